@@ -1,1 +1,1 @@
-"""Values and plain rules about tokens: problems, layouts, masks, tiles, dtypes, scales."""
+"""Core value types and token arithmetic: problems, layouts, masks, tiles, dtypes, scales."""

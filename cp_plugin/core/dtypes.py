@@ -1,4 +1,4 @@
-"""Names of dtypes, and in which one partial results are summed."""
+"""Accumulation dtype and dtype names."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As files, flags and messages call it: ``bfloat16``."""
+    """The name in files, flags and messages: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

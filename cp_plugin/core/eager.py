@@ -1,10 +1,7 @@
-"""Functions that torch.compile calls, and does not look into.
+"""``@eager``: exclude a function from torch.compile.
 
-    @eager
-    def attention(...): ...
-
-``torch.compiler.disable`` imports the compiler, which takes a second, where the function is defined. Here it is asked
-for at the first call in a process that has imported the compiler anyway.
+``torch.compiler.disable`` imports the compiler (a second) at decoration time; this defers it to the first call in a
+process that has already imported it.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import torch
 
 
 def eager[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """The function, left as it is by torch.compile, with all that it calls."""
+    """Run the function, and everything it calls, outside torch.compile."""
     disabled: list[Callable[P, R]] = []
 
     @wraps(function)

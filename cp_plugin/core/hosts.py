@@ -1,7 +1,7 @@
-"""Which host each context-parallel rank runs on.
+"""Host of each context-parallel rank.
 
-Context-parallel ranks are strided by tensor parallelism, so how many of them share a host cannot be computed from the
-number of devices per node; it is asked of the ranks.
+Context-parallel ranks are strided by tensor parallelism, so ranks per host cannot be derived from devices per node; the
+ranks are asked.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch.distributed as dist
 
 
 def hosts_of(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """The host of every rank of a group, in group order; collective over the group."""
+    """Host of every rank, in group order; collective over the group."""
     names = [""] * group.size()
     dist.all_gather_object(names, socket.gethostname(), group=group)
     return tuple(names)
 
 
 def neighbours_per_host(hosts: Sequence[str]) -> int:
-    """How many neighbouring ranks share a host, if that is the same everywhere; 1 if not, or if it is unknown."""
+    """Neighbouring ranks that share a host; 1 if that is uneven or unknown."""
     runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
     return runs[0] if len(set(runs)) == 1 else 1
 
 
 def describe(hosts: Sequence[str]) -> str:
-    """The placement in words: ``ranks 0-3 on a, 4-7 on b``."""
+    """The placement for messages: ``ranks 0-3 on a, 4-7 on b``."""
     if not hosts:
         return "the hosts of the ranks are unknown"
     parts, start = [], 0

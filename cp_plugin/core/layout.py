@@ -1,15 +1,13 @@
-"""Token layouts: which global token positions each context-parallel rank holds.
+"""Token layouts: the global positions that each context-parallel rank holds.
 
-A layout gives every rank a few *affine segments* of positions. A segment is a Python ``range`` (start, stop, step): it
-is hashable, knows its length, and slicing it gives another segment. A rank's shard is the concatenation of its
-segments. Eight tokens on two ranks:
+A shard is a concatenation of *affine segments*, Python ``range`` objects. Eight tokens on two ranks:
 
     contiguous   rank 0: 0 1 2 3       rank 1: 4 5 6 7        one segment, step 1
     zigzag       rank 0: 0 1 . 6 7     rank 1: 2 3 . 4 5      a chunk and its mirror image, step 1
     striped      rank 0: 0 2 4 6       rank 1: 1 3 5 7        one segment, step = number of ranks
 
-Sources: contiguous is Ring Attention's (arXiv 2310.01889), zigzag is Megatron-Core's and Llama 3's, striped is Striped
-Attention's (arXiv 2311.09431, section 3). Nothing here knows of attention or of process groups.
+Sources: contiguous, Ring Attention (arXiv 2310.01889); zigzag, Megatron-Core and Llama 3; striped, Striped Attention
+(arXiv 2311.09431, section 3).
 """
 
 from __future__ import annotations
@@ -29,30 +27,30 @@ Segments = tuple[range, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to divide the positions ``0 .. seq_length - 1`` over ``size`` ranks, ``seq_length / size`` each."""
+    """A partition of positions ``0 .. seq_length - 1`` over ``size`` ranks, ``seq_length / size`` each."""
 
     name: str
     chunks: Callable[[int], int]
     """``size -> n``: the sequence length must be a multiple of n."""
     place: Callable[[int, int, int], Segments]
-    """``(seq_length, size, index) -> segments`` for more than one rank and a legal length."""
+    """``(seq_length, size, index) -> segments`` for two or more ranks and a valid length."""
     cyclic: bool = False
-    """Whether neighbouring tokens are on neighbouring ranks, rather than on the same one."""
+    """Whether neighbouring tokens are on neighbouring ranks."""
 
     def divisor(self, size: int) -> int:
-        """The number that must divide a sequence length for ``size`` ranks."""
+        """The number that must divide the sequence length."""
         return self.chunks(size) if size > 1 else 1
 
     def padded(self, seq_length: int, size: int, parts: int = 1) -> int:
-        """The shortest length from ``seq_length`` on that ``size`` ranks can share, each in ``parts`` equal parts."""
+        """The shortest valid length >= ``seq_length`` whose shards split into ``parts`` equal parts."""
         divisor = self.divisor(size) * parts
         return math.ceil(seq_length / divisor) * divisor
 
     def segments(self, seq_length: int, size: int, index: int) -> Segments:
-        """The affine segments of global positions on rank ``index``, in the order in which the shard stores them.
+        """Segments of global positions on rank ``index``, in storage order.
 
         Raises:
-            ValueError: if the rank does not exist, or the sequence cannot be divided in this layout.
+            ValueError: if the rank does not exist or the sequence length is invalid for this layout.
         """
         if not 0 <= index < size:
             raise ValueError(f"rank index {index} is outside 0..{size - 1}")
@@ -66,14 +64,14 @@ class Layout:
         return join_adjacent(self.place(seq_length, size, index)) if size > 1 else (range(seq_length),)
 
     def positions(self, seq_length: int, size: int, index: int, device: torch.device | str = "cpu") -> Tensor:
-        """Global positions of rank ``index``'s tokens: int64 ``[seq_length / size]``, made on the device itself."""
+        """Global positions of rank ``index``'s tokens: int64 ``[seq_length / size]``, created on the device."""
         segments = self.segments(seq_length, size, index)
         return torch.cat([torch.arange(s.start, s.stop, s.step, device=device) for s in segments])
 
     def shard(self, x: Tensor, dim: int, size: int, index: int) -> Tensor:
-        """Rank ``index``'s part of ``x`` along ``dim``, which has the length of the whole sequence; differentiable.
+        """Rank ``index``'s shard of ``x`` along ``dim`` (the full sequence); differentiable.
 
-        Returns a tensor of its own (contiguous), never a view of ``x``, unless there is only one rank.
+        A contiguous copy, never a view of ``x``, unless there is only one rank.
         """
         if size == 1:
             return x
@@ -81,7 +79,7 @@ class Layout:
         return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim)
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """The inverse of ``shard``: the whole tensor from the shards of all ranks, in rank order; differentiable."""
+        """The inverse of ``shard``: the full tensor from all shards in rank order; differentiable."""
         size = len(shards)
         if size == 1:
             return shards[0]
@@ -98,7 +96,7 @@ class Layout:
 
 
 def join_adjacent(segments: Sequence[range]) -> Segments:
-    """Join neighbours that continue each other with the same step, so that the fewest segments remain."""
+    """Join neighbouring segments that continue each other with the same step."""
     joined: list[range] = []
     for s in segments:
         last = joined[-1] if joined else None
@@ -110,14 +108,15 @@ def join_adjacent(segments: Sequence[range]) -> Segments:
 
 
 KEPT_BYTES = 2**28
-"""Of orders that stay on the devices: that of a million tokens has 8 MB."""
+"""Cache limit for index tensors kept on devices; the order of a million tokens has 8 MB."""
 
 
 def sort_positions(segments: Segments, device: torch.device) -> tuple[Segments, Tensor | None]:
-    """The same positions in increasing order, and where each comes from: ``sorted[i] = stored[order[i]]``.
+    """The positions in increasing order and ``order`` with ``sorted[i] = stored[order[i]]``.
 
-    Gathered shards are runs that interleave; sorted they are few long runs, so that attention needs few, large tiles.
-    The order is on the device, where it stays; it is None where sorting does not make fewer segments.
+    Gathered shards are interleaved runs; sorting them yields few long runs, hence few large tiles. The order stays on
+    the
+    device; it is None where sorting does not reduce the number of segments.
     """
     if len(segments) == 1:
         return segments, None
@@ -148,13 +147,13 @@ def _sorted(segments: Segments, device: torch.device) -> tuple[Segments, Tensor 
 
 
 def _rows(segments: Segments, order: Sequence[int]) -> list[Tensor]:
-    """Where the positions of each segment are stored, segment by segment in that order."""
+    """Storage rows of each segment, taken in the given order."""
     rows = torch.arange(sum(map(len, segments))).split([len(s) for s in segments])
     return [rows[i] for i in order]
 
 
 def _interleaved(segments: Sequence[range]) -> range | None:
-    """The one run that they form, if each takes every n-th of its positions in turn."""
+    """The single run formed by segments that each take every n-th of its positions, if they do."""
     first, last = segments[0], segments[-1]
     step, rest = divmod(first.step, len(segments))
     turns = (range(first.start + i * step, first.stop + i * step, first.step) for i in range(len(segments)))
@@ -164,7 +163,7 @@ def _interleaved(segments: Sequence[range]) -> range | None:
 
 
 def _runs(ordered: Tensor) -> Segments:
-    """Increasing positions as maximal runs of constant step, from the left."""
+    """Split increasing positions into maximal runs of constant step, left to right."""
     steps = ordered.diff()
     ends = (steps[1:] != steps[:-1]).nonzero().flatten().add(2).tolist()  # index one past the end of each run
     runs, start = [], 0
@@ -178,13 +177,12 @@ def _runs(ordered: Tensor) -> Segments:
 
 
 def as_slice(r: range) -> slice:
-    """The slice that selects the indices of an increasing range."""
+    """The slice that selects an increasing range."""
     return slice(r.start, r.stop, r.step)
 
 
 def take(x: Tensor, r: range) -> Tensor:
-    """``x`` at these indices of its first dimension: a view (itself, where they are all), but for a range from the last
-    to the first."""
+    """Rows ``r`` of ``x``: a view, except for a decreasing range."""
     if r.step == 1 and len(r) == x.size(0):
         return x
     return x[as_slice(r)] if r.step > 0 else x[as_slice(r[::-1])].flip(0)
@@ -217,4 +215,4 @@ LAYOUTS: dict[str, Layout] = {
         Layout("striped", lambda size: size, _striped, cyclic=True),
     )
 }
-"""The regular ones, for any sequence. ``cp_plugin.placement`` has those that are made for one."""
+"""Layouts defined for every sequence; ``cp_plugin.placement`` adds those built per pack."""

@@ -1,4 +1,4 @@
-"""Which keys a query sees, by positions in the whole sequence: causal, full, a sliding window, documents, a tree."""
+"""Attention masks by global position: causal, full, sliding window, packed documents, trees."""
 
 from __future__ import annotations
 
@@ -12,56 +12,53 @@ import torch
 from torch import Tensor
 
 Window = tuple[int, int]
-"""How many tokens before and after itself a token sees, -1: all of them; as in flash-attn and Transformer Engine."""
+"""Tokens visible before and after each token, -1: all; as in flash-attn and Transformer Engine."""
 
 
 class Mask(NamedTuple):
     """A query at position p sees the keys at ``p - left .. p + right`` of its own document.
 
-    In a tree documents continue each other (``cp_plugin.core.tree``): a key is seen by the queries from its own
-    position up to the stop of its document. Only under a causal mask, and without a window.
+    In a tree, documents continue each other (``cp_plugin.core.tree``): a key is visible to the queries from its own
+    position up to its document's stop. Trees are causal and have no window.
     """
 
     left: int | None = None
-    """None: no limit."""
+    """None: unlimited."""
     right: int | None = None
-    """None: no limit; 0: causal."""
+    """None: unlimited; 0: causal."""
     documents: tuple[int, ...] = ()
-    """Where the documents begin, and the length of the sequence; empty: one document."""
+    """Start of each document, then the sequence length; empty: one document."""
     stops: tuple[int, ...] = ()
-    """Where those end that continue each document; empty: where it ends itself, since none is continued."""
+    """End of the subtree of each document; empty: not a tree."""
 
     @classmethod
     def of(cls, causal: bool, window: Window | None = None, documents: tuple[int, ...] = ()) -> Mask:
-        """From what callers give. Under a causal mask nothing after a token is seen, whatever the window."""
+        """From public arguments. A causal mask hides everything after a token, whatever the window."""
         left, right = (None if n == -1 else n for n in window or (-1, -1))
         return cls(left, 0 if causal else right, documents)
 
     @property
     def full(self) -> bool:
-        """Every query sees every key, whatever their positions."""
+        """Every query sees every key."""
         return self.left is None and self.right is None and not self.documents
 
     @property
     def windowed(self) -> bool:
-        """A query does not see all that is before it in its document."""
+        """Whether a query may miss earlier tokens of its document."""
         return self.left is not None
 
     @property
     def width(self) -> float:
-        """How many neighbouring positions a query sees of a document that is long enough."""
+        """Positions visible to a query in a sufficiently long document."""
         return inf if self.left is None or self.right is None else self.left + self.right + 1
 
     @property
     def packed(self) -> bool:
-        """Where documents begin and end is part of the mask, and may be new in every batch."""
+        """Whether document bounds are part of the mask (and may change with every batch)."""
         return bool(self.documents)
 
     def interval(self, positions: Tensor, seq_length: int) -> tuple[Tensor, Tensor]:
-        """The first key that each query at these positions sees, and the one after its last; int64 as the positions.
-
-        Not of a tree, where a query may see several intervals.
-        """
+        """First visible key of each query and one past the last; int64. Not defined for trees."""
         assert not self.stops
         ends = torch.tensor(self.documents or (0, seq_length))
         after = torch.searchsorted(ends, positions, right=True)
@@ -73,7 +70,7 @@ class Mask(NamedTuple):
         return first, end
 
     def pieces(self, segment: range) -> Iterator[tuple[int, range]]:
-        """The part of a segment in each document: number of the document, and indices into the segment."""
+        """Split a segment by document: document number, and indices into the segment."""
         if not self.documents:
             yield 0, range(len(segment))
             return
@@ -86,9 +83,9 @@ class Mask(NamedTuple):
                 return
 
     def levels(self) -> list[tuple[list[int], Mask]]:
-        """A tree as packs of documents, one for each depth: the numbers of the documents there, and who sees them.
+        """Split a tree by depth into packed-document masks: the document numbers of each level, and its mask.
 
-        What continues a document sees it as if it were part of it.
+        A subtree counts as part of the document it continues.
         """
         found: list[tuple[list[int], list[int]]] = []
         path: list[int] = []  # where the subtrees end that the document is in
@@ -109,10 +106,10 @@ CAUSAL = Mask(right=0)
 
 
 def document_bounds(cu_seqlens: Tensor | None, seq_length: int) -> tuple[int, ...]:
-    """``Mask.documents`` from cumulative lengths; copies them to the CPU once. Empty documents are left out.
+    """``Mask.documents`` from cumulative lengths, without empty documents; copies them to the CPU once.
 
     Raises:
-        ValueError: if they do not run from 0 to the length of the whole sequence in increasing order.
+        ValueError: if they do not increase from 0 to the length of the whole sequence.
     """
     if cu_seqlens is None:
         return ()
@@ -127,5 +124,5 @@ def document_bounds(cu_seqlens: Tensor | None, seq_length: int) -> tuple[int, ..
 
 
 def steps_to(segment: range, position: int) -> int:
-    """How many positions of the segment lie before this one."""
+    """Number of positions of the segment before ``position``."""
     return max(0, -(-(position - segment.start) // segment.step))

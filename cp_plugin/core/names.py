@@ -1,4 +1,4 @@
-"""Looking something up by the name a user typed."""
+"""Lookup by user-typed names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from difflib import get_close_matches
 
 
 def find[T](kind: str, name: str, among: Mapping[str, T]) -> T:
-    """The one of that name; case, and which of space, ``_`` and ``-`` separates words, do not matter.
+    """The entry of that name, ignoring case and the separator (space, ``_`` or ``-``).
 
     Raises:
-        ValueError: if there is none; the message has the nearest names and all of them.
+        ValueError: for an unknown name; the message suggests the nearest ones and lists all.
     """
     plain = {_plain(known): known for known in among}
     if _plain(name) not in plain:
@@ -20,7 +20,7 @@ def find[T](kind: str, name: str, among: Mapping[str, T]) -> T:
 
 
 def did_you_mean(name: str, among: Iterable[str]) -> str:
-    """``: did you mean x or y?`` with the nearest names, or nothing where none is near."""
+    """``: did you mean x or y?``, or an empty string where no name is close."""
     plain = {_plain(known): known for known in among}
     within = [known for known in plain if len(_plain(name)) > 1 and _plain(name) in known]
     near = [plain[known] for known in dict.fromkeys([*within, *get_close_matches(_plain(name), plain, cutoff=0.5)])]

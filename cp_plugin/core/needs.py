@@ -1,11 +1,11 @@
-"""Needs: which keys of which rank the queries of a rank see, from where all tokens are and the mask.
+"""Needed keys: which key rows of each rank the queries of a rank see.
 
     rank 2's queries        document 0      document 1           rank 2 reads    rank 1: rows 5 .. 7
     in document 1        | 0: 0 1 2 3 4 5 6 7 | 1: 8 .. 15 | 2: 16 .. 23 |       and its own: rows 0 .. 7
                                        ^ begins at 13
 
-Everything is found with a few operations on tensors of integers on the CPU, whose length is that of the list of pieces
-(parts of a segment in one document), never that of the sequence.
+Computed with a few integer tensor operations on the CPU; their length is the number of pieces (parts of a segment in
+one document), never the sequence length.
 """
 
 from __future__ import annotations
@@ -21,39 +21,38 @@ from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 
 _FAR = 2**40
-"""Further than any position: no limit."""
+"""Beyond any position: no limit."""
 
 
 class Needs(NamedTuple):
-    """Runs of key rows that queries see: int64 tensors of one length, sorted by reader, owner and row.
+    """Runs of visible key rows: int64 tensors of equal length, sorted by reader, owner and row.
 
-    Runs of one reader and owner do not touch. Rows count from the first key that the owner holds.
+    Runs of one (reader, owner) pair do not touch. Rows count from the owner's first key.
     """
 
     reader: Tensor
-    """Whose queries see them."""
+    """Rank whose queries see the run."""
     owner: Tensor
-    """Who holds them."""
+    """Rank that holds it."""
     start: Tensor
     stop: Tensor
 
     def rows(self, reader: int, owner: int) -> tuple[range, ...]:
-        """The runs of one reader and one owner."""
+        """The runs of one reader and owner."""
         here = (self.reader == reader) & (self.owner == owner)
         return tuple(map(range, self.start[here].tolist(), self.stop[here].tolist()))
 
     def counts(self, ranks: int) -> Tensor:
-        """How many rows of each owner every reader sees: int64 ``[ranks, ranks]``, readers first."""
+        """Visible rows per reader and owner: int64 ``[ranks, ranks]``, readers first."""
         found = torch.zeros(ranks * ranks, dtype=torch.int64)
         return found.index_add_(0, self.reader * ranks + self.owner, self.stop - self.start).view(ranks, ranks)
 
 
 def needs(queries: Sequence[Segments], keys: Sequence[Segments], mask: Mask) -> Needs:
-    """Which keys the queries of every rank see.
+    """The keys that the queries of every rank see.
 
     Args:
-        queries: the positions of every rank's queries, in storage order.
-        keys: those of every rank's keys.
+        queries, keys: positions of every rank's queries and keys, in storage order.
         mask: which positions see which.
     """
     held = _held(keys)
@@ -71,7 +70,7 @@ def needs(queries: Sequence[Segments], keys: Sequence[Segments], mask: Mask) -> 
 
 
 def rows_of(segments: Segments, rows: Sequence[range]) -> Segments:
-    """The positions of these rows of a shard, in the order given."""
+    """Positions of the given rows of a shard, in that order."""
     found: list[range] = []
     for wanted in rows:
         offset = 0
@@ -88,12 +87,12 @@ class _Pieces(NamedTuple):
 
     reader: Tensor
     first: Tensor
-    """Position of the first of them."""
+    """Position of the first query."""
     step: Tensor
     low: Tensor
-    """No position before this one is seen by any of them."""
+    """The first position that any of them sees."""
     high: Tensor
-    """Nor this one, nor any after it."""
+    """One past the last position that any of them sees."""
 
 
 class _Held(NamedTuple):
@@ -104,7 +103,7 @@ class _Held(NamedTuple):
     step: Tensor
     length: Tensor
     row: Tensor
-    """Where the owner holds the first of them."""
+    """Storage row of the first key."""
 
 
 def _held(keys: Sequence[Segments]) -> _Held:
@@ -137,7 +136,7 @@ def _pieces(queries: Sequence[Segments], mask: Mask, steps: tuple[int, ...]) -> 
 
 
 def _seen_in_tree(segment: range, mask: Mask) -> list[tuple[int, int]]:
-    """The runs of keys that queries of a segment see: of each document those up to its last query, if that sees any."""
+    """Runs of keys that a segment of queries sees: in each visible document, up to the last query."""
     begins, ends = torch.tensor(mask.documents).unfold(0, 2, 1).T
     stops = torch.tensor(mask.stops)
     last = segment.start + (_steps(stops - segment.start, torch.tensor(segment.step)) - 1) * segment.step
@@ -147,9 +146,9 @@ def _seen_in_tree(segment: range, mask: Mask) -> list[tuple[int, int]]:
 
 
 def _pairs(pieces: _Pieces, held: _Held) -> tuple[Tensor, Tensor]:
-    """Numbers of the pieces and the segments that may meet: all, but where the segments can be searched in order.
+    """Indices of the pieces and segments that may meet, found by binary search where all steps are 1.
 
-    Of all of them ``[pieces, 1]`` and ``[1, segments]``, which broadcast to every pair.
+    Otherwise all pairs, as ``[pieces, 1]`` and ``[1, segments]``, which broadcast.
     """
     if (held.step > 1).any():
         return torch.arange(len(pieces.low))[:, None], torch.arange(len(held.first))[None]
@@ -163,15 +162,16 @@ def _pairs(pieces: _Pieces, held: _Held) -> tuple[Tensor, Tensor]:
 
 
 def _steps(apart: Tensor, step: Tensor) -> Tensor:
-    """The first index of a segment that is so far from its beginning."""
+    """The first index of a segment at that distance from its start."""
     return -torch.div(-apart, step, rounding_mode="floor")
 
 
 def _in_step(piece: _Pieces, segment: _Held, mask: Mask) -> Tensor:
-    """Whether a query sees any key of the segment where both have one step, and windows are shorter than it.
+    """Whether a query sees any key of a segment of the same step, for windows narrower than the step.
 
-    Query m sees key j if ``first <= m - j <= last``: if there is one such difference, all keys between the ends of the
-    windows are seen; if not, none.
+    Query m sees key j if ``first <= m - j <= last``: if such a difference exists, all keys between the ends of the
+    windows
+    are seen, otherwise none.
     """
     apart = segment.first - piece.first
     first = _steps(apart - (_FAR if mask.right is None else mask.right), piece.step)
@@ -180,7 +180,7 @@ def _in_step(piece: _Pieces, segment: _Held, mask: Mask) -> Tensor:
 
 
 def _joined(reader: Tensor, owner: Tensor, start: Tensor, stop: Tensor) -> Needs:
-    """Runs that overlap or touch as one."""
+    """Join runs that overlap or touch."""
     if not len(reader):
         return Needs(reader, owner, start, stop)
     line, ranks = int(stop.max()) + 1, int(owner.max()) + 1  # runs of different pairs are a row apart at least
@@ -193,7 +193,7 @@ def _joined(reader: Tensor, owner: Tensor, start: Tensor, stop: Tensor) -> Needs
 
 
 def _merged(starts: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
-    """Runs, one or more, in the order of their starts; those that overlap or touch as one."""
+    """Join overlapping or touching runs (one or more, sorted by start)."""
     reach = stops.cummax(0).values
     begins = torch.cat([torch.ones(1, dtype=torch.bool), starts[1:] > reach[:-1]])
     ends = torch.cat([begins[1:], torch.ones(1, dtype=torch.bool)])

@@ -1,7 +1,7 @@
-"""Options of providers: how one is declared (``Option``), and what a user chose (``Options``).
+"""Provider options: their declaration (``Option``) and the user's choices (``Options``).
 
-An option is declared once, beside the provider that has it. Flags of Megatron and of ``cp-plugin``, arguments of NeMo's
-``apply``, what the planner tries and the tables of the documentation all come from that declaration.
+An option is declared once, next to its provider. Megatron and ``cp-plugin`` flags, arguments of NeMo's ``apply``, the
+planner's search space and the documentation tables are derived from it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ AUTO = "auto"
 
 
 class Option(str):
-    """The name of an option, which is a field of ``Options``, and all that is known of it."""
+    """The name of an option, a field of ``Options``, and its declaration."""
 
     metavar: str
     meaning: str
-    """Half a sentence, for help texts."""
+    """A phrase for help texts."""
     default: str
-    """What it means to leave the option open."""
+    """What happens if it is not given."""
     unset: str
-    """The text that leaves it open."""
+    """The text for "not given"."""
     read: Callable[[str], Any]
-    """The value from its text; None for a text that is none."""
+    """Parses a text; None if it is invalid."""
     write: str
-    """What to write, for the message about such a text."""
+    """What to write instead, for error messages."""
     choices: tuple[str, ...]
-    """The words that there are; empty where it is no word."""
+    """The valid words; empty if it is not a word."""
     every: Callable[[int], Sequence[Any]] | None
-    """Ranks -> all values, of which the planner prices each one. None: the provider chooses."""
+    """Ranks -> all values, each priced by the planner. None: the provider chooses."""
     near: Callable[[int, Any], Sequence[Any]]
-    """Ranks and a value -> other values that the planner tries once the large choices are made."""
+    """Ranks and a value -> values that the planner tries once the large choices are made."""
 
     def __new__(
         cls,
@@ -60,19 +60,19 @@ class Option(str):
 
     @property
     def flag(self) -> str:
-        """As it is on the command line of a training."""
+        """The flag of a training command line."""
         return f"--cp-{self.replace('_', '-')}"
 
     @property
     def attribute(self) -> str:
-        """Of the namespace that is parsed from such a command line."""
+        """Its attribute in the parsed namespace."""
         return f"cp_{self}"
 
     def parse(self, text: str) -> Any:
-        """The value of a text, None where it leaves the option open.
+        """The value of a text; None where it leaves the option open.
 
         Raises:
-            ValueError: for a text that is no value: the flag, the text, what to write.
+            ValueError: for an invalid text.
         """
         if text == self.unset:
             return None
@@ -82,18 +82,18 @@ class Option(str):
         return value
 
     def check(self, value: object) -> None:
-        """ValueError for a word that is none of the choices."""
+        """ValueError for a word that is not one of the choices."""
         if self.choices and value not in (*self.choices, self.unset):
             raise ValueError(f"{self.flag} {in_words(value)}: write {self.write}, or {self.unset}")
 
 
 def whole_number(text: str) -> int | None:
-    """A number of 1 or more; None for another text."""
+    """An integer >= 1; None for any other text."""
     return int(text) if re.fullmatch(r"[1-9]\d*", text, re.ASCII) else None
 
 
 def rows_and_columns(text: str) -> tuple[int, int] | None:
-    """``8x4``; None for another text."""
+    """``8x4``; None for any other text."""
     rows, by, columns = text.partition("x")
     found = whole_number(rows), whole_number(columns)
     return (found[0], found[1]) if by and found[0] and found[1] else None
@@ -101,18 +101,17 @@ def rows_and_columns(text: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Options:
-    """What a user chose, besides the provider's name: ``Options(layout="zigzag", grid=(4, 2))``.
+    """The user's choices besides the provider: ``Options(layout="zigzag", grid=(4, 2))``.
 
-    The options of providers are attributes, too; one that was left open, which is the provider's choice
-    (``Provider.choose``), is None.
+    Provider options are attributes too; those left to the provider (``Provider.choose``) are None.
     """
 
     layout: str | None
-    """Which tokens each rank holds; None: the provider's first layout."""
+    """None: the provider's first layout."""
     backend: str
     """The attention kernel."""
     given: tuple[tuple[str, Any], ...]
-    """All others that were chosen, by their names."""
+    """All other choices by name."""
 
     def __init__(
         self,
@@ -134,5 +133,5 @@ class Options:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The options that were chosen, without layout and backend, which every provider has."""
+        """The choices other than layout and backend."""
         return dict(self.given)

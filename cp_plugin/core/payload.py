@@ -1,17 +1,17 @@
-"""Payloads in one byte an element: e4m3, and a power of two for each (block of tokens, batch, head).
+"""FP8 payloads: e4m3 elements with a power-of-two scale per (block of tokens, batch, head).
 
     x [s, b, h, d]  ->  payload [s, b, h, d] in float8_e4m3fn, exponents [ceil(s / block), b, h] in uint8
 
-The scale of a block is 2^(exponent - 127), the smallest that brings its largest number to 448, e4m3's largest, or less.
-So nothing has to be cut off, and a number x comes out within 2^-4 |x|, or within scale * 2^-10 where it is less than
-scale * 2^-6. Powers of two scale exactly: **packing again what was unpacked changes nothing**, since every number then
-is one of e4m3's times the scale, and still is if the scale has become smaller. Hops around a ring add no error.
+The scale of a block is 2^(exponent - 127), the smallest that maps its largest element to at most 448 (e4m3's maximum).
+Nothing saturates; the error of x is at most 2^-4 |x|, or scale * 2^-10 where |x| < scale * 2^-6. Power-of-two scaling
+is
+exact, so **repacking an unpacked payload changes nothing** and hops around a ring add no error.
 
-Ends of the range: scales are at least 2^-126 (exponent 1, also of zeros), where scale * 2^-10 is less than any number
-of bfloat16 or float16. What would round beyond the largest number of the dtype comes out as that largest number. NaN
-and infinities come out as NaN, as e4m3 has no infinity; the other numbers of their block keep their scale.
+Scales are at least 2^-126 (exponent 1, also for zeros), where scale * 2^-10 is below every bfloat16 or float16 number.
+Values that would round beyond the dtype's maximum become that maximum. NaN and infinity become NaN and do not affect
+the scale of their block.
 
-This is plain torch, for any device; ``cp_plugin.kernels.fused`` has the kernel that computes the same, bit for bit.
+Plain torch for any device; ``cp_plugin.kernels.fused`` has the bit-identical kernel.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What can be packed."""
+"""Dtypes that can be packed."""
 
 
 def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """``x [s, b, h, d]`` in one of ``DTYPES`` -> its payload, and an exponent for every ``block`` tokens.
+    """Payload of ``x [s, b, h, d]`` and one exponent per ``block`` tokens.
 
     Raises:
-        ValueError: for another dtype or shape, or a block of no tokens.
+        ValueError: for another dtype or shape, or block < 1.
     """
     if x.dim() != 4 or x.dtype not in DTYPES:
         raise ValueError(f"payloads are made of [s, b, h, d] in {DTYPES}, got {tuple(x.shape)} in {x.dtype}")
@@ -45,10 +45,10 @@ def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of ``pack``, in a dtype of ``DTYPES``; payloads may also be uint8.
+    """The inverse of ``pack`` in a dtype of ``DTYPES``; payloads may also be uint8.
 
     Raises:
-        ValueError: for another dtype, or exponents that are not of such a payload.
+        ValueError: for another dtype, or exponents that do not match the payload.
     """
     if payload.dim() != 4 or payload.element_size() != 1 or dtype not in DTYPES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a third party adds by an entry point in its own pyproject, without touching this package.
+"""Third-party extensions through entry points, declared in their own pyproject:
 
 [project.entry-points."cp_plugin.providers"]
 mymethod = "my_package.my_module:PROVIDER"
@@ -20,15 +20,15 @@ def with_entry_points[T](
     many: str,
     reserved: Collection[str] = (),
 ) -> dict[str, T]:
-    """Name -> what is built in, then what the entry points of a group lead to; each has a ``name``.
+    """Built-in objects, then those of an entry-point group, by their ``name``.
 
     Args:
-        fits: whether what an entry point leads to is of this kind.
+        fits: whether a loaded object is of this kind.
         one, many: the kind in words, such as "a cp_plugin Provider" and "context-parallel providers".
-        reserved: names that nothing may have.
+        reserved: names that are not allowed.
 
     Raises:
-        ValueError: if two share a name, or an entry point leads to something else.
+        ValueError: if two share a name, or an entry point loads another kind of object.
     """
     found: dict[str, T] = {}
 

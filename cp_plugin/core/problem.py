@@ -1,4 +1,4 @@
-"""What is to be computed: ``Problem``. What a user chose about how is in ``core.options``."""
+"""``Problem``: the attention call to compute."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Network = Literal["nccl", "gloo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One attention call, as a provider sees it when it chooses, says what it cannot do and what it will send.
+    """One attention call, as providers see it when they choose options, refuse, and predict traffic.
 
-    Only the sizes of a model matter for most choices, so the rest has typical values.
+    Most choices depend on the model sizes alone, so the other fields have typical defaults.
     """
 
     size: int
@@ -32,34 +32,34 @@ class Problem:
     kv_heads: int = 1
     head_dim: int = 128
     v_head_dim: int = 0
-    """0: as ``head_dim``."""
+    """0: equal to ``head_dim``."""
     seq_length: int = 2**17
     """Global tokens."""
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
     causal: bool = True
     decay: Decay = "none"
-    """Of linear attention: none, one number per head, per token and head, or per token, head and key dimension."""
+    """Of linear attention: none, or per head, per token and head, or per token, head and key dimension."""
     documents: bool = False
     """Whether several documents are packed in one sequence."""
     bounds: tuple[int, ...] = ()
-    """Where these documents begin, and the length of the sequence, as in ``Mask``; empty: none, or not known here."""
+    """Their bounds as in ``Mask.documents``; empty: none, or unknown."""
     placed: Layout | None = None
-    """A layout that was made for them; None: the one that the options name."""
+    """A layout built for them; None: the layout option."""
     window: Window | None = None
-    """How many tokens before and after itself a token sees, -1: all of them; None: no window."""
+    """Visible tokens before and after each token, -1: all; None: no window."""
     sink: bool = False
-    """Whether the softmax has one more score for each head, with no value behind it."""
+    """Whether the softmax has an extra score per head, without a value."""
     hosts: tuple[str, ...] = ()
-    """The host of every context-parallel rank; empty: unknown."""
+    """Host of every context-parallel rank; empty: unknown."""
     network: Network = "nccl"
-    """What messages travel over: NCCL between GPUs, or Gloo between CPU ranks."""
+    """NCCL between GPUs, or Gloo between CPU ranks."""
     fp8: bool = False
-    """Whether payloads travel in one byte an element; ``cp_plugin.methods.fp8`` sets it from the options."""
+    """Whether payloads are FP8; set from the options by ``cp_plugin.methods.fp8``."""
     narrow_sums: bool = False
-    """Whether sums of gradients travel in ``dtype``; ``cp_plugin.methods.gradient_dtype`` sets it from the options."""
+    """Whether gradient sums travel in ``dtype``; set from the options by ``cp_plugin.methods.gradient_dtype``."""
     block: int = 0
-    """Tokens of a payload that share an exponent; 0: as many of 64 as divide the tokens of a rank."""
+    """Tokens that share a payload exponent; 0: the largest divisor of 64 that divides a rank's tokens."""
 
     def __post_init__(self) -> None:
         if self.v_head_dim == 0:
@@ -80,75 +80,73 @@ class Problem:
             )
 
     def mask(self, documents: tuple[int, ...] = ()) -> Mask:
-        """Which keys a query sees. documents: the bounds of those that are packed, as in ``Mask``; none: ``bounds``."""
+        """The attention mask. documents: bounds as in ``Mask``; default: ``bounds``."""
         return Mask.of(self.causal, self.window, documents or self.bounds)
 
     @property
     def per_host(self) -> int:
-        """Neighbouring ranks that share a host; 1 where that is unknown or uneven."""
+        """Neighbouring ranks that share a host; 1 if unknown or uneven."""
         return neighbours_per_host(self.hosts)
 
     @property
     def summed(self) -> bool:
-        """Linear attention in which every token sees the same: all of them, undecayed."""
+        """Linear attention without mask or decay: every token sees the same sum."""
         return not self.causal and self.decay == "none" and not self.documents
 
     @property
     def tokens(self) -> int:
-        """Tokens of one rank, over its whole batch."""
+        """Tokens of one rank, over its batch."""
         return self.seq_length // self.size * self.batch
 
     @property
     def q_elements(self) -> int:
-        """Elements of one rank's q."""
         return self.tokens * self.heads * self.head_dim
 
     @property
     def out_elements(self) -> int:
-        """Elements of one rank's out."""
         return self.tokens * self.heads * self.v_head_dim
 
     @property
     def kv_elements(self) -> int:
-        """Elements of one rank's k and v together."""
+        """k and v together, on one rank."""
         return self.tokens * self.kv_heads * (self.head_dim + self.v_head_dim)
 
     @property
     def shared(self) -> int:
-        """Tokens of a payload that share an exponent."""
+        """Tokens that share a payload exponent."""
         return self.block or gcd(self.seq_length // self.size, 64)
 
     def payload(self, heads: int, size: int) -> int:
-        """Bytes of one rank's tensor of so many heads of that size, as it travels: q, k, v, out or their gradients."""
+        """Bytes of one rank's tensor of that many heads of that size in transit."""
         rows = self.tokens * heads
         return rows * size + rows // self.shared if self.fp8 else rows * size * self.dtype.itemsize
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of one rank's q as it travels."""
+        """Bytes of one rank's q in transit."""
         return self.payload(self.heads, self.head_dim)
 
     @property
     def out_bytes(self) -> int:
-        """Bytes of one rank's out as it travels."""
+        """Bytes of one rank's out in transit."""
         return self.payload(self.heads, self.v_head_dim)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one rank's k and v together as they travel."""
+        """Bytes of one rank's k and v in transit."""
         return self.payload(self.kv_heads, self.head_dim) + self.payload(self.kv_heads, self.v_head_dim)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one number per token and query head of one rank: lse, delta."""
+        """Bytes of one rank's row statistic (lse or delta)."""
         return self.tokens * self.heads * self.wide
 
     @property
     def wide(self) -> int:
-        """Bytes of an element in the accumulation dtype: of a row statistic, of a state."""
+        """Bytes per element in the accumulation dtype."""
         return accumulation_dtype(self.dtype).itemsize
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of an element of a sum of gradients as it travels."""
+        """Bytes per element of a gradient sum in transit."""
         return self.dtype.itemsize if self.narrow_sums else self.wide

@@ -1,4 +1,4 @@
-"""A bounded memory of what was made last, for plans and tables that are the same call after call."""
+"""A bounded, thread-safe LRU cache for plans and tables."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable, Hashable
 
 
 class Recent[K: Hashable, V]:
-    """``key -> value``, of the keys that were asked for last. Several threads may ask."""
+    """LRU cache ``key -> value``."""
 
     def __init__(self, most: int, weight: Callable[[V], int] = lambda value: 1) -> None:
-        """
-        Args:
-            most: what the values may weigh together; the last one is kept, whatever it weighs.
-            weight: of a value, such as its bytes; default: 1, which makes ``most`` a number of values.
+        """Args:
+        most: total weight to keep; the newest value is always kept.
+        weight: weight of a value, such as its bytes; default 1.
         """
         self._most, self._weight = most, weight
         self._found: dict[K, V] = {}
@@ -21,7 +20,7 @@ class Recent[K: Hashable, V]:
         self._lock = threading.Lock()
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """The value of the key, made where it is not known (any more)."""
+        """The cached value, built by ``make`` if missing."""
         with self._lock:
             if key in self._found:
                 value = self._found[key] = self._found.pop(key)  # the last one asked for is the last to go
@@ -35,7 +34,6 @@ class Recent[K: Hashable, V]:
         return value
 
     def clear(self) -> None:
-        """Forget everything."""
         with self._lock:
             self._found.clear()
             self._total = 0

@@ -1,18 +1,18 @@
-"""What FP8 attention takes its scales from: the largest element of a tensor, or of its like in earlier steps.
+"""Scaling of FP8 attention: current and delayed.
 
-    q, k, v, dout    are known before they are rounded
-    out, dp, dqkv    are known to the kernel: it is given a scale, and says afterwards what the largest element was
+    q, k, v, dout    known before they are rounded
+    out, dp, dqkv    known to the kernel only: it is given a scale and reports the largest element afterwards
 
-``Scaling`` is current scaling: what is known is scaled by its own largest element, the rest by a bound that no element
-exceeds. ``Delayed`` remembers, for one layer, what was found in earlier steps:
+``Scaling`` is current scaling: known tensors are scaled by their own largest element, the others by an upper bound.
+``Delayed`` keeps, for one layer, a history of largest elements:
 
     scaling = Delayed(16, algorithm="max")
-    out = cp.attention(q, k, v, scaling=scaling)    # forward and backward record their largest elements
-    scaling.update(group)                           # once a step, after the backward: all ranks of a group alike
+    out = cp.attention(q, k, v, scaling=scaling)    # forward and backward record largest elements
+    scaling.update(group)                           # once per step, after the backward; collective
 
-dp is dS, P times (dout v - delta); dqkv is dq, dk and dv together, as Transformer Engine has one scale for the three. P
-is 1 at most, and has a fixed scale. All scales are powers of two, so that what was rounded on its way between ranks is
-not rounded again. Nothing here waits for the device.
+dp is dS = P * (dout v - delta); dqkv is dq, dk and dv, which share one scale as in Transformer Engine. P <= 1 has a
+fixed scale. All scales are powers of two, so payloads already rounded in transit are not rounded again. Nothing here
+synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 P_SCALE = 256.0
-"""Of probabilities: the largest power of two by which 1 stays in range of e4m3."""
+"""Scale of probabilities: the largest power of two that keeps 1 within e4m3."""
 ROLES = ("q", "k", "v", "out", "dout", "dp", "dqkv")
 IN_BACKWARD = ("dp", "dqkv")
-"""Those for which a bound is far too large, but for e5m2's wide range."""
+"""Roles whose bound is loose and relies on e5m2's range."""
 
 Algorithm = Literal["most_recent", "max"]
 
 
 class Scaling:
-    """Current scaling, without a memory."""
+    """Current scaling; stateless."""
 
     def scale(self, role: str, largest: Tensor, dtype: torch.dtype) -> Tensor:
-        """The scale of a tensor, a float32 number on its device. NaN if ``largest`` is not finite.
+        """The scale of a tensor: a float32 scalar on its device, NaN if ``largest`` is not finite.
 
-        largest: its largest absolute value, or what none exceeds.
+        largest: its largest absolute value, or an upper bound.
         """
         return scale_for(largest, dtype)
 
     def record(self, role: str, largest: Tensor) -> None:
-        """What the largest absolute value of a tensor was."""
+        """Record the largest absolute value of a tensor."""
 
     def reader(self) -> Scaling:
-        """The same scales, of a call that is not recorded. All readers of one scaling are equal."""
+        """The same scales for a call that must not be recorded. Readers of one scaling compare equal."""
         return _Reader(self)
 
 
@@ -62,7 +62,7 @@ class _Reader(Scaling):
 
 
 class Delayed(Scaling):
-    """Delayed scaling of one layer. Until there is a first update, and of what was always 0, current scaling."""
+    """Delayed scaling of one layer; current scaling before the first update and for tensors that were always 0."""
 
     def __init__(
         self,
@@ -72,19 +72,17 @@ class Delayed(Scaling):
         margin: int = 0,
         roles: Collection[str] = ROLES,
     ) -> None:
-        """
-        Args:
-            length: steps that are remembered.
-            algorithm: ``max``: scale by the largest of them. ``most_recent``: by the last.
-            margin: scales are lower by a factor of ``2 ** margin``, which is room for larger elements. What is too
-                large nevertheless becomes the largest number of its type.
-            roles: what is scaled so. The rest has current scaling.
+        """Args:
+        length: steps in the history.
+        algorithm: ``max``: scale by the largest of them; ``most_recent``: by the last.
+        margin: lower scales by ``2 ** margin``. Elements that are still too large saturate.
+        roles: tensors with delayed scaling; the others use current scaling.
         """
         if length < 1 or algorithm not in ("most_recent", "max"):
             raise ValueError(f"length {length}, algorithm {algorithm!r}: 1 step or more, most_recent or max")
         self.length, self.algorithm, self.margin, self.roles = length, algorithm, margin, tuple(roles)
         self.history = torch.zeros(length, len(ROLES))
-        """Largest elements, float32 ``[length, roles]``: of the last step first. 0: there was none."""
+        """Largest elements, float32 ``[length, roles]``, newest step first; 0: none."""
         self._known = torch.zeros(len(ROLES))
         self._found: dict[str, Tensor] = {}
 
@@ -102,31 +100,31 @@ class Delayed(Scaling):
         self._found[role] = finite if before is None else torch.maximum(before, finite)
 
     def update(self, group: dist.ProcessGroup | None = None) -> None:
-        """Scale the next step by what was recorded since the last update, on all ranks of the group; collective."""
+        """Finish a step: scale the next one by what was recorded, on all ranks of the group; collective."""
         found = next(iter(self._found.values()), self._known)
         update([self], group, found.device)
 
     def remember(self, found: Tensor) -> None:
-        """A step in which these were the largest elements: ``[roles]``, 0 where there were none or not finite ones."""
+        """Append a step's largest elements ``[roles]``; 0 where there were none or they were not finite."""
         self.load(torch.cat((found.unsqueeze(0), self.history.to(found.device)[:-1])))
 
     def load(self, history: Tensor) -> None:
-        """Go on from the history of another run of this layer; its shape must be that of ``self.history``."""
+        """Restore the history of another run of this layer, of the shape of ``self.history``."""
         self.history = history.detach().float().clone()
         chosen = self.history.amax(0) if self.algorithm == "max" else self.history[0]
         self._known = torch.where(chosen > 0, chosen, self._known.to(chosen.device))
 
     def take(self, device: torch.device) -> Tensor:
-        """What was recorded, float32 ``[roles]``, from now on forgotten."""
+        """Return and clear what was recorded: float32 ``[roles]``."""
         nothing = torch.zeros((), device=device)
         found, self._found = torch.stack([self._found.get(role, nothing) for role in ROLES]), {}
         return found
 
 
 def update(scalings: Sequence[Delayed], group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Update several layers by one message; collective over the group, whose ranks have the same layers.
+    """Update several layers with one all-reduce; all ranks of the group must pass the same layers.
 
-    device: where the group's messages are.
+    device: where the group communicates.
     """
     found = torch.stack([scaling.take(device) for scaling in scalings])
     if group is not None and group.size() > 1:
@@ -136,9 +134,9 @@ def update(scalings: Sequence[Delayed], group: dist.ProcessGroup | None, device:
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest power of two, from 2^-100 to 2^100, by which nothing leaves the range of a float8 type.
+    """The largest power of two in 2^-100 .. 2^100 that keeps ``largest`` within a float8 type.
 
-    largest: the largest absolute value, float32. A scale for 0 is 1; of what is not finite it is NaN.
+    1 for 0, NaN if ``largest`` is not finite.
     """
     exponent = torch.floor(torch.log2(torch.finfo(dtype).max / largest)).clamp(-100, 100)
     scale = torch.exp2(exponent)
@@ -152,18 +150,18 @@ def largest(x: Tensor) -> Tensor:
 
 
 def elements(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * scale`` in a float8 type; what is too large becomes its largest number, as in kernels."""
+    """``x * scale`` in a float8 type, saturating like the kernels."""
     most = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-most, most).to(dtype)
 
 
 class Extent(NamedTuple):
-    """How large a tensor is, float32, on its device."""
+    """Magnitudes of a tensor, float32 on its device."""
 
     largest: Tensor
-    """Its largest absolute value."""
+    """The largest absolute value."""
     longest: Tensor
-    """The largest norm of a row, over all tokens and heads."""
+    """The largest row norm, over all tokens and heads."""
 
 
 def extent(x: Tensor) -> Extent:
@@ -173,12 +171,11 @@ def extent(x: Tensor) -> Extent:
 def bounds(
     dout: Extent, q: Extent, k: Extent, v: Extent, out: Extent, rows: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What no element of dp, and none of dq, dk and dv, exceeds; float32, on the device.
+    """Upper bounds of the elements of dp, and of dq, dk and dv; float32, on the device.
 
-    Rows of P add up to 1 at most, its columns to the number of rows that share a key head; delta is dout out. A tenth
-    is for rounding.
+    Rows of P sum to at most 1, its columns to ``rows``; delta = dout out. 10 % allow for rounding.
 
-    rows: that share a key head, of all its query heads.
+    rows: query rows that share a key head.
     """
     dp = 1.1 * dout.longest * (v.longest + out.longest)
     widest = torch.maximum(rows * q.largest, k.largest)
@@ -186,5 +183,5 @@ def bounds(
 
 
 def bound_of_out(v: Extent) -> Tensor:
-    """What no element of an average of v exceeds, whatever the rounding of P."""
+    """Upper bound of the elements of a weighted mean of v, including the rounding of P."""
     return 1.125 * v.largest

@@ -1,4 +1,4 @@
-"""Numbers and values in messages to people."""
+"""Number and value formatting for messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def in_bytes(n: float) -> str:
-    """A number of bytes with three digits: ``1.50 MB``. Powers of 1000."""
+    """Bytes with three digits, in powers of 1000: ``1.50 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if n < 999.5:
             return f"{n:.0f} B" if unit == "B" else f"{n:.3g} {unit}"
@@ -15,7 +15,7 @@ def in_bytes(n: float) -> str:
 
 
 def in_seconds(value: float) -> str:
-    """A time with three digits: ``1.5 ms``; whole seconds from 100 on."""
+    """A duration with three digits: ``1.5 ms``; whole seconds from 100 s."""
     if value >= 100:
         return f"{value:,.0f} s"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
@@ -27,7 +27,7 @@ def divisors(n: int) -> str:
 
 
 def in_words(value: object) -> str:
-    """The value of an option as a user writes it: a grid is ``8x4``."""
+    """An option's value as a user writes it: a grid is ``8x4``."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -1,27 +1,26 @@
-"""Tiles: which keys each query of a block sees, reduced to one integer per tile.
+"""Tiles: a causal block reduced to one integer per pair of segments.
 
 Take two segments of equal step s, queries ``a + m*s`` and keys ``b + j*s``. Under a causal mask query m sees key j iff
 
     b + j*s <= a + m*s    iff    j <= m + floor((a - b) / s)
 
-so all there is to know is one integer, the tile's **diagonal** d: row m sees the keys 0 .. m + d.
+so the tile is described by its **diagonal** d: row m sees the keys 0 .. m + d.
 
     d = 0   causal         d < 0   strictly causal, staggered     d >= keys - 1   full        d <= -queries   empty
     # . . .                . . . .                                # # # #
     # # . .                # . . .                                # # # #
     # # # .                # # . .                                # # # #
 
-A sliding window adds a lower diagonal l: row m sees the keys m + l .. m + d. Such a band is cut into tiles that have
-one of the two; where it is the lower one, rows and keys are taken from the last to the first, and it is an upper one:
+A sliding window adds a lower diagonal l: row m sees the keys m + l .. m + d. Such a band is cut into tiles with a
+single diagonal; tiles with a lower one become upper-diagonal by reversing rows and keys:
 
     # # . . .        # #|. . .       # # . .   reversed:
     # # # . .   =    # #|# . .       # # . .    # . . .
     . # # # .        . #|# # .       . # . .    # # . .
 
-Segments of different steps are first split into parts of a common step, and all are split at the bounds of documents.
-In a tree the keys of a document meet all queries up to the end of its subtree at once.
-Every layout and mask, and every row or column of a 2D grid of ranks, reduces to such tiles; there is no test on ranks
-anywhere else.
+Segments of different steps are first split to a common step, and all segments at document bounds. In a tree the keys of
+a document meet all queries up to the end of its subtree. Every layout, mask and row or column of a 2D rank grid reduces
+to such tiles.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ from cp_plugin.core.mask import Mask, steps_to
 
 
 class Tile(NamedTuple):
-    """Local query rows and key rows (indices into the two shards), and the diagonal between them.
-
-    Both ranges may run from the last to the first.
-    """
+    """Rows of the query and key shards and the diagonal between them. Both ranges may be decreasing."""
 
     q: range
     k: range
@@ -53,7 +49,7 @@ class Tile(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Number of visible (query, key) pairs: the tile's work."""
+        """Number of visible (query, key) pairs."""
         rows, keys = len(self.q), len(self.k)
         first = max(0, -self.diagonal)  # first row that sees anything
         ramp_end = min(rows, max(first, keys - 1 - self.diagonal))  # first row that sees every key
@@ -61,9 +57,9 @@ class Tile(NamedTuple):
         return ramp * (self.diagonal + 1) + (first + ramp_end - 1) * ramp // 2 + (rows - ramp_end) * keys
 
     def cut(self) -> tuple[Tile, ...]:
-        """The same pairs as full tiles and square causal tiles (diagonal 0), for kernels that know only those two.
+        """The same pairs as full tiles and square causal tiles (diagonal 0), for kernels that support only those.
 
-        Needs a trimmed tile, as ``tiles`` gives them. Parts share query rows where a part of the keys is seen by all.
+        Requires a trimmed tile, as returned by ``tiles``. Parts may share query rows.
         """
         if self.full:
             return (self,)
@@ -79,7 +75,7 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile, ...]:
-    """The non-empty tiles between a query shard and a key shard, each trimmed of rows and keys that see nothing.
+    """The non-empty tiles between a query and a key shard, trimmed of rows and keys that see nothing.
 
     Args:
         q_segments, k_segments: global positions of the two shards, in storage order.
@@ -90,18 +86,18 @@ def tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile,
 
 @lru_cache(maxsize=4096)
 def square_tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile, ...]:
-    """As ``tiles``, but all cut: see ``Tile.cut``."""
+    """``tiles``, each cut (``Tile.cut``)."""
     return tuple(part for tile in tiles(q_segments, k_segments, mask) for part in tile.cut())
 
 
 def tiles_up_to(most: int, q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile, ...] | None:
-    """As ``tiles``, but None where more than ``most`` are found, before joining: found no further than that."""
+    """``tiles``, or None as soon as more than ``most`` are found (before joining)."""
     found = tuple(itertools.islice(_found(q_segments, k_segments, mask), most + 1))
     return tuple(_join_full(found)) if len(found) <= most else None
 
 
 def may_meet(q_segments: Segments, k_segments: Segments, mask: Mask) -> bool:
-    """Whether any query may see any key, by the ends of their segments; documents are not looked at."""
+    """Whether any query may see any key, judged by segment ends; ignores documents."""
 
     def meet(q: range, k: range) -> bool:
         before = mask.left is None or k[-1] >= q[0] - mask.left
@@ -111,7 +107,7 @@ def may_meet(q_segments: Segments, k_segments: Segments, mask: Mask) -> bool:
 
 
 def _found(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[Tile]:
-    """The tiles, before those that lie side by side are joined."""
+    """The tiles before adjacent ones are joined."""
     if mask.full:
         rows, keys = sum(map(len, q_segments)), sum(map(len, k_segments))
         yield Tile(range(rows), range(keys), keys - 1)
@@ -138,7 +134,7 @@ def _found(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[T
 
 
 class _Part(NamedTuple):
-    """Tokens of one document in one segment: where they are in the sequence, and in the shard."""
+    """Tokens of one document in one segment: positions in the sequence, rows in the shard."""
 
     document: int
     positions: range
@@ -152,7 +148,7 @@ def _parts(segments: Segments, mask: Mask) -> Iterator[_Part]:
 
 
 def _within_itself(segments: Segments, mask: Mask) -> Iterator[Tile]:
-    """The causal tiles of a shard with itself, one for each document."""
+    """The causal tiles of a shard with itself, one per document."""
     for document, parts in itertools.groupby(_parts(segments, mask), key=lambda part: part.document):
         of_document = [part.rows for part in parts]
         rows = range(of_document[0].start, of_document[-1].stop)
@@ -161,7 +157,7 @@ def _within_itself(segments: Segments, mask: Mask) -> Iterator[Tile]:
 
 
 def _below(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[Tile]:
-    """The tiles of a tree: keys of a document, and queries before the end of its subtree."""
+    """The tiles of a tree: the keys of a document and the queries before the end of its subtree."""
     for k in _parts(k_segments, mask):
         for positions, rows in _with_rows(q_segments):
             before = steps_to(positions, mask.stops[k.document])
@@ -191,7 +187,7 @@ def _increasing(segments: Segments) -> bool:
 
 
 def _band(q: range, k: range, diagonal: int | None, lowest: int | None) -> Iterator[Tile]:
-    """Row m sees the keys m + lowest .. m + diagonal; None: no bound on that side."""
+    """Tiles of the band where row m sees the keys m + lowest .. m + diagonal; None: unbounded on that side."""
     while q and k:
         upper = len(k) - 1 if diagonal is None else diagonal
         lower = 1 - len(q) if lowest is None else lowest
@@ -216,7 +212,7 @@ def _band(q: range, k: range, diagonal: int | None, lowest: int | None) -> Itera
 
 
 def _join_full(found: Iterable[Tile]) -> list[Tile]:
-    """Join full tiles that lie side by side: the same keys under adjacent rows, or the same rows over adjacent keys."""
+    """Join adjacent full tiles: same keys and adjacent rows, or same rows and adjacent keys."""
     joined: list[Tile] = []
     for tile in found:
         while joined and (whole := _side_by_side(joined[-1], tile)) is not None:

@@ -1,14 +1,13 @@
-"""Trees: sequences that begin alike, packed once. A prompt with its answers, or a conversation that branches.
+"""Trees of sequences with shared prefixes: a prompt with its answers, or a branching conversation, packed once.
 
     prompt p, answers a and b      p p p a a b b b       lengths    3, 2, 3
     position_ids                   0 1 2 3 4 3 4 5       parents   -1, 0, 0
 
-A token sees itself and what precedes it on its path from the root: an answer sees its prompt and itself, and not the
-other answers. Nodes stand in depth-first order, so that the tokens that see a key are the ones right behind it, up to
-the end of its subtree: one integer a node says all (``cp_plugin.core.mask.Mask``).
+A token sees itself and its predecessors on the path from the root: an answer sees its prompt and itself, not the other
+answers. Nodes are in depth-first order, so a key is visible to the tokens right behind it up to the end of its subtree:
+one integer per node (``cp_plugin.core.mask.Mask``).
 
-Source: answers that share a prompt's forward and backward are those of Prefix Grouper (arXiv 2506.05433), here at any
-depth.
+Source: Prefix Grouper (arXiv 2506.05433) for prompts with answers; here at any depth.
 """
 
 from __future__ import annotations
@@ -24,22 +23,21 @@ from torch import Tensor
 from cp_plugin.core.mask import Mask
 
 ROOT = -1
-"""As a parent: none."""
+"""Parent of a root node."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Which sequences are packed, and what they share. Attention over it equals that over the sequences one by one."""
+    """A packed tree of sequences. Attention over it equals attention over its sequences one by one."""
 
     lengths: Sequence[int]
-    """Tokens of each node, in the order of the pack; a node may be empty."""
+    """Tokens of each node in pack order; a node may be empty."""
     parents: Sequence[int] = ()
-    """The number of the node that each one continues, -1 for none. Left out: -1 for all, which is packed documents."""
+    """The node that each node continues, -1 for a root. Omitted: all roots, that is, packed documents."""
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: for a length below 0, no tokens at all, a missing parent, or another order than depth-first.
+        """Raises:
+        ValueError: for a negative length, no tokens at all, a missing parent, or an order other than depth-first.
         """
         lengths = tuple(map(int, self.lengths))
         parents = tuple(map(int, self.parents)) or (ROOT,) * len(lengths)
@@ -67,7 +65,7 @@ class Tree:
 
     @cached_property
     def mask(self) -> Mask:
-        """Which tokens of the pack see which."""
+        """The attention mask of the pack."""
         begins: list[int] = []
         stops: list[int] = []
         for begin, length, stop in zip(self._begins, self.lengths, self._stops, strict=True):
@@ -79,12 +77,12 @@ class Tree:
 
     @property
     def leaves(self) -> tuple[int, ...]:
-        """The nodes that none continues: the last ones of the sequences."""
+        """Nodes without a continuation: the last ones of the sequences."""
         continued = set(self.parents)
         return tuple(node for node in range(len(self.lengths)) if node not in continued)
 
     def sequence(self, node: int) -> Tensor:
-        """Where the tokens from the root to the end of a node are in the pack: int64 ``[tokens]``, in their order."""
+        """Pack positions of the tokens from the root to the end of a node: int64 ``[tokens]``."""
         path = []
         while node != ROOT:
             path.append(torch.arange(self._begins[node], self._begins[node] + self.lengths[node]))
@@ -92,7 +90,7 @@ class Tree:
         return torch.cat(path[::-1])
 
     def position_ids(self) -> Tensor:
-        """How many tokens precede each on its path, for rotary and learned positions: int64 ``[seq_length]``."""
+        """Depth of each token on its path, for rotary and learned positions: int64 ``[seq_length]``."""
         before: list[int] = []  # of each node's first token
         for parent in self.parents:
             before.append(0 if parent == ROOT else before[parent] + self.lengths[parent])
@@ -100,9 +98,9 @@ class Tree:
         return torch.arange(self.seq_length) + self._of_tokens(ahead)
 
     def sequences_per_token(self) -> Tensor:
-        """How many sequences each token is part of: int64 ``[seq_length]``.
+        """Number of sequences that contain each token: int64 ``[seq_length]``.
 
-        With these weights a sum over the tokens of the pack is the sum over the sequences one by one.
+        As loss weights they make the sum over the pack equal the sum over the sequences one by one.
         """
         below = [0] * len(self.lengths)
         for leaf in self.leaves:
@@ -113,14 +111,14 @@ class Tree:
         return self._of_tokens(below)
 
     def predictions(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens of the pack those of a shard predict. The end of a prompt predicts the start of every answer.
+        """Next-token targets of a shard. The end of a prompt predicts the start of every answer.
 
         Args:
-            positions: int ``[s]``: where the tokens of the shard are in the pack (``ContextParallel.positions``).
+            positions: int ``[s]``: pack positions of the shard's tokens (``ContextParallel.positions``).
 
         Returns:
-            ``rows`` and ``targets``, int64 ``[predictions]``: the token in row ``rows[i]`` of the shard comes right
-            before token ``targets[i]`` of the pack. Each token is a target on one rank, but the first ones of paths.
+            ``rows`` and ``targets``, int64 ``[predictions]``: row ``rows[i]`` of the shard directly precedes token
+            ``targets[i]`` of the pack. Every token but the first of each path is a target on exactly one rank.
         """
         row_of = torch.full((self.seq_length + 1,), -1, device=positions.device)
         row_of[positions] = torch.arange(len(positions), device=positions.device)
@@ -130,7 +128,7 @@ class Tree:
 
     @cached_property
     def _predecessors(self) -> Tensor:
-        """The token before each on its path, -1 for none."""
+        """The preceding token of each token on its path, -1 for none."""
         found = torch.arange(-1, self.seq_length - 1)
         last: list[int] = []  # token of each path
         for begin, length, parent in zip(self._begins, self.lengths, self.parents, strict=True):
@@ -141,12 +139,12 @@ class Tree:
 
     @cached_property
     def _begins(self) -> tuple[int, ...]:
-        """Where each node begins in the pack."""
+        """Start of each node in the pack."""
         return tuple(accumulate(self.lengths[:-1], initial=0))
 
     @property
     def _stops(self) -> list[int]:
-        """Where the subtree of each node ends."""
+        """End of each node's subtree."""
         stops = [begin + length for begin, length in zip(self._begins, self.lengths, strict=True)]
         for node in reversed(range(len(stops))):
             if self.parents[node] != ROOT:
@@ -154,5 +152,5 @@ class Tree:
         return stops
 
     def _of_tokens(self, of_nodes: Sequence[int]) -> Tensor:
-        """What a node has, for each of its tokens."""
+        """Repeat per-node values for each token."""
         return torch.repeat_interleave(torch.tensor(of_nodes), torch.tensor(self.lengths))

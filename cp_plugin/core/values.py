@@ -1,4 +1,4 @@
-"""What attention is made of: queries, keys and values that know whose tokens they hold, results, and gradients.
+"""Values that travel between ranks: queries, keys and values with their owners, partial results, gradients.
 
 Shapes: s = tokens, b = batch, h = query heads, g = key/value heads (g divides h), d = head size, e = value head size.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 Owners = Callable[[int], tuple[int, ...]]
-"""Whose tokens a tensor holds, on every rank: rank -> the ranks whose shards it concatenates there, in that order."""
+"""rank -> the ranks whose shards a tensor concatenates there, in that order."""
 
 
 def own(rank: int) -> tuple[int, ...]:
@@ -23,19 +23,19 @@ def own(rank: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard(ABC):
-    """Tensors of the same tokens, which travel together. ``kind(*shard.tensors, owners=...)`` is one alike."""
+    """Tensors of the same tokens that travel together. ``kind(*shard.tensors, owners=...)`` rebuilds one."""
 
     owners: Owners = field(default=own, kw_only=True)
 
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, each with the tokens in its dimension 0 and the heads in dimension 2."""
+        """All tensors, with tokens in dimension 0 and heads in dimension 2."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries(Shard):
-    """The query side: in the forward the queries alone, in the backward also what their gradients are made from."""
+    """The query side: queries in the forward, plus inputs of their gradient in the backward."""
 
     q: Tensor
     """``[s, b, h, d]``"""
@@ -44,7 +44,7 @@ class Queries(Shard):
     lse: Tensor | None = None
     """log(sum(exp(scores))) over *all* keys of each query, ``[s, b, h]``, float32 (float64 for float64 inputs)."""
     delta: Tensor | None = None
-    """rowsum(dout * out) with the output over all keys; as ``lse``."""
+    """rowsum(dout * out) with the output over all keys; shape and dtype as ``lse``."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -75,7 +75,7 @@ class Partial(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients over some of the (query, key) pairs, in the kernel's or in the accumulation dtype."""
+    """Gradients over some (query, key) pairs, in the kernel's or the accumulation dtype."""
 
     dq: Tensor
     dk: Tensor
@@ -83,7 +83,7 @@ class Gradients(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Gradients that are summed up on this rank over several calls; None: no sum yet, or not here."""
+    """Running gradient sums of this rank; None: no sum yet, or not kept here."""
 
     dq: Tensor | None = None
     dk: Tensor | None = None

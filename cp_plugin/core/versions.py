@@ -1,4 +1,4 @@
-"""The library versions the plugin supports, in one place."""
+"""Supported library versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_MEGATRON = f"Megatron is not installed: pip install 'megatron-core{MEGATRON_R
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version string: ``"0.19.2+cu13"`` -> ``(0, 19, 2)``."""
+    """Leading numbers of a version string: ``"0.19.2+cu13"`` -> ``(0, 19, 2)``."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
@@ -24,17 +24,17 @@ def within(version: str, supported: str) -> bool:
 
 
 def megatron_supported(version: str) -> bool:
-    """Whether a megatron-core version lies in ``MEGATRON_RANGE``."""
+    """Whether megatron-core's version lies in ``MEGATRON_RANGE``."""
     return within(version, MEGATRON_RANGE)
 
 
 def torch_supported(version: str) -> bool:
-    """Whether a torch is ``TORCH_MINIMUM`` or newer."""
+    """Whether torch is ``TORCH_MINIMUM`` or newer."""
     return version_tuple(version) >= version_tuple(TORCH_MINIMUM)
 
 
 def require_megatron() -> None:
-    """Raise ModuleNotFoundError, with what to install, where there is no Megatron; imports nothing."""
+    """Raise ModuleNotFoundError with install instructions if Megatron is missing; imports nothing."""
     try:
         found = find_spec("megatron")
     except ModuleNotFoundError:

@@ -1,6 +1,6 @@
-"""Operations on tensors without data, on the meta device.
+"""Fast shape propagation on the meta device.
 
-Shapes of elementwise operations are worked out here: torch's own way takes a millisecond each.
+Results of elementwise operations are computed here: torch's meta kernels take a millisecond each.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _META = torch.device("meta")
 
 
 class Mode(TorchDispatchMode):
-    """Sees every operation of torch, without torch's compiler."""
+    """A dispatch mode that does not involve torch's compiler."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch asks; with True, its default, it imports its compiler at the first operation, and asks that at each."""
+        """True, torch's default, would import the compiler at the first operation."""
         return False
 
 
 class WithoutData(Mode):
-    """While it is active, operations on tensors without data take microseconds."""
+    """Operations on meta tensors take microseconds while it is active."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, named = kind_of(func), kwargs or {}
@@ -40,7 +40,7 @@ class WithoutData(Mode):
         return result
 
     def seen(self, func: Any, kind: Kind, args: Any, named: Any, result: Any) -> None:
-        """Told of every operation."""
+        """Called for every operation; for subclasses."""
 
 
 Kind = Literal["view", "made", "product", "in place", "elementwise", "like", "zeros", "index", "other"]
@@ -48,7 +48,7 @@ Kind = Literal["view", "made", "product", "in place", "elementwise", "like", "ze
 
 @cache
 def kind_of(func: Any) -> Kind:
-    """What an operation does, as far as it tells what comes out."""
+    """Classify an operation by its result."""
     name = func.overloadpacket.__name__
     if name in ("new_empty", "empty_like"):
         return "like"
@@ -66,8 +66,11 @@ def kind_of(func: Any) -> Kind:
 
 
 def _concerns(args: Any, named: Any) -> bool:
-    """Whether the operation is the method's: positions, which are real, are sorted on the host while it runs, and
-    brought to the device once for all calls."""
+    """Whether the operation belongs to the method.
+
+    Positions are real tensors: they are sorted on the host during the trace and copied to the device once for all
+    calls.
+    """
     tensors = list(tensors_in(args))
     if tensors:
         return any(x.is_meta for x in tensors)
@@ -76,7 +79,7 @@ def _concerns(args: Any, named: Any) -> bool:
 
 
 def tensors_in(tree: Iterable[Any]) -> Iterator[Tensor]:
-    """Those in nested lists and tuples."""
+    """Tensors in nested lists and tuples."""
     for x in tree:
         if isinstance(x, Tensor):
             yield x
@@ -85,7 +88,7 @@ def tensors_in(tree: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor without data; ``new_empty`` of one takes three times as long."""
+    """A meta tensor; three times faster than ``new_empty``."""
     return torch.empty(shape, dtype=dtype, device=_META)
 
 
@@ -122,4 +125,4 @@ _RESULTS: dict[Kind, Callable[[Any, Any, Any], Any]] = {
     "zeros": _like,
     "index": _index,
 }
-"""Where torch's own way would take longer."""
+"""Kinds for which torch's own way is slower."""

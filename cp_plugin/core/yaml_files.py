@@ -1,4 +1,4 @@
-"""YAML files that people write: data only, each key once, and one kind of error for all that is wrong with one."""
+"""User-written YAML files: plain data, unique keys, ValueError for everything that is wrong."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import yaml
 
 _STUMBLES = (TypeError, LookupError, AttributeError, ArithmeticError)
-"""What PyYAML's constructors end with for a value that does not fit its tag, such as ``!!bool x``."""
+"""Raised by PyYAML's constructors for a value that does not fit its tag, such as ``!!bool x``."""
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's own that makes nothing but data, without its silence about a key that is there twice."""
+    """SafeLoader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of a node; YAMLError for a key that is there twice. Merged keys (``<<``) may be."""
+        """The mapping of a node; YAMLError for a duplicate key. Merged keys (``<<``) may repeat."""
         seen: set[Any] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
@@ -27,10 +27,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(path: Path) -> Any:
-    """What a YAML file says.
+    """The content of a YAML file.
 
     Raises:
-        ValueError: for a file that cannot be read, is not valid YAML, or is more than data; the message has the path.
+        ValueError: if the file cannot be read, is not valid YAML, or is more than data; the message has the path.
     """
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader

@@ -1,1 +1,1 @@
-"""Attention of a block of queries and keys on one device: the block kernel, merging, and the libraries behind it."""
+"""Attention kernels on one device, merging of partial results, and backends."""

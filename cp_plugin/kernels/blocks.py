@@ -1,8 +1,8 @@
 """Attention of a block: queries and keys at known positions, under a mask.
 
-library kernels   know full and causal tiles: the block is cut into these, and the parts are merged (``Tiled``)
-our own           take the positions and the mask as they are, in one launch (``Whole``); a tree in one for each depth
-auto on CUDA      a library's where the block is one tile or a few large ones, else our own (``Either``)
+library kernels   support full and causal tiles: the block is cut into these and the results merged (``Tiled``)
+own kernels       take positions and mask directly, in one launch (``Whole``), a tree in one per depth (``ByDepth``)
+auto on CUDA      a library for one tile or a few large ones, otherwise our kernels (``Either``)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cp_plugin.kernels.merge import accumulator, add, add_rows, add_sums, merge,
 
 
 class Block(NamedTuple):
-    """Global positions of both sides in storage order, and which see which."""
+    """Global positions of both sides in storage order, and the mask."""
 
     rows: Segments
     keys: Segments
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 
 class BlockKernel(Protocol):
-    """Attention of one block on one device; forward and backward as those of ``methods.protocol.Attend``."""
+    """Attention of one block on one device, as in ``methods.protocol.Attend``."""
 
     def forward(
         self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
@@ -50,16 +50,15 @@ class BlockKernel(Protocol):
 
 
 class Chosen(NamedTuple):
-    """What attends, and why it was chosen."""
+    """The chosen kernel and the reason."""
 
     kernel: BlockKernel
     backends: tuple[str, ...]
-    """Its name; with a second one, that takes the blocks whose tiles are many or small."""
+    """Its name; a second one takes the blocks of many or small tiles."""
     why: str
 
     @property
     def name(self) -> str:
-        """In words."""
         return ", and ".join(
             (*self.backends[:1], *(f"{own} where a block is many or small tiles" for own in self.backends[1:]))
         )
@@ -68,10 +67,10 @@ class Chosen(NamedTuple):
 def choose(options: Options, problem: Problem, device: torch.device, scaling: Scaling | None = None) -> Chosen:
     """The kernel for such a problem.
 
-    scaling: what it takes its scales from, if it computes in FP8; None: current scaling.
+    scaling: scales of an FP8 kernel; None: current scaling.
 
     Raises:
-        ValueError: if the kernel that was asked for cannot run it; the message says why and what to use instead.
+        ValueError: if the requested kernel cannot run it, with the reason and an alternative.
     """
     sizes = (problem.head_dim, problem.v_head_dim)
     if options.fp8 == "compute" and options.backend == "auto":
@@ -98,7 +97,7 @@ def _scaled(backend: AnyBackend, scaling: Scaling | None) -> AnyBackend:
 
 
 def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto: bool) -> BlockKernel:
-    """What attends to blocks with this backend; with our own beside it on CUDA, if it was not asked for by name."""
+    """The block kernel of a backend; with ``auto`` on CUDA also our own beside it."""
     if isinstance(backend, BlockBackend):
         return InOrder(ByDepth(Whole(backend)), enough=LONG)
     library = Tiled(backend)
@@ -110,16 +109,16 @@ def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto:
 
 
 LONG = 1024
-"""Tokens of a run from which on its ends cost our kernels less than putting all tokens in order."""
+"""Run length from which run boundaries cost our kernels less than sorting the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """Puts tokens in the order in which they form the fewest runs, and the results back as the tokens were."""
+    """Sorts tokens into the fewest runs, and restores the storage order of the results."""
 
     inner: BlockKernel
     enough: int | None = None
-    """Runs so long may stay as they are."""
+    """Runs of at least this length stay as they are."""
 
     def forward(
         self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
@@ -154,11 +153,11 @@ class InOrder:
 
 
 class Sorted(NamedTuple):
-    """How tokens are put in order, and back."""
+    """Sorted positions and the permutation."""
 
     segments: Segments
     order: Tensor | None
-    """``sorted[i] = stored[order[i]]``; None: they stay as they are."""
+    """``sorted[i] = stored[order[i]]``; None: unchanged."""
 
     def sort[S: Shard](self, shard: S) -> S:
         if self.order is None:
@@ -170,17 +169,14 @@ class Sorted(NamedTuple):
 
 
 class RowTerms:
-    """The row term of the last block of queries, which a ring comes back to at every step.
-
-    It is kept as long as the block's ``dout`` is alive, and no longer.
-    """
+    """Caches the row term of the last query block, which a ring uses in every step, while its ``dout`` is alive."""
 
     def __init__(self) -> None:
         self._of: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int] | None = None
         self._term: Tensor | None = None
 
     def of(self, dout: Tensor, delta: Tensor, backend: Backend) -> Tensor:
-        """``backend.row_term(dout, delta)``, made once for these tensors as they are."""
+        """``backend.row_term(dout, delta)``, computed once per version of these tensors."""
         if self._of is not None and self._term is not None:
             dout_ref, dout_version, delta_ref, delta_version = self._of
             same = dout_ref() is dout and delta_ref() is delta
@@ -200,7 +196,7 @@ class RowTerms:
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """A kernel that takes one tile at a time."""
+    """Block attention by a tile kernel."""
 
     backend: Backend
     row_terms: RowTerms = field(default_factory=RowTerms, compare=False)
@@ -235,13 +231,13 @@ class Tiled:
         return Gradients(dq, dk, dv)
 
     def tiles(self, block: Block) -> tuple[Tile, ...]:
-        """The calls that this kernel needs for a block."""
+        """The kernel calls that a block needs."""
         return tiles(*block) if self.backend.any_diagonal else square_tiles(*block)
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A kernel that takes the whole block."""
+    """Block attention by a block kernel."""
 
     backend: BlockBackend
 
@@ -263,17 +259,17 @@ class Whole:
 
 
 class Level(NamedTuple):
-    """Keys at one depth of a tree, and the packed documents that their subtrees are."""
+    """Keys at one depth of a tree, and the packed documents formed by their subtrees."""
 
     place: slice
-    """Where they are among the keys sorted by depth."""
+    """Their range among the keys sorted by depth."""
     keys: Segments
     mask: Mask
 
 
 @dataclass(frozen=True, slots=True)
 class ByDepth:
-    """A tree for a kernel of packed documents: each depth is a pack of its own, in which a subtree is a document."""
+    """A tree for a kernel that supports packed documents: one pack per depth, with subtrees as documents."""
 
     inner: Whole
 
@@ -311,7 +307,7 @@ class ByDepth:
 
 
 def _by_depth(keys: Segments, mask: Mask, device: torch.device) -> tuple[Tensor | None, tuple[Level, ...]]:
-    """The order of keys by their depth, as for ``Sorted``, and the levels that any of them are on."""
+    """The permutation of keys by depth, as for ``Sorted``, and the levels that occur."""
     return _depths.get((keys, mask, device), lambda: _sorted_by_depth(keys, mask, device))
 
 
@@ -346,12 +342,12 @@ _depths: Recent[tuple[Segments, Mask, torch.device], tuple[Tensor | None, tuple[
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """A library's kernel where one call of it does the block, or where its tiles cost less than one launch of ours."""
+    """A library kernel for a single tile or where tiles are estimated cheaper, otherwise our own."""
 
     library: Tiled
     own: InOrder
     speeds: Speeds | None = None
-    """What the two are weighed by; None: a block of several tiles is ours."""
+    """For the estimate; None: blocks of several tiles go to our own kernel."""
 
     def forward(
         self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
@@ -364,7 +360,7 @@ class Either:
         return self._for(queries, kv, block).backward(queries, kv, block, scale, onto)
 
     def cost(self, block: Block, sizes: Sizes) -> Cost:
-        """What decides about a block, and which of the two gets it."""
+        """The estimate for a block, and which of the two runs it."""
         return cost(*block, sizes, self.speeds, self.own.enough or 0)
 
     def _for(self, queries: Queries, kv: KeyValues, block: Block) -> InOrder:

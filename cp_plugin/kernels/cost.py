@@ -1,10 +1,10 @@
-"""What a block costs in tiles, by a library's kernel, and in one launch of ours: the cheaper one gets it.
+"""Cost model of a block: a library kernel in tiles against one launch of ours.
 
-    a library's    faster products; each tile takes launches of its own, and its results are merged
-    ours           slower products, seven of them in a backward and not five; nothing to merge, whatever the mask
+    library    faster products; launches per tile, and merging
+    own        slower products, seven instead of five in the backward; nothing to merge, whatever the mask
 
-Seconds of a forward and a backward together, estimated from the speeds in ``kernels.backends.devices``. They tell
-which is less, and predict nothing else. Pure Python on shapes: no tensor is looked at, and answers are kept.
+Estimated seconds of forward plus backward, from the speeds in ``kernels.backends.devices``; meaningful only relative to
+each other. Pure Python on shapes, cached.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from cp_plugin.kernels.backends import AnyBackend, devices
 from cp_plugin.kernels.backends.devices import Family, Rate
 
 MOST = 256
-"""Tiles that are counted; a block of more is ours."""
+"""Blocks of more tiles go to our own kernel."""
 _BLOCK = 128
-"""Queries and keys that kernels compute whole, about."""
+"""Approximate kernel block size."""
 _LAUNCHES, _OWN_LAUNCHES = 10, 3
-"""Of a tile: its kernel, the sign of its log-sum-exp, merging; three kernels, the log-sum-exp made dense, three sums.
-Of our kernels: one forward, two backward."""
+"""Per tile: kernel, sign of the log-sum-exp, merge; three kernels, dense log-sum-exp, three sums. Own: one forward, two
+backward.
+"""
 _SUMS = 8
-"""Bytes of an element of a running sum in float32: read and written."""
+"""Bytes to read and write an element of a float32 running sum."""
 _CPU = torch.device("cpu")
 
 
 class Sizes(NamedTuple):
-    """Of a block's tensors, besides their tokens."""
+    """Sizes of a block's tensors besides tokens."""
 
     heads: int
-    """Query heads, times the batch."""
+    """Query heads times batch."""
     kv_heads: int
     head_dim: int
     v_head_dim: int
@@ -45,44 +46,44 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
-        """Those of ``[s, b, h, d]``, ``[s, b, g, d]`` and ``[s, b, g, e]``."""
+        """From ``[s, b, h, d]``, ``[s, b, g, d]`` and ``[s, b, g, e]``."""
         return cls(q.size(1) * q.size(2), q.size(1) * k.size(2), q.size(3), v.size(3), q.element_size())
 
 
 class Speeds(NamedTuple):
-    """Of a library's kernel and ours on one GPU."""
+    """Speeds of a library kernel and ours on one GPU."""
 
     library: Rate
     own: Rate
     processors: int
     bytes_per_s: float
     plans: bool
-    """Whether the library's kernel builds a plan for every new shape of a tile."""
+    """Whether the library builds a plan per tile shape."""
 
 
 class Cost(NamedTuple):
-    """Of a block, for each of the two."""
+    """Estimates for a block."""
 
     tiles: int | None
-    """Calls of the library's kernel in one direction; None: not counted."""
+    """Library calls per direction; None: not counted."""
     library_s: float
     own_s: float
     why: str
-    """The reason for what gets it."""
+    """The reason for the choice."""
 
     @property
     def by_library(self) -> bool:
-        """Whether the library's kernel gets it."""
+        """Whether the library runs the block."""
         return self.library_s <= self.own_s
 
 
 def speeds(backend: AnyBackend, device: torch.device) -> Speeds | None:
-    """Those of a backend that ``auto`` chose, beside ours; None where no figure is known."""
+    """Speeds for the backend that ``auto`` chose and ours; None if unknown."""
     return speeds_on(devices.find(device), backend.name, getattr(backend, "generation", None))
 
 
 def speeds_on(family: Family, backend: str, generation: int | None = None) -> Speeds | None:
-    """The same on GPUs of a family."""
+    """The same for a GPU family."""
     line, scale = family.candidate(backend, generation), family.scale
     if line is None or line.rate is None or scale is None:
         return None
@@ -92,11 +93,11 @@ def speeds_on(family: Family, backend: str, generation: int | None = None) -> Sp
 
 @lru_cache(maxsize=1024)
 def cost(rows: Segments, keys: Segments, mask: Mask, sizes: Sizes, at: Speeds | None, enough: int = 0) -> Cost:
-    """Of a block of these positions.
+    """The estimate for a block of these positions.
 
     Args:
-        at: None: a block is the library's if it is one tile.
-        enough: tokens of a run from which on our kernels take tokens as they are stored.
+        at: None: the library runs single tiles only.
+        enough: run length from which our kernels skip sorting.
     """
     if mask.packed and (at is None or at.plans):
         return Cost(None, 1.0, 0.0, "packed documents: the library would build plans for their shapes")
@@ -134,7 +135,7 @@ def _own(found: tuple[Tile, ...], rows: int, keys: int, sizes: Sizes, at: Speeds
 
 
 def _products(pairs: int, rows: int, keys: int, sizes: Sizes, rate: Rate, processors: int) -> float:
-    """Forwards run in parallel over blocks of queries, backwards over blocks of keys."""
+    """Forwards are parallel over blocks of queries, backwards over blocks of keys."""
     d, e = sizes.head_dim, sizes.v_head_dim
     busy = (min(1.0, -(-tokens // _BLOCK) * sizes.heads / processors) for tokens in (rows, keys))
     forward, backward = (each * 1e12 * share for each, share in zip(rate, busy, strict=True))
@@ -147,12 +148,12 @@ def _whole_blocks(tile: Tile) -> int:
 
 
 def _elements(rows: int, keys: int, sizes: Sizes) -> int:
-    """Of out, dq, dk and dv."""
+    """Elements of out, dq, dk and dv."""
     size = sizes.head_dim + sizes.v_head_dim
     return (rows * sizes.heads + keys * sizes.kv_heads) * size
 
 
 def _ordering(rows: Segments, keys: Segments, sizes: Sizes, at: Speeds) -> float:
-    """q, dout, out and dq, and k and v twice and their gradients, gathered or scattered."""
+    """Gather or scatter of q, dout, out, dq, of k and v (twice) and their gradients."""
     elements = _elements(sum(map(len, rows)), 0, sizes) * 2 + _elements(0, sum(map(len, keys)), sizes) * 3
     return elements * 2 * sizes.itemsize / at.bytes_per_s

@@ -1,9 +1,8 @@
-"""Operations that cost one pass over memory as one kernel: merging, permuting rows, packing payloads, row sums, and
-attention of decoded tokens to a cache.
+"""Memory-bound operations as one kernel each: merging, row permutation, payload packing, row sums, cached decoding.
 
-On CUDA tensors they are the Triton kernels of ``cp_kernels``, where triton can be imported; on other devices, and
-without triton, the same in plain torch, which makes several passes. Results are equal: permuted rows and payloads bit
-for bit, as is float8, sums to rounding.
+CUDA tensors use the Triton kernels of ``cp_kernels`` if triton is installed; otherwise the same computation runs in
+plain
+torch, with several passes. Permutations, payloads and float8 are bit-identical, sums equal up to rounding.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from cp_plugin.core import payload, scaling
 from cp_plugin.core.dtypes import accumulation_dtype
 
 Observer = Callable[[str, Callable[[], Any], tuple[Any, ...]], Any]
-"""Called in place of an operation, with its name, itself and its arguments; returns its result."""
+"""Called instead of an operation with its name, itself and its arguments; returns its result."""
 _observer: Observer | None = None
 
 
 @contextmanager
 def observed(by: Observer | None) -> Iterator[None]:
-    """Inside the ``with`` block ``by`` sees every operation of this module, as the one kernel that it is on CUDA."""
+    """Within the ``with`` block, ``by`` observes every operation of this module as the single CUDA kernel it is."""
     global _observer
     before, _observer = _observer, by
     try:
@@ -48,7 +47,7 @@ def _one_kernel[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
 
 @_one_kernel
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of all partials, which see disjoint keys.
+    """Attention over the keys of all partials, whose key sets are disjoint.
 
     Args:
         outs: ``[s, b, h, e]``, each normalised over its own keys.
@@ -68,7 +67,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | N
 
 @_one_kernel
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge a partial into ``out`` and ``lse`` in place; ``out`` is in the dtype of ``lse``."""
+    """Merge a partial into ``out`` and ``lse`` in place; ``out`` has the dtype of ``lse``."""
     if _kernels(out):
         from cp_kernels.merge import merge_into as kernel
 
@@ -90,7 +89,7 @@ def gather_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
 
 @_one_kernel
 def scatter_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
-    """The inverse: ``scattered[order[i]] = x[i]``, contiguous; order: a permutation, int ``[s]`` on their device."""
+    """The inverse: ``scattered[order[i]] = x[i]``, contiguous; order: a permutation, int ``[s]``."""
     if _kernels(order):
         from cp_kernels.permute import scatter_rows as kernel
 
@@ -120,7 +119,7 @@ def unpack(packed: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) ->
 
 @_one_kernel
 def delta(dout: Tensor, out: Tensor) -> Tensor:
-    """``rowsum(dout * out)`` of ``[s, b, h, e]``: ``[s, b, h]`` in the dtype in which sums are kept."""
+    """``rowsum(dout * out)`` of ``[s, b, h, e]``: ``[s, b, h]`` in the accumulation dtype."""
     if _kernels(dout):
         from cp_kernels.row_term import delta as kernel
 
@@ -131,15 +130,15 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
 
 @_one_kernel
 def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
-    """An ``out'`` of dout's shape ``[s, b, h, e]`` and dtype, for library kernels whose backward insists on ``out``.
+    """An ``out'`` for library kernels whose backward requires ``out``; shape ``[s, b, h, e]`` and dtype of dout.
 
-    They use it for one thing only, ``delta = rowsum(dout * out)`` (``[s, b, h]``), so any ``out'`` that gives this
-    delta will do, and a query side can travel as (q, dout, lse, delta). This one is
+    They use it only for ``delta = rowsum(dout * out)`` (``[s, b, h]``), so any ``out'`` with this delta will do, and a
+    query
+    side can travel as (q, dout, lse, delta):
 
         out' = dout * delta / rowsum(dout^2)        (0 where dout is 0)
 
-    Its terms all have one sign, so it loses nothing to cancellation, and |out'| <= |out| row by row, so it does not
-    overflow where ``out`` did not.
+    Its terms have one sign, so there is no cancellation, and |out'| <= |out| per row, so it does not overflow.
     """
     if _kernels(dout):
         from cp_kernels.row_term import out_from_delta as kernel
@@ -166,7 +165,7 @@ def extents(tensors: Sequence[Tensor]) -> tuple[scaling.Extent, ...]:
 
 @_one_kernel
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * scale [s, b, h, d]`` in a float8 type, contiguous; see ``cp_plugin.core.scaling.elements``."""
+    """``x * scale`` of ``[s, b, h, d]`` in a float8 type, contiguous; see ``cp_plugin.core.scaling.elements``."""
     if _kernels(x):
         from cp_kernels.float8 import quantize as kernel
 
@@ -176,7 +175,7 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_one_kernel
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ``x [s, b, h, d]`` is in a float8 type at that scale, in its own dtype, contiguous."""
+    """``x [s, b, h, d]`` rounded to a float8 type at that scale, in its own dtype, contiguous."""
     if _kernels(x):
         from cp_kernels.float8 import rounded as kernel
 
@@ -185,9 +184,9 @@ def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 CachedRows = tuple[Tensor, Tensor | None]
-"""Rows of a cache, ``[n, b, g, d]``: numbers, or bytes and their exponents ``[n, b, g]`` (``payload``, block 1)."""
+"""Rows of a cache, ``[n, b, g, d]``: numbers, or bytes with exponents ``[n, b, g]`` (``payload``, block 1)."""
 Parts = tuple[Tensor, Tensor]
-"""Attention to parts of a cache: outs ``[parts, t, b, h, e]`` and lses ``[parts, t, b, h]``."""
+"""Attention to parts of a cache: outs ``[parts, t, b, h, e]``, lses ``[parts, t, b, h]``."""
 
 
 @_one_kernel
@@ -202,14 +201,15 @@ def decode(
     left: int,
     otherwise: Callable[[], Parts],
 ) -> Parts:
-    """Causal attention of ``q [t, b, h, d]`` to the slots of a cache, in the dtype of sums; ``merge_parts`` follows.
+    """Causal attention of ``q [t, b, h, d]`` to cache slots, in the accumulation dtype; to be merged by
+    ``merge_parts``.
 
     Args:
         values: None: the first ``v_head_dim`` elements of the keys.
         held: positions of the slots, int32 ``[n, b]``.
-        positions: of the queries, int32 ``[t, b]``, one after the other.
-        left: positions before its own that a query sees; -1: all.
-        otherwise: the same in plain torch, which reads the cache in blocks.
+        positions: consecutive positions of the queries, int32 ``[t, b]``.
+        left: earlier positions that a query sees; -1: all.
+        otherwise: the plain torch version, which reads the cache in blocks.
     """
     if _kernels(q):
         from cp_kernels.decode import decode as kernel
@@ -239,5 +239,5 @@ def _has_triton() -> bool:
 
 
 def _weight(part: Tensor, whole: Tensor) -> Tensor:
-    """exp(part - whole) as ``[..., 1]``, and 0 where the part saw no key (also where no part did: -inf - -inf)."""
+    """exp(part - whole) as ``[..., 1]``; 0 where the part saw no key (also where none did: -inf - -inf)."""
     return torch.where(part == -torch.inf, 0.0, torch.exp(part - whole)).unsqueeze(-1)

@@ -1,11 +1,11 @@
-"""Merging attention over disjoint sets of keys.
+"""Merging of attention over disjoint key sets.
 
 With out_i normalised over its own keys and lse_i = log(sum(exp(scores_i))),
 
     lse = logaddexp(lse_a, lse_b)        out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
-(ATTENTION2D, arXiv 2503.15758, Algorithm 2 "AttnFix", on normalised outputs). Rows that saw no key on either side have
-lse -inf and stay 0. NaN on either side stays NaN, as it would on one device.
+(ATTENTION2D, arXiv 2503.15758, Algorithm 2 "AttnFix", on normalised outputs). Rows that saw no key on either side keep
+lse -inf and out 0. NaN propagates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cp_plugin.kernels import fused
 
 
 def merge(a: Partial | None, b: Partial | None) -> Partial | None:
-    """Attention over the keys of both. May reuse ``a``'s memory; ``a`` must not be used afterwards."""
+    """Attention over the keys of both. May reuse the memory of ``a``."""
     if a is None or b is None:
         return b if a is None else a
     if a.out.dtype != a.lse.dtype:
@@ -32,7 +32,7 @@ def merge(a: Partial | None, b: Partial | None) -> Partial | None:
 
 
 def merge_all(partials: Iterable[Partial | None]) -> Partial | None:
-    """Attention over the keys of all; several are merged in one pass, into memory of their own."""
+    """Attention over the keys of all, merged in one pass into new memory."""
     seen = [partial for partial in partials if partial is not None]
     if len(seen) < 2:
         return seen[0] if seen else None
@@ -61,12 +61,13 @@ def merge_rows(total: Partial | None, rows: range, part: Partial, q: Tensor) -> 
 
 
 def add(total: Tensor | None, part: Tensor) -> Tensor:
-    """Sum of gradients in the accumulation dtype. May reuse ``total``'s memory; a single part is taken as it is."""
+    """Sum of gradients in the accumulation dtype. May reuse the memory of ``total``; a single part is returned as
+    is."""
     return part if total is None else accumulator(total).add_(part)
 
 
 def add_sums(onto: Sums, grads: Gradients) -> Gradients:
-    """Gradients with the sums they are to be added to. May reuse the memory of the sums."""
+    """Add gradients to running sums. May reuse their memory."""
     return Gradients(*(add(total, part) for total, part in zip(onto, grads, strict=True)))
 
 
@@ -88,12 +89,12 @@ def add_rows(total: Tensor | None, rows: range, part: Tensor, like: Tensor) -> T
 
 
 def forwards(rows: range, *parts: Tensor) -> tuple[range, *tuple[Tensor, ...]]:
-    """Rows that may run from the last to the first, and tensors of them, in increasing order."""
+    """Reverse decreasing rows, and the tensors with them."""
     return (rows, *parts) if rows.step > 0 else (rows[::-1], *(part.flip(0) for part in parts))
 
 
 def widened(total: Tensor | None, like: Tensor) -> Tensor:
-    """The running gradient of ``like`` in the accumulation dtype; zeros if there is none yet."""
+    """The running gradient of ``like`` in the accumulation dtype; zeros if there is none."""
     return torch.zeros_like(like, dtype=accumulation_dtype(like.dtype)) if total is None else accumulator(total)
 
 

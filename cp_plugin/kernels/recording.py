@@ -1,6 +1,6 @@
-"""The kernel that computes nothing: it makes what a kernel returns, and tells what it was asked.
+"""A block kernel that computes nothing: returns uninitialised results and reports its calls.
 
-With it a method runs on tensors without data and a mesh without peers: ``cp_plugin.attention.calls.without_peers``.
+Runs a method on meta tensors and a mesh without peers: ``cp_plugin.attention.calls.without_peers``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from cp_plugin.kernels.merge import accumulator, add_sums
 
 @dataclass(frozen=True, slots=True)
 class RecordingKernel:
-    """A ``BlockKernel`` without attention. What it returns is not initialised."""
+    """A ``BlockKernel`` without attention; results are uninitialised."""
 
     asked: Callable[[Tensor, Tensor, Tensor, Block], object] = lambda q, k, v, block: None
-    """Told of every forward."""
+    """Called at every forward."""
 
     def forward(
         self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
@@ -43,6 +43,6 @@ class RecordingKernel:
 
 
 def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What a kernel returns for such tensors, not initialised: out ``[s, b, h, e]`` and lse ``[s, b, h]``."""
+    """Uninitialised kernel results: out ``[s, b, h, e]`` and lse ``[s, b, h]``."""
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     return q.new_empty((*q.shape[:3], v.size(3))), lse

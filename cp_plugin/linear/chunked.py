@@ -1,16 +1,16 @@
-r"""Linear attention inside segments, in chunks: quadratic within a chunk, by states between chunks. Plain torch.
+r"""Chunked linear attention in plain torch: quadratic within a chunk, chunk states between chunks.
 
     chunk 0 [\ ]          within a chunk     (q k^T * decay, causal) v
     chunk 1 [#][\ ]       between chunks     by ``segment``'s algebra, as between ranks
     chunk 2 [#][#][\ ]
 
-Decays are applied to products of q and k as exp(sum of log decays between them), never as a quotient, so strong decays
-do not overflow; that sum is never a difference of longer ones, so that float32 is enough. With one decay per key
-dimension (GLA, arXiv 2312.06635, section 4) it depends on the dimension: a chunk is cut once more into blocks; block by
-block, keys decay to the block's start and queries from there.
+Products of q and k are multiplied by exp(sum of log decays between them), never divided, so strong decays do not
+overflow; the sum is never a difference of longer sums, so float32 suffices. With one decay per key dimension (GLA,
+arXiv 2312.06635, section 4) chunks are split into blocks: keys decay to the start of the query's block, queries from
+it.
 
-Products of the tokens of a chunk are held for a slab of chunks at one time, in the backward as well; all other memory
-is that of the tokens, and of the states between chunks.
+Forward and backward hold the products of one slab of chunks at a time; other memory is proportional to the tokens and
+the states between chunks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from cp_plugin.linear.segment import Tokens
 
 _CHUNK, _BLOCK = 64, 16
 _HELD = 2**24
-"""Elements of the largest tensor of a slab, of which a backward holds about ten (64 MiB each in float32)."""
+"""Elements of a slab's largest tensor; a backward holds about ten of them (64 MiB each in float32)."""
 
 
 def forward(x: Tokens) -> Tensor:
-    """Causal linear attention of each segment from a state of zero: ``[t, b, h, e]`` in the accumulation dtype."""
+    """Causal linear attention of each segment from a zero state: ``[t, b, h, e]`` in the accumulation dtype."""
     t = x.q.size(0)
     n = -(-t // _CHUNK)
     chunks = Tokens(*(None if y is None else _fold(y, n) for y in x))
@@ -44,14 +44,14 @@ def forward(x: Tokens) -> Tensor:
 
 
 def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and, where there is one, the log decay. Computes the forward again."""
+    """Gradients of q, k, v and the log decay, if any. Recomputes the forward."""
     return segment.recomputed(forward, dout, x)
 
 
 def extend(x: Tokens, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The next tokens of a sequence, for generation: outputs, and the state after them; in the accumulation dtype.
+    """Continue a sequence in generation: outputs and the new state, in the accumulation dtype.
 
-    before: the state that all earlier tokens left behind, ``[b, g, d, e]``; None at the start.
+    before: the state after all earlier tokens, ``[b, g, d, e]``; None at the start.
     """
     read, write, through = segment.edges(x)
     out, left = forward(x), segment.state(x, write)
@@ -61,7 +61,7 @@ def extend(x: Tokens, before: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _in_slabs(x: Tokens) -> Tensor:
-    """``_within``, of as many chunks at one time as memory is meant for."""
+    """``_within`` for a limited number of chunks at a time."""
     t, _, g, d = x.k.shape
     by_key = x.log_decay is not None and x.log_decay.size(3) > 1
     largest = max(x.q.size(2) * t**2, g * d * _BLOCK**2 if by_key else 0)
@@ -70,7 +70,7 @@ def _in_slabs(x: Tokens) -> Tensor:
 
 
 class _Slabs(torch.autograd.Function):
-    """Keeps the tokens alone; the backward computes each slab again."""
+    """Saves only the tokens; the backward recomputes each slab."""
 
     @staticmethod
     def forward(ctx: Any, size: int, *tokens: Tensor | None) -> Tensor:
@@ -94,7 +94,7 @@ def _slabs(x: Tokens, size: int) -> list[Tokens]:
 
 
 def _within(x: Tokens) -> Tensor:
-    """Each token of a chunk with those before it in the chunk, and itself: ``[t, b, h, e]``."""
+    """Causal attention within each chunk: ``[t, b, h, e]``."""
     dtype = accumulation_dtype(x.q.dtype)
     q, k, v = segment.by_group(x).to(dtype), x.k.to(dtype), x.v.to(dtype)
     t = q.size(0)
@@ -112,19 +112,19 @@ def _within(x: Tokens) -> Tensor:
 
 
 def _between(decay: Tensor) -> Tensor:
-    """exp(sum of the log decays ``[t, b, g, 1]`` after j up to i): ``[b, g, 1, i, j]``, 1 where j is after i."""
+    """exp(sum of the log decays ``[t, b, g, 1]`` in (j, i]): ``[b, g, 1, i, j]``, 1 where j is after i."""
     return _sums_between(decay).squeeze(4).permute(1, 2, 0, 3).exp().unsqueeze(2)
 
 
 def _sums_between(decay: Tensor) -> Tensor:
-    """The sums of log decays ``[t, b, g, x]`` after j up to i: ``[i, b, g, j, x]``, 0 where j is after i."""
+    """Sums of the log decays in (j, i]: ``[i, b, g, j, x]``, 0 where j is after i."""
     t = decay.size(0)
     after = torch.ones(t, t, dtype=torch.bool, device=decay.device).tril(-1)
     return (decay.unsqueeze(3) * after.view(t, 1, 1, t, 1)).cumsum(0)
 
 
 def _scores_by_dimension(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
-    """q_i k_j with a decay in every dimension of the key: ``[b, g, r, i, j]``, of no meaning where j is after i."""
+    """q_i k_j with a decay per key dimension: ``[b, g, r, i, j]``; undefined where j is after i."""
     rows, until = [], decay[:0]  # the sums from each earlier token to the start of the block
     for start in range(0, q.size(0), _BLOCK):
         block = slice(start, start + _BLOCK)
@@ -140,7 +140,7 @@ def _scores_by_dimension(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
 
 
 def _fold(y: Tensor, n: int) -> Tensor:
-    """``[t, b, ...]`` as n chunks: ``[chunk, n * b, ...]``, padded with zeros: no key, no decay, no new document."""
+    """``[t, b, ...]`` as n chunks ``[chunk, n * b, ...]``, zero-padded: no key, no decay, no new document."""
     missing = n * _CHUNK - y.size(0)
     y = pad(y, (0, 0) * (y.dim() - 1) + (0, missing)) if missing else y
     return y.unflatten(0, (n, _CHUNK)).transpose(0, 1).flatten(1, 2)

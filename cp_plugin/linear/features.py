@@ -1,4 +1,4 @@
-"""Feature maps: what stands in for exp(q k) in linear attention. Each maps heads of q and k ``[s, b, heads, d]``.
+"""Feature maps of linear attention, applied to heads of q and k ``[s, b, heads, d]``.
 
     elu         elu(x) + 1                                    Katharopoulos et al., arXiv 2006.16236
     silu        x * sigmoid(x)                                Lightning Attention, arXiv 2401.04658
@@ -7,7 +7,7 @@
     quadratic   f(q) f(k) = (q' k')^2, with                   Rebased, arXiv 2402.10644
                 x' = gain * normalised(x) + bias, learned
 
-The last two square the size of a head, so they first project it to ``PROJECTED`` dimensions, learned per head.
+The last two square the head size, so heads are first projected to ``PROJECTED`` dimensions, learned per head.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROJECTED = 16
 
 
 class Elementwise(nn.Module):
-    """The same function of every number; no parameters."""
+    """An elementwise function without parameters."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -35,15 +35,14 @@ class Elementwise(nn.Module):
 
 
 class Squared(nn.Module):
-    """Heads projected, and all products of two of their dimensions."""
+    """Projected heads and all products of two of their dimensions."""
 
     def __init__(self, heads: range, head_dim: int, *, learned_norm: bool, seed: int) -> None:
-        """
-        Args:
-            heads: numbers of this rank's heads among those of the model: a head's initial weights depend on its number
-                alone, not on how many ranks share the heads.
-            learned_norm: the quadratic map with learned gain and bias; otherwise the Taylor map.
-            seed: other weights for other layers, and for queries and keys.
+        """Args:
+        heads: this rank's head numbers in the model; initial weights depend on the number only, not on the
+            sharding.
+        learned_norm: the quadratic map with learned gain and bias; otherwise the Taylor map.
+        seed: differs between layers and between queries and keys.
         """
         super().__init__()
         self._learned_norm = learned_norm
@@ -63,28 +62,28 @@ class Squared(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureMap:
-    """What becomes of the heads of q and k."""
+    """A feature map of q and k."""
 
     name: str
     function: Callable[[Tensor], Tensor] | None = None
-    """Of every number; None: heads are projected, and all products of two dimensions taken (``Squared``)."""
+    """Elementwise function; None: ``Squared``."""
     scaled: bool = False
-    """Whether queries are scaled by d ** -0.5, as in softmax attention."""
+    """Whether queries are scaled by d ** -0.5."""
     learned_norm: bool = False
-    """Of projected heads: the quadratic map with learned gain and bias, otherwise the Taylor map."""
+    """Of ``Squared``: quadratic instead of Taylor."""
 
     @property
     def projected(self) -> bool:
-        """Whether heads are projected, by learned weights."""
+        """Whether heads go through a learned projection."""
         return self.function is None
 
     def size(self, head_dim: int) -> int:
-        """Of a head after the map."""
+        """Head size after the map."""
         pairs = PROJECTED * (PROJECTED + 1) // 2
         return head_dim if not self.projected else pairs if self.learned_norm else 1 + PROJECTED + pairs
 
     def module(self, heads: range, head_dim: int, seed: int) -> nn.Module:
-        """The map of these heads, by their numbers in the model; ``seed`` as for ``Squared``."""
+        """The module for these heads (numbers in the model); ``seed`` as for ``Squared``."""
         if self.function is not None:
             return Elementwise(self.function)
         return Squared(heads, head_dim, learned_norm=self.learned_norm, seed=seed)
@@ -106,7 +105,7 @@ def _initial(head_dim: int, seed: int, head: int) -> Tensor:
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """Products x_i x_j, each once: their inner product of two vectors is the square of the vectors'."""
+    """All products x_i x_j, scaled so that the inner product of two results is the squared inner product."""
     i, j = torch.triu_indices(PROJECTED, PROJECTED, device=x.device)
     off_diagonal = x.new_full((len(i),), sqrt(2)).masked_fill(i == j, 1)
     return x[..., i] * x[..., j] * off_diagonal

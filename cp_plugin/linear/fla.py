@@ -1,8 +1,8 @@
-"""Triton kernels of flash-linear-attention (``fla-core``, arXiv 2312.06635), for CUDA devices.
+"""Triton kernels of flash-linear-attention (``fla-core``, arXiv 2312.06635) for CUDA.
 
-They take ``[b, t, heads, size]`` and as many key/value heads as query heads. Their own autograd is used: the backward
-computes the forward again, as the chunked kernel's does. Packed documents, which they take for a batch of one only, go
-to the chunked kernel.
+Layout ``[b, t, heads, size]``, as many key/value heads as query heads; autograd is fla's own, and the backward
+recomputes
+the forward. Packed documents use the chunked kernel, since fla supports them only for batch size 1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from cp_plugin.linear.segment import Tokens
 
 @cache
 def installed() -> bool:
-    """Whether the package is there."""
     return importlib.util.find_spec("fla") is not None
 
 
 def forward(x: Tokens) -> Tensor:
-    """Causal linear attention of each segment from a state of zero: ``[t, b, h, e]`` in the accumulation dtype."""
+    """Causal linear attention of each segment from a zero state: ``[t, b, h, e]`` in the accumulation dtype."""
     from fla.ops.gla import chunk_gla
     from fla.ops.simple_gla import chunk_simple_gla
 
@@ -43,5 +42,5 @@ def forward(x: Tokens) -> Tensor:
 
 
 def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and, where there is one, the log decay."""
+    """Gradients of q, k, v and the log decay, if any."""
     return segment.recomputed(forward, dout, x)

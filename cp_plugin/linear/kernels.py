@@ -1,4 +1,4 @@
-"""Which kernel computes linear attention inside a segment."""
+"""Kernel selection for linear attention within a segment."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cp_plugin.linear.segment import Tokens
 
 
 class Kernel(NamedTuple):
-    """Causal linear attention of segments from a state of zero."""
+    """Causal linear attention of segments from a zero state."""
 
     name: str
     forward: Callable[[Tokens], Tensor]
     """Outputs ``[t, b, h, e]`` in the accumulation dtype."""
     backward: Callable[[Tensor, Tokens], tuple[Tensor, ...]]
-    """dout, tokens -> gradients of q, k, v and, where there is one, the log decay."""
+    """(dout, tokens) -> gradients of q, k, v and the log decay, if any."""
 
 
 KERNELS = {
@@ -28,11 +28,11 @@ KERNELS = {
     "chunked": Kernel("chunked", chunked.forward, chunked.backward),
     "reference": Kernel("reference", recurrence.forward, recurrence.backward),
 }
-"""``auto`` takes fla where it can run, and else chunked."""
+"""``auto`` prefers fla and falls back to chunked."""
 
 
 def check_name(name: str) -> None:
-    """ValueError for a name that is neither a kernel nor ``auto``."""
+    """ValueError for an unknown name."""
     if name not in ("auto", *KERNELS):
         raise ValueError(f"unknown backend {name!r}: linear attention has auto, {', '.join(KERNELS)}")
 
@@ -40,15 +40,16 @@ def check_name(name: str) -> None:
 def choose(
     name: str, device: torch.device, dtype: torch.dtype, documents: bool = False, decay: Decay = "none"
 ) -> Kernel:
-    """The kernel of that name, or for ``auto`` the fastest that can do it.
+    """The named kernel, or for ``auto`` the fastest one that supports the call.
 
     Args:
         documents: whether documents may begin inside segments.
 
     Raises:
-        ValueError: for an unknown name, or a kernel that cannot run this: with the reason. For ``auto`` also where it
-            is for want of a package alone that a decay of each key dimension (GLA) would not be computed by fla: in
-            plain torch it takes a product of all pairs of 16 tokens in every dimension.
+        ValueError: for an unknown name or a kernel that cannot run this. For ``auto`` also if per-dimension decay (GLA)
+            would fall back to plain torch only because fla is not installed: that computes all pairs of 16 tokens in
+                every
+            dimension.
     """
     check_name(name)
     reason = _not_fla(device, dtype, documents)
@@ -69,7 +70,7 @@ _MISSING = "flash-linear-attention is not installed (pip install 'cp-plugin[fla]
 
 
 def _not_fla(device: torch.device, dtype: torch.dtype, documents: bool) -> str | None:
-    """Why its kernels cannot run."""
+    """Why fla cannot run, or None."""
     if device.type != "cuda":
         return f"its Triton kernels need a CUDA device, and this is {device.type}"
     if dtype == torch.float64:

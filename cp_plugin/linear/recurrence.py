@@ -1,4 +1,4 @@
-"""The recurrence itself, one token after the other: what linear attention is. Slow; the oracle of everything else.
+"""The token-by-token recurrence that defines linear attention. Slow; the reference for all other kernels.
 
 S_t = a_t * S_(t-1) + k_t v_t^T          o_t = S_t^T q_t
 """
@@ -15,7 +15,7 @@ from cp_plugin.linear.segment import Tokens, by_group, recomputed
 def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Outputs ``[t, b, h, e]`` and the final state ``[b, g, d, e]``, in the accumulation dtype; differentiable.
 
-    initial: the state before the first token; None is zero.
+    initial: the state before the first token; None: zero.
     """
     dtype = accumulation_dtype(x.q.dtype)
     q, k, v = by_group(x).to(dtype), x.k.to(dtype), x.v.to(dtype)
@@ -33,10 +33,10 @@ def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def forward(x: Tokens) -> Tensor:
-    """Causal linear attention of each segment from a state of zero: ``[t, b, h, e]`` in the accumulation dtype."""
+    """Causal linear attention of each segment from a zero state: ``[t, b, h, e]`` in the accumulation dtype."""
     return run(x)[0]
 
 
 def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and, where there is one, the log decay."""
+    """Gradients of q, k, v and the log decay, if any."""
     return recomputed(forward, dout, x)

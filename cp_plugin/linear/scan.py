@@ -1,16 +1,15 @@
-"""Parallel scans along the first dimension: sums of log decays, and the states between consecutive segments.
+r"""Parallel prefix scans along the first dimension: sums of log decays and chunk states.
 
-    sums       y_0 + ... + y_t                                    blocks of 64, their totals, and again
-    states     S_(t+1) = through_t * S_t + left_t                 a tree of pairs: log2(n) levels up, as many down
+    sums       y_0 + ... + y_t                                    blocks of 64, then their totals, recursively
+    states     S_(t+1) = through_t * S_t + left_t                 binary tree: log2(n) levels up and down
 
-    left 0   left 1   left 2   left 3      two neighbours are one map:   through = through_1 * through_0
-       \\_____/           \\_____/                                        left    = through_1 * left_0 + left_1
-           \\_________________/
-       the states before every other segment come from the level above, those between them from these by one step
+    left 0   left 1   left 2   left 3      a pair is one map:   through = through_1 * through_0
+       \_____/           \_____/                                left    = through_1 * left_0 + left_1
+           \_________________/
+       the level above yields every other state; the ones in between follow by one step
 
-Both take a few kernels for any number of tokens, where a loop takes two for every step, and ``torch.cumsum`` along the
-first dimension of a CUDA tensor is one thread for each column, which adds all tokens in turn. The order of additions is
-the same in every run.
+Both take a few kernels for any length. A loop takes two per step, and ``torch.cumsum`` along the first dimension of a
+CUDA tensor uses one thread per column. The order of additions is deterministic.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ _BLOCK = 64
 
 
 def sums(y: Tensor) -> Tensor:
-    """Inclusive prefix sums along the first dimension, in the dtype of y; differentiable.
+    """Inclusive prefix sums along the first dimension in the dtype of y; differentiable.
 
-    No addend passes through more than 64 additions in each of log64(n) levels, so that the error of a sum of numbers of
-    one sign is at most 192 roundings of it for 128k numbers (float32: 1.2e-5), where that of a running sum is 128k.
+    No addend takes part in more than 64 additions at each of log64(n) levels, so for numbers of one sign the error is
+    at
+    most 192 roundings for 128k numbers (float32: 1.2e-5), against 128k for a running sum.
     """
     n = y.size(0)
     if n <= _BLOCK:
@@ -41,18 +41,18 @@ def sums(y: Tensor) -> Tensor:
 
 
 def states(left: Tensor, through: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
-    """The state before each of n consecutive segments, and after the last one: ``[n + 1, b, g, d, e]``; differentiable.
+    """States before each of n consecutive segments and after the last: ``[n + 1, b, g, d, e]``; differentiable.
 
     Args:
-        left: what each segment leaves behind, ``[n, b, g, d, e]``.
-        through: what is left of a state that passes through each, ``[n, b, g, x]`` in the dtype of ``left``; None: all.
-        initial: before the first one, ``[b, g, d, e]``; None: zero.
+        left: chunk states, the contribution of each segment: ``[n, b, g, d, e]``.
+        through: decay of a state across each segment, ``[n, b, g, x]`` in the dtype of ``left``; None: no decay.
+        initial: state before the first segment, ``[b, g, d, e]``; None: zero.
     """
     return _States.apply(left, through, left.new_zeros(left.shape[1:]) if initial is None else initial)
 
 
 class _States(torch.autograd.Function):
-    """Of the graph only the states are kept; the backward is the same scan from the last segment to the first."""
+    """Saves only the states; the backward is the same scan in reverse."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, through: Tensor | None, initial: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class _States(torch.autograd.Function):
 
 
 def _fill(out: Tensor, left: Tensor, through: Tensor | None, initial: Tensor) -> None:
-    """Write the n + 1 states to ``out``: at the level above, of pairs, to every other place; the others by one step."""
+    """Write the n + 1 states to ``out``: pairs recursively to every other place, the rest by one step."""
     n = left.size(0)
     if n == 0:
         out[0] = initial
@@ -93,5 +93,5 @@ def _fill(out: Tensor, left: Tensor, through: Tensor | None, initial: Tensor) ->
 
 
 def _padded(y: Tensor, rows: tuple[int, int]) -> Tensor:
-    """With so many rows of zeros before and after."""
+    """Add rows of zeros before and after."""
     return pad(y, (0, 0) * (y.dim() - 1) + rows) if any(rows) else y

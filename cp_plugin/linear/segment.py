@@ -1,13 +1,13 @@
-"""The algebra of segments: what a part of a sequence does to the state, and what the state does to its tokens.
+"""Segment algebra of linear attention: how tokens change the state, and how the state changes outputs.
 
-    state     M       = sum_t  write_t * k_t v_t^T        what the tokens leave behind at the segment's end
-    through           = product of all decays             what is left of the state that came in
-    read      o_t    += (read_t * q_t) S                  what the incoming state adds to the outputs
+    state     M       = sum_t  write_t * k_t v_t^T        contribution of the tokens to the state at the segment's end
+    through           = product of all decays             decay of the incoming state
+    read      o_t    += (read_t * q_t) S                  contribution of the incoming state to the outputs
 
-``read_t`` is the decay from the segment's start to token t, ``write_t`` from token t to its end, so none of them
-exceeds 1 and nothing overflows, however strong the decay. Where a new document starts in between they are 0.
+``read_t`` is the decay from the segment's start to token t, ``write_t`` from token t to its end; both are at most 1, so
+nothing overflows. They are 0 across a document boundary.
 
-Shapes: t tokens of a segment, b batch (segments of one rank are part of it), h query heads, g key/value heads, d key
+Shapes: t tokens of a segment, b batch (including the segments of one rank), h query heads, g key/value heads, d key
 size, e value size; ``x`` is 1 for one decay per head, d for one per key dimension.
 """
 
@@ -23,11 +23,11 @@ from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import scan
 
 _STRONGEST = -1e4
-"""exp of this is 0, and sums of it stay finite: a decay of exactly 0 is allowed."""
+"""exp of this is 0 and its sums stay finite, so a decay of exactly 0 is allowed."""
 
 
 class Tokens(NamedTuple):
-    """The inputs of linear attention on equally long segments."""
+    """Inputs of linear attention on segments of equal length."""
 
     q: Tensor
     """``[t, b, h, d]``"""
@@ -36,28 +36,27 @@ class Tokens(NamedTuple):
     v: Tensor
     """``[t, b, g, e]``"""
     log_decay: Tensor | None = None
-    """``[t, b, g, x]``, at most 0; None: no decay."""
+    """``[t, b, g, x]``, <= 0; None: no decay."""
     starts: Tensor | None = None
-    """bool ``[t, b]``: the token is the first of a document, and sees no state; None: all is one document."""
+    """bool ``[t, b]``: first token of a document, which sees no state; None: a single document."""
 
 
 class Edges(NamedTuple):
-    """Decays between the tokens of a segment and its two ends, 0 across documents; None where all are 1."""
+    """Decays between tokens and the ends of their segment, 0 across documents; None where all are 1."""
 
     read: Tensor | None
-    """``[t, b, g, x]``: from the start to each token, its own decay included."""
+    """``[t, b, g, x]``: from the start through each token."""
     write: Tensor | None
-    """``[t, b, g, x]``: from each token to the end, its own decay not included."""
+    """``[t, b, g, x]``: from behind each token to the end."""
     through: Tensor | None
     """``[b, g, x]``: from the start to the end."""
 
 
 def edges(x: Tokens) -> Edges:
-    """Sums of log decays, in the accumulation dtype.
+    """Exponentials of sums of log decays, in the accumulation dtype.
 
-    They are only added, from either end: a difference of two sums would have the error of the larger one. All are of
-    one sign, so that a sum s has a small relative error (``scan.sums``), and ``exp(s)`` one of at most s times that: it
-    is nothing where s is near 0, and where it is large ``exp(s)`` is.
+    Sums only add, from either end: a difference would have the error of the larger sum. Terms of one sign give a small
+    relative error (``scan.sums``), hence an absolute error of ``exp(s)`` of about s times that, negligible for every s.
     """
     if x.log_decay is None and x.starts is None:
         return Edges(None, None, None)
@@ -74,7 +73,7 @@ def edges(x: Tokens) -> Edges:
 
 
 def log_decays(x: Tokens) -> Tensor:
-    """``[t, b, g, x]`` in the accumulation dtype, finite; zeros where there is no decay."""
+    """``[t, b, g, x]`` in the accumulation dtype, finite; zeros if there is no decay."""
     dtype = accumulation_dtype(x.q.dtype)
     if x.log_decay is None:
         return x.k.new_zeros((*x.k.shape[:3], 1), dtype=dtype)
@@ -82,19 +81,20 @@ def log_decays(x: Tokens) -> Tensor:
 
 
 def state(x: Tokens, write: Tensor | None) -> Tensor:
-    """What the tokens leave behind: ``[b, g, d, e]`` in the accumulation dtype."""
+    """Contribution of the tokens to the state: ``[b, g, d, e]`` in the accumulation dtype."""
     dtype = accumulation_dtype(x.q.dtype)
     return torch.einsum("tbgd,tbge->bgde", times(x.k.to(dtype), write), x.v.to(dtype))
 
 
 def read(x: Tokens, weight: Tensor | None, incoming: Tensor) -> Tensor:
-    """What the incoming state ``[b, g, d, e]`` adds to the outputs: ``[t, b, h, e]`` in the accumulation dtype."""
+    """Contribution of the incoming state ``[b, g, d, e]`` to the outputs: ``[t, b, h, e]`` in the accumulation
+    dtype."""
     q = times_heads(by_group(x).to(incoming.dtype), weight)
     return torch.einsum("tbgrd,bgde->tbgre", q, incoming).flatten(2, 3)
 
 
 def read_back(x: Tokens, weight: Tensor | None, dout: Tensor) -> Tensor:
-    """The gradient of the incoming state: the transpose of ``read``; ``[b, g, d, e]``."""
+    """Gradient of the incoming state, the transpose of ``read``: ``[b, g, d, e]``."""
     dtype = accumulation_dtype(x.q.dtype)
     q = times_heads(by_group(x).to(dtype), weight)
     return torch.einsum("tbgrd,tbgre->bgde", q, dout.to(dtype).unflatten(2, q.shape[2:4]))
@@ -106,7 +106,7 @@ def after(incoming: Tensor, left: Tensor, through: Tensor | None = None) -> Tens
 
 
 def by_group(x: Tokens) -> Tensor:
-    """q as ``[t, b, g, h / g, d]``: the query heads of one key/value head side by side."""
+    """q as ``[t, b, g, h / g, d]``."""
     return x.q.unflatten(2, (x.k.size(2), -1))
 
 
@@ -121,7 +121,7 @@ def times_heads(y: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def recomputed(forward: Callable[[Tokens], Tensor], dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and, where there is one, the log decay: through the forward, run again."""
+    """Gradients of q, k, v and the log decay, if any, by recomputing the forward."""
     with torch.enable_grad():
         x, leaves = detached(x)
         out = forward(x)
@@ -129,13 +129,13 @@ def recomputed(forward: Callable[[Tokens], Tensor], dout: Tensor, x: Tokens) -> 
 
 
 def detached(x: Tokens) -> tuple[Tokens, list[Tensor]]:
-    """The same tokens as leaves of a new autograd graph, and those of them that have gradients."""
+    """The tokens as autograd leaves, and the leaves that have gradients."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in x[:4]]
     return Tokens(*leaves, x.starts), [leaf for leaf in leaves if leaf is not None]
 
 
 def at_edges(dout: Tensor, x: Tokens, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
-    """Gradients through the state that comes in, and (``outgoing`` is its gradient) the one that is left behind."""
+    """Gradients through the incoming and the outgoing state; ``outgoing`` is the latter's gradient."""
     with torch.enable_grad():
         x, leaves = detached(x)
         decays = edges(x)
@@ -145,7 +145,7 @@ def at_edges(dout: Tensor, x: Tokens, incoming: Tensor, outgoing: Tensor) -> tup
 
 
 def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of a scalar, by all leaves; zeros for those it does not depend on."""
+    """Of a scalar with respect to all leaves; zeros for unused ones."""
     if not loss.requires_grad:
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
     return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

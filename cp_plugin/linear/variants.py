@@ -1,4 +1,4 @@
-"""The kinds of linear attention: which features, which decay, which normalisation.
+"""Kinds of linear attention: feature map, decay and normalisation.
 
     basic       elu + 1, divided by the sum of weights                              arXiv 2006.16236
     lightning   silu, a fixed decay per head (TransNormer's slopes), RMS norm       arXiv 2307.14995, 2401.04658
@@ -7,8 +7,7 @@
     based       Taylor map of the exponential, divided by the sum of weights        arXiv 2402.18668
     rebased     learned quadratic map, divided by the sum of weights                arXiv 2402.10644
 
-``LinearAttention`` is one of them as a module on a model's own q, k and v. A third party adds one without touching this
-package: a ``Variant``, and in its pyproject
+``LinearAttention`` applies one to a model's q, k and v. Third parties register a ``Variant`` in their pyproject:
 
     [project.entry-points."cp_plugin.linear_kinds"]
     mykind = "my_package.my_module:KIND"
@@ -35,14 +34,14 @@ from cp_plugin.linear.segment import Tokens
 
 ENTRY_POINTS = "cp_plugin.linear_kinds"
 EPSILON = 1e-6
-"""Added to the sum of weights before the division by it, and to mean squares before their root."""
+"""Added to the sum of weights before dividing, and to mean squares before the root."""
 GATE_SOFTNESS = 16.0
 """GLA: log decay = logsigmoid(gate) / 16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Which of a model's heads are here."""
+    """The heads on this rank."""
 
     heads: int
     """Query heads on this rank."""
@@ -50,7 +49,7 @@ class Heads:
     head_dim: int
     v_head_dim: int
     first_kv_head: int = 0
-    """The number, in the model, of the first key/value head here (tensor parallelism)."""
+    """Model-wide number of the first key/value head here (tensor parallelism)."""
     all_kv_heads: int = 0
     """Key/value heads of the model; 0: those here."""
     layer: int = 0
@@ -58,7 +57,7 @@ class Heads:
 
 
 def transnormer_slope(heads: Heads, head: int) -> float:
-    """TransNormer's log decay of a key/value head: less in later heads and in later layers."""
+    """TransNormer's log decay of a key/value head: weaker in later heads and layers."""
     slope = 2.0 ** (-8 * (head + 1) / (heads.all_kv_heads or heads.kv_heads))
     return -slope * (1 - heads.layer / max(1, heads.layers - 1) + 1e-5)
 
@@ -72,11 +71,11 @@ class Variant:
     features: FeatureMap = IDENTITY
     decay: Decay = "none"
     head_decay: Callable[[Heads, int], float] = transnormer_slope
-    """The fixed log decay of a key/value head by its number in the model, where ``decay`` is per head."""
+    """Fixed log decay of a key/value head by its number in the model, for decay per head."""
     normalised: bool = False
-    """Outputs are divided by the sum of weights, as softmax attention's are."""
+    """Whether outputs are divided by the sum of weights, as in softmax attention."""
     norm: Literal["none", "rms", "group"] = "none"
-    """Of the outputs, head by head, with a learned gain."""
+    """Per-head norm of the outputs, with a learned gain."""
 
     @property
     def gated(self) -> bool:
@@ -112,14 +111,14 @@ _OURS = (
 
 
 def get(name: str) -> Variant:
-    """The variant of that name; ValueError that lists the valid ones."""
+    """The variant of that name; ValueError lists the valid names."""
     if name not in variants():
         raise ValueError(f"unknown linear attention {name!r}: it must be one of {', '.join(variants())}")
     return variants()[name]
 
 
 class Prepared(NamedTuple):
-    """What a variant hands to ``ContextParallel.linear_attention``."""
+    """Arguments of ``ContextParallel.linear_attention``."""
 
     q: Tensor
     k: Tensor
@@ -129,7 +128,7 @@ class Prepared(NamedTuple):
 
 
 class LinearAttention(nn.Module):
-    """A variant on q, k and v: ``prepare`` before, ``finish`` after the linear attention itself.
+    """A variant as a module: ``prepare`` before, ``finish`` after the linear attention.
 
     x = layer.prepare(q, k, v, gate)
     out = layer.finish(cp.linear_attention(x.q, x.k, x.v, x.log_decay, scale=x.scale))
@@ -148,11 +147,11 @@ class LinearAttention(nn.Module):
         self._log_decay = tuple(variant.head_decay(heads, i) for i in keys)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Prepared:
-        """Map features, and make the decay.
+        """Apply the feature maps and compute the decay.
 
         Args:
             q ``[s, b, h, d]``, k ``[s, b, g, d]``, v ``[s, b, g, e]``.
-            gate: ``[s, b, g, d]``, for a variant that is ``gated``.
+            gate: ``[s, b, g, d]``, for a ``gated`` variant.
         """
         log_decay = None
         if self.variant.gated:
@@ -168,11 +167,11 @@ class LinearAttention(nn.Module):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The next tokens of a sequence, of all earlier ones of which ``state`` is what is left: for generation.
+        """Continue a sequence by one or more tokens, for generation.
 
         Args:
-            q, k, v, gate: as in ``prepare``, for one or more tokens.
-            state: ``[b, g, d', e']`` as returned for the tokens before; None at the start. Its size does not change.
+            q, k, v, gate: as in ``prepare``.
+            state: ``[b, g, d', e']`` as returned for the preceding tokens; None at the start.
 
         Returns:
             Outputs ``[s, b, h, e]`` in q's dtype, and the new state in the accumulation dtype.
@@ -199,22 +198,22 @@ class LinearAttention(nn.Module):
 
 @lru_cache(maxsize=1024)
 def _on(log_decay: tuple[float, ...], device: torch.device) -> Tensor:
-    """A layer's decays, float64, on the device, where they stay: to be copied there, they would be waited for."""
+    """A layer's decays on the device, float64; cached, since a copy would synchronize."""
     with torch.inference_mode(False):  # the next call may want gradients
         return torch.tensor(log_decay, device=device, dtype=torch.float64)
 
 
 def feature_dim(variant: Variant, head_dim: int) -> int:
-    """The size of a key after the feature map."""
+    """Key size after the feature map."""
     return variant.features.size(head_dim)
 
 
 @cache
 def variants() -> dict[str, Variant]:
-    """Name -> kind of linear attention, ours first.
+    """Name -> kind of linear attention, built-in ones first.
 
     Raises:
-        ValueError: if two kinds share a name, or an entry point does not lead to a ``Variant``.
+        ValueError: if two kinds share a name, or an entry point does not load a ``Variant``.
     """
     return with_entry_points(
         ENTRY_POINTS,

@@ -1,1 +1,1 @@
-"""Which tokens of a pack of documents each rank gets: a search in whole numbers, without tensors."""
+"""Layouts built for a pack of documents."""

@@ -1,8 +1,8 @@
-"""Which rank takes which piece of the long documents: a beam search, for a few ranks. See ``placement.filling``.
+"""Beam search over placements of the long documents, for small numbers of ranks. See ``placement.filling``.
 
-Documents are cut into pieces of a fraction of what a rank holds, and the pieces given out one after another, the
-longest document first and each from its end. Of all states so far, those are kept that seem best: few keys for the
-busiest rank, and as much work left for its remaining tokens on one rank as on another.
+Documents are cut into pieces of a fraction of a rank's share, which are assigned one after another: longest document
+first, each from its end. The beam keeps the states with the fewest keys to send for the busiest rank and the most even
+remaining work per token.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from cp_plugin.placement.pairs import Ints, Pairs
 from cp_plugin.placement.shares import Pack, Part
 
 PER_RANK = (4, 3, 6, 5)
-"""Pieces of which a rank holds as many as it has room for: of each search."""
+"""Pieces per rank of each search."""
 WIDEST, NARROWEST = 256, 64
-"""States that are kept. Pieces, times ranks, times states, which is what a search costs, are no more than a rank has
-tokens, since what it saves grows with these; where that allows fewer states, there is no search."""
+"""Beam width. The cost of a search, pieces * ranks * states, is limited to a rank's tokens, since its benefit grows
+with
+them; where that leaves fewer than NARROWEST states, there is no search.
+"""
 ENDS = 8
-"""States that are returned of each search."""
+"""Final states returned by each search."""
 _INSIDE, _ROOM, _WORK, _RECEIVED, _SENT = range(5)
-"""Of a rank: whether it holds some of the document at hand, its room for tokens, what is missing to the mean work, the
-keys that it receives and sends."""
+"""State of a rank: whether it holds part of the current document, its token room, the work missing to the mean, and the
+keys that it receives and sends.
+"""
 _FACTORS = np.array(
     [
         [[0x1E3779B97F4A7C15]],
@@ -34,19 +37,19 @@ _FACTORS = np.array(
         [[0x05EBCA77C2B2AE63]],
     ]
 )
-"""Large and odd: sums of their products tell states apart."""
+"""Large odd hash multipliers that tell states apart."""
 
 
 class Given(NamedTuple):
-    """A part of a document for a rank, or for whichever have room."""
+    """Part of a document assigned to a rank."""
 
     part: Part
     rank: int
-    """-1: none has room for it."""
+    """-1: to any rank with room."""
 
 
 class _Step(NamedTuple):
-    """How the states of a step came about: the one before, the rank that took a piece, and its tokens."""
+    """Origin of each state: parent state, the rank that took the piece, and how many of its tokens."""
 
     parent: Ints
     rank: Ints
@@ -54,10 +57,10 @@ class _Step(NamedTuple):
 
 
 def beam(pack: Pack, size: int, pairs: Pairs, limit: int) -> Iterator[list[Given]]:
-    """The ways to give out the long documents that seem best; none where it would take too long to find them.
+    """The most promising assignments of the long documents; none where the search would be too expensive.
 
     Args:
-        limit: by how much a rank may work more than the mean.
+        limit: permitted work of a rank above the mean.
     """
     spent = 0
     for per in PER_RANK:
@@ -94,7 +97,7 @@ def _search(pieces: list[Part], kept: int, pack: Pack, size: int, pairs: Pairs, 
 
 
 def _children(state: Ints, left: Ints, start: int, stop: int, pairs: Pairs, limit: int) -> tuple[_Step, Ints, Ints]:
-    """All states in which one of the ranks has taken a piece, or as much of its end as it has room for."""
+    """All states in which one rank has taken a piece, or as much of its end as it has room for."""
     take = np.minimum(state[_ROOM], stop - start)
     work = pairs(stop) - pairs.many(stop - take)
     allowed = (take > 0) & ((2 * take > stop - start) | (take == take.max(1, keepdims=True)))
@@ -112,12 +115,11 @@ def _children(state: Ints, left: Ints, start: int, stop: int, pairs: Pairs, limi
 
 
 def _best(state: Ints, left: Ints, start: int, room: int, work: int, pack: Pack) -> Ints:
-    """Different states, the best first.
+    """Indices of the distinct states, best first.
 
     Args:
-        start: tokens of the document at hand that are not given out yet.
-        room: tokens that are not, of all documents.
-        work: theirs.
+        start: unassigned tokens of the current document.
+        room, work: unassigned tokens of all documents, and their work.
     """
     size = state.shape[2]
     density = (work << 8) // max(1, room)
@@ -132,7 +134,7 @@ def _best(state: Ints, left: Ints, start: int, room: int, work: int, pack: Pack)
 
 
 def _way(pieces: list[Part], steps: list[_Step], state: int) -> list[Given]:
-    """Who took what on the way to a state."""
+    """The assignments that lead to a state."""
     found = []
     for (document, start, stop), step in zip(reversed(pieces), reversed(steps), strict=True):
         middle = stop - int(step.taken[state])

@@ -1,16 +1,15 @@
-"""A layout made for a pack of documents: as many tokens and as much work on every rank, and few keys to send.
+"""Document layout: a layout built per pack, with equal tokens, balanced work and little traffic.
 
-Queries see keys of their own document only. A layout that does not know where documents begin, such as zigzag over the
-whole pack, leaves some ranks with several times the work of others. This one is made from the lengths of the documents
-at hand. Three documents on two ranks, the long one cut, the short ones whole:
+Queries see the keys of their own document only. A layout that ignores document bounds, such as zigzag over the whole
+pack, gives some ranks several times the work of others. Three documents on two ranks, the long one cut:
 
     document   0 0 0 0 0 0 0 0 1 1 2 2
     rank       0 0 1 1 1 1 0 0 0 0 1 1
 
-The work of a rank is the number of (query, key) pairs of its queries, under the causal mask of each document and within
-the window if there is one. It has to be sent the keys that its queries see and that it does not hold, each once. How
-the tokens are divided is in ``placement.filling``. Relatives: Zeppelin (arXiv 2509.21841; short documents within a
-host, long ones across) and FlashCP (arXiv 2606.08476; whole documents or cut ones, keys sent where they are seen).
+The work of a rank is the number of visible (query, key) pairs of its queries, under each document's causal mask and the
+window, if any. It receives every key that its queries see and that it does not hold, once. ``placement.filling`` has
+the search. Related: Zeppelin (arXiv 2509.21841; short documents within a host, long ones across) and FlashCP
+(arXiv 2606.08476; whole or cut documents, keys sent where they are seen).
 """
 
 from __future__ import annotations
@@ -28,38 +27,36 @@ from cp_plugin.placement.pairs import Ints, Pairs, busy, traffic
 
 
 class Cut(NamedTuple):
-    """A piece of a document that has several: rows ``start .. stop - 1`` of a rank's shard."""
+    """A piece of a cut document: rows ``start .. stop - 1`` of a rank's shard."""
 
     rank: int
     number: int
-    """Among such pieces of its rank."""
+    """Index among its rank's pieces of cut documents."""
     start: int
     stop: int
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which tokens of a pack each rank holds, in the order of their positions in the pack.
+    """The tokens of a pack on each rank, in pack order; ``layout`` is the corresponding ``Layout``.
 
-    Two are equal if they are for the same pack, ranks and window. ``layout`` makes a ``Layout`` of it.
+    Placements are equal if they are for the same pack, ranks and window.
     """
 
     documents: tuple[int, ...]
-    """Lengths, in the order of the pack."""
+    """Document lengths in pack order."""
     size: int
-    """Ranks."""
+    """Context-parallel ranks."""
     per_host: int
     """Neighbouring ranks that share a host."""
     left: int | None
-    """How many tokens before itself a token sees; None: all of its document."""
+    """Earlier tokens that a token sees; None: all of its document."""
     document: Ints = field(compare=False, repr=False)
-    """Of each piece, that is some consecutive tokens of one document on one rank; sorted by rank, then by position."""
+    """Of each piece (consecutive tokens of one document on one rank), sorted by rank and position."""
     start: Ints = field(compare=False, repr=False)
-    """Of each piece: its first token, counted from the beginning of the document."""
+    """Of each piece: its first token, counted from the start of the document."""
     stop: Ints = field(compare=False, repr=False)
-    """Of each piece: the token after its last."""
     rank: Ints = field(compare=False, repr=False)
-    """Of each piece."""
 
     @property
     def seq_length(self) -> int:
@@ -68,14 +65,14 @@ class Placement:
 
     @property
     def layout(self) -> Layout:
-        """The layout of this pack, and of no other: it refuses other lengths and numbers of ranks."""
+        """The layout of this pack; refuses other lengths and numbers of ranks."""
         return Layout(DOCUMENTS.name, _one_each, self)
 
     def __call__(self, seq_length: int, size: int, index: int) -> Segments:
-        """The segments of a rank, as ``Layout.place`` gives them.
+        """Segments of a rank, as ``Layout.place``.
 
         Raises:
-            ValueError: if it was made for another length or another number of ranks.
+            ValueError: for another sequence length or number of ranks.
         """
         if (seq_length, size) != (self.seq_length, self.size):
             raise ValueError(
@@ -88,7 +85,7 @@ class Placement:
         return tuple(range(start, stop) for start, stop in ends)
 
     def cuts(self) -> tuple[tuple[Cut, ...], ...]:
-        """The pieces of every document that is cut, in the order of its tokens."""
+        """The pieces of every cut document, in token order."""
         found: dict[int, list[tuple[int, Cut]]] = {}
         last, row, number = -1, 0, 0
         for document, start, stop, rank in zip(
@@ -103,7 +100,7 @@ class Placement:
         return tuple(tuple(cut for _, cut in sorted(pieces)) for _, pieces in sorted(found.items()))
 
     def work(self) -> Ints:
-        """The (query, key) pairs of each rank's queries: ``[size]``."""
+        """Visible (query, key) pairs per rank: ``[size]``."""
         found = np.zeros(self.size, np.int64)
         pairs = Pairs(self.left)
         np.add.at(found, self.rank, pairs.many(self.stop) - pairs.many(self.start))
@@ -111,21 +108,21 @@ class Placement:
 
     @property
     def balance(self) -> float:
-        """The work of the busiest rank over the mean."""
+        """Work of the busiest rank over the mean."""
         work = self.work()
         return float(work.max() * self.size / work.sum())
 
     def traffic(self) -> Ints:
-        """How many keys a rank is sent by another, each once: ``[size, size]``, first the one that receives."""
+        """Keys sent between ranks, each once: ``[receiver, sender]``."""
         return traffic(self.document, self.start, self.stop, self.rank, self.left, self.size)
 
     def needs(self) -> Ints:
-        """How many keys each rank is sent: ``[size]``."""
+        """Keys received by each rank: ``[size]``."""
         return self.traffic().sum(1)
 
     @property
     def most(self) -> int:
-        """The keys that the busiest rank receives or sends, whichever are more."""
+        """Keys received or sent by the busiest rank, whichever is more."""
         return max(busy(self.traffic()))
 
     @property
@@ -134,7 +131,7 @@ class Placement:
 
 
 def placement_of(layout: Layout, seq_length: int, size: int) -> Placement | None:
-    """What is behind a layout ``documents``: of a pack, or of a sequence that is one; None for another layout."""
+    """The placement behind a ``documents`` layout (of its pack, or of a single document); None for others."""
     if layout.name != DOCUMENTS.name:
         return None
     made = layout.place
@@ -142,21 +139,20 @@ def placement_of(layout: Layout, seq_length: int, size: int) -> Placement | None
 
 
 def place(documents: Sequence[int], size: int, *, per_host: int = 1, left: int | None = None) -> Placement:
-    """Divide a pack of documents over the ranks: equally many tokens each, balanced work, and few keys to send.
+    """Divide a pack of documents over the ranks: equal tokens, balanced work, few keys to send.
 
-    The work of the busiest rank is at most 1.05 times the mean, unless the ranks have too few tokens for that. Every
-    rank computes the same, in integers and from the arguments alone. The last placements are kept.
+    The busiest rank has at most 1.05 times the mean work, unless ranks have too few tokens for that. Deterministic
+    integer
+    arithmetic, so all ranks agree. Recent placements are cached.
 
     Args:
-        documents: their lengths, in the order of the pack.
+        documents: lengths in pack order.
         size: context-parallel ranks.
-        per_host: neighbouring ranks that share a host, as ``Problem.per_host``; documents are cut within a host rather
-            than across hosts.
-        left: how many tokens before itself a token sees, as ``Mask.left``; None: all of its document.
+        per_host: neighbouring ranks per host (``Problem.per_host``); cuts within a host are preferred.
+        left: earlier tokens that a token sees (``Mask.left``); None: all of its document.
 
     Raises:
-        ValueError: if a length, ``size``, ``per_host`` or ``left`` is out of range, or ``size`` does not divide the
-            tokens of the pack.
+        ValueError: if an argument is out of range, or ``size`` does not divide the tokens of the pack.
     """
     return _place(tuple(int(length) for length in documents), size, per_host, left)
 
@@ -194,11 +190,11 @@ def _as_one(seq_length: int, size: int, index: int) -> Segments:
 
 
 DOCUMENTS = Layout("documents", _one_each, _as_one)
-"""``--cp-layout documents`` while no pack is known: of a sequence that is one document."""
+"""``--cp-layout documents`` before a pack is known: one document."""
 
 
 def _seats(traffic: Ints, per_host: int) -> Ints:
-    """A new number for each rank: two of them change hosts as long as fewer keys then go from host to host."""
+    """Renumber ranks: swap two between hosts as long as that reduces traffic across hosts."""
     both = traffic + traffic.T
     everyone = np.arange(len(both))
     host = everyone // per_host

@@ -1,4 +1,4 @@
-"""Two ranks exchange equally many tokens: for balance, or so that the busiest receives and sends fewer keys.
+"""Local search by exchanging equally many tokens between two ranks, for balance or less traffic.
 
 See ``placement.filling``.
 """
@@ -14,13 +14,13 @@ from cp_plugin.placement.pairs import Ints, busy
 from cp_plugin.placement.shares import Part, Ranks
 
 FEW = 4
-"""Exchanges of two ranks that are looked at for balance."""
+"""Candidate exchanges per pair of ranks when balancing."""
 PROMISING = 4
-"""Exchanges that are tried, of those that seem to leave the busiest rank least busy."""
+"""Exchanges that are evaluated exactly, chosen by estimate."""
 
 
 class Exchange(NamedTuple):
-    """Equally many tokens: what the first rank gives, and what the second does."""
+    """Equally many tokens given by each of two ranks."""
 
     rank: int
     other: int
@@ -29,12 +29,12 @@ class Exchange(NamedTuple):
 
     @property
     def back(self) -> Exchange:
-        """Which undoes it."""
+        """The inverse exchange."""
         return Exchange(self.rank, self.other, self.taken, self.given)
 
 
 def balance(ranks: Ranks, limit: int) -> None:
-    """Exchange tokens until no rank works more than ``limit`` above the mean, or nothing more is found."""
+    """Exchange tokens until no rank exceeds the mean work by more than ``limit``, or no exchange helps."""
     work = ranks.work
     for _ in range(4 * len(work)):
         busiest = min(range(len(work)), key=work.__getitem__)
@@ -51,9 +51,9 @@ def balance(ranks: Ranks, limit: int) -> None:
 
 
 def _cheapest(ranks: Ranks, busy: int, idle: int, least: int, most: int) -> tuple[Part, Part] | None:
-    """The end of a part of one rank's for the beginning of one of another's, equally long, that moves this work.
+    """An exchange of the end of one rank's part for the beginning of another's that moves ``least .. most`` work.
 
-    Of the first few that are found, the one after which the two need the fewest keys.
+    Of the first few candidates, the one that leaves both ranks with the fewest keys to receive.
     """
     pairs, wanted, best = ranks.pairs, (least + most) // 2, None
     mine, yours = ranks.held[busy], ranks.held[idle]
@@ -75,18 +75,20 @@ def _cheapest(ranks: Ranks, busy: int, idle: int, least: int, most: int) -> tupl
 
 
 def relieve(ranks: Ranks, limit: int, rounds: int, patience: int) -> int:
-    """Exchange tokens so that the busiest rank receives and sends fewer keys.
+    """Tabu search that reduces the keys received or sent by the busiest rank.
 
-    A tabu search. Exchanges of either end of the busiest rank's parts with those of others' are estimated, for a few
-    lengths at once. Of the most promising ones the best is made, even where it is a step back, but none that leads to
-    what was there before; and at the end, all that did not pay is undone. There must be no window.
+    Exchanges of either end of the busiest rank's parts are estimated for a few lengths at once; the best of the
+    promising
+    ones is made even if it is a step back, unless its state was visited before. Steps that did not pay off are undone
+    at
+    the end. Windows are not supported.
 
     Args:
-        rounds: exchanges that are made at most.
-        patience: how many of them in a row may be ones that do not pay.
+        rounds: maximum number of exchanges.
+        patience: maximum number of consecutive exchanges without improvement.
 
     Returns:
-        The keys that the busiest rank receives or sends in the end.
+        Keys received or sent by the busiest rank in the end.
     """
     traffic = ranks.traffic()
     best, seen = _busiest_first(traffic), {traffic.tobytes()}
@@ -121,12 +123,11 @@ def _busiest_first(traffic: Ints) -> list[int]:
 
 
 def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[Exchange]:
-    """Of the busiest rank with another: what is estimated to leave both least busy, the best first.
+    """Exchanges of the busiest rank, best estimate first.
 
-    Of two parts of one document the estimate is rough. What would leave either a quarter busier than the busiest is
-    left out.
-
-    Arrays have the dimensions [length, part of the busiest rank and its end, part of another and its end].
+    The estimate is rough for two parts of one document. Exchanges that would leave either rank a quarter above the
+    current
+    maximum are left out. Arrays are indexed [length, end of the busiest rank's parts, end of the other ranks' parts].
     """
     received, sent = traffic.sum(1), traffic.sum(0)
     rank = int(np.maximum(received, sent).argmax())
@@ -159,7 +160,7 @@ def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[Exchange]:
 
 
 class _Ends:
-    """Both ends of every part that some ranks hold, one after another."""
+    """Both ends of every part held by some ranks."""
 
     def __init__(self, ranks: Ranks, of: list[int]) -> None:
         found = [
@@ -174,12 +175,12 @@ class _Ends:
         self.last, self.tail = last.astype(bool), tail.astype(bool)
 
     def first(self, n: Ints, axis: int) -> Ints:
-        """The first of n tokens at these ends."""
+        """First of the n tokens at each end."""
         start, stop, tail = (_along(x, axis) for x in (self.start, self.stop, self.tail))
         return np.where(tail, stop - n, start)
 
     def without(self, n: Ints, axis: int) -> Ints:
-        """How many keys more its rank needs of the document without n tokens at these ends."""
+        """Additional keys its rank needs of the document after giving up n tokens at each end."""
         columns = (self.start, self.stop, self.before, self.last, self.tail)
         start, stop, before, last, tail = (_along(x, axis) for x in columns)
         whole = n == stop - start
@@ -188,12 +189,12 @@ class _Ends:
 
 
 def _with(end: Ints, first: Ints, n: Ints) -> Ints:
-    """How many keys more a rank needs of a document that it holds up to ``end``, with n tokens more of it."""
+    """Additional keys a rank needs of a document held up to ``end`` after taking n more tokens of it."""
     return np.maximum(end, first + n) - end - n
 
 
 def _wanted(ends: Ints, first: Ints, n: Ints) -> Ints:
-    """How often n tokens are needed, by ranks that hold their document up to these ends: ``[rank, ...]``."""
+    """How often n tokens are needed by ranks that hold their document up to these ends: ``[rank, ...]``."""
     return sum(np.minimum(np.maximum(end - first, 0), n) for end in ends)
 
 

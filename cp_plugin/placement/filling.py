@@ -1,21 +1,21 @@
-"""Which tokens of which document go to which rank: the search behind ``cp_plugin.placement.documents``.
+"""Placement search: assign the tokens of a pack to ranks.
 
-Every rank has room for so many tokens and so much work. Documents are taken longest first. One that fits goes to the
-rank with the most work left to do; one that does not is cut over as few ranks as it needs. Ranks take what they get of
-a cut document from both of its ends, one after another:
+Every rank has room for a number of tokens and an amount of work. Documents are placed longest first: one that fits goes
+to the rank with the most missing work; any other is cut over as few ranks as necessary, which take their shares from
+both of its ends:
 
     position  0 1 2 3 4 5 6 7 8 9 ...
     rank      0 0 0 1 1 2 2 2 1 0
 
-A rank with n tokens of a document, the last of them at position e - 1, has to be sent e - n keys. Tokens at the tail
-see many keys, tokens at the head few, so that n tokens from both ends are as much work as is wanted; and the more of
-them are from the head, the larger n is for the same work, and the fewer keys there are to send. With equal shares for
-all this is zigzag.
+A rank with n tokens of a document, the last at position e - 1, receives e - n keys. Tail tokens see many keys and head
+tokens few, so the mix of both sets the work; the more come from the head, the larger n is for the same work and the
+fewer keys are sent. Equal shares for all ranks give zigzag.
 
-The shortest documents come last and fill the ranks up. Then the busiest rank gives the tail of a document for the head
-of another, equally long, until no rank exceeds the limit. Several trials cut documents in different styles, and on a
-few ranks ``placement.beam`` searches, too; in the best of them the rank that receives or sends most exchanges further
-tokens for which it needs fewer keys. All of this is done in integers.
+The shortest documents come last and fill the remaining room. Then the busiest rank trades tails for heads until no rank
+exceeds the limit (``placement.exchanges``). Several trials cut documents in different styles, on few ranks a beam
+search
+competes (``placement.beam``), and in the best results the busiest ranks exchange further tokens to reduce traffic. All
+arithmetic is in integers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from cp_plugin.placement.pairs import Ints, Pairs, busy
 from cp_plugin.placement.shares import SLACK, Pack, Ranks, Style
 
 SHORT = 32
-"""Documents of at most 1 / SHORT of a rank's tokens come last, all together."""
+"""Documents of at most 1 / SHORT of a rank's tokens are placed last, together."""
 LIMIT = 49
-"""Thousandths of the mean work by which a rank may exceed it in the end."""
+"""Permitted excess over the mean work at the end, in thousandths."""
 FINALISTS = 2
-"""Trials of which the neediest ranks are relieved, beside the best of the beam search."""
+"""Trials that are improved by exchanges, besides the best beam result."""
 EFFORT = 2200
-"""What all trials may cost together, in documents; a rank costs as much as 40 of them. On 64 ranks it is one trial."""
+"""Total cost of all trials, in documents; a rank counts as 40. On 64 ranks this is one trial."""
 
 
 _FIRST = (
@@ -55,21 +55,21 @@ _FIRST = (
     Style(True, True, True, 7),
     Style(False, True, False, 2),
 )
-"""Each adds most to those in front of it, on packs of chat, code and long documents for 4 to 64 ranks, and on packs of
-8 to 32 blocks for 2 to 8."""
+"""Each adds most to those before it, on chat, code and long packs for 4 - 64 ranks and packs of 8 - 32 blocks for 2 -
+8."""
 _BOTH = (True, False)
 _OTHERS = (Style(a, b, c, reach) for reach in range(8) for a in _BOTH for b in _BOTH for c in _BOTH)
 STYLES = tuple(dict.fromkeys([*_FIRST, *_OTHERS]))
 ALONE = (Style(True, False, True, 7),)
-"""One document is best cut in equal shares: zigzag, two parts on each rank."""
+"""A single document is best cut in equal shares: zigzag."""
 WINDOWED = (Style(True, False, False, 7), Style(False, False, False, 7), *STYLES)
-"""Within a window tokens cost the same wherever they are, and every part needs a window's keys: few parts are best."""
+"""Within a window every token costs the same and every part needs a window of keys: few parts are best."""
 
 
 def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
-    """Divide documents over ranks, equally many tokens each: the best of several trials.
+    """Divide documents over ranks, equal tokens each: the best of several trials.
 
-    That is a balanced one (``LIMIT``) in which the busiest rank receives and sends the fewest keys.
+    Best: balanced (``LIMIT``), then the fewest keys received or sent by the busiest rank.
 
     Returns:
         Document, start, stop and rank of each part: int64 ``[4, parts]``.
@@ -105,14 +105,14 @@ def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
 
 
 class _Start(NamedTuple):
-    """The less of the first, then of the second, the better."""
+    """A trial's result, ordered by quality."""
 
     over: int
     """Work of the busiest rank beyond the limit."""
     most: int
-    """Keys that a rank receives or sends."""
+    """Keys received or sent by the busiest rank."""
     number: int
-    """No other has it."""
+    """Unique; breaks ties."""
     ranks: Ranks
 
 
@@ -166,7 +166,7 @@ def _trial(pack: Pack, size: int, pairs: Pairs, style: Style, limit: int) -> Ran
 
 
 def _given_out(pack: Pack, size: int, pairs: Pairs, given: list[Given], limit: int) -> Ranks:
-    """What was found for the long documents; what has no rank goes where most work is missing."""
+    """Ranks with a beam assignment; unassigned parts go where most work is missing."""
     ranks = Ranks(size, pack.tokens, pack.mean, pairs)
     for part, rank in given:
         if rank >= 0:
@@ -183,7 +183,7 @@ def _given_out(pack: Pack, size: int, pairs: Pairs, given: list[Given], limit: i
 
 
 def _drain(idle: list[tuple[int, int]], ranks: Ranks) -> Iterable[int]:
-    """Ranks with room, those with the most work left to do first; they are taken from the heap."""
+    """Pop ranks with room from the heap, most missing work first."""
     seen = set()
     while idle:
         work, rank = heapq.heappop(idle)
@@ -193,7 +193,7 @@ def _drain(idle: list[tuple[int, int]], ranks: Ranks) -> Iterable[int]:
 
 
 def _reserve(pack: Pack) -> int:
-    """Work for each token of the short documents that fill up the ranks over which the long ones are cut."""
+    """Work per token of the short documents that will fill up the ranks that share the long ones."""
     cut = [i for i, work in enumerate(pack.works) if work > pack.mean or pack.lengths[i] > pack.tokens]
     length, work = sum(pack.lengths[i] for i in cut), sum(pack.works[i] for i in cut)
     rest = [*zip(pack.lengths, pack.works, strict=True)][len(cut) :]

@@ -1,4 +1,4 @@
-"""All token layouts by their names: the regular ones, and ``documents``, which is made for each pack."""
+"""Token layouts by name: the regular ones, and ``documents``, built per pack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def get_layout(name: str) -> Layout:
     """The layout of that name.
 
     Raises:
-        ValueError: if there is none; the message lists the valid names.
+        ValueError: for an unknown name; the message lists the valid ones.
     """
     if name not in ALL:
         raise ValueError(f"unknown layout {name!r}: --cp-layout must be one of {', '.join(ALL)}")

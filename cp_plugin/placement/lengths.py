@@ -1,4 +1,4 @@
-"""How long the documents of a pack are, drawn from named distributions that look like training data."""
+"""Document lengths drawn from named distributions that resemble training data."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Lognormal up to ``longest`` tokens, and some documents that all have the same length."""
+    """Lognormal lengths up to ``longest``, mixed with documents of one fixed length."""
 
     median: int
     sigma: float
     longest: int
     share: float = 0
-    """How many of the documents have ``same`` tokens."""
+    """Share of documents with ``same`` tokens."""
     same: int = 65_536
 
     def pack(self, tokens: int, seed: int = 0) -> tuple[int, ...]:
-        """Documents until the pack is full; the last one is cut off."""
+        """Documents that fill a pack; the last one is truncated."""
         rng = np.random.default_rng(seed)
         lengths: list[int] = []
         while (room := tokens - sum(lengths)) > 0:
@@ -33,4 +33,4 @@ LENGTHS = {
     "code": Lengths(median=12_000, sigma=1.2, longest=98_304),
     "long": Lengths(median=500, sigma=1.2, longest=16_384, share=0.045),
 }
-"""Conversations; repositories of code; conversations with a few documents of 65,536 tokens among them."""
+"""Conversations; code repositories; conversations mixed with a few 64k-token documents."""

@@ -1,4 +1,4 @@
-"""What parts of a document cost under a causal mask: (query, key) pairs, and keys from elsewhere. In integers."""
+"""Cost of document parts under a causal mask: (query, key) pairs and keys from other ranks, in integers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Intervals = list[tuple[int, int]]
-"""Parts (start, stop) of one document that one rank holds: increasing, none touch."""
+"""Parts (start, stop) of one document on one rank: increasing, not touching."""
 
 
 class Pairs:
-    """Work under the causal mask: how many keys the first tokens of a document see together."""
+    """Causal work: the keys seen by the first tokens of a document."""
 
     def __init__(self, left: int | None) -> None:
-        """left: how many tokens before itself a token sees; None: all of its document."""
+        """left: earlier tokens that a token sees; None: all of its document."""
         self.left = left
         self.seen = None if left is None else left + 1
 
@@ -27,14 +27,14 @@ class Pairs:
         return self.seen * (self.seen + 1) // 2 + (tokens - self.seen) * self.seen
 
     def many(self, tokens: Ints) -> Ints:
-        """The same, of each."""
+        """Vectorised ``__call__``."""
         if self.seen is None:
             return tokens * (tokens + 1) // 2
         seen = np.minimum(tokens, self.seen)
         return seen * (seen + 1) // 2 + (tokens - seen) * self.seen
 
     def tokens(self, pairs: int) -> int:
-        """The most tokens that see no more than so many keys together."""
+        """The most tokens that see at most so many keys in total."""
         full = None if self.seen is None else self.seen * (self.seen + 1) // 2
         if full is None or pairs <= full:
             return (isqrt(8 * pairs + 1) - 1) // 2
@@ -42,11 +42,11 @@ class Pairs:
         return self.seen + (pairs - full) // self.seen
 
     def of(self, parts: Iterable[tuple[int, int]]) -> int:
-        """The work of these parts of one document."""
+        """Work of these parts of one document."""
         return sum(self(stop) - self(start) for start, stop in parts)
 
     def missing(self, parts: Intervals) -> int:
-        """How many keys these parts of a document see that are not among them."""
+        """Keys that these parts of a document see and do not contain."""
         if self.left is None:
             return parts[-1][1] - sum(stop - start for start, stop in parts) if parts else 0
         found = end = 0
@@ -56,7 +56,7 @@ class Pairs:
         return found
 
     def heads(self, start: int, stop: int, tokens: int, work: int) -> int:
-        """How many of ``tokens`` come from the start, the others from the stop, for this much work."""
+        """How many of ``tokens`` to take from the start (the rest from the stop) for this much work."""
         if self.left is None:  # linear in the answer: the squares cancel
             apart = stop - start - tokens
             most = tokens * (2 * stop - tokens + 1) // 2
@@ -71,11 +71,11 @@ class Pairs:
         return low
 
     def moved(self, stop: int, start: int, tokens: int) -> int:
-        """By how much the last tokens before ``stop`` are more work than the first ones from ``start``."""
+        """Work of the last tokens before ``stop`` minus that of the first ones from ``start``."""
         return self(stop) - self(stop - tokens) - self(start + tokens) + self(start)
 
     def exchanged(self, stop: int, start: int, most: int, work: int) -> int:
-        """The fewest tokens, ``most`` at the most, for which ``moved`` is about this much; 0: none would be."""
+        """The fewest tokens (at most ``most``) for which ``moved`` is about ``work``; 0 if none."""
         apart = stop - start
         longest = min(most, apart // 2)
         if longest <= 0:
@@ -91,9 +91,9 @@ class Pairs:
 
 
 def traffic(document: Ints, start: Ints, stop: Ints, rank: Ints, left: int | None, size: int) -> Ints:
-    """How many keys a rank is sent by another, each once: ``[size, size]``, first the one that receives.
+    """Keys sent between ranks, each once: ``[receiver, sender]``.
 
-    document, start, stop, rank: of each piece. In front of each are the keys that it sees and its rank does not hold.
+    document, start, stop, rank: of each piece; a piece needs the keys before it that its rank does not hold.
     """
     by_rank = np.lexsort((start, document, rank))
     d, end, r = document[by_rank], start[by_rank], rank[by_rank]
@@ -119,8 +119,5 @@ def traffic(document: Ints, start: Ints, stop: Ints, rank: Ints, left: int | Non
 
 
 def busy(traffic: Ints) -> list[int]:
-    """The keys that each rank receives or sends, whichever are more; a card does both at once.
-
-    traffic: as ``traffic`` returns it.
-    """
+    """Keys received or sent by each rank, whichever is more (links are full duplex). traffic: from ``traffic``."""
     return np.maximum(traffic.sum(0), traffic.sum(1)).tolist()

@@ -1,4 +1,4 @@
-"""What each rank holds of the documents while they are divided, and what it has room for: see ``placement.filling``."""
+"""Search state of a placement: what each rank holds and its remaining room. See ``placement.filling``."""
 
 from __future__ import annotations
 
@@ -12,52 +12,50 @@ from cp_plugin.placement.pairs import Intervals, Ints, Pairs, traffic
 Part = tuple[int, int, int]
 """Document, start, stop."""
 SLACK = 30
-"""Thousandths of the mean work by which whole documents may exceed it."""
+"""Permitted excess of whole documents over the mean work, in thousandths."""
 
 
 class Pack(NamedTuple):
-    """The documents, and what the ranks have of them on average."""
+    """The documents, and the mean share of a rank."""
 
     long: list[int]
-    """Documents that are placed one by one, the longest first."""
+    """Documents placed individually, longest first."""
     lengths: list[int]
-    """Of these."""
     works: list[int]
-    """Of these."""
     short: Ints
-    """The others, from long to short."""
+    """The other documents, longest first."""
     short_lengths: Ints
     tokens: int
-    """Of one rank."""
+    """Tokens of one rank."""
     mean: int
-    """Work of one rank."""
+    """Mean work of one rank."""
 
 
 class Style(NamedTuple):
-    """How documents are cut that are too long for a rank. What is best depends on the pack, so several are tried."""
+    """How to cut documents that are too long for one rank. The best style depends on the pack."""
 
     even: bool
-    """Equal shares of the work, instead of one full rank after another."""
+    """Equal shares of the work instead of filling one rank after another."""
     reserve: bool
-    """Work is left for the documents that will fill up a rank's tokens."""
+    """Reserve work for the documents that will fill up a rank's tokens."""
     mirrored: bool
-    """Every rank takes of the head as it does of the tail; else only as far as its need asks for it."""
+    """Take as much of the head as of the tail; otherwise only as far as needed."""
     reach: int
     """Eighths between the fewest keys that the longest document's last rank may need, and all of them."""
 
 
 class Ranks:
-    """What each rank holds, and what it has room for."""
+    """What each rank holds, and its remaining room."""
 
     def __init__(self, size: int, tokens: int, work: int, pairs: Pairs) -> None:
         self.pairs = pairs
         self.mean = work
         self.tokens = [tokens] * size
-        """Room for tokens."""
+        """Remaining tokens."""
         self.work = [work] * size
-        """What is missing to the mean work; negative where a rank has more."""
+        """Work missing to the mean; negative above it."""
         self.need = [0] * size
-        """Keys that it has to be sent."""
+        """Keys to receive."""
         self.held: list[dict[int, Intervals]] = [{} for _ in range(size)]
         self.last = np.empty((4, 0), np.int64)
         """Parts of the short documents: document, start, stop, rank."""
@@ -66,8 +64,8 @@ class Ranks:
         """Divide a document over ranks, the first of which holds its end.
 
         Args:
-            shares: rank -> the work that it can take; more than is in the document.
-            most: the keys that a rank should need in all, where its work allows it.
+            shares: rank -> the work that it can take; more in total than the document has.
+            most: keys that a rank should need at most, where its work permits.
         """
         pairs, head, tail, to_head, to_tail = self.pairs, 0, length, 0, self.pairs(length)
         share_left, room = sum(shares.values()), sum(self.tokens[rank] for rank in shares)
@@ -98,7 +96,7 @@ class Ranks:
             self.need[rank] += pairs.missing(parts)
 
     def hold(self, rank: int, part: Part) -> None:
-        """A rank takes a part of a document, beside what it holds of it."""
+        """Add part of a document to what a rank holds."""
         document, start, stop = part
         before = self.held[rank].get(document, [])
         after = self.held[rank][document] = _with(before, start, stop)
@@ -107,20 +105,20 @@ class Ranks:
         self.need[rank] += self.pairs.missing(after) - self.pairs.missing(before)
 
     def share(self, rank: int, density: int, reserve: int) -> int:
-        """The work that a rank can take of a document, and still has enough for what fills up its tokens.
+        """Work that a rank can take from a document while keeping enough for the documents that fill it up.
 
         Args:
-            density: work for a token of the document.
-            reserve: work to leave for every token of room that remains.
+            density: work per token of the document.
+            reserve: work to keep per token of remaining room.
         """
         if density <= reserve:
             return max(0, self.work[rank])
         return max(0, (self.work[rank] - reserve * self.tokens[rank]) * density // (density - reserve))
 
     def fill_up(self, documents: Ints, lengths: Ints) -> None:
-        """Short documents, one after another, into whatever room there is for tokens.
+        """Fill the remaining room with the short documents, one after another.
 
-        They are taken in an order in which any run of them is like all of them: by multiples of the golden ratio.
+        A golden-ratio permutation makes every run of them representative of all.
         """
         if not len(documents):
             return
@@ -154,15 +152,15 @@ class Ranks:
                 del self.held[rank][given[0]]
 
     def over(self, limit: int) -> int:
-        """Work of the busiest rank that is more than ``limit`` above the mean."""
+        """Work of the busiest rank beyond ``limit`` above the mean."""
         return max(0, -min(self.work) - limit)
 
     def traffic(self) -> Ints:
-        """Keys that each rank is sent by each other: ``[size, size]``."""
+        """Keys sent between ranks: ``[receiver, sender]``."""
         return traffic(*self.parts(), self.pairs.left, len(self.work))
 
     def parts(self) -> Ints:
-        """Everything: document, start, stop, rank; ``[4, parts]``."""
+        """All parts: document, start, stop, rank; ``[4, parts]``."""
         held = [
             (d, start, stop, r) for r, of in enumerate(self.held) for d, parts in of.items() for start, stop in parts
         ]

@@ -1,4 +1,4 @@
-"""Triton kernels for context-parallel attention. They need torch and triton, and nothing else of this project.
+"""Triton kernels for context-parallel attention; they depend on torch and triton only.
 
-Every kernel also runs on CPU tensors where ``TRITON_INTERPRET=1`` was set before triton was imported.
+All kernels also run on CPU tensors if ``TRITON_INTERPRET=1`` is set before triton is imported.
 """

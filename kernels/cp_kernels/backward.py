@@ -1,9 +1,8 @@
-"""Attention of a block of queries over a block of keys: the backward.
+"""Block attention, backward.
 
-Two launches, without atomics, so that results are the same in every run: one program for each block of queries gathers
-their gradient over the keys they see; one for each block of keys gathers theirs over the queries, of all heads of their
-group, that see them. Both compute the probabilities again from the scores and each query's lse over *all* its keys
-(arXiv 2307.08691, Algorithm 2).
+Two launches without atomics, hence deterministic: one program per block of queries accumulates dq over the keys they
+see; one per block of keys accumulates dk and dv over the queries, of all heads of the group, that see them. Both
+recompute the probabilities from the scores and each query's lse over *all* its keys (arXiv 2307.08691, Algorithm 2).
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ def backward(
 
     Args:
         dout: ``[s, b, h, e]`` in q's dtype.
-        lse: of each query over all its keys, ``[s, b, h]``, float32, as natural logarithm.
+        lse: of each query over all its keys, ``[s, b, h]``, float32, natural logarithm.
         delta: ``rowsum(dout * out)`` of each query, ``[s, b, h]``, float32.
         q, k, v, rows, keys, view, scale: as in the forward.
 
     Raises:
-        ValueError: for tensors that do not fit together, or that the kernels cannot read.
+        ValueError: for tensors that do not fit together or that the kernels do not support.
     """
     check(q, k, v, rows, keys, dout)
     (s, b, h, d), (t, _, g, e) = q.shape, v.shape
@@ -236,5 +235,5 @@ def _add_dkv(
 
 @triton.jit
 def _log2(lse):
-    """To base 2; +inf where all scores were -inf, so that no probability is left."""
+    """To base 2; +inf where all scores were -inf, so that every probability is 0."""
     return tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E

@@ -1,4 +1,4 @@
-"""What the attention kernels take, said before they are launched."""
+"""Argument checks of the attention kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cp_kernels.visible import Runs
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 MOST_HEADS = 65535
-"""Of all sequences of a batch together: what the second axis of a grid takes."""
+"""Heads times batch: the limit of a grid's second axis."""
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, rows: Runs, keys: Runs, dout: Tensor | None = None) -> None:
-    """ValueError for tensors that do not fit together, or that the kernels cannot read."""
+    """ValueError for tensors that do not fit together or that the kernels do not support."""
     named = {"q": q, "k": k, "v": v} | ({} if dout is None else {"dout": dout})
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
     if any(x.dtype != q.dtype or x.device != q.device for x in named.values()):
@@ -43,7 +43,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, rows: Runs, keys: Runs, dout: Tensor 
 
 
 def check_sums(out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> None:
-    """ValueError for a running out and lse that the kernel cannot go on from in place."""
+    """ValueError for a running out and lse that cannot be updated in place."""
     shapes = (*q.shape[:3], v.size(3)), tuple(q.shape[:3])
     for name, x, shape in zip(("out", "lse"), (out, lse), shapes, strict=True):
         if tuple(x.shape) != shape or x.dtype != torch.float32 or x.device != q.device:

@@ -1,7 +1,7 @@
-"""float8 numbers as their eight bits, inside kernels.
+"""float8 encoding and decoding inside kernels.
 
-A type is known by the bits of its mantissa: e4m3 (``float8_e4m3fn``) has 3, e5m2 has 2. Devices of compute capability
-8.9 and newer have instructions for them; on older ones, and in Triton's interpreter, bits are put together here.
+A type is identified by its mantissa bits: 3 for e4m3 (``float8_e4m3fn``), 2 for e5m2. Compute capability 8.9 and newer
+has instructions for them; older devices and Triton's interpreter use integer arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def converts(x: Tensor) -> bool:
 
 @triton.jit
 def encode(number, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
-    """The bits, as int32, of float32 numbers within the type's range; rounded to nearest, ties to even."""
+    """Bits, as int32, of float32 numbers within the type's range; round to nearest even."""
     if HARDWARE:
         if MANTISSA == 3:
             return number.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
@@ -39,7 +39,7 @@ def encode(number, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def decode(code, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
-    """float32 numbers of bits given as uint8; there are no infinities among them."""
+    """float32 numbers from uint8 bits; infinities do not occur."""
     if HARDWARE:
         if MANTISSA == 3:
             return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)

@@ -1,11 +1,12 @@
-"""Attention of a decoded token to what a rank has cached: flash-decoding, two launches whatever the length.
+"""Flash-decoding: attention of decoded tokens to a rank's cache, in two launches for any length.
 
     part i of n     its slots, for the rows of a (sequence, group of heads)       out_i, lse_i
-    merging         lse = log(sum_i exp(lse_i)), out = sum_i exp(lse_i - lse) * out_i
+    merge           lse = log(sum_i exp(lse_i)), out = sum_i exp(lse_i - lse) * out_i
 
-The query heads that share keys are rows of one matrix product, as are several tokens. A slot is known by its position
-alone, on the device: slots that no row sees, those of padding among them, are not read. Keys and values are read in the
-dtype in which they are kept; FP8 ones are widened in registers, to what ``payload.unpack`` makes of them.
+The query heads that share keys, times several tokens, are the rows of one matrix product. A slot is identified by its
+position alone, on the device; slots that no row sees, including padding, are not read. Keys and values are read in
+their
+stored dtype; FP8 ones are widened in registers exactly as ``payload.unpack`` does.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from cp_kernels.parts import LN_2, LOG2_E, Parts, load_rows, product, scores, st
 from cp_kernels.sizes import decode_sizes, precision
 
 LARGEST_HEAD = 576
-"""Of multi-latent attention: 512 compressed elements, and 64 rotated ones."""
+"""Multi-latent attention: 512 compressed elements and 64 rotary ones."""
 PROGRAMS = 264
-"""To be had by dividing the slots: two for each of an H100's 132 multiprocessors."""
+"""Target when dividing the slots: two per multiprocessor of an H100 (132)."""
 MOST_PARTS = 128
 FEWEST_BLOCKS = 4
-"""Of a part."""
+"""Per part."""
 LAST = 2**31 - 1
 ELEMENTS = 4096
-"""That a program of the merge holds at a time."""
+"""Held by a program of the merge at a time."""
 
 
 CachedRows = tuple[Tensor, Tensor | None]
-"""Rows in slots, ``[n, b, g, d]``: numbers, or bytes of e4m3 and their exponents ``[n, b, g]`` (``payload``)."""
+"""Rows in slots, ``[n, b, g, d]``: numbers, or e4m3 bytes with exponents ``[n, b, g]`` (``payload``)."""
 
 
 def decode(
@@ -48,24 +49,25 @@ def decode(
     scale: float,
     left: int,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention to a cache, in parts of it.
+    """Causal attention to a cache, in parts.
 
     Args:
-        q: ``[t, b, h, d]``: bfloat16, float16 or float32, as what is kept, if that is not packed; t consecutive tokens.
+        q: ``[t, b, h, d]``: t consecutive tokens in bfloat16, float16 or float32, the dtype of an unpacked cache.
         keys: ``[n, b, g, d]`` with g dividing h; n may be 0.
-        values: ``[n, b, g, e]``; None: the first e elements of the keys, which are read once for both.
+        values: ``[n, b, g, e]``; None: the first e elements of the keys, read once for both.
         v_head_dim: e.
-        held: positions of the slots, int32 ``[n, b]``; a slot later than its queries is not read.
+        held: positions of the slots, int32 ``[n, b]``; slots later than the queries are not read.
         positions: of the queries, int32 ``[t, b]``.
         scale: factor on the scores.
-        left: positions before its own that a query sees; -1: all.
+        left: earlier positions that a query sees; -1: all.
 
     Returns:
-        outs ``[parts, t, b, h, e]`` and lses ``[parts, t, b, h]`` in float32; 0 and -inf where a part has nothing for a
-        query. Parts depend on shapes alone.
+        outs ``[parts, t, b, h, e]`` and lses ``[parts, t, b, h]`` in float32; 0 and -inf where a part has no key for a
+        query.
+        The division depends on shapes alone.
 
     Raises:
-        ValueError: for tensors that do not fit together, or that the kernel cannot read.
+        ValueError: for tensors that do not fit together or that the kernel does not support.
     """
     _check(q, keys, values, v_head_dim, held, positions)
     (k, k_exponents), (v, v_exponents) = keys, keys if values is None else values
@@ -89,7 +91,7 @@ def decode(
 
 
 def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over all parts, ``[t, b, h, e]`` and ``[t, b, h]``, of what ``decode`` returns."""
+    """Attention over all parts of ``decode``: ``[t, b, h, e]`` and ``[t, b, h]``."""
     parts, e = outs.size(0), outs.size(-1)
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     width = triton.next_power_of_2(e)
@@ -101,9 +103,9 @@ def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def parts_of(slots: int, programs: int, block: int) -> tuple[int, int]:
-    """How many parts a cache is divided into, and the slots of each, a multiple of a block.
+    """Number of parts of a cache, and slots per part (a multiple of ``block``).
 
-    programs: that a part has.
+    programs: programs per part.
     """
     blocks = triton.cdiv(slots, block)
     parts = max(1, min(MOST_PARTS, PROGRAMS // programs, blocks // FEWEST_BLOCKS))
@@ -216,7 +218,7 @@ def _kept(
     FROM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
     PACKED: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Columns of kept rows as numbers; 0 in slots that are not used, and behind the last column."""
+    """Columns of cached rows as numbers; 0 for unused slots and beyond the last column."""
     found = load_rows(base, slot, stride, used, FROM, WIDTH, SIZE)
     if PACKED:
         up = (tl.load(exponents + of_rows, mask=used, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -232,7 +234,7 @@ def _merge(
     outs, lses, out, lse, parts, rows,
     E: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One row: a token's head."""
+    """One program per (token, head)."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)[None, :]
     every = tl.arange(0, MOST)
     of_parts = tl.load(lses + every.to(tl.int64) * rows + row, mask=every < parts, other=-float("inf"))

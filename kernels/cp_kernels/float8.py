@@ -1,12 +1,11 @@
 """Measuring tensors and rounding them to float8, in one pass over memory each.
 
-    extents     x -> its largest absolute value, and the largest norm of a row      reads x
+    extents     x -> largest absolute value and largest row norm                    reads x
     quantize    x -> x * scale in e4m3 or e5m2                                      reads x, writes a byte an element
-    rounded     x -> what x is in float8 at that scale, in the dtype of x           reads x, writes as much
+    rounded     x -> x rounded to float8 at that scale, in the dtype of x           reads x, writes as much
 
-Numbers are rounded to nearest, ties to even; those beyond the type's largest become that, and NaN stays NaN. Largest
-values are gathered as the bits of numbers that are not negative: these are in order as integers are, NaN last, so the
-result is the same in every run, and NaN where an element is.
+Round to nearest even, saturating; NaN stays NaN. Maxima are reduced as integers: the bits of non-negative floats sort
+like the numbers, NaN last, so results are deterministic and NaN propagates.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
 def extents(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest absolute value and the largest norm of a row of each tensor, float32 ``[tensors, 2]``.
+    """Largest absolute value and largest row norm of each tensor, float32 ``[tensors, 2]``.
 
     Args:
-        tensors: ``[s, b, h, d]`` in bfloat16, float16 or float32, with any strides, on one device.
+        tensors: ``[s, b, h, d]`` in bfloat16, float16 or float32, any strides, on one device.
 
     Raises:
         ValueError: for another dtype or shape.
@@ -45,7 +44,8 @@ def extents(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x [s, b, h, d]``, any strides, times the scale, one float32 number on its device; contiguous, in float8.
+    """``x * scale`` of ``[s, b, h, d]``, any strides, in float8, contiguous; the scale is a float32 scalar on its
+    device.
 
     Raises:
         ValueError: for another dtype or shape.
@@ -56,7 +56,7 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ``quantize`` makes of ``x``, divided by the scale; contiguous, in the dtype of x.
+    """``quantize(x)`` divided by the scale, in the dtype of x, contiguous.
 
     Raises:
         ValueError: for another dtype or shape.
@@ -108,7 +108,7 @@ def _extents_kernel(
 
 @triton.jit
 def _size(number):
-    """The bits of its absolute value: a NaN may have a sign."""
+    """The bits of the absolute value: a NaN may have a sign."""
     return number.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 

@@ -1,8 +1,8 @@
-"""Attention of a block of queries over a block of keys: the forward.
+"""Block attention, forward.
 
-One launch for all pairs of runs. A program has a block of queries of one head, finds in every run of keys the stretch
-that any of its queries sees, and goes through it as flash attention does (arXiv 2307.08691, Algorithm 1). Where all its
-queries see all keys of a block nothing is masked.
+One launch for all pairs of runs. A program holds a block of queries of one head, finds in each run of keys the stretch
+that any of them sees, and iterates over it as flash attention does (arXiv 2307.08691, Algorithm 1). Key blocks visible
+to all its queries are not masked.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ def forward(
     scale: float,
     onto: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over these keys, and over those that ``onto`` has been computed from.
+    """Softmax attention over these keys and those that ``onto`` was computed from.
 
     Args:
         q: ``[s, b, h, d]``; k: ``[t, b, g, d]`` with g dividing h; v: ``[t, b, g, e]``: bfloat16, float16 or float32;
-            any strides, but the last dimension dense.
-        rows, keys: positions of the s queries and of the t keys, in storage order.
+            any
+            strides with a dense last dimension.
+        rows, keys: positions of the s queries and the t keys, in storage order.
         view: which positions see which.
         scale: factor on the scores.
-        onto: out and lse of the same queries over other keys, both float32, any strides, but the last dimension of
-            out dense: it is updated in place.
+        onto: float32 out (dense last dimension) and lse of the same queries over other keys; updated in place.
 
     Returns:
-        out ``[s, b, h, e]`` in q's dtype, or ``onto``'s; lse ``[s, b, h]`` in float32. Where a query sees no key, out
-        is 0 and lse -inf.
+        out ``[s, b, h, e]`` in q's dtype, or ``onto``'s; lse ``[s, b, h]`` in float32. Rows that see no key have out 0
+        and
+        lse -inf.
 
     Raises:
-        ValueError: for tensors that do not fit together, or that the kernels cannot read.
+        ValueError: for tensors that do not fit together or that the kernels do not support.
     """
     check(q, k, v, rows, keys)
     (s, b, h, d), (g, e) = q.shape, v.shape[2:]

@@ -1,13 +1,13 @@
-"""Merging attention over disjoint sets of keys: any number of partials in one pass over memory.
+"""Merging of attention over disjoint key sets: any number of partials in one pass over memory.
 
     lse = log(sum_i exp(lse_i))        out = sum_i exp(lse_i - lse) * out_i
 
-A partial that saw no key of a row has lse -inf there and weight 0, as has every partial of a row that saw none at all:
-such rows come out as 0 and -inf. NaN stays NaN (also 0 * NaN: a partial's ``out`` must be finite where it saw nothing).
+A partial that saw no key of a row has lse -inf and weight 0; rows that no partial saw become 0 and -inf. NaN propagates
+(also 0 * NaN: a partial's ``out`` must be finite where it saw nothing).
 
-Each program merges a few rows of one ``(token, batch, head)`` each. It reads their log-sum-exps, which are few, and
-then every element of every ``out`` once. The rows may be stored where they were read (``merge_into``): no other program
-reads them, and the threads of this one wait for each other before the first store.
+A program merges a few rows, each one ``(token, batch, head)``: it reads their log-sum-exps, then every element of every
+``out`` once. Rows may be stored where they were read (``merge_into``): no other program reads them, and a barrier
+precedes the first store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cp_kernels.offsets import check_dense, check_rows_apart, triton_type
 from cp_kernels.rows import block_of_rows, blocks, offsets
 
 SEPARATE = 8
-"""Tensors whose addresses can be arguments of the kernel, which is compiled anew for every number of them."""
+"""Tensors passed as separate arguments; the kernel is compiled for every number of them."""
 
 Strides = tuple[int, int, int]
 
@@ -32,10 +32,11 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | N
     """Attention over the keys of all partials.
 
     Args:
-        outs: ``[s, b, h, e]``, normalised over each one's keys, with any strides and a dense last dimension. Any number
-            of chunks of one tensor, or up to 8 other tensors, are read where they are; more are stacked first.
+        outs: ``[s, b, h, e]``, each normalised over its own keys; any strides with a dense last dimension. Chunks of
+            one
+            tensor, or up to 8 other tensors, are read in place; more are stacked first.
         lses: ``[s, b, h]``, float32 (float64 for float64 outputs).
-        dtype: of the output; default: that of the lse. Sums are kept in the lse's dtype.
+        dtype: of the output; default: that of the lse, in which sums are kept.
 
     Returns:
         ``out [s, b, h, e]`` and ``lse [s, b, h]``, contiguous.
@@ -55,12 +56,11 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | N
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge a partial into ``out [s, b, h, e]`` and ``lse [s, b, h]``, of one dtype, in place; any strides.
 
-    The partial lies elsewhere, and no two rows of ``out`` or ``lse`` in one place: what programs store they only read
-    themselves.
+    The partial must not overlap them, nor may their rows overlap each other.
 
     Raises:
-        ValueError: for partials that do not fit together, or an ``out`` that is not in the lse's dtype or has several
-            rows in one place.
+        ValueError: for partials that do not fit together, or an ``out`` with another dtype than lse or overlapping
+            rows.
     """
     if out.dtype != lse.dtype:
         raise ValueError(f"sums are kept in the dtype of the lse, {lse.dtype}: got an out in {out.dtype}")
@@ -117,13 +117,13 @@ def _strides(t: Tensor) -> Strides:
 
 
 def _evenly_apart(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[int, tuple[int, int]]:
-    """How many partials the first output and the first lse reach at even distances, and these, in elements."""
+    """Number of partials at even distances from the first output and lse, and the distances in elements."""
     steps = _step(outs), _step(lses)
     return (1, (0, 0)) if steps[0] is None or steps[1] is None else (len(outs), (steps[0], steps[1]))
 
 
 def _step(tensors: Sequence[Tensor]) -> int | None:
-    """The distance between views of one storage that lie evenly, None for other tensors."""
+    """The distance between evenly spaced views of one storage, otherwise None."""
     first = tensors[0]
     step = tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else 0
     for i, t in enumerate(tensors):

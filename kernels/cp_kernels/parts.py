@@ -1,7 +1,6 @@
-"""What the attention kernels share: stretches of visible tokens, and loading and storing rows.
+"""Device functions shared by the attention kernels: visible stretches of tokens, loading and storing rows.
 
-Head sizes need not be powers of two. A row is loaded as one or two parts that are, 192 as 128 and 64, and what is
-missing in the second is 0.
+Head sizes need not be powers of two: a row is loaded as one or two power-of-two parts (192 as 128 and 64), zero-padded.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 _SMALLEST = 16
-"""What a matrix product on the device takes at least."""
+"""Minimum dimension of a matrix product."""
 
 
 class Parts(NamedTuple):
@@ -32,8 +31,10 @@ class Parts(NamedTuple):
 
 @triton.jit
 def held(blocks, first, last, BLOCK: tl.constexpr):
-    """The tokens of this program's block (``visible.Side``), which of them exist, the interval that each sees; then the
-    interval that any of them sees, and the one that all see."""
+    """This program's block (``visible.Side``): tokens, validity, the interval that each sees, then the interval that
+    any of them
+    sees and the one that all see.
+    """
     block = tl.program_id(0)
     there = tl.arange(0, BLOCK) < tl.load(blocks + 2 * block + 1)
     tokens = tl.load(blocks + 2 * block) + tl.arange(0, BLOCK)
@@ -46,8 +47,10 @@ def held(blocks, first, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def passed(runs, run, low, high, inner_low, inner_high, BLOCK: tl.constexpr):
-    """Of a run to pass by (``visible.table``): index of its first token, position of that, step; then the stretch of
-    indices to visit, ``begin .. end - 1``, of which blocks from ``inner`` to ``edge`` are seen by all."""
+    """A run to iterate over (``visible.table``): first index, its position, step, then the stretch ``begin .. end - 1``
+    to visit;
+    blocks from ``inner`` to ``edge`` are seen by all.
+    """
     offset, tokens = tl.load(runs + 4 * run).to(tl.int64), tl.load(runs + 4 * run + 1)
     position, step = tl.load(runs + 4 * run + 2), tl.load(runs + 4 * run + 3)
     begin, end = stretch(low, high, position, step, tokens)
@@ -59,14 +62,14 @@ def passed(runs, run, low, high, inner_low, inner_high, BLOCK: tl.constexpr):
 
 @triton.jit
 def at_the_ends(number, begin, inner, edge):
-    """The ``number``-th index in ``begin .. inner`` and then from ``edge`` on: what is not seen by all."""
+    """The ``number``-th index of ``begin .. inner`` followed by ``edge ..``: the partially visible ends."""
     before = inner - begin
     return tl.where(number < before, begin + number, edge + number - before)
 
 
 @triton.jit
 def stretch(low, high, position, step, tokens):
-    """``begin, end``: the indices of a run whose positions are in ``low .. high``; begin >= end if there are none."""
+    """``begin, end``: indices of a run with positions in ``low .. high``; begin >= end if there are none."""
     begin = tl.where(low > position, (low - position - 1) // step + 1, 0)
     end = tl.where(high < position, 0, tl.minimum((high - position) // step, tokens - 1) + 1)
     return begin, end
@@ -74,7 +77,7 @@ def stretch(low, high, position, step, tokens):
 
 @triton.jit
 def load_rows(base, rows, stride, there, FROM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Columns ``FROM .. FROM + WIDTH - 1`` of rows of ``SIZE`` columns; 0 where there is no row or no column."""
+    """Columns ``FROM .. FROM + WIDTH - 1`` of rows of ``SIZE`` columns; 0 outside."""
     columns = FROM + tl.arange(0, WIDTH)
     pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     if FROM + WIDTH > SIZE:
@@ -84,7 +87,7 @@ def load_rows(base, rows, stride, there, FROM: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def store_rows(base, rows, stride, there, x, FROM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Where ``load_rows`` would load from, in the dtype that is there."""
+    """Store to the locations of ``load_rows``, in their dtype."""
     columns = FROM + tl.arange(0, WIDTH)
     pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(pointers, x.to(base.dtype.element_ty), mask=there[:, None] & (columns < SIZE)[None, :])
@@ -109,7 +112,7 @@ def scores(a0, a1, b0, b1, PRECISION: tl.constexpr, TWO: tl.constexpr):
 
 @triton.jit
 def seen_pairs(first, last, position, step, indices, end):
-    """``[tokens, indices]``: whether a token sees the tokens of a run at these indices, which stop before ``end``."""
+    """``[tokens, indices]``: whether a token sees the tokens of a run at these indices (below ``end``)."""
     at = position + step * indices
     inside = (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
     return inside & (indices < end)[None, :]

@@ -1,12 +1,12 @@
-"""Packing payloads into one byte an element: e4m3, and a power of two for each (block of tokens, batch, head).
+"""FP8 payloads: e4m3 elements with a power-of-two scale per (block of tokens, batch, head).
 
     x [s, b, h, d]  ->  payload [s, b, h, d] in float8_e4m3fn, exponents [ceil(s / block), b, h] in uint8
 
-The scale of a block is 2^(exponent - 127), the smallest that brings its largest finite number to 448 or less, but at
-least 2^-126. ``cp_plugin/core/payload.py`` says why, and computes the same, bit for bit, in plain torch.
+The scale of a block is 2^(exponent - 127), the smallest that maps its largest finite number to at most 448, but at
+least
+2^-126. ``cp_plugin/core/payload.py`` explains the format and has the bit-identical torch version.
 
-bfloat16 is read and written as the upper half of a float32, which is exact in both directions, and the same in
-Triton's interpreter, which rounds otherwise.
+bfloat16 is read and written as the upper half of a float32: exact, and the same in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from cp_kernels.offsets import check_dense, index_type, reach
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ELEMENTS = 16384
-"""Of a block that is in registers at a time: 64 numbers for each of 256 threads."""
+"""Of a block held in registers at a time: 64 numbers for each of 256 threads."""
 
 
 def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """``x [s, b, h, d]`` with a dense last dimension, in bfloat16, float16 or float32 -> payload and exponents.
+    """Payload and exponents of ``x [s, b, h, d]`` (dense last dimension; bfloat16, float16 or float32).
 
     Raises:
-        ValueError: for another dtype or shape, or a block of no tokens.
+        ValueError: for another dtype or shape, or block < 1.
     """
     _check(x, block)
     s, b, h, d = x.shape
@@ -53,10 +53,10 @@ def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of ``pack``, contiguous; numbers beyond the dtype's largest are that.
+    """The inverse of ``pack``, contiguous, saturating at the dtype's largest number.
 
     Raises:
-        ValueError: for another dtype than ``pack`` takes, or exponents that are not of such a payload.
+        ValueError: for another dtype than ``pack`` takes, or exponents that do not match the payload.
     """
     _check_packed(payload, exponents, block, dtype)
     s, b, h, d = payload.shape
@@ -129,7 +129,7 @@ def _pack_kernel(
     HARDWARE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """One exponent and its block, which is read once if it is not larger than ROWS: nothing is written in between."""
+    """One exponent and its block, read once if it fits into ROWS."""
     program = tl.program_id(0).to(INDEX)
     first = program // (b * h) * BLOCK
     b_i = program // h % b
@@ -194,7 +194,7 @@ def _unpack_kernel(
 
 @triton.jit
 def _tokens(first, start, s, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS tokens of a block from ``start`` on, and which of them there are."""
+    """ROWS tokens of a block from ``start`` on, and their validity."""
     row = start + tl.arange(0, ROWS)
     token = first + row
     return token, (row < BLOCK) & (token < s)
@@ -202,7 +202,7 @@ def _tokens(first, start, s, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _read(at, inside):
-    """float32 numbers; bfloat16 ones are given as int16."""
+    """float32 numbers; bfloat16 is given as int16."""
     found = tl.load(at, mask=inside, other=0)
     if at.dtype.element_ty == tl.int16:
         return (found.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -212,7 +212,7 @@ def _read(at, inside):
 
 @triton.jit
 def _write(at, number, inside):
-    """Numbers that are exact in the dtype; bfloat16 ones are written as int16."""
+    """Store numbers that are exact in the dtype; bfloat16 is written as int16."""
     if at.dtype.element_ty == tl.int16:
         tl.store(at, (number.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=inside)
     else:

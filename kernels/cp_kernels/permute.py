@@ -1,9 +1,9 @@
-"""Putting rows of tensors in another order: a copy, bit for bit, whatever the dtype.
+"""Row permutation: a bitwise copy for any dtype.
 
     gather    gathered[i] = x[order[i]]            scatter    scattered[order[i]] = x[i]
 
-Rows are copied as the widest integers that divide them. A row is dense, or dense pieces at even distances, as in a
-slice of the heads of ``[s, b, h, d]``; rows of any other shape are made dense first, by a copy of torch's.
+Rows are copied as the widest integers that divide them. A row is dense or consists of evenly spaced dense pieces, as in
+a slice of the heads of ``[s, b, h, d]``; other rows are first made contiguous by torch.
 """
 
 from __future__ import annotations
@@ -18,39 +18,32 @@ from torch import Tensor
 from cp_kernels.offsets import index_type, reach
 
 BLOCK_BYTES = 16384
-"""Of a program: 8 vector copies of 16 bytes for 32 threads of four warps."""
+"""Per program: 8 vector copies of 16 bytes for 32 threads of four warps."""
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def gather_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
-    """``x[order]`` of every tensor.
+    """``x[order]`` of every tensor, contiguous.
 
     Args:
-        tensors: ``[s, ...]``, of any dtypes and shapes behind the first dimension.
-        order: int64 or int32 ``[n]`` on their device, each at least 0 and less than s; not checked, since that would
-            have to wait for the device.
-
-    Returns:
-        Tensors ``[n, ...]``, contiguous.
+        tensors: ``[s, ...]``, of any dtypes and trailing shapes.
+        order: int64 or int32 ``[n]`` on their device, in 0 .. s - 1; unchecked, as that would synchronize.
 
     Raises:
-        ValueError: for an order that is not such a list of integers.
+        ValueError: for an order of another dtype, shape or device.
     """
     return tuple(_permuted(x, order, order.numel(), scatter=False) for x in tensors)
 
 
 def scatter_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
-    """The inverse of ``gather_rows``: ``scattered[order[i]] = x[i]``.
+    """The inverse of ``gather_rows``: ``scattered[order[i]] = x[i]``, contiguous.
 
     Args:
         tensors: ``[s, ...]``.
-        order: int64 or int32 ``[s]`` on their device, each of 0 .. s - 1 once; not checked.
-
-    Returns:
-        Tensors ``[s, ...]``, contiguous.
+        order: a permutation of 0 .. s - 1, int64 or int32 ``[s]`` on their device; unchecked.
 
     Raises:
-        ValueError: for an order that is not such a list, or has another length than a tensor.
+        ValueError: for an order of another dtype, shape or device.
     """
     for x in tensors:
         if x.size(0) != order.numel():
@@ -94,7 +87,7 @@ def _permuted(x: Tensor, order: Tensor, rows: int, *, scatter: bool) -> Tensor:
 
 
 def _in_pieces(x: Tensor) -> Tensor:
-    """A view ``[s, pieces, elements]`` of a tensor ``[s, ...]``, pieces dense; or of a copy, where there is none."""
+    """A view ``[s, pieces, elements]`` with dense pieces, of a copy if there is none."""
     sizes, strides = [1], [1]  # from the last dimension to the first
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
         if size == 1:
@@ -111,7 +104,7 @@ def _in_pieces(x: Tensor) -> Tensor:
 
 
 def _widest_word(pieces: Tensor, out: Tensor) -> torch.dtype:
-    """The widest integer of which pieces, their distances and both addresses are whole numbers."""
+    """The widest integer that divides pieces, their distances and both addresses."""
     size = pieces.element_size()
     lengths = [pieces.size(2) * size, *(stride * size for stride in pieces.stride()[:2])]
     for word in WORDS:
@@ -137,7 +130,7 @@ def _permute_kernel(
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """Copies a block of rows and columns; a row is one piece (WHOLE), or several of so many words."""
+    """Copies a block of rows and columns; a row is one piece (WHOLE) or several of PIECE words."""
     row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)
     known = row < rows
     other = tl.load(order + row * order_apart, mask=known, other=0).to(INDEX)

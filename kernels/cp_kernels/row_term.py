@@ -1,12 +1,12 @@
-"""What a backward takes of ``out``: delta, and an ``out'`` that stands in for it where only delta is known.
+"""Row terms of the backward: delta, and an ``out'`` that stands in for ``out`` where only delta is known.
 
-    delta            rowsum(dout * out)                   reads dout and out, writes one number a row
+    delta            rowsum(dout * out)                      reads dout and out, writes one number per row
     out_from_delta   out' with rowsum(dout * out') = delta   reads dout, writes out'
 
-    out' = dout / m * (delta / m / rowsum((dout / m)^2))        m: the row's largest element, 1 in rows of zeros
+    out' = dout / m * (delta / m / rowsum((dout / m)^2))     m: the row's largest element, 1 in rows of zeros
 
-A row's elements are in registers between their reductions, so it is read once. Sums are in float32, in float64 for
-float64 tensors. Rows with a NaN or an infinity in ``dout`` become NaN as a whole.
+Each row is read once and stays in registers. Sums are in float32 (float64 for float64 tensors). Rows with NaN or
+infinity in ``dout`` become NaN as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def delta(dout: Tensor, out: Tensor) -> Tensor:
-    """``rowsum(dout * out)`` of ``[s, b, h, e]`` tensors, any strides: ``[s, b, h]``, contiguous, in the dtype of sums.
+    """``rowsum(dout * out)`` of ``[s, b, h, e]`` tensors, any strides: ``[s, b, h]``, contiguous, in the accumulation
+    dtype.
 
     Raises:
         ValueError: for tensors that do not fit together, or of other dtypes.
@@ -42,7 +43,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
-    """An ``out'`` of dout's shape ``[s, b, h, e]`` and dtype, contiguous; ``delta [s, b, h]`` in the dtype of sums.
+    """``out'`` for ``dout [s, b, h, e]`` in its dtype, contiguous; ``delta [s, b, h]`` in the accumulation dtype.
 
     Raises:
         ValueError: for tensors that do not fit together, or of other dtypes.
@@ -136,7 +137,7 @@ def _out_kernel(
 
 @triton.jit
 def _quotient(a, b):
-    """Rounded as torch rounds it: the fast division of float32 is not exact."""
+    """Correctly rounded: the fast division of float32 is not exact."""
     if a.dtype == tl.float32:
         return tl.div_rn(a, b)
     else:

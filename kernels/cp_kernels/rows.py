@@ -1,7 +1,7 @@
-"""Blocks of rows: what kernels share that go once over ``[s, b, h, d]`` tensors.
+"""Blocks of rows: shared by kernels that pass once over ``[s, b, h, d]`` tensors.
 
-A program has a few rows of one ``(token, batch, head)`` each. bfloat16 is read as the upper half of a float32, which is
-exact also in Triton's interpreter.
+A program handles a few rows, each one ``(token, batch, head)``. bfloat16 is read as the upper half of a float32, which
+is exact in Triton's interpreter too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from cp_kernels.offsets import index_type, reach
 
 ELEMENTS = 4096
-"""Of a block: 16 vector loads of 16 bytes for 32 threads of four warps in bfloat16."""
+"""Per block: 16 vector loads of 16 bytes for 32 threads of four warps in bfloat16."""
 
 
 class Blocks(NamedTuple):
-    """How a launch goes over a tensor."""
+    """Launch parameters."""
 
     programs: int
     rows: int
@@ -29,9 +29,9 @@ class Blocks(NamedTuple):
 
 
 def blocks(*tensors: Tensor, further: int = 0) -> Blocks:
-    """For tensors ``[s, b, h, d]`` of one shape, and others of its first dimensions, with any strides.
+    """For ``[s, b, h, d]`` tensors of one shape, and others of its first dimensions, with any strides.
 
-    further: elements behind them that are also reached.
+    further: elements reached beyond them.
     """
     x = tensors[0]
     rows, width = x.shape[:3].numel(), triton.next_power_of_2(x.size(3))
@@ -42,26 +42,26 @@ def blocks(*tensors: Tensor, further: int = 0) -> Blocks:
 
 
 def bits(x: Tensor) -> Tensor:
-    """What ``read`` takes."""
+    """The form that ``read`` takes."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 @triton.jit
 def block_of_rows(rows, b, h, ROWS: tl.constexpr, INDEX: tl.constexpr):
-    """Rows of this program, in the order of a contiguous tensor: number, whether there is one, token, batch, head."""
+    """Rows of this program in contiguous order: number, validity, token, batch, head."""
     row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)
     return row, row < rows, row // (b * h), row // h % b, row % h
 
 
 @triton.jit
 def offsets(s_i, b_i, h_i, strides):
-    """Where rows begin in a tensor of these strides."""
+    """Row offsets in a tensor of these strides."""
     return s_i * strides[0] + b_i * strides[1] + h_i * strides[2]
 
 
 @triton.jit
 def read(at, inside, SUM: tl.constexpr):
-    """Numbers in the dtype of sums, 0 where there are none; bfloat16 ones are given as int16."""
+    """Numbers in the accumulation dtype, 0 outside; bfloat16 is given as int16."""
     found = tl.load(at, mask=inside, other=0)
     if at.dtype.element_ty == tl.int16:
         return (found.to(tl.int32) << 16).to(tl.float32, bitcast=True)

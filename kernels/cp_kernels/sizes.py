@@ -1,4 +1,4 @@
-"""Block sizes of the attention kernels: tokens per block, warps, and blocks under way from memory."""
+"""Block sizes of the attention kernels: tokens per block, warps, pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Sizes(NamedTuple):
-    """Of one launch."""
+    """Launch configuration."""
 
     queries: int
     keys: int
@@ -29,7 +29,7 @@ def forward_sizes(d: int, e: int, dtype: torch.dtype) -> Sizes:
 
 
 def decode_sizes(rows: int, d: int, e: int, dtype: torch.dtype) -> Sizes:
-    """For so many rows that share keys: the query heads of a group, of a few tokens."""
+    """``rows`` share keys: the query heads of a group, times tokens."""
     size = max(d, e)
     of_rows = max(16, min(16 if dtype == torch.float32 else 64, 1 << (rows - 1).bit_length()))
     if dtype == torch.float32:
@@ -40,7 +40,7 @@ def decode_sizes(rows: int, d: int, e: int, dtype: torch.dtype) -> Sizes:
 
 
 def dq_sizes(d: int, e: int, dtype: torch.dtype) -> Sizes:
-    """For the gradient of the queries: a program keeps queries, and passes by keys."""
+    """For dq: a program holds queries and iterates over keys."""
     size = max(d, e)
     if dtype == torch.float32:
         return Sizes(32, 32, 4, 1)
@@ -50,7 +50,7 @@ def dq_sizes(d: int, e: int, dtype: torch.dtype) -> Sizes:
 
 
 def dkv_sizes(d: int, e: int, dtype: torch.dtype) -> Sizes:
-    """For the gradients of keys and values: a program keeps keys, and passes by queries."""
+    """For dk and dv: a program holds keys and iterates over queries."""
     size = max(d, e)
     if dtype == torch.float32:
         return Sizes(32, 32, 4, 1)
@@ -60,7 +60,7 @@ def dkv_sizes(d: int, e: int, dtype: torch.dtype) -> Sizes:
 
 
 def precision(x: torch.Tensor) -> str:
-    """Of matrix products: float32 is not cut to TF32. "widened": Triton's interpreter multiplies float32 only."""
+    """Of matrix products: float32 does not use TF32; "widened" for the interpreter, which only multiplies float32."""
     if x.device.type == "cpu":
         return "widened"
     return "ieee" if x.dtype == torch.float32 else "tf32"

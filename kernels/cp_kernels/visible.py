@@ -1,14 +1,14 @@
-"""Which keys each query sees, as tables that the attention kernels read.
+"""Visibility tables: the keys that each query sees, as read by the attention kernels.
 
-The tokens of a tensor are *runs* of positions of constant step: Python ranges, in storage order. Under every mask here
-(causal, sliding window, packed documents, and all of them together) a token sees an interval of positions on the other
-side, so two integers for each token say everything:
+The tokens of a tensor are *runs* of constant step: Python ranges, in storage order. Under every mask here (causal,
+sliding window, packed documents, and combinations) a token sees an interval of positions on the other side, described
+by two integers:
 
     query at position p sees      max(p - left, document's first) .. min(p + right, document's last)
     key at position p is seen by  max(p - right, document's first) .. min(p + left, document's last)
 
-Within a run the visible tokens of an interval are one stretch of indices, whatever the steps of the two sides. So a
-kernel finds by two divisions where to begin and where to end, and never visits a block that nothing sees.
+Within a run the visible tokens are one stretch of indices, whatever the steps. A kernel finds its ends with two
+divisions and never visits a block that is not seen.
 """
 
 from __future__ import annotations
@@ -25,43 +25,45 @@ from torch import Tensor
 
 Runs = tuple[range, ...]
 LAST = 2**31 - 1
-"""The largest position there can be."""
+"""The largest supported position."""
 
 
 class View(NamedTuple):
-    """What a mask lets a token see: positions before and after its own (None: all), of its own document."""
+    """Visible positions before and after a token (None: all), within its document."""
 
     left: int | None = None
     right: int | None = None
     documents: tuple[int, ...] = ()
-    """Where they begin, and the length of the sequence; empty: there is one."""
+    """Start of each document, then the sequence length; empty: one document."""
 
     @property
     def transposed(self) -> View:
-        """What sees it, in the place of what it sees."""
+        """The view of the other side: who sees a token."""
         return View(self.right, self.left, self.documents)
 
 
 class Side(NamedTuple):
-    """The queries, or keys, that a launch has programs for. int32, on their device."""
+    """Tables of the side that programs are launched for (queries or keys). int32, on the device."""
 
     blocks: Tensor
-    """``[n, 2]``: index of the first token, number of tokens; a block lies in one run. Last tokens come first: under a
-    causal mask these queries have the most work, which should not begin when the others are done."""
+    """``[n, 2]``: first token and number of tokens; a block lies in one run. Last tokens come first: under a causal
+    mask they
+    have the most work.
+    """
     first: Tensor
-    """``[tokens]``: the first position on the other side that each token sees."""
+    """``[tokens]``: the first visible position on the other side."""
     last: Tensor
-    """``[tokens]``: the last one. Less than ``first`` where there is none."""
+    """``[tokens]``: the last one; less than ``first`` if there is none."""
 
 
 KEPT_BYTES = 2**28
-"""Of tables that stay on the devices. Those of a million tokens have 8 MB; each pack of documents has its own."""
+"""Cache limit for device tables: 8 MB for a million tokens, one entry per pack of documents."""
 _kept: OrderedDict[tuple[Runs, View, int, torch.device], Side] = OrderedDict()
 _lock = threading.Lock()
 
 
 def side(runs: Runs, view: View, block: int, device: torch.device) -> Side:
-    """The tables of one side, in blocks of at most ``block`` tokens. They stay on the device for the next call.
+    """The tables of one side in blocks of at most ``block`` tokens; cached on the device.
 
     Raises:
         ValueError: for a position that does not fit into int32.
@@ -91,7 +93,7 @@ def _side(runs: Runs, view: View, block: int, device: torch.device) -> Side:
 
 @lru_cache(maxsize=4096)
 def table(runs: Runs, device: torch.device) -> Tensor:
-    """The side that a program passes by, int32 ``[n, 4]``: first index, tokens, first position and step of each run.
+    """The side to iterate over, int32 ``[n, 4]``: first index, tokens, first position and step of each run.
 
     Raises:
         ValueError: for a position that does not fit into int32.
@@ -117,6 +119,6 @@ def _seen(positions: Tensor, view: View) -> tuple[Tensor, Tensor]:
 
 
 def _on(x: Sequence[tuple[int, ...]] | Tensor, device: torch.device) -> Tensor:
-    """As int32, copied without making the host wait for the device."""
+    """As int32, copied asynchronously."""
     x = torch.as_tensor(x, dtype=torch.int32)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -1,12 +1,12 @@
-"""Kernels: attention of one tile on one device. They know nothing of ranks, layouts or other tiles.
+"""Kernel backends: attention of one tile or block on one device, unaware of ranks and layouts.
 
-A backend is any object with the ``Backend`` or the ``BlockBackend`` interface: ``BACKEND`` of a file here, or a third
-party's, which adds one without touching this package by an entry point in its pyproject
+A backend is an object with the ``Backend`` or ``BlockBackend`` interface: ``BACKEND`` of a module here, or a third
+party's, registered in its pyproject:
 
     [project.entry-points."cp_plugin.backends"]
     mykernel = "my_package.my_module:BACKEND"
 
-Optional libraries are imported inside their own backend file, when it is chosen.
+Optional libraries are imported inside their own backend module, when it is chosen.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from cp_plugin.kernels.backends import devices
 
 
 class Backend(Protocol):
-    """Attention of one tile. Shapes as in ``methods.protocol``; inputs may be strided views, the last dim is dense.
+    """Attention of one tile. Shapes as in ``methods.protocol``; inputs may be strided views with a dense last
+    dimension.
 
     ``diagonal``: query row m sees the keys 0 .. m + diagonal of the tile (``cp_plugin.core.tiles``).
     """
 
     name: str
     any_diagonal: bool
-    """True: takes every tile. False: only full tiles, and square ones with diagonal 0."""
+    """False: only full tiles, and square ones with diagonal 0."""
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        """The reason why it cannot run such tensors here, or None."""
+        """Why it cannot run such tensors here, or None."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -45,27 +46,27 @@ class Backend(Protocol):
         ...
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
-        """What the kernel's backward wants besides lse: ``delta`` itself, or an ``out`` that gives the same delta.
+        """What the backward needs besides lse: ``delta``, or an ``out`` that gives the same delta.
 
-        Called once per query block; rows are sliced from the result for each tile.
+        Called once per query block; tiles slice its rows.
         """
         ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``dq, dk, dv`` of the tile, given the lse of each row over *all* its keys."""
+        """``dq, dk, dv`` of the tile, given each row's lse over *all* its keys."""
         ...
 
 
 @runtime_checkable
 class BlockBackend(Protocol):
-    """Attention of a whole block: any positions on both sides, any mask. Shapes as in ``Backend``."""
+    """Attention of a whole block: any positions, any mask. Shapes as in ``Backend``."""
 
     name: str
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        """The reason why it cannot run such tensors here, or None."""
+        """Why it cannot run such tensors here, or None."""
         ...
 
     def attend(
@@ -79,8 +80,10 @@ class BlockBackend(Protocol):
         scale: float,
         onto: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """``out, lse`` over these keys and those that ``onto`` has been computed from: a float32 out and lse of the
-        same queries, which are updated in place. Without it as ``Backend.forward``."""
+        """``out, lse`` over these keys and those of ``onto``, a float32 out and lse updated in place.
+
+        Without ``onto`` as ``Backend.forward``.
+        """
         ...
 
     def gradients(
@@ -96,47 +99,46 @@ class BlockBackend(Protocol):
         mask: Mask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``dq, dk, dv`` of the block, given lse and delta of each row over *all* its keys."""
+        """``dq, dk, dv`` of the block, given each row's lse and delta over *all* its keys."""
         ...
 
 
 AnyBackend = Backend | BlockBackend
 ENTRY_POINTS = "cp_plugin.backends"
 OURS = "triton"
-"""Our own kernel, which takes the blocks that are no few large tiles."""
+"""The plugin's own kernel, for blocks that are not a few large tiles."""
 
 
 class About(NamedTuple):
-    """What a backend says of itself, each in an attribute that it may leave out."""
+    """Optional attributes of a backend."""
 
     packages: tuple[str, ...] = ()
-    """The distributions that it comes from."""
+    """Distributions that provide it."""
     in_fp8: bool = False
-    """Whether it computes in FP8, for ``--cp-fp8 compute`` only; it then has a field ``scaling``."""
+    """Whether it computes in FP8 (``--cp-fp8 compute`` only); it then has a field ``scaling``."""
     oracle: bool = False
-    """Whether it is there to be compared with, and slow."""
+    """Whether it is a slow reference."""
 
 
 def about(backend: AnyBackend) -> About:
-    """What a backend says of itself."""
     return About(**{name: getattr(backend, name) for name in About._fields if hasattr(backend, name)})
 
 
 def fp8_kernels() -> list[str]:
-    """The names of those that compute in FP8, the default first."""
+    """Names of the FP8 backends, the default first."""
     return [name for name, backend in _backends().items() if about(backend).in_fp8]
 
 
 def names() -> list[str]:
-    """Names that ``--cp-backend`` accepts."""
+    """Names accepted by ``--cp-backend``."""
     return ["auto", *_backends()]
 
 
 def get(name: str) -> AnyBackend:
-    """The backend of that name (not ``auto``: see ``choose``).
+    """The backend of that name (not ``auto``, see ``choose``).
 
     Raises:
-        ValueError: if there is none; the message lists the valid names.
+        ValueError: for an unknown name; the message lists the valid ones.
     """
     found = _backends()
     if name not in found:
@@ -145,7 +147,7 @@ def get(name: str) -> AnyBackend:
 
 
 def check_name(name: str) -> None:
-    """ValueError, listing the valid names, for what ``--cp-backend`` does not accept."""
+    """ValueError for a name that ``--cp-backend`` does not accept."""
     if name != "auto":
         get(name)
 
@@ -153,10 +155,10 @@ def check_name(name: str) -> None:
 def choose(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
 ) -> tuple[AnyBackend, str]:
-    """The backend to run such tensors with, and the reason in words.
+    """The backend for such tensors, and why it was chosen.
 
     Raises:
-        ValueError: if the backend that was asked for cannot run them; the message says why and what can.
+        ValueError: if the requested backend cannot run them; the message says why and which can.
     """
     if name != "auto":
         backend = get(name)
@@ -177,7 +179,7 @@ def choose(
 
 
 def _candidates(device: torch.device) -> tuple[str, list[tuple[str, AnyBackend]]]:
-    """What the device is in words, and what ``auto`` tries on it, the best first, by their titles."""
+    """A description of the device, and the backends that ``auto`` tries on it, best first, with titles."""
     found = _backends()
     if device.type != "cuda":
         return device.type, [(name, found[name]) for name in devices.ELSEWHERE]
@@ -192,10 +194,10 @@ def _candidates(device: torch.device) -> tuple[str, list[tuple[str, AnyBackend]]
 
 @cache
 def _backends() -> dict[str, AnyBackend]:
-    """name -> backend: the files of this folder, those to compare with behind the others, then entry points.
+    """name -> backend: modules of this folder (references last), then entry points.
 
     Raises:
-        ValueError: if two share a name, or an entry point does not lead to a backend.
+        ValueError: if two share a name, or an entry point does not load a backend.
     """
     modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
     built_in = [module.BACKEND for module in modules if hasattr(module, "BACKEND")]

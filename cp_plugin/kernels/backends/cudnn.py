@@ -1,8 +1,8 @@
-"""cuDNN's fused attention through torch (``aten::_scaled_dot_product_cudnn_attention``): bfloat16 and float16 on CUDA.
+"""cuDNN fused attention through torch (``aten::_scaled_dot_product_cudnn_attention``): bfloat16 and float16 on CUDA.
 
-Known of cuDNN up to 9.30 on Hopper (pytorch issue 196678, cudnn-frontend pull request 628 and issue 1072): its backward
-may answer NaN, and says so loudly, where a row's log-sum-exp is below -88.7 and a tile has 64 keys more than a multiple
-of 128, or a single row. Tiles of multiples of 128 are not concerned.
+Known issue of cuDNN up to 9.30 on Hopper (pytorch issue 196678, cudnn-frontend pull request 628 and issue 1072): the
+backward may return NaN, never a wrong number, if a row's log-sum-exp is below -88.7 and a tile has 64 keys more than a
+multiple of 128, or a single row. Tiles of multiples of 128 are not affected.
 
 Not measured on a GPU yet.
 """
@@ -71,7 +71,7 @@ class Cudnn:
 
 
 def _largest(device: torch.device) -> int:
-    """The largest head size, as torch limits it (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    """The largest head size, as limited by torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
     return 256 if _version() >= 91000 and torch.cuda.get_device_capability(device) == (9, 0) else 128
 
 

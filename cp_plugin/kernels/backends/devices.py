@@ -1,9 +1,9 @@
-"""What is known of GPUs, by compute capability: the order in which ``auto`` tries kernels, and their speeds.
+"""GPU families by compute capability: the order in which ``auto`` tries backends, and their speeds.
 
-The order says what to prefer; whether a kernel can run at all, is installed and is deterministic where that is asked
-for, is said by its ``unsupported``. Speeds decide whether a block goes to a library in tiles, or to our kernel in one
-launch (``kernels.cost``), and only their ratios matter. They are figures of others. This project has none of its own:
-for our kernel they are what it is wanted to reach, as ``ci/gpu`` judges it.
+The order is a preference; ``unsupported`` says whether a kernel is installed, can run, and is deterministic where that
+is required. Speeds, whose ratios alone matter, decide between a library in tiles and our kernel in one launch
+(``kernels.cost``). They are published figures, none of this project's; for our kernel they are its targets in
+``ci/gpu``.
 """
 
 from __future__ import annotations
@@ -15,38 +15,37 @@ import torch
 
 
 class Rate(NamedTuple):
-    """TFLOP/s on visible pairs, in bfloat16, heads of 128, 16k tokens; a backward counts five products."""
+    """TFLOP/s on visible pairs in bfloat16, heads of 128, 16k tokens; a backward counts five products."""
 
     forward: float
     backward: float
 
 
 class Candidate(NamedTuple):
-    """A kernel that ``auto`` may take."""
+    """A kernel that ``auto`` may choose."""
 
     backend: str
     rate: Rate | None
-    """None: no figure is needed, since it is never weighed against our own."""
+    """None: never weighed against our own kernel."""
     source: str
     generation: int | None = None
     """Of flash-attn; None for other kernels."""
 
     @property
     def title(self) -> str:
-        """In words."""
         return self.backend if self.generation is None else f"{self.backend} {self.generation}"
 
 
 class Scale(NamedTuple):
-    """What our kernel is weighed against a library's with."""
+    """Our kernel and the GPU, for comparison with a library's kernel."""
 
     own: Rate
-    """What our kernel is expected to reach."""
+    """Expected speed of our kernel."""
     source: str
     processors: int
-    """Streaming multiprocessors of the family's usual GPU (its data sheet)."""
+    """Streaming multiprocessors of the family's usual GPU (data sheet)."""
     bytes_per_s: float
-    """Achieved in passes over its memory (``cp_plugin/planner/machine/profiles/devices``)."""
+    """Achieved memory bandwidth (``cp_plugin/planner/machine/profiles/devices``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,25 +54,25 @@ class Family:
 
     title: str
     since: tuple[int, int]
-    """The lowest compute capability of the family."""
+    """Lowest compute capability."""
     order: tuple[Candidate, ...]
-    """What ``auto`` tries, the best first."""
+    """Candidates of ``auto``, best first."""
     order_source: str
     scale: Scale | None
     """None: our kernels do not run there."""
 
     def candidate(self, backend: str, generation: int | None = None) -> Candidate | None:
-        """That kernel's line; without a generation the first of its lines."""
+        """That kernel's entry; without a generation its first."""
         found = (c for c in self.order if c.backend == backend and generation in (None, c.generation))
         return next(found, None)
 
 
 LAUNCH_S = 5e-6
-"""Of a kernel on the GPU, with the gap before the next: an assumption, as in
-``cp_plugin/planner/machine/profiles/devices``."""
+"""Kernel launch with the gap before the next: an assumption, as in ``cp_plugin/planner/machine/profiles/devices``."""
 PLANS_EACH_SHAPE = ("te", "cudnn")
-"""Kernels that build a plan for every new shape of a tile, which takes far longer than running it: cuDNN's graphs are
-kept by their sizes (torch, aten/src/ATen/native/cudnn/MHA.cpp; Transformer Engine, common/fused_attn)."""
+"""Kernels that build a plan per tile shape, which takes far longer than running it: cuDNN caches graphs by size (torch,
+aten/src/ATen/native/cudnn/MHA.cpp; Transformer Engine, common/fused_attn).
+"""
 
 _FA2_PAPER = "arXiv 2307.08691 (FlashAttention-2), section 4.1: 73 % and 63 % of an A100's 312"
 _FA3_PAPER = "arXiv 2407.08608 (FlashAttention-3), figures 5 and 6: H100 SXM, head size 128, 16k tokens"
@@ -148,9 +147,9 @@ _OLDER = Family(
     scale=None,
 )
 FAMILIES = (_OLDER, _AMPERE, _HOPPER, _BLACKWELL, _BLACKWELL_12)
-"""By rising compute capability; one that is newer than all is taken for the last."""
+"""By increasing compute capability; newer devices belong to the last one."""
 ELSEWHERE = ("sdpa", *(candidate.backend for candidate in _OURS))
-"""What ``auto`` tries on devices that are not CUDA's, the best first."""
+"""Candidates of ``auto`` on devices other than CUDA, best first."""
 
 
 def find(device: torch.device) -> Family:

@@ -1,9 +1,8 @@
-"""The library flash-attn, in the generation that this GPU has the fastest kernels of: see ``flash_libraries``.
+"""flash-attn, in the fastest installed generation for this GPU: see ``flash_libraries``.
 
-FlashAttention-3 on Hopper and 4 on Blackwell where they are installed, else 2 (2.7 or newer). ``auto`` asks for one
-generation at a time, in the order of ``devices``. torch 2.13 can put 3 or 4 behind its own operators
-(``torch.nn.attention.activate_flash_attention_impl``). That takes the same installed library, and changes the operators
-for the whole process, so the library is called directly here.
+FlashAttention-3 on Hopper and 4 on Blackwell if installed, otherwise 2 (2.7 or newer). ``auto`` tries one generation at
+a time, in the order of ``devices``. torch 2.13 can route its own operators to 3 or 4
+(``torch.nn.attention.activate_flash_attention_impl``), but for the whole process, so the library is called directly.
 
 Not measured on a GPU yet.
 """
@@ -82,10 +81,10 @@ class Flash:
         return dq, dk, dv
 
     def library(self, device: torch.device, head_dim: int, v_head_dim: int) -> Library:
-        """What such heads run with.
+        """The library that runs such heads.
 
         Raises:
-            ValueError: if nothing can: why.
+            ValueError: if none can, with the reason.
         """
         chosen = self._chosen(device, head_dim, v_head_dim)
         if isinstance(chosen, str):
@@ -101,7 +100,7 @@ class Flash:
 def _chosen(
     generation: int | None, device: torch.device, head_dim: int, v_head_dim: int, always_equal: bool
 ) -> Library | str:
-    """The generation to run such heads with, or why there is none."""
+    """The generation that runs such heads, or why none does."""
     here, reasons = torch.cuda.get_device_capability(device), []
     preferred = [c.generation for c in devices.family(here).order if c.backend == "flash"]
     for number in sorted(LOAD, key=[*preferred, *LOAD].index) if generation is None else (generation,):
@@ -118,7 +117,7 @@ def _chosen(
 
 
 def _batch_first(x: Tensor) -> Tensor:
-    """A view ``[b, s, h, d]`` of ``[s, b, h, d]``, and the other way round."""
+    """A view that swaps ``[s, b, h, d]`` and ``[b, s, h, d]``."""
     return x.transpose(0, 1)
 
 

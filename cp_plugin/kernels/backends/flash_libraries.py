@@ -1,12 +1,12 @@
-"""The generations of the library flash-attn: what is installed, bound to its functions below their autograd functions.
+"""Installed generations of flash-attn, bound below their autograd functions.
 
-    2    flash_attn/flash_attn_interface.py          arXiv 2307.08691   writes dq, dk, dv where it is told
+    2    flash_attn/flash_attn_interface.py          arXiv 2307.08691   writes to given dq, dk, dv
     3    hopper/flash_attn_interface.py              arXiv 2407.08608   the same
-    4    flash_attn/cute/interface.py                arXiv 2603.05451   returns them; a package of its own, in betas
+    4    flash_attn/cute/interface.py                arXiv 2603.05451   returns them; a separate package, in beta
 
-(github.com/Dao-AILab/flash-attention.) All take ``[b, s, h, d]`` with any strides but the last, ``lse [b, h, s]`` in
-natural logarithms, grouped key/value heads as they are, and a backward with the log-sum-exp of each row over all its
-keys. Versions are told apart by the parameters of their functions, and unknown ones are refused by name.
+(github.com/Dao-AILab/flash-attention.) All take ``[b, s, h, d]`` with a dense last dimension, ``lse [b, h, s]`` in
+natural logarithms, grouped key/value heads, and in the backward each row's log-sum-exp over all its keys. Versions are
+identified by their parameters; unknown ones are refused by name.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ _OFF: Mapping[str, Any] = {
     **dict.fromkeys(("seqused_q", "seqused_k", "sequed_q", "sequed_k")),
     **dict.fromkeys(("rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale")),
 }
-"""Values with which everything but plain attention is off, in versions 2 and 3."""
+"""Values that disable everything but plain attention, in versions 2 and 3."""
 _OFF_4: Mapping[str, Any] = {"return_lse": True}
-"""Version 4 has a default for everything, with which it is off; the log-sum-exp has to be asked for."""
+"""Version 4 has such defaults for everything; only the log-sum-exp must be requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """One installed generation of the library, bound to its functions."""
+    """An installed generation, bound to its functions."""
 
     generation: int
     title: str
     forward: Bound
     backward: Bound
     causal: str = "causal"
-    """What the backward calls the parameter that the forward calls ``causal``."""
+    """The backward's name of ``causal``."""
     lse: str = "softmax_lse"
-    """What the backward calls the log-sum-exp."""
+    """The backward's name of the log-sum-exp."""
     writes: bool = True
-    """Whether the backward writes to the dq, dk, dv that it is given; otherwise it returns them."""
+    """Whether the backward writes to given dq, dk, dv instead of returning them."""
     largest: int = 256
     """The largest head size it was built for; sizes are multiples of 8."""
     two_sizes: bool = False
-    """Whether it has kernels for query/key heads of 136 to 192 with value heads of 104 to 128."""
+    """Whether query/key heads of 136 to 192 with value heads of 104 to 128 are supported."""
 
     def unsupported(
         self, capability: tuple[int, int], head_dim: int, v_head_dim: int, always_equal: bool
     ) -> str | None:
-        """always_equal: whether results must be the same in every run."""
+        """always_equal: whether results must be deterministic."""
         major, minor = capability
         majors, which = _RUNS_ON[self.generation]
         if major not in majors:
@@ -80,8 +80,12 @@ class Library:
         return None
 
     def _unsupported_by_4(self, major: int, head_dim: int, v_head_dim: int, always_equal: bool) -> str | None:
-        """As Transformer Engine limits it (dot_product_attention/utils.py): its backward on Hopper is for one head size
-        up to 128, and its kernel for 256 on Blackwell is wrong where queries and keys are not equally many."""
+        """Transformer Engine's limits (dot_product_attention/utils.py).
+
+        The backward on Hopper takes one head size up to 128, and the kernel for 256 on Blackwell is wrong for different
+        numbers
+        of queries and keys.
+        """
         if head_dim % 8 == v_head_dim % 8 == 0 and max(head_dim, v_head_dim) <= 128:
             equal = always_equal and major == 9
             return f"{self.title} is not known to have a deterministic backward on Hopper" if equal else None
@@ -94,13 +98,13 @@ class Library:
         )
 
     def fit(self, head_dim: int, v_head_dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors as it takes them: without kernels for two head sizes, the smaller heads get zeros behind them."""
+        """Zero-pad the smaller heads, unless there are kernels for two head sizes."""
         as_they_are = self.two_sizes and 128 < head_dim <= 192 and 96 < v_head_dim <= 128
         return tensors if as_they_are else one_head_size(*tensors)
 
 
 _RUNS_ON = {2: (range(8, 99), "Ampere or newer"), 3: ((9,), "Hopper"), 4: ((9, 10, 11), "Hopper or Blackwell's 10.x")}
-"""Generation -> major compute capabilities, and in words. On 8.x the fourth has no backward."""
+"""Generation -> major compute capabilities, and in words. The fourth has no backward on 8.x."""
 
 
 def _flash2() -> Library:
@@ -149,15 +153,15 @@ def _flash4() -> Library:
 
 
 LOAD: Mapping[int, Callable[[], Library]] = {4: _flash4, 3: _flash3, 2: _flash2}
-"""Generation -> what binds it, the newest first.
+"""Generation -> loader, newest first.
 
 Raises:
-    ImportError: if it is not there, or does not import; TypeError: if its functions are not as expected.
+    ImportError: if it is missing or does not import; TypeError: if its functions are not as expected.
 """
 
 
 def _bound(generation: int, title: str, module: Any, marks: tuple[str, ...]) -> Library:
-    """Version 2 or 3. ``marks``: what the forward of versions that are too old lacks."""
+    """Version 2 or 3. ``marks``: parameters that the forward of older, unsupported versions lacks."""
     shared = ("q", "k", "v", "softmax_scale")
     try:
         forward, backward = module._flash_attn_forward, module._flash_attn_backward

@@ -1,15 +1,15 @@
-"""The numerics of FP8 attention on any device: what an FP8 kernel rounds is rounded, and computed on in float32.
+"""Reference of FP8 attention on any device: rounds what an FP8 kernel rounds, and computes in float32.
 
-    forward    q, k, v, P, out       e4m3   448 is the largest, 3 bits of mantissa
-    backward   dout, dS, dq, dk, dv  e5m2   57344 is the largest, 2 bits
+    forward    q, k, v, P, out       e4m3   maximum 448, 3 mantissa bits
+    backward   dout, dS, dq, dk, dv  e5m2   maximum 57344, 2 mantissa bits
                q, k, v, P, out'      e4m3
 
-Tensors of a tile have one scale each (dq, dk and dv one for the three), a power of two, by current or delayed scaling
-(``core.scaling``). P is exp(score - the row's largest) in the forward, divided by its exact sum afterwards, and
-exp(score - lse) in the backward; both are 1 at most and have the fixed scale 256. As in the kernels the backward takes
-delta from a rounded out, here a stand-in for it (``fused.out_from_delta``), which always has its own scale.
+Each tensor of a tile has one power-of-two scale (dq, dk and dv share one), by current or delayed scaling
+(``core.scaling``). P is exp(score - row maximum) in the forward, divided by its exact sum afterwards, and
+exp(score - lse) in the backward; its scale is fixed at 256. Like the kernels, the backward takes delta from a rounded
+out, here a stand-in (``fused.out_from_delta``) with a scale of its own.
 
-It is the oracle of ``te_fp8``: it says how far FP8 attention may be from exact attention. It is slow.
+The oracle of ``te_fp8``: it defines how far FP8 attention may be from exact attention. Slow.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ class Float8:
         return self._rounded(role, x, dtype, bound)
 
     def _rounded(self, role: str, x: Tensor, dtype: torch.dtype, bound: Tensor | None = None) -> Tensor:
-        """``bound``: what no element exceeds, of a tensor that only a kernel knows."""
+        """``bound``: an upper bound, for a tensor whose largest element only a kernel would know."""
         return rounded(x, dtype, self.scaling.scale(role, largest(x) if bound is None else bound, dtype))
 
 
 def rounded(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-    """``x`` as a float8 tensor of one scale has it, in float32; None: that of its own largest element.
+    """``x`` rounded to a float8 type with one scale, in float32; default: the scale of its largest element.
 
-    NaN where that scale is not a number: where the largest element is not finite.
+    NaN if the largest element is not finite.
     """
     scale = scale_for(largest(x), dtype) if scale is None else scale
     return elements(x, scale, dtype).float() / scale

@@ -1,7 +1,6 @@
-"""The reference kernel: attention as the textbook writes it, on any device, in any floating dtype, for any tile.
+"""Reference attention: textbook formulas for any device, floating dtype and tile.
 
-Scores are kept whole, so memory grows with queries times keys. Key/value heads are not expanded: query heads are
-grouped under theirs.
+Materializes the scores, so memory grows with queries * keys. Query heads are grouped under their key/value head.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Plain attention, computed in float64 for float64 inputs and in float32 otherwise."""
+    """Plain attention in the accumulation dtype."""
 
     name: str = "reference"
     oracle: ClassVar = True
@@ -52,7 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tup
 
     Args:
         q, k, v: ``[s_q, b, h, d]``, ``[s_k, b, g, d]`` and ``[s_k, b, g, e]``.
-        hidden: which keys a query does not see: bool ``[q, k]``, or ``[b, 1, 1, q, k]`` where sequences differ.
+        hidden: keys that a query does not see: bool ``[q, k]``, or ``[b, 1, 1, q, k]`` if sequences differ.
 
     Returns:
         out ``[s_q, b, h, e]`` and lse ``[s_q, b, h]`` in the accumulation dtype; 0 and -inf where a query sees nothing.
@@ -68,14 +67,14 @@ def _hidden_above(diagonal: int, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """Scaled scores ``[b, g, n, q, k]`` with -inf where a query does not see a key; n = query heads per key head."""
+    """Scaled scores ``[b, g, n, q, k]``, -inf for hidden keys; n = query heads per key head."""
     dtype = accumulation_dtype(q.dtype)
     scores = torch.einsum("qbgnd,kbgd->bgnqk", _grouped(q, k.size(2)).to(dtype), k.to(dtype)) * scale
     return scores.masked_fill(hidden, -torch.inf)
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), and 0 where a key is not seen (also in rows that see none, where lse is -inf too)."""
+    """exp(scores - lse), and 0 for hidden keys, even in rows that see none (lse -inf)."""
     return torch.where(scores == -torch.inf, 0.0, torch.exp(scores - lse))
 
 

@@ -1,11 +1,9 @@
-"""Torch's own flash attention, called below ``scaled_dot_product_attention`` to get at the log-sum-exp.
+"""torch's flash attention, called below ``scaled_dot_product_attention`` to get the log-sum-exp.
 
 On the CPU ``aten::_scaled_dot_product_flash_attention_for_cpu`` (float64, float32, bfloat16, float16), on CUDA
-``aten::_scaled_dot_product_flash_attention`` (FlashAttention-2; bfloat16, float16). Both take grouped key/value heads
-as they are, and a backward with the global log-sum-exp of each row gives exactly this tile's share of the gradients.
-
-They want one head size. Where keys and values have two, the smaller heads get zeros behind them, which change no score
-and no output, and the results are cut.
+``aten::_scaled_dot_product_flash_attention`` (FlashAttention-2; bfloat16, float16). Both support grouped key/value
+heads, and given the global log-sum-exp the backward returns exactly this tile's share of the gradients. They require
+one head size, so smaller heads are zero-padded, which changes no score and no output.
 """
 
 from __future__ import annotations
@@ -78,21 +76,23 @@ class Sdpa:
 
 
 def minus_infinity(lse: Tensor) -> Tensor:
-    """``lse`` with -inf, which merging takes for "no key seen", where FlashAttention-2 says +inf. In place.
+    """``lse`` with -inf ("no key seen") where FlashAttention-2 returns +inf. In place.
 
-    It says so in rows without a finite score (csrc/flash_attn/src/softmax.h, also in torch). On one device such a row
-    has no answer, but a row may have this in one tile (an infinity in k) and finite scores in others. A score of +inf
-    looks the same, and its out is NaN, which stays. FlashAttention-3 and 4 say -inf, and so do cuDNN's kernels as far
-    as they are published (cudnn-frontend, generated/sdpa: -inf where the sum is 0).
+    That is in rows without a finite score (csrc/flash_attn/src/softmax.h, also in torch). On one device such a row has
+    no
+    result, but it may be blind in one tile only (an infinity in k). A score of +inf looks the same, and its NaN in out
+    stays. FlashAttention-3 and 4 return -inf, as do cuDNN's kernels as far as published (cudnn-frontend,
+    generated/sdpa).
     """
     return torch.nan_to_num_(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
 
 
 def _blind_rows_repaired(lse: Tensor, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """Log-sum-exps ``[b, h, s]``, -inf where all scores are.
+    """Log-sum-exps ``[b, h, s]`` with -inf where all scores are -inf.
 
-    torch's CPU kernel says 0 there. On one device such a row has no answer, but a row may have this in one tile (an
-    infinity in k) and finite scores in others. A true 0 is rare, so the scores of all rows with a 0 are looked at.
+    torch's CPU kernel returns 0 there (see ``minus_infinity``). A true 0 is rare, so the scores of all rows with a 0
+    are
+    recomputed.
     """
     if lse.is_meta or not (lse == 0).any():
         return lse
@@ -112,7 +112,7 @@ def heads_first(x: Tensor) -> Tensor:
 
 
 def one_head_size(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors ``[b, h, s, ...]`` with zeros behind the heads that are smaller than the largest."""
+    """``[b, h, s, ...]`` tensors, zero-padded to the largest head size."""
     size = max(x.size(3) for x in tensors)
     return tuple(pad(x, (0, size - x.size(3))) if x.size(3) < size else x for x in tensors)
 
@@ -123,7 +123,7 @@ def rows_first(x: Tensor) -> Tensor:
 
 
 def is_causal(q: Tensor, k: Tensor, diagonal: int) -> bool:
-    """Whether the tile is the square causal one; otherwise it must be full."""
+    """Whether the tile is causal (square, diagonal 0); otherwise it must be full."""
     if diagonal >= k.size(0) - 1:
         return False
     assert diagonal == 0 and q.size(0) == k.size(0), (

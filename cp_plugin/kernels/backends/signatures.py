@@ -1,7 +1,6 @@
-"""Calls of optional libraries whose functions change between versions: by name, and only if every name fits.
+"""Binding of library functions whose parameters change between versions.
 
-A function that wants something this plugin does not know of, or lacks something it needs, is refused before it is
-called, with the name that does not fit.
+A function that requires an unknown parameter, or lacks a needed one, is refused before the call, naming the parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A function, and the values of the parameters that are the same in every call."""
+    """A function with the parameters that are the same in every call."""
 
     function: Callable[..., Any]
     fixed: Mapping[str, Any]
@@ -24,22 +23,22 @@ class Bound:
 
 
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a Python function or of a custom operator of torch."""
+    """Parameters of a Python function or a torch custom operator."""
     return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
 def bind(
     function: Callable[..., Any], given: Collection[str], off: Mapping[str, Any], marks: Collection[str] = ()
 ) -> Bound:
-    """The function with every parameter accounted for.
+    """Bind a function with every parameter accounted for.
 
     Args:
-        given: names that each call will give; the function must have all of them.
-        off: values with which features that are not used are off; names that the function lacks are left out.
-        marks: further names that it must have, because versions without them are not known here.
+        given: parameters passed in each call; all must exist.
+        off: values that disable unused features; names that the function lacks are ignored.
+        marks: other parameters that must exist, as versions without them are not supported.
 
     Raises:
-        TypeError: for a name that does not fit.
+        TypeError: for a parameter that does not fit.
     """
     wanted = parameters(function)
     name = getattr(function, "_init_fn", function).__name__

@@ -1,12 +1,10 @@
-"""Transformer Engine's fused attention (cuDNN), tile by tile: bfloat16 and float16 on CUDA.
+"""Transformer Engine's fused attention (cuDNN), per tile: bfloat16 and float16 on CUDA.
 
 Called below TE's modules, as TE's own context parallelism does (transformer_engine 2.20,
-pytorch/attention/dot_product_attention/context_parallel.py), which shows what is nowhere written: the statistics
-``[b, h, s, 1]`` that the forward returns are log-sum-exps in natural logarithms, and the backward takes those of each
-row over all its keys. The kernels take dense ``[s, b, h, d]`` tensors by address, without looking at strides.
-
-The forward draws from a random generator even without dropout: it is given one of its own, so that tiles do not shift
-the model's random numbers.
+pytorch/attention/dot_product_attention/context_parallel.py). From there: the forward's statistics ``[b, h, s, 1]`` are
+natural log-sum-exps, and the backward takes those over all keys of each row. The kernels take dense ``[s, b, h, d]``
+tensors by address and ignore strides. The forward draws random numbers even without dropout, so it gets its own
+generator, and tiles do not shift the model's.
 
 Not measured on a GPU yet.
 """
@@ -45,15 +43,15 @@ _OFF = {
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What this plugin uses of Transformer Engine."""
+    """The parts of Transformer Engine that are used."""
 
     version: str
     forward: Bound
     backward: Bound
     tables: Any
-    """The module with TE's names for layouts, masks and kinds of kernels."""
+    """TE's module with names of layouts, masks and kernel kinds."""
     query: Callable[[Any], tuple[Any, str]]
-    """``FusedAttentionParams`` -> the kind of kernel that can do it, and why none can."""
+    """``FusedAttentionParams`` -> the kernel kind that supports it, or why none does."""
     parameters: Callable[..., Any]
     dtypes: Any
     """torch's dtypes -> TE's."""
@@ -61,7 +59,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class TransformerEngine:
-    """TE's fused attention in the model's own precision."""
+    """TE's fused attention in the model's precision."""
 
     name: str = "te"
     packages: ClassVar = ("transformer-engine",)
@@ -98,10 +96,10 @@ class TransformerEngine:
 
 @cache
 def load() -> Library:
-    """Transformer Engine, if it is there and has the functions that are called here.
+    """Transformer Engine, if it is installed and has the expected functions.
 
     Raises:
-        ImportError: if it is not there, or does not import; TypeError: if it is another version.
+        ImportError: if it is missing or does not import; TypeError: for an unsupported version.
     """
     if find_spec("transformer_engine") is None:
         raise ImportError("Transformer Engine is not installed: ci/gpu/build_te.sh builds it")
@@ -130,12 +128,12 @@ def load() -> Library:
 
 
 def must_be_deterministic() -> bool:
-    """Whether backwards must be deterministic, as torch or TE's own variable says."""
+    """Whether torch or TE's environment variable requires deterministic backwards."""
     return torch.are_deterministic_algorithms_enabled() or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
 
 
 def forward_arguments(library: Library, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> dict[str, Any]:
-    """Everything that ``fused_attn_fwd`` is given for a tile, besides what is the same for all."""
+    """Arguments of ``fused_attn_fwd`` that differ between tiles."""
     return {
         **_tile(library, q, k, v, causal, scale),
         "is_training": True,
@@ -154,7 +152,7 @@ def backward_arguments(
     causal: bool,
     scale: float,
 ) -> dict[str, Any]:
-    """Everything that ``fused_attn_bwd`` is given for a tile, besides what is the same for all."""
+    """Arguments of ``fused_attn_bwd`` that differ between tiles."""
     statistics = lse.permute(1, 2, 0).unsqueeze(-1).contiguous()
     rng_state = torch.empty(2, dtype=torch.int64, device=q.device)  # without dropout it is not read
     return {
@@ -169,7 +167,7 @@ def backward_arguments(
 def query_arguments(
     library: Library, dtype: torch.dtype, head_dim: int, v_head_dim: int, causal: bool, deterministic: bool
 ) -> dict[str, Any]:
-    """The question whether TE has a kernel for such tiles, as ``FusedAttentionParams``."""
+    """``FusedAttentionParams`` that ask TE for a kernel for such tiles."""
     tables, te_dtype = library.tables, library.dtypes[dtype]
     return {
         "is_training": True,
@@ -189,7 +187,7 @@ def query_arguments(
 
 
 def row_offsets(batch: int, rows: int, device: torch.device) -> Tensor:
-    """Where each sequence of a dense batch begins, and the end: int32 ``[batch + 1]``."""
+    """Cumulative lengths of a dense batch: int32 ``[batch + 1]``."""
     return torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
 
 

@@ -1,16 +1,15 @@
-"""Transformer Engine's FP8 fused attention (cuDNN), tile by tile: Hopper and later, chosen by ``--cp-fp8 compute``.
+"""Transformer Engine's FP8 fused attention (cuDNN), per tile: Hopper and later, for ``--cp-fp8 compute``.
 
-    forward    q, k, v, P -> out               e4m3         one scale for each tensor, a power of two
-    backward   dout -> dP -> dq, dk, dv        e5m2         q, k, v, P and out' e4m3 again
+    forward    q, k, v, P -> out               e4m3         one power-of-two scale per tensor
+    backward   dout -> dP -> dq, dk, dv        e5m2         q, k, v, P and out' are e4m3 again
 
-Scales come from a layer's ``core.scaling``. Under current scaling q, k, v and dout are scaled by their own largest
-elements; TE itself has no FP8 attention for that on Hopper, where kernels cannot find the scale of what they write.
-Here they are given one: out is at most v's largest element, but for the rounding of P, and dP, dq, dk and dv are scaled
-by what kernels reported in the step before, or by bounds, which are far too large but for e5m2's wide range. What
-leaves a call is in the model's dtype; what travels between ranks has scales of its own (``cp_plugin.comm.payload``).
+Scales come from the layer's ``core.scaling``. With current scaling, q, k, v and dout use their own largest elements. TE
+has no FP8 attention with current scaling on Hopper, where kernels cannot compute the scale of their outputs; here they
+are given one: out is bounded by v's largest element up to the rounding of P, and dP, dq, dk and dv are scaled by the
+previous step's report, or by bounds that are loose and rely on e5m2's range. Results are in the model's dtype; payloads
+between ranks have their own scales (``cp_plugin.comm.payload``).
 
-The statistics are log-sum-exps of the whole row, and the backward takes delta from an out' that gives it, as in ``te``.
-``float8`` computes the same numerics on any device. Not measured on a GPU yet.
+Statistics and out' as in ``te``; ``float8`` computes the same numerics on any device. Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What this plugin uses of Transformer Engine's FP8."""
+    """The parts of Transformer Engine's FP8 that are used."""
 
     te: te.Library
     quantizer: Any
-    """TE's ``Float8Quantizer``: a scale, a place for the largest element, a type."""
+    """TE's ``Float8Quantizer``."""
     types: dict[torch.dtype, Any]
     """torch's float8 types -> TE's."""
 
@@ -100,7 +99,7 @@ class TransformerEngineFp8:
         causal: bool,
         sizes: tuple[int, int, int, int, int],
     ) -> str | None:
-        """The reason why it cannot do such a tile, or None. sizes: batch, query heads, key heads, rows and keys."""
+        """Why it cannot run such a tile, or None. sizes: batch, query heads, key heads, rows, keys."""
         return _no_kernel(device, dtype, head_dim, v_head_dim, causal, sizes)
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
@@ -122,10 +121,10 @@ class TransformerEngineFp8:
 
 @cache
 def load() -> Library:
-    """Transformer Engine and its quantisers.
+    """Transformer Engine and its quantizers.
 
     Raises:
-        ImportError: if it is not there, or does not import; TypeError: if it is another version.
+        ImportError: if it is missing or does not import; TypeError: for an unsupported version.
     """
     library = te.load()
     try:
@@ -145,7 +144,7 @@ def load() -> Library:
 
 
 def quantizer(library: Library, scale: Tensor, dtype: torch.dtype) -> Any:
-    """TE's quantiser of one tensor with that scale."""
+    """TE's quantizer of one tensor with that scale."""
     amax = torch.zeros(1, dtype=torch.float32, device=scale.device)
     return library.quantizer(
         scale=scale.reshape(1), amax=amax, fp8_dtype=library.types[dtype], rowwise=True, columnwise=False
@@ -153,7 +152,7 @@ def quantizer(library: Library, scale: Tensor, dtype: torch.dtype) -> Any:
 
 
 def quantized(library: Library, x: Tensor, dtype: torch.dtype, scale: Tensor) -> Any:
-    """``x`` as TE's float8 tensor of that scale."""
+    """``x`` as TE's float8 tensor with that scale."""
     data = fused.quantize(x, scale, dtype).view(torch.uint8)
     return quantizer(library, scale, dtype).create_tensor_from_data(data, fake_dtype=x.dtype)
 
@@ -161,7 +160,7 @@ def quantized(library: Library, x: Tensor, dtype: torch.dtype, scale: Tensor) ->
 def forward_arguments(
     library: Library, scaling: Scaling, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> dict[str, Any]:
-    """Everything that ``fused_attn_fwd`` is given for a tile, besides what is the same for all; records q, k and v."""
+    """Arguments of ``fused_attn_fwd`` that differ between tiles; records q, k and v."""
     found = fused.extents((q, k, v))
     for role, extent in zip(("q", "k", "v"), found, strict=True):
         scaling.record(role, extent.largest)
@@ -184,7 +183,7 @@ def backward_arguments(
     causal: bool,
     scale: float,
 ) -> dict[str, Any]:
-    """Everything that ``fused_attn_bwd`` is given for a tile, besides what is the same for all; records dout."""
+    """Arguments of ``fused_attn_bwd`` that differ between tiles; records dout."""
     found = fused.extents((dout, q, k, v, out))
     of_dout, *of_qkv, of_out = found
     scaling.record("dout", of_dout.largest)
@@ -202,9 +201,9 @@ def backward_arguments(
 def query_arguments(
     library: Library, dtype: torch.dtype, head_dim: int, v_head_dim: int, causal: bool, sizes: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """The question whether TE has an FP8 kernel for such tiles, as ``FusedAttentionParams``.
+    """``FusedAttentionParams`` that ask TE for an FP8 kernel for such tiles.
 
-    sizes: batch, query heads, key heads, rows and keys; without them those of a large tile.
+    sizes: batch, query heads, key heads, rows and keys; default: a large tile.
     """
     names = ("batch_size", "num_attn_heads", "num_gqa_groups", "max_seqlen_q", "max_seqlen_kv")
     forward, backward = (library.types[t] for t in (E4M3, E5M2))
@@ -252,7 +251,7 @@ def _in_fp8(library: Library, scaling: Scaling, qkv: Sequence[Tensor], found: Se
 
 
 def _plain(x: Any, dtype: torch.dtype) -> Tensor:
-    """A result of TE as a plain tensor: some versions return it in FP8, others do not."""
+    """A TE result as a plain tensor; only some versions return FP8 tensors."""
     return x.dequantize(dtype=dtype) if hasattr(x, "dequantize") and hasattr(x, "_scale_inv") else x.to(dtype)
 
 

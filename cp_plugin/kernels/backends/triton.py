@@ -1,6 +1,6 @@
-"""The kernels of this project (``cp_kernels``, in Triton): a block in one launch, whatever its positions and mask.
+"""The plugin's Triton kernels (``cp_kernels``): a block in one launch, for any positions and mask.
 
-They take bfloat16, float16 and float32 with any head size up to 256, also different ones for keys and values.
+bfloat16, float16 and float32, head sizes up to 256, also different ones for keys and values.
 """
 
 from __future__ import annotations
