@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, reduce, wraps
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,17 +36,31 @@ def observed(by: Observer | None) -> Iterator[None]:
         _observer = before
 
 
-def _one_kernel[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
-    @wraps(operation)
-    def call(*args: P.args, **named: P.kwargs) -> R:
-        if _observer is None:
-            return operation(*args, **named)
-        return _observer(operation.__name__, lambda: operation(*args, **named), args)
+def _one_kernel[**P, R](module: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Run the function of that name in ``cp_kernels.<module>`` on CUDA tensors, and the decorated one on others.
 
-    return call
+    module: None: the decorated function dispatches itself.
+    """
+
+    def decorate(plain: Callable[P, R]) -> Callable[P, R]:
+        def run(*args: P.args, **named: P.kwargs) -> R:
+            first: Any = args[0]
+            if module is None or not _kernels(first if isinstance(first, Tensor) else first[0]):
+                return plain(*args, **named)
+            return getattr(import_module(f"cp_kernels.{module}"), plain.__name__)(*args, **named)
+
+        @wraps(plain)
+        def call(*args: P.args, **named: P.kwargs) -> R:
+            if _observer is None:
+                return run(*args, **named)
+            return _observer(plain.__name__, lambda: run(*args, **named), args)
+
+        return call
+
+    return decorate
 
 
-@_one_kernel
+@_one_kernel("merge")
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Attention over the keys of all partials, whose key sets are disjoint.
 
@@ -54,10 +69,6 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | N
         lses: ``[s, b, h]``; -inf in rows that saw no key.
         dtype: of the output; default: that of the lse, in which sums are kept.
     """
-    if _kernels(outs[0]):
-        from cp_kernels.merge import merge as kernel
-
-        return kernel(outs, lses, dtype)
     whole = reduce(torch.logaddexp, lses)
     total = outs[0] * _weight(lses[0], whole)
     for out, lse in zip(outs[1:], lses[1:], strict=True):
@@ -65,70 +76,46 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | N
     return total.to(dtype or whole.dtype), whole
 
 
-@_one_kernel
+@_one_kernel("merge")
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge a partial into ``out`` and ``lse`` in place; ``out`` has the dtype of ``lse``."""
-    if _kernels(out):
-        from cp_kernels.merge import merge_into as kernel
-
-        return kernel(out, lse, part_out, part_lse)
     whole = torch.logaddexp(lse, part_lse)
     out.mul_(_weight(lse, whole)).add_(part_out * _weight(part_lse, whole))
     lse.copy_(whole)
 
 
-@_one_kernel
+@_one_kernel("permute")
 def gather_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
     """``x[order]`` of every tensor ``[s, ...]``; order: int ``[n]`` on their device."""
-    if _kernels(order):
-        from cp_kernels.permute import gather_rows as kernel
-
-        return kernel(tensors, order)
     return tuple(x[order] for x in tensors)
 
 
-@_one_kernel
+@_one_kernel("permute")
 def scatter_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
     """The inverse: ``scattered[order[i]] = x[i]``, contiguous; order: a permutation, int ``[s]``."""
-    if _kernels(order):
-        from cp_kernels.permute import scatter_rows as kernel
-
-        return kernel(tensors, order)
     return tuple(x.new_empty(x.shape).index_copy_(0, order, x) for x in tensors)
 
 
-@_one_kernel
+@_one_kernel("payload")
 def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """See ``cp_plugin.core.payload.pack``."""
-    if _kernels(x):
-        from cp_kernels.payload import pack as kernel
-
-        return kernel(x, block)
     return payload.pack(x, block)
 
 
-@_one_kernel
+@_one_kernel("payload")
 def unpack(packed: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -> Tensor:
     """See ``cp_plugin.core.payload.unpack``."""
-    if _kernels(packed):
-        from cp_kernels.payload import unpack as kernel
-
-        return kernel(packed, exponents, block, dtype)
     return payload.unpack(packed, exponents, block, dtype)
 
 
-@_one_kernel
+@_one_kernel("row_term")
 def delta(dout: Tensor, out: Tensor) -> Tensor:
     """``rowsum(dout * out)`` of ``[s, b, h, e]``: ``[s, b, h]`` in the accumulation dtype."""
-    if _kernels(dout):
-        from cp_kernels.row_term import delta as kernel
-
-        return kernel(dout, out)
     wide = accumulation_dtype(dout.dtype)
     return (dout.to(wide) * out.to(wide)).sum(-1)
 
 
-@_one_kernel
+@_one_kernel("row_term")
 def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """An ``out'`` for library kernels whose backward requires ``out``; shape ``[s, b, h, e]`` and dtype of dout.
 
@@ -140,10 +127,6 @@ def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
 
     Its terms have one sign, so there is no cancellation, and |out'| <= |out| per row, so it does not overflow.
     """
-    if _kernels(dout):
-        from cp_kernels.row_term import out_from_delta as kernel
-
-        return kernel(dout, delta)
     wide = dout.to(accumulation_dtype(dout.dtype))
     largest = wide.abs().amax(-1)  # gradients of 1e-20 would vanish when squared
     blank = largest == 0
@@ -153,7 +136,7 @@ def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
     return (unit * ratio.unsqueeze(-1)).to(dout.dtype)
 
 
-@_one_kernel
+@_one_kernel()
 def extents(tensors: Sequence[Tensor]) -> tuple[scaling.Extent, ...]:
     """See ``cp_plugin.core.scaling.extent``; of ``[s, b, h, d]`` tensors, each read once."""
     if _kernels(tensors[0]):
@@ -163,23 +146,15 @@ def extents(tensors: Sequence[Tensor]) -> tuple[scaling.Extent, ...]:
     return tuple(map(scaling.extent, tensors))
 
 
-@_one_kernel
+@_one_kernel("float8")
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``x * scale`` of ``[s, b, h, d]`` in a float8 type, contiguous; see ``cp_plugin.core.scaling.elements``."""
-    if _kernels(x):
-        from cp_kernels.float8 import quantize as kernel
-
-        return kernel(x, scale, dtype)
     return scaling.elements(x, scale, dtype).contiguous()
 
 
-@_one_kernel
+@_one_kernel("float8")
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``x [s, b, h, d]`` rounded to a float8 type at that scale, in its own dtype, contiguous."""
-    if _kernels(x):
-        from cp_kernels.float8 import rounded as kernel
-
-        return kernel(x, scale, dtype)
     return (scaling.elements(x, scale, dtype).float() / scale).to(x.dtype).contiguous()
 
 
@@ -189,7 +164,7 @@ Parts = tuple[Tensor, Tensor]
 """Attention to parts of a cache: outs ``[parts, t, b, h, e]``, lses ``[parts, t, b, h]``."""
 
 
-@_one_kernel
+@_one_kernel()
 def decode(
     q: Tensor,
     keys: CachedRows,
@@ -218,13 +193,9 @@ def decode(
     return otherwise()
 
 
-@_one_kernel
+@_one_kernel("decode")
 def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over all of ``Parts``."""
-    if _kernels(outs):
-        from cp_kernels.decode import merge_parts as kernel
-
-        return kernel(outs, lses)
     whole = lses.logsumexp(0)
     return (outs * _weight(lses, whole)).sum(0), whole
 

@@ -43,11 +43,6 @@ def forward(x: Tokens) -> Tensor:
     return _unfold(out, n)[:t]
 
 
-def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and the log decay, if any. Recomputes the forward."""
-    return segment.recomputed(forward, dout, x)
-
-
 def extend(x: Tokens, before: Tensor | None) -> tuple[Tensor, Tensor]:
     """Continue a sequence in generation: outputs and the new state, in the accumulation dtype.
 

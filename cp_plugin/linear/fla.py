@@ -13,7 +13,6 @@ from functools import cache
 from torch import Tensor
 
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.linear import segment
 from cp_plugin.linear.segment import Tokens
 
 
@@ -39,8 +38,3 @@ def forward(x: Tokens) -> Tensor:
         else:
             out, _ = chunk_gla(q, k, v, g=decay, scale=1.0)
     return out.transpose(0, 1).to(accumulation_dtype(x.q.dtype))
-
-
-def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and the log decay, if any."""
-    return segment.recomputed(forward, dout, x)

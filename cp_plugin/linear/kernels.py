@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from cp_plugin.core.problem import Decay
 from cp_plugin.linear import chunked, fla, recurrence
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear.segment import Tokens, recomputed
 
 
 class Kernel(NamedTuple):
@@ -23,11 +24,8 @@ class Kernel(NamedTuple):
     """(dout, tokens) -> gradients of q, k, v and the log decay, if any."""
 
 
-KERNELS = {
-    "fla": Kernel("fla", fla.forward, fla.backward),
-    "chunked": Kernel("chunked", chunked.forward, chunked.backward),
-    "reference": Kernel("reference", recurrence.forward, recurrence.backward),
-}
+_FORWARDS = {"fla": fla.forward, "chunked": chunked.forward, "reference": recurrence.forward}
+KERNELS = {name: Kernel(name, forward, partial(recomputed, forward)) for name, forward in _FORWARDS.items()}
 """``auto`` prefers fla and falls back to chunked."""
 
 

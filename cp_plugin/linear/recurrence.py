@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.linear.segment import Tokens, by_group, recomputed
+from cp_plugin.linear.segment import Tokens, by_group
 
 
 def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -35,8 +35,3 @@ def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
 def forward(x: Tokens) -> Tensor:
     """Causal linear attention of each segment from a zero state: ``[t, b, h, e]`` in the accumulation dtype."""
     return run(x)[0]
-
-
-def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and the log decay, if any."""
-    return recomputed(forward, dout, x)

@@ -175,10 +175,8 @@ def _dkv(
     for turn in range(repeat * n_runs):  # all runs of one query head after the other
         run, head = turn % n_runs, group * repeat + turn // n_runs
         offset, position, step, begin, end, inner, edge = passed(runs, run, low, high, inner_low, inner_high, M)
-        q_run, dout_run = (
-            q + batch * q_b + head * q_h + offset * q_s,
-            dout + batch * dout_b + head * dout_h + offset * dout_s,
-        )
+        q_run = q + batch * q_b + head * q_h + offset * q_s
+        dout_run = dout + batch * dout_b + head * dout_h + offset * dout_s
         lse_run = lse + batch * lse_b + head * lse_h + offset * lse_s
         delta_run = delta + batch * delta_b + head * delta_h + offset * delta_s
         for start in range(inner, edge, M):

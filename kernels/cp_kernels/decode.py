@@ -179,14 +179,10 @@ def _decode(
         position = tl.load(held + slot.to(tl.int64) * held_n, mask=slot < slots, other=2147483647)
         used = (position >= low) & (position <= high)
         of_rows = (slot.to(tl.int64) * batch + sequence) * groups + group
-        k0 = _kept(
-            *(k, k_exponents, of_rows, slot, k_n, used, 0, D0, D, q0.dtype, PACKED, LARGEST, HARDWARE),
-        )
+        k0 = _kept(k, k_exponents, of_rows, slot, k_n, used, 0, D0, D, q0.dtype, PACKED, LARGEST, HARDWARE)
         k1 = k0
         if D1 > 0:
-            k1 = _kept(
-                *(k, k_exponents, of_rows, slot, k_n, used, D0, D1, D, q0.dtype, PACKED, LARGEST, HARDWARE),
-            )
+            k1 = _kept(k, k_exponents, of_rows, slot, k_n, used, D0, D1, D, q0.dtype, PACKED, LARGEST, HARDWARE)
         s = scores(q0, q1, k0, k1, PRECISION, D1 > 0) * (scale * LOG2_E)
         seen = (position[None, :] >= first[:, None]) & (position[None, :] <= at[:, None])
         s = tl.where(seen, s, -float("inf"))
@@ -196,9 +192,7 @@ def _decode(
         m, total = new, total * fade + tl.sum(p, 1)
         v0 = k0
         if not SAME:
-            v0 = _kept(
-                *(v, v_exponents, of_rows, slot, v_n, used, 0, E0, E, q0.dtype, PACKED, LARGEST, HARDWARE),
-            )
+            v0 = _kept(v, v_exponents, of_rows, slot, v_n, used, 0, E0, E, q0.dtype, PACKED, LARGEST, HARDWARE)
         acc0 = product(p.to(v0.dtype), v0, acc0 * fade[:, None], PRECISION)
         if E1 > 0:
             v1 = _kept(v, v_exponents, of_rows, slot, v_n, used, E0, E1, E, q0.dtype, PACKED, LARGEST, HARDWARE)

@@ -87,17 +87,9 @@ def _check(x: Tensor) -> None:
 
 @triton.jit
 def _extents_kernel(
-    x,
-    into,
-    strides,
-    rows,
-    b,
-    h,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    INDEX: tl.constexpr,
-):
+    x, into, strides, rows, b, h,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
     _, known, s_i, b_i, h_i = block_of_rows(rows, b, h, ROWS, INDEX)
     column = tl.arange(0, WIDTH)[None, :]
     at = x + offsets(s_i, b_i, h_i, strides)[:, None] + column * strides[3]
@@ -114,22 +106,10 @@ def _size(number):
 
 @triton.jit
 def _round_kernel(
-    x,
-    scale,
-    out,
-    strides,
-    rows,
-    b,
-    h,
-    LARGEST: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BACK: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    INDEX: tl.constexpr,
-):
+    x, scale, out, strides, rows, b, h,
+    LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BACK: tl.constexpr, HARDWARE: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
     row, known, s_i, b_i, h_i = block_of_rows(rows, b, h, ROWS, INDEX)
     column = tl.arange(0, WIDTH)[None, :]
     inside = known[:, None] & (column < D)

@@ -81,21 +81,10 @@ def _launch(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Te
         outs, lses = outs[:1], lses[:1]
     programs, rows, sizes = blocks(out, lse, *outs, *lses, further=(parts - 1) * max(map(abs, apart)))
     _merge_kernel[(programs,)](
-        tuple(outs),
-        tuple(lses),
-        tuple(_strides(t) for t in outs),
-        tuple(_strides(t) for t in lses),
-        out,
-        lse,
-        _strides(out),
-        _strides(lse),
-        rows,
-        *out.shape[1:3],
-        parts,
-        *apart,
-        SUM=triton_type(lse.dtype),
-        **sizes,
-    )
+        tuple(outs), tuple(lses), tuple(_strides(t) for t in outs), tuple(_strides(t) for t in lses), out, lse,
+        _strides(out), _strides(lse), rows, *out.shape[1:3], parts, *apart,
+        SUM=triton_type(lse.dtype), **sizes,
+    )  # fmt: skip
 
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
@@ -137,26 +126,10 @@ def _step(tensors: Sequence[Tensor]) -> int | None:
 
 @triton.jit
 def _merge_kernel(
-    outs,
-    lses,
-    outs_strides,
-    lses_strides,
-    out,
-    lse,
-    out_strides,
-    lse_strides,
-    rows,
-    b,
-    h,
-    parts,
-    outs_apart,
+    outs, lses, outs_strides, lses_strides, out, lse, out_strides, lse_strides, rows, b, h, parts, outs_apart,
     lses_apart,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SUM: tl.constexpr,
-    INDEX: tl.constexpr,
-):
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SUM: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
     """``outs[t] + i * outs_apart`` is partial (t, i), for every tensor t and i < parts."""
     _, known, s_i, b_i, h_i = block_of_rows(rows, b, h, ROWS, INDEX)
     column = tl.arange(0, WIDTH)[None, :]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cp_kernels.codes import converts, decode, encode
 from cp_kernels.offsets import check_dense, index_type, reach
+from cp_kernels.rows import bits, read
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ELEMENTS = 16384
@@ -36,19 +37,9 @@ def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     exponents = torch.empty((triton.cdiv(s, block), b, h), dtype=torch.uint8, device=x.device)
     if x.numel():
         _pack_kernel[(exponents.numel(),)](
-            _bits(x),
-            payload.view(torch.uint8),
-            exponents,
-            s,
-            b,
-            h,
-            x.stride(0),
-            x.stride(1),
-            x.stride(2),
-            HARDWARE=converts(x),
-            INDEX=index_type(max(reach(x.shape, x.stride()), x.numel())),
-            **_blocks(block, d),
-        )
+            bits(x), payload.view(torch.uint8), exponents, s, b, h, x.stride(0), x.stride(1), x.stride(2),
+            HARDWARE=converts(x), INDEX=index_type(max(reach(x.shape, x.stride()), x.numel())), **_blocks(block, d),
+        )  # fmt: skip
     return payload, exponents
 
 
@@ -64,20 +55,11 @@ def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -
     exponents = exponents.contiguous()
     if x.numel():
         _unpack_kernel[(exponents.numel(),)](
-            payload.view(torch.uint8),
-            exponents,
-            _bits(x),
-            s,
-            b,
-            h,
-            payload.stride(0),
-            payload.stride(1),
+            payload.view(torch.uint8), exponents, bits(x), s, b, h, payload.stride(0), payload.stride(1),
             payload.stride(2),
-            LARGEST=torch.finfo(dtype).max,
-            HARDWARE=converts(x),
-            INDEX=index_type(max(reach(payload.shape, payload.stride()), x.numel())),
-            **_blocks(block, d),
-        )
+            LARGEST=torch.finfo(dtype).max, HARDWARE=converts(x),
+            INDEX=index_type(max(reach(payload.shape, payload.stride()), x.numel())), **_blocks(block, d),
+        )  # fmt: skip
     return x
 
 
@@ -101,10 +83,6 @@ def _check_packed(payload: Tensor, exponents: Tensor, block: int, dtype: torch.d
     check_dense(payload=payload)
 
 
-def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
-
-
 def _blocks(block: int, d: int) -> dict[str, int]:
     width = triton.next_power_of_2(d)
     rows = max(1, min(triton.next_power_of_2(block), ELEMENTS // width))
@@ -113,22 +91,10 @@ def _blocks(block: int, d: int) -> dict[str, int]:
 
 @triton.jit
 def _pack_kernel(
-    x,
-    payload,
-    exponents,
-    s,
-    b,
-    h,
-    s_apart,
-    b_apart,
-    h_apart,
-    BLOCK: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    x, payload, exponents, s, b, h, s_apart, b_apart, h_apart,
+    BLOCK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr,
     INDEX: tl.constexpr,
-):
+):  # fmt: skip
     """One exponent and its block, read once if it fits into ROWS."""
     program = tl.program_id(0).to(INDEX)
     first = program // (b * h) * BLOCK
@@ -140,16 +106,17 @@ def _pack_kernel(
     largest = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, BLOCK, ROWS):
         token, inside = _tokens(first, start, s, BLOCK, ROWS)
-        size = tl.abs(_read(of_head + token[:, None] * s_apart + column, inside[:, None] & (column < D)))
+        here = inside[:, None] & (column < D)
+        size = tl.abs(read(of_head + token[:, None] * s_apart + column, here, tl.float32))
         largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
-    bits = tl.max(tl.max(largest, 1), 0).to(tl.int32, bitcast=True)
-    exponent = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
+    top = tl.max(tl.max(largest, 1), 0).to(tl.int32, bitcast=True)
+    exponent = tl.maximum((top >> 23) - 8 + ((top & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
 
     down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     for start in range(0, BLOCK, ROWS):
         token, inside = _tokens(first, start, s, BLOCK, ROWS)
         here = inside[:, None] & (column < D)
-        number = _read(of_head + token[:, None] * s_apart + column, here)
+        number = read(of_head + token[:, None] * s_apart + column, here, tl.float32)
         code = tl.where(tl.abs(number) < float("inf"), encode(number * down, 3, HARDWARE), 0x7F)
         row = (token * b + b_i) * h + h_i
         tl.store(payload + row[:, None] * D + column, code.to(tl.uint8), mask=here)
@@ -158,23 +125,10 @@ def _pack_kernel(
 
 @triton.jit
 def _unpack_kernel(
-    payload,
-    exponents,
-    x,
-    s,
-    b,
-    h,
-    s_apart,
-    b_apart,
-    h_apart,
-    BLOCK: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    INDEX: tl.constexpr,
-):
+    payload, exponents, x, s, b, h, s_apart, b_apart, h_apart,
+    BLOCK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
+    HARDWARE: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
     """The block of one exponent."""
     program = tl.program_id(0).to(INDEX)
     first = program // (b * h) * BLOCK
@@ -198,16 +152,6 @@ def _tokens(first, start, s, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     row = start + tl.arange(0, ROWS)
     token = first + row
     return token, (row < BLOCK) & (token < s)
-
-
-@triton.jit
-def _read(at, inside):
-    """float32 numbers; bfloat16 is given as int16."""
-    found = tl.load(at, mask=inside, other=0)
-    if at.dtype.element_ty == tl.int16:
-        return (found.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return found.to(tl.float32)
 
 
 @triton.jit

@@ -67,22 +67,10 @@ def _permuted(x: Tensor, order: Tensor, rows: int, *, scatter: bool) -> Tensor:
     block = max(1, BLOCK_BYTES // word.itemsize // columns)
     largest = max(reach(source.shape, source.stride()), to.numel(), rows)
     _permute_kernel[(triton.cdiv(rows, block), triton.cdiv(width, columns))](
-        source,
-        order,
-        to,
-        rows,
-        width,
-        source.stride(0),
-        source.stride(1),
-        order.stride(0),
-        PIECE=piece,
-        WHOLE=piece == width,
-        SCATTER=scatter,
-        ROWS=block,
-        COLUMNS=columns,
-        INDEX=index_type(largest),
+        source, order, to, rows, width, source.stride(0), source.stride(1), order.stride(0),
+        PIECE=piece, WHOLE=piece == width, SCATTER=scatter, ROWS=block, COLUMNS=columns, INDEX=index_type(largest),
         num_warps=4,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -115,21 +103,10 @@ def _widest_word(pieces: Tensor, out: Tensor) -> torch.dtype:
 
 @triton.jit
 def _permute_kernel(
-    source,
-    order,
-    to,
-    rows,
-    width,
-    row_apart,
-    piece_apart,
-    order_apart,
-    PIECE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SCATTER: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    source, order, to, rows, width, row_apart, piece_apart, order_apart,
+    PIECE: tl.constexpr, WHOLE: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
-):
+):  # fmt: skip
     """Copies a block of rows and columns; a row is one piece (WHOLE) or several of PIECE words."""
     row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)
     known = row < rows

@@ -81,20 +81,9 @@ def _check(dout: Tensor, *others: Tensor) -> None:
 
 @triton.jit
 def _delta_kernel(
-    dout,
-    out,
-    delta,
-    dout_strides,
-    out_strides,
-    rows,
-    b,
-    h,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SUM: tl.constexpr,
-    INDEX: tl.constexpr,
-):
+    dout, out, delta, dout_strides, out_strides, rows, b, h,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SUM: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
     row, known, s_i, b_i, h_i = block_of_rows(rows, b, h, ROWS, INDEX)
     column = tl.arange(0, WIDTH)[None, :]
     inside = known[:, None] & (column < D)
@@ -106,20 +95,9 @@ def _delta_kernel(
 
 @triton.jit
 def _out_kernel(
-    dout,
-    delta,
-    out,
-    dout_strides,
-    delta_strides,
-    rows,
-    b,
-    h,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SUM: tl.constexpr,
-    INDEX: tl.constexpr,
-):
+    dout, delta, out, dout_strides, delta_strides, rows, b, h,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SUM: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
     row, known, s_i, b_i, h_i = block_of_rows(rows, b, h, ROWS, INDEX)
     column = tl.arange(0, WIDTH)[None, :]
     inside = known[:, None] & (column < D)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.linear import chunked, kernels, recurrence, scan
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear.segment import Tokens, recomputed
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import place
@@ -85,8 +86,7 @@ def test_chunks_are_the_recurrence(decay: Any, documents: bool, tokens: int) -> 
     case = LinearCase(decay=decay, documents=documents, seq_length=tokens)
     q, k, v, log_decay, dout = case.inputs()
     x = case._tokens(q, k, v, log_decay)
-    found = (chunked.forward(x), *chunked.backward(dout, x))
-    want = (recurrence.forward(x), *recurrence.backward(dout, x))
+    found, want = ((f(x), *recomputed(f, dout, x)) for f in (chunked.forward, recurrence.forward))
     assert len(found) == len(want) == (4 if decay == "none" else 5)
     assert max(map(distance, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
 
@@ -258,12 +258,11 @@ def test_states_travel_while_segments_are_computed(back: bool, monkeypatch: pyte
             pending._finish = lambda: (events.append("wait"), finish())[1]
             return pending
 
-    watched = kernels.Kernel(
-        "watched",
-        lambda x: (events.append("compute"), chunked.forward(x))[1],
-        lambda dout, x: (events.append("compute"), chunked.backward(dout, x))[1],
-    )
-    monkeypatch.setitem(kernels.KERNELS, "chunked", watched)
+    def forward(x: Tokens) -> Tensor:
+        events.append("compute")
+        return chunked.forward(x)
+
+    monkeypatch.setitem(kernels.KERNELS, "chunked", kernels.Kernel("watched", forward, partial(recomputed, forward)))
     x = torch.randn(64, 1, 2, 4).requires_grad_()
     out = ContextParallel("lasp2", mesh=Watched({"cp": 4}, 1)).linear_attention(x, x, x)
     if back:

@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused(module: object) -> None:
 
 
 FAULTS = {
-    "float16 read as bfloat16": ("_bits", lambda x: x.view(torch.int16)),
+    "float16 read as bfloat16": ("bits", lambda x: x.view(torch.int16)),
     "half of a head": ("_blocks", lambda block, d: {"BLOCK": block, "D": d, "ROWS": 4, "WIDTH": d // 2}),
     "a scale for half a block": ("_blocks", lambda block, d: {"BLOCK": 2, "D": d, "ROWS": 2, "WIDTH": 8}),
 }
