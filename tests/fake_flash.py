@@ -29,6 +29,7 @@ def parameters(library: str, version: str) -> tuple[str, str]:
 
 
 FA2_2_6 = parameters("flash-attn 2", "2.6.3")
+FA2 = parameters("flash-attn 2", "2.8.3")
 FA3_2_7_0 = parameters("flash-attn 3", "2.7.0")
 FA3_2_7 = parameters("flash-attn 3", "2.7.4.post1")
 FA3_2_8 = parameters("flash-attn 3", "2.8.3")
@@ -97,50 +98,6 @@ def diagonal(q: Tensor, k: Tensor, given: dict[str, Any]) -> int:
     return 0 if causal else k.size(0) - 1
 
 
-fa2 = Kernel(blind=torch.inf)
-
-
-@torch.library.custom_op("cp_plugin_tests::_flash_attn_forward", mutates_args=())
-def fa2_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *fa2.forward(locals()), q.new_empty(0), torch.empty(2, dtype=torch.int64)
-
-
-@torch.library.custom_op("cp_plugin_tests::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
-def fa2_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> Tensor:
-    return fa2.backward(locals())
-
-
 class Machine:
     """Which generations this process finds, on which GPU."""
 
@@ -161,22 +118,15 @@ class Machine:
         self.patch.setitem(sys.modules, name, module)
         flash._chosen.cache_clear()
 
-    def flash2(self, forward: Any = fa2_forward, backward: Any = fa2_backward) -> Kernel:
+    def flash2(self, parameters: tuple[str, str] = FA2) -> Kernel:
+        kernel = Kernel(torch.inf)
         self.module("flash_attn")
-        content = {"_flash_attn_forward": forward, "_flash_attn_backward": backward}
-        self.module("flash_attn.flash_attn_interface", **content)
-        fa2.deterministic.clear()
-        fa2.head_sizes.clear()
-        return fa2
+        self.module("flash_attn.flash_attn_interface", **_functions(kernel, parameters))
+        return kernel
 
     def flash3(self, parameters: tuple[str, str], **flags: bool) -> Kernel:
         kernel = Kernel(-torch.inf, two_sizes="window_size_left" in parameters[0])
-        parts = {}
-        for name, names, body in zip(
-            ("forward", "backward"), parameters, (kernel.forward, kernel.backward), strict=True
-        ):
-            parts[f"_flash_attn_{name}"] = function(f"_flash_attn_{name}", names, body)
-        self.module("flash_attn_interface", **parts)
+        self.module("flash_attn_interface", **_functions(kernel, parameters))
         if flags:
             self.module("flash_attn_config", CONFIG={"build_flags": flags})
         return kernel
@@ -199,3 +149,9 @@ class Machine:
         }
         self.module("flash_attn.cute.interface", **parts)
         return kernel
+
+
+def _functions(kernel: Kernel, parameters: tuple[str, str]) -> dict[str, Any]:
+    """Of versions 2 and 3."""
+    bodies = {"_flash_attn_forward": kernel.forward, "_flash_attn_backward": kernel.backward}
+    return {name: function(name, names, bodies[name]) for name, names in zip(bodies, parameters, strict=True)}

@@ -102,7 +102,7 @@ def test_no_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text, message in (
         ("title: [", r"config.yaml is not valid YAML: .*line 1"),
         ("only words", "fields are missing: title"),
-        ("title: a\ntitle: b", r"config.yaml is not valid YAML: title is there twice"),
+        ("title: a\ntitle: b", r"config.yaml is not valid YAML: duplicate key title"),
     ):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -31,7 +31,7 @@ def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
         ValueError: for another dtype or shape, or block < 1.
     """
     if x.dim() != 4 or x.dtype not in DTYPES:
-        raise ValueError(f"payloads are made of [s, b, h, d] in {DTYPES}, got {tuple(x.shape)} in {x.dtype}")
+        raise ValueError(f"payloads are packed from [s, b, h, d] in {DTYPES}, got {tuple(x.shape)} in {x.dtype}")
     blocks = _blocks(x, block)
     wide = x.float()
     finite = wide.isfinite()

@@ -21,7 +21,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 name = (key.tag, key.value)
                 if name in seen:
-                    raise yaml.MarkedYAMLError(None, None, f"{key.value} is there twice", key.start_mark)
+                    raise yaml.MarkedYAMLError(None, None, f"duplicate key {key.value}", key.start_mark)
                 seen.add(name)
         return super().construct_mapping(node, deep)
 

@@ -161,10 +161,10 @@ def place(documents: Sequence[int], size: int, *, per_host: int = 1, left: int |
 def _place(documents: tuple[int, ...], size: int, per_host: int, left: int | None) -> Placement:
     if size < 1 or per_host < 1 or (left is not None and left < 0):
         raise ValueError(
-            f"size {size}, per_host {per_host}, left {left}: there must be a rank, and a window is 0 or more"
+            f"size {size}, per_host {per_host}, left {left}: size and per_host must be 1 or more, left 0 or more"
         )
     if not documents or min(documents) < 1:
-        raise ValueError(f"document lengths {documents[:8]}: there must be some, each of 1 token or more")
+        raise ValueError(f"document lengths {documents[:8]}: at least one document is needed, each of 1 token or more")
     total = sum(documents)
     if total % size:
         raise ValueError(

@@ -82,7 +82,7 @@ def _round(x: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor, *, back: b
 
 def _check(x: Tensor) -> None:
     if x.dim() != 4 or x.dtype not in DTYPES:
-        raise ValueError(f"float8 is made of [s, b, h, d] in {DTYPES}, got {tuple(x.shape)} in {x.dtype}")
+        raise ValueError(f"float8 rounding takes [s, b, h, d] in {DTYPES}, got {tuple(x.shape)} in {x.dtype}")
 
 
 @triton.jit

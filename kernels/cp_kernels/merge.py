@@ -45,7 +45,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | N
         ValueError: for no partials, or partials that do not fit together.
     """
     if len(outs) == 0:
-        raise ValueError("there must be a partial to merge")
+        raise ValueError("no partials to merge")
     dtype = lses[0].dtype if dtype is None else dtype
     out = outs[0].new_empty(outs[0].shape, dtype=dtype)
     lse = lses[0].new_empty(lses[0].shape)
@@ -89,7 +89,7 @@ def _launch(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Te
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     if len(outs) != len(lses):
-        raise ValueError(f"{len(outs)} outputs and {len(lses)} log-sum-exps are not the same partials")
+        raise ValueError(f"{len(outs)} outputs do not match {len(lses)} log-sum-exps")
     for out, lse in zip(outs, lses, strict=True):
         if out.dim() != 4 or out.shape != outs[0].shape or lse.shape != out.shape[:3]:
             raise ValueError(

@@ -65,7 +65,7 @@ def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -
 
 def _check(x: Tensor, block: int) -> None:
     if x.dim() != 4 or x.dtype not in DTYPES:
-        raise ValueError(f"payloads are made of [s, b, h, d] in {DTYPES}, got {tuple(x.shape)} in {x.dtype}")
+        raise ValueError(f"payloads are packed from [s, b, h, d] in {DTYPES}, got {tuple(x.shape)} in {x.dtype}")
     if block < 1:
         raise ValueError(f"a block is at least one token, got {block}")
     check_dense(x=x)

@@ -1,11 +1,18 @@
-"""Tiles as methods give them to a library's kernel: strided, with the log-sum-exp and row term that a merge leaves."""
+"""Tiles as methods pass them to a library kernel: strided, with merged log-sum-exps and row terms."""
 
 from __future__ import annotations
 
 import torch
 from oracle import Case, Result
+from torch import Tensor
 
 from cp_plugin.kernels.backends import Backend
+
+
+class OnCuda(Tensor):
+    """A tensor of the CPU that claims to be on a GPU."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
 
 
 def run(kernel: Backend, case: Case) -> Result:

@@ -15,6 +15,7 @@ from cp_plugin.core.tiles import tiles
 from cp_plugin.core.tree import Tree
 from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels import backends
+from cp_plugin.kernels.backends.reference import _probabilities, attend
 from cp_plugin.kernels.backends.sdpa import Sdpa
 from cp_plugin.kernels.blocks import Block, ByDepth, Either, InOrder, Tiled, Whole, kernel
 from cp_plugin.kernels.merge import merge
@@ -34,7 +35,7 @@ class ByPositions:
     def attend(self, q, k, v, rows: Segments, keys: Segments, mask: Mask, scale: float, onto):
         assert not mask.stops, "kernels know documents, not trees"
         self.asked.append((len(rows), len(keys)))
-        out, lse = (x.detach() for x in _attention(q, k, v, rows, keys, mask, scale))
+        out, lse = _attention(q, k, v, rows, keys, mask, scale)
         if onto is None:
             return out, lse
         merged = merge(Partial(*onto), Partial(out, lse))
@@ -43,9 +44,10 @@ class ByPositions:
 
     def gradients(self, dout, q, k, v, lse, delta, rows: Segments, keys: Segments, mask: Mask, scale: float):
         self.asked.append((len(rows), len(keys)))
-        p, scores_seen = _probabilities(q, k, lse, rows, keys, mask, scale)
+        scores = (torch.einsum("qbhd,kbhd->bhqk", q, k) * scale).masked_fill(~_seen(rows, keys, mask), -torch.inf)
+        p = _probabilities(scores, lse.permute(1, 2, 0).unsqueeze(-1))
         dp = torch.einsum("qbhe,kbhe->bhqk", dout, v)
-        ds = (p * (dp - delta.permute(1, 2, 0).unsqueeze(-1)) * scale).masked_fill(~scores_seen, 0.0)
+        ds = p * (dp - delta.permute(1, 2, 0).unsqueeze(-1)) * scale
         dq, dk = torch.einsum("bhqk,kbhd->qbhd", ds, k), torch.einsum("bhqk,qbhd->kbhd", ds, q)
         return dq, dk, torch.einsum("bhqk,qbhe->kbhe", p, dout)
 
@@ -65,17 +67,7 @@ def _seen(rows: Segments, keys: Segments, mask: Mask) -> Tensor:
 
 
 def _attention(q, k, v, rows, keys, mask, scale) -> tuple[Tensor, Tensor]:
-    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * scale
-    scores = scores.masked_fill(~_seen(rows, keys, mask), -torch.inf)
-    lse = scores.logsumexp(-1)
-    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    return torch.einsum("bhqk,kbhe->qbhe", p, v), lse.permute(2, 0, 1)
-
-
-def _probabilities(q, k, lse, rows, keys, mask, scale) -> tuple[Tensor, Tensor]:
-    seen = _seen(rows, keys, mask)
-    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * scale
-    return torch.exp(scores - lse.permute(1, 2, 0).unsqueeze(-1)).masked_fill(~seen, 0.0), seen
+    return attend(q, k, v, ~_seen(rows, keys, mask), scale)
 
 
 def held(layout: str, *ranks: int, tokens: int = 48, size: int = 4) -> Segments:
@@ -109,19 +101,16 @@ def test_a_library_gets_what_one_call_does_and_all_ways_agree(block: Block, goes
     q, k, v, dout = tensors(block)
     mine, tiled = ByPositions(), Tiled(Sdpa())
     either = Either(tiled, InOrder(ByDepth(Whole(mine)), enough=3))
-    found = either.forward(Queries(q), KeyValues(k, v), block, 0.3)
-    assert bool(mine.asked) == (goes_to == "own")
+    ways = (either, InOrder(tiled), InOrder(ByDepth(Whole(ByPositions()))), ByDepth(Whole(ByPositions())))
     want = Partial(*_attention(q, k, v, *block, 0.3))
-    for way in (either, InOrder(tiled), InOrder(ByDepth(Whole(ByPositions()))), ByDepth(Whole(ByPositions()))):
+    for way in ways:
         found = way.forward(Queries(q), KeyValues(k, v), block, 0.3)
         assert found is not None
         torch.testing.assert_close(found.out, want.out)
         torch.testing.assert_close(found.lse, want.lse)
-    delta = (dout * want.out).sum(-1)
-    grads = [
-        way.backward(Queries(q, dout, want.lse, delta), KeyValues(k, v), block, 0.3)
-        for way in (either, InOrder(tiled), InOrder(ByDepth(Whole(ByPositions()))), ByDepth(Whole(ByPositions())))
-    ]
+    assert bool(mine.asked) == (goes_to == "own")
+    queries = Queries(q, dout, want.lse, (dout * want.out).sum(-1))
+    grads = [way.backward(queries, KeyValues(k, v), block, 0.3) for way in ways]
     for other in grads[1:]:
         torch.testing.assert_close(tuple(other), tuple(grads[0]))
 

@@ -13,13 +13,14 @@ import fake_te
 import library_tiles
 import pytest
 import torch
-from fake_flash import Machine, fa2, parameters
-from library_signatures import SOURCES, function, parameters_of, recorded, versions
+from fake_flash import Machine, parameters
+from library_signatures import SOURCES, parameters_of, recorded, versions
+from library_tiles import OnCuda
 from oracle import Case, assert_close
 from torch import Tensor
 from torch._C import FunctionSchema, parse_schema
 
-from cp_plugin.kernels.backends import Backend, cudnn, flash, sdpa
+from cp_plugin.kernels.backends import Backend, cudnn, flash, sdpa, signatures
 from cp_plugin.kernels.backends.cudnn import Cudnn
 from cp_plugin.kernels.backends.flash import Flash
 from cp_plugin.kernels.backends.sdpa import Sdpa
@@ -38,12 +39,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 def install(machine: Machine, library: str, version: str) -> None:
     """That version, on the GPU that it is for."""
-    names, generation = parameters(library, version), int(library[-1])
-    if generation == 2:
-        bodies = (lambda given: (*fa2.forward(given), None, None), fa2.backward)
-        machine.flash2(*(function(f"_flash_attn_{n}", *x) for n, *x in zip(("f", "b"), names, bodies, strict=True)))
-    else:
-        (machine.flash3 if generation == 3 else machine.flash4)(names)
+    generation = int(library[-1])
+    {2: machine.flash2, 3: machine.flash3, 4: machine.flash4}[generation](parameters(library, version))
     machine.gpu({2: (8, 0), 3: (9, 0), 4: (10, 0)}[generation])
 
 
@@ -115,12 +112,6 @@ def _without_values(names: str) -> str:
     return re.sub(r"=(\([^)]*\)|[^,]+)", "=0", names)
 
 
-class OnCuda(Tensor):
-    """A tensor of the CPU that says it is on a GPU."""
-
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-
-
 CALLED: dict[str, tuple[Backend, Any]] = {"sdpa": (Sdpa(), sdpa), "cudnn": (Cudnn(), cudnn), "cpu": (Sdpa(), sdpa)}
 _FITS = {
     "Tensor": lambda x: x is None or isinstance(x, Tensor),  # None is an undefined tensor
@@ -173,6 +164,17 @@ def test_torchs_operators_get_what_their_schemas_say(monkeypatch: pytest.MonkeyP
         backend.backward(dout, q, k, v, lse, dout, diagonal, 0.5)
     assert len(called) == 4 and all(("cudnn" in op) == (name == "cudnn") for op in called)
     assert all(op.removesuffix("_backward").endswith("_for_cpu") == (name == "cpu") for op in called)
+
+
+def test_parameters_of_a_custom_operator() -> None:
+    """flash-attn 2 registers its functions with torch."""
+
+    @torch.library.custom_op("cp_plugin_tests::signature", mutates_args=())
+    def operator(q: Tensor, softmax_scale: float = 1.0) -> Tensor:
+        return q.clone()
+
+    assert list(signatures.parameters(operator)) == ["q", "softmax_scale"]
+    assert signatures.bind(operator, ("q",), {"softmax_scale": 2.0})(q=torch.ones(2)).tolist() == [1.0, 1.0]
 
 
 def test_flash_attention_4_is_not_taken_for_version_2(machine: Machine) -> None:

@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tree_cases import visible
 
 from cp_plugin import ContextParallel
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.layout import Layout, Segments
+from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.needs import needs, rows_of
+from cp_plugin.core.tree import Tree
 from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing.traffic import by_phase_and_axis
 
@@ -52,7 +54,7 @@ masks = st.builds(Mask, bound, bound | st.just(0), bounds | st.just(()), st.just
 
 
 @given(divided(), masks, st.data())
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_needs_are_what_is_seen(keys: list[Segments], mask: Mask, data: st.DataObject) -> None:
     queries = data.draw(st.just(keys) | divided().filter(lambda other: len(other) == len(keys)))
     found = needs(queries, keys, mask)
@@ -74,37 +76,37 @@ MASKS = {
     "both sides": Mask(left=3, right=9),
     "documents": Mask(right=0, documents=BOUNDS),
     "documents in a window": Mask(left=10, right=0, documents=BOUNDS),
+    "a tree": Tree((15, 8, 4, 6, 6, 6, 30, 12, 9), (-1, 0, 1, 1, 0, 4, -1, 6, 6)),
 }
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_the_bytes_are_the_fewest_there_can_be(mask: Mask, layout: str) -> None:
+def test_only_what_is_seen_travels(mask: Mask | Tree, layout: str) -> None:
     """Every row that another rank's query sees travels there once, and its gradients come back once; all else stays."""
-    where, batch, kv_heads, d, e = get_layout(layout), 2, 2, 8, 4
-    documents = torch.tensor(mask.documents, dtype=torch.int32) if mask.packed else None
-    window = (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
+    batch, kv_heads, d, e = 2, 2, 8, 4
+    held = [get_layout(layout).positions(TOKENS, RANKS, rank) for rank in range(RANKS)]
+    if isinstance(mask, Tree):
+        seen, call = visible(mask), {"tree": mask}
+    else:
+        first, end = mask.interval(torch.arange(TOKENS), TOKENS)
+        seen = (torch.arange(TOKENS) >= first[:, None]) & (torch.arange(TOKENS) < end[:, None])
+        window = (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
+        documents = torch.tensor(mask.documents, dtype=torch.int32) if mask.packed else None
+        call = {"causal": mask.right == 0, "window": window, "cu_seqlens": documents}
+    rows = torch.tensor([[int(seen[q][:, k].any(0).sum()) if q is not k else 0 for k in held] for q in held])
 
     def rank(mesh: Mesh) -> dict[tuple[str, str], int]:
         cp = ContextParallel("needed", mesh=mesh, layout=layout)
-        q = torch.zeros(TOKENS // RANKS, batch, 4, d, dtype=torch.bfloat16, requires_grad=True)
-        k = torch.zeros(TOKENS // RANKS, batch, kv_heads, d, dtype=torch.bfloat16, requires_grad=True)
-        v = torch.zeros(TOKENS // RANKS, batch, kv_heads, e, dtype=torch.bfloat16, requires_grad=True)
-        cp.attention(q, k, v, causal=mask.right == 0, window=window, cu_seqlens=documents).sum().backward()
+        q, k, v = (
+            torch.zeros(TOKENS // RANKS, batch, heads, size, dtype=torch.bfloat16, requires_grad=True)
+            for heads, size in ((4, d), (kv_heads, d), (kv_heads, e))
+        )
+        cp.attention(q, k, v, **call).sum().backward()
         return {line: nbytes for line, nbytes in by_phase_and_axis(mesh).items() if nbytes}
 
-    elements = batch * kv_heads * (d + e)
+    width = batch * kv_heads * (d + e)
     for index, sent in enumerate(run_threads(rank, {"cp": RANKS})):
-        others = [i for i in range(RANKS) if i != index]
-        seen = [_count(where, i, index, mask) for i in others]
-        sees = [_count(where, index, i, mask) for i in others]
-        want = {
-            ("forward", "cp"): sum(seen) * elements * 2,
-            ("backward", "cp"): sum(seen) * elements * 2 + sum(sees) * elements * 4,
-        }
+        forward = int(rows[:, index].sum()) * width * 2
+        want = {("forward", "cp"): forward, ("backward", "cp"): forward + int(rows[index].sum()) * width * 4}
         assert sent == {line: nbytes for line, nbytes in want.items() if nbytes}, index
-
-
-def _count(layout: Layout, reader: int, owner: int, mask: Mask) -> int:
-    rows, held = (layout.segments(TOKENS, RANKS, index) for index in (reader, owner))
-    return len(seen_rows(rows, held, mask, TOKENS))

@@ -295,7 +295,7 @@ def test_bad_input_is_refused_with_the_fix() -> None:
         with pytest.raises(ValueError, match="each of 1 token or more"):
             place(lengths, 2)
     for options in ({"size": 0}, {"size": 2, "per_host": 0}, {"size": 2, "left": -1}):
-        with pytest.raises(ValueError, match="there must be a rank"):
+        with pytest.raises(ValueError, match="must be 1 or more, left 0 or more"):
             place([4], **options)
     layout = place([6, 2], 2).layout
     with pytest.raises(ValueError, match=r"is for 8 tokens on 2 .* not for 12 on 2: place every pack"):

@@ -110,5 +110,5 @@ def test_results_of_another_shape_are_not_taken(patch: pytest.MonkeyPatch) -> No
     body = fake_te.function("fused_attn_fwd", fake_te.FORWARD, lambda given: (given["q"], [given["q"], None]))
     fake_te.install(patch, fused_attn_fwd=body)
     q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
-    with pytest.raises(RuntimeError, match=r"answers a q .*use --cp-backend sdpa"):
+    with pytest.raises(RuntimeError, match=r"for a q .*use --cp-backend sdpa"):
         TransformerEngine().forward(q, k, v, 0, 0.25)

@@ -13,14 +13,12 @@ from torch import Tensor
 from tree_cases import paths, trees, visible
 
 from cp_plugin import ContextParallel
-from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.needs import needs
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.tree import Tree
 from cp_plugin.placement.layouts import get_layout
-from cp_plugin.testing.traffic import by_phase_and_axis
 
 TOKENS = 48
 """Of a pack: they can be divided over 1, 2, 3, 4, 6 and 8 ranks in every layout."""
@@ -158,23 +156,3 @@ def test_what_does_not_go_with_a_tree_is_refused(asked: dict, why: str) -> None:
         ContextParallel("ring").attention(q, q, q, **{"tree": tree} | asked)
     with pytest.raises(TypeError, match="'tree'"):
         ContextParallel("lasp2").linear_attention(q, q, q, tree=tree)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_of_a_tree_only_what_is_seen_travels(layout: str) -> None:
-    """A prompt goes to the ranks that have answers to it, an answer to the next rank where it is cut."""
-    tree, ranks, width = Tree((7, 4, 2, 3, 3, 3, 15, 6, 5), (-1, 0, 1, 1, 0, 4, -1, 6, 6)), 4, 2 * (8 + 4)
-    held = [positions(get_layout(layout).segments(TOKENS, ranks, rank)) for rank in range(ranks)]
-    seen = visible(tree)
-    rows = torch.tensor([[int(seen[q][:, k].any(0).sum()) if q is not k else 0 for k in held] for q in held])
-
-    def rank(mesh: Mesh) -> dict[tuple[str, str], int]:
-        cp = ContextParallel("needed", mesh=mesh, layout=layout)
-        q, k = (torch.zeros(TOKENS // ranks, 1, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-        cp.attention(q, k, k[..., :4], tree=tree).sum().backward()
-        return by_phase_and_axis(mesh)
-
-    for index, sent in enumerate(run_threads(rank, {"cp": ranks})):
-        forward = int(rows[:, index].sum()) * width * 2
-        want = {("forward", "cp"): forward, ("backward", "cp"): forward + int(rows[index].sum()) * width * 4}
-        assert {line: sent.get(line, 0) for line in want} == want, index

@@ -173,8 +173,8 @@ def test_no_rows() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     outs, lses = (x.unbind() for x in partials(2, 4))
     for bad_outs, bad_lses, words in (
-        ((), (), "must be a partial"),
-        (outs, lses[:1], "not the same partials"),
+        ((), (), "no partials"),
+        (outs, lses[:1], "do not match"),
         ((outs[0], outs[1][:3]), lses, "all of one shape"),
         (outs, (lses[0], lses[1][:, :1]), "all of one shape"),
         (outs, (lses[0], lses[1].half()), "all be float32 or all float64"),

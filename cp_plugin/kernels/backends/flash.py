@@ -48,8 +48,8 @@ class Flash:
         batch, rows, heads, _ = q.shape
         if out.shape != (batch, rows, heads, v.size(3)) or lse.shape != (batch, heads, rows):
             raise RuntimeError(
-                f"{library.title} answers a q {tuple(q.shape)} with an out {tuple(out.shape)} and a log-sum-exp "
-                f"{tuple(lse.shape)}: not a version this plugin knows; use --cp-backend sdpa"
+                f"{library.title} returned an out {tuple(out.shape)} and a log-sum-exp {tuple(lse.shape)} for a q "
+                f"{tuple(q.shape)}: this version is not supported; use --cp-backend sdpa"
             )
         return _batch_first(out)[..., : sizes[1]], minus_infinity(lse).permute(2, 0, 1)
 

@@ -78,8 +78,8 @@ class TransformerEngine:
         rows, batch, heads, _ = q.shape
         if statistics[0].shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
             raise RuntimeError(
-                f"Transformer Engine {library.version} answers a q {tuple(q.shape)} with an out {tuple(out.shape)} and "
-                f"statistics {tuple(statistics[0].shape)}: not what this plugin knows; use --cp-backend sdpa"
+                f"Transformer Engine {library.version} returned an out {tuple(out.shape)} and statistics "
+                f"{tuple(statistics[0].shape)} for a q {tuple(q.shape)}: not supported; use --cp-backend sdpa"
             )
         return out, statistics[0].squeeze(-1).permute(2, 0, 1)
 
@@ -208,7 +208,7 @@ def _refusal(
             return f"Transformer Engine {library.version} fails when asked for a kernel: {wrong}"
         if found != library.tables.FusedAttnBackend["F16_arbitrary_seqlen"]:
             what = f"{_mask(causal)}, {dtype}, head sizes {head_dim}, {v_head_dim}"
-            return f"Transformer Engine {library.version} has no kernel for {what}: {reason or 'it does not say why'}"
+            return f"Transformer Engine {library.version} has no kernel for {what}: {reason or 'no reason given'}"
     return None
 
 

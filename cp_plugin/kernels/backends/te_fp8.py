@@ -76,8 +76,8 @@ class TransformerEngineFp8:
         rows, batch, heads, _ = q.shape
         if aux[0].shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
             raise RuntimeError(
-                f"Transformer Engine {library.te.version} answers a q {tuple(q.shape)} with an out {tuple(out.shape)} "
-                f"and statistics {tuple(aux[0].shape)}: not what this plugin knows; use --cp-fp8 comm"
+                f"Transformer Engine {library.te.version} returned an out {tuple(out.shape)} and statistics "
+                f"{tuple(aux[0].shape)} for a q {tuple(q.shape)}: not supported; use --cp-fp8 comm"
             )
         return _plain(out, q.dtype), aux[0].squeeze(-1).permute(2, 0, 1)
 
@@ -237,7 +237,7 @@ def _no_kernel(
     tile = f"{'causal' if causal else 'full'} tiles" + (f" of {sizes[3]} rows and {sizes[4]} keys" if sizes else "")
     return (
         f"Transformer Engine {library.te.version} has no FP8 kernel for {tile}, head sizes {head_dim}, {v_head_dim}: "
-        f"{reason or 'it does not say why'}"
+        f"{reason or 'no reason given'}"
     )
 
 
