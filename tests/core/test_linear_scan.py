@@ -198,6 +198,7 @@ def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     assert backward(2 * tokens) - backward(tokens) < 1.25 * products * tokens
 
 
+@slow
 def test_gla_of_128k_tokens_in_float32() -> None:
     """The whole of it, forward and backward, against float64."""
     g = torch.Generator().manual_seed(0)

@@ -54,6 +54,7 @@ def test_tiles_cover_what_is_seen_exactly_once(q: Segments, k: Segments, mask: M
 
 
 @given(masks)
+@settings(max_examples=50)
 def test_an_interval_is_what_a_query_sees(mask: Mask) -> None:
     tokens = 100
     first, end = mask.interval(torch.arange(tokens), tokens)

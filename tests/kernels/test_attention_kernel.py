@@ -184,16 +184,12 @@ def test_bad_tensors_are_refused(change, message: str) -> None:
         forward(x.q, x.k, x.v, *sides, CAUSAL, 0.3)
 
 
-def test_positions_must_be_those_of_the_tensors() -> None:
-    x = Inputs.random((range(5),), (range(5),))
+def test_positions_and_grids_that_do_not_fit_are_refused() -> None:
+    x, many = torch.empty(5, 1, 1, 16), torch.empty(1, 2**15, 2, 1)
     with pytest.raises(ValueError, match=r"6 positions for 5 queries"):
-        forward(x.q, x.k, x.v, (range(6),), (range(5),), CAUSAL, 0.3)
-
-
-def test_more_heads_than_a_grid_takes_are_refused() -> None:
-    x = torch.empty(1, 2**15, 2, 1)
+        forward(x, x, x, (range(6),), (range(5),), CAUSAL, 0.3)
     with pytest.raises(ValueError, match=r"65535 heads .* not 32768 x 2"):
-        forward(x, x, x, (range(1),), (range(1),), CAUSAL, 0.3)
+        forward(many, many, many, (range(1),), (range(1),), CAUSAL, 0.3)
 
 
 def test_running_sums_of_any_strides() -> None:
