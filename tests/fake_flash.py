@@ -1,7 +1,8 @@
-"""Stand-ins for the generations of flash-attn: recorded parameters of their functions, bodies from the reference.
+"""Fakes of the flash-attn generations: recorded parameters, bodies from the reference kernel.
 
-The bodies take what the real kernels take: ``[b, s, h, d]``, a dense last dimension, one head size where there is no
-kernel for two, a dense float32 ``lse [b, h, s]``; and insist that everything the adapter does not use is off.
+The bodies require what the real kernels require: ``[b, s, h, d]``, a dense last dimension, one head size unless there
+are
+kernels for two, a dense float32 ``lse [b, h, s]``, and everything that the adapter does not use switched off.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cp_plugin.kernels.backends.reference import Reference
 
 
 def parameters(library: str, version: str) -> tuple[str, str]:
-    """Those of the forward and of the backward."""
+    """Recorded parameters of the forward and the backward."""
     end = ("fwd", "bwd") if library == "flash-attn 4" else ("forward", "backward")
     forward, backward = (recorded(library, version, f"_flash_attn_{n}") for n in end)
     return forward, backward
@@ -46,7 +47,7 @@ USED |= {"softmax_scale", "causal", "is_causal", "deterministic"}
 
 
 class Kernel:
-    """What stands in for the compiled library."""
+    """The compiled library."""
 
     def __init__(self, blind: float, two_sizes: bool = False, off: dict[bool, dict[str, Any]] | None = None) -> None:
         self.blind = blind
@@ -99,7 +100,7 @@ def diagonal(q: Tensor, k: Tensor, given: dict[str, Any]) -> int:
 
 
 class Machine:
-    """Which generations this process finds, on which GPU."""
+    """The installed generations, and the GPU."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch

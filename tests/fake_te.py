@@ -1,7 +1,7 @@
-"""A stand-in for Transformer Engine 2.20's fused attention: its real parameter lists, bodies from the reference kernel.
+"""A fake of Transformer Engine 2.20's fused attention: real parameter lists, bodies from the reference kernel.
 
-It insists on what the real kernels take without looking: dense ``[s, b, h, d]`` tensors, sequence offsets of a dense
-batch, statistics ``[b, h, s, 1]`` in float32. ``tests/te`` holds the parameter lists equal to the real ones.
+It checks what the real kernels assume silently: dense ``[s, b, h, d]`` tensors, sequence offsets of a dense batch,
+statistics ``[b, h, s, 1]`` in float32. ``tests/te`` holds the parameter lists equal to the real ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PARAMETERS = (
     "dqkv_layout=None, batch_size=0, num_attn_heads=0, num_gqa_groups=0, head_dim_qk=0, head_dim_v=0, max_seqlen_q=0, "
     "max_seqlen_kv=0"
 )
-"""Those fields of ``FusedAttentionParams`` that the plugin sets."""
+"""The fields of ``FusedAttentionParams`` that the plugin sets."""
 
 Given = dict[str, Any]
 
@@ -54,7 +54,7 @@ class Kinds(IntEnum):
 
 
 def forward(given: Given) -> tuple[Tensor, list[Tensor]]:
-    """Out, and the statistics and the generator's state that the backward wants."""
+    """Out, and the statistics and generator state for the backward."""
     q, k, v = _checked(given, "q k v")
     assert given["is_training"] is True and isinstance(given["rng_gen"], torch.Generator)
     assert given["rng_gen"] is not torch.default_generator
@@ -63,7 +63,7 @@ def forward(given: Given) -> tuple[Tensor, list[Tensor]]:
 
 
 def backward(given: Given) -> list[Any]:
-    """dq, dk, dv, and gradients of what is not there."""
+    """dq, dk, dv, and None for absent inputs."""
     q, k, v, out, dout = _checked(given, "q k v o d_o")
     assert given["do_format"] == "sbhd" and given["dqkv_layout"] == "sbhd_sbhd_sbhd"
     statistics, rng_state = given["aux_ctx_tensors"]

@@ -1,10 +1,10 @@
-"""The parameters of the functions that kernels of other libraries are called by, recorded from the libraries' sources.
+"""Parameters of library functions that kernels are called by, recorded from the libraries' sources.
 
-    python tests/library_signatures.py FOLDER       writes library_signatures.json anew
+    python tests/library_signatures.py FOLDER       rewrites library_signatures.json
 
-FOLDER has a git clone ``flash-attention`` (Dao-AILab/flash-attention) and the wheels that ``SOURCES`` names (``pip
-download --no-deps``). Only facts are kept: names of parameters in their order, defaults, and the schemas of torch's
-operators.
+FOLDER has a git clone ``flash-attention`` (Dao-AILab/flash-attention) and the wheels named in ``SOURCES`` (``pip
+download
+--no-deps``). Only parameter names in order, defaults and torch operator schemas are kept.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ RECORD = Path(__file__).with_suffix(".json")
 
 
 class Source(NamedTuple):
-    """Where functions of a library are defined."""
+    """A source file that defines functions of a library."""
 
     library: str
     version: str
     place: str
-    """A tag or commit of the clone, or the beginning of a wheel's name."""
+    """A tag or commit of the clone, or the prefix of a wheel's name."""
     path: str
     functions: tuple[str, ...]
 
@@ -93,7 +93,7 @@ SOURCES = (
 
 
 def recorded(library: str, version: str, function: str) -> str:
-    """Its parameters, as between the parentheses of a definition; of torch's operators its schema.
+    """Parameters as in the parentheses of a definition; for torch operators the schema.
 
     Raises:
         KeyError: if it has not been recorded.
@@ -107,14 +107,14 @@ def versions(library: str) -> tuple[str, ...]:
 
 
 def function(name: str, parameters: str, body: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
-    """A plain Python function with these parameters; ``body`` is given them by name."""
+    """A Python function with these parameters; ``body`` receives them by name."""
     scope: dict[str, Any] = {"body": body}
     exec(f"def {name}({parameters}):\n    return body(locals())", scope)
     return scope[name]
 
 
 def parameters_of(real: Callable[..., Any]) -> str:
-    """The parameters of a function that is installed, as they are recorded."""
+    """Parameters of an installed function, in the recorded form."""
     shown = []
     for parameter in inspect.signature(getattr(real, "_init_fn", real)).parameters.values():
         default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
@@ -147,7 +147,7 @@ def _of_operators(text: str, wanted: tuple[str, ...]) -> Iterator[tuple[str, str
 
 
 def record(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Everything anew.
+    """Rebuild the record.
 
     Raises:
         ValueError: if a source lacks a function.

@@ -133,7 +133,7 @@ _orders: Recent[tuple[Segments, torch.device], tuple[Segments, Tensor | None]] =
 def _sorted(segments: Segments, device: torch.device) -> tuple[Segments, Tensor | None]:
     by_start = sorted(range(len(segments)), key=lambda i: segments[i].start)
     in_order = [segments[i] for i in by_start]
-    if all(len(a) > 1 and a[-1] < b.start for a, b in itertools.pairwise(in_order)):  # none interleave: no sorting
+    if all(len(a) > 1 and a[-1] < b.start for a, b in itertools.pairwise(in_order)):  # no interleaving, no sort
         joined = join_adjacent(in_order)
         if len(joined) == len(segments):
             return segments, None
@@ -168,7 +168,7 @@ def _runs(ordered: Tensor) -> Segments:
     ends = (steps[1:] != steps[:-1]).nonzero().flatten().add(2).tolist()  # index one past the end of each run
     runs, start = [], 0
     for end in [*ends, len(ordered)]:
-        if end > start + 1 or end == len(ordered) > start:  # the gap behind a run is not the step of the next one
+        if end > start + 1 or end == len(ordered) > start:  # the gap after a run is not a run
             first, last = int(ordered[start]), int(ordered[end - 1])
             step = (last - first) // (end - start - 1) if end - start > 1 else 1
             runs.append(range(first, last + 1, step))

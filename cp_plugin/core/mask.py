@@ -88,7 +88,7 @@ class Mask(NamedTuple):
         A subtree counts as part of the document it continues.
         """
         found: list[tuple[list[int], list[int]]] = []
-        path: list[int] = []  # where the subtrees end that the document is in
+        path: list[int] = []  # ends of the enclosing subtrees
         for number, (begin, stop) in enumerate(zip(self.documents, self.stops, strict=False)):
             while path and path[-1] <= begin:
                 path.pop()

@@ -183,7 +183,7 @@ def _joined(reader: Tensor, owner: Tensor, start: Tensor, stop: Tensor) -> Needs
     """Join runs that overlap or touch."""
     if not len(reader):
         return Needs(reader, owner, start, stop)
-    line, ranks = int(stop.max()) + 1, int(owner.max()) + 1  # runs of different pairs are a row apart at least
+    line, ranks = int(stop.max()) + 1, int(owner.max()) + 1  # keeps runs of different pairs apart
     offset = (reader * ranks + owner) * line
     order = (offset + start).argsort()
     starts, stops = _merged((offset + start)[order], (offset + stop)[order])

@@ -23,7 +23,7 @@ class Recent[K: Hashable, V]:
         """The cached value, built by ``make`` if missing."""
         with self._lock:
             if key in self._found:
-                value = self._found[key] = self._found.pop(key)  # the last one asked for is the last to go
+                value = self._found[key] = self._found.pop(key)  # most recent goes last
                 return value
         value = make()
         with self._lock:

@@ -125,7 +125,7 @@ def _found(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[T
     for q in _parts(q_segments, mask):
         first, last, rows = q.positions[0], q.positions[-1], q.rows
         for start, end, k in keys_of.get(q.document, ()):
-            if causal and start > last:  # most are wholly after or before, and there may be a million
+            if causal and start > last:  # shortcuts: there may be a million pairs
                 continue
             if causal and end <= first:
                 yield Tile(rows, k.rows, len(k.rows) - 1)
@@ -205,7 +205,7 @@ def _band(q: range, k: range, diagonal: int | None, lowest: int | None) -> Itera
         if upper >= len(k) - 1:
             yield Tile(q[::-1], k[::-1], len(k) - len(q) - lower)
             return
-        rows = upper - lower + 1  # for so many, no key is bounded on both sides
+        rows = upper - lower + 1  # rows whose keys are bounded on one side only
         yield from _band(q[:rows], k[: upper + 1], None, lower)
         yield from _band(q[:rows], k[upper + 1 :], -1, None)
         q, diagonal, lowest = q[rows:], upper + rows, lower + rows

@@ -69,7 +69,7 @@ class Tree:
         begins: list[int] = []
         stops: list[int] = []
         for begin, length, stop in zip(self._begins, self.lengths, self._stops, strict=True):
-            if length and stops[-1:] != [stop]:  # else nobody sees it, or the same tokens as the node before it
+            if length and stops[-1:] != [stop]:  # skip empty nodes, and merge a node into the one it continues
                 begins.append(begin)
                 stops.append(stop)
         bounds = (*begins, self.seq_length)
@@ -122,7 +122,7 @@ class Tree:
         """
         row_of = torch.full((self.seq_length + 1,), -1, device=positions.device)
         row_of[positions] = torch.arange(len(positions), device=positions.device)
-        rows = row_of[self._predecessors.to(positions.device)]  # -1, for none, is the additional last one
+        rows = row_of[self._predecessors.to(positions.device)]  # index -1 (none) hits the extra last entry
         targets = (rows >= 0).nonzero().flatten()
         return rows[targets], targets
 

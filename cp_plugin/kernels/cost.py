@@ -124,7 +124,7 @@ def _tile(tile: Tile, sizes: Sizes, at: Speeds) -> float:
     rows, keys = len(tile.q), len(tile.k)
     products = _products(_whole_blocks(tile), rows, keys, sizes, at.library, at.processors)
     nbytes = _elements(rows, keys, sizes) * (sizes.itemsize + _SUMS)
-    if tile.q.step < 0:  # what goes in and comes out is copied from the last to the first
+    if tile.q.step < 0:  # inputs and outputs are copied in reverse
         nbytes += 3 * _elements(rows, keys, sizes) * 2 * sizes.itemsize
     return products + nbytes / at.bytes_per_s + _LAUNCHES * devices.LAUNCH_S
 

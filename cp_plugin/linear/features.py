@@ -48,7 +48,7 @@ class Squared(nn.Module):
         self._learned_norm = learned_norm
         self.projection = nn.Parameter(torch.stack([_initial(head_dim, seed, head) for head in heads]))
         if learned_norm:
-            self.gain = nn.Parameter(torch.ones(len(heads) * PROJECTED))  # flat: optimizers spare vectors weight decay
+            self.gain = nn.Parameter(torch.ones(len(heads) * PROJECTED))  # flat: no weight decay for vectors
             self.bias = nn.Parameter(torch.zeros(len(heads) * PROJECTED))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ class LinearAttention(nn.Module):
         elif self.variant.decay == "head":
             log_decay = _on(self._log_decay, q.device)
         if self.variant.normalised:
-            v = torch.cat((v, torch.ones_like(v[..., :1])), -1)  # whose output is the sum of weights
+            v = torch.cat((v, torch.ones_like(v[..., :1])), -1)  # its output is the sum of weights
         scale = q.size(3) ** -0.5 if self.variant.features.scaled else 1.0
         return Prepared(self.q_features(q), self.k_features(k), v, log_decay, scale)
 
@@ -199,7 +199,7 @@ class LinearAttention(nn.Module):
 @lru_cache(maxsize=1024)
 def _on(log_decay: tuple[float, ...], device: torch.device) -> Tensor:
     """A layer's decays on the device, float64; cached, since a copy would synchronize."""
-    with torch.inference_mode(False):  # the next call may want gradients
+    with torch.inference_mode(False):  # the next call may need gradients
         return torch.tensor(log_decay, device=device, dtype=torch.float64)
 
 

@@ -124,12 +124,12 @@ def _best(state: Ints, left: Ints, start: int, room: int, work: int, pack: Pack)
     size = state.shape[2]
     density = (work << 8) // max(1, room)
     uneven = np.abs(state[_WORK] - (state[_ROOM] * density >> 8)).max(1) // max(1, pack.mean // pack.tokens)
-    received = state[_RECEIVED] - state[_INSIDE] * np.minimum(state[_ROOM], start)  # it may take what it receives
+    received = state[_RECEIVED] - state[_INSIDE] * np.minimum(state[_ROOM], start)  # may still take it
     busy = np.maximum(state[_SENT], received)
     cost = size * (4 * (busy.max(1) + left) + 2 * uneven) + busy.sum(1)
     code = (state * _FACTORS).sum(0)
     code = (code ^ code >> 29) * _FACTORS[0]
-    _, different = np.unique(code.sum(1), return_index=True)  # whose numbers ranks have is no difference
+    _, different = np.unique(code.sum(1), return_index=True)  # up to renumbering ranks
     return different[np.argsort(cost[different], kind="stable")]
 
 

@@ -177,7 +177,7 @@ def _place(documents: tuple[int, ...], size: int, per_host: int, left: int | Non
     by_rank = np.lexsort((start, document, rank))
     pieces = [x[by_rank] for x in (document, start, stop, rank)]
     for x in pieces:
-        x.setflags(write=False)  # it is kept
+        x.setflags(write=False)  # cached
     return Placement(documents, size, per_host, left, *pieces)
 
 

@@ -143,7 +143,7 @@ def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[Exchange]:
     allowed = (n > 0) & (ranks.work[rank] + moved >= -limit) & (np.array(ranks.work)[theirs.rank] - moved >= -limit)
 
     ends = np.zeros((len(traffic), 1 + max(mine.document.max(), theirs.document.max())), np.int64)
-    for of in (mine, theirs):  # 0 where a rank holds nothing of a document
+    for of in (mine, theirs):  # 0: holds nothing of the document
         np.maximum.at(ends, (of.rank, of.document), of.stop)
     of_mine, of_theirs = ends[:, mine.document], ends[:, theirs.document]
     wanted = _wanted(of_mine[:, :, None], given, n) - _wanted(of_theirs[:, None], taken, n)

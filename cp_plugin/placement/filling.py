@@ -97,7 +97,7 @@ def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
     if styles is STYLES and trials > 1:
         ways = enumerate(beam(pack, size, pairs, limit), len(styles))
         others = sorted(_rated(number, _given_out(pack, size, pairs, way, limit), limit) for number, way in ways)
-        rounds, patience = trials * max(6, trials) // 6, trials // 2  # the smaller a pack, the more it is worth to try
+        rounds, patience = trials * max(6, trials) // 6, trials // 2  # small packs gain most
         found = sorted(
             one._replace(most=relieve(one.ranks, limit, rounds, patience)) for one in found[:FINALISTS] + others[:1]
         )
@@ -127,7 +127,7 @@ def _trial(pack: Pack, size: int, pairs: Pairs, style: Style, limit: int) -> Ran
     most = fewest + (longest - fewest) * style.reach // 8
     reserve = _reserve(pack) if style.reserve else 0
     slack = pack.mean * SLACK // 1000
-    idle = [(-pack.mean, rank) for rank in range(size)]  # a heap; entries that no longer hold are skipped
+    idle = [(-pack.mean, rank) for rank in range(size)]  # a heap with stale entries
     for d, length, work in zip(pack.long, pack.lengths, pack.works, strict=True):
         while -idle[0][0] != ranks.work[idle[0][1]] or not ranks.tokens[idle[0][1]]:
             heapq.heappop(idle)
@@ -142,7 +142,7 @@ def _trial(pack: Pack, size: int, pairs: Pairs, style: Style, limit: int) -> Ran
             ranks.work[rank] -= work
             heapq.heappush(idle, (-ranks.work[rank], rank))
             continue
-        if light:  # only tokens are short
+        if light:  # only tokens are scarce
             by_room: Iterable[int] = sorted(range(size), key=lambda r: (-ranks.tokens[r], r))
         else:
             by_room = _drain(idle, ranks)
@@ -199,7 +199,7 @@ def _reserve(pack: Pack) -> int:
     rest = [*zip(pack.lengths, pack.works, strict=True)][len(cut) :]
     filled = int(pack.short_lengths.sum())
     if (length + filled) * pack.mean >= work * pack.tokens:
-        return 0  # the very short ones are enough
+        return 0  # the short ones suffice
     spent = 0
     for tokens, pairs in reversed(rest):
         if (length + filled) * pack.mean >= (work + spent) * pack.tokens:

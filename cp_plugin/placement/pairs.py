@@ -104,7 +104,7 @@ def traffic(document: Ints, start: Ints, stop: Ints, rank: Ints, left: int | Non
     gaps = np.flatnonzero(begin < end)
     d, begin, end, r = d[gaps], begin[gaps], end[gaps], r[gaps]
 
-    line = np.lexsort((start, document))  # all pieces, document after document, without a gap
+    line = np.lexsort((start, document))  # all pieces in document order, without gaps
     width = int(stop.max()) + 1
     at = (document * width + start)[line]
     first = np.searchsorted(at, d * width + begin, side="right") - 1

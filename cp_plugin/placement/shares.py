@@ -81,7 +81,7 @@ class Ranks:
             n = max(tail - pairs.tokens(to_tail - work), tail - max(0, most - self.need[rank]))
             if style.mirrored:
                 n = max(n, rest * work // todo)
-            n = min(n, pairs.tokens(to_head + work) - head)  # all from the head: less work there is not
+            n = min(n, pairs.tokens(to_head + work) - head)  # taking all from the head is the least work
             n = min(max(n, rest - room), self.tokens[rank], rest)
             if not n:
                 continue

@@ -172,7 +172,7 @@ def _dkv(
     dk1 = tl.zeros([N, D1], tl.float32) if D1 > 0 else dk0
     dv0 = tl.zeros([N, E0], tl.float32)
     dv1 = tl.zeros([N, E1], tl.float32) if E1 > 0 else dv0
-    for turn in range(repeat * n_runs):  # all runs of one query head after the other
+    for turn in range(repeat * n_runs):  # all runs of one query head, then the next head
         run, head = turn % n_runs, group * repeat + turn // n_runs
         offset, position, step, begin, end, inner, edge = passed(runs, run, low, high, inner_low, inner_high, M)
         q_run = q + batch * q_b + head * q_h + offset * q_s

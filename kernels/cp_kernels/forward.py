@@ -129,7 +129,7 @@ def _forward(
             )
     if visited > 0 or not ONTO:
         if ONTO:
-            tl.debug_barrier()  # all threads have read what is overwritten here
+            tl.debug_barrier()  # all threads have read what is overwritten
         divisor = tl.where(total == 0.0, 1.0, total)
         tl.store(lses, tl.where(total == 0.0, -float("inf"), m * LN_2 + tl.log(divisor)), mask=there)
         store_rows(out, rows, out_s, there, acc0 / divisor[:, None], 0, E0, E)

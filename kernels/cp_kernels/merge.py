@@ -161,7 +161,7 @@ def _merge_kernel(
             at += lses_apart
             here += outs_apart
 
-    tl.debug_barrier()  # in place: every warp reads a row's lse, and one of them stores the new one
+    tl.debug_barrier()  # in place: every warp reads a row's lse before one stores the new value
     there = out + offsets(s_i, b_i, h_i, out_strides)[:, None] + column
     tl.store(there, merged.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + offsets(s_i, b_i, h_i, lse_strides), top + tl.log(total), mask=known)

@@ -1,4 +1,4 @@
-"""Inputs for linear attention and the answer of the sequential recurrence, by torch's autograd in float64."""
+"""Inputs of linear attention, and the float64 result of the sequential recurrence."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cp_plugin.linear.segment import Tokens
 
 DECAYS: tuple[Decay, ...] = ("none", "head", "token", "key")
 BOUNDARIES = (0.05, 0.3, 0.31, 0.7)
-"""Where documents begin, as shares of the sequence."""
+"""Document starts as fractions of the sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCase:
-    """One problem. Decays go from 1 - 1e-6 to exp(-50)."""
+    """One problem. Decays range from 1 - 1e-6 to exp(-50)."""
 
     decay: Decay = "none"
     causal: bool = True
@@ -60,7 +60,7 @@ class LinearCase:
         return q, k, v, log_decay, dout
 
     def want(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-        """out, dq, dk, dv and, where there is one, the gradient of the log decay; for inputs rounded to ``dtype``."""
+        """out, dq, dk, dv and the gradient of the log decay, if any; for inputs rounded to ``dtype``."""
         q, k, v, log_decay, dout = self.inputs(dtype)
         leaves = [x.double().requires_grad_() for x in (q, k, v, log_decay) if x is not None]
         out = self.outputs(*leaves[:3], leaves[3] if log_decay is not None else None)
@@ -72,7 +72,7 @@ class LinearCase:
         return recurrence.run(self._tokens(q, k, v, log_decay))[1]
 
     def outputs(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tensor:
-        """One token after the other; without a causal mask also from the end, with each token itself once."""
+        """The recurrence; without a causal mask also in reverse, counting each token itself once."""
         x = self._tokens(q, k, v, log_decay)
         out = recurrence.run(x)[0]
         if self.causal:
@@ -89,7 +89,7 @@ class LinearCase:
         return Tokens(q, k, v, log_decay, self._marks(0, (0, -1)))
 
     def _marks(self, offset: int, part: tuple[int, int | None]) -> Tensor | None:
-        """bool ``[s, b]``: first tokens of documents; for offset -1 last ones, read from the end."""
+        """bool ``[s, b]``: first tokens of documents; for offset -1 last tokens, in reverse order."""
         if self.cu_seqlens is None:
             return None
         marks = torch.zeros(self.seq_length, self.batch, dtype=torch.bool)
@@ -98,6 +98,6 @@ class LinearCase:
 
 
 def distance(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||; infinite where it is not a number."""
+    """||got - want|| / ||want||; infinite if not a number."""
     error = ((got.double() - want.double()).norm() / want.double().norm()).item()
     return error if error == error else float("inf")

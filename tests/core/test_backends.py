@@ -1,4 +1,4 @@
-"""Every kernel that runs here against the oracle, tile by tile; the delta trick; what is refused."""
+"""Tile kernels that run on the CPU against the oracle; the stand-in for out; refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(backend: backends.Backend, case: Case) -> Result:
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
 def test_kernel_equals_oracle(name: str, dtype: torch.dtype, kv_heads: int, causal: bool) -> None:
-    """Keys and values with heads of one size, and of different ones, as in multi-latent attention."""
+    """Equal and different head sizes of keys and values, as in multi-latent attention."""
     backend = backends.get(name)
     reason = backend.unsupported(CPU, dtype, 16, 16)
     if reason is not None:
@@ -88,7 +88,7 @@ def test_kernels_take_strided_views() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_delta_stands_in_for_out_at_the_same_error(dtype: torch.dtype) -> None:
+def test_delta_replaces_out_at_the_same_error(dtype: torch.dtype) -> None:
     case = Case(seq_length=256, heads=4, kv_heads=4, causal=True, dtype=dtype, head_dim=64, v_head_dim=64)
     sdpa, want = backends.get("sdpa"), case.reference()
     q, k, v, dout = case.inputs()
@@ -98,7 +98,7 @@ def test_delta_stands_in_for_out_at_the_same_error(dtype: torch.dtype) -> None:
         assert ours <= 1.1 * theirs, (ours, theirs)
 
 
-def test_the_stand_in_survives_tiny_huge_and_zero_gradients() -> None:
+def test_stand_in_for_tiny_huge_and_zero_gradients() -> None:
     torch.manual_seed(0)
     out = torch.randn(6, 1, 1, 64)
     dout = torch.randn(6, 1, 1, 64) * torch.tensor([1e-30, 1e-20, 1.0, 1e15, 1e18, 0.0]).view(6, 1, 1, 1)
@@ -108,7 +108,7 @@ def test_the_stand_in_survives_tiny_huge_and_zero_gradients() -> None:
     assert fake[-1].eq(0).all() and (fake.norm(dim=-1) <= out.norm(dim=-1) * 1.001).all()
 
 
-def test_auto_takes_the_first_that_can_and_says_why() -> None:
+def test_auto_chooses_the_first_that_can_run() -> None:
     for sizes in ((64, 64), (192, 128), (128, 192)):
         assert backends.choose("auto", CPU, torch.bfloat16, *sizes)[0].name == "sdpa"
     chosen, reason = backends.choose("auto", torch.device("meta"), torch.bfloat16, 192, 128)

@@ -1,6 +1,6 @@
-"""Rows without a finite score in one tile, on CUDA's kernels: what they answer, and that merging keeps the other tile.
+"""Rows without a finite score in one tile, on CUDA kernels: their results, and that merging keeps the other tile.
 
-torch's operators are stood in for by functions that take what their schemas say and compute with the reference.
+torch's operators are replaced by functions with their schemas that compute with the reference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cp_plugin.kernels.merge import merge
 
 
 def operator(name: str, blind: float) -> Any:
-    """What stands in for ``aten::name``; blind: its log-sum-exp of a row without a finite score."""
+    """Replaces ``aten::name``; blind: its log-sum-exp of a row without a finite score."""
     schema = getattr(torch.ops.aten, name).default._schema
 
     def call(*args: Any, **named: Any) -> tuple[Any, ...]:

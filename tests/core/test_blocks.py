@@ -1,4 +1,4 @@
-"""Which kernel gets a block, in which order its tokens come to it, and that all ways give the same."""
+"""Block attention: kernel choice, token sorting, and equality of all paths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cp_plugin.placement.layouts import get_layout
 
 @dataclass
 class ByPositions:
-    """A ``BlockBackend`` that takes attention at its word; and what it was asked."""
+    """A naive ``BlockBackend`` that records the number of runs in each call."""
 
     name: str = "positions"
     asked: list[tuple[int, int]] = field(default_factory=list)
@@ -97,7 +97,7 @@ def tensors(block: Block) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(("block", "goes_to"), BLOCKS.values(), ids=BLOCKS)
-def test_a_library_gets_what_one_call_does_and_all_ways_agree(block: Block, goes_to: str) -> None:
+def test_kernel_choice_and_agreement_of_all_paths(block: Block, goes_to: str) -> None:
     q, k, v, dout = tensors(block)
     mine, tiled = ByPositions(), Tiled(Sdpa())
     either = Either(tiled, InOrder(ByDepth(Whole(mine)), enough=3))
@@ -116,7 +116,7 @@ def test_a_library_gets_what_one_call_does_and_all_ways_agree(block: Block, goes
 
 
 @pytest.mark.parametrize("name", ["library", "own"])
-def test_it_goes_on_from_other_keys_also_where_tokens_are_put_in_order(name: str) -> None:
+def test_running_partials_with_sorted_tokens(name: str) -> None:
     rows, first, second = held("striped", 0, 1, 2, 3), held("striped", 0, 2), held("striped", 1, 3)
     way = InOrder(Tiled(Sdpa())) if name == "library" else InOrder(Whole(ByPositions()))
     q, k, v, _ = tensors(Block(rows, first, CAUSAL))
@@ -129,7 +129,7 @@ def test_it_goes_on_from_other_keys_also_where_tokens_are_put_in_order(name: str
     torch.testing.assert_close(tuple(found), want)
 
 
-def test_our_kernels_get_long_runs_as_they_are_and_short_ones_in_order() -> None:
+def test_own_kernels_sort_short_runs_only() -> None:
     block = Block(held("striped", 0, 2), held("striped", 1, 3), CAUSAL)
     for enough, runs in ((12, (2, 2)), (13, (1, 1)), (None, (1, 1))):
         mine = ByPositions()
@@ -138,7 +138,7 @@ def test_our_kernels_get_long_runs_as_they_are_and_short_ones_in_order() -> None
         assert mine.asked == [runs]
 
 
-def test_blocks_that_cannot_meet_are_not_computed() -> None:
+def test_disjoint_blocks_are_skipped() -> None:
     mine, later = ByPositions(), Block(held("contiguous", 0), held("contiguous", 1), CAUSAL)
     q, k, v, dout = tensors(later)
     onto = Partial(q, q[..., 0])
@@ -148,7 +148,7 @@ def test_blocks_that_cannot_meet_are_not_computed() -> None:
     assert not mine.asked and not tiles(*later)
 
 
-def test_the_cpu_has_a_library_kernel_alone() -> None:
+def test_kernels_on_the_cpu() -> None:
     problem, cpu = Problem(size=1), torch.device("cpu")
     chosen = kernel(backends.get("sdpa"), problem, cpu, auto=True)
     assert chosen == InOrder(Tiled(Sdpa()))

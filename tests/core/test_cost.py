@@ -1,4 +1,4 @@
-"""Which blocks go to a library's kernel in tiles, and which to ours in one launch, on each GPU; and what is counted."""
+"""The cost model: which blocks go to a library in tiles and which to our own kernel, per GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cp_plugin.placement.layouts import get_layout
 
 GROUPED = Sizes(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, itemsize=2)
 FEW = GROUPED._replace(heads=8, kv_heads=1)
-"""As tensor parallelism over four or eight leaves them."""
+"""As with tensor parallelism 4 or 8."""
 LONG = 1024
 
 
@@ -40,7 +40,7 @@ def held(layout: str, *ranks: int, tokens: int, size: int) -> Segments:
 
 
 def gathered(method: str, layout: str, tokens: int, size: int = 8) -> Block:
-    """What a rank of the method attends to; ``tokens``: of each rank."""
+    """What a rank of the method attends to; ``tokens`` per rank."""
     if method == "all_gather":
         rows, keys = (5,), tuple(range(size))
     else:  # a grid of 2 rows and half as many columns
@@ -56,7 +56,7 @@ def of(block: Block, sizes: Sizes, at: Speeds | None) -> Cost:
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 @pytest.mark.parametrize("method", ["all_gather", "attention2d"])
 @pytest.mark.parametrize("sizes", [GROUPED, FEW], ids=["32 heads", "8 heads"])
-def test_a_few_large_tiles_are_a_librarys_on_hopper(kernel: str, layout: str, method: str, sizes: Sizes) -> None:
+def test_few_large_tiles_go_to_the_library_on_hopper(kernel: str, layout: str, method: str, sizes: Sizes) -> None:
     tokens = 2048 if kernel == "flash 3" else 4096
     for n in (tokens, 8192, 65536):
         found = of(gathered(method, layout, n), sizes, HOPPER[kernel])
@@ -65,7 +65,7 @@ def test_a_few_large_tiles_are_a_librarys_on_hopper(kernel: str, layout: str, me
 
 
 @pytest.mark.parametrize("at", [*HOPPER.values(), AMPERE], ids=[*HOPPER, "sdpa on 8.0"])
-def test_many_small_tiles_are_ours(at: Speeds) -> None:
+def test_many_small_tiles_go_to_our_kernel(at: Speeds) -> None:
     for tokens, size in ((512, 8), (512, 64), (1024, 64)):
         found = of(gathered("all_gather", "striped", tokens, size), GROUPED, at)
         assert found.tiles == size and not found.by_library
@@ -77,7 +77,7 @@ def test_many_small_tiles_are_ours(at: Speeds) -> None:
     assert not found.by_library and found.tiles is None and found.why == f"more than {MOST} tiles"
 
 
-def test_what_a_cost_is_made_of() -> None:
+def test_terms_of_the_cost() -> None:
     at = HOPPER["flash 3"]
     block = gathered("all_gather", "contiguous", 4096)  # keys before the shard, and the shard with itself
     found = of(block, GROUPED, at)
@@ -134,7 +134,7 @@ def test_counting_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiles.tiles_up_to(2, *few) == tiles.tiles(*few) and tiles.tiles_up_to(1, *few) is None
 
 
-def test_without_speeds_only_one_call_is_a_librarys() -> None:
+def test_without_speeds_the_library_runs_single_tiles_only() -> None:
     assert of(Block((range(64),), (range(64),), CAUSAL), GROUPED, None).by_library
     for block in (
         gathered("all_gather", "striped", 65536),
@@ -161,7 +161,7 @@ def test_forward_and_backward_go_the_same_way(monkeypatch: pytest.MonkeyPatch, t
     assert seen == ([library] * 2 if by_library else [own] * 2)
 
 
-def test_on_a_gpu_auto_weighs_what_it_took_and_the_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_weighs_kernels_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     problem, cuda = Problem(size=1), torch.device("cuda")
     found = kernel(backends.get("cudnn"), problem, cuda, auto=True)

@@ -1,4 +1,4 @@
-"""What ``--cp-backend auto`` takes on each GPU, of what is installed, and why; no GPU is needed for the question."""
+"""The backend that ``--cp-backend auto`` chooses per GPU and installed libraries, and why; needs no GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """A GPU and torch with cuDNN 9.20, and nothing else."""
+    """A GPU and torch with cuDNN 9.20; no attention library."""
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
@@ -59,7 +59,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize(("capability", "installed", "sizes", "name", "generation"), TAKEN.values(), ids=TAKEN)
-def test_what_is_taken(
+def test_auto_choice(
     machine: Machine,
     capability: tuple[int, int],
     installed: str,
@@ -75,7 +75,7 @@ def test_what_is_taken(
     assert f"compute capability {capability[0]}.{capability[1]}" in reason
 
 
-def test_it_says_what_comes_before_and_why_not(machine: Machine) -> None:
+def test_reason_names_rejected_candidates(machine: Machine) -> None:
     _, reason = backends.choose("auto", CUDA, torch.bfloat16, 128, 128)
     assert reason.startswith(
         "cudnn on Hopper (compute capability 9.0), since not flash 3: flash-attn 3 is not installed: "
@@ -87,7 +87,7 @@ def test_it_says_what_comes_before_and_why_not(machine: Machine) -> None:
     )
 
 
-def test_other_dtypes_and_equal_bits(machine: Machine) -> None:
+def test_other_dtypes_and_deterministic_mode(machine: Machine) -> None:
     assert backends.choose("auto", CUDA, torch.float16, 128, 128)[0].name == "cudnn"
     assert backends.choose("auto", CUDA, torch.float32, 128, 128)[0].name == "triton"
     assert backends.choose("auto", CUDA, torch.float64, 128, 128)[0].name == "reference"

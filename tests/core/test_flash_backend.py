@@ -59,7 +59,7 @@ def test_out_and_gradients(machine: Machine, generation: str, sizes: tuple[int, 
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_a_tile_of_a_longer_row_has_its_share_of_the_gradients(machine: Machine, generation: str) -> None:
+def test_gradients_of_tiles_add_up(machine: Machine, generation: str) -> None:
     GENERATIONS[generation](machine)
     case = Case(seq_length=32, heads=4, kv_heads=2, causal=False, dtype=torch.bfloat16)
     assert_close(library_tiles.run_in_two(Flash(), case), case.reference(), 1e-2, generation)
@@ -73,7 +73,7 @@ def test_rows_without_a_finite_score(machine: Machine, generation: str) -> None:
     assert Flash().forward(q, k, v, 0, 1.0)[1].flatten().isneginf().tolist() == [True] * 3 + [False] * 5
 
 
-def test_each_gpu_has_its_generation(machine: Machine) -> None:
+def test_generation_per_gpu(machine: Machine) -> None:
     two, three, newest = machine.flash2(), machine.flash3(FA3_2_8), machine.flash4()
     case = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16)
     for capability, taken in (((9, 0), three), ((10, 0), newest), ((10, 3), newest), ((8, 9), two), ((12, 0), two)):
@@ -86,7 +86,7 @@ def test_each_gpu_has_its_generation(machine: Machine) -> None:
     assert reason == "flash-attn-3 of unknown version needs Hopper, not compute capability 10.0"
 
 
-def test_what_version_4_does_not_take(machine: Machine) -> None:
+def test_limits_of_version_4(machine: Machine) -> None:
     machine.flash4()
 
     def reason(head_dim: int, v_head_dim: int) -> str | None:
@@ -130,7 +130,7 @@ def refused(head_dim: int = 64, v_head_dim: int = 64) -> str:
     return reason
 
 
-def test_what_is_missing_is_named_with_how_to_get_it(machine: Machine) -> None:
+def test_missing_libraries_are_named_with_install_advice(machine: Machine) -> None:
     assert "CUDA" in str(Flash().unsupported(torch.device("cpu"), torch.bfloat16, 64, 64))
     assert "not torch.float32" in str(Flash().unsupported(CUDA, torch.float32, 64, 64))
     assert "flash-attn 2 is not installed: pip install" in refused() and "build the folder hopper" in refused()
@@ -142,7 +142,7 @@ def test_what_is_missing_is_named_with_how_to_get_it(machine: Machine) -> None:
     assert "needs Ampere or newer, not compute capability 7.5" in refused()
 
 
-def test_what_flash_attention_3_was_built_without(machine: Machine) -> None:
+def test_build_flags_of_flash_attention_3(machine: Machine) -> None:
     kernel = machine.flash3(FA3_LATER, FLASHATTENTION_DISABLE_HDIM256=True, FLASH_ATTENTION_DISABLE_HDIMDIFF192=True)
     assert "multiples of 8 up to 192, not 256" in refused(256, 256)
     run(Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16, head_dim=192, v_head_dim=128))
@@ -151,7 +151,7 @@ def test_what_flash_attention_3_was_built_without(machine: Machine) -> None:
     assert "built without a backward" in refused()
 
 
-def test_versions_that_are_not_known_are_refused_by_the_name_that_differs(machine: Machine) -> None:
+def test_unknown_versions_are_refused_by_parameter(machine: Machine) -> None:
     machine.flash3(FA3_2_7_0)
     assert "flash-attn-3 of unknown version is not a version" in refused() and "'cu_seqlens_q'" in refused()
     machine.flash3((FA3_2_8[0].replace("qv,", "qv, head_mask,"), FA3_2_8[1]))
@@ -164,7 +164,7 @@ def test_versions_that_are_not_known_are_refused_by_the_name_that_differs(machin
     assert "is not a version" in refused()
 
 
-def test_results_in_another_order_are_not_taken(machine: Machine) -> None:
+def test_results_in_another_order_are_refused(machine: Machine) -> None:
     kernel = machine.flash3(FA3_2_8)
     parts = sys.modules["flash_attn_interface"]
     parts._flash_attn_forward = function("f", FA3_2_8[0], lambda given: kernel.forward(given)[::-1])
@@ -173,7 +173,7 @@ def test_results_in_another_order_are_not_taken(machine: Machine) -> None:
         run(case)
 
 
-def test_only_tiles_it_can_do() -> None:
+def test_uncut_tiles_are_refused() -> None:
     q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
     with pytest.raises(AssertionError, match="diagonal -1, must be cut"):
         Flash().forward(q, k, v, -1, 0.25)

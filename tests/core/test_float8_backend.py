@@ -1,4 +1,4 @@
-"""The reference of FP8 attention: its errors are those that its roundings imply; and how kernels are chosen for FP8."""
+"""The FP8 reference: errors match its roundings; delayed scaling; kernel choice for FP8."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.verify import plan, verify
 
 E4, E5 = 0.0265, 0.053
-"""Root mean square of e4m3's and e5m2's relative errors of numbers of any size."""
+"""Root mean square of the relative rounding errors of e4m3 and e5m2."""
 SCORES = 2**0.5 * E4
-"""Of exp(score): scores have a variance of 1 in these tests, and both factors of every term are rounded."""
+"""Of exp(score): scores have variance 1 here, and both factors of every term are rounded."""
 IMPLIED = Result(
     out=(3 * E4**2 + SCORES**2) ** 0.5,  # P, v, out, and the scores
     dq=(3 * E5**2 + 2 * E4**2 + SCORES**2) ** 0.5,  # dout, dS, dq; v, k
     dk=(3 * E5**2 + 2 * E4**2 + SCORES**2) ** 0.5,  # dout, dS, dk; v, q
     dv=(2 * E5**2 + E4**2 + SCORES**2) ** 0.5,  # dout, dv; P
 )
-"""Errors of independent roundings add in squares: 0.059, 0.106, 0.106 and 0.088."""
+"""Independent rounding errors add in squares: 0.059, 0.106, 0.106 and 0.088."""
 CASES = [
     Case(seq_length=s, heads=4, kv_heads=g, causal=causal, dtype=dtype, head_dim=d, v_head_dim=e, batch=1)
     for s, g, d, e in ((64, 4, 64, 64), (128, 2, 32, 48))
@@ -38,7 +38,7 @@ CASES = [
 
 
 def run(case: Case, scaled: Scaling | None = None, size: float = 1.0) -> Result:
-    """``size``: of dout; its gradients are given back in their own."""
+    """``size``: factor on dout; gradients are divided by it."""
     q, k, v, dout = case.inputs()
     dout = dout * size
     diagonal, scale, kernel = 0 if case.causal else case.seq_length, case.head_dim**-0.5, Float8()
@@ -51,13 +51,13 @@ def run(case: Case, scaled: Scaling | None = None, size: float = 1.0) -> Result:
 
 
 def outside(found: tuple[float, ...], factor: float = 1.25) -> list[str]:
-    """Tensors that are further off than their roundings imply."""
+    """Tensors whose error exceeds what their roundings imply."""
     limits = zip(Result._fields, found, IMPLIED, strict=False)
     return [name for name, error, implied in limits if not error <= factor * implied]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.seq_length}-{c.kv_heads}-{c.causal}-{c.dtype}")
-def test_errors_are_those_that_the_scales_imply(case: Case) -> None:
+def test_errors_match_the_roundings(case: Case) -> None:
     for name, found, implied in zip(Result._fields, errors(run(case), case.reference()), IMPLIED, strict=False):
         assert 0.7 * implied <= found <= 1.25 * implied, (name, found, implied)
 
@@ -79,7 +79,7 @@ def test_planted_faults_are_outside(fault: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_scales_are_powers_of_two_that_use_the_range(dtype: torch.dtype) -> None:
+def test_scales_are_the_largest_powers_of_two_in_range(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     for amax in (1e-20, 1e-3, 0.999, 1.0, 1.76, largest, largest * 1.001, 3e9):
         scale = scale_for(torch.tensor(amax), dtype).item()
@@ -95,7 +95,7 @@ def test_scales_are_powers_of_two_that_use_the_range(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize(("bad", "scaled"), [(torch.nan, Scaling()), (torch.inf, Delayed())], ids=str)
-def test_what_is_not_finite_stays_so(bad: float, scaled: Scaling) -> None:
+def test_nonfinite_values_propagate(bad: float, scaled: Scaling) -> None:
     case = CASES[0]
     if isinstance(scaled, Delayed):
         run(case, scaled)
@@ -106,7 +106,7 @@ def test_what_is_not_finite_stays_so(bad: float, scaled: Scaling) -> None:
 
 
 def test_sends_and_computes_in_fp8_on_ranks() -> None:
-    """Within twice the error of one device, as all kernels in half precision."""
+    """Within twice the error of one device, like all half-precision kernels."""
     problem = Problem(size=4, heads=4, kv_heads=2, head_dim=32, seq_length=128, batch=1)
     options = Options(fp8="compute", backend="float8")
     results = verify(plan(["striped", "attention2d", "ulysses"], [problem], options), "cpu", threads=True)
@@ -147,7 +147,7 @@ def test_auto_never_takes_an_fp8_kernel() -> None:
     assert sends.name == "sdpa"
 
 
-def test_older_devices_and_deterministic_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     kernel = backends.get("te_fp8")
     assert "takes bfloat16 and float16" in str(kernel.unsupported(cuda, torch.float32, 128, 128))
@@ -167,13 +167,13 @@ KINDS = {
     "the largest of three steps": (lambda: Delayed(3, algorithm="max", margin=1), 1.7),
     "current, with a memory": (lambda: Delayed(margin=2, roles=IN_BACKWARD), 3.0),
 }
-"""What is scaled how, and by how much gradients may grow in a step."""
+"""Scalings, and how much gradients may grow in a step."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES[::3], ids=lambda c: f"{c.seq_length}-{c.kv_heads}-{c.causal}-{c.dtype}")
-def test_errors_of_delayed_scaling_are_those_that_the_scales_imply(kind: str, case: Case) -> None:
-    """From the first step on, which has nothing to look back to; gradients are small, and grow a little."""
+def test_errors_of_delayed_scaling_match_the_roundings(kind: str, case: Case) -> None:
+    """From the first step, which has no history; gradients are small and grow a little."""
     make, growth = KINDS[kind]
     scaled, want = make(), case.reference()
     for size in (1e-6, 1e-6, growth * 1e-6, 1e-6):
@@ -182,8 +182,8 @@ def test_errors_of_delayed_scaling_are_those_that_the_scales_imply(kind: str, ca
         scaled.update()
 
 
-def test_delayed_scales_are_those_of_the_step_before() -> None:
-    """Gradients that grow by 64 are cut off at first, and then what follows from them."""
+def test_delayed_scales_lag_one_step() -> None:
+    """Gradients that grow by 64 saturate at first, and then what is computed from them."""
     case, scaled = CASES[0], Delayed()
     want = case.reference()
     run(case, scaled, 1.0)
@@ -222,7 +222,7 @@ def test_histories() -> None:
 
 
 def test_only_training_is_recorded() -> None:
-    """Not evaluation; a forward without gradients that is to be repeated is training."""
+    """Not evaluation; a forward without gradients inside recomputation counts as training."""
     cp = ContextParallel("ring", fp8="compute", backend="float8")
     q, k, v = (x.requires_grad_().bfloat16() for x in CASES[1].inputs()[:3])
     forward = ("q", "k", "v", "out")
@@ -247,8 +247,8 @@ def test_only_training_is_recorded() -> None:
         ContextParallel("ring", fp8="comm").attention(q, k, v, scaling=scaled)
 
 
-def test_ranks_agree_on_what_they_recorded() -> None:
-    """The rank with the largest elements decides for all; the ring brings them to the others in the backward only."""
+def test_ranks_agree_on_scales() -> None:
+    """The rank with the largest elements decides; other ranks see them in the backward only."""
 
     def rank() -> tuple[list[float], torch.Tensor]:
         index = dist.get_rank()

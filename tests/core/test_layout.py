@@ -1,4 +1,4 @@
-"""Every layout is a partition of the sequence; shard and unshard are inverse; illegal lengths are refused."""
+"""Layouts partition the sequence; unshard inverts shard; invalid lengths are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ names = st.sampled_from(sorted(LAYOUTS))
 
 
 @given(names, st.integers(1, 16), st.integers(1, 8))
-def test_every_position_has_one_owner(name: str, size: int, times: int) -> None:
+def test_layouts_partition_the_sequence(name: str, size: int, times: int) -> None:
     layout = get_layout(name)
     seq_length = times * layout.divisor(size)
     owned = [p for i in range(size) for s in layout.segments(seq_length, size, i) for p in s]
@@ -23,7 +23,7 @@ def test_every_position_has_one_owner(name: str, size: int, times: int) -> None:
 
 
 @given(names, st.integers(1, 8), st.integers(1, 4), st.integers(-3, 2))
-def test_unshard_undoes_shard(name: str, size: int, times: int, dim: int) -> None:
+def test_unshard_inverts_shard(name: str, size: int, times: int, dim: int) -> None:
     layout = get_layout(name)
     seq_length = times * layout.divisor(size)
     shape = [2, 3, 4]
@@ -36,7 +36,7 @@ def test_unshard_undoes_shard(name: str, size: int, times: int, dim: int) -> Non
 
 
 def test_the_drawn_layouts() -> None:
-    """The picture in the module's docstring."""
+    """The drawing in the module docstring."""
     eight = {name: [LAYOUTS[name].positions(8, 2, i).tolist() for i in range(2)] for name in LAYOUTS}
     assert eight == {
         "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]],
@@ -81,7 +81,7 @@ def test_adjacent_segments_are_joined() -> None:
 
 @given(data=st.data())
 def test_sorted_shards_are_few_runs(data: st.DataObject) -> None:
-    """Shards that were gathered in any order: the same positions in increasing order, in no more runs than needed."""
+    """Shards gathered in any order: the same positions sorted, in no more runs than needed."""
     layout = data.draw(st.sampled_from(list(LAYOUTS.values())))
     size = data.draw(st.integers(2, 8))
     n = 2 * size * data.draw(st.sampled_from([1, 2, 3, 8]))

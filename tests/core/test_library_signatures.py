@@ -1,4 +1,4 @@
-"""Our calls of other libraries against the parameters recorded of them, and these against what is installed."""
+"""Calls of libraries against their recorded parameters, and the record against what is installed."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from cp_plugin.kernels.backends.sdpa import Sdpa
 
 CUDA = torch.device("cuda")
 TOO_OLD = {("flash-attn 2", "2.6.3"): "'window_size_left'", ("flash-attn 3", "2.7.0"): "'cu_seqlens_q'"}
+"""Refused versions, and the parameter named in the refusal."""
 TOO_OLD |= {("flash-attn 4", "4.0.0b3"): "'min_seqlen_k'"}
 """Versions that are refused, and the name by which."""
 
@@ -38,7 +39,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def install(machine: Machine, library: str, version: str) -> None:
-    """That version, on the GPU that it is for."""
+    """Fake that version on its GPU."""
     generation = int(library[-1])
     {2: machine.flash2, 3: machine.flash3, 4: machine.flash4}[generation](parameters(library, version))
     machine.gpu({2: (8, 0), 3: (9, 0), 4: (10, 0)}[generation])
@@ -48,9 +49,7 @@ FLASH = [(library, v) for library in ("flash-attn 2", "flash-attn 3", "flash-att
 
 
 @pytest.mark.parametrize(("library", "version"), FLASH, ids=map(" ".join, FLASH))
-def test_recorded_versions_of_flash_attn_are_called_or_refused_by_name(
-    machine: Machine, library: str, version: str
-) -> None:
+def test_recorded_versions_of_flash_attn(machine: Machine, library: str, version: str) -> None:
     install(machine, library, version)
     kernel = Flash(generation=int(library[-1]))
     reason = kernel.unsupported(CUDA, torch.bfloat16, 64, 64)
@@ -71,7 +70,7 @@ INSTALLED = {
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: f"{s.library} {s.version} {s.path.rsplit('/', 1)[-1]}")
-def test_what_is_installed_is_as_recorded(source: Any) -> None:
+def test_installed_libraries_match_the_record(source: Any) -> None:
     if source.library == "torch":
         if torch.__version__.split("+")[0] != source.version:
             pytest.skip(f"torch {torch.__version__} is installed here, not {source.version}")
@@ -99,7 +98,7 @@ def _plain(schema: FunctionSchema) -> tuple[object, ...]:
     return arguments, [str(r.type) for r in schema.returns]
 
 
-def test_the_stand_in_of_transformer_engine_has_the_recorded_parameters() -> None:
+def test_fake_transformer_engine_matches_the_record() -> None:
     for name, ours in (("fused_attn_fwd", fake_te.FORWARD), ("fused_attn_bwd", fake_te.BACKWARD)):
         real = fake_te.function(name, _without_values(recorded("te", "2.20.2", name)), dict)
         mine = fake_te.function(name, _without_values(ours), dict)
@@ -125,8 +124,8 @@ _FITS = {
 
 @pytest.mark.parametrize("version", versions("torch"))
 @pytest.mark.parametrize("name", CALLED)
-def test_torchs_operators_get_what_their_schemas_say(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:
-    """Each argument of each call, bound to the schema of that version: its name, whether it may be there, its type."""
+def test_torch_operator_calls_match_their_schemas(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:
+    """Each argument of each call against that version's schema: name, presence, type."""
     (backend, module), called = CALLED[name], []
     q, k, v, dout = Case(seq_length=8, heads=2, kv_heads=1, causal=True, dtype=torch.bfloat16).inputs()
     lse = torch.zeros(q.shape[:3])

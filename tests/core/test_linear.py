@@ -1,4 +1,4 @@
-"""Linear attention: kernels and every registered method against the sequential recurrence in float64; its traffic."""
+"""Linear attention: kernels and all methods against the sequential recurrence in float64; traffic."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refused(provider: str, case: LinearCase, layout: str) -> bool:
 
 
 def on_shards(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Forward and backward through autograd on this rank's shards, in the order of ``LinearCase.want``."""
+    """Forward and backward on this rank's shards, in the order of ``LinearCase.want``."""
     q, k, v, log_decay, dout = case.inputs(dtype)
     shards = [cp.shard(x).detach().requires_grad_() for x in (q, k, v)]
     if log_decay is not None:
@@ -72,7 +72,7 @@ def on_threads(provider: str, size: int, case: LinearCase, dtype: torch.dtype = 
 
 
 def summed(ranks: list[list[Tensor]], case: LinearCase) -> list[list[Tensor]]:
-    """A decay per head has a gradient from every rank: their sum, on each."""
+    """Sum the gradient of a per-head decay over ranks."""
     if case.decay != "head":
         return ranks
     total = torch.stack([found[4] for found in ranks]).sum(0)
@@ -82,7 +82,7 @@ def summed(ranks: list[list[Tensor]], case: LinearCase) -> list[list[Tensor]]:
 @decays
 @documents
 @pytest.mark.parametrize("tokens", [1, 64, 150])
-def test_chunks_are_the_recurrence(decay: Any, documents: bool, tokens: int) -> None:
+def test_chunked_equals_recurrence(decay: Any, documents: bool, tokens: int) -> None:
     case = LinearCase(decay=decay, documents=documents, seq_length=tokens)
     q, k, v, log_decay, dout = case.inputs()
     x = case._tokens(q, k, v, log_decay)
@@ -97,7 +97,7 @@ def test_chunks_are_the_recurrence(decay: Any, documents: bool, tokens: int) -> 
 @documents
 @masks
 def test_float64(provider: str, layout: str, decay: Any, documents: bool, causal: bool) -> None:
-    """The recurrence's numbers; and ledger = trace = formula, to the byte."""
+    """Equal to the recurrence; ledger = trace = formula, to the byte."""
     case = LinearCase(decay=decay, documents=documents, causal=causal)
     if refused(provider, case, layout):
         with pytest.raises(RuntimeError, match=f"provider '{provider}' cannot do this"):
@@ -125,8 +125,8 @@ def test_float64(provider: str, layout: str, decay: Any, documents: bool, causal
 
 @decays
 @pytest.mark.parametrize("size", [2, 4])
-def test_documents_that_are_placed(decay: Any, size: int) -> None:
-    """Two of the documents are longer than a rank's share, and others are whole; ledger = formula, to the byte."""
+def test_placed_documents(decay: Any, size: int) -> None:
+    """Two documents are longer than a rank's share, the others whole; ledger = formula, to the byte."""
     case = LinearCase(decay=decay, documents=True, seq_length=96)
     bounds = torch.tensor([0, 3, 50, 53, 60, 96])
     case = replace(case, bounds=tuple(bounds.tolist()))
@@ -146,7 +146,7 @@ def test_documents_that_are_placed(decay: Any, size: int) -> None:
     assert all(sent == formula for sent in ledgers)
 
 
-def test_documents_that_nobody_cuts_have_no_states_to_send() -> None:
+def test_uncut_documents_send_no_states() -> None:
     case = LinearCase(decay="key", documents=True, bounds=(0, 24, 48, 72, 96))
 
     def rank(mesh: Mesh) -> tuple[list[Tensor], int]:
@@ -164,7 +164,7 @@ def test_documents_that_nobody_cuts_have_no_states_to_send() -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_without_mask_and_decay_states_are_summed(layout: str) -> None:
-    """A way of its own: one sum over all segments, of which a zigzag rank has two."""
+    """A path of its own: one sum over all segments, two of them on a zigzag rank."""
     case = LinearCase(causal=False)
     for got in on_threads("lasp2", 4, case, layout=layout):
         assert max(map(distance, got, case.want())) <= 1e-9
@@ -174,7 +174,7 @@ def test_without_mask_and_decay_states_are_summed(layout: str) -> None:
 @methods
 @decays
 def test_float32_and_half(provider: str, layout: str, decay: Any) -> None:
-    """Float32 within 1e-4; bfloat16 at most twice as far off as on one rank."""
+    """Float32 within 1e-4; bfloat16 at most twice the error of one rank."""
     for causal in (True, False):
         case = LinearCase(decay=decay, causal=causal)
         if refused(provider, case, layout):
@@ -208,7 +208,7 @@ def test_the_final_state(decay: Any, documents: bool, layout: str) -> None:
 @pytest.mark.parametrize("log_decay", [-1e-7, -1.0, -60.0, float("-inf")])
 @pytest.mark.parametrize("dimensions", [1, 2])
 def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: int) -> None:
-    """64k tokens: the sums of log decays go to -4 million, and nothing is divided by their exponential."""
+    """64k tokens: sums of log decays reach -4 million and never appear in a quotient."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2**16, 1, 1, 2) for _ in range(3))
     decay = torch.full((2**16, 1, 1, 2)[: 2 + dimensions], log_decay).requires_grad_()
@@ -246,8 +246,8 @@ def test_bytes_do_not_depend_on_the_sequence_length() -> None:
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_states_travel_while_segments_are_computed(back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The AllGather is posted before the kernel runs, and waited for after."""
+def test_all_gather_overlaps_computation(back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The all-gather is posted before the kernel runs and waited for afterwards."""
     events: list[str] = []
 
     class Watched(TraceMesh):
@@ -272,7 +272,7 @@ def test_states_travel_while_segments_are_computed(back: bool, monkeypatch: pyte
 
 
 def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above would notice a method that adds states without their decay."""
+    """The tests above detect states added without their decay."""
     case = LinearCase(decay="key")
     states = scan.states
     monkeypatch.setattr(scan, "states", lambda left, through=None, initial=None: states(left, None, initial))

@@ -1,4 +1,4 @@
-"""Scans of linear attention: against the loop and the running sum in float64, at 128k tokens, and what they take."""
+"""Scans against a loop and a running sum in float64, precision at 128k tokens, kernel and memory counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_KERNEL = {"view", "_unsafe_view", "expand", "unsqueeze", "select", "slice", "
 
 
 class Launches(TorchDispatchMode):
-    """How many operations would be kernels on a GPU."""
+    """Counts operations that would be kernels on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def one_by_one(left: Tensor, through: Tensor | None, initial: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("x", [None, 1, 4])
 @pytest.mark.parametrize("n", [*range(1, 10), 64, 129])
-def test_states_are_those_of_the_loop(n: int, x: int | None) -> None:
+def test_states_equal_the_loop(n: int, x: int | None) -> None:
     torch.manual_seed(n)
     left = torch.randn(n, 2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
     initial = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
@@ -60,8 +60,8 @@ def test_states_are_those_of_the_loop(n: int, x: int | None) -> None:
 
 
 @pytest.mark.parametrize("through", [False, True])
-def test_states_take_a_few_kernels_a_level(through: bool) -> None:
-    """2048 chunks, which are 128k tokens: the loop took 4096 kernels, or 2048 without a decay."""
+def test_kernels_per_level_of_the_state_scan(through: bool) -> None:
+    """2048 chunks, that is, 128k tokens."""
     n = 2048
     left, decay = torch.zeros(n, 1, 1, 2, 2), torch.ones(n, 1, 1, 1)
     with Launches() as launches:
@@ -73,8 +73,7 @@ def test_states_take_a_few_kernels_a_level(through: bool) -> None:
 
 
 def in_turn(y: Tensor, dim: int) -> Tensor:
-    """``cumsum`` as on CUDA along any dimension but the last one: a running sum in the dtype of y. The CPU's is in
-    float64."""
+    """``cumsum`` in the dtype of y, as on CUDA along all but the last dimension; the CPU accumulates in float64."""
     total, found = torch.zeros_like(y.select(dim, 0)), []
     for addend in y.unbind(dim):
         total = total + addend
@@ -107,7 +106,7 @@ def weights(decay: Tensor, dtype: torch.dtype) -> segment.Edges:
 
 
 def error(decay: Tensor, monkeypatch: pytest.MonkeyPatch) -> float:
-    """The largest one of the weights in float32, all of which are at most 1, with running sums as on CUDA."""
+    """Largest float32 error of the weights (all at most 1), with running sums as on CUDA."""
     with monkeypatch.context() as patched:
         patched.setattr(Tensor, "cumsum", in_turn)
         got = weights(decay, torch.float32)
@@ -136,7 +135,7 @@ def test_one_running_sum_in_float32_would_not_do(monkeypatch: pytest.MonkeyPatch
 
 
 def test_differences_of_sums_in_float32_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As float64 had them: the sum from a token to the end is that of all, less that up to the token."""
+    """The sum from a token to the end as total minus prefix."""
     real = scan.sums
 
     def subtracted(y: Tensor) -> Tensor:
@@ -147,7 +146,7 @@ def test_differences_of_sums_in_float32_would_not_do(monkeypatch: pytest.MonkeyP
 
 
 def chunk_error(monkeypatch: pytest.MonkeyPatch, x: int) -> float:
-    """Of 256 tokens with strong decays between weak ones, by chunks in float32, against the recurrence in float64."""
+    """Float32 chunks against the float64 recurrence: 256 tokens, strong decays between weak ones."""
     g = torch.Generator().manual_seed(0)
     q, k, v, noise = (torch.randn(256, 1, 2, 8, generator=g) for _ in range(4))
     decay = torch.where(noise > 1, -1e4, -noise.abs() * 1e-2)[..., :x]
@@ -183,7 +182,7 @@ def test_slabs_change_nothing(decay: Any, documents: bool, monkeypatch: pytest.M
 
 @slow
 def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of tokens key by key are held for a slab alone; the rest grows with the tokens, and is less."""
+    """Key-by-key products exist for one slab only; other memory grows with the tokens."""
 
     def backward(tokens: int) -> int:
         """Bytes at the peak."""
@@ -200,7 +199,7 @@ def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 @slow
 def test_gla_of_128k_tokens_in_float32() -> None:
-    """The whole of it, forward and backward, against float64."""
+    """Forward and backward against float64."""
     g = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(LONG, 1, 1, 4, generator=g) for _ in range(4))
     decay = log_decays("gates")[..., :4]

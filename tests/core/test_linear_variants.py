@@ -127,7 +127,7 @@ def test_all_parameters_and_inputs_have_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", variants())
-def test_generation_is_the_parallel_form_token_by_token(name: str) -> None:
+def test_generation_equals_the_parallel_form(name: str) -> None:
     """After a prompt of five tokens, one at a time; what is kept does not grow."""
     layer, (q, k, v, gate) = module(name), inputs()
     gate = gate if layer.variant.gated else None
@@ -145,7 +145,7 @@ def test_generation_is_the_parallel_form_token_by_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", variants())
-def test_heads_divided_over_ranks_are_those_of_the_whole(name: str) -> None:
+def test_tensor_parallel_heads_equal_the_whole(name: str) -> None:
     """Tensor parallelism: initial weights and decays depend on a head's number in the model, and on nothing else."""
     q, k, v, gate = inputs()
     whole = LinearAttention(get(name), Heads(heads=H, kv_heads=G, head_dim=D, v_head_dim=D, layer=1, layers=4)).double()

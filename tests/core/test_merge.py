@@ -1,4 +1,4 @@
-"""Merging partial attention: exact, any order, and honest about rows that saw nothing and about NaN."""
+"""Merging partial attention: exact, in any order, with empty rows and NaN."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def attend(scores: torch.Tensor, v: torch.Tensor) -> Partial:
     return Partial((p @ v)[:, None, None], lse[:, None, None])
 
 
-def test_any_split_in_any_order_gives_the_whole() -> None:
+def test_any_split_in_any_order() -> None:
     torch.manual_seed(0)
     scores, v = torch.randn(5, 9, dtype=torch.float64) * 30, torch.randn(9, 4, dtype=torch.float64)
     scores[0, :6] = -inf

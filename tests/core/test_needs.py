@@ -1,4 +1,4 @@
-"""Which keys the queries of a rank see, against brute force over positions; ``needed`` sends these and no others."""
+"""Needed keys against brute force; ``needed`` sends exactly these."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def positions(segments: Segments) -> list[int]:
 
 
 def seen_rows(queries: Segments, keys: Segments, mask: Mask, tokens: int) -> list[int]:
-    """Rows of the keys that any of the queries sees."""
+    """Key rows seen by any of the queries."""
     if not positions(queries):
         return []
     first, end = mask.interval(torch.tensor(positions(queries)), tokens)
@@ -38,7 +38,7 @@ def seen_rows(queries: Segments, keys: Segments, mask: Mask, tokens: int) -> lis
 
 @st.composite
 def divided(draw: st.DrawFn) -> list[Segments]:
-    """All positions in runs of any lengths, dealt to the ranks, or every n-th to each of them."""
+    """All positions, in runs of random lengths or as every n-th, distributed over ranks."""
     ranks = draw(st.integers(1, 5))
     if draw(st.booleans()):
         return [(range(rank, TOKENS, ranks),) for rank in draw(st.permutations(range(ranks)))]
@@ -55,7 +55,7 @@ masks = st.builds(Mask, bound, bound | st.just(0), bounds | st.just(()), st.just
 
 @given(divided(), masks, st.data())
 @settings(max_examples=200)
-def test_needs_are_what_is_seen(keys: list[Segments], mask: Mask, data: st.DataObject) -> None:
+def test_needs_against_brute_force(keys: list[Segments], mask: Mask, data: st.DataObject) -> None:
     queries = data.draw(st.just(keys) | divided().filter(lambda other: len(other) == len(keys)))
     found = needs(queries, keys, mask)
     for reader, rows in enumerate(queries):
@@ -83,7 +83,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_only_what_is_seen_travels(mask: Mask | Tree, layout: str) -> None:
-    """Every row that another rank's query sees travels there once, and its gradients come back once; all else stays."""
+    """Every key row seen by another rank travels there once, and its gradients come back once."""
     batch, kv_heads, d, e = 2, 2, 8, 4
     held = [get_layout(layout).positions(TOKENS, RANKS, rank) for rank in range(RANKS)]
     if isinstance(mask, Tree):

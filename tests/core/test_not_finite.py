@@ -1,7 +1,7 @@
-"""NaN and infinity in q, k, v come out as they do on one device: no merge hides them, and none spreads them.
+"""NaN and infinity in q, k, v propagate as on one device: no merge hides or spreads them.
 
-A kernel may spread them by itself, since it multiplies masked keys by zero, and 0 * NaN is NaN: so the bounds are what
-attention is by definition (a row sees its own keys only), and one call of the same kernel on one device.
+A kernel may spread them itself, since it multiplies masked keys by zero and 0 * NaN is NaN. So the bounds are the
+definition of attention (a row sees its own keys only) and one call of the same kernel on one device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def inputs(fault: str, token: int) -> tuple[Tensor, ...]:
 
 
 def by_definition(tensors: tuple[Tensor, ...]) -> Result:
-    """Row by row over the keys that it sees, so that nothing masked takes part."""
+    """Row by row over the visible keys, so that no masked key takes part."""
     q, k, v, dout = (x[:, 0] for x in tensors)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     rows = []

@@ -1,4 +1,4 @@
-"""Options: what is chosen for the user and why, and what is refused with what to do instead."""
+"""Options: automatic choices with reasons, and refusals with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents placed over ranks: every token once, equally many on each rank, balanced, with few keys to send."""
+"""Document placement: a balanced partition of the pack with little traffic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ lefts = st.one_of(st.none(), st.integers(0, 40))
 
 @st.composite
 def packs(draw: st.DrawFn, most: int = 40) -> tuple[list[int], int]:
-    """Document lengths and a number of ranks that divides their sum."""
+    """Document lengths, and a number of ranks that divides their sum."""
     size = draw(st.integers(1, 8))
     lengths = draw(st.lists(st.integers(1, most), min_size=1, max_size=16))
     rest = -sum(lengths) % size
@@ -39,7 +39,7 @@ def packs(draw: st.DrawFn, most: int = 40) -> tuple[list[int], int]:
 
 
 def as_pack(lengths: list[int], size: int) -> Pack:
-    """All of them long."""
+    """All documents long."""
     order, pairs = sorted(lengths, reverse=True), Pairs(None)
     works, none = [pairs(n) for n in order], np.empty(0, np.int64)
     return Pack([*range(len(order))], order, works, none, none, sum(order) // size, sum(works) // size)
@@ -50,7 +50,7 @@ def of(placement: Placement) -> Mask:
 
 
 def needs(layout: Layout, mask: Mask, seq_length: int, size: int) -> list[int]:
-    """The keys that each rank has to be sent, counted in the dense mask."""
+    """Keys received by each rank, counted in the dense mask."""
     first, end = mask.interval(torch.arange(seq_length), seq_length)
     keys = torch.arange(seq_length)
     seen = (keys >= first[:, None]) & (keys < end[:, None])
@@ -65,7 +65,7 @@ def needs(layout: Layout, mask: Mask, seq_length: int, size: int) -> list[int]:
 
 @given(packs(), lefts)
 @quick
-def test_every_token_has_one_place(pack: tuple[list[int], int], left: int | None) -> None:
+def test_placements_partition_the_pack(pack: tuple[list[int], int], left: int | None) -> None:
     lengths, size = pack
     placed = place(lengths, size, left=left)
     total, layout = sum(lengths), placed.layout
@@ -79,7 +79,7 @@ def test_every_token_has_one_place(pack: tuple[list[int], int], left: int | None
 
 @given(packs(), lefts)
 @quick
-def test_work_and_needs_are_those_of_the_mask(pack: tuple[list[int], int], left: int | None) -> None:
+def test_work_and_traffic_match_the_mask(pack: tuple[list[int], int], left: int | None) -> None:
     lengths, size = pack
     placed = place(lengths, size, left=left)
     mask, total = of(placed), sum(lengths)
@@ -98,7 +98,7 @@ def test_work_and_needs_are_those_of_the_mask(pack: tuple[list[int], int], left:
 
 @given(packs(300), lefts)
 @quick
-def test_the_same_everywhere(pack: tuple[list[int], int], left: int | None) -> None:
+def test_placements_are_deterministic_and_cached(pack: tuple[list[int], int], left: int | None) -> None:
     lengths, size = pack
     here = place(lengths, size, left=left)
     _place.cache_clear()
@@ -114,7 +114,7 @@ def test_the_same_everywhere(pack: tuple[list[int], int], left: int | None) -> N
 @pytest.mark.parametrize("size", [8, 64])
 @pytest.mark.parametrize("kind", list(LENGTHS))
 def test_packs_as_in_training(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16,384 tokens a rank: balanced, and on 64 ranks at most 0.15 of the bytes of a ring."""
+    """16,384 tokens per rank: balanced, and on 64 ranks at most 0.15 of a ring's bytes."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "ci/perf"))
     figures = importlib.import_module("placement")
     sent = []
@@ -136,8 +136,8 @@ def test_balanced_whatever_the_lengths(lengths: list[int], size: int, left: int 
 
 @given(packs(200), st.integers(0, 11))
 @quick
-def test_an_exchange_does_what_it_is_chosen_for(pack: tuple[list[int], int], style: int) -> None:
-    """The busiest ranks receive and send fewer keys in the end, no rank works more than before or than allowed."""
+def test_exchanges_reduce_traffic_within_the_work_limit(pack: tuple[list[int], int], style: int) -> None:
+    """The busiest ranks end with less traffic; no rank exceeds its previous or the permitted work."""
     lengths, size = pack
     pairs, documents = Pairs(None), as_pack(lengths, size)
     mean, limit = documents.mean, documents.mean * LIMIT // 1000
@@ -171,8 +171,8 @@ PACKS = (
 
 
 @pytest.mark.parametrize("blocks", PACKS, ids=str)
-def test_as_good_as_the_best_of_all_placements(blocks: list[int]) -> None:
-    """Compared with all placements of whole blocks: balance, and the keys that the busiest rank receives or sends."""
+def test_against_exhaustive_search(blocks: list[int]) -> None:
+    """Against exhaustive search over whole blocks: balance and traffic of the busiest rank."""
     placed = place([BLOCK * n for n in blocks], 4)
     if fewest_blocks(blocks, 4, BLOCK, 1.03) is not None:
         assert placed.balance <= 1.05
@@ -181,20 +181,20 @@ def test_as_good_as_the_best_of_all_placements(blocks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("blocks", ON_EIGHT, ids=str)
-def test_as_good_as_the_best_on_eight_ranks(blocks: tuple[int, ...]) -> None:
+def test_against_exhaustive_search_on_eight_ranks(blocks: tuple[int, ...]) -> None:
     placed = place([BLOCK * n for n in blocks], 8)
     assert placed.balance <= 1.05 and placed.most <= 1.2 * ON_EIGHT[blocks] * BLOCK
 
 
 @slow
 @pytest.mark.parametrize("blocks", [blocks for blocks in ON_EIGHT if len(blocks) < 5], ids=str)
-def test_the_best_on_eight_ranks(blocks: tuple[int, ...]) -> None:
+def test_recorded_optima_on_eight_ranks(blocks: tuple[int, ...]) -> None:
     assert fewest_blocks(blocks, 8, BLOCK, 1.05) == ON_EIGHT[blocks]
 
 
 @slow
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_as_good_as_the_best_of_all_placements_of_random_packs(size: int) -> None:
+def test_random_packs_against_exhaustive_search(size: int) -> None:
     ratios = []
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -211,7 +211,7 @@ def test_as_good_as_the_best_of_all_placements_of_random_packs(size: int) -> Non
 
 @given(packs(most=4000), st.integers(1, 6), st.integers(1, 64))
 @quick
-def test_a_beam_gives_out_every_token_once(pack: tuple[list[int], int], per: int, kept: int) -> None:
+def test_beam_assigns_every_token_once(pack: tuple[list[int], int], per: int, kept: int) -> None:
     lengths, size = pack
     documents, pairs = as_pack(lengths, size), Pairs(None)
     limit = documents.mean * LIMIT // 1000
@@ -227,8 +227,8 @@ def test_a_beam_gives_out_every_token_once(pack: tuple[list[int], int], per: int
         assert not any(ranks.tokens) and sum(ranks.work) == documents.mean * size - sum(documents.works)
 
 
-def test_where_a_beam_is_worth_its_time() -> None:
-    """Not for a few tokens, nor on many ranks; then trials and exchanges are all there is."""
+def test_beam_only_where_affordable() -> None:
+    """Not for few tokens, nor on many ranks."""
     for tokens, size, searched in ((65536, 8, True), (65536, 64, False), (8192, 8, False)):
         documents = as_pack([tokens * size // 2, tokens * size // 4, tokens * size // 4], size)
         assert bool(list(beam(documents, size, Pairs(None), documents.mean // 20))) == searched
@@ -261,14 +261,14 @@ def test_documents_longer_than_a_rank_has_room(left: int | None) -> None:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("chat", 4), ("long", 64)])
-def test_no_rank_sends_much_more_than_the_neediest_receives(kind: str, size: int) -> None:
-    """All ranks with the tail of a long document see its head: so that one rank would send much, if it had it all."""
+def test_senders_are_balanced(kind: str, size: int) -> None:
+    """The head of a long document is spread, since all ranks with its tail need it."""
     placed = place(LENGTHS[kind].pack(4096 * size), size)
     assert placed.traffic().sum(0).max() <= 1.1 * placed.needs().max()
 
 
 def test_a_document_is_cut_within_a_host() -> None:
-    """Two documents over four ranks each, or four over two; four ranks on a host."""
+    """Two documents over four ranks each, or four over two; four ranks per host."""
     for lengths in ([4096, 4096], [2048] * 4):
         placed = place(lengths, 8, per_host=4)
         host = np.arange(8) // 4
@@ -277,7 +277,7 @@ def test_a_document_is_cut_within_a_host() -> None:
     assert sorted(alone.needs()) == sorted(place([4096, 4096], 8, per_host=4).needs()), "only the seats differ"
 
 
-def test_hosts_see_less_traffic_than_ranks_in_any_order() -> None:
+def test_less_traffic_across_hosts() -> None:
     lengths = np.random.default_rng(0).lognormal(7.5, 1.2, 100).astype(int).tolist()
     lengths.append(-sum(lengths) % 32 + 32)
 
@@ -309,7 +309,7 @@ def test_bad_input_is_refused_with_the_fix() -> None:
 @given(st.integers(0, 20), st.integers(1, 20), lefts)
 @quick
 def test_pairs(start: int, length: int, left: int | None) -> None:
-    """The closed forms, against counting."""
+    """Closed forms against counting."""
     pairs, stop = Pairs(left), start + length
     seen = [min(p + 1, p + 1 if left is None else left + 1) for p in range(stop)]
     assert pairs.of([(start, stop)]) == sum(seen[start:]) == int(np.diff(pairs.many(np.array([start, stop])))[0])

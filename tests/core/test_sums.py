@@ -1,4 +1,4 @@
-"""Gradients are added where their rows are, and what a kernel's backward wants of a query block is made once."""
+"""Gradient sums over rows, and one row term per query block."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Counted(Sdpa):
         return Sdpa.row_term(self, dout, delta)
 
 
-def test_a_row_term_is_made_once_for_a_query_block_and_freed_with_it() -> None:
+def test_row_term_is_cached_while_its_block_lives() -> None:
     backend, terms = Counted(), RowTerms()
     dout, delta = torch.randn(4, 1, 2, 8), torch.randn(4, 1, 2)
     first = terms.of(dout, delta, backend)
@@ -73,8 +73,8 @@ def test_a_ring_makes_one_row_term_in_a_backward(layout: str) -> None:
 
 @pytest.mark.parametrize("inner", ["kv", "q"])
 @pytest.mark.parametrize("outer", ["kv", "q"])
-def test_rings_nest_whatever_travels_in_them(outer: str, inner: str) -> None:
-    """An inner ring adds to what the outer one has summed: dq where keys travel outside, dk and dv where queries do."""
+def test_nested_rings(outer: str, inner: str) -> None:
+    """An inner ring adds to the outer ring's sums: dq if keys travel outside, dk and dv if queries do."""
     size, tokens = 4, 32
     place = get_layout("zigzag")
     whole = torch.randn(4, tokens, 1, 2, 8, dtype=torch.float64)
@@ -90,7 +90,7 @@ def test_rings_nest_whatever_travels_in_them(outer: str, inner: str) -> None:
         torch.testing.assert_close(place.unshard(got, 0), want)
 
 
-def test_positions_of_another_length_are_not_taken() -> None:
+def test_positions_of_another_length_are_refused() -> None:
     segments = lambda at: (range(8),)  # noqa: E731
     local = Local(kernel=Tiled(Reference()), segments=segments, keys=segments, mask=CAUSAL, scale=1.0)
     q, k, v = torch.randn(3, 6, 1, 2, 4)
@@ -99,7 +99,7 @@ def test_positions_of_another_length_are_not_taken() -> None:
 
 
 @pytest.mark.parametrize("rows", [range(3, 8), range(0, 5), range(2, 6), range(0, 8, 2), range(7, 2, -1), range(0, 8)])
-def test_rows_are_added_where_they_are(rows: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_rows(rows: range, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda x, **named: torch.full_like(x, torch.nan, **named))
     like, part = torch.randn(8, 1, 2, 4, dtype=torch.bfloat16), torch.randn(len(rows), 1, 2, 4).bfloat16()
     wanted = torch.zeros(8, 1, 2, 4)
@@ -110,8 +110,8 @@ def test_rows_are_added_where_they_are(rows: range, monkeypatch: pytest.MonkeyPa
     assert torch.equal(both.float(), 2 * wanted)
 
 
-def test_a_partial_tile_needs_no_gradient_of_all_rows() -> None:
-    """The later half of the queries, as on zigzag tokens: added to the sum's own rows, and no second sum is made."""
+def test_partial_tiles_allocate_no_full_gradient() -> None:
+    """A zigzag tile of half the queries is added to those rows of the sum; no second full sum exists."""
     tokens, kernel = 64, Tiled(Sdpa())
     layout = get_layout("zigzag")
     block = Block(layout.segments(2 * tokens, 2, 0), layout.segments(2 * tokens, 2, 1), CAUSAL)

@@ -1,4 +1,4 @@
-"""The Transformer Engine adapter against a stand-in with its parameters; ``tests/te`` has the real package."""
+"""The Transformer Engine adapter against a fake with TE's parameters; ``tests/te`` uses the real package."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_out_and_gradients(patch: pytest.MonkeyPatch, sizes: tuple[int, int], ca
         assert_close(library_tiles.run(TransformerEngine(), case), case.reference(), 1e-2, case)
 
 
-def test_a_tile_of_a_longer_row_has_its_share_of_the_gradients(patch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_tiles_add_up(patch: pytest.MonkeyPatch) -> None:
     fake_te.install(patch)
     case = Case(seq_length=32, heads=4, kv_heads=2, causal=False, dtype=torch.bfloat16)
     assert_close(library_tiles.run_in_two(TransformerEngine(), case), case.reference(), 1e-2, case)
 
 
-def test_the_models_random_numbers_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
+def test_own_random_generator(patch: pytest.MonkeyPatch) -> None:
     fake_te.install(patch)
     q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
     given = te.forward_arguments(te.load(), q, k, v, True, 0.25)
@@ -51,7 +51,7 @@ def test_the_models_random_numbers_stay_where_they_are(patch: pytest.MonkeyPatch
     assert given["rng_gen"] is te.forward_arguments(te.load(), q, k, v, True, 0.25)["rng_gen"]
 
 
-def test_it_asks_the_library_about_both_masks(patch: pytest.MonkeyPatch) -> None:
+def test_queries_both_masks(patch: pytest.MonkeyPatch) -> None:
     asked = fake_te.install(patch)
     assert TransformerEngine().unsupported(CUDA, torch.bfloat16, 192, 128) is None
     assert [(a["attn_mask_type"], a["head_dim_qk"], a["head_dim_v"]) for a in asked] == [
@@ -79,7 +79,7 @@ def refused(head_dim: int = 64) -> str:
     return reason
 
 
-def test_what_is_missing_is_named_with_how_to_get_it(patch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_named_with_install_advice(patch: pytest.MonkeyPatch) -> None:
     assert "CUDA" in str(TransformerEngine().unsupported(torch.device("cpu"), torch.bfloat16, 64, 64))
     assert "not torch.float32" in str(TransformerEngine().unsupported(CUDA, torch.float32, 64, 64))
     assert refused() == "Transformer Engine is not installed: ci/gpu/build_te.sh builds it"
@@ -89,7 +89,7 @@ def test_what_is_missing_is_named_with_how_to_get_it(patch: pytest.MonkeyPatch) 
     assert "Transformer Engine 2.20.2 does not import: " in refused() and "build_te.sh --env" in refused()
 
 
-def test_other_versions_are_refused_by_the_name_that_differs(patch: pytest.MonkeyPatch) -> None:
+def test_unknown_versions_are_refused_by_parameter(patch: pytest.MonkeyPatch) -> None:
     fake_te.install(patch, fake_te.FORWARD.replace("attn_scale=None", "scale=None"))
     assert "not a version this plugin can call (2.20 is): fused_attn_fwd has no parameter 'attn_scale'" in refused()
     fake_te.install(patch, fake_te.FORWARD.replace("q, k, v,", "q, k, v, sink,"))
@@ -106,7 +106,7 @@ def test_a_library_that_fails_when_asked(patch: pytest.MonkeyPatch) -> None:
     assert refused() == "Transformer Engine 2.20.2 fails when asked for a kernel: no driver"
 
 
-def test_results_of_another_shape_are_not_taken(patch: pytest.MonkeyPatch) -> None:
+def test_results_of_another_shape_are_refused(patch: pytest.MonkeyPatch) -> None:
     body = fake_te.function("fused_attn_fwd", fake_te.FORWARD, lambda given: (given["q"], [given["q"], None]))
     fake_te.install(patch, fused_attn_fwd=body)
     q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()

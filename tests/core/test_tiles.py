@@ -55,7 +55,7 @@ def test_tiles_cover_what_is_seen_exactly_once(q: Segments, k: Segments, mask: M
 
 @given(masks)
 @settings(max_examples=50)
-def test_an_interval_is_what_a_query_sees(mask: Mask) -> None:
+def test_intervals_against_brute_force(mask: Mask) -> None:
     tokens = 100
     first, end = mask.interval(torch.arange(tokens), tokens)
     seen = {(p, key) for p in range(tokens) for key in range(int(first[p]), int(end[p]))}

@@ -1,4 +1,4 @@
-"""A small language model over a tree equals the same over its sequences one by one: loss and all gradients."""
+"""A small language model over a tree equals its sequences one by one: loss and all gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cp_plugin.methods import registry as providers
 START = Path(__file__).parents[2] / "docs" / "start.md"
 HEADS, WIDTH, WORDS = 8, 128, 32
 ROLLOUTS = Tree((13, 9, 4, 7, 5, 0, 6, 30, 12, 10), (-1, 0, 1, 1, 0, 4, 4, -1, 7, 7))
-"""Two prompts; among the answers to the first are two that go on in two ways, and one that is empty."""
+"""Two prompts; two answers of the first continue in two ways, and one is empty."""
 
 
 class Model(NamedTuple):
@@ -60,7 +60,7 @@ def _words(tree: Tree) -> Tensor:
 
 
 def one_by_one(tree: Tree, heads: int) -> list[Tensor]:
-    """The loss of all sequences, each with its own prompt, and its gradients."""
+    """Loss over all sequences, each with its own prompt, and its gradients."""
     model, cp, total = Model.random(), ContextParallel("ring"), torch.zeros((), dtype=torch.float64)
     for leaf in tree.leaves:
         tokens = _words(tree)[tree.sequence(leaf)]
@@ -70,7 +70,7 @@ def one_by_one(tree: Tree, heads: int) -> list[Tensor]:
 
 
 def on_ranks(tree: Tree, provider: str, size: int, heads: int, **options: object) -> list[Tensor]:
-    """The same from the tree, its tokens divided over ranks; summed over these."""
+    """The same from the tree, sharded over ranks and summed."""
     weights, words = tree.sequences_per_token(), _words(tree)
     resolved = providers.settle(provider, Problem(size=size, heads=heads, kv_heads=heads), Options(**options))
 

@@ -1,4 +1,4 @@
-"""Trees: what a token sees, against a walk to its root: in masks, tiles, and the rows that ranks fetch."""
+"""Trees against a walk to the root: masks, tiles, needed rows, positions and predictions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cp_plugin.core.tree import Tree
 from cp_plugin.placement.layouts import get_layout
 
 TOKENS = 48
-"""Of a pack: they can be divided over 1, 2, 3, 4, 6 and 8 ranks in every layout."""
+"""Divisible over 1, 2, 3, 4, 6 and 8 ranks in every layout."""
 
 
 def positions(segments: Segments) -> Tensor:
@@ -29,7 +29,7 @@ def positions(segments: Segments) -> Tensor:
 
 
 def pairs(q: Segments, k: Segments, mask: Mask) -> Tensor:
-    """How many tiles each pair is in: int ``[queries, keys]``. Every row and key of a tile has to see something."""
+    """Number of tiles that contain each pair: int ``[queries, keys]``; every row and key of a tile sees something."""
     found = torch.zeros(sum(map(len, q)), sum(map(len, k)), dtype=torch.int64)
     for tile in tiles(q, k, mask):
         seen = torch.ones(len(tile.q), len(tile.k), dtype=torch.int64).tril(tile.diagonal)
@@ -40,7 +40,7 @@ def pairs(q: Segments, k: Segments, mask: Mask) -> Tensor:
 
 
 def check(tree: Tree, queries: list[Segments], keys: list[Segments]) -> None:
-    """Tiles cover what is seen exactly once, and needs are the rows of which anything is seen."""
+    """Tiles cover the visible pairs exactly once, and needs are the rows with a visible pair."""
     seen, found = visible(tree), needs(queries, keys, tree.mask)
     for reader, q in enumerate(queries):
         for owner, k in enumerate(keys):
@@ -67,7 +67,7 @@ def test_tiles_of_any_tokens(tree: Tree, q: Segments, k: Segments | None) -> Non
 
 @st.composite
 def dealt(draw: st.DrawFn) -> list[Segments]:
-    """All tokens, in runs of any lengths, dealt to the ranks."""
+    """All tokens, in runs of random lengths, distributed over ranks."""
     cuts = sorted({0, TOKENS, *draw(st.lists(st.integers(1, TOKENS - 1), max_size=9))})
     owners = draw(st.lists(st.integers(0, 3), min_size=len(cuts), max_size=len(cuts)))
     runs = [(owner, range(a, b)) for owner, (a, b) in zip(owners, pairwise(cuts), strict=False)]
@@ -108,8 +108,8 @@ def test_paths_positions_and_predictions(tree: Tree, size: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_a_prompt_and_its_answers_are_a_tile_each(layout: str) -> None:
-    """Not one for each answer and the prompt: the answers see it at once."""
+def test_one_tile_per_prompt_and_answer(layout: str) -> None:
+    """The answers see their prompt in one tile, not in one each."""
     tree = Tree([12] + [3] * 12, [-1] + [0] * 12)
     for rank in range(2):
         held = get_layout(layout).segments(TOKENS, 2, rank)
@@ -117,7 +117,7 @@ def test_a_prompt_and_its_answers_are_a_tile_each(layout: str) -> None:
         assert len(tiles(held, held, tree.mask)) == len(nodes)
 
 
-def test_a_tree_of_roots_is_packed_documents_and_a_chain_one_of_them() -> None:
+def test_roots_and_chains_are_packed_documents() -> None:
     assert Tree(torch.tensor([3, 0, 5])).mask == Tree((3, 0, 5)).mask == Mask(right=0, documents=(0, 3, 8))
     assert Tree((3, 0, 5), (-1, 0, 1)).mask == Mask(right=0, documents=(0, 8))
     assert Tree((3, 2, 5, 4), (-1, 0, 0, 2)).mask == Mask(right=0, documents=(0, 3, 5, 14), stops=(14, 5, 14))
@@ -135,7 +135,7 @@ def test_a_tree_of_roots_is_packed_documents_and_a_chain_one_of_them() -> None:
         ((4, 4), (-1, -2), "node 1 cannot continue node -2"),
     ],
 )
-def test_what_is_no_tree_in_depth_first_order_is_refused(lengths: tuple, parents: tuple, why: str) -> None:
+def test_invalid_trees_are_refused(lengths: tuple, parents: tuple, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Tree(lengths, parents)
 
@@ -149,7 +149,7 @@ def test_what_is_no_tree_in_depth_first_order_is_refused(lengths: tuple, parents
         ({"tree": Tree((4, 5), (-1, 0))}, "the tree has 9 tokens, but all ranks together have 8"),
     ],
 )
-def test_what_does_not_go_with_a_tree_is_refused(asked: dict, why: str) -> None:
+def test_unsupported_combinations_are_refused(asked: dict, why: str) -> None:
     q = torch.zeros(8, 1, 1, 4)
     tree = Tree((4, 4), (-1, 0))
     with pytest.raises(ValueError, match=why):

@@ -1,4 +1,4 @@
-"""Random trees, and what their tokens see, found by walking from each to its root."""
+"""Random trees, and the tokens visible to each token by walking to the root."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Attention between runs of positions under a mask, by its definition, in float64; and the cases that are checked.
+"""Naive float64 attention between runs of positions, and the shared cases.
 
-``ci/gpu/our_kernels.py`` checks the same on CUDA, on longer sequences.
+``ci/gpu/our_kernels.py`` checks the same on CUDA with longer sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
 def sides(n: int = 1) -> dict[str, tuple[Runs, Runs]]:
-    """Positions of queries and of keys; n times as many as are short."""
+    """Positions of queries and keys; n scales the lengths."""
     steps = {
         "one shard": (((0, 80, 1),), ((0, 80, 1),)),
         "zigzag": (((20, 60, 1), (100, 140, 1)), ((0, 40, 1), (120, 160, 1))),
@@ -102,7 +102,7 @@ def answer(x: Inputs, rows: Runs, keys: Runs, view: View, scale: float) -> Answe
 
 
 def errors(got: Answer, want: Answer) -> dict[str, float]:
-    """Relative error (norm) of each tensor; infinite where it is finite elsewhere than it should be."""
+    """Relative error (norm) of each tensor; infinite where finiteness differs."""
     found = {}
     for name, a, b in zip(Answer._fields, got, want, strict=True):
         finite = b.isfinite()

@@ -45,7 +45,7 @@ def described(name: str, launch: Launch) -> dict[str, Any]:
 
 
 def assembled(ptx: str, capability: int) -> dict[str, int]:
-    """Registers, and bytes of them that went to memory."""
+    """Registers and spilled bytes."""
     ptxas = NVIDIA / ("ptxas-blackwell" if capability >= 100 and (NVIDIA / "ptxas-blackwell").exists() else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")

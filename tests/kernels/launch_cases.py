@@ -1,4 +1,4 @@
-"""Launches of every kernel as models make them: shapes, dtypes, strides and alignments, for ``launches``."""
+"""Launches of every kernel with the shapes, dtypes, strides and alignments of models, for ``launches``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRIPED: Runs = (range(0, 8 * TOKENS, 8),)
 
 
 def attention(d: int, e: int, dtype: torch.dtype, queries: Runs = ZIGZAG, keys: Runs = ZIGZAG) -> dict[str, Call]:
-    """Forward, forward that goes on from other keys, backward: 8 query heads of 2 groups."""
+    """Forward, forward onto a running partial, backward: 8 query heads in 2 groups."""
 
     def qkv() -> tuple[Tensor, Tensor, Tensor]:
         heads = ((8, d), (2, d), (2, e))
@@ -49,7 +49,7 @@ def attention(d: int, e: int, dtype: torch.dtype, queries: Runs = ZIGZAG, keys: 
 
 
 def unaligned_attention(d: int, dtype: torch.dtype) -> dict[str, Call]:
-    """Heads that begin at odd addresses, in tensors of odd strides: nothing is a multiple of 16."""
+    """Odd addresses and strides: nothing is a multiple of 16."""
 
     def cut(heads: int) -> Tensor:
         return on_cuda(TOKENS, 1, heads, d + 1, dtype=dtype)[..., 1:]
@@ -62,7 +62,7 @@ def unaligned_attention(d: int, dtype: torch.dtype) -> dict[str, Call]:
 
 
 def merges(e: int, part: torch.dtype = torch.bfloat16, rows: int = 128) -> dict[str, Call]:
-    """Of running sums with a partial: in place, also in some rows only; and of several into new memory."""
+    """Running sums with a partial, in place, of all or some rows; and several partials into new memory."""
 
     def sums() -> tuple[Tensor, Tensor]:
         return on_cuda(rows, 1, 8, e), on_cuda(rows, 1, 8)
@@ -86,7 +86,7 @@ def merges(e: int, part: torch.dtype = torch.bfloat16, rows: int = 128) -> dict[
 
 
 def copies(d: int, dtype: torch.dtype) -> dict[str, Call]:
-    """Permuted rows, and payloads of one byte an element."""
+    """Row permutation and FP8 payloads."""
 
     def x() -> Tensor:
         return on_cuda(128, 1, 8, d, dtype=dtype)
@@ -108,7 +108,7 @@ def copies(d: int, dtype: torch.dtype) -> dict[str, Call]:
 
 
 def row_terms(e: int, dtype: torch.dtype) -> dict[str, Call]:
-    """Delta and the stand-in for out; also of the gradient of a sum, which is one number for all elements."""
+    """Delta and the stand-in for out; also for the broadcast gradient of a sum."""
 
     def x() -> Tensor:
         return on_cuda(128, 1, 8, e, dtype=dtype)
@@ -121,7 +121,7 @@ def row_terms(e: int, dtype: torch.dtype) -> dict[str, Call]:
 
 
 def float8s(d: int, dtype: torch.dtype) -> dict[str, Call]:
-    """Measuring and rounding, of both types; of a slice of a packed q, k and v."""
+    """Measuring and rounding to both types, of a slice of packed q, k and v."""
 
     def x() -> Tensor:
         return on_cuda(128, 1, 3, 8, d, dtype=dtype)[:, :, 1]
@@ -158,7 +158,7 @@ def decodes(d: int, e: int, dtype: torch.dtype) -> dict[str, Call]:
 
 
 def in_64_bits(module: ModuleType, call: Call) -> Call:
-    """The call as it is with tensors of 2^31 elements."""
+    """The call with the index type of tensors of 2^31 elements."""
 
     def made() -> None:
         with mock.patch.object(module, "index_type", lambda largest: tl.int64):
@@ -168,7 +168,7 @@ def in_64_bits(module: ModuleType, call: Call) -> Call:
 
 
 def memory_bound(d: int, dtype: torch.dtype) -> dict[str, Call]:
-    """Every kernel but attention's, also with offsets of 64 bits."""
+    """All kernels but attention, also with 64-bit offsets."""
     found = merges(d, dtype) | copies(d, dtype) | row_terms(d, dtype) | float8s(d, dtype)
     long = {"gather_rows": permute, "pack": payloads, "unpack": payloads}
     long |= dict.fromkeys(("merge", "delta", "out_from_delta", "extents", "quantize e4m3"), row_blocks)
@@ -196,7 +196,7 @@ def in_place(every: bool) -> dict[str, Call]:
 
 
 def without_barriers(folder: str) -> Call:
-    """``merge_into`` as it was without its barrier: the planted fault."""
+    """``merge_into`` without its barrier: the planted fault."""
     path = f"{folder}/merge_without_barriers.py"
     with open(merging.__file__) as source, open(path, "w") as copy:
         lines = source.read().splitlines(keepends=True)

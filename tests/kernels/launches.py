@@ -1,11 +1,11 @@
-"""Launches of this project's kernels, compiled for GPUs that are not there.
+"""Compile launches of the kernels for GPUs that are not present.
 
     with launches(90) as made:
         merge_into(out, lse, part_out, part_lse)      # tensors of on_cuda()
     made[0].ptx
 
-The code that launches runs as on a GPU, on tensors without data that say they are on ``cuda:0``; Triton specialises
-arguments and compiles as it would there, through ``JITFunction.run``, and stops before the launch itself.
+The launching code runs as on a GPU, on tensors without data on ``cuda:0``; Triton specializes and compiles through
+``JITFunction.run`` and stops before the launch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from triton.runtime.jit import JITFunction
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 """Of a grid's three axes."""
 _CUDA = FakeTensorMode(allow_non_fake_inputs=True)
-"""One for the whole process: tables of the attention kernels are kept from call to call."""
+"""One per process: tables of the attention kernels are cached across calls."""
 
 
 class Absent:
-    """What Triton asks of a driver to compile."""
+    """The driver interface that Triton needs to compile."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -47,7 +47,7 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a kernel, and what was compiled for it."""
+    """One launch and its compiled kernel."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -57,20 +57,20 @@ class Launch:
     types: tuple[str, ...]
     """Of the kernel's parameters as Triton names them, without those that were compiled in."""
     memory: tuple[int | None, ...]
-    """For each of them the number of the storage that it points into."""
+    """For each of them the id of the storage it points into."""
 
 
 def on_cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor without data on ``cuda:0``; only inside ``launches``, as all code that works on it."""
+    """A tensor without data on ``cuda:0``; use inside ``launches`` only."""
     return torch.empty(shape, dtype=dtype, device="cuda:0")
 
 
 @contextmanager
 def launches(capability: int) -> Iterator[list[Launch]]:
-    """What is launched inside the ``with`` block, compiled for a GPU of this compute capability, such as 90.
+    """Launches inside the ``with`` block, compiled for a GPU of this compute capability, such as 90.
 
     Raises:
-        ValueError: for a grid that no GPU takes.
+        ValueError: for a grid that no GPU supports.
     """
     made: list[Launch] = []
     run = JITFunction.run
@@ -105,12 +105,12 @@ def launches(capability: int) -> Iterator[list[Launch]]:
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    """Of each storage another one, as the allocator's are: a multiple of 512."""
+    """A distinct multiple of 512 per storage, like the allocator's."""
     return storage._cdata << 9
 
 
 def _leaves(values: Sequence[Any], kinds: Sequence[Any]) -> Iterator[tuple[Any, str]]:
-    """The arguments and their types, tuples taken apart, without what is compiled in."""
+    """Arguments and types with tuples flattened, without compile-time constants."""
     for value, kind in zip(values, kinds, strict=True):
         if isinstance(kind, tuple):
             yield from _leaves(value, kind)

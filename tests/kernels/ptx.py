@@ -1,12 +1,10 @@
-"""Reading PTX: does every in-place store of a kernel wait for the reads of what it overwrites?
+"""PTX race check: does every in-place store wait for the reads of what it overwrites?
 
-Several threads of a program may read one element, each for itself: the rows' log-sum-exps, which all columns need. If
-one of them then stores the row's new value, another warp may read it as the old one. A barrier of the whole program
-must lie between the two, on every path. The interpreter, which has one thread, cannot see this, and
-``compute-sanitizer racecheck`` watches shared memory only.
-
-The rule is stricter than the fault: it asks for the barrier also where the thread that stores is the only one that
-read, since which thread reads what is the compiler's choice.
+Several threads may read one element, such as a row's log-sum-exp that all columns need. If one of them stores the new
+value, another warp may read it instead of the old one, so a barrier of the whole program must lie between on every
+path. The interpreter has a single thread, and ``compute-sanitizer racecheck`` covers shared memory only. The check is
+conservative: it also requires the barrier where the storing thread is the only reader, since that is up to the
+compiler.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Of global memory, by one instruction."""
+    """An access to global memory."""
 
     reads: bool
     writes: bool
@@ -49,18 +47,17 @@ class Access:
 
 
 def unordered(ptx: str, memory: Sequence[int | None]) -> list[str]:
-    """The in-place stores of a kernel that may overtake a read of the same memory by another thread.
+    """In-place stores of a kernel that may overtake another thread's read of the same memory.
 
     Args:
         ptx: the text of one kernel.
-        memory: for each parameter of the kernel the number of the storage that it points into, None where it points
-            nowhere. Parameters of one number may overlap.
+        memory: for each parameter the id of the storage it points into, None for non-pointers. Equal ids may overlap.
 
     Returns:
-        A sentence for each such store; none where all is in order.
+        A sentence for each such store.
 
     Raises:
-        ValueError: for a kernel of other parameters, or PTX whose branches cannot be followed.
+        ValueError: for a kernel with other parameters, or PTX with unsupported branches.
     """
     statements, successors = _flow(ptx)
     reached = _storages(statements, _pointers(ptx, memory))
@@ -97,7 +94,7 @@ def unordered(ptx: str, memory: Sequence[int | None]) -> list[str]:
 
 
 def stores_in_place(ptx: str, memory: Sequence[int | None]) -> bool:
-    """Whether the kernel both reads and writes some memory."""
+    """Whether the kernel reads and writes the same memory."""
     statements, _ = _flow(ptx)
     reached = _storages(statements, _pointers(ptx, memory))
     read, written = set[int](), set[int]()
@@ -109,7 +106,7 @@ def stores_in_place(ptx: str, memory: Sequence[int | None]) -> bool:
 
 
 def _pointers(ptx: str, memory: Sequence[int | None]) -> dict[str, int]:
-    """The parameters that are pointers, and what they point into. The last ones, of the compiler's own, are left."""
+    """Pointer parameters and their storages, without the compiler's own trailing parameters."""
     parameters = [(match["name"], bool(match["pointer"])) for match in PARAMETER.finditer(ptx)]
     wrong = [
         name for (name, pointer), storage in zip(parameters, memory, strict=False) if pointer != (storage is not None)
@@ -120,7 +117,7 @@ def _pointers(ptx: str, memory: Sequence[int | None]) -> dict[str, int]:
 
 
 def _flow(ptx: str) -> tuple[list[Statement], list[list[int]]]:
-    """All instructions, and which may follow each."""
+    """All instructions and their successors."""
     statements: list[Statement] = []
     scopes: list[tuple[int, ...]] = []
     labels: dict[tuple[tuple[int, ...], str], int] = {}
@@ -144,7 +141,7 @@ def _flow(ptx: str) -> tuple[list[Statement], list[list[int]]]:
 
 
 def _body(ptx: str) -> Iterator[tuple[int, tuple[int, ...], str]]:
-    """The instructions and labels of the kernel: line, scope, text. Inline assembly has scopes of its own in braces."""
+    """Instructions and labels: line, scope, text. Inline assembly opens scopes with braces."""
     scope: tuple[int, ...] = ()
     for number, text in enumerate(ptx.splitlines(), 1):
         text = text.split("//")[0].strip()
@@ -172,7 +169,7 @@ def _target(statement: Statement, scope: tuple[int, ...], labels: dict[tuple[tup
 
 
 def _storages(statements: Sequence[Statement], pointers: dict[str, int]) -> dict[str, frozenset[int]]:
-    """The storages that each register may point into. What was loaded from global memory is no address."""
+    """Storages that each register may point into. Values loaded from global memory are not addresses."""
     found = {name: frozenset((storage,)) for name, storage in pointers.items()}
     edges = list[tuple[list[str], list[str]]]()
     for statement in statements:
@@ -206,7 +203,7 @@ def _access(statement: Statement) -> Access | None:
 
 
 def _is_barrier(statement: Statement, threads: int) -> bool:
-    """Of all threads of the program."""
+    """Whether it is a barrier of all threads of the program."""
     words = statement.opcode.split(".")
     if statement.predicated or words[0] not in ("bar", "barrier") or "sync" not in words or "warp" in words:
         return False

@@ -1,4 +1,4 @@
-"""Tile attention: positions, masks, head sizes, dtypes, running partials, strides, and what is never visited."""
+"""Attention kernels: positions, masks, head sizes, dtypes, running partials, strides, skipped blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VIEWS = views()
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks of a few tokens, so that short sequences have inner ones, edges, and blocks that nobody sees."""
+    """Small blocks, so that short sequences have inner, edge and invisible ones."""
     for module, name in ((forward_module, "forward_sizes"), (backward_module, "dq_sizes")):
         monkeypatch.setattr(module, name, lambda *_: Sizes(32, 16, 4, 1))
     monkeypatch.setattr(backward_module, "dkv_sizes", lambda *_: Sizes(16, 32, 4, 1))
@@ -90,7 +90,7 @@ def test_any_runs_under_any_mask(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_goes_on_from_attention_over_other_keys(dtype: torch.dtype) -> None:
+def test_running_partials(dtype: torch.dtype) -> None:
     rows, first, second = (range(0, 150, 3),), (range(100, 140),), (range(0, 60, 2),)
     x, y = Inputs.random(rows, first, dtype=dtype), Inputs.random(rows, second, dtype=dtype)
     out, lse = forward(x.q, x.k, x.v, rows, first, CAUSAL, 0.3)
@@ -105,7 +105,7 @@ def test_it_goes_on_from_attention_over_other_keys(dtype: torch.dtype) -> None:
     torch.testing.assert_close(merged[1].double(), want.lse, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_that_see_nothing_more_are_left_as_they_are() -> None:
+def test_blind_rows_keep_the_running_partial() -> None:
     rows, keys = (range(64),), (range(40, 60),)
     x = Inputs.random(rows, keys)
     out, lse = torch.randn(64, 1, 2, 16), torch.randn(64, 1, 2)
@@ -116,8 +116,8 @@ def test_rows_that_see_nothing_more_are_left_as_they_are() -> None:
     assert not torch.isclose(lse[60:], before[1][60:]).any()
 
 
-def test_blocks_that_nobody_sees_are_never_visited() -> None:
-    """They hold NaN, and a NaN that is loaded spoils what it is multiplied with, also by 0."""
+def test_invisible_blocks_are_never_loaded() -> None:
+    """They hold NaN, which would spoil results even when multiplied by 0."""
     rows, keys, view = (range(100, 164),), (range(0, 160, 2), range(200, 264)), View(left=31, right=0)
     x = Inputs.random(rows, keys)
     want = answer(x, rows, keys, view, 0.3)
@@ -135,7 +135,7 @@ def test_blocks_that_nobody_sees_are_never_visited() -> None:
     assert dk[hidden].eq(0).all() and dv[hidden].eq(0).all()
 
 
-def test_strided_views_and_the_same_bits_again() -> None:
+def test_strided_views_give_the_same_bits() -> None:
     sides = SIDES["gathered"]
     x = Inputs.random(*sides, heads=(4, 2), batch=2)
     strided = Inputs(*(y.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3) for y in x))
@@ -146,7 +146,7 @@ def test_strided_views_and_the_same_bits_again() -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_offsets_beyond_int32(name: str) -> None:
-    """Rows that lie 2^30 elements apart, in memory that is reserved and hardly touched."""
+    """Rows 2^30 elements apart, in reserved memory that is hardly touched."""
     sides = (range(5),), (range(5),)
     x = Inputs.random(*sides, heads=(1, 1))
     far = torch.empty(4 * 2**30 + 16, dtype=torch.float32).as_strided((5, 1, 1, 16), (2**30, 16, 16, 1))
@@ -193,7 +193,7 @@ def test_positions_and_grids_that_do_not_fit_are_refused() -> None:
 
 
 def test_running_sums_of_any_strides() -> None:
-    """As libraries store them, with the heads or the batch first."""
+    """As libraries store them: heads or batch first."""
     sides = (range(5),), (range(5),)
     x = Inputs.random(*sides)
     out, lse = forward(x.q, x.k, x.v, *sides, CAUSAL, 0.3)
@@ -212,7 +212,7 @@ def test_running_sums_of_any_strides() -> None:
         (lambda out, lse: (out.transpose(0, 3).contiguous().transpose(0, 3), lse), r"dense last dimension"),
     ],
 )
-def test_running_sums_it_cannot_go_on_from_are_refused(change, message: str) -> None:
+def test_unsuitable_running_sums_are_refused(change, message: str) -> None:
     sides = (range(5),), (range(5),)
     x = Inputs.random(*sides)
     onto = change(*forward(x.q, x.k, x.v, *sides, CAUSAL, 0.3))

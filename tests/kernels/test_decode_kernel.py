@@ -1,4 +1,4 @@
-"""Attention to a cache, in Triton's interpreter, against float64 and against plain torch, slot by slot."""
+"""Decoding kernels, interpreted, against float64 and plain torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cp_plugin.kernels import fused
 inf, nan = torch.inf, torch.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of -inf - -inf
 ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Of what is kept in a dtype: weights are rounded to it, and the interpreter cuts bfloat16 off."""
+"""By dtype of the cache: weights are rounded to it, and the interpreter truncates bfloat16."""
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -26,7 +26,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def books(lengths: list[int], slots: int, tokens: int = 1) -> tuple[Tensor, Tensor]:
-    """Of a rank of two that has the even positions: of its slots, and of the tokens behind all of them."""
+    """Slot positions of one rank of two (the even positions), and positions of the tokens after them."""
     held = torch.full((slots, len(lengths)), NOWHERE, dtype=torch.int32)
     for i, n in enumerate(lengths):
         held[:n, i] = 2 * torch.arange(n)
@@ -83,7 +83,7 @@ def test_any_size_and_dtype(d: int, e: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (3, 1), (20, 1), (80, 1)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_heads_that_share_keys_are_rows_of_one_product(heads: tuple[int, int], tokens: int) -> None:
-    """Also more of them than one block has, and several tokens of which each sees one more."""
+    """Also more rows than a block has, and several tokens, each of which sees one more."""
     (h, g), (held, positions) = heads, books([33, 7], 40, tokens)
     held[33, 0] = positions[0, 0]
     check(normal(tokens, 2, h, 16), normal(40, 2, g, 16, seed=1), normal(40, 2, g, 16, seed=2), held, positions)
@@ -120,7 +120,7 @@ def test_nothing_of_unused_slots_leaks(what: float, dtype: torch.dtype) -> None:
     assert all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(found, clean, strict=True))
 
 
-def test_what_is_not_finite_in_used_slots_stays_in_its_heads() -> None:
+def test_nonfinite_slots_affect_their_head_only() -> None:
     held, positions = books([600], 600)
     q, k, v = (normal(n, 1, 2, 16, seed=n) for n in (1, 600, 601))
     v = v[:600]
@@ -140,7 +140,7 @@ def test_parts_are_merged(count: int, e: int) -> None:
 
 
 class Both:
-    """One rank's attention to a cache by the kernels, and in plain torch."""
+    """Attention of one rank to a cache by the kernels and in plain torch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.patch, self.ran = monkeypatch, []
@@ -176,7 +176,7 @@ def test_a_cache_of_heads(slots: int, dtype: torch.dtype, kind: Any, monkeypatch
 @pytest.mark.parametrize("kind", [Plain, Packed])
 @pytest.mark.parametrize("rank", [32, 40])
 def test_a_cache_of_latents(rank: int, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are the first part of the keys: read once, where that is a power of two."""
+    """Values are the first part of the keys: read once if that is a power of two."""
     rows = normal(300, 2, 1, rank + 8)
     latent = Latent(rows, normal(4, 16, rank), normal(4, 16, rank))
     cache = Cache(kind, 300, rank, rows)
@@ -188,7 +188,7 @@ def test_a_cache_of_latents(rank: int, kind: Any, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("dtype", kernel.DTYPES)
 def test_packed_rows_are_widened_as_payloads_are(dtype: torch.dtype) -> None:
-    """Every byte: with one slot its value is the output. NaN stays NaN, numbers beyond the largest are that."""
+    """Every byte: with one slot, its value is the output. NaN stays NaN, overflow saturates."""
     every = torch.arange(256, dtype=torch.uint8).view(1, 1, 1, 256)
     held, positions = books([1], 1)
     keys = torch.zeros(1, 1, 1, 16, dtype=torch.uint8), torch.full((1, 1, 1), 127, dtype=torch.uint8)
@@ -200,7 +200,7 @@ def test_packed_rows_are_widened_as_payloads_are(dtype: torch.dtype) -> None:
 
 
 def test_strides() -> None:
-    """Slots, sequences and heads may lie apart in any way."""
+    """Arbitrary strides of slots, sequences and heads."""
     held, positions = books([50, 13], 64)
     q = normal(2, 4, 1, 16).permute(2, 0, 1, 3)
     k, v = normal(2, 2, 64, 40).permute(2, 0, 1, 3)[..., 3:19], normal(64, 4, 2, 16)[:, ::2]
@@ -208,7 +208,7 @@ def test_strides() -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Two slots that lie 2^31 bytes apart; what is between them is never touched."""
+    """Two slots 2^31 bytes apart, with untouched memory between them."""
     far = torch.empty(2**31 + 32, dtype=torch.uint8).as_strided((2, 1, 1, 16), (2**31, 16, 16, 1))
     far[:] = payload.pack(normal(2, 1, 1, 16), 1)[0].view(torch.uint8)
     near, exponents = far.contiguous(), torch.full((2, 1, 1), 127, dtype=torch.uint8)
@@ -230,7 +230,7 @@ def test_parts_depend_on_shapes_alone_and_have_blocks_enough() -> None:
             assert (parts - 1) * each < slots <= parts * each
 
 
-def test_what_cannot_be_taken_is_refused_by_name() -> None:
+def test_refusals_name_the_argument() -> None:
     held, positions = books([4], 4)
 
     def call(q: Tensor, keys: Any, values: Any, e: int = 16, held: Tensor = held) -> None:

@@ -1,4 +1,4 @@
-"""Measuring and rounding to float8: that the kernels, interpreted, make bit for bit what plain torch makes."""
+"""float8 measuring and rounding, interpreted, bit for bit against plain torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GIVEN = pytest.mark.parametrize("given", kernel.DTYPES, ids=str)
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Of all sizes."""
+    """Of all magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.exp2(torch.randint(-20, 12, shape, generator=generator).double())
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * sizes).to(dtype)
 
 
 def every(dtype: torch.dtype) -> Tensor:
-    """All finite float8 numbers of a type, the middles between two, and their neighbours in float32."""
+    """All finite float8 numbers, the midpoints, and their float32 neighbours."""
     found = torch.arange(128, dtype=torch.uint8).view(dtype).double()
     found = found[found.isfinite()]
     middles = ((found[1:] + found[:-1]) / 2).float()
@@ -65,7 +65,7 @@ def test_tensors_of_any_size(dtype: torch.dtype, given: torch.dtype) -> None:
 
 @TYPES
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
-def test_what_is_not_finite(bad: float, dtype: torch.dtype) -> None:
+def test_nonfinite_values(bad: float, dtype: torch.dtype) -> None:
     x = numbers((3, 1, 2, 16), torch.float32)
     x[1, 0, 1, 3] = bad
     check(x, torch.tensor(0.5), dtype)
@@ -74,7 +74,7 @@ def test_what_is_not_finite(bad: float, dtype: torch.dtype) -> None:
 
 @GIVEN
 def test_extents(given: torch.dtype) -> None:
-    """The largest element to the bit, the longest row but for the order of its sum."""
+    """The largest element exactly, the longest row up to the order of its sum."""
     tensors = [numbers(shape, given, seed) for seed, shape in enumerate([(5, 2, 3, 64), (4, 1, 2, 80), (1, 1, 1, 1)])]
     found = kernel.extents(tensors)
     assert found.dtype == torch.float32 and found.shape == (3, 2)
@@ -84,7 +84,7 @@ def test_extents(given: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bad", [nan, -nan, inf, -inf])
-def test_extents_of_what_is_not_finite(bad: float) -> None:
+def test_extents_of_nonfinite_values(bad: float) -> None:
     x = numbers((3, 1, 2, 16), torch.float32)
     x[2, 0, 1, 3] = bad
     found, want = Extent(*kernel.extents((x,))[0]), scaling.extent(x)
@@ -106,7 +106,7 @@ def test_no_tokens() -> None:
     assert torch.equal(kernel.extents((x,)), torch.zeros(1, 2))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     x, one = torch.zeros(4, 1, 2, 8), torch.ones(())
     for call, words in (
         (lambda: kernel.quantize(x.double(), one, E4M3), "torch.float64"),

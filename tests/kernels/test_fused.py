@@ -1,4 +1,4 @@
-"""Where fused kernels run, and that they run there as plain torch does."""
+"""Dispatch of fused operations to kernels, and equality with plain torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPERATIONS = (
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """CPU tensors go to the kernels, as CUDA tensors do; the names of those that ran."""
+    """Sends CPU tensors to the kernels like CUDA tensors; names of those that ran."""
     from cp_kernels import float8, merge, payload, permute, row_term
 
     ran: list[str] = []
@@ -91,7 +91,7 @@ def test_every_operation_has_both(kernels: list[str]) -> None:
 
 
 def test_merging_uses_them(kernels: list[str]) -> None:
-    """Half-precision partials are merged into new memory, sums in place, also in some rows only; many at once."""
+    """Half-precision partials go to new memory, sums in place, also for some rows only; many at once."""
     parts = partials(5)
     half = [Partial(out.bfloat16(), lse) for out, lse in parts]
     both(lambda: merge(*half[:2]), kernels, "merge")
@@ -129,7 +129,7 @@ def test_partials_that_saw_nothing_are_left_out() -> None:
 
 
 def test_a_method_with_them(kernels: list[str]) -> None:
-    """attention2d on a grid of four: partial outputs are merged by the kernel, forward; gradients follow from it."""
+    """attention2d on a 2 x 2 grid merges partial outputs with the kernel in the forward."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(16, 1, 2, 4, generator=generator) for _ in range(3))
 

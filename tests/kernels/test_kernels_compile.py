@@ -1,7 +1,7 @@
-"""Every kernel compiles for the GPUs it is meant for, through its own launch; that needs no GPU.
+"""Every kernel compiles for its GPUs through its own launch; needs no GPU.
 
-Shared memory and registers suffice, memory is read and written 16 bytes at a time, and what is stored in place waits
-for those who read it. Compilation runs in a process of its own, since kernels are interpreted in this one.
+Shared memory and registers suffice, memory is accessed 16 bytes at a time, and in-place stores wait for readers.
+Compilation runs in a separate process, since kernels are interpreted in this one.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import pytest
 from nightly import nightly, slow
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory a program may have, by compute capability."""
+"""Shared memory limit of a program in bytes, by compute capability."""
 SPILLED = 256
-"""Bytes of registers that may go to local memory, of aligned tensors in half precision."""
+"""Register bytes that may spill, for aligned half-precision tensors."""
 HEAD_SIZES = (*map(str, (16, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)), "128x64", "192x128")
-"""Any up to 256 are taken; where there are two, that of q and k, and that of v."""
+"""Head size of q and k, and of v where it differs."""
 DTYPES = "bfloat16", "float16", "float32"
 GENERATIONS = tuple(SHARED)
 
 
 @cache
 def compiled(what: str, capability: int, *arguments: str) -> list[dict[str, Any]]:
-    """What ``compile_kernels.py`` says of each launch."""
+    """Output of ``compile_kernels.py``, per launch."""
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(script), what, str(capability), *arguments]
@@ -82,7 +82,7 @@ def test_memory_bound_kernels_move_16_bytes_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=slow)])
-def test_float8_is_made_by_instructions_where_there_are_some(capability: int) -> None:
+def test_float8_instructions_are_used(capability: int) -> None:
     found = {launch["name"]: launch["instructions"] for launch in compiled("memory", capability, "128", "bfloat16")}
     assert found["pack"]["ld.global.v4.b32"] == 4, "a block of 16 KiB is read once, by 256 threads"
     for name, kind in {"pack": "e4m3", "unpack": "e4m3", "quantize e4m3": "e4m3", "quantize e5m2": "e5m2"}.items():
@@ -136,13 +136,13 @@ def check_in_place(capability: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("capability", [90])
-def test_what_is_stored_in_place_waits_for_its_readers(capability: int) -> None:
+def test_in_place_stores_wait_for_readers(capability: int) -> None:
     check_in_place(capability, "in_place")
 
 
 @nightly
 @pytest.mark.parametrize("capability", GENERATIONS)
-def test_what_is_stored_in_place_waits_for_its_readers_whatever_the_size(capability: int) -> None:
+def test_in_place_stores_wait_for_readers_at_every_size(capability: int) -> None:
     check_in_place(capability, "in_place_every")
 
 

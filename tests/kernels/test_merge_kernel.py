@@ -1,4 +1,4 @@
-"""The merging kernel, in Triton's interpreter, against float64."""
+"""The merging kernel, interpreted, against float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPE = (5, 2, 3)
 
 
 def partials(n: int, e: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """``[n, s, b, h, e]`` and ``[n, s, b, h]``; some rows saw nothing in some partials, and one in none."""
+    """``[n, s, b, h, e]`` and ``[n, s, b, h]``; some rows saw nothing in some partials, one in none."""
     generator = torch.Generator().manual_seed(seed)
     outs = torch.randn((n, *SHAPE, e), generator=generator)
     lses = torch.randn((n, *SHAPE), generator=generator) * 20
@@ -25,7 +25,7 @@ def partials(n: int, e: int, dtype: torch.dtype = torch.float32, seed: int = 0) 
 
 
 def by_definition(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """In float64, and not the kernel's way: as sums of exponentials that were not normalised."""
+    """In float64 and unlike the kernel: as sums of unnormalised exponentials."""
     weights = lses.double().exp()
     total = weights.sum(0)
     out = (outs.double() * weights.unsqueeze(-1)).sum(0) / total.unsqueeze(-1)
@@ -67,7 +67,7 @@ def test_float64_stays_float64() -> None:
 
 
 def test_chunks_of_one_tensor_and_tensors_of_their_own() -> None:
-    """As ``GatherQ`` has them after its all-to-all, and as tiles have them; with more than can be arguments, too."""
+    """As after ``GatherQ``'s all-to-all and as from tiles; also more than fit as arguments."""
     outs, lses = partials(9, 8)
     chunks = outs.flatten(0, 1).chunk(9), lses.flatten(0, 1).chunk(9)
     want = kernel.merge(*chunks)
@@ -131,7 +131,7 @@ def test_in_place_leaves_the_rest_alone() -> None:
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("out", [nan, inf, -inf, 1.0])
 @pytest.mark.parametrize("lse", [nan, inf, -inf, 0.0])
-def test_what_is_not_finite_is_so_where_it_is_in_plain_torch(n: int, out: float, lse: float) -> None:
+def test_nonfinite_values_as_in_plain_torch(n: int, out: float, lse: float) -> None:
     from cp_plugin.kernels import fused
 
     outs, lses = partials(n, 4)
@@ -154,7 +154,7 @@ def test_no_rows() -> None:
     assert out.shape == (0, 2, 3, 4) and lse.shape == (0, 2, 3)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     outs, lses = (x.unbind() for x in partials(2, 4))
     for bad_outs, bad_lses, words in (
         ((), (), "no partials"),

@@ -1,4 +1,4 @@
-"""Offsets of long sequences have 64 bits, and others 32: in every kernel that costs one pass over memory."""
+"""Memory-bound kernels use 64-bit offsets for long sequences and 32-bit ones otherwise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Recorder:
-    """A kernel that only remembers its arguments."""
+    """A kernel that records its arguments."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
         return self
@@ -35,7 +35,7 @@ def merged(parts: int) -> Callable[[Tensor], object]:
 
 
 def half(x: Tensor) -> Tensor:
-    """Half as many numbers, in a tensor twice as wide: they reach as far."""
+    """Half the elements of a tensor twice as wide: the same reach."""
     return x[:, :, :16]
 
 
@@ -78,7 +78,7 @@ CALLS: dict[str, tuple[ModuleType, str, Callable[[Tensor], object]]] = {
 def test_offsets_of_long_sequences_have_64_bits(
     name: str, tokens: int, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4096 numbers a token: 2^31 in all."""
+    """4096 elements per token, 2^31 in total."""
     module, kernel, call = CALLS[name]
     recorder = Recorder()
     monkeypatch.setattr(module, kernel, recorder)

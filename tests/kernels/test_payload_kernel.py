@@ -1,4 +1,4 @@
-"""Payloads of one byte an element: what plain torch makes of them, and that the kernels, interpreted, make the same."""
+"""FP8 payloads: the torch version against their definition, and the kernels bit for bit against torch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of
 DTYPES = payload.DTYPES
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-"""All that are not negative, in order: 0 .. 448."""
+"""All non-negative numbers in order: 0 .. 448."""
 
 
 def from_bits(bits: list[int], dtype: torch.dtype) -> Tensor:
-    """Numbers from bits, the lowest 16 or 32 of each: ``[s, 1, 1, 2]``."""
+    """Numbers from the lowest 16 or 32 bits: ``[s, 1, 1, 2]``."""
     size = 8 * dtype.itemsize
     signed = [(b % 2**size) - 2**size * (b % 2**size >= 2 ** (size - 1)) for b in bits]
     return torch.tensor(signed, dtype=INTEGERS[dtype]).view(dtype).view(-1, 1, 1, 2)
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Each head and token of another size, from the smallest to the largest of the dtype, NaN and infinities too."""
+    """Every magnitude per head and token, with NaN and infinities."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(-(2**31), 2**31, shape, generator=generator)
     x = from_bits(raw.flatten().tolist(), dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
@@ -72,8 +72,8 @@ def test_a_second_hop_changes_no_bit(bits: list[int], dtype: torch.dtype, block:
     check_hops(from_bits(bits, dtype), partial(hop, block=block))
 
 
-def test_with_a_margin_in_the_scale_it_does() -> None:
-    """amax / 400 is rounded itself, and the next scale is another one: the test above would see that."""
+def test_a_margin_in_the_scale_would_change_bits() -> None:
+    """amax / 400 is itself rounded and changes the next scale: the test above would notice."""
 
     def with_margin(x: Tensor) -> Tensor:
         scale = x.float().abs().amax() / 400
@@ -87,7 +87,7 @@ def test_with_a_margin_in_the_scale_it_does() -> None:
 
 @checks
 @given(any_bits, any_dtype, st.integers(1, 9))
-def test_the_error_is_that_of_four_bits(bits: list[int], dtype: torch.dtype, block: int) -> None:
+def test_relative_error_of_e4m3(bits: list[int], dtype: torch.dtype, block: int) -> None:
     x = from_bits(bits, dtype)
     got, scale = hop(x, block).double(), scales(x, block)
     x = x.double()
@@ -113,7 +113,7 @@ def test_scales_are_the_smallest_that_fit(bits: list[int], dtype: torch.dtype, b
 
 
 def test_rounding_is_to_nearest_and_even() -> None:
-    """Every e4m3 number, every middle between two, and their neighbours in float32; 448 sets the scale to 1."""
+    """Every e4m3 number, every midpoint, and their float32 neighbours; 448 sets the scale to 1."""
     middles = ((E4M3[1:] + E4M3[:-1]) / 2).float()
     x = torch.cat([E4M3.float(), middles, middles.nextafter(torch.tensor(inf)), middles.nextafter(torch.tensor(0.0))])
     x = torch.cat([x, -x]).view(1, 1, 1, -1)
@@ -148,7 +148,7 @@ def test_ends_of_the_range(pack: Pack) -> None:
 
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
 @pytest.mark.parametrize("pack", [payload.pack, kernel.pack], ids=["torch", "kernel"])
-def test_what_is_not_finite_stays_so_and_spreads_nowhere(bad: float, pack: Pack) -> None:
+def test_nonfinite_values_do_not_spread(bad: float, pack: Pack) -> None:
     x = randn(4, 1, 2, 8)
     want = hop(x, 4, pack)
     x[1, 0, 0, 3] = bad
@@ -169,7 +169,7 @@ def test_each_block_batch_and_head_has_its_own_scale() -> None:
 
 
 def check_same(x: Tensor, block: int) -> None:
-    """The kernels against plain torch, bit for bit; of NaN only where they are."""
+    """The kernels against plain torch, bit for bit; only positions of NaN are compared."""
     (elements, exponents), want = kernel.pack(x, block), payload.pack(x, block)
     assert elements.is_contiguous() and exponents.is_contiguous() and elements.dtype == torch.float8_e4m3fn
     assert torch.equal(exponents, want[1])
@@ -184,14 +184,14 @@ def check_same(x: Tensor, block: int) -> None:
     ("shape", "block"),
     [((8, 2, 3, 64), 4), ((7, 1, 2, 80), 3), ((5, 2, 1, 1), 1), ((3, 1, 2, 96), 64), ((2, 1, 1, 192), 2)],
 )
-def test_kernels_make_the_same(shape: tuple[int, ...], block: int, dtype: torch.dtype) -> None:
+def test_kernels_equal_torch(shape: tuple[int, ...], block: int, dtype: torch.dtype) -> None:
     check_same(numbers(shape, dtype), block)
     check_same(randn(*shape).to(dtype), block)
 
 
 @settings(max_examples=25, derandomize=True)
 @given(any_bits, any_dtype, st.integers(1, 9))
-def test_kernels_make_the_same_of_any_bits(bits: list[int], dtype: torch.dtype, block: int) -> None:
+def test_kernels_equal_torch_for_any_bits(bits: list[int], dtype: torch.dtype, block: int) -> None:
     check_same(from_bits(bits, dtype), block)
 
 
@@ -215,7 +215,7 @@ def test_any_strides() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_conversions_of_the_device(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of devices that know e4m3, of numbers that it has: the interpreter cuts others off, and knows no NaN."""
+    """The path of devices with e4m3 instructions, for exact values: the interpreter truncates others and has no NaN."""
     monkeypatch.setattr(kernel, "converts", lambda x: True)
     x = torch.cat([E4M3, -E4M3]).to(dtype).view(2, 1, 1, 127)
     check_same(x, 1)
@@ -229,7 +229,7 @@ def test_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("module", [payload, kernel], ids=["torch", "kernel"])
-def test_what_does_not_fit_is_refused(module: object) -> None:
+def test_invalid_arguments_are_refused(module: object) -> None:
     x = torch.zeros(4, 1, 2, 8)
     packed = module.pack(x, 2)
     for call, words in (

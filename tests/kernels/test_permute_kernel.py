@@ -1,4 +1,4 @@
-"""The kernel that puts rows in another order, in Triton's interpreter, bit for bit against torch's indexing."""
+"""The permutation kernel, interpreted, bit for bit against torch's indexing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uin
 
 
 def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Any bits at all: NaN with a sign and negative zeros among them."""
+    """Random bits, including NaN payloads and negative zeros."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
@@ -45,7 +45,7 @@ def test_any_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None
 
 
 def test_rows_of_several_blocks() -> None:
-    """More words than a program copies, and more rows."""
+    """More words and more rows than a program copies."""
     for x in (bits((3, 9, 2000), torch.float32), bits((4100, 1), torch.float64), bits((300, 70), torch.int64)):
         check(x, shuffled(x.size(0)))
 
@@ -88,7 +88,7 @@ def test_a_gather_may_take_some_rows_or_a_row_twice() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
 def test_gathered_shards_are_sorted_and_stored_back(layout: object) -> None:
-    """As the local kernel does it (``methods.local``): shards of every other rank, in the order of their tokens."""
+    """As in ``methods.local``: shards of every other rank in token order."""
     shards = [layout.segments(32, 4, rank) for rank in (0, 2)]
     segments = tuple(s for shard in shards for s in shard)
     _, order = sort_positions(segments, torch.device("cpu"))
@@ -112,7 +112,7 @@ def test_the_widest_words_are_copied() -> None:
     assert kernel._in_pieces(x[:, :, 2:4]).shape == (4, 2, 32) and kernel._in_pieces(x).shape == (4, 1, 256)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     x = torch.zeros(4, 2)
     for order in (
         torch.zeros(4),

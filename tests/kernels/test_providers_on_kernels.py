@@ -1,4 +1,4 @@
-"""Every provider with our own kernels in the place of a library's: layouts, masks, the ring's running partials."""
+"""Providers on our own kernels: layouts, masks, running partials."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_tree_equals_one_device() -> None:
             assert (a.double() - b).norm() <= 1e-6 * b.norm()
 
 
-def test_it_is_asked_for_by_name_and_refuses_what_it_cannot() -> None:
+def test_requested_by_name_and_refusals() -> None:
     chosen, reason = backends.choose("triton", CPU, torch.bfloat16, 192, 128)
     assert isinstance(chosen, Triton) and reason == "asked for"
     for dtype, size, why in ((torch.float64, 64, "not torch.float64"), (torch.bfloat16, 512, "up to 256, not 512")):

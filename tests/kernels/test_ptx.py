@@ -1,4 +1,4 @@
-"""The reader of PTX sees a store that may overtake a read, on whatever path, and is content with a barrier."""
+"""The PTX race check finds stores that may overtake reads on any path, and accepts barriers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_two_arguments_of_one_storage() -> None:
 
 
 @pytest.mark.parametrize("weak", ["bar.warp.sync -1;", "bar.sync 1, 64;", "@%p1 bar.sync 0;", "membar.gl;"])
-def test_what_is_no_barrier_of_all_threads(weak: str) -> None:
+def test_partial_barriers_do_not_count(weak: str) -> None:
     assert found(READ, weak, STORE)
 
 
@@ -77,7 +77,7 @@ def test_addresses_are_followed_and_values_are_not() -> None:
     assert not found(READ, "add.s64 %rd5, %rd2, %rd4;", "ld.global.b64 %rd4, [%rd1];", "st.global.b32 [%rd5], %r2;")
 
 
-def test_what_cannot_be_read_is_refused() -> None:
+def test_unsupported_ptx_is_refused() -> None:
     for lines, memory, words in (
         ([READ], (7, 8, None), "described as"),
         ([READ], (7, None, 8, 9), "described as"),
@@ -88,7 +88,7 @@ def test_what_cannot_be_read_is_refused() -> None:
             found(*lines, memory=memory)
 
 
-def test_what_is_in_place() -> None:
+def test_in_place_detection() -> None:
     def in_place(store: str) -> bool:
         return stores_in_place(f"{HEAD}{READ}\n{store}\nret;\n}}\n", (7, None, 8))
 

@@ -1,4 +1,4 @@
-"""Delta and the stand-in for out, in Triton's interpreter, against plain torch and against float64."""
+"""Delta and the stand-in for out, interpreted, against plain torch and float64."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_any_size_and_dtype(e: int, dtype: torch.dtype) -> None:
     check_out(dout, kernel.delta(dout, out))
 
 
-def test_the_stand_in_gives_delta() -> None:
+def test_stand_in_preserves_delta() -> None:
     dout, out = given(64)
     delta = fused.delta(dout, out)
     again = fused.delta(dout, kernel.out_from_delta(dout, delta))
@@ -84,7 +84,7 @@ def test_rows_of_zeros_stay_so() -> None:
 
 @pytest.mark.parametrize("others", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
-def test_what_is_not_finite_is_so_where_it_is_in_plain_torch(bad: float, others: float) -> None:
+def test_nonfinite_values_as_in_plain_torch(bad: float, others: float) -> None:
     dout, out = given(16)
     delta = fused.delta(dout, out)
     dout[0, 1, 2], dout[0, 1, 2, 5], delta[2, 0, 1], delta[1, 0, 0] = others, bad, bad, bad
@@ -121,7 +121,7 @@ def test_no_rows_and_no_columns() -> None:
         assert kernel.out_from_delta(x, delta).shape == shape
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     dout, out = given(8)
     delta = kernel.delta(dout, out)
     for call, words in (

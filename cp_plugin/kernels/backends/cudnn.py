@@ -61,7 +61,7 @@ class Cudnn:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, causal = *map(heads_first, (dout, q, k, v, row_term)), is_causal(q, k, diagonal)
         lse = lse.permute(1, 2, 0).unsqueeze(-1).contiguous()
-        rng = torch.empty((), dtype=torch.int64, device=q.device)  # without dropout it is not read
+        rng = torch.empty((), dtype=torch.int64, device=q.device)  # unused without dropout
         lengths = (None, None, q.size(2), k.size(2))
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse, rng, rng, None, *lengths, 0.0, causal, scale=scale

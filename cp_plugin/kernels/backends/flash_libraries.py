@@ -125,7 +125,7 @@ def _flash3() -> Library:
     if flags.get("FLASHATTENTION_DISABLE_BACKWARD"):
         raise ImportError(f"{library.title} was built without a backward")
     built = [size for size in (64, 96, 128, 192, 256) if not flags.get(f"FLASHATTENTION_DISABLE_HDIM{size}")]
-    # the releases with this parameter have a backward for two head sizes, the ones before not all
+    # all releases with this parameter have a backward for two head sizes
     two_sizes = "window_size_left" in parameters(module._flash_attn_forward)
     without = flags.get("FLASHATTENTION_DISABLE_HDIM192") or flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF192")
     return replace(library, largest=max(built, default=0), two_sizes=two_sizes and not without)
@@ -141,7 +141,7 @@ def _flash4() -> Library:
         return Library(
             generation=4,
             title=title,
-            # what the first betas lack: one of their parameters has another meaning since
+            # missing in the first betas, where a parameter has another meaning
             forward=bind(module._flash_attn_fwd, given, _OFF_4, ("return_lse", "min_seqlen_k")),
             backward=bind(module._flash_attn_bwd, (*given, "out", "dout", "lse", "deterministic"), {}, ("dlse",)),
             lse="lse",
@@ -181,7 +181,7 @@ def _bound(generation: int, title: str, module: Any, marks: tuple[str, ...]) -> 
 def _there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ImportError:  # a package around it is not there
+    except ImportError:  # a parent package is missing
         return False
 
 

@@ -62,8 +62,8 @@ class Sdpa:
         dout, q, k, v, out = one_head_size(*map(heads_first, (dout, q, k, v, row_term)))
         lse = lse.permute(1, 2, 0).contiguous()
         if q.is_cuda:
-            rng = torch.empty(2, dtype=torch.uint64, device=q.device)  # without dropout it is not read
-            lengths = (None, None, q.size(2), k.size(2))  # cumulative lengths (dense batches have none), longest rows
+            rng = torch.empty(2, dtype=torch.uint64, device=q.device)  # unused without dropout
+            lengths = (None, None, q.size(2), k.size(2))  # no cumulative lengths in dense batches; maxima
             grads = _aten._scaled_dot_product_flash_attention_backward(
                 dout, q, k, v, out, lse, *lengths, 0.0, causal, rng, rng[:0], scale=scale
             )

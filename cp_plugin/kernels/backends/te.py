@@ -154,7 +154,7 @@ def backward_arguments(
 ) -> dict[str, Any]:
     """Arguments of ``fused_attn_bwd`` that differ between tiles."""
     statistics = lse.permute(1, 2, 0).unsqueeze(-1).contiguous()
-    rng_state = torch.empty(2, dtype=torch.int64, device=q.device)  # without dropout it is not read
+    rng_state = torch.empty(2, dtype=torch.int64, device=q.device)  # unused without dropout
     return {
         **_tile(library, q, k, v, causal, scale),
         "o": out.contiguous(),
