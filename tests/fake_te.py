@@ -123,9 +123,7 @@ def install(patch: pytest.MonkeyPatch, forward_list: str = FORWARD, **other: Any
         "transformer_engine.pytorch.attention.dot_product_attention.utils": {
             "FusedAttentionParams": function("FusedAttentionParams", PARAMETERS, dict)
         },
-        "transformer_engine.pytorch.constants": {
-            "TE_DType": {torch.bfloat16: "bf16", torch.float16: "fp16"},
-        },
+        "transformer_engine.pytorch.constants": {"TE_DType": {torch.bfloat16: "bf16", torch.float16: "fp16"}},
         "transformer_engine_torch": {"get_fused_attn_backend": query},
     }
     for name, attributes in content.items():

@@ -114,12 +114,7 @@ class Options:
     """All other choices by name."""
 
     def __init__(
-        self,
-        *,
-        layout: str | None = None,
-        backend: str = AUTO,
-        given: Sequence[tuple[str, Any]] = (),
-        **chosen: Any,
+        self, *, layout: str | None = None, backend: str = AUTO, given: Sequence[tuple[str, Any]] = (), **chosen: Any
     ) -> None:
         values = {**dict(given), **chosen}
         object.__setattr__(self, "layout", layout)

@@ -65,12 +65,7 @@ class Delayed(Scaling):
     """Delayed scaling of one layer; current scaling before the first update and for tensors that were always 0."""
 
     def __init__(
-        self,
-        length: int = 1,
-        *,
-        algorithm: Algorithm = "most_recent",
-        margin: int = 0,
-        roles: Collection[str] = ROLES,
+        self, length: int = 1, *, algorithm: Algorithm = "most_recent", margin: int = 0, roles: Collection[str] = ROLES
     ) -> None:
         """Args:
         length: steps in the history.

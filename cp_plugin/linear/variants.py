@@ -86,11 +86,7 @@ class Variant:
 _OURS = (
     Variant(name="basic", summary="elu + 1, normalised (arXiv 2006.16236)", features=ELU, normalised=True),
     Variant(
-        name="lightning",
-        summary="silu, a decay per head (arXiv 2401.04658)",
-        features=SILU,
-        decay="head",
-        norm="rms",
+        name="lightning", summary="silu, a decay per head (arXiv 2401.04658)", features=SILU, decay="head", norm="rms"
     ),
     Variant(
         name="retention",

@@ -67,10 +67,7 @@ def test_arguments_bind_to_the_real_functions(library: te.Library, causal: bool)
 
 
 def test_the_stand_in_of_other_tests_has_the_real_parameters(library: te.Library) -> None:
-    for real, names in (
-        (library.forward.function, fake_te.FORWARD),
-        (library.backward.function, fake_te.BACKWARD),
-    ):
+    for real, names in ((library.forward.function, fake_te.FORWARD), (library.backward.function, fake_te.BACKWARD)):
         fake = parameters(fake_te.function("f", names, dict))
         assert [(p.name, p.default) for p in parameters(real).values()] == [(p.name, p.default) for p in fake.values()]
     real = parameters(library.parameters)

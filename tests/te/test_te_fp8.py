@@ -77,10 +77,7 @@ def test_the_question_for_a_kernel_is_made_of_real_types(library: te_fp8.Library
         asked = library.te.parameters(**given)
         for name, annotation in inspect.get_annotations(type(asked), eval_str=True).items():
             assert isinstance(getattr(asked, name), annotation), name
-        assert (asked.qkv_dtype, asked.do_dtype) == (
-            library.types[E4M3],
-            library.types[E5M2],
-        )
+        assert (asked.qkv_dtype, asked.do_dtype) == (library.types[E4M3], library.types[E5M2])
         assert (asked.max_seqlen_q, asked.max_seqlen_kv, asked.num_gqa_groups) == (96, 160, 4)
         if not torch.cuda.is_available():
             with pytest.raises(RuntimeError, match=r"(?i)cuda.*driver"):

@@ -140,11 +140,7 @@ _BLACKWELL_12 = Family(
     scale=_AMPERE.scale,
 )
 _OLDER = Family(
-    title="older than Ampere",
-    since=(0, 0),
-    order=_OURS[1:],
-    order_source="every fused kernel needs 8.0",
-    scale=None,
+    title="older than Ampere", since=(0, 0), order=_OURS[1:], order_source="every fused kernel needs 8.0", scale=None
 )
 FAMILIES = (_OLDER, _AMPERE, _HOPPER, _BLACKWELL, _BLACKWELL_12)
 """By increasing compute capability; newer devices belong to the last one."""

@@ -134,11 +134,7 @@ def must_be_deterministic() -> bool:
 
 def forward_arguments(library: Library, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> dict[str, Any]:
     """Arguments of ``fused_attn_fwd`` that differ between tiles."""
-    return {
-        **_tile(library, q, k, v, causal, scale),
-        "is_training": True,
-        "rng_gen": _generator(q.device),
-    }
+    return {**_tile(library, q, k, v, causal, scale), "is_training": True, "rng_gen": _generator(q.device)}
 
 
 def backward_arguments(
