@@ -1,8 +1,7 @@
 """Fakes of the flash-attn generations: recorded parameters, bodies from the reference kernel.
 
 The bodies require what the real kernels require: ``[b, s, h, d]``, a dense last dimension, one head size unless there
-are
-kernels for two, a dense float32 ``lse [b, h, s]``, and everything that the adapter does not use switched off.
+are kernels for two, a dense float32 ``lse [b, h, s]``, and everything that the adapter does not use switched off.
 """
 
 from __future__ import annotations

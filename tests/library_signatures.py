@@ -3,8 +3,7 @@
     python tests/library_signatures.py FOLDER       rewrites library_signatures.json
 
 FOLDER has a git clone ``flash-attention`` (Dao-AILab/flash-attention) and the wheels named in ``SOURCES`` (``pip
-download
---no-deps``). Only parameter names in order, defaults and torch operator schemas are kept.
+download --no-deps``). Only parameter names in order, defaults and torch operator schemas are kept.
 """
 
 from __future__ import annotations

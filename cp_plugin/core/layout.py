@@ -115,8 +115,7 @@ def sort_positions(segments: Segments, device: torch.device) -> tuple[Segments, 
     """The positions in increasing order and ``order`` with ``sorted[i] = stored[order[i]]``.
 
     Gathered shards are interleaved runs; sorting them yields few long runs, hence few large tiles. The order stays on
-    the
-    device; it is None where sorting does not reduce the number of segments.
+    the device; it is None where sorting does not reduce the number of segments.
     """
     if len(segments) == 1:
         return segments, None

@@ -170,8 +170,7 @@ def _in_step(piece: _Pieces, segment: _Held, mask: Mask) -> Tensor:
     """Whether a query sees any key of a segment of the same step, for windows narrower than the step.
 
     Query m sees key j if ``first <= m - j <= last``: if such a difference exists, all keys between the ends of the
-    windows
-    are seen, otherwise none.
+    windows are seen, otherwise none.
     """
     apart = segment.first - piece.first
     first = _steps(apart - (_FAR if mask.right is None else mask.right), piece.step)

@@ -10,9 +10,10 @@ class Recent[K: Hashable, V]:
     """LRU cache ``key -> value``."""
 
     def __init__(self, most: int, weight: Callable[[V], int] = lambda value: 1) -> None:
-        """Args:
-        most: total weight to keep; the newest value is always kept.
-        weight: weight of a value, such as its bytes; default 1.
+        """
+        Args:
+            most: total weight to keep; the newest value is always kept.
+            weight: weight of a value, such as its bytes; default 1.
         """
         self._most, self._weight = most, weight
         self._found: dict[K, V] = {}

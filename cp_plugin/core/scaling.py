@@ -67,11 +67,12 @@ class Delayed(Scaling):
     def __init__(
         self, length: int = 1, *, algorithm: Algorithm = "most_recent", margin: int = 0, roles: Collection[str] = ROLES
     ) -> None:
-        """Args:
-        length: steps in the history.
-        algorithm: ``max``: scale by the largest of them; ``most_recent``: by the last.
-        margin: lower scales by ``2 ** margin``. Elements that are still too large saturate.
-        roles: tensors with delayed scaling; the others use current scaling.
+        """
+        Args:
+            length: steps in the history.
+            algorithm: ``max``: scale by the largest of them; ``most_recent``: by the last.
+            margin: lower scales by ``2 ** margin``. Elements that are still too large saturate.
+            roles: tensors with delayed scaling; the others use current scaling.
         """
         if length < 1 or algorithm not in ("most_recent", "max"):
             raise ValueError(f"length {length}, algorithm {algorithm!r}: 1 step or more, most_recent or max")

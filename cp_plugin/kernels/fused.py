@@ -1,8 +1,7 @@
 """Memory-bound operations as one kernel each: merging, row permutation, payload packing, row sums, cached decoding.
 
 CUDA tensors use the Triton kernels of ``cp_kernels`` if triton is installed; otherwise the same computation runs in
-plain
-torch, with several passes. Permutations, payloads and float8 are bit-identical, sums equal up to rounding.
+plain torch, with several passes. Permutations, payloads and float8 are bit-identical, sums equal up to rounding.
 """
 
 from __future__ import annotations
@@ -120,8 +119,7 @@ def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """An ``out'`` for library kernels whose backward requires ``out``; shape ``[s, b, h, e]`` and dtype of dout.
 
     They use it only for ``delta = rowsum(dout * out)`` (``[s, b, h]``), so any ``out'`` with this delta will do, and a
-    query
-    side can travel as (q, dout, lse, delta):
+    query side can travel as (q, dout, lse, delta):
 
         out' = dout * delta / rowsum(dout^2)        (0 where dout is 0)
 

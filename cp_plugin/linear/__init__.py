@@ -4,6 +4,5 @@
 
 A part of a sequence acts on the state as an affine map ``S -> through * S + M``; other parts need nothing else of it.
 Chunks within a rank (``chunked.py``) and segments across ranks (``cp_plugin.methods.lasp2``) combine by the same
-algebra
-(``segment.py``).
+algebra (``segment.py``).
 """

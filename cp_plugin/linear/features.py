@@ -38,11 +38,11 @@ class Squared(nn.Module):
     """Projected heads and all products of two of their dimensions."""
 
     def __init__(self, heads: range, head_dim: int, *, learned_norm: bool, seed: int) -> None:
-        """Args:
-        heads: this rank's head numbers in the model; initial weights depend on the number only, not on the
-            sharding.
-        learned_norm: the quadratic map with learned gain and bias; otherwise the Taylor map.
-        seed: differs between layers and between queries and keys.
+        """
+        Args:
+            heads: this rank's head numbers in the model; initial weights depend on it, not on sharding.
+            learned_norm: the quadratic map with learned gain and bias; otherwise the Taylor map.
+            seed: differs between layers and between queries and keys.
         """
         super().__init__()
         self._learned_norm = learned_norm

@@ -1,8 +1,7 @@
 """Triton kernels of flash-linear-attention (``fla-core``, arXiv 2312.06635) for CUDA.
 
 Layout ``[b, t, heads, size]``, as many key/value heads as query heads; autograd is fla's own, and the backward
-recomputes
-the forward. Packed documents use the chunked kernel, since fla supports them only for batch size 1.
+recomputes the forward. Packed documents use the chunked kernel, since fla supports them only for batch size 1.
 """
 
 from __future__ import annotations

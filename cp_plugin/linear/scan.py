@@ -28,8 +28,7 @@ def sums(y: Tensor) -> Tensor:
     """Inclusive prefix sums along the first dimension in the dtype of y; differentiable.
 
     No addend takes part in more than 64 additions at each of log64(n) levels, so for numbers of one sign the error is
-    at
-    most 192 roundings for 128k numbers (float32: 1.2e-5), against 128k for a running sum.
+    at most 192 roundings for 128k numbers (float32: 1.2e-5), against 128k for a running sum.
     """
     n = y.size(0)
     if n <= _BLOCK:

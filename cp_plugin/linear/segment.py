@@ -47,7 +47,7 @@ class Edges(NamedTuple):
     read: Tensor | None
     """``[t, b, g, x]``: from the start through each token."""
     write: Tensor | None
-    """``[t, b, g, x]``: from behind each token to the end."""
+    """``[t, b, g, x]``: from after each token to the end."""
     through: Tensor | None
     """``[b, g, x]``: from the start to the end."""
 

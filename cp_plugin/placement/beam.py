@@ -19,8 +19,7 @@ PER_RANK = (4, 3, 6, 5)
 """Pieces per rank of each search."""
 WIDEST, NARROWEST = 256, 64
 """Beam width. The cost of a search, pieces * ranks * states, is limited to a rank's tokens, since its benefit grows
-with
-them; where that leaves fewer than NARROWEST states, there is no search.
+with them; where that leaves fewer than NARROWEST states, there is no search.
 """
 ENDS = 8
 """Final states returned by each search."""

@@ -78,10 +78,8 @@ def relieve(ranks: Ranks, limit: int, rounds: int, patience: int) -> int:
     """Tabu search that reduces the keys received or sent by the busiest rank.
 
     Exchanges of either end of the busiest rank's parts are estimated for a few lengths at once; the best of the
-    promising
-    ones is made even if it is a step back, unless its state was visited before. Steps that did not pay off are undone
-    at
-    the end. Windows are not supported.
+    promising ones is made even if it is a step back, unless its state was visited before. Steps that did not pay off
+    are undone at the end. Windows are not supported.
 
     Args:
         rounds: maximum number of exchanges.
@@ -126,8 +124,8 @@ def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[Exchange]:
     """Exchanges of the busiest rank, best estimate first.
 
     The estimate is rough for two parts of one document. Exchanges that would leave either rank a quarter above the
-    current
-    maximum are left out. Arrays are indexed [length, end of the busiest rank's parts, end of the other ranks' parts].
+    current maximum are left out. Arrays are indexed [length, end of the busiest rank's parts, end of the other ranks'
+    parts].
     """
     received, sent = traffic.sum(1), traffic.sum(0)
     rank = int(np.maximum(received, sent).argmax())

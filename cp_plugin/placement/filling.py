@@ -13,9 +13,8 @@ fewer keys are sent. Equal shares for all ranks give zigzag.
 
 The shortest documents come last and fill the remaining room. Then the busiest rank trades tails for heads until no rank
 exceeds the limit (``placement.exchanges``). Several trials cut documents in different styles, on few ranks a beam
-search
-competes (``placement.beam``), and in the best results the busiest ranks exchange further tokens to reduce traffic. All
-arithmetic is in integers.
+search competes (``placement.beam``), and in the best results the busiest ranks exchange further tokens to reduce
+traffic. All arithmetic is in integers.
 """
 
 from __future__ import annotations

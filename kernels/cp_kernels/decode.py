@@ -5,8 +5,7 @@
 
 The query heads that share keys, times several tokens, are the rows of one matrix product. A slot is identified by its
 position alone, on the device; slots that no row sees, including padding, are not read. Keys and values are read in
-their
-stored dtype; FP8 ones are widened in registers exactly as ``payload.unpack`` does.
+their stored dtype; FP8 ones are widened in registers exactly as ``payload.unpack`` does.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def decode(
 
     Returns:
         outs ``[parts, t, b, h, e]`` and lses ``[parts, t, b, h]`` in float32; 0 and -inf where a part has no key for a
-        query.
-        The division depends on shapes alone.
+        query. The division depends on shapes alone.
 
     Raises:
         ValueError: for tensors that do not fit together or that the kernel does not support.

@@ -44,8 +44,7 @@ def forward(
 
     Args:
         q: ``[s, b, h, d]``; k: ``[t, b, g, d]`` with g dividing h; v: ``[t, b, g, e]``: bfloat16, float16 or float32;
-            any
-            strides with a dense last dimension.
+            any strides with a dense last dimension.
         rows, keys: positions of the s queries and the t keys, in storage order.
         view: which positions see which.
         scale: factor on the scores.
@@ -53,8 +52,7 @@ def forward(
 
     Returns:
         out ``[s, b, h, e]`` in q's dtype, or ``onto``'s; lse ``[s, b, h]`` in float32. Rows that see no key have out 0
-        and
-        lse -inf.
+        and lse -inf.
 
     Raises:
         ValueError: for tensors that do not fit together or that the kernels do not support.

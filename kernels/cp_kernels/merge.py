@@ -33,8 +33,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | N
 
     Args:
         outs: ``[s, b, h, e]``, each normalised over its own keys; any strides with a dense last dimension. Chunks of
-            one
-            tensor, or up to 8 other tensors, are read in place; more are stacked first.
+            one tensor, or up to 8 other tensors, are read in place; more are stacked first.
         lses: ``[s, b, h]``, float32 (float64 for float64 outputs).
         dtype: of the output; default: that of the lse, in which sums are kept.
 

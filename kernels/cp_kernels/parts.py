@@ -32,8 +32,7 @@ class Parts(NamedTuple):
 @triton.jit
 def held(blocks, first, last, BLOCK: tl.constexpr):
     """This program's block (``visible.Side``): tokens, validity, the interval that each sees, then the interval that
-    any of them
-    sees and the one that all see.
+    any of them sees and the one that all see.
     """
     block = tl.program_id(0)
     there = tl.arange(0, BLOCK) < tl.load(blocks + 2 * block + 1)
@@ -48,8 +47,7 @@ def held(blocks, first, last, BLOCK: tl.constexpr):
 @triton.jit
 def passed(runs, run, low, high, inner_low, inner_high, BLOCK: tl.constexpr):
     """A run to iterate over (``visible.table``): first index, its position, step, then the stretch ``begin .. end - 1``
-    to visit;
-    blocks from ``inner`` to ``edge`` are seen by all.
+    to visit; blocks from ``inner`` to ``edge`` are seen by all.
     """
     offset, tokens = tl.load(runs + 4 * run).to(tl.int64), tl.load(runs + 4 * run + 1)
     position, step = tl.load(runs + 4 * run + 2), tl.load(runs + 4 * run + 3)

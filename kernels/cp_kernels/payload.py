@@ -3,8 +3,7 @@
     x [s, b, h, d]  ->  payload [s, b, h, d] in float8_e4m3fn, exponents [ceil(s / block), b, h] in uint8
 
 The scale of a block is 2^(exponent - 127), the smallest that maps its largest finite number to at most 448, but at
-least
-2^-126. ``cp_plugin/core/payload.py`` explains the format and has the bit-identical torch version.
+least 2^-126. ``cp_plugin/core/payload.py`` explains the format and has the bit-identical torch version.
 
 bfloat16 is read and written as the upper half of a float32: exact, and the same in Triton's interpreter.
 """

@@ -47,8 +47,7 @@ class Side(NamedTuple):
 
     blocks: Tensor
     """``[n, 2]``: first token and number of tokens; a block lies in one run. Last tokens come first: under a causal
-    mask they
-    have the most work.
+    mask they have the most work.
     """
     first: Tensor
     """``[tokens]``: the first visible position on the other side."""

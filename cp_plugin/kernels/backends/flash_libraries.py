@@ -83,8 +83,7 @@ class Library:
         """Transformer Engine's limits (dot_product_attention/utils.py).
 
         The backward on Hopper takes one head size up to 128, and the kernel for 256 on Blackwell is wrong for different
-        numbers
-        of queries and keys.
+        numbers of queries and keys.
         """
         if head_dim % 8 == v_head_dim % 8 == 0 and max(head_dim, v_head_dim) <= 128:
             equal = always_equal and major == 9

@@ -79,9 +79,8 @@ def minus_infinity(lse: Tensor) -> Tensor:
     """``lse`` with -inf ("no key seen") where FlashAttention-2 returns +inf. In place.
 
     That is in rows without a finite score (csrc/flash_attn/src/softmax.h, also in torch). On one device such a row has
-    no
-    result, but it may be blind in one tile only (an infinity in k). A score of +inf looks the same, and its NaN in out
-    stays. FlashAttention-3 and 4 return -inf, as do cuDNN's kernels as far as published (cudnn-frontend,
+    no result, but it may be blind in one tile only (an infinity in k). A score of +inf looks the same, and its NaN in
+    out stays. FlashAttention-3 and 4 return -inf, as do cuDNN's kernels as far as published (cudnn-frontend,
     generated/sdpa).
     """
     return torch.nan_to_num_(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
@@ -91,8 +90,7 @@ def _blind_rows_repaired(lse: Tensor, q: Tensor, k: Tensor, causal: bool, scale:
     """Log-sum-exps ``[b, h, s]`` with -inf where all scores are -inf.
 
     torch's CPU kernel returns 0 there (see ``minus_infinity``). A true 0 is rare, so the scores of all rows with a 0
-    are
-    recomputed.
+    are recomputed.
     """
     if lse.is_meta or not (lse == 0).any():
         return lse
