@@ -3,8 +3,8 @@
     x [s, b, h, d]  ->  payload [s, b, h, d] in float8_e4m3fn, exponents [ceil(s / block), b, h] in uint8
 
 The scale of a block is 2^(exponent - 127), the smallest that maps its largest element to at most 448 (e4m3's maximum).
-Nothing saturates; the error of x is at most 2^-4 |x|, or scale * 2^-10 where |x| < scale * 2^-6. Power-of-two scaling
-is exact, so **repacking an unpacked payload changes nothing** and hops around a ring add no error.
+No element saturates; the error of x is at most 2^-4 |x|, or scale * 2^-10 where |x| < scale * 2^-6. Scaling by powers
+of two is exact, so **repacking an unpacked payload changes nothing** and hops around a ring add no error.
 
 Scales are at least 2^-126 (exponent 1, also for zeros), where scale * 2^-10 is below every bfloat16 or float16 number.
 Values that would round beyond the dtype's maximum become that maximum. NaN and infinity become NaN and do not affect

@@ -56,7 +56,8 @@ def edges(x: Tokens) -> Edges:
     """Exponentials of sums of log decays, in the accumulation dtype.
 
     Sums only add, from either end: a difference would have the error of the larger sum. Terms of one sign give a small
-    relative error (``scan.sums``), hence an absolute error of ``exp(s)`` of about s times that, negligible for every s.
+    relative error (``scan.sums``), and ``exp(s)`` one of at most |s| times that: negligible where s is near 0,
+    and where |s| is large ``exp(s)`` vanishes.
     """
     if x.log_decay is None and x.starts is None:
         return Edges(None, None, None)

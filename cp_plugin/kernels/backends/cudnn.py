@@ -1,8 +1,8 @@
 """cuDNN fused attention through torch (``aten::_scaled_dot_product_cudnn_attention``): bfloat16 and float16 on CUDA.
 
 Known issue of cuDNN up to 9.30 on Hopper (pytorch issue 196678, cudnn-frontend pull request 628 and issue 1072): the
-backward may return NaN, never a wrong number, if a row's log-sum-exp is below -88.7 and a tile has 64 keys more than a
-multiple of 128, or a single row. Tiles of multiples of 128 are not affected.
+backward may return NaN, which is easy to notice, if a row's log-sum-exp is below -88.7 and a tile has 64 keys more than
+a multiple of 128, or a single row. Tiles of multiples of 128 are not affected.
 
 Not measured on a GPU yet.
 """
