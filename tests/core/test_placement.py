@@ -89,6 +89,7 @@ def test_work_and_traffic_match_the_mask(pack: tuple[list[int], int], left: int 
     assert placed.work().tolist() == [sum(tile.pairs for tile in tiles(s, everything, mask)) for s in segments]
     traffic = placed.traffic()
     assert (traffic.diagonal() == 0).all() and (traffic >= 0).all()
+    assert placed.most == max(traffic.sum(0).max(), traffic.sum(1).max()), "received or sent"
     first, end = mask.interval(torch.arange(total), total)
     for to, source in itertools.permutations(range(size), 2):
         queries = [q for s in segments[to] for q in s]
