@@ -222,7 +222,7 @@ def test_where_upstream_cannot_loss_and_norm_may_differ_by_twice_what_bfloat16_c
 
 def test_what_is_to_be_refused_must_be_and_nothing_else(judged: Callable[..., Any]) -> None:
     denied = "packed/cp2/linear_ring/causal/float32"
-    reason = "the baseline knows neither decays nor packed documents: use lasp2"
+    reason = "the baseline supports neither decays nor packed documents: use lasp2"
     assert judged(Canned(says=f"no: {reason}"), denied).result == "REFUSED"
     assert "should have been refused" in judged(Canned(), denied).note
     assert judged(Canned(says="another reason"), denied).result == "FAIL"

@@ -1,1 +1,1 @@
-"""Context-parallel methods: who sends what when. One file each; each lists its ``Provider``s in ``PROVIDERS``."""
+"""Context-parallel methods, one file each: who sends what when. A file lists its ``Provider``s in ``PROVIDERS``."""

@@ -6,10 +6,10 @@
 
 Every rank receives C - 1 shards of Q and R - 1 of K, V, where a ring receives P - 1 of K, V.
 
-The drawing has keys in the paper's columns. They arrive there by one exchange (Algorithm 1, line 1: the shard with the
-row-major number r*C + c goes to rank (r, c)), made once and kept for the backward. All it does is to balance causal
-work, so it is left out where the work is equal without it: under a full mask, and for zigzag tokens, of which any two
-shards make the same work. Column c then has the keys c*R .. c*R + R - 1, and any R and C will do.
+The drawing has keys in the paper's columns, which takes one exchange (Algorithm 1, line 1: the shard with row-major
+number r*C + c goes to rank (r, c)), made once and kept for the backward. Its only purpose is to balance causal work,
+so it is left out where the work is balanced anyway: under a full mask, and on zigzag tokens, where any two shards make
+the same work. Column c then has the keys c*R .. c*R + R - 1, and any R and C will do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cp_plugin.methods.pipeline import HEAD_GROUPS, best_groups, groups_do_not_d
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 
 Q, KV = "q", "kv"
-"""The axes along which queries and keys are gathered: a rank's row and column of the grid."""
+"""Axes along which queries and keys are gathered: a rank's row and column of the grid."""
 
 _LAYOUTS = ("zigzag", "striped", "contiguous", "documents")
 
@@ -52,13 +52,13 @@ class Transpose(Move):
         return self.mesh.permute(dkv.wait(), to=self._held(me), source=self._holder(me))
 
     def _held(self, rank: int) -> int:
-        """The shard that a rank is to hold: the one whose column-major number is this rank's row-major number."""
+        """The shard a rank holds after the exchange: its column-major number is the rank's row-major number."""
         axes, at = self.mesh.axes, coordinates(self.mesh.axes, rank)
         column, row = divmod(at[KV] * axes[Q] + at[Q], axes[KV])
         return flat_index(axes, {**at, Q: column, KV: row})
 
     def _holder(self, shard: int) -> int:
-        """The rank that is to hold a shard: the inverse."""
+        """The rank that holds a shard after the exchange; the inverse of ``_held``."""
         axes, at = self.mesh.axes, coordinates(self.mesh.axes, shard)
         row, column = divmod(at[Q] * axes[KV] + at[KV], axes[Q])
         return flat_index(axes, {**at, Q: column, KV: row})
@@ -75,12 +75,12 @@ def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Att
 
 
 def _even(problem: Problem, options: Options) -> bool:
-    """Whether any shard of queries makes the same work with any shard of keys."""
+    """Whether every pair of shards makes the same work."""
     return not problem.causal or (options.layout or _LAYOUTS[0]) == "zigzag"
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    """Queries and outputs along the rows, keys and values along the columns; the diagonal's shards stay in place."""
+    """Queries and outputs along rows, keys and values along columns; shards on the diagonal stay in place."""
     axes, kv = _axes(problem.size, options), problem.kv_bytes
     column, row = divmod(index, axes[KV])
     stays = _even(problem, options) or row * axes[Q] + column == index
@@ -150,12 +150,12 @@ def _unsupported(problem: Problem, options: Options) -> str | None:
 
 
 def _all_grids(size: int) -> list[tuple[int, int]]:
-    """Rows and columns."""
+    """All (rows, columns)."""
     return [(rows, size // rows) for rows in range(1, size + 1) if size % rows == 0]
 
 
 def _grids(problem: Problem, options: Options) -> list[tuple[int, int]]:
-    """Those that suit the mask and the tokens: where the work is not even anyway, one side must divide the other."""
+    """Grids that suit mask and tokens: where work is uneven, one side must divide the other."""
     even = _even(problem, options)
     return [(r, c) for r, c in _all_grids(problem.size) if even or r % c == 0 or c % r == 0]
 
@@ -174,7 +174,7 @@ PROVIDERS = (
         Provider(
             name="attention2d",
             summary="ATTENTION2D (arXiv 2503.15758): queries gathered along rows, keys and values along columns of a "
-            "grid",
+            "grid of ranks",
             layouts=_LAYOUTS,
             options=(GRID, HEAD_GROUPS),
             axes=_axes,

@@ -3,12 +3,12 @@
     hosts      a: 0 1    b: 2 3       intra   0 -> 1 -> 0     2 -> 3 -> 2      every step, on the fast links
                                       inter   0 -> 2 -> 0     1 -> 3 -> 1      once per round, posted at its start
 
-A block visits all ranks of a host before it goes on, and its hop to the next host has a whole inner round to hide
-behind; every rank sends to the other host through its own network card. Each ring is ``Ring``; nesting them is all.
+A block visits all ranks of a host before it moves on, and its hop to the next host hides behind a whole inner round;
+every rank sends to the other host through its own network card. Both rings are ``Ring``, nested.
 
-In the backward BurstAttention (Algorithm 2) lets the query side travel: q, dout, lse, delta, and dq behind them, where
-a ring moves k, v, dk, dv. That is less for equal heads and more for grouped ones, so ``auto`` takes what sends fewer
-bytes. Sums have a process group of their own: they do not queue behind the next block.
+BurstAttention's backward (Algorithm 2) moves the query side: q, dout, lse, delta and, behind them, dq, where a ring
+moves k, v, dk, dv. That is less for equal heads and more for grouped ones; ``auto`` takes the fewer bytes. Sums have a
+process group of their own, so they do not queue behind the next block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import divisors, in_bytes
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
-from cp_plugin.methods.ring import Ring, ring_bytes
+from cp_plugin.methods.ring import Ring, hop_bytes
 
 INTER, INTRA = "inter", "intra"
 
@@ -70,7 +70,9 @@ def _choose_burst(problem: Problem, options: Options) -> Choice:
     options, why = _choose_rings(problem, options)
     if options.backward in ("kv", "q") or problem.size == 1:
         return Choice(options, why)
-    sent = {moves: ring_bytes(problem, moves).backward_around(problem.size) for moves in ("q", "kv")}
+    sent: dict[Literal["kv", "q"], int] = {
+        moves: (problem.size - 1) * hop_bytes(problem, moves)[1] for moves in ("q", "kv")
+    }
     best = min(sent, key=lambda moves: sent[moves])
     if not sent[best]:  # a rank has no token, which is refused later
         return Choice(replace(options, backward=best), why)
@@ -84,22 +86,21 @@ def _choose_burst(problem: Problem, options: Options) -> Choice:
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    """Every inner round is a ring of its own: blocks and sums make one hop less than there are ranks."""
-    sent, axes = ring_bytes(problem, _moves(options)), _axes(problem.size, options)
+    """Every inner round is a ring of its own: blocks and sums make one hop less than it has ranks."""
+    (forward, backward), axes = hop_bytes(problem, _moves(options)), _axes(problem.size, options)
     found = {}
     for axis, rounds in ((INTER, 1), (INTRA, axes[INTER])):
-        n = axes[axis]
-        if n > 1:
-            found["forward", axis] = rounds * (n - 1) * sent.forward
-            found["backward", axis] = rounds * sent.backward_around(n)
+        hops = rounds * (axes[axis] - 1)
+        if hops:
+            found["forward", axis], found["backward", axis] = hops * forward, hops * backward
     return found
 
 
 INTRA_SIZE = Option(
     "intra_size",
     metavar="N",
-    meaning="ranks of the inner one of two nested rings",
-    default="as many neighbours as share a host",
+    meaning="ranks of the inner of two nested rings",
+    default="the ranks of a host",
     read=whole_number,
     write="a number of ranks, such as 8",
     near=lambda ranks, size: [n for n in (1, (size or 1) // 2, (size or 1) * 2) if n and ranks % n == 0],
@@ -108,13 +109,13 @@ BACKWARD = Option(
     "backward",
     metavar="WHAT",
     meaning="what travels around the rings in the backward: kv (keys and values) or q (queries and gradients)",
-    default="what is fewer bytes",
+    default="whichever is fewer bytes",
     choices=("kv", "q"),
     near=lambda ranks, moves: ("kv", "q"),
 )
 DOUBLE_RING = Provider(
     name="double_ring",
-    summary="the nested rings of LoongTrain (arXiv 2406.18485): keys and values travel, inside hosts and between",
+    summary="double ring (LoongTrain, arXiv 2406.18485): keys and values travel inside hosts and between them",
     layouts=("zigzag", "striped", "contiguous", "documents"),
     options=(INTRA_SIZE,),
     axes=_axes,
@@ -127,7 +128,7 @@ DOUBLE_RING = Provider(
 BURST = replace(
     DOUBLE_RING,
     name="burst",
-    summary="BurstAttention (arXiv 2403.09347): nested rings; in the backward the side travels that is smaller",
+    summary="BurstAttention (arXiv 2403.09347): nested rings; the smaller side travels in the backward",
     options=(INTRA_SIZE, BACKWARD),
     choose=_choose_burst,
 )

@@ -1,9 +1,9 @@
-"""What ``--cp-fp8`` does to a provider, and to the choice of the kernel.
+"""``--cp-fp8``: FP8 payloads around any method, and FP8 kernels.
 
-    comm      payloads of two bytes an element travel in one (``cp_plugin.comm.payload``), around any method
+    comm      two-byte payloads travel as one byte an element (``cp_plugin.comm.payload``)
     compute   and the kernel computes in FP8: Transformer Engine's, or the reference of its numerics
 
-A method needs to know nothing of it: the mesh it is built on packs, and its formula counts bytes as they travel.
+Methods need not know: the mesh packs payloads, and ``Problem`` counts bytes as they travel.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels.backends import fp8_kernels
-from cp_plugin.methods.protocol import Provider
-from cp_plugin.methods.with_option import with_option
+from cp_plugin.methods.protocol import Provider, with_option
 
 FP8 = Option(
     "fp8",
     metavar="WHAT",
-    meaning="comm: what attention sends in two bytes an element travels in one, as e4m3 with a power of two for each "
-    "block of tokens and head; compute: and its kernel computes in FP8 (Transformer Engine, Hopper)",
-    default="all in the model's dtype",
+    meaning="comm: attention's two-byte payloads travel in one byte an element, as e4m3 with a power of two per block "
+    "of tokens and head; compute: and its kernel computes in FP8 (Transformer Engine, Hopper)",
+    default="everything in the model's dtype",
     choices=("comm", "compute"),
     unset="off",
 )
 
 
 def with_payloads(inner: Provider) -> Provider:
-    """The provider with the option."""
     return with_option(
         inner,
         FP8,
@@ -51,7 +49,7 @@ def _refused(problem: Problem, options: Options) -> str | None:
 
 
 def check(options: Options) -> None:
-    """ValueError for FP8 with a kernel that does not compute in it, or the other way round."""
+    """ValueError for ``compute`` with a kernel that does not compute in FP8, or such a kernel without ``compute``."""
     if options.fp8 == "compute" and options.backend not in ("auto", *fp8_kernels()):
         raise ValueError(
             f"--cp-fp8 compute with --cp-backend {options.backend}, which does not compute in FP8: use "
@@ -62,9 +60,9 @@ def check(options: Options) -> None:
 
 
 def four_bits(x: Tensor) -> Tensor:
-    """``x`` with four significant bits, as e4m3 has them: what a payload would be if no element were too small.
+    """``x`` with four significant bits, like e4m3, but without a limit on small elements.
 
-    Written without the packing itself, so that limits for errors do not move with an error in that.
+    Independent of the packing, so that error limits do not move with a bug in it.
     """
     mantissa, exponent = torch.frexp(x.float())
     return torch.ldexp((mantissa * 16).round() / 16, exponent).to(x.dtype)

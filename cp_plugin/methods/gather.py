@@ -1,12 +1,12 @@
-"""Gathering: one side comes together along an axis, and its results go home reduced.
+"""All-gather along an axis: one side is gathered, its results return reduced.
 
-    GatherKV   k, v are gathered; dk, dv are summed and scattered          all-gather attention (Llama 3, LASP-2H)
+    GatherKV   k, v are gathered; dk, dv are reduce-scattered               all-gather attention (Llama 3, LASP-2H)
     GatherQ    q is gathered; partial outputs are exchanged and merged     the other half of ATTENTION2D
-               q, dout, lse, delta are gathered; dq is summed and scattered
+               q, dout, lse, delta are gathered; dq is reduce-scattered
 
-Nothing that was gathered is kept: the backward gathers again. Sums travel in float32, or as
-``--cp-gradient-dtype`` says; outputs in the model's dtype.
-GatherQ's merge is ATTENTION2D's Algorithm 7 (arXiv 2503.15758) as one all-to-all and one local merge.
+Nothing gathered is kept: the backward gathers again. Sums travel in float32 unless ``--cp-gradient-dtype`` says
+otherwise; outputs travel in the model's dtype. GatherQ's merge is ATTENTION2D's Algorithm 7 (arXiv 2503.15758) as one
+all-to-all and one local merge.
 """
 
 from __future__ import annotations
@@ -67,10 +67,6 @@ class GatherQ(Move):
         return self.mesh.reduce_scatter(self.axis, dq.wait())
 
 
-def _axes(size: int, options: Options) -> dict[str, int]:
-    return {"cp": size}
-
-
 def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
     return in_head_groups(options.head_groups, Moved((GatherKV(mesh, "cp"),), local))
 
@@ -91,11 +87,10 @@ PROVIDERS = (
     with_gradient_dtype(
         Provider(
             name="all_gather",
-            summary="keys and values are gathered whole (Llama 3, arXiv 2407.21783; LASP-2H's softmax layers)",
+            summary="all-gather of keys and values (Llama 3, arXiv 2407.21783; LASP-2H's softmax layers)",
             layouts=("zigzag", "striped", "contiguous", "documents"),
             options=(HEAD_GROUPS,),
             unsupported=groups_do_not_divide,
-            axes=_axes,
             build=_build,
             traffic=_traffic,
         )

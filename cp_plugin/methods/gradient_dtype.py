@@ -1,10 +1,10 @@
-"""What ``--cp-gradient-dtype`` does to a provider that sums gradients over ranks: dq, or dk and dv.
+"""``--cp-gradient-dtype``: the dtype in which gradient sums (dq, or dk and dv) travel between ranks.
 
-    float32   sums travel as they are kept (float64 for float64 models)
-    model     and are rounded to the model's dtype before they travel (``cp_plugin.comm.narrow``): half of the bytes
+    float32   as they are accumulated (float64 for float64 models)
+    model     rounded to the model's dtype before they travel (``cp_plugin.comm.narrow``): half the bytes
 
-On a rank sums are in float32 either way. A method needs to know nothing of it: it hands its sums to ``reduce_scatter``,
-or to messages of the group ``sums(axis)``, and its formula counts ``Problem.sum_bytes`` for an element of them.
+Ranks accumulate in float32 either way. Methods need not know: they hand sums to ``reduce_scatter``, or to messages of
+the group ``sums(axis)``, and count ``Problem.sum_bytes`` for an element.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from cp_plugin.comm.narrow import NarrowSums
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.methods.protocol import Provider
-from cp_plugin.methods.with_option import with_option
+from cp_plugin.methods.protocol import Provider, with_option
 
 GRADIENT_DTYPE = Option(
     "gradient_dtype",
     metavar="DTYPE",
-    meaning="in what dtype sums of gradients (dq, or dk and dv) travel between ranks; model: that of the model, half "
-    "of the bytes; on a rank they are in float32 either way",
+    meaning="dtype in which gradient sums (dq, or dk and dv) travel between ranks; model: the model's, half the bytes; "
+    "ranks accumulate in float32 either way",
     default="exact",
     choices=("model",),
     unset="float32",

@@ -1,11 +1,11 @@
-"""A head axis in front of any method: U ranks share the heads of U times as many tokens.
+"""Head axis: Ulysses in front of any method, so that U ranks share the heads of U times as many tokens.
 
     8 ranks, U = 2:   0 1 | 2 3 | 4 5 | 6 7      each pair exchanges heads (Ulysses), then
                       heads 0: 0 2 4 6           the method runs among the ranks with the same heads,
                       heads 1: 1 3 5 7           on 4 shards that are twice as long
 
 Exchanging heads is the cheapest traffic there is, until the heads run out. ``--cp-head-parallel U`` puts the axis in
-front of any provider; ``usp`` (arXiv 2405.07719) is the ring with it, and with as many ranks on it as the heads allow.
+front of any provider; ``usp`` (arXiv 2405.07719) is the ring behind the largest head axis that pays.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from cp_plugin.methods.ulysses import HEAD, Ulysses, heads_do_not_divide, ulysse
 HEAD_PARALLEL = Option(
     "head_parallel",
     metavar="U",
-    meaning="ranks that share the heads of the same tokens, in front of the method",
-    default="the provider's choice: none, but for usp",
+    meaning="size of a head axis (Ulysses) in front of the method",
+    default="none, except for usp, which chooses",
     read=whole_number,
     write="a number of ranks, such as 2",
 )
 
 
 def with_head_axis(inner: Provider, name: str = "") -> Provider:
-    """The provider behind a head axis of ``Options.head_parallel`` ranks, the fastest of all: neighbouring ranks."""
+    """The provider behind a head axis of ``Options.head_parallel`` ranks: the fastest axis, of neighbouring ranks."""
 
     def axes(size: int, options: Options) -> dict[str, int]:
         ranks = options.head_parallel or 1
@@ -87,10 +87,10 @@ def with_head_axis(inner: Provider, name: str = "") -> Provider:
 
 
 def _behind(problem: Problem, options: Options) -> Problem:
-    """What the inner method sees."""
+    """The problem as the inner method sees it."""
     ranks = options.head_parallel or 1
     heads, kv_heads = problem.heads // ranks, lcm(problem.kv_heads, ranks) // ranks
-    if heads_do_not_divide(problem, ranks, ""):  # a call like this one is refused before it is built
+    if heads_do_not_divide(problem, ranks, ""):  # refused before it is built
         heads = kv_heads = 1
     inside = replace(problem, size=problem.size // ranks, heads=heads, kv_heads=kv_heads, hosts=problem.hosts[::ranks])
     made = problem.placed
@@ -100,19 +100,18 @@ def _behind(problem: Problem, options: Options) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """What so many neighbouring ranks hold, as one."""
+    """A layout whose shards are those of so many neighbouring ranks together."""
 
     layout: Layout
     ranks: int
 
     def __call__(self, seq_length: int, size: int, index: int) -> Segments:
-        """The segments of a group of ranks."""
         ranks = range(index * self.ranks, (index + 1) * self.ranks)
         return tuple(s for rank in ranks for s in self.layout.segments(seq_length, size * self.ranks, rank))
 
 
 def _choose_usp(problem: Problem, options: Options) -> Choice:
-    """As many ranks on the head axis as send the fewest bytes."""
+    """The head axis that sends the fewest bytes."""
     if options.head_parallel is not None or problem.size == 1:
         return _USP.choose(problem, options)
     sent = {
@@ -138,7 +137,7 @@ _USP = with_head_axis(RING, "usp")
 PROVIDERS = (
     replace(
         _USP,
-        summary="USP (arXiv 2405.07719): heads exchanged as far as they go, then a ring",
+        summary="USP (arXiv 2405.07719): heads exchanged as far as they divide, then a ring",
         layouts=("zigzag", "striped", "contiguous", "documents"),
         choose=_choose_usp,
         asks_heads=lambda options: options.head_parallel is None,

@@ -1,18 +1,20 @@
-"""LASP-2 (arXiv 2502.07563): each segment's state is gathered once, and everybody puts together what precedes him.
+"""LASP-2 (arXiv 2502.07563): all-gather of chunk states, then a local prefix scan.
 
     rank 0: M0 -+                 +- S = 0                        o_inter = q S
     rank 1: M1 -+- one AllGather -+- S = M0
-    rank 2: M2 -+   (meanwhile    +- S = through1 M0 + M1         the backward: the same with q dout^T in the place of
-    rank 3: M3 -+    o_intra)     +- S = ...                      k v^T, and the sequence read from its end
+    rank 2: M2 -+   (meanwhile    +- S = through1 M0 + M1         backward: the same with q dout^T in place of k v^T,
+    rank 3: M3 -+    o_intra)     +- S = ...                      scanned from the end of the sequence
 
-Bytes do not depend on the sequence length. The paper has no decay; with one, each segment also sends what is left of a
-state that passes through it, and the sum of states becomes a scan. A segment need not be a rank: zigzag ranks have two.
+Bytes do not depend on the sequence length. The paper has no decay; with one, each segment also sends ``through``, the
+factor by which a state decays on its way through it, and the sum of states becomes a scan. A rank has one segment, on
+zigzag tokens two.
 
-The baseline ``lasp1`` (arXiv 2404.02882) hands one state from segment to segment.
+``Lasp1``, a baseline (arXiv 2404.02882), passes one state from segment to segment.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -32,37 +34,66 @@ from cp_plugin.placement.layouts import get_layout
 
 
 @dataclass(frozen=True, slots=True)
-class Lasp2:
-    """A ``Scan``: all states to everybody, in one AllGather in each pass."""
+class _States(ABC):
+    """A ``Scan`` that carries states between segments: around the local kernel, and under way meanwhile."""
 
     mesh: Mesh
     parts: Parts
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
         read, write, through = segment.edges(x)
-        gathering = self._gather(segment.state(x, write), through)  # post
+        arriving = self._carry(segment.state(x, write), through, back=False)  # post
         out = self.parts.forward(x)  # compute
-        incoming = self._before(gathering.wait(), back=False)  # wait
-        del gathering  # the states of all ranks
+        incoming = arriving.wait()  # wait
         return out + segment.read(x, read, incoming), (incoming,)  # add
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         read, _, through = segment.edges(x)
-        gathering = self._gather(segment.read_back(x, read, dout), through)
-        inside = self.parts.backward(dout, x)
-        outgoing = self._before(gathering.wait(), back=True)
-        del gathering
-        return _both(inside, segment.at_edges(dout, x, kept[0], outgoing))
+        arriving = self._carry(segment.read_back(x, read, dout), through, back=True)  # post
+        inside = self.parts.backward(dout, x)  # compute
+        outgoing = arriving.wait()  # wait
+        return tuple(map(torch.add, inside, segment.at_edges(dout, x, kept[0], outgoing)))  # add
+
+    @abstractmethod
+    def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
+        """The state before each of this rank's segments (back: the gradient after it), shaped like ``states``.
+
+        Args:
+            states: what the segments add, ``[directions * segments * b, g, d, e]``.
+            through: their decay, ``[directions * segments * b, g, x]``; None: no decay.
+        """
+
+    @property
+    def _segments(self) -> int:
+        """Segments of a rank."""
+        return len(self.parts.order) // self.mesh.axes[AXIS]
+
+    def _order(self, direction: int, back: bool) -> tuple[int, ...]:
+        """Segment numbers in the order in which a state passes through them; reversed in a backward."""
+        return self.parts.order[:: -1 if back != (direction == 1) else 1]
+
+
+class Lasp2(_States):
+    """One all-gather of all states in each pass, then a prefix scan on every rank."""
+
+    def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
+        gathering = self._gather(states, through)
+
+        def before() -> Tensor:
+            gathered, directions = gathering.wait(), range(self.parts.directions)
+            return torch.cat([state for i in directions for state in self._scan(gathered, i, back=back)[0]])
+
+        return Pending(before)
 
     def final(self, x: Tokens) -> Tensor:
-        """The state after the last token of the sequence, on every rank: ``[b, g, d, e]``."""
+        """The state after the last token, on every rank: ``[b, g, d, e]``."""
         _, write, through = segment.edges(x)
         return self._scan(self._gather(segment.state(x, write), through).wait())[1]
 
     def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        """For generation: outputs of causal tokens, and the state after the last of them, on every rank. One AllGather.
+        """For generation: outputs of causal tokens, and the state after the last one on every rank. One all-gather.
 
-        initial: the state before the first of them, ``[b, g, d, e]``; None: zero.
+        initial: the state before the first token, ``[b, g, d, e]``; None: zero.
         """
         read, write, through = segment.edges(x)
         gathering = self._gather(segment.state(x, write), through)
@@ -70,13 +101,8 @@ class Lasp2:
         before, final = self._scan(gathering.wait(), initial=initial)
         return out + segment.read(x, read, torch.cat(before)), final
 
-    def _gather(self, states: Tensor, through: Tensor | None) -> Pending:
-        """The states of the segments of all ranks; where there is decay, also what passes through them.
-
-        Args:
-            states: what this rank's segments leave behind, ``[directions * segments * b, g, d, e]``.
-            through: what is left of a state that passes through them, ``[directions * segments * b, g, x]``; None: all.
-        """
+    def _gather(self, states: Tensor, through: Tensor | None) -> Pending[tuple[Tensor, ...]]:
+        """All-gather the segments' states and, where there is decay, their ``through``."""
         if through is None:
             return self.mesh.all_gather(AXIS, (states,))
         if self.parts.uniform:
@@ -86,54 +112,32 @@ class Lasp2:
         message = self.mesh.all_gather(AXIS, (torch.cat((states, column), 3),))
         return Pending(lambda: (message.wait()[0][..., :-1], message.wait()[0][..., -1]))
 
-    def _before(self, gathered: tuple[Tensor, ...], *, back: bool) -> Tensor:
-        """The state before each of this rank's segments, in each direction (back: after it, of gradients)."""
-        directions = range(self.parts.directions)
-        return torch.cat([state for i in directions for state in self._scan(gathered, i, back=back)[0]])
-
     def _scan(
         self, gathered: tuple[Tensor, ...], direction: int = 0, *, back: bool = False, initial: Tensor | None = None
     ) -> tuple[list[Tensor], Tensor]:
-        """The states before this rank's segments, by a scan over those of all ranks, and the state after the last."""
-        ranks, directions = self.mesh.axes[AXIS], self.parts.directions
-        segments, order = len(self.parts.order) // ranks, _order(self.parts, direction, back)
-        by_segment = (y.unflatten(0, (ranks, directions, segments, -1))[:, direction].flatten(0, 1) for y in gathered)
+        """The states before this rank's segments, by a scan over all segments, and the state after the last one."""
+        ranks, segments = self.mesh.axes[AXIS], self._segments
+        order = self._order(direction, back)
+        shape = (ranks, self.parts.directions, segments, -1)
+        by_segment = (y.unflatten(0, shape)[:, direction].flatten(0, 1) for y in gathered)
         found = scan.states(*(_in_order(y, order) for y in by_segment), initial=initial)
         return [found[order.index(self.mesh.index * segments + i)] for i in range(segments)], found[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Lasp1:
-    """A ``Scan``: one state, from rank to rank in token order: as few bytes as can be, but each waits for all before
-    it."""
+class Lasp1(_States):
+    """One state, passed from rank to rank in token order: the fewest bytes, but ranks work in turn."""
 
-    mesh: Mesh
-    parts: Parts
+    def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
+        return Pending(lambda: self._in_turn(states, through, back=back))
 
-    def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        read, write, through = segment.edges(x)
-        left = segment.state(x, write)
-        out = self.parts.forward(x)  # compute
-        incoming = self._in_turn(left, through, back=False)  # wait, hand on
-        del left
-        return out + segment.read(x, read, incoming), (incoming,)  # add
-
-    def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        read, _, through = segment.edges(x)
-        left = segment.read_back(x, read, dout)
-        inside = self.parts.backward(dout, x)
-        outgoing = self._in_turn(left, through, back=True)
-        del left
-        return _both(inside, segment.at_edges(dout, x, kept[0], outgoing))
-
-    def _in_turn(self, left: Tensor, through: Tensor | None, *, back: bool) -> Tensor:
-        """The state before each of this rank's segments (back: after it, of gradients); shaped like ``left``."""
-        segments = len(self.parts.order) // self.mesh.axes[AXIS]
-        states = left.unflatten(0, (self.parts.directions, segments, -1))
+    def _in_turn(self, states: Tensor, through: Tensor | None, *, back: bool) -> Tensor:
+        """Receive the state before each segment of ours, add the segment, pass it on."""
+        segments = self._segments
+        states = states.unflatten(0, (self.parts.directions, segments, -1))
         through = None if through is None else through.unflatten(0, (self.parts.directions, segments, -1))
         found, sent = torch.zeros_like(states), []
         for direction in range(self.parts.directions):
-            order = _order(self.parts, direction, back)
+            order = self._order(direction, back)
             carried = found[direction, 0]
             for place, number in enumerate(order):
                 rank, here = divmod(number, segments)
@@ -151,52 +155,32 @@ class Lasp1:
         return found.flatten(0, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Summed:
-    """A ``Scan`` for both directions without decay: every token reads the one sum of all states (the paper's Algorithms
-    1 and 3)."""
-
-    mesh: Mesh
-    parts: Parts
+class Summed(_States):
+    """Both directions without decay: every token reads the sum of all states (the paper's Algorithms 1 and 3)."""
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        total = self._sum(segment.state(x, None))
+        total = self._carry(segment.state(x, None), None, back=False).wait()
         return segment.read(x, None, total), (total,)
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return segment.at_edges(dout, x, kept[0], self._sum(segment.read_back(x, None, dout)))
+        total = self._carry(segment.read_back(x, None, dout), None, back=True).wait()
+        return segment.at_edges(dout, x, kept[0], total)
 
-    def _sum(self, states: Tensor) -> Tensor:
-        """Of all segments of all ranks, for each of this rank's segments."""
-        ranks = self.mesh.axes[AXIS]
-        segments = len(self.parts.order) // ranks
-        (gathered,) = self.mesh.all_gather(AXIS, (states.unflatten(0, (segments, -1)).sum(0),)).wait()
-        return gathered.unflatten(0, (ranks, -1)).sum(0).repeat(segments, 1, 1, 1)
-
-
-def _both(inside: tuple[Tensor, ...], at_edges: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Gradients through the tokens of a segment, and through the states at its ends."""
-    return tuple(a + b for a, b in zip(inside, at_edges, strict=True))
-
-
-def _order(parts: Parts, direction: int, back: bool) -> tuple[int, ...]:
-    """The numbers of the segments as a state passes through them; in a backward from the other end."""
-    return parts.order[:: -1 if back != (direction == 1) else 1]
+    def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
+        """The sum of all ranks' states, once for each of this rank's segments."""
+        ranks, segments = self.mesh.axes[AXIS], self._segments
+        gathering = self.mesh.all_gather(AXIS, (states.unflatten(0, (segments, -1)).sum(0),))
+        return Pending(lambda: gathering.wait()[0].unflatten(0, (ranks, -1)).sum(0).repeat(segments, 1, 1, 1))
 
 
 def _in_order(y: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The segments ``[n, b, ...]`` in that order."""
     return y if order == tuple(range(len(order))) else y.index_select(0, _index(order, y.device))
 
 
 @lru_cache(maxsize=64)
 def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
-    """On the device, where it stays: a new one would be copied there, and waited for, in every pass of every layer."""
+    """Kept on the device: a new one would be copied, and waited for, in every pass of every layer."""
     return torch.tensor(order, device=device)
-
-
-def _axes(size: int, options: Options) -> dict[str, int]:
-    return {AXIS: size}
 
 
 def _build_lasp2(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan:
@@ -205,12 +189,8 @@ def _build_lasp2(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -
     return Summed(mesh, parts) if problem.summed else Lasp2(mesh, parts)
 
 
-def _build_lasp1(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan:
-    return Lasp1(mesh, parts)
-
-
 def _traffic_lasp2(problem: Problem, options: Options, index: int) -> Formula:
-    """Each rank's states to all others, in each pass, with what is left of those passing through where that varies."""
+    """Each rank's states to all others in each pass, with ``through`` where it varies."""
     if problem.size == 1:
         return {}
     placement = placement_of(_layout(problem, options), problem.seq_length, problem.size)
@@ -224,7 +204,7 @@ def _traffic_lasp2(problem: Problem, options: Options, index: int) -> Formula:
 
 
 def _traffic_lasp1(problem: Problem, options: Options, index: int) -> Formula:
-    """One state for each segment that is followed by one on another rank."""
+    """One state for each segment whose successor is on another rank."""
     first, last = index == 0, index == problem.size - 1
     hops = {"forward": int(not last), "backward": int(not first)}
     if _segments(options) == 2:
@@ -248,21 +228,20 @@ def _segments(options: Options) -> int:
 
 
 def _rows(problem: Problem) -> int:
-    """Rows of one rank's state, over batch and heads."""
+    """Rows of a rank's state, over batch and heads."""
     return problem.batch * problem.kv_heads * problem.head_dim
 
 
 def causal_only(problem: Problem, options: Options) -> str | None:
-    """Why not, for a method that is defined from the first token to the last."""
+    """Why a method that scans from the first token to the last cannot do this; None if it can."""
     return None if problem.causal else "it is defined under a causal mask only: use lasp2"
 
 
 LASP2 = Provider(
     name="lasp2",
     kind="linear",
-    summary="LASP-2 (arXiv 2502.07563): one AllGather of the segments' states in each pass",
+    summary="LASP-2 (arXiv 2502.07563): one all-gather of chunk states in each pass",
     layouts=("contiguous", "zigzag", "documents"),
-    axes=_axes,
     build=_build_lasp2,
     traffic=_traffic_lasp2,
     unsupported=_placed_causal_only,
@@ -273,8 +252,8 @@ PROVIDERS = (
         LASP2,
         name="lasp1",
         layouts=("contiguous", "zigzag"),
-        summary="LASP (arXiv 2404.02882): one state, from rank to rank; a baseline",
-        build=_build_lasp1,
+        summary="LASP (arXiv 2404.02882): one state, passed from rank to rank; a baseline",
+        build=lambda mesh, parts, problem, options: Lasp1(mesh, parts),
         traffic=_traffic_lasp1,
         unsupported=causal_only,
     ),

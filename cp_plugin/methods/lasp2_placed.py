@@ -1,11 +1,11 @@
-"""LASP-2 on tokens that are placed by their documents (``--cp-layout documents``): what is cut has a state to send.
+"""LASP-2 on tokens placed by document (``--cp-layout documents``): only documents that are cut have a state to send.
 
     rank 0: d0 d0 d0 | d2      M of its part of d0 -+- one AllGather -+- nothing comes before it
     rank 1: d0 | d1 d1 d1      M of its part of d0 -+   (meanwhile    +- S = rank 0's M, for the rows of d0 alone
     rank 2: d3 d3 d3 d4        nothing             -+    o_intra)     +- nothing
 
-A rank's pieces are one segment for the kernel, in which every piece begins anew. Where no document is cut nothing is
-sent. Each rank sends as many states as the one that has the most pieces of cut documents.
+A rank's pieces are one segment for the kernel, in which every piece starts from zero. All ranks send as many states as
+the rank with the most pieces of cut documents; none if no document is cut.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AXIS = "cp"
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A ``Scan``."""
+    """A ``Scan`` on placed tokens."""
 
     mesh: Mesh
     parts: Parts
@@ -59,7 +59,7 @@ class Placed:
         return found
 
     def _mine(self) -> list[Cut]:
-        """This rank's pieces of documents that are cut, by their numbers."""
+        """This rank's pieces of cut documents, by number."""
         return sorted(cut for cut in chain(*self._cuts) if cut.rank == self.mesh.index)
 
     @property
@@ -68,14 +68,13 @@ class Placed:
         return self.parts.cuts
 
     def _apart(self, x: Tokens) -> Tokens:
-        """The same, in which nothing goes on from one piece to the next."""
+        """The same tokens, with every piece starting from a zero state."""
         assert self.parts.pieces is not None, "built for placed tokens"
         begins = self.parts.pieces.unsqueeze(1).expand(*x.k.shape[:2])
         return x._replace(starts=begins if x.starts is None else begins | x.starts)
 
     def _gather(self, states: Sequence[Tensor], through: Sequence[Tensor | None], x: Tokens) -> Pending[Tensor]:
-        """The states of all ranks' pieces, and in their last column what is left of a state that passes through one:
-        ``[ranks * most, b, g, d, e + 1]``."""
+        """States of all ranks' pieces, with ``through`` as the last column: ``[ranks * most, b, g, d, e + 1]``."""
         most = most_cuts(self._cuts)
         if not most:
             return Pending.done(x.k[:0])
@@ -88,7 +87,7 @@ class Placed:
         return Pending(lambda: arriving.wait()[0])
 
     def _before(self, gathered: Tensor, *, back: bool) -> list[Tensor]:
-        """The state before each of this rank's pieces (back: after it, of gradients)."""
+        """The state before each of this rank's pieces (back: the gradient after it)."""
         most, found = most_cuts(self._cuts), {}
         for document in self._cuts:
             if all(cut.rank != self.mesh.index for cut in document):
@@ -103,7 +102,7 @@ class Placed:
 
 
 def most_cuts(cuts: tuple[tuple[Cut, ...], ...]) -> int:
-    """How many pieces of documents that are cut the rank has that has the most."""
+    """The largest number of pieces of cut documents on one rank."""
     return max((cut.number + 1 for cut in chain(*cuts)), default=0)
 
 

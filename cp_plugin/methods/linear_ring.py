@@ -1,7 +1,7 @@
-"""Linear attention the way of Ring Attention: keys and values travel, and (q k^T) v is taken from the left.
+"""Linear attention as a ring: keys and values travel, and (q k^T) v is computed from the left.
 
 The baseline of LASP-2's paper (section 4.1). Its work grows with the square of the sequence length and its bytes with
-the length, where those of LASP-2 grow with the length and not at all.
+the length; LASP-2's work grows with the length, its bytes do not grow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cp_plugin.linear import segment
 from cp_plugin.linear.segment import Tokens
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
 from cp_plugin.methods.lasp2 import AXIS, LASP2, causal_only
-from cp_plugin.methods.protocol import Parts, Scan
+from cp_plugin.methods.protocol import Parts
 from cp_plugin.methods.ring import RING
 
 _ROWS = 1024  # queries whose products with the keys of a segment are held at one time
@@ -28,7 +28,7 @@ _ROWS = 1024  # queries whose products with the keys of a segment are held at on
 
 @dataclass(frozen=True, slots=True)
 class LinearRing:
-    """A ``Scan`` without states: every rank sees all keys and values pass by."""
+    """A ``Scan`` without states: all keys and values pass by every rank."""
 
     mesh: Mesh
     parts: Parts
@@ -53,7 +53,7 @@ class LinearRing:
                 loss = (self._product(block, here, dout) * dout).sum()
                 grads = segment.gradients(loss, leaves)
             dq = dq + grads[0]
-            if step == 0:  # this rank's own part stays here
+            if step == 0:  # this rank's own share stays
                 own = [a + b for a, b in zip(own, grads[1:], strict=True)]
             else:
                 totals = grads[1:] if home is None else map(torch.add, home, grads[1:])
@@ -62,7 +62,7 @@ class LinearRing:
         return dq, *(own if home is None else map(torch.add, own, home))
 
     def _product(self, x: Tokens, kv: KeyValues, like: Tensor) -> Tensor:
-        """This rank's queries with a rank's keys, segment by segment, where those are earlier."""
+        """This rank's queries times a rank's earlier keys, segment by segment."""
         segments = len(self.parts.order) // self.mesh.axes[AXIS]
         (source,) = kv.owners(self.mesh.index)
         q, k, v = (y.to(like.dtype).unflatten(1, (segments, -1)) for y in (segment.by_group(x), *kv.tensors))
@@ -78,7 +78,7 @@ class LinearRing:
 
 
 def _left_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(q k^T) v, in this order: ``[t, b, g, r, d]``, ``[t, b, g, d]``, ``[t, b, g, e]`` -> ``[t, b, h, e]``."""
+    """(q k^T) v in this order: ``[t, b, g, r, d]``, ``[t, b, g, d]``, ``[t, b, g, e]`` -> ``[t, b, h, e]``."""
     rows = []
     for part in q.split(_ROWS):
         scores = torch.einsum("ibgrd,jbgd->bgrij", part, k)
@@ -86,13 +86,9 @@ def _left_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(rows).flatten(2, 3)
 
 
-def _build(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan:
-    return LinearRing(mesh, parts)
-
-
 def _unsupported(problem: Problem, options: Options) -> str | None:
     if problem.decay != "none" or problem.documents:
-        return "the baseline knows neither decays nor packed documents: use lasp2"
+        return "the baseline supports neither decays nor packed documents: use lasp2"
     return causal_only(problem, options)
 
 
@@ -102,9 +98,8 @@ PROVIDERS = (
             LASP2,
             name="linear_ring",
             layouts=("contiguous", "zigzag"),
-            summary="linear attention as a ring of keys and values, products from the left; the baseline of LASP-2's "
-            "paper",
-            build=_build,
+            summary="linear attention as a ring of keys and values, left products; the baseline of LASP-2's paper",
+            build=lambda mesh, parts, problem, options: LinearRing(mesh, parts),
             traffic=RING.traffic,
             unsupported=_unsupported,
         )

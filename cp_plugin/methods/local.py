@@ -1,7 +1,6 @@
-"""The local kernel: attention of one query shard over one key/value shard.
+"""The local kernel: attention of one query shard over one key/value shard, without communication.
 
-This is where rank numbers become positions; methods above it only move shards, and the kernel below it only sees the
-positions of one block.
+Here rank numbers become positions: methods above only move shards, the kernel below only sees the positions of a block.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ class Local:
 
     kernel: BlockKernel
     segments: Callable[[Owners], Segments]
-    """Whose tokens a tensor holds -> their global positions."""
+    """Owners of a tensor -> global positions of its tokens."""
     keys: Callable[[Owners], Segments]
-    """The same for k and v: other positions where they hold more than the queries' tokens (a cache)."""
+    """The same for k and v, which differ where they hold more than the queries' tokens (a cache)."""
     mask: Mask
     scale: float
 

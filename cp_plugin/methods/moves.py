@@ -1,14 +1,14 @@
-"""Moves: what happens to the tensors around a core method, before and after it.
+"""Moves: communication around a core method.
 
-A move brings the query side (q; in the backward also dout and the row statistics) and the key/value side somewhere
-else, and returns the results from there:
+A move brings the query side (q; in the backward also dout, lse and delta) and the key/value side to other ranks, and
+returns the results:
 
     bring_q    queries  ->          -> return_out  out, lse          -> return_dq   dq
     bring_kv   k, v     ->   core                                    -> return_dkv  dk, dv
 
-``return_dq`` and ``return_dkv`` are the transposes of ``bring_q`` and ``bring_kv``. Every verb takes what is pending,
-waits for it if it has to move it, posts its own communication and returns that; so both sides of all moves are under
-way before the core waits for any. ``Moved`` puts moves, outermost first, around a core:
+``return_dq`` and ``return_dkv`` are the transposes of ``bring_q`` and ``bring_kv``. Every verb takes a ``Pending``,
+waits for it if it has to move it, and returns its own; so both sides of all moves are under way before the core waits.
+``Moved`` composes moves, outermost first, around a core:
 
     Moved((GatherQ(mesh, "q"), GatherKV(mesh, "kv")), local)
 
@@ -18,8 +18,8 @@ With several groups of heads communication and computation overlap:
     heads 1         | bring   | compute | return |
     heads 2                   | bring   | compute | return |
 
-The kernel calls stay whole and the collectives stay library collectives, where ATTENTION2D's own overlap variant (arXiv
-2503.15758, Algorithms 4-6) breaks both into pieces. What is brought at one time is one group's.
+Kernel calls stay whole and collectives stay library collectives, which ATTENTION2D's own overlap variant (arXiv
+2503.15758, Algorithms 4-6) breaks into pieces. Two groups' shards are in memory at a time.
 """
 
 from __future__ import annotations
@@ -39,30 +39,29 @@ from cp_plugin.methods.protocol import Attend
 
 
 class Move:
-    """The base of all moves: each verb leaves its side where it is; a move overrides what it moves."""
+    """Base of all moves: each verb leaves its side in place; a move overrides what it moves."""
 
     def bring_q(self, queries: Pending[Queries]) -> Pending[Queries]:
-        """The query side, all of whose tensors are moved alike."""
+        """The query side, all of whose tensors move alike."""
         return queries
 
     def bring_kv(self, kv: Pending[KeyValues]) -> Pending[KeyValues]:
-        """The key/value side."""
         return kv
 
     def return_out(self, partial: Pending[Tensors]) -> Pending[Tensors]:
-        """``(out, lse)`` of this rank's own rows, merged over all ranks that had them."""
+        """``(out, lse)`` of this rank's own rows, merged over the ranks that had them."""
         return partial
 
     def return_dq(self, dq: Pending[Tensors]) -> Pending[Tensors]:
-        """``(dq,)`` of this rank's own rows, summed over all ranks that had them."""
+        """``(dq,)`` of this rank's own rows, summed over the ranks that had them."""
         return dq
 
     def return_dkv(self, dkv: Pending[Tensors]) -> Pending[Tensors]:
-        """``(dk, dv)`` of this rank's own keys, summed over all ranks that had them."""
+        """``(dk, dv)`` of this rank's own keys, summed over the ranks that had them."""
         return dkv
 
     def heads(self, count: int) -> slice:
-        """Which of so many query heads this rank has after the move."""
+        """Which of ``count`` query heads this rank has after the move."""
         return slice(0, count)
 
 
@@ -73,9 +72,9 @@ class Moved:
     moves: tuple[Move, ...]
     core: Attend
     groups: int = 1
-    """Of key/value heads and their query heads: one is computed while others travel."""
+    """Groups of key/value heads with their query heads: one is computed while others travel."""
     kept: bool = False
-    """The moves are made once: the differentiable operation keeps what they brought, and its backward starts there."""
+    """Whether the differentiable operation keeps what the moves brought, and starts its backward there."""
 
     def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
         dtype, groups = queries.q.dtype, head_groups(self.groups, queries, kv)
@@ -113,14 +112,12 @@ class Moved:
 
 
 class Brought(NamedTuple):
-    """Both sides on their way to the core."""
-
     queries: Pending[Queries]
     kv: Pending[KeyValues]
 
 
 def bring(moves: Sequence[Move], queries: Queries, kv: KeyValues) -> Brought:
-    """Make the moves, outermost first, and post without waiting for the last of each side."""
+    """Make the moves, outermost first; the last one of each side is not waited for."""
     bringing_q, bringing_kv = Pending.done(queries), Pending.done(kv)
     for move in moves:
         bringing_q = move.bring_q(bringing_q)
@@ -146,7 +143,7 @@ def join_heads(groups: Sequence[Tensors]) -> Tensors:
 
 
 def peel(method: Attend) -> tuple[tuple[Move, ...], Attend]:
-    """The kept moves around a method, outermost first, and what they surround."""
+    """The kept moves around a method, outermost first, and its core."""
     moves: tuple[Move, ...] = ()
     while isinstance(method, Moved) and method.kept:
         moves, method = (*moves, *method.moves), method.core

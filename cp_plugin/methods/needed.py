@@ -1,15 +1,15 @@
-"""Needed: of the keys and values of other ranks, only those that the queries here see.
+"""Needed: fetch only the remote keys and values that this rank's queries see.
 
     own keys  | rows of 1 and 3 | rows of 0 and 4      forward    k, v of a stage travel while the one before it is
     post 1    | post 2          |                                 computed
     attend    | attend, merge   | attend, merge        backward   k, v again; each stage's dk, dv go home after it
 
-Layout and mask say which keys these are (``cp_plugin.core.needs``): under a window the end of the shard before, in
-packed documents the rows of those that are cut, under a causal mask alone all that is earlier. A row travels straight
-to each rank that sees it and nowhere else, so no method that leaves queries in place can send fewer bytes. Ranks that
-have nothing for each other exchange no message.
+Layout and mask say which keys these are (``cp_plugin.core.needs``): under a window the end of the previous shard (a
+halo), in packed documents the rows of cut documents, under a causal mask alone everything earlier. A row travels
+straight to each rank that sees it, so no method that leaves queries in place sends fewer bytes. Ranks that need nothing
+of each other exchange no message.
 
-Near ranks come first. A stage brings a rank no more rows than it holds itself, as a hop of a ring does.
+Near ranks come first. A stage brings a rank no more rows than it holds itself, like a hop of a ring.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ AXIS = "cp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What travels at one time. Other ranks are in the order of the axis."""
+    """Rows that travel together. Per-rank fields are in axis order."""
 
     leaving: tuple[tuple[range, ...], ...]
-    """Which rows of ours each rank sees."""
+    """Which of this rank's rows each rank sees."""
     sent: tuple[int, ...]
-    """How many these are."""
+    """Their numbers."""
     received: tuple[int, ...]
-    """How many rows come from each rank."""
+    """How many rows each rank sends."""
     attend: Local
-    """Attention over the keys that come."""
+    """Attention over the received keys."""
 
     def __bool__(self) -> bool:
-        """Whether any keys come to this rank."""
+        """Whether this rank receives any keys."""
         return any(self.received)
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """Fetch the keys and values that the queries here see along ``axis``."""
+    """Fetch the keys and values that the queries see along ``axis``."""
 
     mesh: Mesh
     axis: str
@@ -68,7 +68,7 @@ class Needed:
     known: Recent[tuple[tuple[int, ...], ...], tuple[Stage, ...]] = field(
         default_factory=lambda: Recent(4), compare=False
     )
-    """Owners of queries and of keys here -> the stages."""
+    """Owners of the queries and of the keys -> stages."""
 
     def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
         stages = self._stages(queries.owners, kv.owners)
@@ -99,7 +99,7 @@ class Needed:
         return Gradients(dq, dk, dv)
 
     def _fetch(self, kv: KeyValues, stages: tuple[Stage, ...]) -> Pending[KeyValues]:
-        """The keys and values that come in this stage; there may be none."""
+        """Keys and values of the next stage, if there is one."""
         if not stages:
             return Pending.done(kv)
         (stage,) = stages
@@ -109,7 +109,7 @@ class Needed:
         return Pending(lambda: KeyValues(*arriving.wait()))
 
     def _send_home(self, dkv: Sequence[Tensor], stage: Stage) -> Pending[Tensors]:
-        """Gradients of keys and values go to the ranks that these came from."""
+        """Return gradients of keys and values to their owners."""
         return self.mesh.all_to_all_v(
             self.axis, [*map(accumulator, dkv)], stage.received, stage.sent, group=sums(self.axis)
         )
@@ -119,6 +119,7 @@ class Needed:
         return self.known.get((queries(here), keys(here)), lambda: self._planned(queries, keys))
 
     def _planned(self, queries: Owners, keys: Owners) -> tuple[Stage, ...]:
+        """Which rows travel in which stage, from the positions of all ranks."""
         local, ranks = self.local, self.mesh.row(self.axis, self.mesh.index)
         here, held = self.mesh.coordinates[self.axis], [local.keys(_of(keys, rank)) for rank in ranks]
         found = needs([local.segments(_of(queries, rank)) for rank in ranks], held, local.mask)
@@ -135,19 +136,17 @@ class Needed:
 
 
 def _of(owners: Owners, rank: int) -> Owners:
-    """Whose tokens another rank's tensor holds."""
+    """The owners of another rank's tensor."""
     held = owners(rank)
     return lambda _: held
 
 
 def _in_turn(counts: Tensor, most: int) -> list[list[int]]:
-    """In which stage rows travel from a rank to the one so many places up the axis.
-
-    Every rank finds the same, since both ends of a message must agree on its stage.
+    """Distances up the axis over which rows travel, by stage; the same on every rank.
 
     Args:
-        counts: how many rows of each rank (column) every rank (row) sees.
-        most: rows that a stage brings a rank, if there is a choice.
+        counts: rows of each rank (column) that every rank (row) sees.
+        most: rows that a stage may bring a rank, unless one distance alone brings more.
     """
     size = len(counts)
     stages: list[list[int]] = []
@@ -165,7 +164,7 @@ def _in_turn(counts: Tensor, most: int) -> list[list[int]]:
 
 
 def _add_rows(totals: Tensors, parts: Tensors, of_ranks: tuple[tuple[range, ...], ...]) -> None:
-    """Add what each rank found for rows of ours, one rank's after the other's."""
+    """Add what each rank found for rows of ours."""
     rows = [r for of_rank in of_ranks for r in of_rank]
     for total, part in zip(totals, parts, strict=True):
         for r, found in zip(rows, part.split(list(map(len, rows))), strict=True):
@@ -174,21 +173,13 @@ def _add_rows(totals: Tensors, parts: Tensors, of_ranks: tuple[tuple[range, ...]
 
 @lru_cache(64)
 def _counts(layout: Layout, seq_length: int, size: int, mask: Mask) -> Tensor:
-    """How many rows of each rank (column) every rank (row) sees."""
+    """Rows of each rank (column) that every rank (row) sees."""
     held = [layout.segments(seq_length, size, index) for index in range(size)]
     return needs(held, held, mask).counts(size)
 
 
-def _axes(size: int, options: Options) -> dict[str, int]:
-    return {AXIS: size}
-
-
-def _build(mesh: Mesh, local: Local, problem: Problem, options: Options) -> Needed:
-    return Needed(mesh, AXIS, local)
-
-
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    """The rows of k and v that others see, in each pass; and dk, dv of the rows that this rank sees of others."""
+    """In each pass k, v of the rows that others see; in the backward dk, dv of the rows that this rank sees."""
     layout = problem.placed or get_layout(options.layout or LAYOUTS[0])
     counts = _counts(layout, problem.seq_length, problem.size, problem.mask())
     of_ours, of_others = (
@@ -201,7 +192,7 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
 
 
 def _bytes(problem: Problem, rows: int) -> int:
-    """Of k and v of so many tokens of each sequence of the batch, as they travel between two ranks."""
+    """Bytes of k and v of so many tokens of each sequence, as they travel between two ranks."""
     heads = problem.batch * problem.kv_heads
     elements = rows * heads * (problem.head_dim + problem.v_head_dim)
     return elements + 2 * heads * -(-rows // problem.shared) if problem.fp8 else elements * problem.dtype.itemsize
@@ -212,10 +203,9 @@ PROVIDERS = (
     with_gradient_dtype(
         Provider(
             name="needed",
-            summary="of other ranks' keys and values only the rows that are seen: windows and packed documents",
+            summary="fetch only the remote keys and values that are seen: windows and packed documents",
             layouts=LAYOUTS,
-            axes=_axes,
-            build=_build,
+            build=lambda mesh, local, problem, options: Needed(mesh, AXIS, local),
             traffic=_traffic,
             extra_groups=(sums(AXIS),),
         )

@@ -1,4 +1,4 @@
-"""Into how many groups of heads a method's moves are divided (``moves.Moved``): an option of those that move."""
+"""Head groups: the option that pipelines a method's moves (``moves.Moved``), and its default."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ HEAD_GROUPS = Option(
 
 
 def in_head_groups(groups: int | None, method: Moved) -> Moved:
-    """The method in so many groups of heads; None: in one."""
+    """The method in so many groups of heads; None: one."""
     return replace(method, groups=groups or 1)
 
 
 def groups_do_not_divide(problem: Problem, options: Options) -> str | None:
-    """Why the key/value heads cannot be divided into the groups asked for; None: they can."""
+    """Why the key/value heads cannot be divided into the groups asked for; None if they can."""
     groups = 1 if options.head_groups is None else options.head_groups
     if groups >= 1 and problem.kv_heads % groups == 0:
         return None
@@ -36,13 +36,14 @@ def groups_do_not_divide(problem: Problem, options: Options) -> str | None:
 
 
 _LEAST_BYTES = {"nccl": 2**23, "gloo": 2**18}
-"""What one rank's queries of one group should have: small messages and kernels cost more than they hide. On Gloo
-measured on virtual clusters; on NCCL an estimate: a message of 8 MiB takes about 0.2 ms at 50 GB/s, ten times the start
-of its collective, and a kernel on as many queries fills a GPU."""
+"""Least bytes of a group's queries on one rank: smaller messages and kernels cost more than they hide. Measured on
+virtual clusters for Gloo; an estimate for NCCL: a message of 8 MiB takes 0.2 ms at 50 GB/s, ten times the start of its
+collective, and a kernel on as many queries fills a GPU.
+"""
 
 
 def best_groups(problem: Problem, most: int = 8) -> int:
-    """The number of groups when the user names none."""
+    """The number of groups if the user names none."""
     whole = problem.q_bytes
     return max(
         n

@@ -1,18 +1,19 @@
-"""The interfaces everything is composed of.
+"""The interfaces that methods implement and compose.
 
 **A context-parallel method has the same interface as the attention kernel it distributes** (``Attend``), so methods
-wrap kernels, and each other. A ``Provider`` is what a method file registers: a name, its mesh axes, how to build it,
-what it cannot do and what it sends.
+wrap kernels, and each other. A method file registers ``Provider``s: a name, mesh axes, how to build the method, what
+it does not support, and what it sends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from cp_plugin.comm import Mesh
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
@@ -23,102 +24,140 @@ Kind = Literal["softmax", "linear"]
 
 
 class Attend(Protocol):
-    """Attention of a query shard over a key/value shard: one kernel, or a method that moves shards between kernels.
+    """Attention of a query shard over a key/value shard: a kernel, or a method that moves shards between kernels.
 
-    ``None`` means that no query has seen any key: there is nothing to merge or to add.
+    ``None`` means that no query saw any key: there is nothing to merge or add.
     """
 
     def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
-        """Attention over these keys, merged with ``onto``: attention of the same queries over other keys, whose memory
-        may be reused. A kernel can go on from it, which spares the merging."""
+        """Attention over these keys, merged into ``onto``: the same queries' attention over other keys.
+
+        The memory of ``onto`` may be reused: a kernel can accumulate in place instead of merging.
+        """
         ...
 
     def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
-        """Gradients of these queries, keys and values, from what ``queries`` bring: dout, lse and delta.
+        """Gradients of these queries, keys and values, from the dout, lse and delta that ``queries`` carry.
 
-        onto: sums of the same queries' (or keys') gradients over other pairs, whose memory may be reused. What is
-        returned includes them: a kernel can add to the rows it has, which spares a gradient of zeros elsewhere.
+        onto: gradients of the same queries (or keys) over other pairs. The result includes them, and their memory may
+        be reused: a kernel can add in place.
         """
         ...
 
 
 class Parts(Protocol):
-    """What a method for linear attention is built around: the segments of all ranks, and the kernel for this rank's."""
+    """The segments of all ranks and the kernel for this rank's, around which a method for linear attention is built."""
 
     order: tuple[int, ...]
-    """Where in the sequence the segments follow each other: numbers of segments, rank by rank, in token order."""
+    """Segment numbers, counted rank by rank, in token order."""
     directions: int
-    """1: from the first token on (causal). 2: also from the last one back; each rank's segments are there twice."""
+    """1: causal. 2: also from the last token back; each rank's segments then occur twice."""
     uniform: bool
-    """All segments have the same ``through``: it need not travel."""
+    """All segments have the same ``through``, so it need not travel."""
     cuts: tuple[tuple[Cut, ...], ...] | None
-    """On placed tokens: the pieces of documents that are cut. A rank then has one segment, of all its pieces, in which
-    nothing goes on from one piece to the next. None: on others."""
+    """On placed tokens, the pieces of the documents that are cut; None on other layouts. A rank then has one segment of
+    all its pieces, each of which starts from a zero state.
+    """
     pieces: Tensor | None
-    """bool ``[t]``: the tokens of this rank with which pieces begin; None as above."""
+    """bool ``[t]``: the tokens of this rank that start a piece; None as above."""
     forward: Callable[[Tokens], Tensor]
-    """Outputs of every segment from a state of zero."""
+    """Outputs of every segment from a zero state."""
     backward: Callable[[Tensor, Tokens], tuple[Tensor, ...]]
-    """dout and the tokens -> gradients of q, k, v and, where there is one, the log decay."""
+    """dout and the tokens -> gradients of q, k, v and the log decay, if there is one."""
 
 
 class Scan(Protocol):
-    """Linear attention of this rank's segments, which are part of the batch: b = directions * segments * batch."""
+    """Linear attention of this rank's segments, which are folded into the batch: b = directions * segments * batch."""
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Outputs ``[t, b, h, e]`` in the accumulation dtype, and what the backward needs besides the tokens."""
         ...
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v and, where there is one, the log decay."""
+        """Gradients of q, k, v and the log decay, if there is one."""
         ...
 
 
 Formula = Mapping[tuple[str, str], int]
-"""(phase, axis) -> bytes a rank sends."""
+"""(phase, axis) -> bytes that a rank sends."""
 
 
 class Choice(NamedTuple):
-    """What a provider made of a user's options."""
+    """A user's options as completed by a provider."""
 
     options: Options
-    """With all that the method needs filled in."""
+    """With everything filled in that the method needs."""
     why: tuple[str, ...] = ()
-    """A sentence for each choice that was made for the user, with its reason, and for what looks like a mistake."""
+    """A sentence for each choice made for the user, with its reason, and for what looks like a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
-    """A context-parallel method under the name users give. Method files list theirs in ``PROVIDERS``.
-
-    All functions but ``choose`` are given the options that ``choose`` returned.
-    """
+    """A context-parallel method under its public name. All functions but ``choose`` get the options it returned."""
 
     name: str
     summary: str
     """One line, with the paper."""
     kind: Kind = "softmax"
-    """What it computes. Softmax and linear attention have different interfaces inside (``Attend``, ``Scan``)."""
+    """Which attention it computes; the kinds differ in their inner interface (``Attend``, ``Scan``)."""
     layouts: tuple[str, ...]
-    """Token layouts it supports; the first is the default."""
-    axes: Callable[[int, Options], dict[str, int]]
-    """(context-parallel size, options) -> mesh axes, slowest first: neighbouring ranks differ in the last one."""
+    """Supported token layouts; the first is the default."""
     build: Callable[..., Any]
-    """(mesh, what is local, problem, options) -> the method: ``Attend`` on ``Attend``, or ``Scan`` on ``Parts``."""
+    """(mesh, local, problem, options) -> the method: an ``Attend`` on an ``Attend``, or a ``Scan`` on ``Parts``."""
     traffic: Callable[[Problem, Options, int], Formula]
-    """The closed formula for the bytes a rank (by its number) sends per call; a test holds it equal to the ledger."""
+    """Closed formula for the bytes that a rank (by number) sends per call; a test holds it equal to the ledger."""
+    axes: Callable[[int, Options], dict[str, int]] = lambda size, options: {"cp": size}
+    """(context-parallel size, options) -> mesh axes, slowest first: neighbouring ranks differ in the last one."""
     options: tuple[Option | str, ...] = ()
-    """Those that it has besides layout, backend, head_parallel and fp8. One that another provider declares may be given
-    by its name."""
+    """Options besides layout, backend, head_parallel and fp8. Another provider's option may be given by name."""
     choose: Callable[[Problem, Options], Choice] = lambda problem, options: Choice(options)
     """Fill in what the user left open; ValueError for options that do not fit the number of ranks."""
     unsupported: Callable[[Problem, Options], str | None] = lambda problem, options: None
-    """The reason why it cannot do this problem, or None."""
+    """Why it cannot do this problem; None if it can."""
     extra_groups: tuple[str, ...] = ()
-    """Process groups beside those of the axes: ``WHOLE``, ``sums(axis)``; see ``cp_plugin.comm.axis_groups``."""
+    """Process groups beyond those of the axes: ``WHOLE``, ``sums(axis)``; see ``cp_plugin.comm.axis_groups``."""
     beside: tuple[str, ...] = ()
-    """Axes whose ranks hold tokens that lie side by side, because they are brought together whole."""
+    """Axes along which tokens are gathered whole, so that their ranks should hold adjacent tokens."""
     asks_hosts: bool = False
     """Whether its choices depend on ``Problem.hosts``."""
     asks_heads: Callable[[Options], bool] = lambda options: False
-    """Whether nothing can be chosen before the numbers of heads are known."""
+    """Whether it can choose nothing before the numbers of heads are known."""
+
+
+def with_option(
+    inner: Provider,
+    option: Option,
+    *,
+    as_sent: Callable[[Problem, Options], Problem],
+    over: Callable[[Mesh, Problem], Mesh],
+    refused: Callable[[Problem, Options], str | None],
+) -> Provider:
+    """A provider with one more option, which changes what travels and of which its method need not know.
+
+    Args:
+        as_sent: the problem that the provider sees: its formula then counts the bytes that travel.
+        over: the mesh that the method is built on.
+        refused: why the option does not fit a problem; None if it does.
+    """
+
+    def build(mesh: Mesh, local: Any, problem: Problem, options: Options) -> Any:
+        problem = as_sent(problem, options)
+        return inner.build(over(mesh, problem), local, problem, options)
+
+    def traffic(problem: Problem, options: Options, index: int) -> Formula:
+        return inner.traffic(as_sent(problem, options), options, index)
+
+    def choose(problem: Problem, options: Options) -> Choice:
+        return inner.choose(as_sent(problem, options), options)
+
+    def unsupported(problem: Problem, options: Options) -> str | None:
+        return refused(problem, options) or inner.unsupported(as_sent(problem, options), options)
+
+    return replace(
+        inner,
+        options=(*inner.options, option),
+        build=build,
+        traffic=traffic,
+        choose=choose,
+        unsupported=unsupported,
+    )

@@ -1,6 +1,6 @@
 """The provider registry: every method in ``cp_plugin.methods`` and every third-party entry point.
 
-A third party adds a method without touching this package: a module that builds a ``Provider``, and in its pyproject
+A third party adds a method in a module of its own that builds a ``Provider``, and in its pyproject.toml:
 
     [project.entry-points."cp_plugin.providers"]
     mymethod = "my_package.my_module:PROVIDER"
@@ -44,17 +44,23 @@ class Registry(dict[str, Provider]):
 
     @cached_property
     def options(self) -> dict[str, Option]:
-        """name -> option: layout and kernel, those of single providers, and those that many of them have.
+        """name -> option: layout, kernel, and the options of all providers.
 
         Raises:
-            ValueError: if two providers declare options of one name, or one has an option that nobody declares.
+            ValueError: if an option is declared twice, or used without a declaration.
         """
         many = (*ANY_SOFTMAX, GRADIENT_DTYPE)
-        found: dict[str, Option] = {LAYOUT: LAYOUT, "backend": _backend()}
+        backend = Option(
+            "backend",
+            metavar="NAME",
+            meaning=f"attention kernel: {', '.join(backends.names())}; of linear layers: {', '.join(KERNELS)}",
+            default="the fastest that runs here",
+        )
+        found: dict[str, Option] = {LAYOUT: LAYOUT, backend: backend}
         having = [(option, provider.name) for provider in self.values() for option in provider.options]
         for option, name in having:
             if isinstance(option, Option) and option not in many and found.setdefault(option, option) is not option:
-                raise ValueError(f"provider {name!r} declares the option {option!r}, which there is already")
+                raise ValueError(f"provider {name!r} declares the option {option!r}, which already exists")
         found |= {option: option for option in many}
         for option, name in having:
             if option not in found:
@@ -83,16 +89,12 @@ def registry() -> Registry:
 
 
 def names(kind: Kind = "softmax") -> list[str]:
-    """The names of all providers of softmax, or of linear, attention."""
+    """Names of all providers of softmax, or of linear, attention."""
     return [name for name, provider in registry().items() if provider.kind == kind]
 
 
 def get(name: str) -> Provider:
-    """The provider of that name.
-
-    Raises:
-        ValueError: if there is none; the message lists the valid names.
-    """
+    """The provider of that name; ValueError, which lists the valid names, if there is none."""
     found = registry()
     if name not in found:
         raise ValueError(f"unknown provider {name!r}: --cp-provider must be one of {', '.join(found)}")
@@ -100,7 +102,7 @@ def get(name: str) -> Provider:
 
 
 def in_order(options: Options) -> dict[Option, Any]:
-    """What was chosen, layout and kernel among it, in the order of declaration."""
+    """What was chosen, including layout and kernel, in order of declaration."""
     chosen = {"layout": options.layout, **options.chosen}
     if options.backend != AUTO:
         chosen["backend"] = options.backend
@@ -108,7 +110,7 @@ def in_order(options: Options) -> dict[Option, Any]:
 
 
 def takers(option: str) -> list[str]:
-    """The providers of softmax attention that take an option."""
+    """Providers of softmax attention that take an option."""
     return [name for name in names() if takes(get(name), option)]
 
 
@@ -127,16 +129,16 @@ def takes(provider: Provider, option: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """A provider with all its choices made for a problem; nothing that takes one chooses again."""
+    """A provider and its completed options: resolved once, nothing that takes one chooses again."""
 
     provider: Provider
     """With a head axis in front, if one was asked for."""
     problem: Problem
-    """By which the provider chose."""
+    """The problem it chose by."""
     options: Options
-    """With nothing left open that the provider needs."""
+    """With everything filled in that the provider needs."""
     why: tuple[str, ...] = ()
-    """What was chosen for the user and the reason, and warnings; a sentence each."""
+    """Choices made for the user with their reasons, and warnings; a sentence each."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -145,15 +147,17 @@ class Resolved:
 
 
 def settle(provider: str | Provider, problem: Problem, options: Options) -> Resolved:
-    """Check a user's options, and let the provider fill in what they left open.
+    """Check a user's options and let the provider fill in the open ones.
 
     Raises:
-        ValueError: for an unknown name, an option that the provider does not have, or one that does not fit the number
-            of ranks.
+        ValueError: for an unknown name, an option the provider does not have, or one that does not fit the ranks.
     """
     found = get(provider) if isinstance(provider, str) else provider
+    declared = registry().options | {option: option for option in found.options if isinstance(option, Option)}
     for name, value in options.chosen.items():
-        option = _declaration(name, found)
+        if name not in declared:
+            raise ValueError(f"unknown options {name}: there are {', '.join(sorted(declared))}")
+        option = declared[name]
         if name not in ANY_SOFTMAX and name not in found.options:
             have = sorted(p.name for p in registry().values() if name in p.options)
             raise ValueError(
@@ -182,7 +186,7 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Reso
 
 
 def unsupported(provider: Provider, problem: Problem, options: Options) -> str | None:
-    """The reason why a provider cannot do this problem, or None."""
+    """Why a provider cannot do this problem; None if it can."""
     if provider.kind == "linear":
         if problem.window is not None:
             return "linear attention has no sliding window: its decays do what a window does"
@@ -192,11 +196,7 @@ def unsupported(provider: Provider, problem: Problem, options: Options) -> str |
 
 
 def layout_for(provider: Provider, options: Options) -> Layout:
-    """The token layout to use: the one asked for, or the provider's default.
-
-    Raises:
-        ValueError: if the layout does not exist or the provider does not support it.
-    """
+    """The requested token layout, or the provider's default; ValueError if it does not exist or is not supported."""
     layout = get_layout(options.layout or provider.layouts[0])
     if layout.name not in provider.layouts:
         raise ValueError(
@@ -204,21 +204,3 @@ def layout_for(provider: Provider, options: Options) -> Layout:
             f"--cp-layout must be one of {', '.join(provider.layouts)}"
         )
     return layout
-
-
-def _backend() -> Option:
-    return Option(
-        "backend",
-        metavar="NAME",
-        meaning=f"attention kernel: {', '.join(backends.names())}; of linear layers: {', '.join(KERNELS)}",
-        default="the fastest that runs here",
-    )
-
-
-def _declaration(name: str, provider: Provider) -> Option:
-    """Of a registered provider's option, or of one that this provider declares."""
-    own = {option: option for option in provider.options if isinstance(option, Option)}
-    known = registry().options | own
-    if name not in known:
-        raise ValueError(f"unknown options {name}: there are {', '.join(sorted(known))}")
-    return known[name]

@@ -1,22 +1,22 @@
-"""Ring: queries stay, keys and values travel once around the axis.
+"""Ring: queries stay, key/value blocks travel once around the axis.
 
-    step 0        step 1        step 2                forward   k, v travel; partials are merged where the queries are
-    0: q0 kv0     0: q0 kv2     0: q0 kv1             backward  k, v travel again, and dk, dv after them, one step
-    1: q1 kv1 ->  1: q1 kv0 ->  1: q1 kv2                       behind: a rank's own part stays, so that they start at
-    2: q2 kv2     2: q2 kv1     2: q2 kv0                       the next one, and are home after P - 1 hops
+    step 0        step 1        step 2                forward   k, v travel; partials are merged at their queries
+    0: q0 kv0     0: q0 kv2     0: q0 kv1             backward  k, v travel again; dk, dv follow one step behind. The
+    1: q1 kv1 ->  1: q1 kv0 ->  1: q1 kv2                       owner's own share stays, so they set out at the next
+    2: q2 kv2     2: q2 kv1     2: q2 kv0                       rank and are home after P - 1 hops
 
-Keys travel up the ring in the forward and down in the backward, as in Transformer Engine: under a causal mask the
-largest parts of dk and dv are then added last, which matters where sums are rounded at each hop.
+The next block is posted before the current one is computed. Blocks travel up the ring in the forward and down in the
+backward, as in Transformer Engine: under a causal mask the largest parts of dk and dv are then added last, which
+matters where sums are rounded at each hop.
 
-The next block is posted before the current one is computed. On contiguous tokens this is Ring Attention (arXiv
-2310.01889), unbalanced under a causal mask; on zigzag tokens the balanced ring of Megatron-Core; on striped tokens it
-is Striped Attention (arXiv 2311.09431, Algorithm 1): the method is the same, the layout makes the difference.
+On contiguous tokens this is Ring Attention (arXiv 2310.01889), unbalanced under a causal mask; on zigzag tokens the
+balanced ring of Megatron-Core; on striped tokens Striped Attention (arXiv 2311.09431, Algorithm 1).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,13 +34,13 @@ from cp_plugin.methods.protocol import Attend, Formula, Provider
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Pass keys and values around ``axis``; attend to each block with ``inner``."""
+    """Pass key/value blocks around ``axis`` and attend to each with ``inner``."""
 
     mesh: Mesh
     axis: str
     inner: Attend
     backward_moves: Literal["kv", "q"] = "kv"
-    """What travels in the backward: k, v, dk, dv, or (BurstAttention, arXiv 2403.09347) q, dout, lse, delta, dq."""
+    """What travels in the backward: k, v, dk, dv, or q, dout, lse, delta, dq (BurstAttention, arXiv 2403.09347)."""
 
     def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
         n = self.mesh.axes[self.axis]
@@ -83,7 +83,7 @@ class Ring:
         return Gradients(add(onto.dq, dq), *_widened((dk, dv), kv.tensors))
 
     def _send_home(self, totals: Parts, like: Tensors, by: int) -> Pending[Tensors]:
-        """Send the sums of a block after it, one step behind: the last hop takes them to the rank whose block it is."""
+        """Pass the sums of a block on, one step behind the block; the last hop takes them to its owner."""
         return self.mesh.shift(self.axis, _widened(totals, like), by, group=sums(self.axis))
 
 
@@ -91,7 +91,7 @@ Parts = tuple[Tensor | None, ...]
 
 
 def _added(arriving: Pending[Tensors] | None, parts: Parts) -> Parts:
-    """What this rank adds to the sums of a block, and those that arrive for it."""
+    """The sums that arrive for a block, and this rank's contribution to them."""
     if arriving is None:
         return parts
     return tuple(t if part is None else add(t, part) for t, part in zip(arriving.wait(), parts, strict=True))
@@ -101,47 +101,24 @@ def _widened(totals: Parts, like: Tensors) -> Tensors:
     return tuple(map(widened, totals, like))
 
 
-def _axes(size: int, options: Options) -> dict[str, int]:
-    return {"cp": size}
-
-
 def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
     return Ring(mesh, "cp", local)
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    """Blocks make P - 1 hops in each pass, and so do sums."""
-    if problem.size == 1:
-        return {}
-    sent = ring_bytes(problem)
-    return {
-        ("forward", "cp"): (problem.size - 1) * sent.forward,
-        ("backward", "cp"): sent.backward_around(problem.size),
-    }
+    """Blocks and sums make P - 1 hops in each pass."""
+    hops = problem.size - 1
+    forward, backward = hop_bytes(problem)
+    return {("forward", "cp"): hops * forward, ("backward", "cp"): hops * backward} if hops else {}
 
 
-class RingBytes(NamedTuple):
-    """Bytes of one hop."""
-
-    forward: int
-    """k, v."""
-    backward: int
-    """What travels in the backward."""
-    home: int
-    """The sums that follow it."""
-
-    def backward_around(self, ranks: int) -> int:
-        """Bytes of a whole backward: blocks and sums make one hop less than there are ranks."""
-        return (ranks - 1) * (self.backward + self.home)
-
-
-def ring_bytes(problem: Problem, backward_moves: Literal["kv", "q"] = "kv") -> RingBytes:
-    """What travels around a ring, per hop."""
+def hop_bytes(problem: Problem, backward_moves: Literal["kv", "q"] = "kv") -> tuple[int, int]:
+    """Bytes per hop of a ring: forward, and backward with the sums that follow."""
     kv = problem.kv_bytes
     if backward_moves == "kv":
-        return RingBytes(kv, kv, problem.kv_elements * problem.sum_bytes)
+        return kv, kv + problem.kv_elements * problem.sum_bytes
     q_side = problem.q_bytes + problem.out_bytes + 2 * problem.row_bytes
-    return RingBytes(kv, q_side, problem.q_elements * problem.sum_bytes)
+    return kv, q_side + problem.q_elements * problem.sum_bytes
 
 
 RING = with_gradient_dtype(
@@ -149,7 +126,6 @@ RING = with_gradient_dtype(
         name="ring",
         summary="Ring Attention (arXiv 2310.01889): keys and values travel once around all ranks",
         layouts=("contiguous", "zigzag", "documents"),
-        axes=_axes,
         build=_build,
         traffic=_traffic,
     )

@@ -1,10 +1,10 @@
-"""Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509): heads instead of tokens.
+"""Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509): exchange tokens for heads.
 
-    before   every rank: its tokens, all heads          one all-to-all of q, k, v; one back of out
+    outside  every rank: its tokens, all heads                 one all-to-all of q, k, v; one back of out
     inside   every rank: all tokens of the axis, h / n heads
 
-Key/value heads that are fewer than the ranks, or not divisible by them, are repeated only as often as needed so that
-every rank gets the same number: to lcm(g, n) heads.
+Key/value heads that the ranks do not divide are repeated as often as needed, to lcm(g, n) heads, so that every rank
+gets the same number.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cp_plugin.methods.moves import Move, Moved
 from cp_plugin.methods.protocol import Attend, Formula, Provider
 
 HEAD = "head"
-"""The axis of ranks that hold the same tokens and different heads, inside the method."""
+"""The axis whose ranks hold, inside the method, the same tokens and different heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ulysses(Move):
-    """All tokens of ``axis``, part of the heads. ``kv_heads``: of this rank, before the move."""
+    """All tokens of ``axis``, part of the heads. ``kv_heads``: key/value heads of this rank before the move."""
 
     mesh: Mesh
     axis: str
@@ -78,7 +78,7 @@ class Ulysses(Move):
 
 
 def heads_do_not_divide(problem: Problem, ranks: int, flag: str) -> str | None:
-    """Why the heads cannot be divided over so many ranks; None: they can."""
+    """Why the heads cannot be divided over so many ranks; None if they can."""
     repeated = lcm(problem.kv_heads, ranks)
     if problem.heads % repeated == 0:
         return None
@@ -89,7 +89,7 @@ def heads_do_not_divide(problem: Problem, ranks: int, flag: str) -> str | None:
 
 
 def ulysses_bytes(problem: Problem, ranks: int) -> int:
-    """Bytes of the all-to-alls of one pass: of q, k, v and out, or of dout, dq, dk and dv."""
+    """Bytes of one pass's all-to-alls: of q, k, v and out, or of dout, dq, dk and dv."""
     kv = problem.kv_bytes // problem.kv_heads * lcm(problem.kv_heads, ranks)
     moved = problem.q_bytes + problem.out_bytes + kv
     return moved * (ranks - 1) // ranks

@@ -1,4 +1,4 @@
-"""Two runs give the same bits, in every method on each of its layouts: whatever order ranks happen to run in."""
+"""Two runs give the same bits, in every method on each of its layouts, whatever the order in which ranks run."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from cp_plugin import ContextParallel, Options
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
 
+DTYPES = (torch.float32, torch.bfloat16)
+METHODS = [(name, dtype) for name in providers.names() for dtype in DTYPES]
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("provider", providers.names())
+
+@pytest.mark.parametrize(("provider", "dtype"), [*METHODS, *((n, torch.float32) for n in providers.names("linear"))])
 def test_two_runs(provider: str, dtype: torch.dtype) -> None:
-    problem = Case(seq_length=128, heads=8, kv_heads=4, causal=True, dtype=dtype)
-    for layout in providers.get(provider).layouts:
-        first, again = (on_threads(provider, 4, problem, layout=layout) for _ in range(2))
-        for one, other in zip(first, again, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(one[:4], other[:4], strict=True)), layout
+    found = providers.get(provider)
+    case = Case(seq_length=128, heads=8, kv_heads=4, causal=True, dtype=dtype)
 
-
-@pytest.mark.parametrize("provider", providers.names("linear"))
-def test_two_runs_of_linear_attention(provider: str) -> None:
-    def rank(mesh: Mesh) -> list[Tensor]:
+    def linear(mesh: Mesh) -> list[Tensor]:
         cp = ContextParallel(provider, mesh=mesh, layout=layout)
-        leaves = [cp.shard(x).detach().requires_grad_() for x in problem.inputs()[:3]]
+        leaves = [cp.shard(x).detach().requires_grad_() for x in case.inputs()[:3]]
         out = cp.linear_attention(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(problem.inputs()[3]))]
+        return [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(case.inputs()[3]))]
 
-    problem = Case(seq_length=128, heads=8, kv_heads=4, causal=True, dtype=torch.float32)
-    axes = providers.get(provider).axes(4, Options())
-    for layout in providers.get(provider).layouts:
-        first, again = (run_threads(rank, axes) for _ in range(2))
-        for one, other in zip(first, again, strict=True):
+    def run() -> list[list[Tensor]]:
+        if found.kind == "linear":
+            return run_threads(linear, found.axes(4, Options()))
+        return [list(result[:4]) for result in on_threads(provider, 4, case, layout=layout)]
+
+    for layout in found.layouts:
+        for one, other in zip(run(), run(), strict=True):
             assert all(map(torch.equal, one, other)), layout

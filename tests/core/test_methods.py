@@ -219,11 +219,3 @@ def test_wrong_document_bounds_are_refused(bounds: list[int]) -> None:
 
 def test_empty_documents_change_nothing() -> None:
     assert document_bounds(torch.tensor([0, 0, 5, 5, 9]), 9) == (0, 5, 9)
-
-
-def test_wrong_sinks_and_windows_are_refused() -> None:
-    cp, q = ContextParallel("ring"), torch.zeros(8, 1, 4, 16)
-    with pytest.raises(ValueError, match=r"sink must be \[4\], a number for each query head"):
-        cp.attention(q, q, q, sink=torch.zeros(3))
-    with pytest.raises(ValueError, match=r"window \(-2, 0\): numbers of tokens before and after"):
-        cp.attention(q, q, q, window=(-2, 0))
