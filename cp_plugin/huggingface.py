@@ -1,12 +1,12 @@
-"""Hugging Face transformers: every attention layer of a model over the ranks of a ``ContextParallel``.
+"""Hugging Face transformers: distribute a model's attention over the ranks of a ``ContextParallel``.
 
     cp = cp_plugin.ContextParallel("striped", group=group)
     huggingface.apply(model, cp)
     loss = model(**huggingface.shard(cp, input_ids)).loss     # this rank's summand of the mean over all tokens
 
-The sum of the ranks' losses is the loss, and the sum of their gradients its gradient. DistributedDataParallel and FSDP
-take the mean over their ranks: multiply the loss by their number. ``shard_tree`` in the place of ``shard`` is for
-sequences that begin alike, packed once. Needs transformers 5: pip install 'cp-plugin[huggingface]'.
+The ranks' losses add up to the loss, and their gradients to its gradient. DistributedDataParallel and FSDP average
+over ranks: multiply the loss by their number. Use ``shard_tree`` instead of ``shard`` for packed sequences with common
+prefixes. Needs transformers 5: pip install 'cp-plugin[huggingface]'.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IGNORED = -100
-"""The label of a token that is not to be predicted, as in transformers."""
+"""Label of a token that is not predicted, as in transformers."""
 _CHECKED_TOKENS = 16
 _numbers = count()
 
 
 def shard(cp: ContextParallel, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-    """This rank's part of a batch that every rank has, as keyword arguments of a causal language model.
+    """This rank's part of a replicated batch, as keyword arguments of a causal language model.
 
     Args:
         input_ids: int ``[b, s]``.
@@ -40,7 +40,7 @@ def shard(cp: ContextParallel, input_ids: Tensor, labels: Tensor | None = None) 
 
     Returns:
         ``input_ids``, ``position_ids`` and ``labels`` ``[b, s / size]``, the last shifted over the whole sequence, and
-        what keeps the model from shifting it again and from dividing by its own count of tokens.
+        what keeps the model from shifting them again and from dividing by its own count of tokens.
 
     Raises:
         ValueError: for other shapes, or a length that cannot be divided.
@@ -61,19 +61,19 @@ def shard(cp: ContextParallel, input_ids: Tensor, labels: Tensor | None = None) 
 
 
 def shard_tree(cp: ContextParallel, input_ids: Tensor, tree: Tree, labels: Tensor | None = None) -> dict[str, Any]:
-    """As ``shard``, for a pack of sequences that begin alike: an answer is predicted from its prompt and itself.
+    """``shard`` for a pack of sequences with common prefixes: an answer is predicted from its prompt and itself.
 
-    A token that several sequences share counts once in the loss, as it is computed once; the first tokens of answers
-    are each predicted from the end of the prompt.
+    A token that several sequences share is computed, and counts in the loss, once; the first token of each answer is
+    predicted from the end of the prompt.
 
     Args:
         input_ids: int ``[b, s]``: in each row a pack of the tree's ``s`` tokens, node after node.
-        labels: int ``[b, s]``: the label of each token in its own place; -100 is not counted. None: the input.
+        labels: int ``[b, s]``: each token's own label; -100 is not counted. None: the input.
 
     Returns:
-        What ``shard`` gives, with the tree for the attention, position_ids that count along paths, labels
-        ``[b, predictions]``, and in ``logits_to_keep`` the tokens that predict them: the one at the end of a prompt
-        once for each answer.
+        What ``shard`` returns, with the tree for the attention, position_ids that count along paths, labels
+        ``[b, predictions]``, and in ``logits_to_keep`` the tokens that predict them: the end of a prompt once per
+        answer.
 
     Raises:
         ValueError: for other shapes, or a length that cannot be divided.
@@ -98,17 +98,17 @@ def shard_tree(cp: ContextParallel, input_ids: Tensor, tree: Tree, labels: Tenso
 
 
 def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) -> None:
-    """Divide the model's attention over the ranks of ``cp``; collective. From then on it takes shards only.
+    """Distribute the model's attention over the ranks of ``cp``; collective. It takes shards only from then on.
 
     ``model.set_attn_implementation("sdpa")`` undoes it.
 
     Args:
-        check: compare the model's output for a few tokens with its own attention's first. It finds layers that mix
-            tokens in another way than by attention, which would be wrong without an error.
+        check: first compare the model's output for a few tokens with its own attention's. This finds layers that mix
+            tokens by other means than attention, which would be wrong without an error.
 
     Raises:
         ImportError: without transformers.
-        ValueError: for a model that is not text alone, that cannot exchange its attention, or whose output differs.
+        ValueError: for a model that is not text only, that cannot exchange its attention, or whose output differs.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -209,13 +209,13 @@ def _refuse(wrong: bool, what: str) -> None:
 
 
 def _refuse_masks(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **others: Any) -> None:
-    """An entry of transformers' AttentionMaskInterface: what the plugin needs no mask for, and nothing else."""
+    """An entry of transformers' AttentionMaskInterface: allows only masks that the plugin does not need."""
     _refuse(attention_mask is not None and not bool(attention_mask.all()), "padding: pack or cut the sequences")
     _refuse(use_vmap, "a mask function of the model's own")
 
 
 class _Refusing:
-    """Before and after each forward: what would be wrong without an error."""
+    """Refuses, before and after each forward, what would be wrong without an error."""
 
     def __init__(self, attention: _Attention, name: str) -> None:
         self.attention, self.name = attention, name
@@ -276,5 +276,5 @@ def _difference(model: PreTrainedModel, cp: ContextParallel, whole: Tensor, want
 
 
 def _allowed(dtype: torch.dtype) -> float:
-    """Far above rounding, far below what a wrong mixture makes."""
+    """Far above rounding, far below the effect of wrong mixing."""
     return 0.05 if dtype.itemsize < 4 else 1e-3

@@ -1,4 +1,4 @@
-"""Old names of public modules, which stay valid: an import of one gives the module under its new name."""
+"""Old names of public modules, which stay importable: they give the module under its new name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLANNER = {
     "trace": ("chakra", "memory", "passes", "program", "sharing", "simulation", "timeline"),
     "training": ("activations", "footprint", "iteration", "layer_time", "model", "operations", "parallel", "weights"),
 }
-"""Room -> what was beside it before there were rooms."""
+"""Subpackage -> modules that used to be beside it."""
 MODULES = {
     "cp_plugin.dataset": "cp_plugin.megatron.dataset",
     "cp_plugin.examples": "cp_plugin.cli.examples",
@@ -48,7 +48,7 @@ MODULES = {
 
 
 class Finder:
-    """Finds a module, or one inside of it, under its old name, and gives the one that has the new name."""
+    """Finds a module, or one inside of it, under its old name and returns the one with the new name."""
 
     @classmethod
     def find_spec(
@@ -72,6 +72,6 @@ class Finder:
 
 
 def install() -> None:
-    """Before the other finders, which would load what is inside of a renamed package a second time."""
+    """Goes before the other finders, which would load the contents of a renamed package a second time."""
     if Finder not in sys.meta_path:
         sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The front door for plain torch: one object that shards, positions and attends.
+"""``ContextParallel``: the public API for plain torch. One object shards sequences, knows positions, and attends.
 
     cp = cp_plugin.ContextParallel("striped", group=group)
     x = cp.shard(tokens, dim=0)                   # this rank's tokens
@@ -43,12 +43,11 @@ from cp_plugin.methods.protocol import Attend, Kind, Provider, Scan
 from cp_plugin.placement.documents import placement_of
 
 _PLANS, _OTHERS = 256, 32
-"""That a ``ContextParallel`` remembers: methods, one for each kind of call, and itself on other layouts, of which each
-micro-batch under way may have one."""
+"""Cache sizes of a ``ContextParallel``: composed methods, one per kind of call; copies on other layouts."""
 
 
 class ContextParallel(Sharding):
-    """Context-parallel attention over the ranks of one process group, each of which has its tokens (``Sharding``)."""
+    """Context-parallel attention over the ranks of a process group, each of which holds a shard (``Sharding``)."""
 
     def __init__(
         self,
@@ -59,16 +58,15 @@ class ContextParallel(Sharding):
         problem: Problem | None = None,
         **options: Any,
     ) -> None:
-        """
-        Args:
-            provider: a registered name, a ``Provider``, or what ``providers.settle`` made of one, without more options.
-            group: the context-parallel process group; None is one rank on its own. Collective over the group for
-                methods on several axes, and for those that ask for the hosts of the ranks.
+        """Args:
+            provider: a registered name, a ``Provider``, or a ``Resolved`` from ``providers.settle`` (no options then).
+            group: the context-parallel process group; None is a single rank. Collective over the group for methods on
+                several axes, and for those that ask for the ranks' hosts.
             mesh: instead of a group, a mesh with the provider's axes.
             problem: a typical call, such as ``Problem(size=8, heads=32, kv_heads=8)``, by which the provider chooses
-                what the options leave open; without it, equal numbers of query and key/value heads. A provider that
-                must know them (usp) then chooses at the first call of attention, which is collective, and keeps to it.
-            options: as in ``cp_plugin.Options``: layout, backend, and those of providers, such as grid.
+                what the options leave open; by default, equal numbers of query and key/value heads. A provider that
+                must know them (usp) then chooses at the first call of attention, which is collective, and keeps it.
+            options: as in ``cp_plugin.Options``: layout, backend, and providers' options, such as grid.
 
         Raises:
             ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, or a
@@ -90,13 +88,13 @@ class ContextParallel(Sharding):
         self._forget()
 
     def _forget(self) -> None:
-        """What was planned for the calls so far."""
+        """Drop all cached plans."""
         self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
         self._scans: Recent[Hashable, tuple[Scan, linear.Segmented]] = Recent(_PLANS)
         self._others: Recent[tuple[Layout, Options], ContextParallel] = Recent(_OTHERS)
 
     def _take(self, resolved: providers.Resolved, group: dist.ProcessGroup | None, mesh: Mesh | None) -> None:
-        """Be what was resolved, and make its groups."""
+        """Adopt resolved options and create the process groups."""
         self.provider, self.options, self.why = resolved.provider, resolved.options, resolved.why
         self.layout = resolved.problem.placed or providers.layout_for(self.provider, self.options)
         (kernels if self.provider.kind == "linear" else backends).check_name(self.options.backend)
@@ -108,8 +106,9 @@ class ContextParallel(Sharding):
         self._number(token_order(resolved.axes, self.provider.beside, self.layout))
 
     def _wait_for_heads(self, found: Provider, typical: Problem, asked: Options, group: dist.ProcessGroup) -> None:
-        """Choose at the first call; until then all is known but the axes, so whose tokens are where must not depend on
-        them."""
+        """Defer the choice to the first call. The axes are unknown until then, so the token order must not depend on
+        them.
+        """
         self.provider, self.options, self.why = found, asked, ()
         self.layout = providers.layout_for(found, asked)
         if self.layout.cyclic:
@@ -127,7 +126,7 @@ class ContextParallel(Sharding):
         self._open = choose
 
     def with_layout(self, layout: Layout) -> ContextParallel:
-        """The same on tokens in another layout, such as one that is made for a pack of documents.
+        """The same on another layout, such as one made for a pack of documents.
 
         Raises:
             ValueError: if the provider still waits for the heads of its first call.
@@ -149,7 +148,7 @@ class ContextParallel(Sharding):
 
     @contextmanager
     def without_fp8(self) -> Iterator[None]:
-        """Inside the ``with`` block all travels, and is computed, in the model's dtype."""
+        """Inside the ``with`` block everything travels, and is computed, in the model's dtype."""
         chosen = self.options
         backend = "auto" if chosen.fp8 == "compute" else chosen.backend
         self.options = Options(layout=chosen.layout, backend=backend, given=chosen.given, fp8=None)
@@ -173,21 +172,21 @@ class ContextParallel(Sharding):
         sink: Tensor | None = None,
         scaling: Scaling | None = None,
     ) -> Tensor:
-        """Softmax attention over the whole sequence, of which every rank passes its shard.
+        """Softmax attention over the whole sequence; every rank passes its shard.
 
         Args:
             q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
             causal: a token sees the tokens up to and including itself; otherwise all.
             scale: factor on the scores; default ``d ** -0.5``.
-            window: how many tokens before and after itself a token sees, -1: all of them. Under a causal mask the
-                second number has no meaning.
-            cu_seqlens: int ``[n + 1]``: where the n documents of the whole sequence begin, and its length. A token sees
-                its own document only.
-            tree: instead: packed sequences that begin alike, such as a prompt and its answers, of which each sees the
-                prompt and itself. Only under a causal mask, and without a window.
+            window: how many tokens before and after itself a token sees, -1: all. The second number has no meaning
+                under a causal mask.
+            cu_seqlens: int ``[n + 1]``: bounds of the n documents of the whole sequence. A token sees its own document
+                only.
+            tree: instead: packed sequences with common prefixes, such as a prompt and its answers, each of which sees
+                the prompt and itself. Only under a causal mask, and without a window.
             sink: ``[h]``: one more score for each head, with no value behind it (gpt-oss, "off by one" where it is 0).
-            scaling: of the layer that calls, with ``fp8="compute"``: what the kernel takes its scales from, and records
-                in where gradients are wanted. None: current scaling, without a memory.
+            scaling: with ``fp8="compute"``, the calling layer's FP8 scaling, which gives the kernel its scales and
+                records new ones where gradients are wanted. None: current scaling, without memory.
 
         Returns:
             ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v and sink, the last as this rank's share of a sum
@@ -229,17 +228,16 @@ class ContextParallel(Sharding):
         scale: float = 1.0,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Linear attention over the whole sequence, of which every rank passes its shard; features are already mapped.
+        """Linear attention over the whole sequence; every rank passes its shard, with feature maps already applied.
 
         ``S_t = exp(log_decay_t) * S_(t-1) + k_t v_t^T``, ``o_t = S_t^T q_t``. Without a causal mask the same from the
-        last token back is added, with a token's own key and value counted once.
+        last token back is added, counting each token's own key and value once.
 
         Args:
             q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
             log_decay: at most 0: ``[g]``, ``[s, b, g]`` or ``[s, b, g, d]``; None is no decay.
             scale: factor on q.
-            cu_seqlens: int ``[n + 1]``: where the n documents of the whole sequence begin, and its length. A token sees
-                its own document only.
+            cu_seqlens: int ``[n + 1]``: as for ``attention``.
 
         Returns:
             ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v and log_decay. States are in float32.
@@ -257,7 +255,7 @@ class ContextParallel(Sharding):
     def linear_state(
         self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """The state that causal linear attention leaves behind, from which generation goes on; not differentiable.
+        """The state after the last token of causal linear attention, for generation; not differentiable.
 
         Args: as for ``linear_attention``.
 
@@ -281,12 +279,12 @@ class ContextParallel(Sharding):
         state: Tensor | None = None,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Causal linear attention of the next part of a sequence, for generation: by LASP-2; not differentiable.
+        """Causal linear attention of the next chunk of a sequence, for generation (LASP-2); not differentiable.
 
         Args:
-            q, k, v, log_decay, scale: as in ``linear_attention``: this rank's tokens of the part.
-            state: what all earlier parts left behind, as returned for them; None at the start.
-            kept: bool ``[s, b]``: tokens that are padding, where it is False, leave no trace in the state. None: all.
+            q, k, v, log_decay, scale: as in ``linear_attention``: this rank's tokens of the chunk.
+            state: as returned for the chunk before; None at the start.
+            kept: bool ``[s, b]``: False for padding, which leaves the state unchanged. None: no padding.
 
         Returns:
             ``[s, b, h, e]`` in q's dtype, and the state ``[b, g, d, e]`` in the accumulation dtype, on every rank.
@@ -320,7 +318,7 @@ class ContextParallel(Sharding):
         return self._scans.get((problem, device, self.options), composed)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
-        """Describe an attention call, after checking that the three tensors fit together (ValueError if not)."""
+        """Describe an attention call; ValueError if the three tensors do not fit together."""
         problem = problem_of(q, k, v, self.size, causal)
         if self._open is not None:
             self._open(problem)
@@ -336,7 +334,7 @@ class ContextParallel(Sharding):
         segments: Callable[[Owners], Segments] | None = None,
         keys: Callable[[Owners], Segments] | None = None,
     ) -> Attend:
-        """The composed method for a problem: the provider's, around the local kernel that the options choose.
+        """The composed method for a problem, around the local kernel that the options choose.
 
         Args: mask, segments, keys: as for ``around``.
         """
@@ -356,7 +354,7 @@ class ContextParallel(Sharding):
 
         Args:
             mask: None: the problem's, without documents.
-            segments, keys: where the tokens are that q, and that k and v, hold; None: as the layout has the problem's.
+            segments, keys: positions of the tokens in q, and in k and v; None: as the layout has them.
         """
         segments = segments or partial(self.segments, problem.seq_length)
         mask = problem.mask() if mask is None else mask
@@ -364,7 +362,7 @@ class ContextParallel(Sharding):
         return self.provider.build(self.mesh, local, problem, self.options)
 
     def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> linear.Documents | None:
-        """Which of this rank's tokens begin and end documents: found on the device, without waiting for it."""
+        """Which of this rank's tokens begin and end documents, found on the device without a host synchronisation."""
         if cu_seqlens is None:
             return None
         return linear.documents_of(self.positions(seq_length, device), cu_seqlens)

@@ -1,4 +1,4 @@
-"""One attention call of a provider, softmax or linear: its inputs, and the call itself in two ways."""
+"""One attention call of a provider, softmax or linear: its inputs, and the call with and without autograd."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cp_plugin.methods.protocol import Attend, Provider
 
 
 class Inputs(NamedTuple):
-    """q, k, v and dout as in ``cp_plugin.methods.protocol``; for linear attention with a decay, its logarithm."""
+    """q, k, v and dout as in ``cp_plugin.methods.protocol``, and the log decay of linear attention."""
 
     q: Tensor
     k: Tensor
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
 
 def shapes(problem: Problem, tokens: int) -> Inputs:
-    """The shape of every input for so many tokens, as empty tensors without data."""
+    """The inputs for so many tokens, as empty tensors on the meta device."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=problem.dtype, device="meta")
@@ -57,10 +57,10 @@ def shapes(problem: Problem, tokens: int) -> Inputs:
 def without_peers(
     provider: str | Provider, problem: Problem, options: Options, index: int, kernel: BlockKernel
 ) -> Attend:
-    """The method of rank ``index`` around a kernel, on a mesh without peers and data.
+    """The method of rank ``index`` around a kernel, on a mesh without peers or data.
 
     Raises:
-        ValueError: for options that do not fit, or a problem that the provider cannot do.
+        ValueError: for options that do not fit, or a problem that the provider does not support.
     """
     resolved = providers.settle(provider, problem, options)
     return ContextParallel(resolved, mesh=TraceMesh(resolved.axes, index)).around(kernel, problem)
@@ -73,11 +73,11 @@ def through_autograd(
     between: Callable[[], object] = lambda: None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv and, where the decay belongs to tokens, its gradient; of this rank's shards.
+    """out, dq, dk, dv and the gradient of a per-token decay, of this rank's shards.
 
     Args:
         between: called after the forward.
-        cu_seqlens: where the documents of the whole sequence begin, and its length; None: as the problem says.
+        cu_seqlens: bounds of the documents; None: the problem's.
     """
     if cu_seqlens is None and problem.bounds:
         cu_seqlens = torch.tensor(problem.bounds)
@@ -105,7 +105,7 @@ def directly(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Ten
 
 
 def of_method(method: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv of this rank's tokens, by one call of a method in each direction."""
+    """out, dq, dk, dv of this rank's tokens, from one call of a method in each direction."""
     queries, kv = Queries(q), KeyValues(k, v)
     out, lse = method.forward(queries, kv) or nothing_seen(queries, kv)
     wide = accumulation_dtype(q.dtype)
@@ -117,11 +117,11 @@ def of_method(method: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> 
 def of_kernel(
     kernel: BlockKernel, x: tuple[Tensor, ...], mask: Mask, sent: Callable[[Tensor], Tensor] = lambda out: out
 ) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv of a whole sequence by one call of a kernel in each direction.
+    """out, dq, dk, dv of a whole sequence, from one call of a kernel in each direction.
 
     Args:
         x: q, k, v and dout.
-        sent: what happens to out before the backward sees it.
+        sent: applied to out before the backward sees it.
     """
     q, k, v, dout = x
     wide, scale = accumulation_dtype(q.dtype), q.size(3) ** -0.5

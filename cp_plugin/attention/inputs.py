@@ -1,4 +1,4 @@
-"""What the public calls make of what they are given, and what they refuse."""
+"""Checks of the arguments of the public calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cp_plugin.placement.documents import DOCUMENTS
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Problem:
-    """What a call with such shards on each of so many ranks asks for; ValueError unless q, k and v fit together."""
+    """The problem posed by a call with such shards on ``size`` ranks; ValueError unless q, k and v fit together."""
     _check_shapes(q, k, v)
     s, b, h, d = q.shape
     return Problem(
@@ -35,7 +35,6 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Prob
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError unless q, k and v fit together."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"attention needs [tokens, batch, heads, head size] tensors, got {shapes}")
@@ -48,13 +47,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_sink(sink: Tensor | None, q: Tensor) -> None:
-    """ValueError for a sink that is not one number for each head of q."""
+    """ValueError for a sink that is not one number per query head."""
     if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
         raise ValueError(f"sink must be [{q.size(2)}], a number for each query head, on {q.device}: got {sink.shape}")
 
 
 def mask_of(problem: Problem, documents: tuple[int, ...], tree: Tree | None) -> Mask:
-    """What the tokens of a call see; ValueError for a tree of another length, or beside what it does not go with."""
+    """The mask of a call; ValueError for a tree of another length, or combined with another mask."""
     if tree is None:
         return problem.mask(documents)
     if documents:
@@ -74,7 +73,7 @@ def mask_of(problem: Problem, documents: tuple[int, ...], tree: Tree | None) -> 
 def typical_call(
     found: Provider, asked: Options, group: dist.ProcessGroup | None, mesh: Mesh | None, problem: Problem | None
 ) -> Problem:
-    """The call by which the provider chooses, with what is known of the ranks."""
+    """The call by which the provider chooses, completed with what is known of the ranks."""
     size = mesh.size if mesh is not None else group.size() if group is not None else 1
     typical = problem or Problem(size=size, network=network_between("cuda" if group is None else device_of(group)))
     if typical.size != size:

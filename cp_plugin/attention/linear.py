@@ -1,7 +1,7 @@
-"""Linear attention over the whole sequence, of which every rank has its shard: ``ContextParallel.linear_attention``.
+"""Linear attention behind ``ContextParallel``: folding segments into the batch, and the only autograd.Function for it.
 
-A shard of several segments, and of two directions, becomes a batch of as many segments (``_Shard``), on which any
-``Scan`` works. ``_Linear`` is the only autograd.Function for linear attention in this package.
+A shard of several segments, or of two directions, becomes a batch of as many segments (``_Shard``), on which any
+``Scan`` works.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cp_plugin.placement.documents import Cut, Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segmented:
-    """``Parts`` for a kernel."""
+    """``Parts`` around a kernel."""
 
     order: tuple[int, ...]
     directions: int
@@ -45,7 +45,7 @@ class Segmented:
 
 
 def parts_of(problem: Problem, segments: Sequence[Segments], kernel: Kernel) -> Segmented:
-    """What a method is built around.
+    """The parts that a method is built around.
 
     Args:
         segments: the positions of every rank's tokens.
@@ -61,7 +61,7 @@ def parts_of(problem: Problem, segments: Sequence[Segments], kernel: Kernel) -> 
 
 
 def placed_parts(placement: Placement, index: int, kernel: Kernel, device: torch.device) -> Segmented:
-    """``parts_of`` on tokens that are placed by the documents of a pack; index: of this rank."""
+    """``parts_of`` on tokens placed by document; index: of this rank."""
     mine = placement.rank == index
     lengths = placement.stop[mine] - placement.start[mine]
     pieces = torch.zeros(int(lengths.sum()), dtype=torch.bool)
@@ -84,10 +84,9 @@ class Documents(NamedTuple):
 
 
 def documents_of(positions: Tensor, cu_seqlens: Tensor) -> Documents:
-    """Of tokens at these positions, by where documents begin and the last one ends; on the device of the positions.
+    """First and last tokens of documents among these positions, on the positions' device.
 
-    Nothing waits for that device, once ``cu_seqlens`` of the CPU have been there: those of a micro-batch are copied by
-    its first layer.
+    No host synchronisation: bounds on the CPU are copied once per micro-batch, by its first layer.
     """
     if cu_seqlens.device != positions.device:
         cu_seqlens = _copied(tuple(cu_seqlens.tolist()), positions.device)
@@ -102,12 +101,12 @@ def _copied(bounds: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _among(positions: Tensor, edges: Tensor) -> Tensor:
-    """``isin``, of increasing edges: torch's sorts, and must know how many there are."""
+    """``isin`` for increasing edges; torch's sorts, and synchronises for the number of edges."""
     return edges[torch.searchsorted(edges, positions).clamp(max=len(edges) - 1)] == positions
 
 
 def decay_of(log_decay: Tensor | None, k: Tensor) -> Decay:
-    """Which decay a tensor is; ValueError for a shape that is none."""
+    """The kind of a decay tensor; ValueError for a shape that is none."""
     if log_decay is None:
         return "none"
     shapes: dict[tuple[int, ...], Decay] = {
@@ -134,27 +133,17 @@ def attend(
     mesh: Mesh,
     documents: Documents | None,
 ) -> Tensor:
-    """Outputs ``[s, b, h, e]`` in q's dtype; differentiable in q, k, v and log_decay.
-
-    Args:
-        documents: of this rank's tokens.
-    """
+    """Outputs ``[s, b, h, e]`` in q's dtype; differentiable in q, k, v and log_decay."""
     x = _tokens(q, k, v, log_decay, parts, mesh, documents)
     return _joined(_Linear.apply(*x, scan, mesh), q, k, v, parts, mesh)
 
 
 def directly(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    dout: Tensor,
-    scan: Scan,
-    parts: Segmented,
-    mesh: Mesh,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, dout: Tensor, scan: Scan, parts: Segmented, mesh: Mesh
 ) -> tuple[Tensor, ...]:
-    """out, and the gradients of q, k, v and log_decay. The scan is called outside of autograd, which on CUDA cannot run
-    ranks that are threads of one process: one would wait for the others in a place that they need."""
+    """out and the gradients of q, k, v and log_decay, with the scan outside of autograd, which on CUDA would deadlock
+    ranks that are threads of one process.
+    """
     given = [y for y in (q, k, v, log_decay) if y is not None]
     x = _tokens(q, k, v, log_decay, parts, mesh, None)
     values = Tokens(*(None if y is None else y.detach() for y in x))
@@ -169,7 +158,7 @@ def directly(
 
 
 def _joined(found: Tensor, q: Tensor, k: Tensor, v: Tensor, parts: Segmented, mesh: Mesh) -> Tensor:
-    """The outputs of a shard from those of its segments; of two directions the sum, with a token itself once."""
+    """The outputs of a shard from those of its segments; two directions are summed, counting a token itself once."""
     out = _shard(parts, mesh).unfold(found)
     if parts.directions == 1:
         return out[0]
@@ -179,12 +168,7 @@ def _joined(found: Tensor, q: Tensor, k: Tensor, v: Tensor, parts: Segmented, me
 
 
 def final_state(
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    parts: Segmented,
-    mesh: Mesh,
-    documents: Documents | None,
+    k: Tensor, v: Tensor, log_decay: Tensor | None, parts: Segmented, mesh: Mesh, documents: Documents | None
 ) -> Tensor:
     """The state after the last token, on every rank: ``[b, g, d, e]`` in the accumulation dtype."""
     _refuse_placed(parts)
@@ -193,15 +177,9 @@ def final_state(
 
 
 def extend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    parts: Segmented,
-    mesh: Mesh,
-    state: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, parts: Segmented, mesh: Mesh, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs ``[s, b, h, e]`` in q's dtype of tokens before which there was ``state``, and the state after them."""
+    """Outputs ``[s, b, h, e]`` in q's dtype of tokens that follow ``state``, and the state after them."""
     _refuse_placed(parts)
     with torch.no_grad():
         out, after = Lasp2(mesh, parts).extend(_tokens(q, k, v, log_decay, parts, mesh, None), state)
@@ -214,12 +192,12 @@ def _refuse_placed(parts: Segmented) -> None:
 
 
 def of_tokens(k: Tensor, log_decay: Tensor) -> Tensor:
-    """A decay of each head for every token, ``[s, b, g]``; one of each token or key as it is."""
+    """A per-head decay expanded to every token, ``[s, b, g]``; others as they are."""
     return log_decay.expand(*k.shape[:3]) if log_decay.dim() == 1 else log_decay
 
 
 def without_padding(k: Tensor, log_decay: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Keys and decays with which tokens leave no trace in a state where ``kept``, bool ``[s, b]``, is False."""
+    """Keys and decays that leave the state unchanged where ``kept``, bool ``[s, b]``, is False."""
     if log_decay is not None:
         log_decay = of_tokens(k, log_decay)
         log_decay = log_decay * kept.view(*kept.shape, *(1,) * (log_decay.dim() - 2))
@@ -227,13 +205,7 @@ def without_padding(k: Tensor, log_decay: Tensor | None, kept: Tensor) -> tuple[
 
 
 def _tokens(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    parts: Segmented,
-    mesh: Mesh,
-    documents: Documents | None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, parts: Segmented, mesh: Mesh, documents: Documents | None
 ) -> Tokens:
     """This rank's shard as a batch of segments."""
     shard = _shard(parts, mesh)
@@ -258,7 +230,7 @@ class _Shard:
     directions: int
 
     def fold(self, y: Tensor | None, backwards: Tensor | None = None) -> Tensor | None:
-        """``backwards``: what to take in the place of y in the second direction."""
+        """``backwards``: replaces y in the second direction."""
         if y is None:
             return None
         split = y.unflatten(0, (self.segments, -1)).transpose(0, 1)
@@ -269,7 +241,7 @@ class _Shard:
         return torch.stack((split, other), 1).flatten(1, 3)
 
     def unfold(self, y: Tensor) -> tuple[Tensor, ...]:
-        """One tensor ``[s, b, ...]`` for each direction."""
+        """One tensor ``[s, b, ...]`` per direction."""
         split = y.unflatten(1, (self.directions, self.segments, -1)).unbind(1)
         split = (split[0], *(other.flip(0) for other in split[1:]))
         return tuple(part.transpose(0, 1).flatten(0, 1) for part in split)

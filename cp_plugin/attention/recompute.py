@@ -1,12 +1,12 @@
 """Activation recomputation that does not repeat attention (DistFlashAttn, arXiv 2310.03294, section 3.3).
 
     layers = Recomputed(layers)
-    layers(x)    # forward; its activations are dropped: ``once`` computes, and the results stay
-    layers(x)    # recomputation, in the backward: ``once`` returns these results, in the same order
+    layers(x)    # forward; activations are dropped, but ``once`` keeps its results
+    layers(x)    # recomputation, in the backward: ``once`` returns them in the same order
 
-Whoever checkpoints activations wraps the function to be recomputed, anew for each call:
-``torch.utils.checkpoint.checkpoint(Recomputed(layers), x, use_reentrant=False)``. Results belong to the wrapper: two
-micro-batches cannot get each other's, and they go when it goes. Outside of wrappers nothing is kept.
+Wrap the checkpointed function anew for each call:
+``torch.utils.checkpoint.checkpoint(Recomputed(layers), x, use_reentrant=False)``. Results belong to the wrapper, so
+micro-batches cannot mix them up and they are freed with it. Outside of wrappers nothing is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FORWARD, _RECOMPUTATION = 1, 2
 
 
 class Recomputed[**P, R]:
-    """A function that is run forward, and again in the backward. A third run computes everything anew."""
+    """A function run forward and again in the backward. A third run computes everything anew."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         self._function = function
@@ -41,7 +41,7 @@ class Recomputed[**P, R]:
 
     @property
     def keeps(self) -> bool:
-        """Whether this run is to be repeated."""
+        """Whether this run will be repeated."""
         return self._run == _FORWARD
 
     @property
@@ -50,11 +50,10 @@ class Recomputed[**P, R]:
         return self._run == _RECOMPUTATION
 
     def keep(self, result: object) -> None:
-        """Keep the next result."""
         self._results.append(result)
 
     def take(self) -> Any:
-        """The next result; it is not kept any longer."""
+        """The next result, which is no longer kept."""
         if not self._results:
             raise RuntimeError(f"a recomputation asked for more results of attention than were kept: {_UNEQUAL}")
         return self._results.popleft()
@@ -63,7 +62,7 @@ class Recomputed[**P, R]:
 def once[T](compute: Callable[[], T]) -> T:
     """The result of ``compute``, which is not called in a recomputation.
 
-    Where such functions are nested, the innermost one that repeats its run has the result, and those inside it keep it.
+    In nested wrappers, the innermost one that is being repeated has the result, and those inside it keep it.
     """
     keepers = []
     for region in reversed(_regions()):
@@ -79,7 +78,7 @@ def once[T](compute: Callable[[], T]) -> T:
 
 
 def to_be_repeated() -> bool:
-    """Whether this run is one that is to be repeated, though it may have no gradients itself."""
+    """Whether this run will be repeated, even if it has no gradients itself."""
     return any(region.keeps for region in _regions())
 
 
@@ -88,7 +87,7 @@ _local = threading.local()  # a backward may run in other threads than the forwa
 
 
 def _regions() -> list[Recomputed[..., Any]]:
-    """The functions that this thread is in, innermost last."""
+    """The wrappers this thread is in, innermost last."""
     if not hasattr(_local, "regions"):
         _local.regions = []
     return _local.regions

@@ -1,6 +1,6 @@
-"""Setups: which providers, with which options, on one problem; or the reason why not.
+"""Setups: providers with resolved options for one problem, or the reason why they cannot do it.
 
-``cp-plugin traffic`` and ``cp-plugin verify`` both run through a list of them.
+``cp-plugin traffic`` and ``cp-plugin verify`` run through a list of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cp_plugin.methods.registry import Resolved
 from cp_plugin.placement.documents import DOCUMENTS, place
 
 HEAD_AXES = (2, 4, 8)
-"""Ranks on a head axis that are shown beside a provider's own choice."""
+"""Sizes of the head axis shown beside a provider's own choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup(Resolved):
-    """A provider with all its choices made for a problem, and whether it can do it."""
+    """Resolved options, and whether the provider can do the problem."""
 
     reason: str | None = None
-    """Why it cannot do the problem; the options are then as they were asked for. None: it can."""
+    """Why it cannot (the options are then as given); None if it can."""
 
     @property
     def layout(self) -> str:
@@ -38,21 +38,20 @@ class Setup(Resolved):
 
     @property
     def communicators(self) -> int:
-        """Process groups of each rank: on NCCL each has buffers of its own."""
+        """Process groups per rank; on NCCL each has buffers of its own."""
         return len(axis_groups(range(self.problem.size), self.axes, self.provider.extra_groups))
 
     def __str__(self) -> str:
-        """``grid 8x8, head parallel 2``; what is one of one is left out."""
+        """``grid 8x8, head parallel 2``; values of 1 are left out."""
         chosen = providers.in_order(replace(self.options, layout=None, backend="auto"))
         return ", ".join(f"{name.replace('_', ' ')} {in_words(value)}" for name, value in chosen.items() if value != 1)
 
 
 def settled(provider: Provider, problem: Problem, options: Options) -> Setup:
-    """The provider with the user's options and its own choices; with the layout ``documents``, on tokens that are
-    placed for those of the problem.
+    """The provider's setup; on the layout ``documents``, with tokens placed for the problem's documents.
 
     Raises:
-        ValueError: as ``providers.settle`` does, for options that do not fit the provider or the number of ranks.
+        ValueError: for options that do not fit the provider or the number of ranks, as ``providers.settle`` does.
     """
     if options.layout == DOCUMENTS.name and problem.bounds:
         problem = placed(problem)
@@ -64,7 +63,7 @@ def settled(provider: Provider, problem: Problem, options: Options) -> Setup:
 
 
 def settled_or_reason(provider: Provider, problem: Problem, options: Options) -> Setup:
-    """As ``settled``, but with options that do not fit as the reason why not."""
+    """``settled``, with options that do not fit as the reason."""
     try:
         return settled(provider, problem, options)
     except ValueError as error:
@@ -72,22 +71,22 @@ def settled_or_reason(provider: Provider, problem: Problem, options: Options) ->
 
 
 def can_place(provider: Provider, problem: Problem) -> bool:
-    """Whether tokens can be placed for the problem's documents, and the provider runs on such a layout."""
+    """Whether tokens can be placed for the problem's documents on this provider."""
     return DOCUMENTS.name in provider.layouts and bool(problem.bounds) and problem.causal and problem.size > 1
 
 
 def placed(problem: Problem) -> Problem:
-    """The same on tokens that are placed for its documents and its window."""
+    """The problem on tokens placed for its documents and window."""
     left = problem.mask().left
     lengths = [end - start for start, end in pairwise(problem.bounds)]
     return replace(problem, placed=place(lengths, problem.size, per_host=problem.per_host, left=left).layout)
 
 
 def setups(chosen: Sequence[str | Provider], problem: Problem, options: Options) -> list[Setup]:
-    """Every provider chosen, or, where none is, every provider there is.
+    """A setup for every chosen provider, or for all if none is chosen.
 
-    Each gets those of the options that it has; an option that none of them has is an error. Options that do not fit are
-    an error where the provider was chosen, and a reason where it was not.
+    Each gets the options it has; an option that none of them has is an error. Options that do not fit are an error for
+    chosen providers and a reason for others.
 
     Raises:
         ValueError: for an unknown provider, and as above.
@@ -101,7 +100,7 @@ def setups(chosen: Sequence[str | Provider], problem: Problem, options: Options)
 
 
 def _all(backend: str) -> list[str]:
-    """Every provider whose kind of attention has that kernel; all for ``auto``, or a name that none has."""
+    """Providers whose kind of attention has that kernel; all for ``auto`` and for unknown names."""
     unknown = backend not in (*backends.names(), *KERNELS)
     softmax = providers.names() if unknown or backend in backends.names() else []
     linear = providers.names("linear") if unknown or backend in ("auto", *KERNELS) else []
@@ -109,19 +108,19 @@ def _all(backend: str) -> list[str]:
 
 
 def options_of(provider: Provider, options: Options) -> Options:
-    """Those of the options that the provider has."""
+    """The options that the provider has."""
     return replace(options, **{name: None for name in options.chosen if not _has(provider, name)})
 
 
 def squarest(problem: Problem, options: Options) -> tuple[int, int]:
-    """Rows and columns of the grid nearest to a square that ``options.head_parallel`` leaves room for."""
+    """Rows and columns of the grid nearest to a square behind ``options.head_parallel``."""
     ranks = problem.size // (options.head_parallel or 1)
     rows = max(r for r in range(1, ranks + 1) if r * r <= ranks and ranks % r == 0)
     return rows, ranks // rows
 
 
 def with_head_axes(provider: Provider, problem: Problem, options: Options) -> list[Setup]:
-    """The provider behind each head axis that the number of ranks and the heads allow; none if the user chose one."""
+    """The provider behind each possible head axis; none if the user chose one."""
     if options.head_parallel is not None:
         return []
     asked = [replace(options, head_parallel=ranks) for ranks in HEAD_AXES if ranks <= problem.size]

@@ -1,7 +1,7 @@
-"""Shifting a sequence along its tokens, of which every rank holds those that the layout gives it.
+"""Shift a sharded sequence along its tokens: ``y[p] = x[p + by]``, 0 beyond the ends.
 
-``y[p] = x[p + by]``, and 0 where that is beyond the ends. Multi-token prediction asks for the next token of every
-token, by 1. Who has it depends on the layout (four ranks, tokens that are sent, and the ranks they go to):
+Multi-token prediction asks for the next token of every token (by 1). Its holder depends on the layout (four ranks,
+tokens sent, and their destinations):
 
     contiguous   one: the first one, to the rank before
     zigzag       two: the first one of each chunk, to the rank before and to the one after
@@ -25,7 +25,7 @@ from cp_plugin.core.layout import Layout
 def shift(cp: ContextParallel, x: Tensor, dim: int = 0, by: int = 1) -> Tensor:
     """This rank's tokens of the shifted sequence: ``x`` and the result are shards along ``dim``; differentiable.
 
-    Collective over all ranks, whose mesh needs the process group ``WHOLE`` if it has several axes.
+    Collective over all ranks; a mesh of several axes needs the process group ``WHOLE``.
     """
     return _Shift.apply(x, dim % x.dim(), by, cp)
 
@@ -45,22 +45,22 @@ class _Shift(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What all ranks send to the rank a number of places below them in the layout, at the same time."""
+    """What every rank sends to the rank some places below it in the layout, at the same time."""
 
     to: int
     source: int
     send: Tensor
-    """Which of this rank's tokens; as many as on the rank that sends the most."""
+    """Indices of the tokens to send, padded to the longest message of any rank."""
     put: Tensor
-    """Where those that this rank receives belong; the rest of the message has no meaning."""
+    """Destinations of the received tokens; the rest of the message is padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     take: Tensor
-    """Of this rank's tokens, those that stay on it,"""
+    """Indices of the tokens that stay on this rank,"""
     put: Tensor
-    """and where they go."""
+    """and their destinations."""
     messages: tuple[_Message, ...]
 
 
@@ -79,9 +79,9 @@ def _shifted(cp: ContextParallel, x: Tensor, dim: int, by: int) -> Tensor:
 def _plan(
     layout: Layout, numbers: tuple[int, ...], index: int, seq_length: int, by: int, device: torch.device
 ) -> _Plan:
-    """Indices on the device, where they stay: 16 bytes for each of this rank's tokens, found once a length.
+    """Device-resident indices, 16 bytes per token of this rank, computed once per length.
 
-    numbers: rank -> the number by which the layout gives it tokens. Every rank finds the same messages.
+    numbers: rank -> its number in the layout. Every rank finds the same messages.
     """
     size, mine = len(numbers), numbers[index]
     owner = torch.empty(seq_length, dtype=torch.int64)

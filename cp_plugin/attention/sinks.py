@@ -1,10 +1,10 @@
-"""Attention sinks: one more score for each head, with no value behind it (StreamingLLM, arXiv 2309.17453; gpt-oss).
+"""Attention sinks: one more score per head, with no value behind it (StreamingLLM, arXiv 2309.17453; gpt-oss).
 
     lse' = logaddexp(lse, sink)        out' = exp(lse - lse') out
 
-It is applied where all keys of a query have been merged, so methods and kernels know nothing of it: their backward is
-right with lse' and out' in the place of lse and out. The sink's own probability is ``exp(sink - lse')`` and its value
-0, so its gradient is ``-exp(sink - lse') * delta``, summed over the queries.
+Applied where all keys of a query have been merged, so methods and kernels need not know: their backward is right with
+lse' and out' in place of lse and out. The sink's probability is ``exp(sink - lse')`` and its value 0, so its gradient
+is ``-exp(sink - lse') * delta``, summed over the queries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cp_plugin.methods.moves import Move
 
 
 def held(heads: int, moves: Sequence[Move]) -> slice:
-    """Which of all query heads this rank has behind these moves, outermost first."""
+    """The query heads this rank has behind these moves, outermost first."""
     first, count = 0, heads
     for move in moves:
         kept = move.heads(count)
@@ -27,14 +27,14 @@ def held(heads: int, moves: Sequence[Move]) -> slice:
 
 
 def apply(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Add the scores of these heads ``[h]`` to merged attention ``[s, b, h, e]`` and ``[s, b, h]``."""
+    """Add these heads' sinks ``[h]`` to merged attention ``[s, b, h, e]`` and ``[s, b, h]``."""
     total = torch.logaddexp(lse, sink.to(lse.dtype))
     weight = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
     return out.to(lse.dtype) * weight.unsqueeze(-1), total
 
 
 def gradient(sink: Tensor, heads: slice, lse: Tensor, delta: Tensor) -> Tensor:
-    """Of all sinks ``[h]``, from the queries and heads of this rank; lse and delta are those with the sink."""
+    """Gradient of all sinks ``[h]`` from this rank's queries and heads; lse and delta include the sink."""
     found = torch.zeros_like(sink)
     found[heads] = -(torch.exp(sink[heads].to(lse.dtype) - lse) * delta).sum((0, 1)).to(sink.dtype)
     return found

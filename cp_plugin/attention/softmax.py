@@ -1,6 +1,6 @@
-"""Softmax attention by any composed method: forward alone, and as the one autograd.Function for it in this package.
+"""Softmax attention by any composed method: the forward, and the only autograd.Function for it in this package.
 
-A method may have moves around it that are made once (``Moved.kept``): what they brought is kept for the backward.
+Outer moves with ``Moved.kept`` are made once: the backward starts from what they brought.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from cp_plugin.methods.protocol import Attend
 
 
 class Attended(NamedTuple):
-    """What a forward computed and received, for its backward and for a recomputation."""
+    """Results of a forward, for its backward and for a recomputation."""
 
     home: Tensor
-    """The output of this rank's own rows."""
+    """Output of this rank's own rows."""
     out: Tensor
-    """That of the rows that the moves brought; ``lse`` is theirs too."""
+    """Output of the rows that the moves brought; ``lse`` likewise."""
     lse: Tensor
     brought: tuple[Tensor | None, ...]
-    """q, k and v behind the moves, None where no move changed them."""
+    """q, k, v behind the moves; None where unchanged."""
     owners: tuple[Owners, Owners]
-    """Whose queries, and whose keys, these are."""
+    """Owners of those queries and keys."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, moves: tuple[Move, ...], core: Attend) -> Attended:
@@ -49,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, moves: tuple[Mo
 
 
 class Attention(torch.autograd.Function):
-    """Any composed method as one differentiable operation. Kept moves are made around it, once in each direction."""
+    """Any composed method as one differentiable operation, inside its kept moves."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, method: Attend, mesh: Mesh) -> Tensor:

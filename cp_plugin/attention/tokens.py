@@ -1,4 +1,4 @@
-"""Which tokens every rank has, and the whole sequence from those of all ranks."""
+"""Sharding: which tokens every rank holds, and the whole sequence from all shards."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.core.values import Owners
 
 _SEGMENTS = 4096
-"""Tensors of which is remembered whose tokens they hold."""
+"""Size of the cache of positions."""
 
 
 class Sharding:
-    """Sequences over the ranks of a mesh, in a layout."""
+    """Sequences sharded over the ranks of a mesh in a layout."""
 
     mesh: Mesh
     layout: Layout
     numbers: tuple[int, ...]
-    """rank -> the number by which the layout gives it tokens."""
+    """rank -> its number in the layout."""
 
     def _number(self, numbers: tuple[int, ...]) -> None:
         self.numbers = numbers
@@ -36,7 +36,7 @@ class Sharding:
 
     @property
     def index(self) -> int:
-        """This rank's number among them."""
+        """This rank's number."""
         return self.mesh.index
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -46,12 +46,12 @@ class Sharding:
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
         """The whole tensor from every rank's shard, on every rank.
 
-        Differentiable with the whole tensor taken as replicated: each rank keeps its own slice of the gradient.
+        Differentiable, with the whole tensor taken as replicated: each rank keeps its own slice of the gradient.
         """
         return Unshard.apply(x, dim % x.dim(), self.mesh, self.layout, self.numbers)
 
     def positions(self, seq_length: int, device: torch.device | str = "cpu") -> Tensor:
-        """Global positions of this rank's tokens: int64 ``[seq_length / size]``, made on the device itself."""
+        """Global positions of this rank's tokens: int64 ``[seq_length / size]``, computed on the device."""
         return self.layout.positions(seq_length, self.size, self.numbers[self.index], device)
 
     def segments(self, seq_length: int, owners: Owners) -> Segments:
@@ -60,7 +60,7 @@ class Sharding:
 
 
 class Unshard(torch.autograd.Function):
-    """The whole tensor on every rank; of its gradient each rank keeps its own slice."""
+    """The whole tensor on every rank; each rank keeps its own slice of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, mesh: Mesh, layout: Layout, numbers: tuple[int, ...]) -> Tensor:
@@ -78,19 +78,19 @@ class Unshard(torch.autograd.Function):
 
 
 def segments_of(layout: Layout, numbers: tuple[int, ...], seq_length: int, ranks: tuple[int, ...]) -> Segments:
-    """Global positions of the tokens of these ranks, one rank's after the other's.
+    """Global positions of these ranks' tokens, concatenated.
 
-    numbers: rank -> the number by which the layout gives it tokens.
+    numbers: rank -> its number in the layout.
     """
     shards = (layout.segments(seq_length, len(numbers), numbers[rank]) for rank in ranks)
     return tuple(segment for shard in shards for segment in shard)
 
 
 def token_order(axes: dict[str, int], beside: tuple[str, ...], layout: Layout) -> tuple[int, ...]:
-    """rank -> the number by which the layout gives it tokens.
+    """rank -> its number in the layout.
 
-    Ranks along the ``beside`` axes bring their tokens together. These then form the fewest segments if such ranks have
-    neighbouring numbers, or, where tokens are dealt out cyclically, numbers as far apart as possible.
+    Ranks along the ``beside`` axes gather their tokens, which then form the fewest segments if these ranks have
+    neighbouring numbers or, where tokens are dealt out cyclically, numbers as far apart as possible.
     """
     gathered = {name: n for name, n in axes.items() if name in beside}
     others = {name: n for name, n in axes.items() if name not in beside}

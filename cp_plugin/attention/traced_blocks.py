@@ -1,6 +1,6 @@
-"""The blocks that a method asks its kernel to attend to: it is run without data and peers, and they are written down.
+"""The blocks that a method asks its kernel for, recorded in a dry run without data and peers.
 
-A kernel that takes some tiles and not others can thus be asked about all of them before training starts.
+A kernel that supports only some tiles can thus be checked for all of them before training starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cp_plugin.methods.protocol import Provider
 
 
 class Asked(NamedTuple):
-    """One call of a kernel's forward."""
+    """One forward call of a kernel."""
 
     block: Block
     sizes: Sizes
@@ -32,10 +32,10 @@ class Asked(NamedTuple):
 
 
 def asked_of(provider: str | Provider, problem: Problem, options: Options, index: int) -> list[Asked]:
-    """What rank ``index`` asks its kernel for in a forward.
+    """Kernel calls of rank ``index`` in one forward.
 
     Raises:
-        ValueError: for options that do not fit, or a problem that the provider cannot do.
+        ValueError: for options that do not fit, or a problem that the provider does not support.
     """
     found: list[Asked] = []
     kernel = RecordingKernel(lambda q, k, v, block: found.append(Asked(block, Sizes.of(q, k, v), q.size(1))))
@@ -45,10 +45,10 @@ def asked_of(provider: str | Provider, problem: Problem, options: Options, index
 
 
 def refuse_tiles(provider: str | Provider, problem: Problem, options: Options, device: torch.device) -> None:
-    """ValueError for a kernel that cannot do some tiles of this combination, before any of them comes up in training.
+    """ValueError for a kernel that cannot do some tiles of this combination, before they come up in training.
 
-    Only Transformer Engine's FP8 kernels depend on the sizes of tiles: before cuDNN 9.7 they take multiples of 128. The
-    tiles of packed documents are known in training alone.
+    Only Transformer Engine's FP8 kernels depend on tile sizes: before cuDNN 9.7 they take multiples of 128. Tiles of
+    packed documents are known in training only.
     """
     backend = fp8_kernels()[0] if options.backend == "auto" else options.backend
     if options.fp8 != "compute" or backend != TransformerEngineFp8().name or problem.documents:

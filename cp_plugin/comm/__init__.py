@@ -1,13 +1,11 @@
-"""Named axes of ranks, the verbs that move tensors along them, and the ledger of what was moved."""
+"""Meshes (named axes of ranks and verbs that move tensors along them) and the ledger of their traffic."""
 
 from cp_plugin.comm.connect import ConnectError, connect, device_of, network_between
-from cp_plugin.comm.group import GroupMesh
-from cp_plugin.comm.ledger import Ledger, Traffic
-from cp_plugin.comm.lost import MessageError, Named
+from cp_plugin.comm.group import GroupMesh, MessageError, Named
+from cp_plugin.comm.ledger import Ledger, Traffic, Waited, Waits
 from cp_plugin.comm.mesh import WHOLE, Mesh, Pending, axis_groups, coordinates, flat_index, sums
 from cp_plugin.comm.threads import ThreadMesh, run_threads
 from cp_plugin.comm.trace import TraceMesh
-from cp_plugin.comm.waits import Waited, Waits
 from cp_plugin.comm.watch import Watch
 
 __all__ = [

@@ -1,12 +1,12 @@
-"""One rank's failure told to all others, so that they end with its name and not at their own timeout.
+"""The alarm: one rank's failure reaches all others at once, instead of through their own timeouts.
 
-    rank 1 fails -> Alarm.give -> the run's store -> a thread of every other rank, asleep until then
+    rank 1 fails -> Alarm.give -> the run's store -> a listening thread of every other rank
                                        ^                     |
                                        +--- where it is  <---+     then the rank is ended, unless it ends by itself
-    rank 1 prints one report: what failed; where every other rank was; who said nothing
+    rank 1 prints one report: what failed; where every other rank was; who did not answer
 
-The thread sleeps in a connection of its own to the store: until something fails, it costs nothing. A rank that says
-nothing is killed, frozen, cut off, or inside a call that keeps Python's lock.
+The thread sleeps in its own connection to the store and costs nothing until something fails. A rank that does not
+answer is killed, frozen, cut off, or inside a call that holds Python's lock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from cp_plugin.core.text import ranks_named
 
 EXIT_STATUS = 70
-"""Of a rank that another one's failure ended."""
+"""Exit status of a rank that another rank's failure ended."""
 _FIRST, _TELLER, _ALARM = "failed", "teller", "alarm"
 _FOREVER = datetime.timedelta(days=365)
 _ANSWER_S = 1.5  # for the others to say where they are; the report is out before launch ends the ranks, _GRACE_S later
@@ -33,14 +33,13 @@ _LEAVE_S = 20.0  # for a rank to end by itself, or to be ended by its launcher
 
 
 class Alarm:
-    """Of one run of torch.distributed; made on every rank once its default group is there."""
+    """One per rank; created once torch.distributed's default group exists."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, where: Callable[[], str]) -> None:
-        """
-        Args:
-            store: the run's.
-            rank, size: of this process, and how many there are.
-            where: what this rank's main thread is doing, in a few words; called in another thread.
+        """Args:
+        store: of the run.
+        rank, size: of this process, and the number of ranks.
+        where: what this rank's main thread is doing, in a few words; called in another thread.
         """
         self.rank, self.size = rank, size
         self._where = where
@@ -48,13 +47,13 @@ class Alarm:
         mine = f"cp_plugin_alarm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store, self._asleep = (dist.PrefixStore(mine, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
         self._silenced = threading.Event()
-        self._store.set(_host_of(rank), socket.gethostname())
+        self._store.set(f"host/{rank}", socket.gethostname())
         threading.Thread(target=self._listen, name="cp_plugin_alarm", daemon=True).start()
 
     def give(self, story: str) -> str | None:
-        """Tell all ranks what happened here. The report, from the first rank that failed; None from all others.
+        """Tell all ranks what happened here. The first rank to fail gets the report, all others None.
 
-        Takes a few seconds at most, also where the store cannot be reached.
+        Takes a few seconds at most, even where the store cannot be reached.
         """
         self._silenced.set()
         found: list[str | None] = []
@@ -72,7 +71,7 @@ class Alarm:
         return f"{own}\n  the other ranks could not be asked: rank 0, or who keeps the run's store, is lost"
 
     def _told(self, story: str) -> str | None:
-        self._store.set(_said_by(self.rank), story)
+        self._store.set(f"said/{self.rank}", story)
         if self._store.add(_FIRST, 1) > 1:
             return None
         self._store.set(_TELLER, str(self.rank))
@@ -89,14 +88,14 @@ class Alarm:
         said: dict[int, str] = {}
         while len(said) < len(others) and time.monotonic() < deadline:
             for rank in others:
-                if rank not in said and self._store.check([_said_by(rank)]):
-                    said[rank] = self._store.get(_said_by(rank)).decode()
+                if rank not in said and self._store.check([f"said/{rank}"]):
+                    said[rank] = self._store.get(f"said/{rank}").decode()
             time.sleep(0.02)
         return report(self.signature(self.rank), story, said, {r: self._host(r) for r in others if r not in said})
 
     def _host(self, rank: int) -> str:
-        if self._store.check([_host_of(rank)]):
-            return self._store.get(_host_of(rank)).decode()
+        if self._store.check([f"host/{rank}"]):
+            return self._store.get(f"host/{rank}").decode()
         return "a host it has not named"
 
     def _listen(self) -> None:
@@ -105,7 +104,7 @@ class Alarm:
             teller = int(self._asleep.get(_TELLER))
             if self._silenced.is_set():
                 return
-            self._asleep.set(_said_by(self.rank), f"no error; {self._where()}")
+            self._asleep.set(f"said/{self.rank}", f"no error; {self._where()}")
             story = self._asleep.get(_ALARM).decode()
             if self._silenced.wait(_LEAVE_S):
                 return
@@ -117,7 +116,7 @@ class Alarm:
 
 
 def report(who: str, story: str, said: Mapping[int, str], silent: Mapping[int, str]) -> str:
-    """One message of several lines: who failed and how, what the others said, and who said nothing (rank -> host)."""
+    """A message of several lines: who failed and how, what the others said, who did not answer (rank -> host)."""
     lines = [f"{who}: {story}"]
     stories: dict[str, list[int]] = {}
     for rank, text in sorted(said.items()):
@@ -128,11 +127,3 @@ def report(who: str, story: str, said: Mapping[int, str], silent: Mapping[int, s
         for rank, host in sorted(silent.items())
     ]
     return "\n  ".join(lines)
-
-
-def _said_by(rank: int) -> str:
-    return f"said/{rank}"
-
-
-def _host_of(rank: int) -> str:
-    return f"host/{rank}"

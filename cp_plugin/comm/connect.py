@@ -1,8 +1,8 @@
-"""Connect process groups where they are made, and not in the middle of a method.
+"""Connect process groups where they are made, not in the middle of a method.
 
-NCCL makes a group's communicator at the group's first operation, which all its ranks have to call. A method's first
-message may be between some of them only: the others would never join, and the first ones wait until they time out. And
-a communicator that cannot be made is named best where it is known what it is for.
+NCCL creates a group's communicator in the group's first operation, which all its ranks must call. A method's first
+message may be between some of them only; those would wait for the others until they time out. And a communicator that
+cannot be created is best reported where its purpose is known.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from cp_plugin.core.text import ranks_named
 
 
 class ConnectError(RuntimeError):
-    """A process group whose ranks do not reach each other."""
+    """A process group whose ranks cannot reach each other."""
 
 
 def connect(groups: Mapping[str, dist.ProcessGroup | None], watch: Watch | None = None) -> None:
-    """Make the first operation of every group: a sum of one number. Collective over each, in the order given.
+    """Run the first operation of every group, an all-reduce of one number. Collective over each, in the given order.
 
     Args:
-        groups: what each is for -> the group; None and groups of one rank have nothing to connect. Ranks that share
-            groups give them in one order.
-        watch: told of each while it is under way.
+        groups: purpose -> group, in the same order on ranks that share groups; None and groups of one rank are skipped.
+        watch: told of each group while it is connecting.
 
     Raises:
-        ConnectError: naming the group and its ranks, if one of them is gone or does not come within the timeout.
+        ConnectError: naming the group and its ranks, if one of them is gone or does not join within the timeout.
     """
     for name, group in groups.items():
         if group is None or group.size() == 1 or dist.get_backend(group) == "fake":  # a dry run's talks to nobody
@@ -53,11 +52,11 @@ def connect(groups: Mapping[str, dist.ProcessGroup | None], watch: Watch | None 
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the messages of a group are: this process's CUDA device, or the CPU for Gloo."""
+    """The device of a group's messages: this process's CUDA device, or the CPU for Gloo."""
     on_cpu = dist.get_backend(group) == "gloo" or not torch.cuda.is_available()
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
 
 def network_between(device: torch.device | str) -> Network:
-    """What carries messages between devices of this kind: Gloo between CPUs, NCCL between GPUs."""
+    """What carries messages between such devices: Gloo between CPUs, NCCL between GPUs."""
     return "gloo" if torch.device(device).type == "cpu" else "nccl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -11,22 +12,46 @@ import torch.distributed as dist
 
 from cp_plugin.comm.connect import connect
 from cp_plugin.comm.ledger import Ledger
-from cp_plugin.comm.lost import MessageError, Named
 from cp_plugin.comm.mesh import Mesh, Pending, Tensors, axis_groups, sum_of_parts
 from cp_plugin.comm.packing import pack, unpack
 from cp_plugin.comm.watch import Watch
+from cp_plugin.core.text import ranks_named
 
 # torch 2.13 renamed both and warns at the old names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 SHORT = 256 * 1024
-"""Bytes. Gloo gathers around a ring, in steps that each wait for the one before. That spares the links between hosts
-long messages, but a short one is with everybody sooner when it goes to each peer at once."""
+"""Bytes. Gloo's all-gather is a ring, each step of which waits for the one before. That saves inter-host bandwidth for
+long messages; a short one arrives sooner if it goes to each peer directly.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A message's identity. ``str``: ``backward exchange along 'ring' with ranks 0, 3``."""
+
+    phase: str
+    """``forward`` or ``backward``: of the attention call that posted it."""
+    verb: str
+    axis: str
+    peers: tuple[int, ...]
+    """Global ranks."""
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.verb} along {self.axis!r} with {ranks_named(self.peers)}"
+
+
+class MessageError(RuntimeError):
+    """torch.distributed gave up on a message: a peer is gone, or did not join within the timeout."""
+
+    def __init__(self, named: Named, cause: BaseException) -> None:
+        super().__init__(f"{named} failed: {cause}")
+        self.named = named
 
 
 class GroupMesh(Mesh):
-    """One process group per axis. Groups are made by the caller (Megatron's ``create_group``) or by ``from_group``."""
+    """One process group per axis, made by the caller (Megatron's ``create_group``) or by ``from_group``."""
 
     watch: Watch | None = None
     """Told of every message that a CUDA stream waits for."""
@@ -38,11 +63,10 @@ class GroupMesh(Mesh):
         index: int,
         ledger: Ledger | None = None,
     ) -> None:
-        """
-        Args:
+        """Args:
             axes: name -> size, slowest first.
-            groups: for each axis, the process group along it that contains this rank, in axis order; None is allowed
-                where the axis has size 1. Further groups as ``axis_groups`` names them.
+            groups: for each axis the process group along it that contains this rank, in axis order; None is allowed
+                for axes of size 1. Further groups as named by ``axis_groups``.
             index: this rank's number in the context-parallel group.
 
         Raises:
@@ -63,13 +87,13 @@ class GroupMesh(Mesh):
     def from_group(
         cls, axes: Mapping[str, int], group: dist.ProcessGroup | None, extra: Sequence[str] = ()
     ) -> GroupMesh:
-        """A mesh over the ranks of ``group`` (None: a mesh of one rank), and ``extra`` groups as in ``axis_groups``.
+        """A mesh over the ranks of ``group`` (None: one rank), with ``extra`` groups as in ``axis_groups``.
 
-        Collective over the group. The group itself is used where it has the right ranks; the others are made with
-        streams of high priority on NCCL, so that a message does not wait behind a kernel that fills the device.
+        Collective over the group, which is reused where it has the right ranks. New NCCL groups get high-priority
+        streams, so that a message does not wait behind a kernel that fills the device.
 
         Raises:
-            ConnectError: if the ranks of one of them do not reach each other.
+            ConnectError: if ranks of a group cannot reach each other.
         """
         if group is None:
             return cls(axes, {}, 0)
@@ -117,7 +141,7 @@ class GroupMesh(Mesh):
         return Pending(finish)
 
     def name(self, phase: str, verb: str, axis: str, ends: tuple[int | None, ...]) -> Named:
-        """What a message is known by. ``ends``: places on the axis; none: all of it."""
+        """A message's identity. ``ends``: peers as places on the axis; none: all of it."""
         ranks = dist.get_process_group_ranks(self._group(axis))
         here = dist.get_rank()
         peers = {ranks[end] for end in ends if end is not None} if ends else {rank for rank in ranks if rank != here}
@@ -175,11 +199,11 @@ class GroupMesh(Mesh):
         return _when_done(self._messages(axis, parts, places), tuple(chain(*parts)), received)
 
     def _messages(self, axis: str, parts: Sequence[Tensors], places: Sequence[Tensors]) -> Sequence[Any]:
-        """Send part i of each tensor to rank i of the axis, and receive its part in place i; nothing where these are
-        empty. What to wait for: one batch of messages, on NCCL one launch.
+        """Post one batch (on NCCL one launch): part i of each tensor goes to rank i of the axis, whose part arrives in
+        place i. Empty parts are skipped.
 
-        All receives are posted before all sends: Gloo tells the sender that a receive is ready, and that word would
-        queue behind our own data on the same connection.
+        All receives precede all sends: Gloo tells the sender that a receive is ready, and that message would queue
+        behind our own data on the same connection.
         """
         group = self._group(axis)
         n, here = group.size(), group.rank()
@@ -204,7 +228,7 @@ class GroupMesh(Mesh):
 
 
 def _together(collective: Callable[..., Any], group: dist.ProcessGroup, received: Tensors, sent: Tensors) -> Any:
-    """The collective of each tensor, all of one dtype, as one launch; what to wait for."""
+    """Launch a collective of several tensors of one dtype as one; returns what to wait for."""
     if len(sent) == 1:
         return collective(received[0], sent[0], group=group, async_op=True)
     with dist._coalescing_manager(group=group, async_ops=True) as works:
@@ -214,12 +238,12 @@ def _together(collective: Callable[..., Any], group: dist.ProcessGroup, received
 
 
 def _bytes(tensors: Tensors) -> Tensors:
-    """The same memory: NCCL gathers tensors of one dtype together, and what it gathers has no meaning to it."""
+    """The same memory as bytes, so that tensors of several dtypes can be gathered in one launch."""
     return tuple(t.view(torch.uint8) for t in tensors) if len(tensors) > 1 else tensors
 
 
 def _urgent(like: dist.ProcessGroup) -> Any:
-    """Options of a process group beside ``like``: streams of high priority, where it has streams."""
+    """Options of a further process group: high-priority streams on NCCL."""
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if dist.get_backend(like) == "nccl" else None
 
 
@@ -236,7 +260,7 @@ def _when_done(works: Sequence[Any], sent: Tensors, received: Tensors) -> Pendin
 
 
 def _unpacked(message: Pending, like: Tensors, parts: int = 1, times: int = 1) -> Pending:
-    """The tensors of one packed message; each ``times`` as long as in ``like``."""
+    """The tensors of a packed message, each ``times`` as long as in ``like``."""
     shapes = [(times * t.size(0), *t.shape[1:]) for t in like]
     dtypes = [t.dtype for t in like]
     return Pending(lambda: unpack(message.wait()[0], shapes, dtypes, parts))

@@ -1,13 +1,13 @@
 """The mesh: named axes of ranks and the verbs that move tensors along them.
 
-A method names an axis and a verb, never a rank or a process group. Three meshes speak the same verbs:
+A method names an axis and a verb, never a rank or a process group. Three meshes implement the verbs:
 
     GroupMesh   torch.distributed process groups (NCCL or Gloo)
     ThreadMesh  ranks as threads of one process: real numbers, any device, no network
     TraceMesh   no peers: zeros of the right shape and the ledger only
 
-Each verb posts its communication and returns a ``Pending``; ``Pending.wait()`` is the only way to the received tensors,
-so communication can be posted before the compute that hides it. A tensor handed to a verb must not be written to until
+Each verb posts its communication and returns a ``Pending``, whose ``wait()`` is the only way to the received tensors;
+so communication can be posted before the compute that hides it. A tensor passed to a verb must not be written to until
 ``wait`` has returned.
 """
 
@@ -24,7 +24,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 
 Tensors = tuple[Tensor, ...]
 WHOLE = "all"
-"""The name under which the whole mesh is booked, and its process group kept."""
+"""The name of the whole mesh in the ledger, and of its process group."""
 
 
 def sums(axis: str) -> str:
@@ -33,10 +33,7 @@ def sums(axis: str) -> str:
 
 
 class Pending[T]:
-    """Communication under way, of tensors (those of the verbs) or of a value of them.
-
-    ``wait`` may be called once more than needed: it returns the same again.
-    """
+    """Communication under way, of tensors or of a value made of them. ``wait`` may be called again."""
 
     __slots__ = ("_finish", "_found")
 
@@ -50,7 +47,7 @@ class Pending[T]:
         return cls(lambda: kept)
 
     def then(self: Pending[Tensors], fn: Callable[[Tensor], Tensor]) -> Pending[Tensors]:
-        """The same with ``fn`` applied to each tensor once it is there."""
+        """The same with ``fn`` applied to each tensor on arrival."""
         return Pending(lambda: tuple(fn(t) for t in self.wait()))
 
     def wait(self) -> T:
@@ -61,14 +58,13 @@ class Pending[T]:
 
 
 class Mesh(ABC):
-    """A grid of ranks. Axes are ordered slowest first: ``index`` is the row-major number of this rank's coordinates."""
+    """A grid of ranks. Axes are ordered slowest first: ``index`` is the row-major number of the rank's coordinates."""
 
     def __init__(self, axes: Mapping[str, int], index: int, ledger: Ledger | None = None) -> None:
-        """
-        Args:
-            axes: name -> size, slowest first; the product is the context-parallel size.
-            index: this rank's number among them.
-            ledger: where traffic is booked; a new one by default.
+        """Args:
+        axes: name -> size, slowest first; the product is the context-parallel size.
+        index: this rank's number.
+        ledger: where traffic is recorded; a new one by default.
         """
         if not axes or any(n < 1 for n in axes.values()):
             raise ValueError(f"a mesh needs axes of size 1 or more, got {dict(axes)}")
@@ -81,37 +77,34 @@ class Mesh(ABC):
         self.coordinates = coordinates(self.axes, index)
 
     def neighbour(self, axis: str, rank: int, by: int) -> int:
-        """The number of the rank ``by`` places up the axis from ``rank``, cyclically."""
+        """The rank ``by`` places up the axis from ``rank``, cyclically."""
         at = coordinates(self.axes, rank)
         return flat_index(self.axes, {**at, axis: (at[axis] + by) % self.axes[axis]})
 
     def row(self, axis: str, rank: int) -> list[int]:
-        """The numbers of all ranks along the axis through ``rank``, in axis order."""
+        """All ranks along the axis through ``rank``, in axis order."""
         at = coordinates(self.axes, rank)
         return [flat_index(self.axes, {**at, axis: i}) for i in range(self.axes[axis])]
 
     def permute(self, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
-        """Send ``tensors`` to the rank with that number in the whole mesh, and receive those of rank ``source``.
+        """Send ``tensors`` to rank ``to`` of the whole mesh and receive those of rank ``source``.
 
         Needs the process group ``WHOLE``.
         """
-        if self.index == to == source:
-            return Pending.done(tuple(tensors))
-        self.ledger.record("exchange", WHOLE, _nbytes(tensors))
-        return self._deliver("exchange", WHOLE, tensors, self._exchange, to, source)
+        return self.exchange(WHOLE, tensors, to=to, source=source)
 
     def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
         """Send ``tensors`` to rank ``to`` of the axis and receive tensors of the same shapes from rank ``source``.
 
         ``group``: another process group along the axis, if the mesh has it, such as ``sums(axis)``.
         """
-        if self.coordinates[axis] == to == source:
+        if self._place(axis) == to == source:
             return Pending.done(tuple(tensors))
         self.ledger.record("exchange", axis, _nbytes(tensors))
         return self._deliver("exchange", self._along(axis, group), tensors, self._exchange, to, source)
 
     def send(self, axis: str, tensors: Sequence[Tensor], to: int) -> Pending:
-        """Send ``tensors`` to rank ``to`` of the axis, which has to ``receive`` them. ``wait`` returns nothing."""
+        """Send ``tensors`` to rank ``to`` of the axis, which must ``receive`` them. ``wait`` returns nothing."""
         self.ledger.record("send", axis, _nbytes(tensors))
         return self._deliver("send", axis, tensors, self._exchange, to, None)
 
@@ -125,7 +118,7 @@ class Mesh(ABC):
         return self.exchange(axis, tensors, to=(here + by) % n, source=(here - by) % n, group=group)
 
     def all_gather(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
-        """Concatenate each tensor over the ranks of the axis: ``[s, ...] -> [n * s, ...]``, in axis order."""
+        """Concatenate each tensor over the axis: ``[s, ...] -> [n * s, ...]``, in axis order."""
         n = self.axes[axis]
         if n == 1:
             return Pending.done(tuple(tensors))
@@ -133,17 +126,16 @@ class Mesh(ABC):
         return self._deliver("all_gather", axis, tensors, self._all_gather)
 
     def reduce_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
-        """Sum each tensor over the ranks of the axis and keep this rank's part: ``[n * s, ...] -> [s, ...]``.
+        """Sum each tensor over the axis and keep this rank's part: ``[n * s, ...] -> [s, ...]``.
 
-        They travel, and the sum is, in the accumulation dtype.
+        Parts travel, and are summed, in the accumulation dtype.
         """
         if self.axes[axis] == 1:
             return Pending.done(tuple(tensors))
         return self._sum_and_scatter(axis, [t.to(accumulation_dtype(t.dtype)) for t in tensors])
 
     def _sum_and_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
-        """``reduce_scatter`` of tensors as they are. NCCL takes sums in the dtype that travels, and returns that; Gloo
-        and threads add parts as they arrive, in the accumulation dtype."""
+        """``reduce_scatter`` in the given dtype: NCCL also sums in it and returns it, Gloo and threads sum wider."""
         n = self.axes[axis]
         _check_divides(axis, n, tensors)
         self.ledger.record("reduce_scatter", axis, (n - 1) * _nbytes(tensors) // n)
@@ -164,13 +156,13 @@ class Mesh(ABC):
         """Send the first ``sent[0]`` rows of dimension 0 to rank 0 of the axis, the next ``sent[1]`` to rank 1, and so
         on; receive ``received[i]`` rows from rank i, in axis order.
 
-        A rank sends itself nothing, and there is no message between ranks without rows for each other.
+        A rank sends itself nothing; ranks without rows for each other exchange no message.
 
         Args:
             group: another process group along the axis, as for ``exchange``.
 
         Raises:
-            ValueError: if the rows are not those of the tensors, or some are for this rank itself.
+            ValueError: if the rows do not add up to the tensors, or some are for this rank itself.
         """
         here = self.coordinates[axis]
         if sent[here] or received[here] or any(t.size(0) != sum(sent) for t in tensors):
@@ -187,10 +179,14 @@ class Mesh(ABC):
 
         return self._deliver("all_to_all_v", self._along(axis, group), tensors, post, *peers)
 
+    def _place(self, axis: str) -> int:
+        """This rank's place on the axis, or in the whole mesh."""
+        return self.index if axis == WHOLE else self.coordinates[axis]
+
     def _deliver(
         self, verb: str, axis: str, tensors: Sequence[Tensor], post: Callable[..., Pending], *ends: int | None
     ) -> Pending:
-        """``post(axis, tensors, *ends)``, where its time is booked and its failure named."""
+        """``post(axis, tensors, *ends)``, timed and with its failures named."""
         sent = _contiguous(tensors) if verb != "receive" else tuple(tensors)
         pending = self._named(verb, axis, ends, post, sent)
         waits = self.ledger.waits
@@ -199,16 +195,16 @@ class Mesh(ABC):
     def _named(
         self, verb: str, axis: str, ends: tuple[int | None, ...], post: Callable[..., Pending], tensors: Tensors
     ) -> Pending:
-        """``post(axis, tensors, *ends)``; a mesh whose messages can be lost says here which one was."""
+        """``post(axis, tensors, *ends)``; a mesh whose messages can fail names the one that did."""
         return post(axis, tensors, *ends)
 
     def _along(self, axis: str, group: str) -> str:
-        """Where a message along the axis goes: the group asked for, if there is one, or the axis's own."""
+        """The process group of a message along the axis: the requested one if it exists, or the axis's own."""
         return axis
 
     @abstractmethod
     def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
-        """Send ``tensors`` to a rank (None: to nobody), receive others like them from a rank (None: from nobody)."""
+        """Send ``tensors`` to a rank (None: to none) and receive others like them from a rank (None: from none)."""
 
     @abstractmethod
     def _all_gather(self, axis: str, tensors: Tensors) -> Pending: ...
@@ -247,7 +243,7 @@ def axis_groups(ranks: Sequence[int], axes: Mapping[str, int], extra: Sequence[s
     Args:
         ranks: the (global) ranks of one context-parallel group, in group order.
         axes: the mesh axes, whose product is ``len(ranks)``.
-        extra: further groups: ``WHOLE`` is one list of all ranks; ``sums(axis)`` has the lists of the axis once more.
+        extra: ``WHOLE`` adds one list of all ranks, ``sums(axis)`` the lists of the axis again.
     """
     groups: dict[str, dict[tuple[int, ...], list[int]]] = {name: {} for name, n in axes.items() if n > 1}
     for index, rank in enumerate(ranks):
@@ -262,7 +258,7 @@ def axis_groups(ranks: Sequence[int], axes: Mapping[str, int], extra: Sequence[s
 
 
 def sum_of_parts(t: Tensor, n: int) -> Tensor:
-    """The sum of n parts of a tensor ``[n * s, ...]``, in the accumulation dtype: ``[s, ...]``."""
+    """The sum of n parts of a tensor ``[n * s, ...]`` in the accumulation dtype: ``[s, ...]``."""
     return t.view(n, t.size(0) // n, *t.shape[1:]).sum(0, dtype=accumulation_dtype(t.dtype))
 
 

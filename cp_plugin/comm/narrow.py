@@ -1,10 +1,9 @@
-"""NarrowSums: sums of gradients travel in the model's dtype instead of float32, and arrive as float32 again.
+"""NarrowSums: gradient sums travel in the model's dtype instead of float32, and arrive as float32.
 
     exchange, all_to_all_v   of a group sums(axis): rounded before each hop
-    reduce_scatter           parts are rounded once; NCCL rounds the sum after each of them too, while Gloo and threads
-                             sum in float32
+    reduce_scatter           parts are rounded once; NCCL also rounds each partial sum, Gloo and threads sum in float32
 
-Every other message is left to the mesh below, which may be one that packs payloads: sums are never packed.
+Other messages go to the mesh below, which may pack payloads; sums are never packed.
 """
 
 from __future__ import annotations
@@ -20,19 +19,16 @@ from cp_plugin.core.dtypes import accumulation_dtype
 
 
 class NarrowSums(Over):
-    """Another mesh, between whose ranks sums have ``dtype``."""
+    """A mesh on another one, on which sums travel in ``dtype``."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__(mesh)
         self._dtype = dtype
 
-    def permute(self, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
-        return self._mesh.permute(tensors, to=to, source=source)
-
     def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
         if group != sums(axis):
             return self._mesh.exchange(axis, tensors, to=to, source=source, group=group)
-        if self.coordinates[axis] == to == source:
+        if self._place(axis) == to == source:
             return Pending.done(tuple(tensors))
         return self._widened(super().exchange(axis, self._narrow(tensors), to=to, source=source, group=group))
 

@@ -1,4 +1,4 @@
-"""Over: a mesh on another one. Its verbs may change what travels; messages, names and the ledger are those below."""
+"""Base of meshes on another mesh: verbs may change what travels; posting, names and the ledger are those below."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from cp_plugin.comm.mesh import Mesh, Pending, Tensors
 
 
 class Over(Mesh):
-    """The base of such meshes: what is posted goes to the other mesh as it is."""
+    """What is posted goes to the mesh below, which shares its ledger."""
 
     def __init__(self, mesh: Mesh) -> None:
-        """
-        Args:
-            mesh: what the messages travel on; the ledger is shared.
-        """
         super().__init__(mesh.axes, mesh.index, mesh.ledger)
         self._mesh = mesh
 

@@ -1,7 +1,7 @@
-"""Several tensors as one message.
+"""Several tensors in one message.
 
-Gloo runs every collective by itself: the few bytes of a log-sum-exp would cost a message of their own beside each large
-one, with all its headers and wake-ups. NCCL has no use for this, it can start several collectives as one.
+Gloo runs every collective separately: without packing, a few bytes of log-sum-exp would cost a message of their own.
+NCCL does not need it; it can launch several collectives as one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def pack(tensors: Sequence[Tensor], parts: int = 1) -> Tensor:
-    """Contiguous tensors ``[parts * s_i, ...]`` as bytes ``[parts, n]``: part after part, in each all tensors."""
+    """Contiguous tensors ``[parts * s_i, ...]`` as bytes ``[parts, n]``: each part has its share of every tensor."""
     return torch.cat([t.view(parts, -1).view(torch.uint8) for t in tensors], 1)
 
 

@@ -1,13 +1,13 @@
-"""PayloadMesh: payloads of two bytes an element travel in one byte.
+"""PayloadMesh: two-byte payloads travel in one byte an element.
 
     bfloat16 [s, b, h, d]  ->  e4m3 [s, b, h, d], a power of two for each (block of tokens, batch, head)  ->  bfloat16
 
-Sums and row statistics are float32 and travel as they are. All packed tensors of a verb travel as one message, so that
-a verb makes no more collectives than without. Packing again what was unpacked changes nothing: hops around a ring add
-no error. A rank that keeps a tensor to itself (an axis of one rank, an exchange with itself) does not round it.
+Sums and row statistics are float32 and travel as they are. All payloads of a verb are packed into one message, so the
+number of collectives does not grow. Packing an unpacked tensor again is exact: hops around a ring add no error. What a
+rank keeps to itself (an axis of one rank, an exchange with itself) is not rounded.
 
-Every part of every message is a whole number of blocks, if the block divides the tokens of a rank: methods bring shards
-together and part them again, and never cut one.
+If the block divides the tokens of a rank, every part of every message is a whole number of blocks: methods gather and
+split shards, but never cut one.
 """
 
 from __future__ import annotations
@@ -25,33 +25,24 @@ from cp_plugin.comm.packing import pack, unpack
 from cp_plugin.kernels import fused
 
 TWO_BYTES = (torch.bfloat16, torch.float16)
-"""What is packed."""
+"""Dtypes that are packed."""
 
 
 def rounded(x: Tensor, block: int) -> Tensor:
-    """``x [s, b, h, d]`` as it arrives: rounded to e4m3 once."""
+    """``x [s, b, h, d]`` rounded to e4m3 once, as it arrives."""
     return fused.unpack(*fused.pack(x, block), block, x.dtype)
 
 
 class PayloadMesh(Over):
-    """Another mesh, on which bfloat16 and float16 tensors ``[tokens, batch, heads, size]`` are packed."""
+    """A mesh on another one, on which bfloat16 and float16 tensors ``[tokens, batch, heads, size]`` are packed."""
 
     def __init__(self, mesh: Mesh, block: int) -> None:
-        """
-        Args:
-            mesh: what the messages travel on; the ledger is shared.
-            block: tokens that share an exponent.
-        """
+        """block: tokens that share an exponent."""
         super().__init__(mesh)
         self._block = block
 
-    def permute(self, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
-        if self.index == to == source:
-            return Pending.done(tuple(tensors))
-        return self._opened(super().permute(self._closed(tensors), to=to, source=source), tensors)
-
     def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
-        if self.coordinates[axis] == to == source:
+        if self._place(axis) == to == source:
             return Pending.done(tuple(tensors))
         message = super().exchange(axis, self._closed(tensors), to=to, source=source, group=group)
         return self._opened(message, tensors)
@@ -79,7 +70,7 @@ class PayloadMesh(Over):
     def all_to_all_v(
         self, axis: str, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: str = ""
     ) -> Pending:
-        """What travels between two ranks is packed by itself: its last block may be shorter than the others."""
+        """Rows for each rank are packed separately; their last block may be short."""
         if not all(map(_packed, tensors)):
             return super().all_to_all_v(axis, tensors, sent, received, group)
         parts = list(zip(*(t.split(list(sent)) for t in tensors), strict=True))
@@ -99,13 +90,13 @@ class PayloadMesh(Over):
         return Pending(finish)
 
     def _closed(self, tensors: Sequence[Tensor], parts: int = 1) -> Tensors:
-        """What travels: one message ``[parts, bytes]`` of all packed tensors, if there are any, and then the others."""
+        """What travels: one message ``[parts, bytes]`` of all payloads, if there are any, then the other tensors."""
         packed = [part for t in tensors if _packed(t) for part in fused.pack(t, self._block)]
         message = (pack([part.contiguous().view(torch.uint8) for part in packed], parts),) if packed else ()
         return (*message, *_others(tensors))
 
     def _opened(self, pending: Pending, like: Sequence[Tensor], parts: int = 1, times: int = 1) -> Pending:
-        """The tensors behind such a message; each ``times`` as long as in ``like``."""
+        """The tensors of such a message, each ``times`` as long as in ``like``."""
         shapes = [(t.dtype, [_Part((times * p.shape[0], *p.shape[1:]), p.dtype) for p in self._parts(t)]) for t in like]
 
         def finish() -> Tensors:
@@ -124,7 +115,7 @@ class PayloadMesh(Over):
         return Pending(finish)
 
     def _nbytes(self, t: Tensor) -> int:
-        """Bytes of a packed tensor as it travels."""
+        """Bytes of a packed tensor."""
         return sum(prod(part.shape) for part in self._parts(t))
 
     def _parts(self, t: Tensor) -> tuple[_Part, _Part]:
@@ -133,7 +124,7 @@ class PayloadMesh(Over):
 
 
 class _Part(NamedTuple):
-    """One of the two tensors that a packed one becomes: its elements, or its exponents; a byte each."""
+    """The elements or the exponents of a packed tensor, a byte each."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

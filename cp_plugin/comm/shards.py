@@ -1,4 +1,4 @@
-"""Verbs for shards: their tensors travel, and what arrives says whose tokens it holds.
+"""Verbs for shards: their tensors travel, and what arrives knows whose tokens it holds.
 
 arriving = shift(mesh, "cp", kv)     # post
 kv = arriving.wait()                 # the keys and values of the rank below
@@ -23,17 +23,17 @@ def all_gather[S: Shard](mesh: Mesh, axis: str, shard: S) -> Pending[S]:
 
 
 def arriving[S: Shard](kind: type[S], tensors: Pending, owners: Owners) -> Pending[S]:
-    """The shard that such tensors are once they are there."""
+    """The shard made of such tensors once they arrive."""
     return Pending(lambda: kind(*tensors.wait(), owners=owners))
 
 
 def gathered(mesh: Mesh, axis: str, owners: Owners) -> Owners:
-    """Whose tokens every rank holds after an all-gather along the axis."""
+    """Owners after an all-gather along the axis."""
     return lambda rank: tuple(r for peer in mesh.row(axis, rank) for r in owners(peer))
 
 
 def shifted(mesh: Mesh, axis: str, owners: Owners, by: int) -> Owners:
-    """Whose tokens every rank holds after ``by`` shifts up the axis."""
+    """Owners after ``by`` shifts up the axis."""
     if isinstance(owners, _Shifted) and owners.mesh is mesh and owners.axis == axis:
         return _Shifted(mesh, axis, owners.before, owners.by + by)
     return _Shifted(mesh, axis, owners, by)
@@ -41,7 +41,7 @@ def shifted(mesh: Mesh, axis: str, owners: Owners, by: int) -> Owners:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shifted:
-    """Owners after shifts, of which several are one: a ring of many ranks does not ask through all its hops."""
+    """Owners after shifts. Consecutive shifts are merged, so a ring does not chain calls through all its hops."""
 
     mesh: Mesh
     axis: str

@@ -1,9 +1,9 @@
 """ThreadMesh: P ranks as threads of one process.
 
-Real tensors on any device with no network: one GPU can run a method of P ranks with the real kernels, and tests need
-no processes. The verbs pass tensors through a shared ``Hub``, and ranks take turns: one runs until it has to wait. On
-CUDA call methods' ``forward`` and ``backward`` directly: autograd runs the backward of all threads on one device
-thread, where ranks that wait for each other would never end.
+Real tensors on any device without a network: one GPU can run a method of P ranks with its real kernels, and tests need
+no processes. Tensors pass through a shared ``Hub``, and ranks take turns: one runs until it has to wait. On CUDA, call
+methods' ``forward`` and ``backward`` directly: autograd runs all threads' backwards on one device thread, where ranks
+that wait for each other would deadlock.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def run_threads[T](fn: Callable[[ThreadMesh], T], axes: Mapping[str, int], *, pa
 
 
 def in_turns[T](ranks: Sequence[Callable[[], T]], hub: Hub) -> list[T]:
-    """What each returns, in a thread of its own that has the hub's turn.
+    """Results of the ranks, each in a thread of its own that takes turns on the hub.
 
     Raises:
-        RuntimeError: if one raised: its error is the cause.
+        RuntimeError: if a rank raised; its error is the cause.
     """
     results: list[Any] = [None] * len(ranks)
 
@@ -65,9 +65,9 @@ def in_turns[T](ranks: Sequence[Callable[[], T]], hub: Hub) -> list[T]:
 
 
 def _await_native_exit(threads: list[threading.Thread]) -> None:
-    """Wait until the operating system's threads are gone, too.
+    """Wait until the operating system's threads are gone too.
 
-    ``join`` returns before their native clean-up has run. A process forked in between inherits the locks it holds, and
+    ``join`` returns before their native clean-up has run. A process forked in between inherits the locks it holds and
     hangs in its first matrix product (seen in 2 of 400 forks right after eight threads).
     """
     ours = {str(t.native_id) for t in threads}
@@ -81,9 +81,9 @@ def _await_native_exit(threads: list[threading.Thread]) -> None:
 class _Message:
     tensors: Tensors
     written: torch.cuda.Event | None
-    """On CUDA: when they are. Readers may have streams of their own, which wait for it; no thread does."""
+    """On CUDA, when the tensors are written; readers' streams wait for it, no thread does."""
     readers: int
-    """That have not taken it."""
+    """How many have yet to take it."""
 
 
 def _recorded(tensors: Tensors) -> torch.cuda.Event | None:
@@ -97,13 +97,12 @@ def _recorded(tensors: Tensors) -> torch.cuda.Event | None:
 class Hub:
     """A mailbox shared by all ranks: messages are posted under a key and taken by a known number of readers.
 
-    Ranks take turns: one runs until it waits for a message that is not there. Threads that all ran would spend as long
-    on handing each other the interpreter's lock, at every operation of torch, as on what they compute.
+    Ranks take turns. Threads that all ran would spend as long on passing the interpreter's lock at every torch
+    operation as on computing.
     """
 
     def __init__(self, patience: float) -> None:
-        self.turn = threading.Lock()
-        """Of the rank that runs; it guards all that follows."""
+        self.turn = threading.Lock()  # held by the running rank; guards everything below
         self.patience = patience
         self.failure: tuple[int, BaseException] | None = None
         self._messages: dict[Hashable, _Message] = {}
@@ -132,7 +131,7 @@ class Hub:
         return message.tensors
 
     def wait_for(self, key: Hashable, patience: float) -> None:
-        """Until a rank says that it ``came``, a rank fails, or so many seconds are over; others have their turns."""
+        """Yield the turn until ``came(key)``, a rank's failure, or ``patience`` seconds."""
         if self.failure is not None:
             return
         event = self._awaited.setdefault(key, threading.Event())
@@ -143,7 +142,7 @@ class Hub:
             self.turn.acquire()
 
     def came(self, key: Hashable) -> None:
-        """Wake those that wait for it."""
+        """Wake those waiting for the key."""
         if key in self._awaited:
             self._awaited.pop(key).set()
 
@@ -167,7 +166,7 @@ class ThreadMesh(Mesh):
         self._beside = 0
 
     def beside(self, axes: Mapping[str, int]) -> ThreadMesh:
-        """Another mesh of the same ranks, whose messages are apart from this one's and booked in the same ledger.
+        """A second mesh of the same ranks with messages of its own and the same ledger.
 
         As with process groups, all ranks make their meshes in the same order.
 
@@ -180,7 +179,7 @@ class ThreadMesh(Mesh):
         return ThreadMesh(axes, self.index, self._hub, self.ledger, (*self._name, self._beside))
 
     def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
-        here = self.index if axis == WHOLE else self.coordinates[axis]
+        here = self._place(axis)
         if to is not None:
             self._post((axis, "exchange", here, to), tensors, readers=1)
         if source is None:
@@ -220,7 +219,7 @@ class ThreadMesh(Mesh):
         return Pending(finish)
 
     def _share(self, axis: str, op: str, tensors: Tensors) -> Callable[[], list[Tensors]]:
-        """Post for every rank of the axis; call the result to wait for the messages of all of them, in axis order."""
+        """Post for every rank of the axis; the result waits for all ranks' messages, in axis order."""
         n = self.axes[axis]
         self._post((axis, op, self.coordinates[axis], None), tensors, readers=n)
         keys = [self._numbered("take", (axis, op, peer, None)) for peer in range(n)]

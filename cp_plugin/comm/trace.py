@@ -1,7 +1,7 @@
-"""TraceMesh: one rank of a mesh with no peers and no data.
+"""TraceMesh: one rank of a mesh without peers or data.
 
 The verbs return zeros of the right shape, best on the ``meta`` device, and fill the ledger. Running a method on it
-prices the method itself, not a model of it; running it on a real device takes the time of its computation alone.
+prices the method itself, not a model of it; on a real device it measures the computation alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cp_plugin.comm.mesh import Mesh, Pending, Tensors
 
 
 class TraceMesh(Mesh):
-    """A mesh for looking at what a method would send, on any number of ranks."""
+    """A mesh that shows what a method would send, on any number of ranks."""
 
     def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
         if source is None:

@@ -1,8 +1,8 @@
-"""Communication that does not end: which message it is, said while Python still can.
+"""Watch: name a message that does not end while Python still can.
 
-On CUDA ``wait`` only makes the stream wait: the program goes on, and a message that never comes shows wherever the host
-next looks at the device, until NCCL's own watchdog ends the process and names that place. A ``Watch`` keeps what has
-not ended, in the order in which it was waited for, so that another thread can look at the oldest in time.
+On CUDA ``wait`` only makes the stream wait: the host goes on, and a message that never arrives shows up wherever the
+host next synchronises, until NCCL's watchdog ends the process and names that place. A ``Watch`` keeps the unfinished
+messages in the order in which they were waited for, so that another thread can name the oldest in time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Entry(NamedTuple):
 
 
 class Watch:
-    """What one rank waits for. One thread adds to it, any other may ask."""
+    """What one rank is waiting for. One thread adds to it, others may ask."""
 
     def __init__(self) -> None:
         self._under_way: deque[_Entry] = deque()
@@ -32,7 +32,7 @@ class Watch:
 
     @contextmanager
     def blocking(self, named: Callable[[], object]) -> Iterator[None]:
-        """The ``with`` block ends when a message does. ``str(named())`` is the message's name."""
+        """The message ``str(named())`` ends with the ``with`` block."""
         ended: list[bool] = []
         self._add(named, lambda: bool(ended))
         try:
@@ -47,7 +47,7 @@ class Watch:
         self._add(named, passed.query)
 
     def overdue(self, seconds: float) -> str | None:
-        """The oldest message that has not ended, if it is waited for so long, with the time; None: there is none."""
+        """The oldest unfinished message and its time, if it is ``seconds`` old; otherwise None."""
         with self._lock:
             self._forget_ended()
             oldest = self._under_way[0] if self._under_way else None

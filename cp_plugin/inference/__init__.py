@@ -1,4 +1,4 @@
-"""Inference under context parallelism: prefill by any provider, a cache divided over the ranks, decode by a tree."""
+"""Context-parallel inference: prefill by any provider, a sharded KV cache, tree-reduced decode."""
 
 from cp_plugin.inference.session import Session
 from cp_plugin.inference.slots import CacheFullError, Slots, slots_for

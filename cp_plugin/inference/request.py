@@ -1,4 +1,4 @@
-"""What to generate, how its tokens are sampled, and the report."""
+"""A generation request, sampling, and the report."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Sampling:
 
 
 class Sampler:
-    """Samples tokens, with a random generator of its own."""
+    """Samples tokens with a random generator of its own."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         self._generator = torch.Generator().manual_seed(sampling.seed)
 
     def choose(self, logits: Tensor) -> Tensor:
-        """``[b, vocabulary]`` -> int64 ``[b]`` on the same device. Drawn on the CPU: the same on any device."""
+        """``[b, vocabulary]`` -> int64 ``[b]`` on the same device. Drawn on the CPU, so equal on all devices."""
         if self._sampling.temperature == 0.0:
             return logits.argmax(-1)
         scores = logits.double().cpu() / self._sampling.temperature
@@ -56,15 +56,15 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to generate. Raises ValueError for what makes no sense."""
+    """What to generate; ValueError for invalid values."""
 
     prompts: tuple[str, ...]
     new_tokens: int
     as_bytes: bool = False
-    """Tokens are the bytes of the text, instead of those of the model's tokenizer."""
+    """Tokens are the bytes of the text instead of the model's tokenizer's."""
     sampling: Sampling = field(default_factory=Sampling)
     chunk: int | None = None
-    """Tokens of a prompt to prefill at a time; None: all at once."""
+    """Prefill so many tokens of a prompt at a time; None: all at once."""
     fp8_cache: bool = False
     """Keep keys and values in FP8, one byte per element."""
     ignore_end: bool = False
@@ -81,17 +81,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The texts and what they took; times in seconds."""
+    """The texts and their cost; times in seconds."""
 
     tokens: list[list[int]]
-    """The tokens of each text, including the prompt's."""
+    """Of each text, including the prompt."""
     prompt_tokens: int
     prefill_s: float
-    """Until the first new token."""
+    """Time to the first new token."""
     decode_s: float
     decoded: int
-    """Decode steps: one less than new tokens."""
+    """Decode steps: new tokens minus one."""
     cache_bytes: list[int]
-    """Of each rank."""
+    """Per rank."""
     memory_bytes: list[int]
-    """Peak memory of each rank: CUDA's, or the process's."""
+    """Peak memory per rank: CUDA's, or the process's."""

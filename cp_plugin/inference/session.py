@@ -7,7 +7,7 @@
     with session.decode(1):
         out = session.attend(layer, q, k, v)                 # the next token, the same on every rank
 
-Prefill sends what the provider's forward sends. Decode sends one small message a layer, along a tree.
+Prefill sends what the provider's forward sends; decode sends one small message per layer, along a tree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cp_plugin.methods.moves import peel
 
 
 class Session:
-    """Keys and values of every layer, divided over the context-parallel ranks."""
+    """The KV cache of all layers, sharded over the context-parallel ranks."""
 
     def __init__(
         self,
@@ -47,12 +47,11 @@ class Session:
         fp8: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """
-        Args:
+        """Args:
             cp: what prefill attends with, softmax attention.
             batch: sequences.
-            capacity: slots of each rank; a context of up to ``capacity * cp.size`` tokens fits.
-            group: the context-parallel process group, as ``cp`` has it; None is one rank on its own.
+            capacity: slots per rank; a context of up to ``capacity * cp.size`` tokens fits.
+            group: ``cp``'s process group; None is a single rank.
             mesh: instead of a group, a mesh of the one axis ``cp``.
             fp8: keep keys and values in one byte an element.
             device: of the model; None: the CPU.
@@ -77,12 +76,12 @@ class Session:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank keeps for all layers."""
+        """Bytes of this rank's cache, over all layers."""
         return sum(cache.nbytes for cache in self._layers.values())
 
     @contextmanager
     def prefill(self, tokens: int) -> Iterator[Chunk]:
-        """Inside the block, ``attend`` takes this rank's part of the prompt's next ``tokens``, in the cp's layout.
+        """Inside the block, ``attend`` takes this rank's part of the prompt's next ``tokens``, in ``cp``'s layout.
 
         Raises:
             ValueError: for a length that the layout cannot divide, or after ``close``.
@@ -95,7 +94,7 @@ class Session:
             yield chunk
 
     def close(self, lengths: Sequence[int]) -> None:
-        """The prompt is complete; of sequence i, tokens from ``lengths[i]`` on were padding."""
+        """The prompt is complete; tokens of sequence i from ``lengths[i]`` on were padding."""
         self.slots.close(lengths)
 
     @contextmanager
@@ -111,7 +110,7 @@ class Session:
             yield dealt
 
     def reserve(self, layer: Hashable, k: Tensor, v: Tensor, latent: Latent | None = None) -> Cache:
-        """A layer's cache, allocated by the first call; ``attend`` calls it.
+        """A layer's cache, allocated on the first call; ``attend`` calls it.
 
         k, v, latent: like those to come.
         """
@@ -139,11 +138,11 @@ class Session:
         """Keep these keys and values, and attend to all so far, causal.
 
         Args:
-            layer: what tells layers apart.
+            layer: the layer's key.
             q: ``[s, b, h, d]``; k: ``[s, b, g, d]``; v: ``[s, b, g, e]``: this rank's tokens in prefill, all tokens in
                 decode.
             scale, window, sink: as in ``ContextParallel.attention``.
-            latent: of multi-latent attention, what k and v were made of: it is kept in their place.
+            latent: for multi-latent attention, what k and v were made of; kept instead of them.
 
         Returns:
             ``[s, b, h, e]`` in q's dtype, not differentiable.
@@ -175,14 +174,7 @@ class Session:
         return out.to(q.dtype)
 
     def _prefill(
-        self,
-        chunk: Chunk,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: Window | None,
-        sink: Tensor | None,
+        self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window | None, sink: Tensor | None
     ) -> Tensor:
         """This rank's queries of a chunk over all keys so far, by the provider."""
         problem = self.cp.problem(q, k[chunk.first :], v[chunk.first :], causal=True)

@@ -1,8 +1,8 @@
-"""Attention of queries that every rank has to the keys that this rank keeps.
+"""Decode on one rank: attention of replicated queries to the keys that this rank keeps.
 
-Sequences of a batch are of different lengths, so positions are compared one by one. On a GPU it is two kernels for each
-layer (``cp_kernels.decode``). In plain torch keys are read a block at a time, and converted to the accumulation dtype
-there: memory beside the cache does not grow with the context.
+Sequences of a batch differ in length, so positions are compared one by one. On a GPU this is two kernels per layer
+(``cp_kernels.decode``). Plain torch reads keys in blocks and converts them to the accumulation dtype there: memory
+beside the cache does not grow with the context.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cp_plugin.kernels.backends import reference
 from cp_plugin.kernels.merge import merge_all
 
 ELEMENTS = 2**22
-"""Of scores, and of keys, at a time."""
+"""Scores, and elements of keys, per block."""
 
 
 def attend(
     q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scale: float, window: Window | None = None
 ) -> Partial:
-    """Causal attention to the slots that hold something, by their positions.
+    """Causal attention to the occupied slots, by position.
 
     Args:
         q: ``[t, b, h, d]``.
@@ -33,10 +33,10 @@ def attend(
         positions: of the queries, int32 ``[t, b]``.
 
     Returns:
-        out ``[t, b, h, e]`` and lse ``[t, b, h]`` in the accumulation dtype; a query that sees nothing has 0 and -inf.
+        out ``[t, b, h, e]`` and lse ``[t, b, h]`` in the accumulation dtype; 0 and -inf for a query that sees nothing.
 
     Raises:
-        ValueError: on a GPU, for a dtype or head size that its kernel does not take.
+        ValueError: on a GPU, for a dtype or head size that its kernel does not support.
     """
 
     def in_blocks() -> fused.Parts:

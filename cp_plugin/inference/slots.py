@@ -1,13 +1,13 @@
-"""Which rank holds which tokens of a batch of sequences: how a cache that is divided over the ranks is addressed.
+"""Slots of a sharded KV cache: which rank holds which tokens of a batch of sequences.
 
-A prompt's keys and values stay where prefill computes them, in the provider's layout. Each token that is decoded goes
-to the rank that holds the fewest of its sequence. Two ranks, a prompt of 6 in the striped layout, then three tokens:
+A prompt's keys and values stay where prefill computes them, in the provider's layout. Each decoded token goes to the
+rank that holds the fewest of its sequence. Two ranks, a prompt of 6 in the striped layout, then three tokens:
 
-    rank 0:  0 2 4 | 6 8              slots are rows of the cache; those of one rank hold increasing positions
+    rank 0:  0 2 4 | 6 8              slots are rows of the cache; a rank's positions increase
     rank 1:  1 3 5 | 7
 
-Sequences of a batch may be of different lengths: the prompt is padded at its end, and slots of padding are given to
-the tokens that follow. All ranks keep the same books, so nothing has to be agreed upon.
+Prompts are padded at the end to one length; slots of padding are reused by the tokens that follow. All ranks keep the
+same books, so nothing has to be agreed upon.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from cp_plugin.core.layout import Segments
 
 NOWHERE = 2**31 - 1
-"""The position of an empty slot: behind every query, so that a causal mask hides it."""
+"""Position of an empty slot: behind every query, so that a causal mask hides it."""
 
 
 class CacheFullError(ValueError):
@@ -34,7 +34,7 @@ def slots_for(tokens: int, size: int, multiple: int = 1) -> int:
 
 
 class Chunk(NamedTuple):
-    """A part of the prompt: of each sequence the next tokens, divided over the ranks in a layout."""
+    """The next tokens of each prompt, sharded in a layout."""
 
     first: int
     """This rank's first slot."""
@@ -54,11 +54,9 @@ class Dealt(NamedTuple):
     positions: Tensor
     """int32 ``[tokens, batch]``."""
     tokens: Tensor
-    """int64 ``[n]``: rows of ``positions`` that are kept here ..."""
+    """int64 ``[n]``: rows of ``positions`` kept here, their columns and their slots."""
     sequences: Tensor
-    """... and their columns ..."""
     slots: Tensor
-    """... and their slots."""
     used: int
     """Slots of this rank that hold a token of any sequence."""
 
@@ -67,11 +65,10 @@ class Slots:
     """The bookkeeping of one batch. Not thread-safe."""
 
     def __init__(self, size: int, index: int, batch: int, capacity: int, device: torch.device) -> None:
-        """
-        Args:
+        """Args:
             size, index: context-parallel ranks, and this one's number.
             batch: sequences.
-            capacity: slots of each rank.
+            capacity: slots per rank.
 
         Raises:
             ValueError: for sizes below 1.
@@ -98,7 +95,7 @@ class Slots:
         """Place the next ``tokens`` of each sequence's prompt.
 
         Args:
-            place: rank -> where in the chunk its tokens are.
+            place: rank -> its tokens' positions within the chunk.
 
         Raises:
             ValueError: after ``close``.
@@ -118,7 +115,7 @@ class Slots:
         return Chunk(first, first + here, positions, rows, self._keys)
 
     def close(self, lengths: Sequence[int]) -> None:
-        """The prompt is complete: of sequence i, tokens from ``lengths[i]`` on were padding, whose slots are free.
+        """The prompt is complete: tokens of sequence i from ``lengths[i]`` on were padding, whose slots become free.
 
         Raises:
             ValueError: for lengths that are not those of such sequences.
@@ -133,7 +130,7 @@ class Slots:
         self.positions.masked_fill_(self.positions >= bounds, NOWHERE)
 
     def deal(self, tokens: int) -> Dealt:
-        """Give the next ``tokens`` of each sequence their slots.
+        """Assign slots to the next ``tokens`` of each sequence.
 
         Raises:
             ValueError: before ``close``.
@@ -158,7 +155,7 @@ class Slots:
         return Dealt(positions, rows, columns, slots, self.used)
 
     def require(self, tokens: int) -> None:
-        """CacheFullError where that many tokens of a sequence do not fit; the message says how many ranks they need."""
+        """CacheFullError if a sequence of so many tokens does not fit; the message says what would be enough."""
         if tokens > self.size * self.capacity:
             raise CacheFullError(self._too_long(tokens))
 

@@ -1,9 +1,9 @@
-"""What a rank keeps of one layer: keys and values of each head, in the model's dtype or in one byte per element.
+"""One layer's cache on one rank: keys and values in the model's dtype or in one byte per element.
 
-Of multi-latent attention it is one vector a token, of which a matrix makes the keys and values of all heads.
+With multi-latent attention it holds one vector per token, from which a matrix makes the keys and values of all heads.
 
-In one byte: e4m3 and a power of two for each (token, batch, head), as payloads travel with ``--cp-fp8 comm``
-(``cp_plugin.core.payload``, blocks of one token, since tokens come one by one).
+In one byte: e4m3 and a power of two per (token, batch, head), like payloads of ``--cp-fp8 comm``
+(``cp_plugin.core.payload``) in blocks of one token, since tokens arrive one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cp_plugin.kernels import fused
 
 
 class Kept(NamedTuple):
-    """Rows ``[n, b, h, d]`` as they are kept: numbers, or bytes and their exponents ``[n, b, h]``."""
+    """Rows ``[n, b, h, d]`` as stored: numbers, or bytes and their exponents ``[n, b, h]``."""
 
     rows: Tensor
     exponents: Tensor | None
@@ -84,18 +84,18 @@ class Packed:
 class Latent(NamedTuple):
     """What multi-latent attention makes keys and values of (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    Decode does not make keys of it: queries are multiplied instead, and outputs.
+    Decode does not materialise keys: queries and outputs are multiplied instead.
     """
 
     rows: Tensor
-    """``[s, b, 1, r + p]``: compressed keys and values, and behind them the rotated part of the keys."""
+    """``[s, b, 1, r + p]``: compressed keys and values, followed by the rotated part of the keys."""
     up_k: Tensor
     """``[h, d - p, r]``: the rest of head h's key is ``up_k[h] @ compressed``."""
     up_v: Tensor
     """``[h, e, r]``: its value."""
 
     def heads(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of each head, of such rows."""
+        """Keys and values of each head from such rows."""
         rank = self.up_k.size(2)
         compressed, rotated = rows.split((rank, rows.size(3) - rank), 3)
         k = torch.einsum("sbxr,hdr->sbhd", compressed, self.up_k)
@@ -108,14 +108,14 @@ class Latent(NamedTuple):
         return torch.cat((torch.einsum("sbhd,hdr->sbhr", q[..., :plain], self.up_k), q[..., plain:]), 3)
 
     def outputs(self, out: Tensor) -> Tensor:
-        """Outputs, from those whose values are the compressed part of the rows."""
+        """Outputs from those whose values are the compressed part of the rows."""
         return torch.einsum("sbhr,her->sbhe", out, self.up_v.to(out.dtype))
 
 
 class Cache:
     """One layer's keys ``[capacity, b, g, d]`` and values ``[capacity, b, g, e]``.
 
-    Of a latent there are its rows alone: they are the keys, and their first ``v_head_dim`` elements the values.
+    A latent cache has rows only: they are the keys, and their first ``v_head_dim`` elements the values.
     """
 
     def __init__(self, kind: type[Plain] | type[Packed], capacity: int, v_head_dim: int, *like: Tensor) -> None:
@@ -139,11 +139,11 @@ class Cache:
             store.put_at(slots, sequences, part)
 
     def get(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values in the slots ``first .. stop - 1``, in the model's dtype; not to be written to."""
+        """Keys and values in the slots ``first .. stop - 1``, in the model's dtype; read-only."""
         k, *v = (store.get(first, stop) for store in self._stores)
         return k, v[0] if v else k[..., : self.v_head_dim]
 
     def kept(self, slots: int) -> tuple[Kept, Kept | None]:
-        """The first slots as they are stored."""
+        """The first slots as stored."""
         k, *v = (store.kept(slots) for store in self._stores)
         return k, v[0] if v else None

@@ -1,11 +1,11 @@
-"""The one collective of a decoded token: partial attention of every rank, merged along a tree.
+"""Tree reduction: the one collective of a decoded token merges all ranks' partial attention.
 
     4 ranks     0-1  2-3   then   0-2  1-3         after step i a rank has merged the 2^(i+1) ranks around it
-    5, 6, 7     those beyond 4 first give theirs to 0, 1, 2, and are told the result
+    5, 6, 7     those beyond 4 first send theirs to 0, 1, 2, and receive the result
 
-Every pair merges in the order of its ranks, so all ranks compute the same tree: results are equal bit for bit. Bytes
-depend on batch, heads and value size, never on the context (after Tree Attention, arXiv 2408.04093, which reduces
-twice; normalised outputs with their lse merge in one pass).
+Every pair merges in rank order, so all ranks compute the same tree: results are bitwise equal. Bytes depend on batch,
+heads and value size, never on the context (after Tree Attention, arXiv 2408.04093, which reduces twice; normalised
+outputs with their lse merge in one pass).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def merged(mesh: Mesh, partial: Partial) -> Partial:
 
 
 def along(mesh: Mesh, message: Tensor, both: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Reduce every rank's message along the tree; ``both`` merges those of lower and of higher ranks."""
+    """Reduce every rank's message along the tree; ``both`` merges a lower with a higher rank's."""
     size, index = mesh.axes[AXIS], mesh.coordinates[AXIS]
     whole = 1 << (size.bit_length() - 1)
     if index >= whole:
@@ -58,13 +58,13 @@ def along(mesh: Mesh, message: Tensor, both: Callable[[Tensor, Tensor], Tensor])
 
 
 def messages(size: int, index: int) -> int:
-    """How many messages a rank sends for one merge."""
+    """Messages that a rank sends for one merge."""
     whole = 1 << (size.bit_length() - 1)
     return 1 if index >= whole else whole.bit_length() - 1 + (index + whole < size)
 
 
 def bytes_sent(size: int, index: int, tokens: int, batch: int, heads: int, v_head_dim: int, wide: int = 4) -> int:
-    """The closed formula: bytes a rank sends for one layer and step; ``wide``: of an element of a sum."""
+    """Closed formula: bytes a rank sends per layer and step; ``wide``: bytes of an element of a sum."""
     return messages(size, index) * tokens * batch * heads * (v_head_dim + 1) * wide
 
 

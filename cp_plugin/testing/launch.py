@@ -1,12 +1,12 @@
-"""Run one function as N ranks of one machine: import once, fork N times, and never lose an error.
+"""Fork N ranks on one machine: import once, fork N times, lose no error.
 
     parent: imports torch (and whatever `preload` names) --- fork ---> rank 0, rank 1, ... rank N-1
               hosts the rendezvous store                               each leaves one message:
               waits, reports, kills                <--- eventfd -----  its result, or its traceback
 
-Beside `torchrun`, because forked ranks share the imported libraries: 64 ranks of a Megatron training fit where 64
-separate interpreters do not, and they start in the time of one import. What can go wrong in a rank is reported here:
-an exception, a signal, a result that cannot be pickled, a hang. The parent waits on none of them for ever.
+Unlike under `torchrun`, ranks share the imported libraries: 64 ranks of a Megatron training fit where 64 interpreters
+do not, and start in the time of one import. Whatever goes wrong in a rank is reported: an exception, a signal, a
+result that cannot be pickled, a hang. The parent never waits forever.
 
 Fork before CUDA is initialised, and not while another thread is inside torch; each rank has one torch thread, since
 OpenMP's pool does not survive a fork. Linux only (process file descriptors, parent-death signal).
@@ -46,9 +46,9 @@ _PEER = re.compile(r"\[[\d.]+\]:\d+")  # an address in Gloo's errors: another po
 
 
 class RankError(RuntimeError):
-    """A rank failed. `rank` is the first one that did, `traceback` its formatted traceback (or what is known instead).
+    """A rank failed: `rank` is the first one that did, `traceback` its traceback (or what is known instead).
 
-    `exit_status` is the status that rank ended with: 1 for an exception, n for `sys.exit(n)`, -signal for a signal.
+    `exit_status` is that rank's: 1 for an exception, n for `sys.exit(n)`, -signal for a signal.
     """
 
     def __init__(self, message: str, *, rank: int, traceback: str, exit_status: int = 1) -> None:
@@ -59,12 +59,12 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(RankError):
-    """The ranks did not finish in time; `traceback` holds the Python stacks of the first one that was still running."""
+    """The ranks did not finish in time; `traceback` has the Python stacks of the first one still running."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """One forked process as the parent sees it."""
+    """A forked process as seen by the parent."""
 
     rank: int
     pid: int
@@ -81,7 +81,7 @@ class _Rank:
         return self.message is not None and self.message.error is not None
 
     def read_message(self) -> None:
-        """Take its message if it is there."""
+        """Read its message if there is one."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.done)
             with os.fdopen(self.outbox, "rb", closefd=False) as file:
@@ -89,7 +89,7 @@ class _Rank:
                 self.message = pickle.load(file)
 
     def collect(self) -> None:
-        """Take the exit status of a process that has ended; one that left without a word has failed."""
+        """Collect the exit status of a process that has ended; one that left no message has failed."""
         self.read_message()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # what it started; the number is ours until waitpid
@@ -101,7 +101,7 @@ class _Rank:
             self.message = Message(error=text, time=when, status=self.status or 1)
 
     def kill(self) -> None:
-        """End the process, if it is there, and every process it started; collect it."""
+        """Kill the process and all that it started, and collect it."""
         if self.status is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -130,19 +130,19 @@ def run_ranks(
 ) -> list[Any]:
     """Fork `world_size` ranks, call `fn(*args)` in each, and return the results in rank order.
 
-    `fn` may be a closure; it reads its rank from RANK (or from torch.distributed). Each rank has RANK, LOCAL_RANK,
+    `fn` may be a closure; it reads its rank from RANK (or torch.distributed). Each rank has RANK, LOCAL_RANK,
     WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, then `env` on top. The parent hosts the rendezvous
-    store on a port it never gives up, so no two runs can collide. As under torchrun, that store serves the whole run,
-    so a rank cannot destroy torch.distributed and initialise it again. A rank that calls `sys.exit(0)` returns None.
+    store on a port it never gives up, so runs cannot collide. As under torchrun, that store serves the whole run: a
+    rank cannot destroy torch.distributed and initialise it again. A rank that calls `sys.exit(0)` returns None.
 
     timeout: seconds for everything, None for no limit. At the limit every rank's Python stacks are collected.
     init_process_group: initialise torch.distributed with Gloo before `fn`.
-    output: "rank0" shows rank 0's output and keeps the others' for an error report, "ends" shows the last rank's stdout
-        too (Megatron prints its losses there), "all" everything as it comes.
-    pass_on_sigterm: SIGTERM goes on to the ranks and ends this process with them; otherwise the caller's handler stays.
+    output: "rank0" shows rank 0's output and keeps the others' for an error report, "ends" also shows the last rank's
+        stdout (where Megatron prints losses), "all" shows everything.
+    pass_on_sigterm: forward SIGTERM to the ranks and end with them; otherwise the caller's handler stays.
 
     Raises ValueError for bad arguments, RankError when a rank fails (the first failing rank's traceback first, then all
-    others known; ranks that were still running are stopped after a short grace), RankTimeout at the time limit.
+    others; ranks still running are stopped after a short grace period), RankTimeout at the time limit.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: at least one rank is needed")
@@ -187,12 +187,12 @@ def run_ranks(
 
 
 def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *, preload: Callable[[], object]) -> int:
-    """Run a command line that may start with `--nproc N`; return the exit status for `sys.exit`.
+    """Run a command line that may start with `--nproc N`; returns the exit status for `sys.exit`.
 
     Without `--nproc`: `preload()`, then `main(argv)` in this process (under torchrun, or alone); its exceptions, and
     SystemExit, pass through. With `--nproc N` as the first argument: `preload()` once in this process, then N forked
-    ranks each call `main(rest)`, without a time limit, the output of both ends shown. `preload` does what is the same
-    for all ranks and worth sharing, such as switching CPU mode on and importing Megatron, and leaves CUDA alone.
+    ranks each call `main(rest)`, without a time limit, with the output of both ends shown. `preload` does what ranks
+    can share, such as switching CPU mode on and importing Megatron, and leaves CUDA alone.
 
     A failing rank's report goes to stderr. Raises ValueError for `--nproc` without a positive number, or with CUDA.
     """
@@ -210,8 +210,9 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
 
 
 def exit_status(nproc: int, run: Callable[[], object]) -> int:
-    """The exit status of a command that runs ``nproc`` ranks: 0, or that of the first rank that failed, whose report
-    goes to stderr; for Ctrl-C that of the shell."""
+    """The exit status of a command that runs ``nproc`` ranks: 0, that of the first failing rank (whose report goes to
+    stderr), or the shell's for Ctrl-C.
+    """
     try:
         run()
     except RankError as error:
@@ -224,7 +225,7 @@ def exit_status(nproc: int, run: Callable[[], object]) -> int:
 
 
 def split_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
-    """The number behind a leading ``--nproc``, None where there is none, and the rest; ValueError for no number."""
+    """The number after a leading ``--nproc`` (None without it) and the rest; ValueError if it is no positive number."""
     if not argv or argv[0].split("=", 1)[0] != "--nproc":
         return None, argv
     _, equals, value = argv[0].partition("=")
@@ -264,7 +265,7 @@ def _fork(rank: int, job: Job, wait_end: int, *, unwanted: Sequence[int]) -> _Ra
 
 
 def _await_messages(ranks: Sequence[_Rank], job: Job) -> None:
-    """Return when every rank has sent a result; raise when one has failed or the time is up."""
+    """Return when every rank has sent a result; raise when one has failed or time is up."""
     limits = [] if job.timeout is None else [time.monotonic() + job.timeout]
     failing = False
     with selectors.DefaultSelector() as selector:
@@ -292,7 +293,7 @@ def _await_messages(ranks: Sequence[_Rank], job: Job) -> None:
 
 
 def _await_exit(ranks: Sequence[_Rank], job: Job) -> None:
-    """All results are in: collect the processes, and notice one that dies on its way out."""
+    """Collect the processes after all results are in, and notice one that dies on its way out."""
     deadline = time.monotonic() + _EXIT_S
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
@@ -316,7 +317,7 @@ def _result(rank: _Rank, job: Job) -> Any:
 
 
 def _dump_stacks(running: Sequence[_Rank]) -> None:
-    """Make the running ranks write their stacks, and wait until the files stop growing."""
+    """Make running ranks write their stacks, and wait until the files stop growing."""
     for rank in running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.pid, signal.SIGUSR1)
@@ -333,7 +334,7 @@ def _dump_stacks(running: Sequence[_Rank]) -> None:
 def _error(ranks: Sequence[_Rank], job: Job) -> RankError:
     """Everything that is known, the first failure first; ranks with the same story share one paragraph and one log.
 
-    Not the log of rank 0, which is on the console, nor of those with its story.
+    Leaves out rank 0's log, which is on the console, and the logs of ranks that share its story.
     """
     failed = sorted((r for r in ranks if r.failed), key=lambda r: r.message.time)
     running = [r for r in ranks if r.message is None]
@@ -371,7 +372,7 @@ def _describe_end(status: int) -> str:
 
 
 def _scratch_file() -> int:
-    """A file descriptor of an empty file that has no name and goes with its last descriptor."""
+    """A file descriptor of an empty unnamed file."""
     fd, path = tempfile.mkstemp()
     os.unlink(path)
     return fd

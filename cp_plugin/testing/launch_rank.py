@@ -1,10 +1,10 @@
-"""The life of one forked rank: set itself up, call the function, leave one message, end.
+"""The life of a forked rank: set up, call the function, leave one message, end.
 
     fork -> own session, dies with its parent -> output and stack files -> environment -> fn(*args)
          -> Message in the outbox -> wait until every rank is done -> os._exit
 
-`launch` is the parent's side. A rank leaves with `os._exit`, so nothing that the parent registered to run at its own
-exit (a test runner's reports, temporary-file cleaning) runs a second time.
+`launch` is the parent's side. A rank leaves with `os._exit`, so the parent's exit handlers (a test runner's reports,
+temporary-file cleaning) do not run a second time.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What a rank says at its end: the pickled result, or an error text; monotonic time; its exit status."""
+    """A rank's last message: its pickled result or an error text; monotonic time; its exit status."""
 
     result: bytes = b""
     error: str | None = None
     note: str = ""
-    """What the error was told with (``add_note``)."""
+    """The error's notes (``add_note``)."""
     time: float = 0.0
     status: int = 0
 
 
 def live(rank: int, job: Job, *, log: int, stacks: int, outbox: int, done: int) -> int:
-    """Be rank `rank` of `job` in a freshly forked process; return its exit status. Never raises.
+    """Be rank `rank` of `job` in a freshly forked process; returns its exit status. Never raises.
 
-    File descriptors: `log` receives stdout and stderr unless they go to the console; `stacks` the Python stacks of all
-    threads on SIGUSR1 or on a crash; `outbox` the pickled Message; `done`, an eventfd, is set once that is there.
+    File descriptors: `log` gets stdout and stderr unless they go to the console; `stacks` the Python stacks of all
+    threads on SIGUSR1 or a crash; `outbox` the pickled Message; `done`, an eventfd, is set once that is there.
     """
     try:
         os.setsid()  # a terminal's Ctrl-C reaches the parent alone, and the rank's own children can be killed with it
@@ -97,8 +97,9 @@ def _pickled(result: Any) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Plain tensors are their bytes: torch's own way of each, and Megatron's check of what it loads, take longer than
-    many a training of a test."""
+    """Pickles plain tensors as bytes: torch's own way, and Megatron's check of what it loads, take longer than many a
+    test's training.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.requires_grad or obj.device.type != "cpu" or vars(obj):
@@ -125,14 +126,14 @@ def _note(error: BaseException) -> str:
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when the thread that forked this process ends; at once if `parent` is not its parent any more."""
+    """Be killed when the thread that forked this process ends; at once if `parent` has already gone."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the request was in place
         os._exit(1)
 
 
 def _hidden_streams(rank: int, job: Job) -> tuple[int, ...]:
-    """The file descriptors whose output does not go to the console."""
+    """The file descriptors whose output is not shown."""
     shown_whole = job.output == "all" or (job.output in ("rank0", "ends") and rank == 0)
     if shown_whole:
         return ()
@@ -142,7 +143,7 @@ def _hidden_streams(rank: int, job: Job) -> tuple[int, ...]:
 def _redirect(log: int, streams: tuple[int, ...]) -> None:
     """Point the file descriptors `streams` at `log`, and Python's standard streams at file descriptors 1 and 2.
 
-    Python's streams are made anew: the parent's may be a test runner's buffers, which end with this process.
+    Python's streams are recreated: the parent's may be a test runner's buffers, which are lost with this process.
     """
     for stream in streams:
         os.dup2(log, stream)

@@ -1,6 +1,6 @@
-"""SIGTERM at the process that forked ranks is for the ranks: they end of it, or write a checkpoint first and then end.
+"""SIGTERM at the launcher is meant for the ranks: they end, or write a checkpoint first.
 
-Without this the launcher would die alone: its ranks with it, but not what they started, such as the processes that
+Otherwise the launcher would die alone, taking its ranks with it, but not what they started, such as the processes that
 write a checkpoint.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def passing_on_sigterm(pids: Callable[[], Sequence[int]]) -> Iterator[None]:
-    """Inside the ``with`` block SIGTERM goes on to these processes; in the main thread only, which alone can say so."""
+    """Inside the ``with`` block SIGTERM is forwarded to these processes; only the main thread can arrange that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -34,7 +34,7 @@ def passing_on_sigterm(pids: Callable[[], Sequence[int]]) -> Iterator[None]:
 
 
 def frozen(pid: int) -> bool:
-    """Whether SIGSTOP or a debugger holds the process, so that it will not answer a signal."""
+    """Whether SIGSTOP or a debugger holds the process, so that it cannot answer a signal."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False

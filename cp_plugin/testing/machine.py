@@ -1,4 +1,4 @@
-"""What this machine can run: a clear refusal before forking ranks that would run out of memory, or never end."""
+"""What this machine can run: refuse before forking ranks that would run out of memory or take too long."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.text import in_bytes
 
 _FLOPS = 2e9
-"""FLOP/s of one CPU core in attention, at the least."""
+"""FLOP/s of one CPU core in attention, conservatively."""
 _RANK_BYTES = 50_000_000
 """Memory of a forked rank besides its tensors."""
 _MOST_SECONDS = 600.0
 
 
 def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) -> float:
-    """An upper bound of the seconds that this many runs of a problem, forward and backward, take on this machine's CPU.
+    """An upper bound of the seconds that ``runs`` forward and backward passes take on this machine's CPU.
 
     Args:
         reference: whether one head's scores are also computed whole, in float64.
@@ -44,6 +44,6 @@ def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) ->
 
 
 def _bytes(problem: Problem) -> int:
-    """Of all ranks, if each holds inputs, gradients, the whole sequence as gathered, and sums of it in float32."""
+    """Memory of all ranks, if each holds inputs, gradients, the gathered sequence, and float32 sums of it."""
     whole = problem.size * (problem.q_elements + problem.out_elements + problem.kv_elements)
     return problem.size * (_RANK_BYTES + whole * (problem.dtype.itemsize + problem.wide))

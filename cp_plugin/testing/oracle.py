@@ -1,8 +1,7 @@
-"""The oracle: plain attention on one device in float64, by torch's autograd, and how far a result is from it.
+"""The oracle: plain attention on one device in float64 by torch's autograd, and distances from it.
 
-It uses nothing of this package but the description of a problem and its inputs: no kernel, no tiles, no layout. The
-self-check of a training compares its layers with it, too. So scores are made in parts: 64 GPUs with 256 tokens each
-need no gigabytes for them.
+It shares no kernel, tile or layout with the package, only the description of a problem and its inputs. Training's
+self-check uses it too, so scores are computed in chunks: 64 GPUs with 256 tokens each need no gigabytes.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.methods.protocol import Kind
 
 TENSORS = ("out", "dq", "dk", "dv", "dlog_decay")
-"""What is compared; the last where a decay belongs to tokens."""
+"""What is compared; the last where there is a per-token decay."""
 ELEMENTS = 1 << 24
-"""Of scores, at a time."""
+"""Scores per chunk."""
 
 
 class Case(NamedTuple):
-    """One attention call and the right answer: whole sequences, on the CPU."""
+    """An attention call and its right answer: whole sequences, on the CPU."""
 
     inputs: Inputs
     """In the problem's dtype; the decay in float64."""
     want: tuple[Tensor, ...]
-    """In float64, for the inputs as rounded to that dtype: see ``TENSORS``."""
+    """In float64, for the rounded inputs: see ``TENSORS``."""
     problem: Problem
     documents: tuple[int, ...] = ()
-    """Where the documents begin, and the length of the sequence; empty: one document."""
+    """Bounds of the documents; empty: one document."""
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -44,7 +43,7 @@ class Case(NamedTuple):
 
 
 def make_case(problem: Problem, kind: Kind = "softmax", documents: tuple[int, ...] = ()) -> Case:
-    """Random inputs, the same on every call, and their reference."""
+    """Deterministic random inputs and their reference."""
     x = make_inputs(problem)
     if kind == "softmax":
         want = reference(*x[:4], causal=problem.causal, seen=seen(problem, documents))
@@ -58,7 +57,7 @@ def make_case(problem: Problem, kind: Kind = "softmax", documents: tuple[int, ..
 
 
 def make_inputs(problem: Problem) -> Inputs:
-    """Random inputs, the same on every call: in the problem's dtype, the decay in float64."""
+    """Deterministic random inputs in the problem's dtype, the decay in float64."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(like: Tensor) -> Tensor:
@@ -98,7 +97,7 @@ def reference(
     Args:
         q, k, v, dout: the whole sequence; shapes as in ``cp_plugin.methods.protocol``.
         causal: a token sees the tokens up to and including itself; otherwise all.
-        seen: bool ``[s, s]``: which keys each query may see besides; None: all.
+        seen: bool ``[s, s]``: further restricts which keys each query sees; None: no restriction.
     """
     position = torch.arange(q.size(0), device=q.device)
 
@@ -120,13 +119,13 @@ def softmax_reference(
     sink: Tensor | None = None,
     wanted: Tensor | slice = slice(None),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, dq, dk, dv in float64, of the wanted tokens: for one key/value head and some queries at a time.
+    """out, dq, dk, dv of the wanted tokens in float64, one key/value head and one chunk of queries at a time.
 
     Args:
         q, k, v, dout: the whole sequence; shapes as in ``cp_plugin.methods.protocol``.
-        hidden: some queries -> the keys that they do not see: bool ``[queries, s]``.
+        hidden: queries -> the keys that they do not see: bool ``[queries, s]``.
         scale: of the scores; default: 1 / sqrt(d).
-        sink: ``[h]``: a score of each query head that takes part in the softmax and has no value.
+        sink: ``[h]``: a score per query head that takes part in the softmax and has no value.
     """
     scale = q.size(3) ** -0.5 if scale is None else scale
     share = q.size(2) // k.size(2)
@@ -167,16 +166,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float, si
 
 
 def chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Queries whose scores are made at once: q ``[s, b, h, d]``, all keys k ``[s, ...]``."""
+    """Chunks of queries q ``[s, b, h, d]`` against all keys k ``[s, ...]``."""
     rows = max(1, ELEMENTS // (k.size(0) * q.size(1) * q.size(2)))
     for first in range(0, q.size(0), rows):
         yield slice(first, min(first + rows, q.size(0)))
 
 
 def linear_reference(inputs: Inputs, problem: Problem) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv and, where the decay belongs to tokens, its gradient: one token after the other in float64.
+    """out, dq, dk, dv and the gradient of a per-token decay: token by token in float64.
 
-    Without a causal mask also from the last token back, where each token itself is not counted again.
+    Without a causal mask also from the last token back, not counting each token itself again.
     """
     q, k, v = (y.detach().double().requires_grad_() for y in inputs[:3])
     decay = torch.zeros(()).double() if inputs.log_decay is None else inputs.log_decay.detach().requires_grad_()
@@ -204,7 +203,7 @@ def linear_reference(inputs: Inputs, problem: Problem) -> tuple[Tensor, ...]:
 
 
 def relative_errors(got: Sequence[Tensor], want: Sequence[Tensor]) -> dict[str, float]:
-    """||got - want|| / ||want|| of each tensor; infinite where ``got`` is not finite, or has another shape."""
+    """||got - want|| / ||want|| of each tensor; infinite if ``got`` is not finite or has another shape."""
     found = {}
     for name, a, b in zip(TENSORS[: len(want)], got, want, strict=True):
         error = ((a.detach().cpu().double() - b).norm() / b.norm()).item() if a.shape == b.shape else torch.inf

@@ -1,4 +1,4 @@
-"""Where a command's ranks come from: torchrun started them, this process being one, or they are forked here."""
+"""Where a command's ranks come from: torchrun started them, or they are forked here."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from cp_plugin.testing.launch import run_ranks
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one of several ranks that were started together."""
+    """Whether this process was started as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all ranks: it forks them, or is the first that was started."""
+    """Whether this process reports for all ranks: it forks them, or is rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def with_progress[T](items: Sequence[T], doing: str) -> Iterable[T]:
-    """The items, with a progress bar on the terminal of the process that speaks for all."""
+    """The items, with a progress bar on the terminal of the reporting process."""
     if not is_first() or not sys.stderr.isatty():
         return items
     from rich.console import Console  # a GPU machine may have torch alone
@@ -35,7 +35,7 @@ def with_progress[T](items: Sequence[T], doing: str) -> Iterable[T]:
 
 
 def number_of_ranks(size: int | None) -> int:
-    """As torchrun says, or ``--size``, or 4; ValueError for both."""
+    """torchrun's number of ranks, or ``--size``, or 4; ValueError for both."""
     if not under_torchrun():
         return 4 if size is None else size
     if size is not None:
@@ -70,7 +70,7 @@ def run[T](
     Args:
         device: ``cpu`` or ``cuda``.
         timeout: seconds for forked ranks.
-        here: of ``start``: this rank's device; None: ranks are forked.
+        here: from ``start``: this rank's device; None: ranks are forked.
 
     Raises:
         RankError: if a forked rank fails.

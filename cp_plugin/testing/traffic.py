@@ -1,10 +1,10 @@
-"""What ``cp-plugin traffic`` computes: the bytes that every rank sends, by formula, by trace, and for real.
+"""``cp-plugin traffic``: the bytes that every rank sends, by formula, by trace, and measured.
 
     formula   ``Provider.traffic``: closed, for any number of ranks
     trace     the method itself on a ``TraceMesh`` and the meta device: no data, no peers
     ledger    the method itself on forked Gloo ranks, forward and backward through autograd
 
-``compare`` demands that all three are equal to the byte, on every rank.
+``compare`` requires all three to be equal to the byte, on every rank.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from cp_plugin.testing.ranks import with_progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One setup and what each rank sends in one call, forward and backward."""
+    """A setup and what each rank sends in one call, forward and backward."""
 
     setup: Setup
     ranks: tuple[Formula, ...] = ()
-    """(phase, axis) -> bytes, for every rank; empty where the setup cannot do the problem."""
+    """(phase, axis) -> bytes, for every rank; empty if the setup cannot do the problem."""
     ratio: float | None = None
-    """``most`` over that of a ring; None where a ring sends nothing."""
+    """``most`` relative to a ring's; None where a ring sends nothing."""
 
     @property
     def busiest(self) -> Formula:
-        """The bytes of the rank that sends most."""
+        """Bytes of the rank that sends most."""
         return max(self.ranks, key=lambda sent: sum(sent.values()))
 
     @property
     def most(self) -> int:
-        """Bytes that the busiest rank sends."""
+        """Total bytes of the busiest rank."""
         return sum(self.busiest.values())
 
     @property
     def least(self) -> int:
-        """Bytes that the least busy rank sends."""
+        """Total bytes of the least busy rank."""
         return min(sum(sent.values()) for sent in self.ranks)
 
 
@@ -94,7 +94,7 @@ def trace(setup: Setup, index: int) -> Formula:
 
 
 def compare(rows: Sequence[Row]) -> list[str | None]:
-    """Run every row on forked Gloo ranks; where ledger, trace and formula are not all equal, the first difference.
+    """Run every row on forked Gloo ranks; where ledger, trace and formula differ, the first difference.
 
     Raises:
         ValueError: if the problem is too large for this machine.
@@ -117,7 +117,7 @@ def compare(rows: Sequence[Row]) -> list[str | None]:
 
 
 def _variants(setup: Setup, options: Options) -> list[Setup]:
-    """Beside ATTENTION2D's own choice: the paper's square grid where it differs, and head axes in front."""
+    """Further rows for ATTENTION2D: the paper's square grid, if that was not chosen, and head axes in front."""
     if setup.provider.name != "attention2d" or setup.reason is not None:
         return []
     provider, problem = setup.provider, setup.problem
@@ -129,7 +129,7 @@ def _variants(setup: Setup, options: Options) -> list[Setup]:
 
 
 def _placed(setup: Setup) -> list[Setup]:
-    """On tokens that are placed for the documents, where that changes what is sent."""
+    """The setup on tokens placed by document, where that changes what is sent."""
     if setup.reason is not None or not can_place(setup.provider, setup.problem):
         return []
     found = settled_or_reason(setup.provider, setup.problem, replace(setup.options, layout=DOCUMENTS.name))
@@ -137,7 +137,7 @@ def _placed(setup: Setup) -> list[Setup]:
 
 
 def _sent(cp: ContextParallel, problem: Problem, device: str) -> Formula:
-    """Forward and backward on this rank, of zeros; what its ledger says."""
+    """Forward and backward of zeros on this rank; what its ledger says."""
     shapes = calls.shapes(problem, problem.seq_length // problem.size)
     zeros = (None if y is None else torch.zeros_like(y, device=device).requires_grad_() for y in shapes)
     calls.through_autograd(cp, calls.Inputs(*zeros), problem)

@@ -1,13 +1,13 @@
-"""What ``cp-plugin verify`` does: run providers on this machine's devices and compare with attention on one device.
+"""``cp-plugin verify``: run providers on this machine's devices and compare with attention on one device.
 
     CPU                      forked Gloo ranks, through autograd
     CUDA, a device per rank  forked NCCL ranks, through autograd
     CUDA, fewer devices      the ranks are threads on one device, the method is called directly (``comm/threads.py``)
 
-Float64 and float32 have fixed limits. In half precision the limit of each tensor is twice the error that one call of
-the same kernel makes on one device; with ``--fp8`` between inputs and results that are rounded as they are when they
-travel. (A method rounds some of them, and the same tensor again where parts of it are merged: 2.6 % each, e4m3's mean.)
-With ``--gradient-dtype model`` the roundings of sums are added, see ``of_sums``.
+Float64 and float32 have fixed limits. In half precision the limit of each tensor is twice the error of one call of the
+same kernel on one device; with ``--fp8`` its inputs and results are rounded as in transit. (A method rounds some of
+them, and a tensor again where parts of it are merged: 2.6 % each, e4m3's mean.) ``--gradient-dtype model`` adds the
+roundings of sums, see ``of_sums``.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from cp_plugin.testing.ranks import join, with_progress
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error (norm) of each tensor."""
 HALF_FACTOR = 2.0
-"""In half precision: the allowed multiple of the error of one call of the same kernel."""
+"""In half precision: the allowed multiple of one kernel call's error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How far a setup is from the oracle."""
+    """Distance of a setup from the oracle."""
 
     setup: Setup
     errors: Mapping[str, float] = field(default_factory=dict)
     """out, dq, dk, dv -> relative error."""
     limits: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
-    """Why there is no result; empty: there is one."""
+    """Why there is no result; empty if there is one."""
 
     @property
     def worst(self) -> str:
@@ -59,14 +59,14 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether there is a result, and every tensor is within its limit."""
+        """Whether there is a result with every tensor within its limit."""
         return not self.failure and all(error <= self.limits[name] for name, error in self.errors.items())
 
 
 def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options: Options) -> list[Setup]:
-    """Every provider (see ``setups``) on every layout it has, or on the one asked for, for every problem.
+    """Every provider (see ``setups``) on all its layouts, or the one asked for, for every problem.
 
-    Where neither providers nor options were chosen, also nested rings with both backwards, and a head axis.
+    If neither providers nor options were chosen, also nested rings with both backwards, and a head axis.
 
     Raises:
         ValueError: for an unknown provider, or options that do not fit it.
@@ -84,7 +84,7 @@ def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options:
 
 
 def _decayed(provider: Provider, problems: Sequence[Problem]) -> list[Problem]:
-    """The problems; for linear attention each with every decay that the provider supports."""
+    """The problems; for linear attention each with every supported decay."""
     if provider.kind == "softmax":
         return list(problems)
     known = {d for d in get_args(Decay) for p in problems if not provider.unsupported(replace(p, decay=d), Options())}
@@ -92,14 +92,14 @@ def _decayed(provider: Provider, problems: Sequence[Problem]) -> list[Problem]:
 
 
 def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> list[Result]:
-    """Run the setups that can run, with a progress bar; their results, in order.
+    """Run the possible setups, with a progress bar; their results, in order.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        threads: ranks are threads on one device, wherever there are as many.
+        threads: run ranks as threads on one device, even where there are devices for all.
 
     Raises:
-        ValueError: if a problem is too large for this machine, or the kernel that was asked for cannot run it.
+        ValueError: if a problem is too large for this machine, or the requested kernel cannot run it.
     """
     possible = [setup for setup in planned if setup.reason is None]
     if not possible:
@@ -138,7 +138,7 @@ class Ranks(NamedTuple):
 
 
 def place(possible: Sequence[Setup], device: str, *, threads: bool) -> Ranks:
-    """Where the ranks of these setups run: see ``verify``, also for what is raised."""
+    """Where the ranks of these setups run; arguments and errors as for ``verify``."""
     size = possible[0].problem.size
     runs = len(possible) if device == "cpu" else 1  # the oracle's, which is on the CPU
     problems = {setup.problem: None for setup in possible}
@@ -154,7 +154,7 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
     """The largest allowed error of each tensor of a case.
 
     Args:
-        setup: None: of another library, which is held to the kernel that ``auto`` chooses.
+        setup: None: another library, which is held to the kernel that ``auto`` chooses.
     """
     problem = case.problem
     if problem.dtype in LIMITS:
@@ -179,8 +179,9 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
 
 
 def of_sums(setup: Setup) -> dict[str, float]:
-    """What rounding may add to the error of each gradient where sums travel in the model's dtype: half of its epsilon,
-    once for every rank that adds a part. Roundings are independent, so that it grows with the root of their number."""
+    """What rounding may add to each gradient's error where sums travel in the model's dtype: half its epsilon per rank
+    that adds a part. Roundings are independent, so the error grows with the root of the number of ranks.
+    """
     if setup.options.gradient_dtype != "model":
         return {}
     grads = TENSORS[1:4]
@@ -195,7 +196,7 @@ def _not_chosen_here(provider: Provider) -> list[Options]:
 
 
 def check_kernel(setup: Setup, device: torch.device) -> None:
-    """ValueError if the kernel that was asked for cannot run it there."""
+    """ValueError if the requested kernel cannot run the setup there."""
     options, problem = setup.options, setup.problem
     if setup.provider.kind == "softmax":
         blocks.choose(options, problem, device)
@@ -213,7 +214,7 @@ def on_ranks[T](
 def _on_processes[T](
     planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
 ) -> list[list[T] | str]:
-    """One launch for all; if a rank fails, one for each provider and layout, so that the others still get results."""
+    """One launch for all; if a rank fails, one per provider and layout, so that the others still get results."""
 
     def rank() -> list[T]:
         here, made, found = join(ranks.device), {}, []

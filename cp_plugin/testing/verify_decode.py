@@ -1,11 +1,11 @@
-"""What ``cp-plugin verify --decode`` does: run providers as generation does, and compare with attention on one device.
+"""``cp-plugin verify --decode``: run providers as generation does, and compare with attention on one device.
 
     prompts    by the provider, in one part and in two; every second one ends at half of the padded length
     decode     1, 1, 3 and as many tokens as there are ranks at a time
 
-Outputs are held against attention of the whole sequences in float64, with the limits of ``verify``. Those of decode
-are also the same on all ranks, bit for bit; its bytes are those of ``tree.bytes_sent``; and tokens are spread evenly.
-Linear attention hands on a state, ``ContextParallel.extend_linear``, and sends nothing in decode.
+Outputs are compared with float64 attention of the whole sequences, within the limits of ``verify``. Decode must also
+be bitwise equal on all ranks, send the bytes of ``tree.bytes_sent``, and spread tokens evenly. Linear attention
+passes a state on (``ContextParallel.extend_linear``) and sends nothing in decode.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PREFILL, DECODE = ("prefill", "chunked_prefill"), ("decode", "chunked_decode")
 
 
 def steps(size: int) -> tuple[int, ...]:
-    """How many tokens each decode step takes, on this many ranks."""
+    """Tokens of each decode step on this many ranks."""
     return (1, 1, 3, size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoded(Result):
-    """How far a setup is from the oracle; besides the errors, ``failure`` says what else was wrong."""
+    """Distance from the oracle; ``failure`` also says what else was wrong."""
 
     sent: tuple[int, ...] = ()
     """Bytes that each rank sends per decoded token and sequence."""
@@ -72,25 +72,24 @@ class Texts(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A setup on one rank."""
+    """One rank's results of a setup."""
 
     outs: tuple[tuple[Tensor, Tensor], ...]
-    """Outputs of the padded prompts ``[n, b, h, e]`` and of decoded tokens ``[m, b, h, e]``: whole, and in two parts.
-    """
+    """Outputs of padded prompts ``[n, b, h, e]`` and decoded tokens ``[m, b, h, e]``: at once, and in two chunks."""
     held: tuple[list[list[int]], ...]
-    """Tokens of each sequence on each rank, after each prefill and each decode; linear attention: nothing."""
+    """Tokens of each sequence on each rank, after each prefill and each decode; empty for linear attention."""
     sent: int
     """Bytes, in both decodes."""
 
 
 class Found(NamedTuple):
-    """What one rank reports."""
+    """One rank's report."""
 
     decoded: tuple[Tensor, ...]
     held: tuple[list[list[int]], ...]
     sent: int
     errors: Mapping[str, float]
-    """As ``limits``: set on the first rank, empty on the others."""
+    """Set on the first rank only, as ``limits``."""
     limits: Mapping[str, float]
 
 
@@ -118,7 +117,7 @@ def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options:
 
 
 def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> list[Decoded]:
-    """Run the setups that can run; their results, in order. As ``testing.verify.verify``, also in what it raises."""
+    """Run the possible setups; their results, in order. Raises what ``testing.verify.verify`` does."""
     possible = [setup for setup in planned if setup.reason is None]
     if not possible:
         return []
@@ -138,7 +137,7 @@ def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> l
 
 
 def make_texts(problem: Problem, kind: Kind) -> Texts:
-    """Random inputs, the same on every call, and their reference."""
+    """Deterministic random inputs and their reference."""
     n, extra = problem.seq_length, sum(steps(problem.size))
     inputs = make_inputs(replace(problem, seq_length=n + extra))
     lengths, want = _lengths(problem), []
@@ -158,7 +157,7 @@ def _lengths(problem: Problem) -> tuple[int, ...]:
 
 
 def _in_two(setup: Setup) -> Setup:
-    """The setup, with a reason if its prompts cannot be cut into two chunks, or leave no state for what follows."""
+    """The setup, with a reason if its prompts cannot be split into two chunks, or leave no single state."""
     if setup.reason is None and setup.provider.kind == "linear" and setup.layout == DOCUMENTS.name:
         return replace(setup, reason=f"on the layout {DOCUMENTS.name!r} linear attention leaves no one state behind")
     n, divisor = setup.problem.seq_length, get_layout(setup.layout).divisor(setup.problem.size)
@@ -242,7 +241,7 @@ def _errors(ran: Ran, case: Texts) -> dict[str, float]:
 
 
 def _distances(case: Texts, prompt: Tensor, decoded: Tensor) -> tuple[float, float]:
-    """Relative errors of the outputs of all prompts, without padding, and of all decoded tokens."""
+    """Relative errors of all prompts' outputs, without padding, and of all decoded tokens."""
     m = decoded.size(0)
     want = [torch.cat([w[:-m].flatten() for w in case.want]), torch.cat([w[-m:].flatten() for w in case.want])]
     of_prompts = torch.cat([prompt[:length, i].flatten() for i, length in enumerate(case.lengths)])
@@ -252,7 +251,7 @@ def _distances(case: Texts, prompt: Tensor, decoded: Tensor) -> tuple[float, flo
 
 
 def _limits(setup: Setup, case: Texts, here: torch.device) -> dict[str, float]:
-    """The largest error allowed: see ``verify``."""
+    """The largest allowed errors: see ``verify``."""
     if setup.problem.dtype in LIMITS:
         return dict.fromkeys((*PREFILL, *DECODE), LIMITS[setup.problem.dtype])
     if setup.provider.kind == "linear":
@@ -267,11 +266,11 @@ def _limits(setup: Setup, case: Texts, here: torch.device) -> dict[str, float]:
 def _by_one_call(
     setup: Setup, case: Texts, here: torch.device, sent: Callable[[Tensor], Tensor], kept: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Outputs of prompts, padded with zeros, and of decoded tokens, where one call of the kernel computes a text.
+    """Outputs of prompts, padded with zeros, and of decoded tokens, where one kernel call computes a text.
 
     Args:
-        sent: what happens to queries and outputs.
-        kept: what happens to keys and values.
+        sent: applied to queries and outputs.
+        kept: applied to keys and values.
     """
     kernel = blocks.choose(setup.options, setup.problem, here).kernel
 
@@ -286,7 +285,7 @@ def _by_one_call(
 
 
 def _linear_on_one_rank(setup: Setup, case: Texts, here: torch.device) -> Callable[[list[int], int], Tensor]:
-    """Linear attention to a whole text as in training: without the state of generation, which is on trial."""
+    """Linear attention of a whole text as in training, without the generation state under test."""
     cp, decay = ContextParallel(setup.provider, backend=setup.options.backend), case.inputs.log_decay
 
     def attend(rows: list[int], i: int) -> Tensor:
@@ -299,7 +298,7 @@ def _linear_on_one_rank(setup: Setup, case: Texts, here: torch.device) -> Callab
 
 
 def _texts_of(case: Texts, attend: Callable[[list[int], int], Tensor]) -> tuple[Tensor, Tensor]:
-    """Outputs of prompts, padded with zeros, and of decoded tokens. ``attend``: the rows of a text, and its number."""
+    """Outputs of prompts, padded with zeros, and of decoded tokens. ``attend``: (a text's rows, number) -> outputs."""
     m = sum(case.steps)
     n = case.inputs[0].size(0) - m
     prompts, decoded = [], []
@@ -324,7 +323,7 @@ def _judged(setup: Setup, found: list[Found] | str) -> Decoded:
 
 
 def _unequal(found: Sequence[Found]) -> str:
-    """How a rank's outputs or books differ from the first rank's; empty: not at all."""
+    """How a rank's outputs or bookkeeping differ from the first rank's; empty if they do not."""
     for rank, other in enumerate(found):
         if other.held != found[0].held:
             return f"ranks 0 and {rank} disagree on who holds which token"
@@ -335,7 +334,7 @@ def _unequal(found: Sequence[Found]) -> str:
 
 
 def _other_bytes(setup: Setup, found: Sequence[Found]) -> str:
-    """How the bytes of decode differ from the formula; empty: not at all."""
+    """How the bytes of decode differ from the formula; empty if they do not."""
     p = setup.problem
     for rank, one in enumerate(found):
         want = 0
@@ -348,8 +347,7 @@ def _other_bytes(setup: Setup, found: Sequence[Found]) -> str:
 
 
 def _uneven(setup: Setup, held: Sequence[list[list[int]]]) -> str:
-    """Where ranks do not hold as many tokens of a sequence as it has, or, in a cyclic layout or of a prompt without
-    padding, not equally many."""
+    """Where ranks hold the wrong number of a sequence's tokens or, if cyclic or unpadded, unequal numbers."""
     problem, cyclic = setup.problem, get_layout(setup.layout).cyclic
     for step, of_sequences in enumerate(held):
         decoded = sum(steps(problem.size)) if step % 2 else 0

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_plugin import ContextParallel
 from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.attention.shift import shift
-from cp_plugin.comm.waits import Waits
+from cp_plugin.comm import Waits
 from cp_plugin.inference.session import Session
 from cp_plugin.kernels import merge
 
