@@ -1,4 +1,4 @@
-"""The oracle: attention on one device in float64, by torch's autograd, and the one way in which results are compared.
+"""The tests' oracle: attention on one device in float64 by torch's autograd, and how results are compared.
 
 It shares no code with the package: key/value heads are repeated, the mask is built from positions.
 """
@@ -24,7 +24,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Random inputs of one attention problem, the same for every rank and every provider."""
+    """Random inputs of one attention problem, the same for every rank and provider."""
 
     seq_length: int
     heads: int
@@ -36,9 +36,9 @@ class Case:
     v_head_dim: int = 16
     window: tuple[int, int] | None = None
     documents: tuple[int, ...] = ()
-    """Where each begins, and the length of the sequence."""
+    """Bounds, from 0 to the length of the sequence."""
     tree: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Instead: the lengths of nodes in depth-first order, and the number of each one's parent, -1 for none."""
+    """Instead: lengths of nodes in depth-first order, and each one's parent, -1 for none."""
     sink: bool = False
     seed: int = 0
 
@@ -51,7 +51,7 @@ class Case:
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), dout.to(self.dtype)
 
     def sinks(self) -> Tensor | None:
-        """A score for each query head, of the size of a row's log-sum-exp."""
+        """A score per query head, of the size of a row's log-sum-exp."""
         return torch.linspace(-2, 4, self.heads, dtype=torch.float64) if self.sink else None
 
     def hidden(self) -> Tensor:
@@ -66,7 +66,7 @@ class Case:
         return hidden if not self.tree[0] else hidden | ~self._on_path()
 
     def _on_path(self) -> Tensor:
-        """bool ``[query, key]``: whether the key's node is the query's, or above it."""
+        """bool ``[query, key]``: whether the key's node is the query's or an ancestor."""
         lengths, parents = self.tree
         above = torch.eye(len(lengths), dtype=torch.bool)
         for node, parent in enumerate(parents):
@@ -76,7 +76,7 @@ class Case:
         return above[node_of][:, node_of]
 
     def reference(self) -> Result:
-        """The float64 answer for the inputs as rounded to this case's dtype."""
+        """The float64 answer for the inputs rounded to this case's dtype."""
         q, k, v, dout = (x.double() for x in self.inputs())
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         repeat = self.heads // self.kv_heads

@@ -1,4 +1,4 @@
-"""The page on precision: its figures are what the code gives now, and what it says of them."""
+"""The page on precision: its figures are the code's, and its claims follow from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes while a process runs is in the adapter's one ``State``, and in the few places explained here."""
+"""Mutable state lives in the adapter's one ``State`` and the few places explained here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATEFUL |= {"defaultdict", "Counter", "ContextVar", "ExitStack", "Lock", "RLock
 
 
 def _globals(tree: ast.Module) -> dict[str, ast.expr | None]:
-    """What a module binds at its top level."""
+    """A module's top-level bindings."""
     found: dict[str, ast.expr | None] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign):
@@ -56,7 +56,7 @@ def _changed(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def mutable(source: str) -> set[str]:
-    """The module-level names of a source file that are rebound, changed in place, or of a class that is to be."""
+    """Module-level names of a source file that are rebound, changed in place, or of a stateful class."""
     tree = ast.parse(source)
     bound = _globals(tree)
     found = {name for name, value in bound.items() if _class_of(value) in STATEFUL}
@@ -73,7 +73,7 @@ def mutable(source: str) -> set[str]:
 
 
 def modules_changed(source: str) -> set[str]:
-    """What a source file sets in, or changes of, the package's modules: ``module.name = ``, ``module.name.clear()``."""
+    """What a source file sets or changes in the package's modules: ``module.name = ``, ``module.name.clear()``."""
     tree = ast.parse(source)
     modules = {
         (alias.asname or alias.name).rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Third parties' distributions, as pip leaves them."""
+"""Third-party distributions as pip installs them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def install(folder: Path, module: str, source: str, group: str, **points: str) -> None:
-    """One module and its entry points in a folder that is to be in Python's path.
+    """A module and its entry points in a folder to be put on Python's path.
 
-    points: name -> what of the module it leads to.
+    points: name -> the module's attribute.
     """
     folder.mkdir(exist_ok=True)
     (folder / f"{module}.py").write_text(source)

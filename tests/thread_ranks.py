@@ -1,4 +1,4 @@
-"""One attention case on ranks that are threads of this process."""
+"""An attention case on ranks that are threads of this process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from cp_plugin.placement.documents import DOCUMENTS
 
 
 def run(cp: ContextParallel, problem: Case, *, recompute: bool = False) -> Result:
-    """Forward and backward through autograd on this rank's shards; the whole result. Documents are placed, if the
-    layout is ``documents``."""
+    """Forward and backward through autograd on this rank's shards; the whole result."""
     cu_seqlens = torch.tensor(problem.documents, dtype=torch.int32) if problem.documents else None
     if cu_seqlens is not None and cp.layout == DOCUMENTS:
         cp = place_documents(cp, cu_seqlens)

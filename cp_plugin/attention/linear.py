@@ -1,7 +1,7 @@
 """Linear attention behind ``ContextParallel``: folding segments into the batch, and the only autograd.Function for it.
 
-A shard of several segments, or of two directions, becomes a batch of as many segments (``_Shard``), on which any
-``Scan`` works.
+A shard of several segments, or of two directions, becomes a batch of as many segments (``Segmented.fold``), on which
+any ``Scan`` works.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Segmented:
     directions: int
     uniform: bool
     kernel: Kernel
+    segments: int = 1
+    """Of each rank; s = segments * t."""
     cuts: tuple[tuple[Cut, ...], ...] | None = None
     pieces: Tensor | None = None
 
@@ -42,6 +44,26 @@ class Segmented:
 
     def backward(self, dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
         return self.kernel.backward(dout, x)
+
+    def fold(self, y: Tensor | None, backwards: Tensor | None = None) -> Tensor | None:
+        """Token dimension to batch: ``[s, b, ...] -> [t, directions * segments * b, ...]``.
+
+        backwards: replaces y in the second direction.
+        """
+        if y is None:
+            return None
+        split = y.unflatten(0, (self.segments, -1)).transpose(0, 1)
+        if self.directions == 1:
+            return split.flatten(1, 2)
+        other = y if backwards is None else backwards
+        other = other.unflatten(0, (self.segments, -1)).transpose(0, 1).flip(0)
+        return torch.stack((split, other), 1).flatten(1, 3)
+
+    def unfold(self, y: Tensor) -> tuple[Tensor, ...]:
+        """The inverse: one tensor ``[s, b, ...]`` per direction."""
+        split = y.unflatten(1, (self.directions, self.segments, -1)).unbind(1)
+        split = (split[0], *(other.flip(0) for other in split[1:]))
+        return tuple(part.transpose(0, 1).flatten(0, 1) for part in split)
 
 
 def parts_of(problem: Problem, segments: Sequence[Segments], kernel: Kernel) -> Segmented:
@@ -57,6 +79,7 @@ def parts_of(problem: Problem, segments: Sequence[Segments], kernel: Kernel) -> 
         directions=1 if problem.causal or problem.summed else 2,
         uniform=problem.decay in ("none", "head") and not problem.documents,
         kernel=kernel,
+        segments=len(numbered) // len(segments),
     )
 
 
@@ -134,22 +157,21 @@ def attend(
     documents: Documents | None,
 ) -> Tensor:
     """Outputs ``[s, b, h, e]`` in q's dtype; differentiable in q, k, v and log_decay."""
-    x = _tokens(q, k, v, log_decay, parts, mesh, documents)
-    return _joined(_Linear.apply(*x, scan, mesh), q, k, v, parts, mesh)
+    x = _tokens(q, k, v, log_decay, parts, documents)
+    return _joined(_Linear.apply(*x, scan, mesh), q, k, v, parts)
 
 
 def directly(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, dout: Tensor, scan: Scan, parts: Segmented, mesh: Mesh
 ) -> tuple[Tensor, ...]:
     """out and the gradients of q, k, v and log_decay, with the scan outside of autograd, which on CUDA would deadlock
-    ranks that are threads of one process.
-    """
+    ranks that are threads of one process."""
     given = [y for y in (q, k, v, log_decay) if y is not None]
-    x = _tokens(q, k, v, log_decay, parts, mesh, None)
+    x = _tokens(q, k, v, log_decay, parts, None)
     values = Tokens(*(None if y is None else y.detach() for y in x))
     found, kept = scan.forward(values)
     found = found.to(q.dtype).detach().requires_grad_()
-    out = _joined(found, q, k, v, parts, mesh)
+    out = _joined(found, q, k, v, parts)
     dfound, *beside = torch.autograd.grad(out, (found, *given), dout, allow_unused=True, materialize_grads=True)
     inner = [y for y in x[:4] if y is not None]
     grads = scan.backward(dfound.to(accumulation_dtype(q.dtype)), values, kept)
@@ -157,9 +179,9 @@ def directly(
     return out.detach(), *(a + b for a, b in zip(through, beside, strict=True))
 
 
-def _joined(found: Tensor, q: Tensor, k: Tensor, v: Tensor, parts: Segmented, mesh: Mesh) -> Tensor:
+def _joined(found: Tensor, q: Tensor, k: Tensor, v: Tensor, parts: Segmented) -> Tensor:
     """The outputs of a shard from those of its segments; two directions are summed, counting a token itself once."""
-    out = _shard(parts, mesh).unfold(found)
+    out = parts.unfold(found)
     if parts.directions == 1:
         return out[0]
     repeat = q.size(2) // k.size(2)
@@ -173,7 +195,7 @@ def final_state(
     """The state after the last token, on every rank: ``[b, g, d, e]`` in the accumulation dtype."""
     _refuse_placed(parts)
     with torch.no_grad():
-        return Lasp2(mesh, parts).final(_tokens(k, k, v, log_decay, parts, mesh, documents))
+        return Lasp2(mesh, parts).final(_tokens(k, k, v, log_decay, parts, documents))
 
 
 def extend(
@@ -182,8 +204,8 @@ def extend(
     """Outputs ``[s, b, h, e]`` in q's dtype of tokens that follow ``state``, and the state after them."""
     _refuse_placed(parts)
     with torch.no_grad():
-        out, after = Lasp2(mesh, parts).extend(_tokens(q, k, v, log_decay, parts, mesh, None), state)
-        return _joined(out.to(q.dtype), q, k, v, parts, mesh), after
+        out, after = Lasp2(mesh, parts).extend(_tokens(q, k, v, log_decay, parts, None), state)
+        return _joined(out.to(q.dtype), q, k, v, parts), after
 
 
 def _refuse_placed(parts: Segmented) -> None:
@@ -205,46 +227,16 @@ def without_padding(k: Tensor, log_decay: Tensor | None, kept: Tensor) -> tuple[
 
 
 def _tokens(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, parts: Segmented, mesh: Mesh, documents: Documents | None
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, parts: Segmented, documents: Documents | None
 ) -> Tokens:
     """This rank's shard as a batch of segments."""
-    shard = _shard(parts, mesh)
     if log_decay is not None:
         log_decay = of_tokens(k, log_decay)
         log_decay = log_decay.unsqueeze(3) if log_decay.dim() == 3 else log_decay
     starts = ends = None
     if documents is not None:
         starts, ends = (y.unsqueeze(1).expand(*q.shape[:2]) for y in documents)
-    return Tokens(*(shard.fold(y) for y in (q, k, v, log_decay)), shard.fold(starts, ends))
-
-
-def _shard(parts: Segmented, mesh: Mesh) -> _Shard:
-    return _Shard(len(parts.order) // mesh.size, parts.directions)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """Token dimension to batch: ``[s, b, ...]`` <-> ``[t, directions * segments * b, ...]``; s = segments * t."""
-
-    segments: int
-    directions: int
-
-    def fold(self, y: Tensor | None, backwards: Tensor | None = None) -> Tensor | None:
-        """``backwards``: replaces y in the second direction."""
-        if y is None:
-            return None
-        split = y.unflatten(0, (self.segments, -1)).transpose(0, 1)
-        if self.directions == 1:
-            return split.flatten(1, 2)
-        other = y if backwards is None else backwards
-        other = other.unflatten(0, (self.segments, -1)).transpose(0, 1).flip(0)
-        return torch.stack((split, other), 1).flatten(1, 3)
-
-    def unfold(self, y: Tensor) -> tuple[Tensor, ...]:
-        """One tensor ``[s, b, ...]`` per direction."""
-        split = y.unflatten(1, (self.directions, self.segments, -1)).unbind(1)
-        split = (split[0], *(other.flip(0) for other in split[1:]))
-        return tuple(part.transpose(0, 1).flatten(0, 1) for part in split)
+    return Tokens(*(parts.fold(y) for y in (q, k, v, log_decay)), parts.fold(starts, ends))
 
 
 class _Linear(torch.autograd.Function):

@@ -71,15 +71,8 @@ class Texts(NamedTuple):
     """For each sequence: float64 ``[length + m, 1, h, e]``."""
 
 
-class Ran(NamedTuple):
-    """One rank's results of a setup."""
-
-    outs: tuple[tuple[Tensor, Tensor], ...]
-    """Outputs of padded prompts ``[n, b, h, e]`` and decoded tokens ``[m, b, h, e]``: at once, and in two chunks."""
-    held: tuple[list[list[int]], ...]
-    """Tokens of each sequence on each rank, after each prefill and each decode; empty for linear attention."""
-    sent: int
-    """Bytes, in both decodes."""
+Outs = tuple[tuple[Tensor, Tensor], ...]
+"""Outputs of padded prompts ``[n, b, h, e]`` and decoded tokens ``[m, b, h, e]``: at once, and in two chunks."""
 
 
 class Found(NamedTuple):
@@ -87,7 +80,9 @@ class Found(NamedTuple):
 
     decoded: tuple[Tensor, ...]
     held: tuple[list[list[int]], ...]
+    """Tokens of each sequence on each rank, after each prefill and each decode; empty for linear attention."""
     sent: int
+    """Bytes, in both decodes."""
     errors: Mapping[str, float]
     """Set on the first rank only, as ``limits``."""
     limits: Mapping[str, float]
@@ -126,11 +121,10 @@ def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> l
 
     def each(setup: Setup, cp: ContextParallel, here: torch.device) -> Found:
         case = texts[setup.problem, setup.provider.kind]
-        ran = _run(setup, cp, case, here)
-        decoded = tuple(out.cpu() for _, out in ran.outs)
-        if cp.index > 0:
-            return Found(decoded, ran.held, ran.sent, {}, {})
-        return Found(decoded, ran.held, ran.sent, _errors(ran, case), _limits(setup, case, here))
+        outs, held, sent = _run(setup, cp, case, here)
+        first = cp.index == 0
+        errors, limits = (_errors(outs, case), _limits(setup, case, here)) if first else ({}, {})
+        return Found(tuple(out.cpu() for _, out in outs), held, sent, errors, limits)
 
     results = training.on_ranks(possible, ranks, each)
     return [_judged(setup, found) for setup, found in zip(possible, results, strict=True)]
@@ -170,7 +164,9 @@ def _in_two(setup: Setup) -> Setup:
     return replace(setup, reason=reason)
 
 
-def _run(setup: Setup, cp: ContextParallel, case: Texts, here: torch.device) -> Ran:
+def _run(
+    setup: Setup, cp: ContextParallel, case: Texts, here: torch.device
+) -> tuple[Outs, tuple[list[list[int]], ...], int]:
     n, divisor = setup.problem.seq_length, cp.layout.divisor(cp.size)
     x = Inputs(*(None if y is None else y.to(here) for y in case.inputs))
     attend = _softmax if setup.provider.kind == "softmax" else _linear
@@ -180,7 +176,7 @@ def _run(setup: Setup, cp: ContextParallel, case: Texts, here: torch.device) -> 
         prompt, decoded, books = attend(cp, setup, case._replace(inputs=x), parts)
         outs.append((prompt, decoded))
         held += books
-    return Ran(tuple(outs), tuple(held), cp.mesh.ledger.bytes(phase="decode") - before)
+    return tuple(outs), tuple(held), cp.mesh.ledger.bytes(phase="decode") - before
 
 
 Attended = tuple[Tensor, Tensor, list[list[list[int]]]]
@@ -233,9 +229,9 @@ def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]
     return torch.cat(prompt), torch.cat(decoded), []
 
 
-def _errors(ran: Ran, case: Texts) -> dict[str, float]:
+def _errors(outs: Outs, case: Texts) -> dict[str, float]:
     found = {}
-    for (prompt, decoded), *names in zip(ran.outs, PREFILL, DECODE, strict=True):
+    for (prompt, decoded), *names in zip(outs, PREFILL, DECODE, strict=True):
         found |= zip(names, _distances(case, prompt, decoded), strict=True)
     return found
 

@@ -1,4 +1,4 @@
-"""The providers, layouts and settings that tests of methods run over, and the bytes of a call counted in three ways."""
+"""Providers, layouts and settings for tests of methods; the bytes of a call counted in three ways."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "needed on stripes behind a head axis": ("needed", 6, {"head_parallel": 2, "layout": "striped"}),
     "ulysses on 6": ("ulysses", 6, {}),
 }
-"""What only a setting reaches: rectangular grids, nested rings, a head axis in front, worlds of 6 and 16."""
+"""What only a setting reaches: rectangular grids, nested rings, a head axis in front, 6 and 16 ranks."""
 EVERY = {f"{name} on {layout}": (name, 4, {"layout": layout}) for name, layout in METHODS} | SETTINGS
 """Name -> provider, number of ranks, options."""
 
 
 def setup_of(name: str, *, causal: bool = True, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Setup:
-    """One of ``EVERY`` with options added, for grouped heads of two sizes and 24 tokens a rank."""
+    """One of ``EVERY`` with more options, for grouped heads of two sizes and 24 tokens a rank."""
     provider, size, chosen = EVERY[name]
     problem = Problem(
         size=size, heads=24, kv_heads=12, head_dim=2, v_head_dim=3, seq_length=24 * size, dtype=dtype, causal=causal
@@ -74,11 +74,7 @@ def setup_of(name: str, *, causal: bool = True, dtype: torch.dtype = torch.bfloa
 
 
 def traced(setup: Setup) -> list[Formula]:
-    """Of each rank what it sends, by the closed formula, which the trace has to confirm.
-
-    Raises:
-        AssertionError: where they differ.
-    """
+    """Bytes of each rank by the closed formula, which must equal the trace (AssertionError)."""
     formulas = of_formula(setup)
     for index in (1, setup.problem.size - 1):  # off the diagonal of a grid and on it
         assert trace(setup, index) == formulas[index], (setup, index)
@@ -86,7 +82,7 @@ def traced(setup: Setup) -> list[Formula]:
 
 
 def on_the_wire(setup: Setup) -> list[Formula]:
-    """As ``traced``, and the ledgers of ranks that are threads have to confirm it, too."""
+    """As ``traced``; the ledgers of ranks that are threads must agree as well."""
 
     def rank(mesh: Mesh) -> Formula:
         return _sent(ContextParallel(setup, mesh=mesh), setup.problem, "cpu")
@@ -97,6 +93,6 @@ def on_the_wire(setup: Setup) -> list[Formula]:
 
 
 def of_formula(setup: Setup, **options: Any) -> list[Formula]:
-    """(phase, axis) -> bytes of each rank, by the closed formula; options: instead of the setup's."""
+    """(phase, axis) -> bytes of each rank by the closed formula; options: override the setup's."""
     chosen = replace(setup.options, **options)
     return [dict(setup.provider.traffic(setup.problem, chosen, index)) for index in range(setup.problem.size)]

@@ -1,4 +1,4 @@
-"""Ledger = trace = closed formula, to the byte: every method and setting, with payloads in FP8 and with narrow sums."""
+"""Ledger = trace = closed formula, to the byte: every method and setting, with FP8 payloads and narrow sums."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from method_cases import EVERY, of_formula, on_the_wire, setup_of, traced
 from nightly import ALL, nightly, slow
 from typer.testing import CliRunner
 
-from cp_plugin import Options, Problem
-from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
@@ -27,7 +25,7 @@ def test_as_the_model_has_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=slow if EVERY[n][1] > 8 else ()) for n in EVERY])
 def test_less_travels(name: str) -> None:
-    """With payloads in FP8, with sums of gradients in the model's dtype where there are any, and with both."""
+    """FP8 payloads, gradient sums in the model's dtype where there are any, and both."""
     dtype = torch.float16 if len(name) % 2 else torch.bfloat16
     packed = setup_of(name, dtype=dtype, **FP8)
     exact = of_formula(packed, fp8=None)
@@ -50,17 +48,6 @@ def total(sent: Formula, phase: str = "") -> int:
     return sum(n for line, n in sent.items() if line[0].startswith(phase))
 
 
-def test_the_published_volumes_of_a_ring() -> None:
-    """Striped Attention's ring (facts: forward 2 N Dkv (P-1)/P elements, backward as much, and 2 N Dkv more)."""
-    n, d, p = 4096, 4 * 16, 8
-    problem = Problem(size=p, heads=4, kv_heads=4, head_dim=16, seq_length=n, dtype=torch.float32)
-    setup = settled(providers.get("ring"), problem, Options(layout="contiguous"))
-    assert of_formula(setup)[0] == {
-        ("forward", "cp"): 4 * 2 * n * d * (p - 1) // p,
-        ("backward", "cp"): 4 * 2 * (2 * n * d * (p - 1) // p),
-    }
-
-
 @pytest.mark.parametrize(
     ("flags", "chosen"),
     [
@@ -70,7 +57,7 @@ def test_the_published_volumes_of_a_ring() -> None:
     ],
 )
 def test_on_processes_bytes_and_results(flags: tuple[str, ...], chosen: dict[str, str]) -> None:
-    """Real Gloo ranks, through the commands; by day of providers that have every way to send between them."""
+    """Real Gloo ranks, through the commands; every change runs one provider for each kind of message."""
     names = [*providers.names(), *providers.names("linear")] if ALL else ["ring", "attention2d", "ulysses", "lasp2"]
     small = ("--size", "4", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", *flags, "--json")
     small += tuple(f"--provider={name}" for name in names)

@@ -1,4 +1,4 @@
-"""Process groups are connected where they are made, in one order, and what does not come is named in time."""
+"""Process groups are connected where they are made, in one order; a rank that does not join is named in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile calls attention, and does not look into it."""
+"""torch.compile calls attention without tracing into it."""
 
 from __future__ import annotations
 

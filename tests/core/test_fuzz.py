@@ -2,10 +2,8 @@
 
     ci/fuzz.sh [NUMBER]      that many of them; a slice runs with the other tests
 
-Below float64 twice the error of the same kernel on one device is allowed, and what the roundings of narrow sums may
-add, if that is more than the limit.
-
-Hypothesis prints the smallest configuration that fails, and the seed to run it again.
+Below float64, errors may be twice those of the same kernel on one device plus the roundings of narrow sums, if that is
+more than the limit. Hypothesis prints the smallest failing configuration and the seed to repeat it.
 """
 
 from __future__ import annotations
@@ -116,7 +114,7 @@ def test_refused_or_right(configuration: tuple[str, int, Case, dict[str, Any], b
 
 
 def errors_of(got: Result, want: Result) -> list[float]:
-    """Relative errors; of what is next to nothing itself, its size, for there is nothing to be relative to."""
+    """Relative errors; absolute ones for results that are nearly zero."""
     found = errors(got, want)
     size = want.out.norm().item()
     for i, exact in enumerate(x for x in want if x is not None):

@@ -1,4 +1,4 @@
-"""The verbs mean the same on every mesh, and every mesh books the same bytes."""
+"""The verbs mean the same on every mesh, and every mesh records the same bytes."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_bad_meshes_are_refused() -> None:
 
 
 def test_threads_share_no_memory() -> None:
-    """What was sent may be written to after ``wait``, and what was received as well."""
+    """Sent and received tensors may both be written to after ``wait``."""
 
     def rank(mesh: Mesh) -> list[float]:
         x = torch.full((2,), float(mesh.index))
@@ -207,7 +207,7 @@ def test_phases_nest() -> None:
 
 @MESHES
 def test_rows_go_only_where_there_are_any(on: Callable[..., list[Any]]) -> None:
-    """From rank 0 to rank 2; rank 1 has part in nothing."""
+    """From rank 0 to rank 2; rank 1 takes no part."""
 
     def rank(mesh: Mesh) -> list[int]:
         x = torch.arange(3) if mesh.index == 0 else torch.empty(0, dtype=torch.int64)

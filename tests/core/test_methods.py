@@ -1,4 +1,4 @@
-"""Every registered provider, on every layout it supports and under every mask, against the float64 oracle.
+"""Every registered provider, on every supported layout and under every mask, against the float64 oracle.
 
 The tests iterate the registry: a new method is covered by adding its file.
 """
@@ -46,7 +46,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 FEW_MASKS = ("causal", "full", "window", "documents", "sink", "all of it")
 HEADS = {"equal": (1, 24, 16), "grouped": (4, 16, 16), "one key head": (None, 16, 24)}
-"""Query heads of one key/value head, and the sizes of keys and values."""
+"""Query heads per key/value head, and the sizes of keys and values."""
 
 methods = pytest.mark.parametrize(("provider", "layout"), METHODS, ids=["-".join(m) for m in METHODS])
 
@@ -59,7 +59,7 @@ def case(mask: str, heads: str = "grouped", query_heads: int = 8, dtype: torch.d
 
 
 def summed(ranks: list[Result]) -> list[Result]:
-    """With the gradients of sinks, of which every rank has a part, added up."""
+    """With the sinks' gradients, of which every rank has a part, summed."""
     if ranks[0].dsink is None:
         return ranks
     total = torch.stack([found.dsink for found in ranks]).sum(0)
@@ -97,7 +97,7 @@ def test_settings(name: str, mask: str, heads: str, backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [2, 8])
 def test_lower_precision(provider: str, layout: str, mask: str, dtype: torch.dtype, size: int) -> None:
-    """float32: 1e-5; half precision: at most twice the error that one call of the same kernel on one device makes."""
+    """float32: 1e-5; half precision: at most twice the error of one call of the same kernel on one device."""
     problem = case(mask, dtype=dtype)
     limits = Result(*(1e-5 if dtype == torch.float32 else 2 * e for e in _single(mask, dtype)))
     got = summed(on_threads(provider, size, problem, layout=layout))[0]
@@ -106,8 +106,8 @@ def test_lower_precision(provider: str, layout: str, mask: str, dtype: torch.dty
 
 @cache
 def _single(mask: str, dtype: torch.dtype) -> list[float]:
-    """Of each field, on one device. Of the sinks' gradient the largest for several inputs: of its few numbers, each a
-    sum over all tokens, those for one input may happen to be good ones."""
+    """One device's error of each field; for a sink's gradient the largest over several inputs, since its few numbers
+    may be exact by chance."""
     one, found = case(mask, dtype=dtype), []
     for seed in range(8 if one.sink else 1):
         problem = replace(one, seed=seed)
@@ -124,7 +124,7 @@ def test_any_grid_without_a_mask(grid: tuple[int, int], layout: str) -> None:
 
 
 def test_a_grid_half_of_whose_blocks_nobody_sees() -> None:
-    """Documents that end where shards do: a rank's gathered queries see none of its gathered keys."""
+    """Documents end where shards do: a rank's gathered queries see none of its gathered keys."""
     problem = Case(seq_length=128, heads=8, kv_heads=2, causal=True, documents=(0, 32, 64, 96, 128))
     for got in on_threads("attention2d", 4, problem, layout="contiguous", grid=(2, 2)):
         assert_close(got, problem.reference(), 1e-10, "2x2")
@@ -147,7 +147,7 @@ def test_a_grid_half_of_whose_blocks_nobody_sees() -> None:
 def test_on_processes_with_exact_traffic(name: str) -> None:
     """Real Gloo ranks: correct, and ledger = trace = closed formula to the byte.
 
-    All providers as they are: ``test_verify``, and ``test_traffic`` for their bytes.
+    Providers without settings: ``test_verify``, and ``test_traffic`` for their bytes.
     """
     provider, size, options = SETTINGS[name]
     heads = 12 if size == 6 else 8
@@ -172,7 +172,7 @@ def test_64_ranks(options: dict[str, Any]) -> None:
 
 
 def on_processes(provider: str, size: int, problems: list[Case], **options: Any) -> list[float]:
-    """The worst error of any rank's own shard, for each problem; the bytes of each rank are asserted."""
+    """The worst error of any rank's shard for each problem; asserts the bytes of each rank."""
 
     def described(problem: Case) -> Setup:
         sizes = {"seq_length": problem.seq_length, "batch": problem.batch}
@@ -198,7 +198,7 @@ def on_processes(provider: str, size: int, problems: list[Case], **options: Any)
 
 @methods
 def test_a_wrong_layout_is_noticed(provider: str, layout: str) -> None:
-    """Planted fault: shards in another layout than the attention's give another answer."""
+    """Planted fault: shards in another layout than the attention's."""
     problem = case("causal", "equal")
     wrong = get_layout("zigzag" if layout == "striped" else "striped")
     setup = settled(providers.get(provider), typical(problem, 4), Options(layout=layout))

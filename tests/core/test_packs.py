@@ -1,4 +1,4 @@
-"""Attention on packs whose documents are placed: every method against the float64 oracle, bytes and balance."""
+"""Attention on placed packs: every method against the float64 oracle, bytes and balance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call's method is composed once for calls of one kind, and what is remembered is bounded."""
+"""A method is composed once per kind of call, and caches are bounded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensors(tokens: int = 8, heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def counted(built: list[Problem], **options: object) -> ContextParallel:
-    """A ring of two ranks that writes down what it is built for."""
+    """A ring of two ranks that records the problems it is built for."""
     ring = providers.get("ring")
 
     def build(mesh, local, problem, chosen):

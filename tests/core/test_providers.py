@@ -1,4 +1,4 @@
-"""The registry: discovery, third parties, and the promise that a method is one file."""
+"""The registry: discovery and third parties; a method is one file."""
 
 from __future__ import annotations
 

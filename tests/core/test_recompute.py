@@ -1,4 +1,4 @@
-"""Recomputation takes what attention computed and received: the same gradients, no kernel and no byte twice."""
+"""Recomputation reuses what attention computed and received: same gradients, no kernel or byte twice."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def with_hooks(function: Callable[..., Tensor], x: tuple[Tensor, ...]) -> Tensor
 
 
 def two_micro_batches(cp: ContextParallel, how: Run, mix_up: Callable[[], None] | None = None) -> list[Tensor]:
-    """Two forwards, then two backwards, first in first out: as in a pipeline. All gradients, and both outputs."""
+    """Two forwards, then two backwards, first in first out as in a pipeline. All gradients and both outputs."""
     batches = []
     for factor in (1.0, 0.5):
         q, k, v, dout = (cp.shard(x) for x in CASE.inputs())
@@ -62,7 +62,7 @@ def two_micro_batches(cp: ContextParallel, how: Run, mix_up: Callable[[], None] 
 
 
 def on_ranks(name: str, how: Run) -> list[tuple[list[Tensor], int]]:
-    """Of each rank: outputs and gradients, and the bytes that it sent forward."""
+    """Per rank: outputs and gradients, and the bytes sent forward."""
     provider, options = METHODS[name]
     settled = providers.settle(provider, typical(CASE, 4), Options(**options))
 
@@ -75,7 +75,7 @@ def on_ranks(name: str, how: Run) -> list[tuple[list[Tensor], int]]:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for every forward of the kernel."""
+    """One entry per forward of the kernel."""
     called: list[str] = []
     original = Sdpa.forward
     monkeypatch.setattr(Sdpa, "forward", lambda self, *args: (called.append(""), original(self, *args))[1])
@@ -95,12 +95,13 @@ def test_nothing_is_repeated(name: str, how: Run, kernels: list[str]) -> None:
 
 
 def test_without_the_wrapper_all_is_repeated(kernels: list[str]) -> None:
-    """What the counts above would show."""
+    """The counts above do grow without it."""
     on_ranks("usp", plainly)
     calls = len(kernels)
-    (_, once_sent), *_ = on_ranks("usp", plainly)
-    (_, sent), *_ = on_ranks("usp", lambda f, x: checkpoint(f, *x, use_reentrant=True))
+    (want, once_sent), *_ = on_ranks("usp", plainly)
+    (got, sent), *_ = on_ranks("usp", lambda f, x: checkpoint(f, *x, use_reentrant=True))
     assert sent == 2 * once_sent and len(kernels) == 4 * calls
+    assert all(map(torch.equal, got, want))
 
 
 def test_mixed_up_micro_batches_show() -> None:

@@ -1,4 +1,4 @@
-"""Shifting a sequence, of which every rank holds its layout's tokens: the rows of the whole sequence, shifted."""
+"""Shifting a sharded sequence equals shifting the whole one."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_token_numbers_and_masks(dtype: torch.dtype) -> None:
 
 
 def test_indices_are_made_once_a_length() -> None:
-    """And serve gradients after an evaluation that had none; those of many lengths are not all kept."""
+    """They also serve gradients after an evaluation without any; those of many lengths are not all kept."""
     plan.cache_clear()
 
     def rank(mesh: Mesh) -> None:

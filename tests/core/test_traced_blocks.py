@@ -1,4 +1,4 @@
-"""The blocks that a method asks its kernel for, and FP8 kernels that take tiles of some sizes only."""
+"""The blocks that a method asks its kernel for, and FP8 kernels that support some tile sizes only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FP8 = Options(fp8="compute")
 
 @pytest.fixture
 def old_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """cuDNN before 9.7, as Transformer Engine asks it; what it was asked."""
+    """cuDNN before 9.7, as Transformer Engine asks it; yields what it was asked."""
     asked: list[tuple[int, ...]] = []
 
     def no_kernel(device: object, dtype: object, d: int, e: int, causal: bool, sizes: tuple[int, ...]) -> str | None:

@@ -1,4 +1,4 @@
-"""Traffic: the methods' advantage in bytes, from the formulas and from the methods themselves, and the command."""
+"""Traffic: the methods' advantage in bytes, by formula and by trace, and the command."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from cp_plugin.testing.traffic import Row, price, price_one, trace
 
 SIZE = 64
 TRACED = (0, 37)
-"""Ranks that are traced, too: on the diagonal of a square grid and off it."""
+"""Ranks that are traced too: on the diagonal of a square grid and off it."""
 MHA, GQA = (64, 64), (64, 8)
 exact = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 @cache
 def priced(name: str, heads: tuple[int, int], dtype: torch.dtype, **options: object) -> Row:
-    """Traffic on 64 ranks by the formula, which the trace has to confirm."""
+    """Traffic on 64 ranks by the formula, which the trace must confirm."""
     problem = Problem(size=SIZE, heads=heads[0], kv_heads=heads[1], head_dim=128, seq_length=8 * SIZE, dtype=dtype)
     row = price_one(settled(providers.get(name), problem, Options(**options)))
     assert row.ranks, row.setup.reason
@@ -41,26 +41,17 @@ def priced(name: str, heads: tuple[int, int], dtype: torch.dtype, **options: obj
 
 
 @exact
-def test_a_grid_sends_far_less_than_a_ring(dtype: torch.dtype) -> None:
-    assert priced("ring", MHA, dtype).most / priced("attention2d", MHA, dtype).most >= 4.6
-
-
-@exact
-def test_with_grouped_heads_the_grid_must_not_be_square(dtype: torch.dtype) -> None:
+def test_what_the_methods_save(dtype: torch.dtype) -> None:
+    """A grid against a ring, a grid that is not square for grouped heads, a backward that moves queries."""
+    ring, burst = priced("ring", MHA, dtype), priced("burst", MHA, dtype)
+    assert ring.most / priced("attention2d", MHA, dtype).most >= 4.6
+    assert burst.setup.options.backward == "q" and backward(burst) <= 0.76 * backward(ring)
     ring, auto = priced("ring", GQA, dtype), priced("attention2d", GQA, dtype)
     square = priced("attention2d", GQA, dtype, grid=(8, 8))
     assert auto.setup.options.grid != (8, 8)
-    assert ring.most / auto.most >= 1.75
-    assert square.most > auto.most
+    assert ring.most / auto.most >= 1.75 and square.most > auto.most
     if dtype == torch.float32:
         assert 1.1 <= ring.most / square.most <= 1.2
-
-
-@exact
-def test_moving_queries_in_the_backward_saves_a_quarter(dtype: torch.dtype) -> None:
-    burst, ring = priced("burst", MHA, dtype), priced("ring", MHA, dtype)
-    assert burst.setup.options.backward == "q"
-    assert backward(burst) <= 0.76 * backward(ring)
 
 
 def backward(row: Row) -> int:
@@ -177,7 +168,7 @@ def test_a_problem_that_nothing_can_do_is_no_success() -> None:
 
 
 def test_measuring_equals_the_formula() -> None:
-    """Real Gloo ranks, every provider, in the shapes that are hardest: unequal head sizes, grouped heads, bfloat16."""
+    """Real Gloo ranks, every provider, in the hardest shapes: unequal head sizes, grouped heads, bfloat16."""
     result = traffic("--measure", "--size", "4", "--heads", "8", "--kv-heads", "2", "--head-dim", "16")
     assert result.exit_code == 0, result.output
     ran = result.stdout.count(" equal\n")

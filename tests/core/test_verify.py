@@ -1,4 +1,4 @@
-"""``cp-plugin verify``: its oracle, what it covers, and that it catches what is wrong."""
+"""``cp-plugin verify``: its oracle, its coverage, and the faults it catches."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_default_plan_covers_every_provider_layout_and_problem() -> None:
 
 @pytest.mark.parametrize("threads", [False, pytest.param(True, marks=slow)])
 def test_providers_pass_on_ranks_and_on_threads(threads: bool) -> None:
-    """Threads are what runs on one CUDA device: the method is called directly."""
+    """Threads are used on one CUDA device, where the method is called directly."""
     problems = [problem(kv_heads=4), problem(dtype=torch.bfloat16, causal=False)]
     planned = plan((), problems, Options())
     planned = planned[:: 1 if ALL else 3]  # of the two problems in turn
@@ -87,7 +87,7 @@ def test_providers_pass_on_ranks_and_on_threads(threads: bool) -> None:
 
 
 class DropsABlock(Ring):
-    """Never looks at the third block that comes around, in the forward."""
+    """Skips the third block in the forward."""
 
     def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
         for step in range(self.mesh.axes[self.axis]):
@@ -99,7 +99,7 @@ class DropsABlock(Ring):
 
 @dataclass(frozen=True, slots=True)
 class Faulty:
-    """A ring with one fault in what it returns."""
+    """A ring whose results have one fault."""
 
     inner: Attend
     fault: str
@@ -116,7 +116,7 @@ class Faulty:
 
 
 def third_party(fault: str) -> Provider:
-    """A ring on the striped layout with a fault."""
+    """A faulty ring on the striped layout."""
 
     def build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
         return DropsABlock(mesh, "cp", local) if fault == "block" else Faulty(Ring(mesh, "cp", local), fault)

@@ -1,4 +1,4 @@
-"""``cp-plugin verify --decode``: what it covers, what it refuses, and that it catches what is wrong."""
+"""``cp-plugin verify --decode``: its coverage, refusals, and the faults it catches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_prompt_that_cannot_be_in_two_parts_is_a_reason() -> None:
 
 
 def _rounded_anew(lower: Partial, upper: Partial) -> Partial:
-    """Well within the limit, and not the same on all ranks."""
+    """Well within the limit, but not equal on all ranks."""
     found = merge.merge_all((lower, upper))
     assert found is not None
     return Partial(found.out * (1 + 1e-7 * torch.randn(found.out.shape)), found.lse)

@@ -1,8 +1,8 @@
-"""Buffers between posting and waiting: nobody reads what is being received, writes what is being sent, or frees either.
+"""Buffers in flight: between posting and waiting, nobody reads a receive buffer, writes a send buffer, or frees either.
 
-Every operator of torch passes through ``InFlight``, on any device, also without data (``meta``). Kernels that are not
-torch operators do not; on ranks with data the bytes tell (``bytes_of``): what is being received is poison until then,
-and what was sent has to be the same bytes when the operation is waited for.
+Every torch operator passes through ``InFlight``, on any device, also without data (``meta``). Other kernels do not; on
+ranks with data the bytes tell (``bytes_of``): receive buffers are poisoned until then, and sent bytes must be unchanged
+when the operation is waited for.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cp_plugin.core.without_data import Mode
 
 POISON = 0xFF
-"""Every byte: not a number in all floating-point formats, -1 or the largest number in others."""
+"""Every byte: NaN in floating-point formats, -1 or the largest number in others."""
 
 _SHAPE_ONLY = {
     getattr(torch.ops.aten, name)
     for name in ("empty_like", "new_empty", "new_empty_strided", "zeros_like", "ones_like", "full_like", "new_zeros",
                  "new_ones", "new_full", "detach", "alias", "is_same_size", "lift_fresh", "_unsafe_view")
 }  # fmt: skip
-"""Operators that are no views to torch, and look at no element."""
+"""Operators that are no views to torch but read no element."""
 
 
 class BufferInFlightError(AssertionError):
-    """A buffer that is under way was touched: it names rank, communicator and operation."""
+    """A buffer in flight was touched: names rank, communicator and operation."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Region:
-    """Bytes ``start`` to ``end`` of a storage that an operation sends or receives. The storage is not kept alive."""
+    """Bytes ``start`` to ``end`` of a storage, sent or received by an operation. Does not keep the storage alive."""
 
     operation: object
     received: bool
@@ -56,7 +56,7 @@ class Region:
 
 
 class _Posting(NamedTuple):
-    """Who touches a buffer, said where it matters alone: operations are many, and their texts long."""
+    """Formatted only in an error: operations are many, and their texts long."""
 
     operation: object
 
@@ -65,7 +65,7 @@ class _Posting(NamedTuple):
 
 
 class InFlight(Mode):
-    """The buffers of one rank that are under way, held against every operator that it calls."""
+    """One rank's buffers in flight, checked against every operator it calls."""
 
     def __init__(self, rank: int, *, data: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class InFlight(Mode):
         self._looking = True
 
     def post(self, operation: object, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Region]:
-        """Under way from here on. BufferInFlightError for what is so already, and may not be touched in this way."""
+        """Put buffers in flight. BufferInFlightError for those already in flight that may not be touched like this."""
         for tensors, receiving in ((sent, False), (received, True)):
             for t in tensors:
                 assert t.is_contiguous(), f"rank {self._rank}: {operation}: {tuple(t.shape)} is not contiguous"
@@ -88,7 +88,7 @@ class InFlight(Mode):
         return made
 
     def end(self, regions: Sequence[Region]) -> None:
-        """An operation is waited for: its buffers are free, if nothing has happened to them."""
+        """The operation is waited for: its buffers are free if they are intact."""
         with self._unseen():
             for region in regions:
                 if region.storage.expired():
@@ -104,12 +104,12 @@ class InFlight(Mode):
         self._regions = [region for region in self._regions if all(region is not one for one in regions)]
 
     def deliver(self, region: Region, what: Tensor) -> None:
-        """What has been received is there."""
+        """Received data arrives."""
         with self._unseen():
             region.bytes_now().copy_(bytes_of(what.contiguous()))
 
     def require_all_ended(self) -> None:
-        """BufferInFlightError for an operation that has not been waited for."""
+        """BufferInFlightError for an operation that was never waited for."""
         if self._regions:
             raise BufferInFlightError(f"rank {self._rank}: {self._regions[0].operation} was never waited for")
 
@@ -125,7 +125,7 @@ class InFlight(Mode):
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """What is done here is the model's own."""
+        """The model's own operators are not checked."""
         self._looking = False
         try:
             yield
@@ -166,7 +166,7 @@ def bytes_of(t: Tensor) -> Tensor:
 
 
 def _extent(t: Tensor) -> tuple[int, int, int]:
-    """The storage, and the bytes of it from the first to the last element."""
+    """The storage, and its bytes from the first to the last element."""
     first = t.storage_offset()
     last = first + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     end = last + 1 if t.numel() else first
@@ -175,7 +175,7 @@ def _extent(t: Tensor) -> tuple[int, int, int]:
 
 @cache
 def _written(func: Any) -> frozenset[int | str]:
-    """Places and names of the arguments that an operator writes to."""
+    """Positions and names of the arguments that an operator writes to."""
     found: set[int | str] = set()
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

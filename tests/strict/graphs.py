@@ -1,12 +1,11 @@
-"""CUDA graphs without CUDA: what Megatron would capture runs as it is, and nothing of the plugin's may run in it.
+"""CUDA graphs without CUDA: what Megatron would capture runs eagerly, and no function of the plugin may run in it.
 
-Which modules and methods are captured, and what happens around them, Megatron decides with its own code. Only what it
-hands them to is replaced (``install``): Transformer Engine's ``make_graphed_callables``, and Megatron's own
-``CudaGraphManager`` and ``FullCudaGraphWrapper``. A captured part runs here in every step, forward and backward, as it
-would be replayed. A profiler sees every function that is called: of the plugin's package only the stand-ins for CUDA
-may be among them.
+Megatron's own code decides which modules and methods are captured, and what happens around them. Only the capturing
+itself is replaced (``install``): Transformer Engine's ``make_graphed_callables``, and Megatron's ``CudaGraphManager``
+and ``FullCudaGraphWrapper``. A captured part runs in every step, forward and backward, as its replay would. A profiler
+sees every function called; of the plugin's, only the stand-ins for CUDA are allowed.
 
-It cannot show: that a part can be captured at all (host synchronisation, addresses that change), and what CUDA gives.
+It cannot show whether CUDA can capture a part at all (host synchronisation, changing addresses), and with what result.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _STAND_INS = str(Path(_OURS, "megatron/cpu"))
 
 
 class CapturedError(Exception):
-    """A function of the plugin's ran in what a CUDA graph would have captured."""
+    """A function of the plugin ran where a CUDA graph would have captured it."""
 
 
 def install() -> None:
@@ -50,7 +49,7 @@ def install() -> None:
 
 
 class Manager(torch.nn.Module):
-    """In the place of ``CudaGraphManager``: of a module, or of one of its methods."""
+    """Replaces ``CudaGraphManager``: of a module, or of one of its methods."""
 
     def __init__(self, config: Any, base_module: Any = None, function_name: str | None = None, **unused: Any) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class Manager(torch.nn.Module):
 
 
 class Helper:
-    """In the place of ``TECudaGraphHelper``: graphs of the layers that Megatron says are graphable."""
+    """Replaces ``TECudaGraphHelper``: graphs of the layers that Megatron calls graphable."""
 
     def __init__(self, model: list[torch.nn.Module], config: Any, *unused: Any, **named: Any) -> None:
         self._model, self._config, self._finished = model, config, False
@@ -90,7 +89,7 @@ class Helper:
 
 
 class _Graph:
-    """What ``make_graphed_callables`` makes of a layer."""
+    """Replaces what ``make_graphed_callables`` makes of a layer."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
@@ -109,7 +108,7 @@ class _Graph:
 
 
 class Whole:
-    """In the place of ``FullCudaGraphWrapper``: of a whole step."""
+    """Replaces ``FullCudaGraphWrapper``: of a whole step."""
 
     def __init__(self, step: Callable[..., Any], **unused: Any) -> None:
         self._step = step
@@ -120,10 +119,10 @@ class Whole:
 
 
 def replayed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function gives, in whose forward and backward nothing of the plugin's runs.
+    """Call a function in whose forward and backward nothing of the plugin may run.
 
     Raises:
-        CapturedError: if something does; it names every function.
+        CapturedError: if something does; names every function.
     """
     leaves, given_as = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

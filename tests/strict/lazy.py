@@ -1,18 +1,18 @@
-"""Gloo with NCCL's lazy communicators: the first operation of a group waits for all of its ranks, or fails.
+"""Gloo with NCCL's lazy communicators: the first operation of a group waits for all its ranks, or fails.
 
-Without ``device_id`` (Megatron gives none) ProcessGroupNCCL makes the communicator of a group in its first operation:
-the group's rank 0 publishes an id in the store, and all ranks of the group have to come, or those that did wait until
-the timeout. Gloo connects its ranks when the group is made, so a rank may stay out of an operation that has nothing for
-it. Here it may not. What counts as an operation, as in ProcessGroupNCCL (``getNCCLComm``, ``pointToPoint``):
+Without ``device_id`` (Megatron gives none) ProcessGroupNCCL creates a group's communicator in its first operation: the
+group's rank 0 publishes an id in the store, and all its ranks must join, or those that did wait until the timeout. Gloo
+connects ranks when the group is made, so a rank may stay out of an operation that has nothing for it; here it may not.
+What counts as an operation, as in ProcessGroupNCCL (``getNCCLComm``, ``pointToPoint``):
 
     collectives, barriers, object collectives     the group's communicator: all of its ranks
     batch_isend_irecv                             the same
-    isend, irecv, send, recv by themselves        a communicator of the two ranks, of which each has to post something
+    isend, irecv, send, recv by themselves        a communicator of the two ranks, each of which must post something
     a group with a device_id                      made with the group: nothing is left to wait for
     making a group, monitored_barrier, the store  no communicator
 
-The call waits on the host, in the thread that posts, as ``ncclCommInitRank`` does: so two ranks that use two groups for
-the first time in opposite orders are found, too. Once per group and process; afterwards an operation costs one look-up.
+The host waits in the thread that posts, as in ``ncclCommInitRank``; so two ranks that first use two groups in opposite
+orders are found too. Once per group and process; afterwards an operation costs one look-up.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from types import ModuleType
 from typing import Any
 
 VARIABLE = "CP_PLUGIN_TEST_LAZY_GROUPS"
-"""Seconds that a first operation waits for the others of its group; unset, empty or 0: as Gloo does."""
+"""Seconds that a group's first operation waits for its ranks; unset, empty or 0: as Gloo does."""
 
 PATIENCE = 40.0
-"""Seconds: longer than ranks that share a core may be apart, shorter than the time limit of ``run_ranks``."""
+"""Seconds: longer than ranks sharing a core may be apart, shorter than ``run_ranks``' time limit."""
 
 COLLECTIVES = (
     "_allgather_base",
@@ -58,7 +58,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor_coalesced",
     "scatter",
 )
-"""Methods of ``ProcessGroup``, through which all calls from Python go; those that this torch has are wrapped."""
+"""Methods of ``ProcessGroup``, through which all calls from Python go; those of this torch are wrapped."""
 
 _LONGEST_PAUSE = 0.05  # seconds; a wait in the store itself would hold up Python's signal handlers
 
@@ -68,7 +68,7 @@ class MissingRanksError(RuntimeError):
 
 
 class _Communicators:
-    """Those that this process has, by the key of the ranks that had to come."""
+    """This process's communicators, by the key of the ranks that had to join."""
 
     def __init__(self) -> None:
         self.made: set[str] = set()
@@ -98,12 +98,12 @@ _here = _Communicators()
 
 
 def patience() -> float:
-    """Seconds, of the environment; 0: off."""
+    """Seconds, from the environment; 0: off."""
     return float(os.environ.get(VARIABLE) or 0)
 
 
 def switch_on() -> None:
-    """Here, and in all processes that are forked or started from here with this environment, unless it says 0."""
+    """Here and in all processes forked or started from here with this environment, unless it says 0."""
     os.environ.setdefault(VARIABLE, f"{PATIENCE:g}")
     if not patience():
         return
@@ -121,7 +121,7 @@ def switch_on() -> None:
 
 @contextlib.contextmanager
 def waiting(seconds: float) -> Iterator[None]:
-    """Ranks that are started meanwhile wait so long; 0: they are forgiven, as by Gloo."""
+    """Ranks started meanwhile wait so long; 0: not at all, like Gloo."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = f"{seconds:g}"
     try:
@@ -134,7 +134,7 @@ def waiting(seconds: float) -> Iterator[None]:
 
 
 def install(c10d: ModuleType) -> None:
-    """Wrap the calls of ``torch.distributed.distributed_c10d``, once, as soon as it has been imported."""
+    """Wrap the calls of ``torch.distributed.distributed_c10d``, once, as soon as it is imported."""
     groups = c10d.ProcessGroup
     if hasattr(groups.allreduce, "__wrapped__"):
         return
@@ -173,7 +173,7 @@ def _compiled() -> ModuleType:
 
 
 def _replace(c10d: ModuleType, name: str, new: Callable[..., Any]) -> None:
-    """In the package as well, if it has taken the name already."""
+    """Also in the package, if it has already taken the name."""
     for module in (c10d, sys.modules.get("torch.distributed"), _compiled()):
         if hasattr(module, name):
             setattr(module, name, new)
@@ -221,12 +221,12 @@ def _new_group(call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]
 
 
 def meet(c10d: ModuleType, group: Any, operation: str, among: list[int] | None = None) -> None:
-    """Wait, if the group's communicator is not there, until all of its ranks have come to make it.
+    """Wait, if the group's communicator does not exist, until all its ranks have joined.
 
-    among: the places in the group of those that a communicator of fewer ranks is made of.
+    among: places in the group of a communicator of fewer ranks.
 
     Raises:
-        MissingRanksError: if one has not come after the patience.
+        MissingRanksError: if one has not joined in time.
     """
     key = group.group_name if among is None else f"{group.group_name}|{among}"
     if key in _here.made:

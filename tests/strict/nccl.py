@@ -1,10 +1,9 @@
-"""``torch.distributed`` as ``cp_plugin.comm`` calls it, over a model of NCCL in one process.
+"""A model of NCCL in one process, as the ``torch.distributed`` that ``cp_plugin.comm`` calls.
 
-``GroupMesh`` itself runs on it, with its branches for NCCL: what it posts, packs, keeps and waits for is what it would
-on GPUs. Ranks come in two forms.
+``GroupMesh`` itself runs on it with its NCCL branches: it posts, packs, keeps and waits as on GPUs. Two forms of ranks:
 
     traced    one after the other, best on ``meta``: ``wait`` returns at once, with nothing received. For the order.
-    with data threads that exchange small tensors; what is being received is poison. For results and buffers.
+    with data threads that exchange small tensors; receive buffers are poisoned. For results and buffers.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ PATIENCE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group as its member ``here`` (a place in it) has it."""
+    """A process group as seen by its member ``here`` (a place in it)."""
 
     communicator: Communicator
     here: int
@@ -51,7 +50,7 @@ class Group:
 
 @dataclass(slots=True, kw_only=True)
 class Rank:
-    """One rank under the model."""
+    """A rank under the model."""
 
     number: int
     hub: Hub | None = None
@@ -59,7 +58,7 @@ class Rank:
     trace: Trace = field(init=False)
     in_flight: InFlight = field(init=False)
     coalescing: list[tuple[str, Tensor, Tensor]] | None = None
-    """Collectives that are posted together."""
+    """Collectives posted together."""
     phase: Callable[[], str] = field(default=lambda: "")
     counted: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -68,7 +67,7 @@ class Rank:
         self.in_flight = InFlight(self.number, data=self.hub is not None)
 
     def count(self, key: Any) -> int:
-        """How often this has been asked for a key."""
+        """How often this was called with a key."""
         self.counted[key] += 1
         return self.counted[key]
 
@@ -81,11 +80,11 @@ def _rank() -> Rank:
 
 
 type Arriving = Callable[[], Tensor]
-"""The bytes that a tensor is to have once it has been received."""
+"""The bytes of a tensor once received."""
 
 
 class Work:
-    """An operation under way. It keeps no tensor alive."""
+    """An operation in flight. Keeps no tensor alive."""
 
     def __init__(
         self, rank: Rank, operation: Operation, regions: Sequence[Region], arriving: Sequence[Arriving]
@@ -101,7 +100,7 @@ class Work:
 
 
 class _Coalesced:
-    """What ``_coalescing_manager`` gives."""
+    """What ``_coalescing_manager`` yields."""
 
     work: Work
 
@@ -118,7 +117,7 @@ class P2POp:
 
 
 def batch_isend_irecv(operations: Sequence[P2POp]) -> list[Work]:
-    """One launch of all of them."""
+    """One launch of all operations."""
     communicator, rank = operations[0].group.communicator, _rank()
     assert all(one.group.communicator == communicator for one in operations)
     pieces, sent, received, arriving = [], [], [], []
@@ -151,7 +150,7 @@ def collective(verb: str) -> Callable[..., Work | None]:
 
 
 def all_reduce(tensor: Tensor, group: Group) -> None:
-    """At once. Ranks that are traced are taken to have given the same."""
+    """Immediate. Traced ranks are taken to have given the same."""
     given = tensor.clone()
     _collectives(group, [("all_reduce", tensor, given)]).wait()
     if _rank().hub is None:
@@ -180,7 +179,7 @@ def _collectives(group: Group, asked: Sequence[tuple[str, Tensor, Tensor]]) -> W
 
 
 class _Combined:
-    """What a rank receives of a collective: of all ranks' tensors, taken once."""
+    """What a rank receives of a collective, from all ranks' tensors, taken once."""
 
     def __init__(self, keys: Sequence[Any], verb: str, here: int) -> None:
         self._keys, self._verb, self._here = keys, verb, here
@@ -244,7 +243,7 @@ _DIST = SimpleNamespace(
 
 @contextmanager
 def modelled() -> Iterator[None]:
-    """``cp_plugin.comm`` calls the model meanwhile."""
+    """Meanwhile ``cp_plugin.comm`` calls the model."""
     with (
         patch.object(mesh_group, "dist", _DIST),
         patch.object(mesh_group, "_all_gather_single", collective("all_gather")),
@@ -262,10 +261,10 @@ def trace(
 ) -> list[Trace]:
     """What every rank of a mesh with these axes and extra groups posts in ``program``, run one after the other.
 
-    connected: the groups are connected where they are made, as ``cp_plugin.megatron.layers.groups`` does.
+    connected: groups are connected where they are made, as ``cp_plugin.megatron.layers.groups`` does.
 
     Raises:
-        BufferInFlightError: for a buffer that is touched while it is under way.
+        BufferInFlightError: for a buffer touched in flight.
     """
     found = []
     with modelled():
@@ -279,14 +278,14 @@ def trace(
 def run_checked(
     program: Program[object], axes: Mapping[str, int], extra: Sequence[str] = (), *, connected: bool = True
 ) -> list[Trace]:
-    """``trace``, held against NCCL's rules. OrderError names what it would not carry out."""
+    """``trace``, checked against NCCL's rules; OrderError for what it would not carry out."""
     found = trace(program, axes, extra, connected=connected)
     check(found)
     return found
 
 
 def run_with_data[T](program: Program[T], axes: Mapping[str, int], extra: Sequence[str] = ()) -> list[T]:
-    """What ``program`` returns on every rank, each a thread, with tensors that are exchanged; held against the rules.
+    """``program``'s results on ranks that are threads and exchange tensors, checked against the rules.
 
     Raises:
         RuntimeError: if a rank raised: its error is the cause.
@@ -312,7 +311,7 @@ def _run[T](rank: Rank, program: Program[T], axes: Mapping[str, int], extra: Seq
 
 
 def beside(axes: Mapping[str, int]) -> GroupMesh:
-    """Another mesh of this rank, with process groups of its own that nobody has used."""
+    """Another mesh of this rank, with unused process groups of its own."""
     return _mesh(_rank(), axes, (), " beside")
 
 

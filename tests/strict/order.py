@@ -1,16 +1,15 @@
-"""What every rank has posted, and whether NCCL would carry it out.
+"""Would NCCL carry out what the ranks have posted?
 
-A rank's trace is its program in the order in which the host makes its calls. On CUDA the host waits for nothing but the
-creation of communicators, so a trace does not depend on what the other ranks do, and all traces together say
-everything. An operation is a kernel:
+A rank's trace is its program in the order of the host's calls. On CUDA the host waits only for the creation of
+communicators, so a trace does not depend on other ranks, and all traces together say everything. An operation is a
+kernel:
 
-    it is launched  by the host, which in a communicator's first operation waits for all ranks of the communicator
-    it starts       when the operation before it on its communicator has ended (one stream each), and what the compute
-                    stream was told to wait for before it was posted has ended; more, by ``Device``
-    it ends         when all that it exchanges something with have started: nothing is buffered on the way
+    it is launched  by the host, which in a communicator's first operation waits for all its ranks
+    it starts       when the previous operation on its communicator has ended (one stream each), and so has what the
+                    compute stream was told to wait for before it was posted; more, by ``Device``
+    it ends         when all its partners have started: nothing is buffered on the way
 
-What starts never has to stop, so the order in which all this is looked at does not matter: what has not ended at the
-end never will.
+What starts never has to stop, so the order of evaluation does not matter: what has not ended at the end never will.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from cp_plugin.core.text import ranks_named
 
 
 class OrderError(AssertionError):
-    """Something that NCCL would not carry out: it names rank, communicator and operation."""
+    """Something NCCL would not carry out: names rank, communicator and operation."""
 
 
 class Device(Enum):
-    """What launches have in common on one rank, beyond their streams."""
+    """What launches on one rank share, beyond their streams."""
 
     STREAMS = "every communicator has a hardware queue of its own"
     ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1: an operation starts after all that were launched before it have started"
     ONE_AT_A_TIME = "one operation fills the device: it starts after all that were launched before it have ended"
-    """All that NCCL promises for several communicators: they are used in one order on all ranks."""
+    """All that NCCL promises for several communicators: use them in one order on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """One process group's; ranks are numbers in the whole mesh, in group order."""
+    """A process group's; ranks are numbers in the whole mesh, in group order."""
 
     name: str
     ranks: tuple[int, ...]
@@ -50,7 +49,7 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One tensor of an operation. ``peer``: whom it goes to or comes from, None: a collective's; a rank."""
+    """One tensor of an operation. ``peer``: destination or source rank; None for a collective."""
 
     verb: str
     dtype: str
@@ -70,14 +69,14 @@ class Operation:
     communicator: Communicator
     pieces: tuple[Piece, ...]
     number: int
-    """How many this rank has posted on this communicator before it."""
+    """Operations this rank posted before it on this communicator."""
     phase: str = ""
     partners: list[Operation] = field(default_factory=list)
-    """Those of other ranks that have to start before it can end."""
+    """Operations of other ranks that must start before it can end."""
     before: Operation | None = None
-    """On the same communicator."""
+    """The previous operation on the communicator."""
     waits: int = 0
-    """How many waits this rank had made when it posted it."""
+    """Waits of this rank before it was posted."""
     started: bool = False
     ended: bool = False
 
@@ -92,7 +91,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The compute stream waits for it from here on."""
+    """The compute stream waits for the operation from here on."""
 
     operation: Operation
 
@@ -132,7 +131,7 @@ class Trace:
 
 
 def check(traces: Sequence[Trace]) -> None:
-    """Hold the traces of all ranks, by number, against NCCL's rules.
+    """Check all ranks' traces against NCCL's rules.
 
     Raises:
         OrderError: naming a rank, a communicator and an operation.
@@ -178,7 +177,7 @@ def _match_collectives(traces: Sequence[Trace]) -> None:
 
 
 def _match_messages(traces: Sequence[Trace]) -> None:
-    """The n-th message from one rank to another is the n-th that is received, whatever batch it is in."""
+    """The n-th message from one rank to another is the n-th received, whatever batch it is in."""
     for communicator, by_rank in _by_communicator(traces).items():
         sent, received = defaultdict(list), defaultdict(list)
         for operations in by_rank.values():
@@ -211,17 +210,16 @@ class _Rank:
         self.waited = [item.operation for item in trace.items if isinstance(item, Wait)]
         self.waited_for = 0
         self.host = 0
-        self.launched: list[Operation] = []
-        """That have not ended, in order."""
+        self.launched: list[Operation] = []  # in flight, in order
 
     @property
     def held(self) -> Operation | None:
-        """The first operation of a communicator in which the host waits for the other ranks."""
+        """The first operation of a communicator, in which the host waits for other ranks."""
         item = self.trace.items[self.host] if self.host < len(self.trace.items) else None
         return item if isinstance(item, Operation) else None
 
     def launch(self, arrived: dict[Communicator, set[int]]) -> bool:
-        """Let the host go on as far as it can; whether it has."""
+        """Advance the host as far as possible; whether it moved."""
         began = self.host
         while self.host < len(self.trace.items):
             item = self.trace.items[self.host]
@@ -234,7 +232,7 @@ class _Rank:
         return self.host > began
 
     def go_on(self, device: Device) -> bool:
-        """Start and end what can; whether something has."""
+        """Start and end what can; whether anything did."""
         changed, earlier_ended, earlier_started = False, True, True
         one_queue, one_at_a_time = device is Device.ONE_QUEUE, device is Device.ONE_AT_A_TIME
         while self.waited_for < len(self.waited) and self.waited[self.waited_for].ended:
@@ -266,7 +264,7 @@ def _carry_out(traces: Sequence[Trace], device: Device) -> None:
 
 
 def _circle(rank: _Rank, ranks: dict[int, _Rank], arrived: dict[Communicator, set[int]]) -> Iterator[str]:
-    """Who waits for whom, from a rank on until one comes again."""
+    """Who waits for whom, from a rank on until one recurs."""
     path: list[tuple[_Rank, str]] = []
     while all(rank is not before for before, _ in path):
         if rank.launched:  # the first of them waits for nothing of its own rank

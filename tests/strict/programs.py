@@ -1,4 +1,4 @@
-"""What ranks run under the model: attention of every kind, twice, as two layers of a model do."""
+"""Programs to run under the model: attention of every kind, twice, like two layers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def decoded(mesh: Mesh) -> None:
 
 
 def session(provider: str, size: int, layout: str) -> Program[None]:
-    """Inference: a prompt in two parts, then tokens one by one, over a group that decoding is the first to use."""
+    """Inference: a prompt in two chunks, then single tokens over a group that decoding is the first to use."""
     tokens = 2 * size * 2
 
     def program(mesh: Mesh) -> None:
@@ -110,7 +110,7 @@ def session(provider: str, size: int, layout: str) -> Program[None]:
 
 @contextmanager
 def cheap_kernels() -> Iterator[None]:
-    """Local attention looks at its inputs and computes nothing: order and buffers of many ranks in little time."""
+    """Local attention reads its inputs and computes nothing: order and buffers of many ranks in little time."""
 
     def forward(self: Local, queries: Queries, kv: KeyValues, onto: Any = None) -> Partial:
         q, v = queries.q, kv.v
@@ -129,7 +129,7 @@ def cheap_kernels() -> Iterator[None]:
 
 
 def _summed(like: Tensor, total: Tensor | None) -> Tensor:
-    """In the total's memory, as kernels do."""
+    """In the total's memory, like kernels."""
     return torch.zeros_like(like, dtype=accumulation_dtype(like.dtype)) if total is None else total.add_(0)
 
 

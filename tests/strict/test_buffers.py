@@ -1,4 +1,4 @@
-"""Every method on ranks with data, whose buffers are poison until they are waited for: the numbers of one device."""
+"""Every method on ranks with data, with poisoned receive buffers: the numbers of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communicators that are made in a group's first operation, as by NCCL: who has to come, and who did not."""
+"""Communicators created in a group's first operation, as by NCCL: who must join, and who did not."""
 
 from __future__ import annotations
 

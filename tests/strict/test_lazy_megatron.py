@@ -1,6 +1,6 @@
-"""Megatron's groups as NCCL makes their communicators, with context parallelism as a part of a larger world.
+"""Megatron's groups under lazy communicators, with context parallelism as a part of a larger world.
 
-All of Megatron's own collectives are held to the rule, too. Numbers are checked elsewhere: here a training starts.
+All of Megatron's own collectives are held to the rule too. Numbers are checked elsewhere: here a training starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every method posts, on all ranks, what NCCL can carry out, and touches no buffer that is under way."""
+"""Every method posts, on all ranks, what NCCL can carry out, and touches no buffer in flight."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The rule of ``lazy.py`` for ranks that are threads: an axis is used for the first time by all ranks along it.
+"""The rule of ``lazy.py`` for threads: the first message along an axis needs all ranks along it.
 
-``ThreadMesh`` has no communicators. Here the first message along an axis waits for a message of each of the axis's
-ranks, in whatever verb, and fails without one. The whole mesh is left out: methods exchange between some of its ranks
-only, so its group is connected where it is made (``cp_plugin.comm.connect``), as are all.
+``ThreadMesh`` has no communicators. Here the first message along an axis waits for a message, of any verb, of each rank
+of the axis, and fails without one. The whole mesh is exempt: methods exchange between some of its ranks only, so its
+group is connected where it is made (``cp_plugin.comm.connect``), like all groups.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PATIENCE = 20.0
 """Seconds, at most: a mesh may have less."""
 
 connected = {WHOLE}
-"""Axes whose groups are taken to have been used already."""
+"""Axes whose groups count as used."""
 
 
 def switch_on() -> None:
-    """For all meshes of threads of this process and of those that are forked from it."""
+    """For all thread meshes of this process and those forked from it."""
     for name in ("_exchange", "_share"):
         call = getattr(ThreadMesh, name)
         if not hasattr(call, "__wrapped__"):

@@ -1,4 +1,4 @@
-"""In processes that a test starts: lazy communicators (tests/strict/lazy.py) as soon as torch.distributed is there."""
+"""Lazy communicators (tests/strict/lazy.py) in processes that a test starts, once torch.distributed is imported."""
 
 from __future__ import annotations
 
