@@ -58,7 +58,8 @@ class ContextParallel(Sharding):
         problem: Problem | None = None,
         **options: Any,
     ) -> None:
-        """Args:
+        """
+        Args:
             provider: a registered name, a ``Provider``, or a ``Resolved`` from ``providers.settle`` (no options then).
             group: the context-parallel process group; None is a single rank. Collective over the group for methods on
                 several axes, and for those that ask for the ranks' hosts.
@@ -107,8 +108,7 @@ class ContextParallel(Sharding):
 
     def _wait_for_heads(self, found: Provider, typical: Problem, asked: Options, group: dist.ProcessGroup) -> None:
         """Defer the choice to the first call. The axes are unknown until then, so the token order must not depend on
-        them.
-        """
+        them."""
         self.provider, self.options, self.why = found, asked, ()
         self.layout = providers.layout_for(found, asked)
         if self.layout.cyclic:
@@ -126,11 +126,8 @@ class ContextParallel(Sharding):
         self._open = choose
 
     def with_layout(self, layout: Layout) -> ContextParallel:
-        """The same on another layout, such as one made for a pack of documents.
-
-        Raises:
-            ValueError: if the provider still waits for the heads of its first call.
-        """
+        """The same on another layout, such as one made for a pack of documents; ValueError if the provider still waits
+        for the heads of its first call."""
         if self._open is not None:
             raise ValueError(
                 f"provider {self.provider.name!r} chooses its axes by the heads, and the layout is to be another "
@@ -297,11 +294,8 @@ class ContextParallel(Sharding):
         return linear.extend(q * scale, k, v, log_decay, parts, self.mesh, state)
 
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear.Segmented]:
-        """The composed method for a problem of linear attention, and the parts it is built around.
-
-        Raises:
-            ValueError: for a problem the provider does not support.
-        """
+        """The composed method for a problem of linear attention, and the parts it is built around; ValueError for a
+        problem the provider does not support."""
 
         def composed() -> tuple[Scan, linear.Segmented]:
             self.refuse(problem)

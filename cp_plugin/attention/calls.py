@@ -57,11 +57,8 @@ def shapes(problem: Problem, tokens: int) -> Inputs:
 def without_peers(
     provider: str | Provider, problem: Problem, options: Options, index: int, kernel: BlockKernel
 ) -> Attend:
-    """The method of rank ``index`` around a kernel, on a mesh without peers or data.
-
-    Raises:
-        ValueError: for options that do not fit, or a problem that the provider does not support.
-    """
+    """The method of rank ``index`` around a kernel, on a mesh without peers or data; ValueError for options that do not
+    fit, or a problem that the provider does not support."""
     resolved = providers.settle(provider, problem, options)
     return ContextParallel(resolved, mesh=TraceMesh(resolved.axes, index)).around(kernel, problem)
 

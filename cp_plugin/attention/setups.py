@@ -48,11 +48,8 @@ class Setup(Resolved):
 
 
 def settled(provider: Provider, problem: Problem, options: Options) -> Setup:
-    """The provider's setup; on the layout ``documents``, with tokens placed for the problem's documents.
-
-    Raises:
-        ValueError: for options that do not fit the provider or the number of ranks, as ``providers.settle`` does.
-    """
+    """The provider's setup; on the layout ``documents``, with tokens placed for the problem's documents; ValueError for
+    options that do not fit the provider or the number of ranks, as ``providers.settle`` does."""
     if options.layout == DOCUMENTS.name and problem.bounds:
         problem = placed(problem)
     found = providers.settle(provider, problem, options)

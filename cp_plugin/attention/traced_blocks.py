@@ -32,11 +32,8 @@ class Asked(NamedTuple):
 
 
 def asked_of(provider: str | Provider, problem: Problem, options: Options, index: int) -> list[Asked]:
-    """Kernel calls of rank ``index`` in one forward.
-
-    Raises:
-        ValueError: for options that do not fit, or a problem that the provider does not support.
-    """
+    """Kernel calls of rank ``index`` in one forward; ValueError for options that do not fit, or a problem that the
+    provider does not support."""
     found: list[Asked] = []
     kernel = RecordingKernel(lambda q, k, v, block: found.append(Asked(block, Sizes.of(q, k, v), q.size(1))))
     q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)

@@ -36,7 +36,8 @@ class Alarm:
     """One per rank; created once torch.distributed's default group exists."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, where: Callable[[], str]) -> None:
-        """Args:
+        """
+        Args:
         store: of the run.
         rank, size: of this process, and the number of ranks.
         where: what this rank's main thread is doing, in a few words; called in another thread.

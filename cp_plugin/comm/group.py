@@ -23,8 +23,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 SHORT = 256 * 1024
 """Bytes. Gloo's all-gather is a ring, each step of which waits for the one before. That saves inter-host bandwidth for
-long messages; a short one arrives sooner if it goes to each peer directly.
-"""
+long messages; a short one arrives sooner if it goes to each peer directly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,8 @@ class GroupMesh(Mesh):
         index: int,
         ledger: Ledger | None = None,
     ) -> None:
-        """Args:
+        """
+        Args:
             axes: name -> size, slowest first.
             groups: for each axis the process group along it that contains this rank, in axis order; None is allowed
                 for axes of size 1. Further groups as named by ``axis_groups``.

@@ -61,7 +61,8 @@ class Mesh(ABC):
     """A grid of ranks. Axes are ordered slowest first: ``index`` is the row-major number of the rank's coordinates."""
 
     def __init__(self, axes: Mapping[str, int], index: int, ledger: Ledger | None = None) -> None:
-        """Args:
+        """
+        Args:
         axes: name -> size, slowest first; the product is the context-parallel size.
         index: this rank's number.
         ledger: where traffic is recorded; a new one by default.

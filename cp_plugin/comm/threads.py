@@ -27,22 +27,16 @@ _EXIT_S = 5.0  # longest wait for the operating system to end threads that have 
 
 
 def run_threads[T](fn: Callable[[ThreadMesh], T], axes: Mapping[str, int], *, patience: float = 60.0) -> list[T]:
-    """Run ``fn(mesh)`` once per rank of a mesh with these axes, each in a thread; the results in rank order.
-
-    Raises:
-        RuntimeError: if a rank raised (its error is the cause), or waited ``patience`` seconds for a peer that never
-            sent.
+    """Run ``fn(mesh)`` once per rank of a mesh with these axes, each in a thread; the results in rank order;
+    RuntimeError if a rank raised (its error is the cause), or waited ``patience`` seconds for a peer that never sent.
     """
     hub = Hub(patience)
     return in_turns([partial(fn, ThreadMesh(axes, index, hub)) for index in range(prod(axes.values()))], hub)
 
 
 def in_turns[T](ranks: Sequence[Callable[[], T]], hub: Hub) -> list[T]:
-    """Results of the ranks, each in a thread of its own that takes turns on the hub.
-
-    Raises:
-        RuntimeError: if a rank raised; its error is the cause.
-    """
+    """Results of the ranks, each in a thread of its own that takes turns on the hub; RuntimeError if a rank raised; its
+    error is the cause."""
     results: list[Any] = [None] * len(ranks)
 
     def run(index: int) -> None:

@@ -47,7 +47,8 @@ class Session:
         fp8: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """Args:
+        """
+        Args:
             cp: what prefill attends with, softmax attention.
             batch: sequences.
             capacity: slots per rank; a context of up to ``capacity * cp.size`` tokens fits.

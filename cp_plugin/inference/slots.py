@@ -65,7 +65,8 @@ class Slots:
     """The bookkeeping of one batch. Not thread-safe."""
 
     def __init__(self, size: int, index: int, batch: int, capacity: int, device: torch.device) -> None:
-        """Args:
+        """
+        Args:
             size, index: context-parallel ranks, and this one's number.
             batch: sequences.
             capacity: slots per rank.
@@ -115,11 +116,8 @@ class Slots:
         return Chunk(first, first + here, positions, rows, self._keys)
 
     def close(self, lengths: Sequence[int]) -> None:
-        """The prompt is complete: tokens of sequence i from ``lengths[i]`` on were padding, whose slots become free.
-
-        Raises:
-            ValueError: for lengths that are not those of such sequences.
-        """
+        """The prompt is complete: tokens of sequence i from ``lengths[i]`` on were padding, whose slots become free;
+        ValueError for lengths that are not those of such sequences."""
         if len(lengths) != self.batch or any(not 1 <= n <= self._prompt for n in lengths):
             raise ValueError(f"{self.batch} prompts of 1 to {self._prompt} tokens, got lengths {list(lengths)}")
         self._open = False

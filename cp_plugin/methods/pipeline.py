@@ -38,8 +38,7 @@ def groups_do_not_divide(problem: Problem, options: Options) -> str | None:
 _LEAST_BYTES = {"nccl": 2**23, "gloo": 2**18}
 """Least bytes of a group's queries on one rank: smaller messages and kernels cost more than they hide. Measured on
 virtual clusters for Gloo; an estimate for NCCL: a message of 8 MiB takes 0.2 ms at 50 GB/s, ten times the start of its
-collective, and a kernel on as many queries fills a GPU.
-"""
+collective, and a kernel on as many queries fills a GPU."""
 
 
 def best_groups(problem: Problem, most: int = 8) -> int:

@@ -56,8 +56,7 @@ class Parts(Protocol):
     """All segments have the same ``through``, so it need not travel."""
     cuts: tuple[tuple[Cut, ...], ...] | None
     """On placed tokens, the pieces of the documents that are cut; None on other layouts. A rank then has one segment of
-    all its pieces, each of which starts from a zero state.
-    """
+    all its pieces, each of which starts from a zero state."""
     pieces: Tensor | None
     """bool ``[t]``: the tokens of this rank that start a piece; None as above."""
     forward: Callable[[Tokens], Tensor]

@@ -44,11 +44,8 @@ class Registry(dict[str, Provider]):
 
     @cached_property
     def options(self) -> dict[str, Option]:
-        """name -> option: layout, kernel, and the options of all providers.
-
-        Raises:
-            ValueError: if an option is declared twice, or used without a declaration.
-        """
+        """name -> option: layout, kernel, and the options of all providers; ValueError if an option is declared twice,
+        or used without a declaration."""
         many = (*ANY_SOFTMAX, GRADIENT_DTYPE)
         backend = Option(
             "backend",
@@ -70,11 +67,8 @@ class Registry(dict[str, Provider]):
 
 @cache
 def registry() -> Registry:
-    """name -> provider, built-in ones first.
-
-    Raises:
-        ValueError: if two providers share a name, or an entry point does not lead to a ``Provider``.
-    """
+    """name -> provider, built-in ones first; ValueError if two providers share a name, or an entry point does not lead
+    to a ``Provider``."""
     files = sorted(module.name for module in pkgutil.iter_modules(methods.__path__))
     modules = (importlib.import_module(f"{methods.__name__}.{name}") for name in files)
     return Registry(
@@ -147,11 +141,8 @@ class Resolved:
 
 
 def settle(provider: str | Provider, problem: Problem, options: Options) -> Resolved:
-    """Check a user's options and let the provider fill in the open ones.
-
-    Raises:
-        ValueError: for an unknown name, an option the provider does not have, or one that does not fit the ranks.
-    """
+    """Check a user's options and let the provider fill in the open ones; ValueError for an unknown name, an option the
+    provider does not have, or one that does not fit the ranks."""
     found = get(provider) if isinstance(provider, str) else provider
     declared = registry().options | {option: option for option in found.options if isinstance(option, Option)}
     for name, value in options.chosen.items():

@@ -211,8 +211,7 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
 
 def exit_status(nproc: int, run: Callable[[], object]) -> int:
     """The exit status of a command that runs ``nproc`` ranks: 0, that of the first failing rank (whose report goes to
-    stderr), or the shell's for Ctrl-C.
-    """
+    stderr), or the shell's for Ctrl-C."""
     try:
         run()
     except RankError as error:

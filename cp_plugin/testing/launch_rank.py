@@ -98,8 +98,7 @@ def _pickled(result: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     """Pickles plain tensors as bytes: torch's own way, and Megatron's check of what it loads, take longer than many a
-    test's training.
-    """
+    test's training."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.requires_grad or obj.device.type != "cpu" or vars(obj):

@@ -180,8 +180,7 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
 
 def of_sums(setup: Setup) -> dict[str, float]:
     """What rounding may add to each gradient's error where sums travel in the model's dtype: half its epsilon per rank
-    that adds a part. Roundings are independent, so the error grows with the root of the number of ranks.
-    """
+    that adds a part. Roundings are independent, so the error grows with the root of the number of ranks."""
     if setup.options.gradient_dtype != "model":
         return {}
     grads = TENSORS[1:4]
