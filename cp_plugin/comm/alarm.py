@@ -38,9 +38,9 @@ class Alarm:
     def __init__(self, store: dist.Store, rank: int, size: int, where: Callable[[], str]) -> None:
         """
         Args:
-        store: of the run.
-        rank, size: of this process, and the number of ranks.
-        where: what this rank's main thread is doing, in a few words; called in another thread.
+            store: of the run.
+            rank, size: of this process, and the number of ranks.
+            where: what this rank's main thread is doing, in a few words; called in another thread.
         """
         self.rank, self.size = rank, size
         self._where = where

@@ -63,9 +63,9 @@ class Mesh(ABC):
     def __init__(self, axes: Mapping[str, int], index: int, ledger: Ledger | None = None) -> None:
         """
         Args:
-        axes: name -> size, slowest first; the product is the context-parallel size.
-        index: this rank's number.
-        ledger: where traffic is recorded; a new one by default.
+            axes: name -> size, slowest first; the product is the context-parallel size.
+            index: this rank's number.
+            ledger: where traffic is recorded; a new one by default.
         """
         if not axes or any(n < 1 for n in axes.values()):
             raise ValueError(f"a mesh needs axes of size 1 or more, got {dict(axes)}")
