@@ -68,7 +68,7 @@ class Finder:
     @staticmethod
     def exec_module(module: ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state  # as it was: the import system has just replaced it
+        module.__spec__ = module.__spec__.loader_state  # restore what the import system has just replaced
 
 
 def install() -> None:

@@ -72,7 +72,7 @@ def parts_of(problem: Problem, segments: Sequence[Segments], kernel: Kernel) -> 
     Args:
         segments: the positions of every rank's tokens.
     """
-    length = min(len(s) for rank in segments for s in rank)  # a rank's neighbouring segments may have been joined
+    length = min(len(s) for rank in segments for s in rank)  # adjacent segments of a rank may have been merged
     numbered = [start for rank in segments for s in rank for start in s[::length]]
     return Segmented(
         order=tuple(sorted(range(len(numbered)), key=lambda i: numbered[i])),
@@ -261,7 +261,7 @@ class _Linear(torch.autograd.Function):
             out, kept = once(compute)
         ctx.save_for_backward(q, k, v, log_decay, starts, *kept)
         ctx.scan, ctx.mesh = scan, mesh
-        return out.detach()  # what may be kept must not get a history
+        return out.detach()  # a kept result must not get a history
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

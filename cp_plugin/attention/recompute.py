@@ -83,7 +83,7 @@ def to_be_repeated() -> bool:
 
 
 _UNEQUAL = "it must call the same layers, in the same order, as the forward did"
-_local = threading.local()  # a backward may run in other threads than the forward
+_local = threading.local()  # a backward may run in another thread than the forward
 
 
 def _regions() -> list[Recomputed[..., Any]]:

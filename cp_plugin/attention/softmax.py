@@ -59,7 +59,7 @@ class Attention(torch.autograd.Function):
         x = [before if other is None else other for before, other in zip((q, k, v), done.brought, strict=True)]
         ctx.save_for_backward(*x, sink, done.out, done.lse)
         ctx.moves, ctx.core, ctx.mesh, ctx.owners = moves, core, mesh, done.owners
-        return done.home.detach()  # what may be kept must not get a history
+        return done.home.detach()  # a kept result must not get a history
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

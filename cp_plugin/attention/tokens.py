@@ -66,7 +66,7 @@ class Unshard(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, mesh: Mesh, layout: Layout, numbers: tuple[int, ...]) -> Tensor:
         ctx.kept = (layout, dim, mesh.size, numbers[mesh.index])
         shards = [x.movedim(dim, 0)]
-        for axis in reversed(mesh.axes):  # fastest axis first, so that the order is that of the flat index
+        for axis in reversed(mesh.axes):  # fastest axis first: the order of the flat index
             shards = list(mesh.all_gather(axis, shards).wait())
         by_rank = shards[0].chunk(mesh.size)
         return layout.unshard([by_rank[numbers.index(n)] for n in range(mesh.size)], 0).movedim(0, dim)

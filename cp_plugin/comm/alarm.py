@@ -28,7 +28,7 @@ EXIT_STATUS = 70
 """Exit status of a rank that another rank's failure ended."""
 _FIRST, _TELLER, _ALARM = "failed", "teller", "alarm"
 _FOREVER = datetime.timedelta(days=365)
-_ANSWER_S = 1.5  # for the others to say where they are; the report is out before launch ends the ranks, _GRACE_S later
+_ANSWER_S = 1.5  # for the others' answers; the report is out before launch stops the ranks, _GRACE_S later
 _LEAVE_S = 20.0  # for a rank to end by itself, or to be ended by its launcher
 
 
@@ -44,7 +44,7 @@ class Alarm:
         """
         self.rank, self.size = rank, size
         self._where = where
-        # torchrun keeps its store over restarts, and the alarm of the start before is still in it
+        # torchrun keeps its store across restarts, with the previous start's alarm in it
         mine = f"cp_plugin_alarm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store, self._asleep = (dist.PrefixStore(mine, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
         self._silenced = threading.Event()
@@ -63,7 +63,7 @@ class Alarm:
             with contextlib.suppress(RuntimeError, OSError):
                 found.append(self._told(story))
 
-        talking = threading.Thread(target=talk, daemon=True)  # a cut link holds a call for as long as TCP is patient
+        talking = threading.Thread(target=talk, daemon=True)  # on a cut link a call blocks until TCP gives up
         talking.start()
         talking.join(2 * _ANSWER_S)
         if found:
@@ -111,7 +111,7 @@ class Alarm:
                 return
             here, there = self.signature(self.rank), self.signature(teller)
             print(f"cp_plugin: {here} is ended, since another failed. {there}: {story}", file=sys.stderr, flush=True)
-        except (RuntimeError, OSError):  # the store is gone: the run is at its end, or rank 0 is lost
+        except (RuntimeError, OSError):  # the store is gone: the run has ended, or rank 0 is lost
             return
         os._exit(EXIT_STATUS)
 

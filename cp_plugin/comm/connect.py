@@ -34,7 +34,7 @@ def connect(groups: Mapping[str, dist.ProcessGroup | None], watch: Watch | None 
         ConnectError: naming the group and its ranks, if one of them is gone or does not join within the timeout.
     """
     for name, group in groups.items():
-        if group is None or group.size() == 1 or dist.get_backend(group) == "fake":  # a dry run's talks to nobody
+        if group is None or group.size() == 1 or dist.get_backend(group) == "fake":  # the backend of a dry run
             continue
         called = f"the process group {name!r} of {ranks_named(dist.get_process_group_ranks(group))}"
         try:

@@ -169,7 +169,7 @@ class GroupMesh(Mesh):
 
     def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
         group, n = self._group(axis), self.axes[axis]
-        if self._is_gloo(axis):  # Gloo's own reduce-scatter moves twice the bytes: it is an all-reduce
+        if self._is_gloo(axis):  # Gloo's own reduce-scatter is an all-reduce: twice the bytes
             parts = self._all_to_all(axis, tensors)
             return parts.then(lambda t: sum_of_parts(t, n))
         received = tuple(t.new_empty((t.size(0) // n, *t.shape[1:])) for t in tensors)
@@ -248,7 +248,7 @@ def _urgent(like: dist.ProcessGroup) -> Any:
 
 
 def _when_done(works: Sequence[Any], sent: Tensors, received: Tensors) -> Pending:
-    in_flight = [sent]  # what is being sent must live until it has left
+    in_flight = [sent]  # send buffers must live until they have been sent
 
     def finish() -> Tensors:
         for work in works:

@@ -23,7 +23,7 @@ import torch
 from cp_plugin.comm.ledger import Ledger
 from cp_plugin.comm.mesh import WHOLE, Mesh, Pending, Tensors, sum_of_parts
 
-_EXIT_S = 5.0  # longest wait for the operating system to end threads that have returned
+_EXIT_S = 5.0  # longest wait for the native exit of threads that have returned
 
 
 def run_threads[T](fn: Callable[[ThreadMesh], T], axes: Mapping[str, int], *, patience: float = 60.0) -> list[T]:

@@ -49,7 +49,7 @@ class Sampler:
         weights = scores.softmax(-1)
         if self._sampling.top_p < 1.0:
             ordered, order = weights.sort(descending=True)
-            beyond = ordered.cumsum(-1) - ordered >= self._sampling.top_p  # of those before it, already enough
+            beyond = ordered.cumsum(-1) - ordered >= self._sampling.top_p  # those before it are already enough
             weights = weights.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), 0.0)
         return torch.multinomial(weights, 1, generator=self._generator)[:, 0].to(logits.device)
 

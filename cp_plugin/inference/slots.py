@@ -136,7 +136,7 @@ class Slots:
         """
         if self._open:
             raise ValueError("the prompt is not complete: close() says how long each sequence is")
-        for length in self.lengths:  # before any is dealt: who catches the error can go on
+        for length in self.lengths:  # before any is dealt, so that a caller can recover
             self.require(length + tokens)
         mine = []
         for sequence, held in enumerate(self.held):

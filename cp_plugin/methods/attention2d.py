@@ -123,7 +123,7 @@ def _choose_grid(problem: Problem, options: Options) -> Choice:
             f"grid {in_words(best)} (rows x columns): the fewest bytes ({in_bytes(sent[best])} from each rank) for "
             f"{problem.heads} query and {problem.kv_heads} key/value heads"
         )
-        if square != best and sent[best]:  # 0 where a rank has no token, which is refused later
+        if square != best and sent[best]:  # 0 if a rank has no token, which is refused later
             reason += f"; {in_words(square)} would send {sent[square] / sent[best]:.2f}x"
         return Choice(replace(options, grid=best), (reason,) if size > 1 else ())
     rows, columns = options.grid

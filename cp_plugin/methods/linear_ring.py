@@ -23,7 +23,7 @@ from cp_plugin.methods.lasp2 import AXIS, LASP2, causal_only
 from cp_plugin.methods.protocol import Parts
 from cp_plugin.methods.ring import RING
 
-_ROWS = 1024  # queries whose products with the keys of a segment are held at one time
+_ROWS = 1024  # queries whose scores with a segment's keys are in memory at a time
 
 
 @dataclass(frozen=True, slots=True)

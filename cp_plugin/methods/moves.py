@@ -83,7 +83,7 @@ class Moved:
             here, arriving = arriving, bring(self.moves, *following) if following else None  # post
             queries, kv = here.queries.wait(), here.kv.wait()
             out, lse = self.core.forward(queries, kv) or nothing_seen(queries, kv)  # attend
-            del here, queries, kv  # what was brought is not needed any more, and is large
+            del here, queries, kv  # large, and no longer needed
             home = Pending.done((out.to(dtype), lse))
             del out, lse
             for move in reversed(self.moves):

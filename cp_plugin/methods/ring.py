@@ -61,7 +61,7 @@ class Ring:
             grads = self.inner.backward(queries, kv, Sums(dq=dq))
             dq, dkv = (dq, (None, None)) if grads is None else (grads.dq, grads[1:])
             if own is None:
-                own = dkv  # waits here for the sums to come home
+                own = dkv  # added when the sums come home
             else:
                 home = self._send_home(_added(home, dkv), kv.tensors, by=-1)
             kv = arriving.wait() if arriving else kv

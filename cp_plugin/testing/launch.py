@@ -32,17 +32,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.cuda import is_initialized as cuda_is_initialized  # CPU mode, which `preload` turns on, answers for Megatron
+from torch.cuda import is_initialized as cuda_is_initialized  # `preload`'s CPU mode patches torch.cuda's
 
 from cp_plugin.testing.launch_rank import Job, Message, live
 from cp_plugin.testing.launch_signals import frozen, passing_on_sigterm
 
 OUTPUTS = ("rank0", "ends", "all")
-_GRACE_S = 4.0  # after the first failure: time for the other ranks' own tracebacks, and alarm's report, to arrive
+_GRACE_S = 4.0  # after the first failure: for the other ranks' tracebacks and the alarm's report
 _DUMP_S = 5.0  # longest wait for a rank to write its stacks
 _EXIT_S = 5.0  # after all results are in: time for the ranks to leave
 _TAIL_LINES = 30
-_PEER = re.compile(r"\[[\d.]+\]:\d+")  # an address in Gloo's errors: another port on every rank
+_PEER = re.compile(r"\[[\d.]+\]:\d+")  # addresses in Gloo's errors differ between ranks
 
 
 class RankError(RuntimeError):
@@ -92,10 +92,10 @@ class _Rank:
         """Collect the exit status of a process that has ended; one that left no message has failed."""
         self.read_message()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # what it started; the number is ours until waitpid
+            os.killpg(self.pid, signal.SIGKILL)  # its children; the pid is ours until waitpid
         self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if self.message is None or (not self.failed and self.status != 0):
-            # A signal comes from outside: it is the cause, so it sorts before the errors it brings about elsewhere.
+            # A signal is the cause: it sorts before the errors it leads to elsewhere.
             when = 0.0 if self.status < 0 else time.monotonic()
             text = _describe_end(self.status) + _text(self.stacks)
             self.message = Message(error=text, time=when, status=self.status or 1)
@@ -106,7 +106,7 @@ class _Rank:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):  # it may not have reached its setsid yet
+        with contextlib.suppress(ProcessLookupError):  # if it has not reached its setsid yet
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         self.status = -signal.SIGKILL
@@ -155,7 +155,7 @@ def run_ranks(
     ranks: list[_Rank] = []
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=max(128, world_size)))
-        wait_end, hold_end = os.pipe()  # ranks that are done read from it until the parent closes its end
+        wait_end, hold_end = os.pipe()  # finished ranks block on it until the parent closes its end
         release = contextlib.ExitStack()
         release.callback(os.close, hold_end)
         stack.callback(os.close, wait_end)
@@ -176,7 +176,7 @@ def run_ranks(
             stack.callback(ranks[-1].close)
         if pass_on_sigterm:
             stack.enter_context(passing_on_sigterm(lambda: [r.pid for r in ranks if r.status is None]))
-        # Created after the forks: its thread must not exist in a process that forks.
+        # Created after the forks, since it starts a thread.
         listen = os.dup(listener.fileno())
         store = [dist.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False, master_listen_fd=listen)]
         stack.callback(store.clear)  # not left to a traceback that keeps this frame
@@ -242,20 +242,20 @@ def _fork(rank: int, job: Job, wait_end: int, *, unwanted: Sequence[int]) -> _Ra
     collecting = gc.isenabled()
     gc.disable()
     with warnings.catch_warnings():
-        # Python warns of any thread in the parent. Torch's idle pools are the usual ones, and ranks do not use them.
+        # Python warns of threads in the parent: usually torch's idle pools, which ranks do not use.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            gc.freeze()  # what is the parent's garbage may own threads that are not here: never collect it
+            gc.freeze()  # the parent's garbage may own threads that do not exist here
             for fd in unwanted:
                 os.close(fd)
             if collecting:
                 gc.enable()
             status = live(rank, job, log=log, stacks=stacks, outbox=outbox, done=done)
             if status == 0:
-                os.read(wait_end, 1)  # its connections stay open until every rank has finished with them
+                os.read(wait_end, 1)  # keep connections open until all ranks are done
         finally:
             os._exit(status)
     if collecting:

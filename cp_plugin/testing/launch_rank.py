@@ -63,7 +63,7 @@ def live(rank: int, job: Job, *, log: int, stacks: int, outbox: int, done: int) 
     threads on SIGUSR1 or a crash; `outbox` the pickled Message; `done`, an eventfd, is set once that is there.
     """
     try:
-        os.setsid()  # a terminal's Ctrl-C reaches the parent alone, and the rank's own children can be killed with it
+        os.setsid()  # Ctrl-C reaches the parent only, and the rank's children can be killed with it
         die_with_parent(job.parent)
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -80,7 +80,7 @@ def live(rank: int, job: Job, *, log: int, stacks: int, outbox: int, done: int) 
         message = Message(error=text, note=_note(error), time=time.monotonic(), status=1)
     with os.fdopen(outbox, "wb", closefd=False) as file:
         pickle.dump(message, file)
-    with contextlib.suppress(OSError, ValueError):  # the streams may be closed, and the message matters more
+    with contextlib.suppress(OSError, ValueError):  # closed streams; the message matters more
         sys.stdout.flush()
         sys.stderr.flush()
     os.eventfd_write(done, 1)
@@ -158,7 +158,7 @@ def _environment(rank: int, job: Job) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(job.world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(job.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank connects to the parent's store; none tries to host one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent hosts the store
         "OMP_NUM_THREADS": "1",
     }
     if os.path.exists("/sys/class/net/lo"):

@@ -21,7 +21,7 @@ def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) ->
     Raises:
         ValueError: if they need more memory than is free, or more than ten minutes.
     """
-    import psutil  # a GPU machine may have torch alone
+    import psutil  # absent where only torch is installed
 
     shapes = f"--size {problem.size} --seq-length {problem.seq_length} --heads {problem.heads}"
     needed, free = (

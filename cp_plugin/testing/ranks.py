@@ -28,7 +28,7 @@ def with_progress[T](items: Sequence[T], doing: str) -> Iterable[T]:
     """The items, with a progress bar on the terminal of the reporting process."""
     if not is_first() or not sys.stderr.isatty():
         return items
-    from rich.console import Console  # a GPU machine may have torch alone
+    from rich.console import Console  # absent where only torch is installed
     from rich.progress import track
 
     return track(items, doing, console=Console(stderr=True), transient=True)

@@ -78,7 +78,7 @@ def price(chosen: Sequence[str], problem: Problem, options: Options) -> list[Row
 
 
 def price_one(setup: Setup, ring: Row | None = None) -> Row:
-    """The traffic of one setup by its formula."""
+    """One setup's traffic by its formula."""
     if setup.reason is not None:
         return Row(setup=setup)
     traffic = setup.provider.traffic
@@ -87,7 +87,7 @@ def price_one(setup: Setup, ring: Row | None = None) -> Row:
 
 
 def trace(setup: Setup, index: int) -> Formula:
-    """What one rank books when its peers are left out."""
+    """What one rank sends, by a dry run without peers."""
     cp = ContextParallel(setup, mesh=TraceMesh(setup.axes, index))
     with WithoutData():
         return _sent(cp, setup.problem, "meta")
