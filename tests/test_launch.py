@@ -199,7 +199,7 @@ class _Treacherous:
         return (int, ("not a number",))
 
 
-def test_output_goes_where_it_is_asked_to(capfd):
+def test_output_modes(capfd):
     def body():
         print(f"out of {_rank()}")
         print(f"err of {_rank()}", file=sys.stderr)

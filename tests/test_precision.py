@@ -56,7 +56,7 @@ def test_the_figures_are_those_of_the_code(tables: Any, ranks: int) -> None:
         assert got == pytest.approx(page[row.name, row.sums][column], rel=TENTH), row.name
 
 
-def test_what_the_page_says_of_its_figures() -> None:
+def test_claims_about_the_figures() -> None:
     for column in next(iter(shown().values())):
         alone, upstream = shown()["one device", "none"], shown()["Transformer Engine's ring", "model (emulated)"]
         for (name, sums), figures in shown().items():
@@ -84,7 +84,7 @@ def test_nccl_adds_from_rank_to_rank_in_the_dtype_that_travels(tables: Any) -> N
     # rank 0's begins at rank 1 with 1 + 1; the others begin with, or come early to, 256, which 1 does not change
 
 
-def test_upstream_is_not_ours_in_another_name(tables: Any) -> None:
+def test_the_emulated_ring_differs_from_ours(tables: Any) -> None:
     """Planted fault: an emulation that adds in float32 has the error of float32 sums, and is noticed."""
     got = tables.transformer_engine_ring(8, torch.bfloat16)
     wide = tables.of_provider(8, torch.bfloat16, "ring", layout="zigzag")

@@ -95,7 +95,7 @@ def modules_changed(source: str) -> set[str]:
     return found
 
 
-def test_what_is_state_is_found() -> None:
+def test_mutable_state_is_found() -> None:
     source = """
 A, B, C, D = 1, [], {}, 0
 known: dict = {}

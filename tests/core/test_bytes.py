@@ -18,13 +18,13 @@ FP8, NARROW = {"fp8": "comm"}, {"gradient_dtype": "model"}
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_as_the_model_has_it(name: str) -> None:
+def test_ledger_trace_and_formula_agree(name: str) -> None:
     on_the_wire(setup_of(name, dtype=torch.float64))
     traced(setup_of(name, causal=False))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=slow if EVERY[n][1] > 8 else ()) for n in EVERY])
-def test_less_travels(name: str) -> None:
+def test_smaller_payloads_and_sums(name: str) -> None:
     """FP8 payloads, gradient sums in the model's dtype where there are any, and both."""
     dtype = torch.float16 if len(name) % 2 else torch.bfloat16
     packed = setup_of(name, dtype=dtype, **FP8)

@@ -41,7 +41,7 @@ def test_every_group_is_connected_before_any_method_uses_it(monkeypatch: pytest.
         assert received == [{0: 5, 5: 0}.get(index, index)]
 
 
-def test_a_rank_that_does_not_come_is_named_with_the_group() -> None:
+def test_a_missing_rank_is_named_with_its_group() -> None:
     def rank() -> str:
         pair = dist.new_group([0, 2], timeout=timedelta(seconds=2))
         if dist.get_rank() == 2:
@@ -57,7 +57,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_group() -> None:
     assert said.startswith("the process group 'kv' of ranks 0, 2 cannot be connected from rank 0: ")
 
 
-def test_a_group_that_not_all_ranks_answer_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_with_silent_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank() -> None:
         monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
         with pytest.raises(ConnectError, match=r"the process group 'kv' of ranks 0-1 counts 1 ranks instead of 2"):
@@ -66,7 +66,7 @@ def test_a_group_that_not_all_ranks_answer_in_is_refused(monkeypatch: pytest.Mon
     run_ranks(rank, 2, init_process_group=True)
 
 
-def test_the_oldest_message_that_has_not_ended_is_overdue() -> None:
+def test_the_oldest_unfinished_message_is_overdue() -> None:
     watch, ended = Watch(), []
     with watch.blocking(lambda: "the first"):
         pass

@@ -13,7 +13,7 @@ from cp_plugin import ContextParallel
 
 
 @pytest.mark.parametrize("kind", ["softmax", "linear"])
-def test_a_graph_breaks_at_attention_and_not_inside(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_does_not_trace_into_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo import convert_frame, reset
 
     looked_into = set()

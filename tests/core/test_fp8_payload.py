@@ -54,7 +54,7 @@ def booked(mesh: Mesh) -> int:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_brings_what_was_rounded_once_and_books_what_travels(verb: str) -> None:
+def test_verbs_round_once_and_count_what_travels(verb: str) -> None:
     parts, call = VERBS[verb]
 
     def rank(mesh: ThreadMesh) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int, int]:
@@ -87,7 +87,7 @@ def test_send_and_receive() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_what_stays_here_is_not_rounded_and_sums_are_never() -> None:
+def test_local_tensors_and_sums_are_not_rounded() -> None:
     x = tensors(0, TOKENS)
     mesh = PayloadMesh(TraceMesh({"a": 1, "b": 4}, 2), BLOCK)
     for kept in (
@@ -115,7 +115,7 @@ def test_hops_add_no_error() -> None:
             assert torch.equal(a, rounded(b, BLOCK) if b.dtype in HALF else b)
 
 
-def test_no_more_collectives_than_without() -> None:
+def test_the_number_of_collectives_does_not_grow() -> None:
     class Counted(TraceMesh):
         made = 0
 
@@ -150,7 +150,7 @@ def _verified(provider: str, layout: str, **options: Any) -> Any:
     return result
 
 
-def test_every_provider_is_as_near_as_e4m3_allows() -> None:
+def test_every_provider_is_within_e4m3_limits() -> None:
     """All providers and layouts, nested rings, a head axis; causal and full; equal and grouped heads; 4 ranks.
 
     The limit is twice the error of one call on one device with rounded inputs and results. An error far below
@@ -231,14 +231,14 @@ class _Rounded:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_refused_where_nothing_has_two_bytes(dtype: torch.dtype) -> None:
+def test_wide_dtypes_are_refused(dtype: torch.dtype) -> None:
     cp = ContextParallel("ring", fp8="comm")
     x = torch.randn(8, 1, 2, 16, dtype=dtype)
     with pytest.raises(ValueError, match=r"--cp-fp8 comm: what travels in float\d\d is not two bytes .*use --bf16"):
         cp.attention(x, x, x)
 
 
-def test_switched_off_for_a_while() -> None:
+def test_without_fp8() -> None:
     problem = Case(seq_length=96, heads=4, kv_heads=2, causal=True, dtype=torch.bfloat16)
 
     def rank(mesh: Mesh) -> tuple[Result, Result]:

@@ -33,7 +33,7 @@ half = pytest.mark.parametrize("dtype", HALF, ids=str)
 methods = pytest.mark.parametrize(("provider", "layout"), SUMMING_METHODS, ids=["-".join(m) for m in SUMMING_METHODS])
 
 
-def test_who_sums_gradients() -> None:
+def test_providers_that_sum_gradients() -> None:
     assert set(providers.names()) - set(SUMMING) == {"ulysses"}
     assert [n for n in providers.names("linear") if "gradient_dtype" in providers.get(n).options] == ["linear_ring"]
 
@@ -45,7 +45,7 @@ def part(rank: int) -> Tensor:
 
 @half
 @pytest.mark.parametrize("packed", [False, True], ids=["", "with payloads in FP8"])
-def test_sums_are_rounded_once_a_message_and_nothing_else_is(dtype: torch.dtype, packed: bool) -> None:
+def test_only_sums_are_rounded_once_per_message(dtype: torch.dtype, packed: bool) -> None:
     def rank(mesh: Mesh) -> None:
         below = PayloadMesh(mesh, 4) if packed else mesh
         over, mine, peer = NarrowSums(below, dtype), part(mesh.index), part(1 - mesh.index)
@@ -145,7 +145,7 @@ def test_memory_of_what_is_gathered() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_refused_where_the_dtypes_are_one(dtype: torch.dtype) -> None:
+def test_dtypes_that_need_no_narrowing_are_refused(dtype: torch.dtype) -> None:
     x = torch.randn(8, 1, 2, 16, dtype=dtype)
     name = dtype_name(dtype)
     said = f"--cp-gradient-dtype model: sums of a {name} model are {name} either way; use --bf16 or --fp16, or leave"
@@ -182,7 +182,7 @@ def test_planted_faults(fault: type[NarrowSums], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gradient_dtype, "NarrowSums", fault)
     monkeypatch.setitem(globals(), "NarrowSums", fault)
     with pytest.raises((AssertionError, RuntimeError)):
-        test_sums_are_rounded_once_a_message_and_nothing_else_is(torch.bfloat16, True)
+        test_only_sums_are_rounded_once_per_message(torch.bfloat16, True)
     if fault is not _Kept:  # which has the right bytes
         with pytest.raises(AssertionError):
             on_the_wire(setup_of("ring on zigzag", fp8="comm", **MODEL))

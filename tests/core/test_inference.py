@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from method_cases import METHODS
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -22,7 +23,6 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.placement.layouts import get_layout
 
 CPU = torch.device("cpu")
-METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -118,7 +118,7 @@ def test_a_full_cache_says_what_would_be_enough(size: int, capacity: int, beyond
                 Slots(fewer[0], 0, 1, fewer[1], CPU).require(tokens)
 
 
-def test_after_a_full_cache_the_books_are_as_before() -> None:
+def test_a_full_cache_changes_no_state() -> None:
     slots = Slots(2, 0, 2, 4, CPU)
     slots.chunk(6, lambda rank: get_layout("striped").segments(6, 2, rank))
     slots.close([3, 6])

@@ -78,7 +78,7 @@ def test_verbs_move_what_they_say(on: Callable[..., list[Any]]) -> None:
 
 
 @MESHES
-def test_all_meshes_book_the_same(on: Callable[..., list[Any]]) -> None:
+def test_all_meshes_record_the_same_traffic(on: Callable[..., list[Any]]) -> None:
     for index, got in enumerate(on(one_of_each_verb, AXES)):
         trace = TraceMesh(AXES, index)
         one_of_each_verb(trace)

@@ -123,7 +123,7 @@ def test_any_grid_without_a_mask(grid: tuple[int, int], layout: str) -> None:
         assert_close(got, problem.reference(), 1e-10, grid)
 
 
-def test_a_grid_half_of_whose_blocks_nobody_sees() -> None:
+def test_a_grid_with_blocks_that_no_query_sees() -> None:
     """Documents end where shards do: a rank's gathered queries see none of its gathered keys."""
     problem = Case(seq_length=128, heads=8, kv_heads=2, causal=True, documents=(0, 32, 64, 96, 128))
     for got in on_threads("attention2d", 4, problem, layout="contiguous", grid=(2, 2)):

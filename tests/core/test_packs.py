@@ -45,7 +45,7 @@ def test_float64(name: str, window: tuple[int, int] | None) -> None:
         assert_close(got, case.reference(), 1e-10, (name, index))
 
 
-def test_only_what_is_seen_travels_and_all_work_alike() -> None:
+def test_only_visible_keys_travel_and_work_is_balanced() -> None:
     def rank(mesh: Mesh) -> tuple[dict[tuple[str, str], int], tuple[range, ...]]:
         cp = place_documents(ContextParallel("needed", mesh=mesh), CU_SEQLENS)
         q, k, v, _ = (cp.shard(x) for x in CASE.inputs())

@@ -123,7 +123,7 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(cp._plans) == 4 and len(built) == 15
 
 
-def test_what_was_asked_for_last_stays() -> None:
+def test_recent_keeps_the_last_used() -> None:
     recent: Recent[str, str] = Recent(3)
     for key in "abcad":
         recent.get(key, lambda key=key: key.upper())
@@ -138,7 +138,7 @@ def test_what_was_asked_for_last_stays() -> None:
     assert list(by_size._found) == [1]
 
 
-def test_threads_may_share_a_memory() -> None:
+def test_recent_is_thread_safe() -> None:
     recent, wrong = Recent(50), []
 
     def ask() -> None:

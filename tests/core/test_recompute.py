@@ -104,7 +104,7 @@ def test_without_the_wrapper_all_is_repeated(kernels: list[str]) -> None:
     assert all(map(torch.equal, got, want))
 
 
-def test_mixed_up_micro_batches_show() -> None:
+def test_swapped_micro_batches_are_noticed() -> None:
     wrapped: list[Recomputed[..., Tensor]] = []
 
     def how(function: Callable[..., Tensor], x: tuple[Tensor, ...]) -> Tensor:
@@ -141,7 +141,7 @@ def test_linear_attention_sends_its_states_once(provider: str) -> None:
         assert all(map(torch.equal, got, want))
 
 
-def test_what_was_kept_goes_with_the_backward() -> None:
+def test_kept_results_are_freed_by_the_backward() -> None:
     kept = []
 
     def attention(x: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def test_what_was_kept_goes_with_the_backward() -> None:
     assert kept[2]() is None
 
 
-def test_functions_in_functions_and_several_runs() -> None:
+def test_nested_and_repeated_runs() -> None:
     numbers = iter(range(100))
     inner = Recomputed(lambda: once(lambda: next(numbers)))
     outer = Recomputed(lambda: [once(lambda: next(numbers)), inner(), once(lambda: next(numbers))])

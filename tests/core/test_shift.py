@@ -77,7 +77,7 @@ TOKEN = 2 * 3 * 8  # bytes
 @pytest.mark.parametrize(
     ("layout", "tokens"), [("contiguous", 1), ("zigzag", 2), ("striped", TOKENS // 4)], ids=lambda x: str(x)
 )
-def test_what_is_sent(layout: str, tokens: int) -> None:
+def test_bytes_of_a_shift(layout: str, tokens: int) -> None:
     for found in _on_ranks("ring" if layout != "striped" else "striped", 4, 1, layout=layout):
         assert found.sent == {("forward", "all"): tokens * TOKEN, ("backward", "all"): tokens * TOKEN}
 

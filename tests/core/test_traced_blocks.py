@@ -32,7 +32,7 @@ def old_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("provider", ["striped", "ring", "all_gather", "attention2d", "burst", "usp", "ulysses"])
-def test_ranks_see_all_pairs_between_them(provider: str) -> None:
+def test_ranks_cover_all_pairs(provider: str) -> None:
     layout = providers.get(provider).layouts[0]
     pairs = 0
     for index in range(PROBLEM.size):
@@ -56,7 +56,7 @@ def test_striped_tiles_are_refused_before_training(old_cudnn: list[tuple[int, ..
     assert (2, 8, 4, 1024, 1024, True) in old_cudnn
 
 
-def test_what_fits_is_taken(old_cudnn: list[tuple[int, ...]]) -> None:
+def test_supported_tiles_are_accepted(old_cudnn: list[tuple[int, ...]]) -> None:
     for layout in ("zigzag", "contiguous"):
         old_cudnn.clear()
         refuse_tiles("ring", PROBLEM, Options(fp8="compute", layout=layout), CUDA)

@@ -158,7 +158,7 @@ def test_json_has_the_bytes_of_the_formula() -> None:
     assert found["rows"][1]["chosen"]["grid"] == [8, 8] and found["rows"][1]["over_ring"] < 0.25
 
 
-def test_a_problem_that_nothing_can_do_is_no_success() -> None:
+def test_an_impossible_problem_is_a_failure() -> None:
     result = traffic("--provider", "ulysses", "--heads", "3", "--kv-heads", "1")
     assert result.exit_code == 1 and "cannot: --size 64" in result.stdout
     uneven = traffic("--seq-length", "100")
@@ -195,7 +195,7 @@ def test_measuring_notices_a_wrong_formula(wrong: int, monkeypatch: pytest.Monke
     assert "FAIL: ledger = trace = formula in 1 of 2" in result.stdout
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_too_large_problems_are_refused() -> None:
     assert refuse_too_large(Problem(size=4, heads=8, kv_heads=8, seq_length=128), 10) < 60
     with pytest.raises(ValueError, match=r"--size 64 --seq-length 1048576 --heads 8: .* of memory and .* are free"):
         refuse_too_large(Problem(size=64, heads=8, kv_heads=8, seq_length=2**20), 1)

@@ -40,7 +40,7 @@ def test_its_oracle_agrees_with_the_tests_own(causal: bool) -> None:
     assert max(errors.values()) < 1e-14
 
 
-def test_errors_that_are_no_numbers_are_infinite() -> None:
+def test_nan_errors_are_infinite() -> None:
     want = make_case(problem()).want
     broken = (want[0].clone().fill_(torch.nan), want[1] * 1.5, want[2][:-1], want[3])
     assert relative_errors(broken, want) == {"out": torch.inf, "dq": 0.5, "dk": torch.inf, "dv": 0.0}
@@ -184,7 +184,7 @@ def test_a_forgotten_merge_weight_fails_the_command(monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 1 and not json.loads(result.stdout)["ok"]
 
 
-def test_what_cannot_run_is_listed_and_does_not_count() -> None:
+def test_impossible_setups_are_listed_but_not_counted() -> None:
     args = (*SMALL, "--provider", "ulysses", "--layout", "zigzag", "--heads", "6", "--causal", "--dtype", "float32")
     nothing = command(*args)
     assert nothing.exit_code == 1 and nothing.stdout.count("cannot: --size 4: 6 query heads") == 2

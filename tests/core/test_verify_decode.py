@@ -61,7 +61,7 @@ def test_the_command_passes_in_lines_and_in_json() -> None:
     assert list(result["errors"]) == ["prefill", "decode", "chunked_prefill", "chunked_decode"]
 
 
-def test_a_prompt_that_cannot_be_in_two_parts_is_a_reason() -> None:
+def test_a_prompt_too_short_for_two_chunks_is_a_reason() -> None:
     found = command("--size", "2", "--provider", "ring", "--seq-length", "4", "--dtype", "float32", "--kv-heads", "2")
     assert found.exit_code == 0, found.output
     assert "a prompt in two parts needs 8 tokens or more on 2 ranks in the zigzag layout" in found.stdout

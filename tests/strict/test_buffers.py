@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from core.linear_cases import LinearCase, distance
+from core.method_cases import METHODS
 from nightly import nightly
 from oracle import Case, Result, errors
 from strict import programs
@@ -14,9 +15,7 @@ from thread_ranks import typical
 
 from cp_plugin import ContextParallel
 from cp_plugin.comm import Mesh
-from cp_plugin.methods import registry as providers
 
-LAYOUTS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 CASE = Case(seq_length=16, heads=8, kv_heads=4, causal=True, batch=1, head_dim=8, v_head_dim=4)
 
 
@@ -36,7 +35,7 @@ def compare(provider: str, size: int, case: Case, **options: Any) -> None:
     assert max(run_with_data(rank, axes, extra)) < 1e-12
 
 
-@pytest.mark.parametrize(("provider", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("provider", "layout"), METHODS)
 def test_every_provider_and_layout(provider: str, layout: str) -> None:
     compare(provider, 4, CASE, layout=layout)
 
@@ -53,7 +52,7 @@ def test_every_provider_and_layout(provider: str, layout: str) -> None:
     ],
     ids=str,
 )
-def test_what_a_user_may_choose(provider: str, options: dict[str, Any]) -> None:
+def test_options(provider: str, options: dict[str, Any]) -> None:
     compare(provider, 4, CASE, **options)
 
 
@@ -78,7 +77,7 @@ def test_linear_methods(provider: str, decay: Any) -> None:
 
 @nightly
 @pytest.mark.parametrize("size", [2, 6, 8, 16])
-@pytest.mark.parametrize(("provider", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("provider", "layout"), METHODS)
 def test_more_ranks(provider: str, layout: str, size: int) -> None:
     heads = 2 * size if provider in ("ulysses", "usp") else 4
     case = Case(seq_length=4 * size, heads=heads, kv_heads=heads, causal=True, batch=1, head_dim=8, v_head_dim=4)

@@ -67,7 +67,7 @@ def test_two_groups_in_opposite_orders_are_named(soon: None) -> None:
         run_ranks(rank, 2, init_process_group=True)
 
 
-def test_messages_that_are_not_batched_are_between_two() -> None:
+def test_unbatched_messages_need_two_ranks() -> None:
     """And each of the two has to post something, in either direction."""
 
     def rank(alone: bool) -> None:
@@ -82,7 +82,7 @@ def test_messages_that_are_not_batched_are_between_two() -> None:
         run_ranks(rank, 3, args=(True,), init_process_group=True)
 
 
-def test_once_a_group_has_its_communicator_a_part_of_it_may_talk() -> None:
+def test_subsets_may_communicate_once_connected() -> None:
     def rank() -> float:
         here, got = dist.get_rank(), torch.zeros(1)
         dist.barrier()
@@ -151,7 +151,7 @@ def test_without_connecting_its_groups_attention2d_does_not_start(
     assert f"these never did: {stay}" in str(failed.value)
 
 
-def test_nor_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconnected_groups_fail_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "connected", set())
     monkeypatch.setattr(threads, "PATIENCE", SOON)
     case = Case(seq_length=16, heads=2, kv_heads=2, causal=True, batch=1)

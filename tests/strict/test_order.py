@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from core.linear_cases import DECAYS, LinearCase
+from core.method_cases import METHODS
 from nightly import NIGHT, nightly
 from oracle import Case
 from strict import programs
@@ -18,7 +19,6 @@ from cp_plugin import Options, Problem
 from cp_plugin.comm import WHOLE
 from cp_plugin.methods import registry as providers
 
-LAYOUTS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 LINEAR = [(name, layout) for name in providers.names("linear") for layout in providers.get(name).layouts]
 MANY = [16, *(pytest.param(size, marks=nightly) for size in (32, 64))]
 
@@ -55,14 +55,14 @@ def heads_for(provider: str, size: int) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 8] if NIGHT else [2, 3, 4])
-@pytest.mark.parametrize(("provider", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("provider", "layout"), METHODS)
 def test_every_provider_and_layout(provider: str, layout: str, size: int) -> None:
     heads = 2 * heads_for(provider, size)
     softmax(provider, size, small(size, heads=heads, kv_heads=heads), layout=layout)
 
 
 @pytest.mark.parametrize(("provider", "size", "options"), CHOICES, ids=str)
-def test_what_a_user_may_choose(provider: str, size: int, options: dict[str, Any]) -> None:
+def test_options(provider: str, size: int, options: dict[str, Any]) -> None:
     dtype = torch.bfloat16 if "gradient_dtype" in options else torch.float64  # wide sums travel as they are
     softmax(provider, size, small(size, heads=8, kv_heads=8, dtype=dtype), **options)
 
@@ -79,7 +79,7 @@ def test_masks_under_which_ranks_have_different_work(provider: str, different: d
 
 
 @pytest.mark.parametrize("size", MANY)
-@pytest.mark.parametrize(("provider", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("provider", "layout"), METHODS)
 def test_many_ranks(provider: str, layout: str, size: int) -> None:
     heads = heads_for(provider, size)
     with programs.cheap_kernels():
