@@ -35,7 +35,7 @@ from cp_plugin.placement.layouts import get_layout
 
 @dataclass(frozen=True, slots=True)
 class _States(ABC):
-    """A ``Scan`` that carries states between segments: around the local kernel, and under way meanwhile."""
+    """A ``Scan`` that carries states between segments while the local kernel runs."""
 
     mesh: Mesh
     parts: Parts
@@ -52,7 +52,8 @@ class _States(ABC):
         arriving = self._carry(segment.read_back(x, read, dout), through, back=True)  # post
         inside = self.parts.backward(dout, x)  # compute
         outgoing = arriving.wait()  # wait
-        return tuple(map(torch.add, inside, segment.at_edges(dout, x, kept[0], outgoing)))  # add
+        at_edges = segment.at_edges(dout, x, kept[0], outgoing)
+        return tuple(a + b for a, b in zip(inside, at_edges, strict=True))  # add
 
     @abstractmethod
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
