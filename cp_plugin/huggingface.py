@@ -170,7 +170,8 @@ class _Attention:
         _refuse(query.size(2) != key.size(2), "a cache of keys and values: training only, with use_cache=False")
         _refuse(sliding_window is not None and not causal, "a sliding window without a causal mask")
         _refuse(bool(others), ", ".join(others))
-        kind = _layer_kind(module)
+        kinds = getattr(getattr(module, "config", None), "layer_types", None)
+        kind = kinds[module.layer_idx] if kinds else "full_attention"
         _refuse(kind not in _WINDOWED, f"a layer of {kind}")
         _refuse(_WINDOWED.get(kind, False) and sliding_window is None, "a sliding window that only its mask knows")
         self.without_tree += tree is None
@@ -196,11 +197,6 @@ _CHANGES_THE_RESULT = (
 )
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
 """Kind of layer -> whether it has a sliding window."""
-
-
-def _layer_kind(module: nn.Module) -> str:
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    return kinds[module.layer_idx] if kinds else "full_attention"
 
 
 def _refuse(wrong: bool, what: str) -> None:

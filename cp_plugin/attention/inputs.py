@@ -19,7 +19,15 @@ from cp_plugin.placement.documents import DOCUMENTS
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Problem:
     """The problem posed by a call with such shards on ``size`` ranks; ValueError unless q, k and v fit together."""
-    _check_shapes(q, k, v)
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"attention needs [tokens, batch, heads, head size] tensors, got {shapes}")
+    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3) and k.size(2) == v.size(2)):
+        raise ValueError(f"q, k and v do not fit together: {shapes}")
+    if q.size(2) % k.size(2):
+        raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads, got {shapes}")
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise ValueError(f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype}, {q.device}")
     s, b, h, d = q.shape
     return Problem(
         seq_length=s * size,
@@ -32,18 +40,6 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Prob
         dtype=q.dtype,
         causal=causal,
     )
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"attention needs [tokens, batch, heads, head size] tensors, got {shapes}")
-    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3) and k.size(2) == v.size(2)):
-        raise ValueError(f"q, k and v do not fit together: {shapes}")
-    if q.size(2) % k.size(2):
-        raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads, got {shapes}")
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise ValueError(f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype}, {q.device}")
 
 
 def check_sink(sink: Tensor | None, q: Tensor) -> None:

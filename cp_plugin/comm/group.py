@@ -100,13 +100,15 @@ class GroupMesh(Mesh):
         ranks = dist.get_process_group_ranks(group)
         groups: dict[str, dist.ProcessGroup | None] = {}
         unused = [group]
+        on_nccl = dist.get_backend(group) == "nccl"
+        urgent = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if on_nccl else None
         for name, lists in axis_groups(ranks, axes, extra).items():
             mine = next(members for members in lists if dist.get_rank() in members)
             if mine == ranks and unused:
                 groups[name] = unused.pop()
             else:
                 groups[name] = dist.new_group(
-                    mine, use_local_synchronization=True, pg_options=_urgent(group), group_desc=f"cp_plugin_{name}"
+                    mine, use_local_synchronization=True, pg_options=urgent, group_desc=f"cp_plugin_{name}"
                 )
         connect(groups)
         return cls(axes, groups, group.rank())
@@ -240,11 +242,6 @@ def _together(collective: Callable[..., Any], group: dist.ProcessGroup, received
 def _bytes(tensors: Tensors) -> Tensors:
     """The same memory as bytes, so that tensors of several dtypes can be gathered in one launch."""
     return tuple(t.view(torch.uint8) for t in tensors) if len(tensors) > 1 else tensors
-
-
-def _urgent(like: dist.ProcessGroup) -> Any:
-    """Options of a further process group: high-priority streams on NCCL."""
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if dist.get_backend(like) == "nccl" else None
 
 
 def _when_done(works: Sequence[Any], sent: Tensors, received: Tensors) -> Pending:

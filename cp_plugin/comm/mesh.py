@@ -188,7 +188,7 @@ class Mesh(ABC):
         self, verb: str, axis: str, tensors: Sequence[Tensor], post: Callable[..., Pending], *ends: int | None
     ) -> Pending:
         """``post(axis, tensors, *ends)``, timed and with its failures named."""
-        sent = _contiguous(tensors) if verb != "receive" else tuple(tensors)
+        sent = tuple(tensors if verb == "receive" else (t.contiguous() for t in tensors))
         pending = self._named(verb, axis, ends, post, sent)
         waits = self.ledger.waits
         return pending if waits is None else Pending(waits.timed(pending.wait, cuda=tensors[0].is_cuda))
@@ -261,10 +261,6 @@ def axis_groups(ranks: Sequence[int], axes: Mapping[str, int], extra: Sequence[s
 def sum_of_parts(t: Tensor, n: int) -> Tensor:
     """The sum of n parts of a tensor ``[n * s, ...]`` in the accumulation dtype: ``[s, ...]``."""
     return t.view(n, t.size(0) // n, *t.shape[1:]).sum(0, dtype=accumulation_dtype(t.dtype))
-
-
-def _contiguous(tensors: Sequence[Tensor]) -> Tensors:
-    return tuple(t.contiguous() for t in tensors)
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

@@ -106,7 +106,8 @@ class Slots:
             raise ValueError("the prompt is complete: further tokens are decoded")
         here, first = tokens // self.size, self._prompt // self.size
         self.require(self._prompt + tokens)
-        rows = tuple(tuple(_moved(s, self._prompt) for s in place(rank)) for rank in range(self.size))
+        by = self._prompt
+        rows = tuple(tuple(range(s.start + by, s.stop + by, s.step) for s in place(rank)) for rank in range(self.size))
         self._keys = tuple((*before, *new) for before, new in zip(self._keys, rows, strict=True))
         positions = torch.cat([torch.arange(s.start, s.stop, s.step) for s in rows[self.index]])
         self.positions[first : first + here] = positions.to(self.device, torch.int32).unsqueeze(1)
@@ -155,18 +156,11 @@ class Slots:
     def require(self, tokens: int) -> None:
         """CacheFullError if a sequence of so many tokens does not fit; the message says what would be enough."""
         if tokens > self.size * self.capacity:
-            raise CacheFullError(self._too_long(tokens))
-
-    def _too_long(self, tokens: int) -> str:
-        return (
-            f"a context of {tokens} tokens does not fit the cache: {self.size} context-parallel ranks with "
-            f"{self.capacity} slots each hold {self.size * self.capacity}; it needs "
-            f"{slots_for(tokens, self.capacity)} ranks, or {slots_for(tokens, self.size)} slots on each of these"
-        )
-
-
-def _moved(segment: range, by: int) -> range:
-    return range(segment.start + by, segment.stop + by, segment.step)
+            raise CacheFullError(
+                f"a context of {tokens} tokens does not fit the cache: {self.size} context-parallel ranks with "
+                f"{self.capacity} slots each hold {self.size * self.capacity}; it needs "
+                f"{slots_for(tokens, self.capacity)} ranks, or {slots_for(tokens, self.size)} slots on each of these"
+            )
 
 
 def _below(segment: range, position: int) -> int:
