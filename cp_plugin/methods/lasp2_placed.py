@@ -50,12 +50,12 @@ class Placed:
         pieces, douts = [_rows(x, cut) for cut in cuts], [dout[cut.start : cut.stop] for cut in cuts]
         edges = [segment.edges(piece) for piece in pieces]
         read_back = [segment.read_back(p, edge.read, d) for p, edge, d in zip(pieces, edges, douts, strict=True)]
-        gathering = self._gather(read_back, [edge.through for edge in edges], x)
-        found = tuple(grad.clone() for grad in self.parts.backward(dout, self._apart(x)))
-        outgoing = self._before(gathering.wait(), back=True)
+        gathering = self._gather(read_back, [edge.through for edge in edges], x)  # post
+        found = tuple(grad.clone() for grad in self.parts.backward(dout, self._apart(x)))  # compute
+        outgoing = self._before(gathering.wait(), back=True)  # wait
         for cut, *of_piece in zip(cuts, douts, pieces, kept, outgoing, strict=True):
             for total, grad in zip(found, segment.at_edges(*of_piece), strict=True):
-                total[cut.start : cut.stop] += grad
+                total[cut.start : cut.stop] += grad  # add
         return found
 
     def _mine(self) -> list[Cut]:

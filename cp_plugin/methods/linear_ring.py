@@ -46,8 +46,8 @@ class LinearRing:
         dq, *own = self.parts.backward(dout, x)
         n, kv, home = self.mesh.axes[AXIS], KeyValues(x.k, x.v), None
         for step in range(n):
-            arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None
-            with torch.enable_grad():
+            arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None  # post
+            with torch.enable_grad():  # compute
                 block, leaves = segment.detached(x._replace(k=kv.k, v=kv.v))
                 here = KeyValues(block.k, block.v, owners=kv.owners)
                 loss = (self._product(block, here, dout) * dout).sum()
@@ -58,7 +58,7 @@ class LinearRing:
             else:
                 totals = grads[1:] if home is None else map(torch.add, home, grads[1:])
                 home = self.mesh.shift(AXIS, [t.to(dout.dtype) for t in totals], group=sums(AXIS)).wait()
-            kv = arriving.wait() if arriving else kv
+            kv = arriving.wait() if arriving else kv  # wait
         return dq, *(own if home is None else map(torch.add, own, home))
 
     def _product(self, x: Tokens, kv: KeyValues, like: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class Moved:
         arriving, leaving, parts = bring(self.moves, *groups[0]), None, []
         for following in (*groups[1:], None):
             here, arriving = arriving, bring(self.moves, *following) if following else None  # post
-            queries, kv = here.queries.wait(), here.kv.wait()
+            queries, kv = here.queries.wait(), here.kv.wait()  # wait
             out, lse = self.core.forward(queries, kv) or nothing_seen(queries, kv)  # attend
             del here, queries, kv  # large, and no longer needed
             home = Pending.done((out.to(dtype), lse))
@@ -97,16 +97,16 @@ class Moved:
         groups = head_groups(self.groups, queries, kv)
         arriving, leaving, parts = bring(self.moves, *groups[0]), None, []
         for following in (*groups[1:], None):
-            here, arriving = arriving, bring(self.moves, *following) if following else None
-            queries, kv = here.queries.wait(), here.kv.wait()
-            grads = self.core.backward(queries, kv) or no_gradients(queries, kv)
+            here, arriving = arriving, bring(self.moves, *following) if following else None  # post
+            queries, kv = here.queries.wait(), here.kv.wait()  # wait
+            grads = self.core.backward(queries, kv) or no_gradients(queries, kv)  # attend
             del here, queries, kv
             dq, dkv = Pending.done(grads[:1]), Pending.done(grads[1:])
             del grads
             for move in reversed(self.moves):
-                dq, dkv = move.return_dq(dq), move.return_dkv(dkv)
+                dq, dkv = move.return_dq(dq), move.return_dkv(dkv)  # post
             if leaving:
-                parts.append((*leaving[0].wait(), *leaving[1].wait()))
+                parts.append((*leaving[0].wait(), *leaving[1].wait()))  # wait
             leaving = dq, dkv
         return add_sums(onto, Gradients(*join_heads([*parts, (*dq.wait(), *dkv.wait())])))
 

@@ -83,19 +83,19 @@ class Needed:
 
     def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
         stages = self._stages(queries.owners, kv.owners)
-        arriving = self._fetch(kv, stages[:1])
-        grads = self.local.backward(queries, kv, onto) or add_sums(onto, no_gradients(queries, kv))
+        arriving = self._fetch(kv, stages[:1])  # post
+        grads = self.local.backward(queries, kv, onto) or add_sums(onto, no_gradients(queries, kv))  # attend
         if not stages:
             return grads
         dq, (dk, dv), home = grads.dq, map(accumulator, grads[1:]), []
         for number, stage in enumerate(stages, start=1):
-            seen = arriving.wait()
-            arriving = self._fetch(kv, stages[number : number + 1])
+            seen = arriving.wait()  # wait
+            arriving = self._fetch(kv, stages[number : number + 1])  # post
             grads = stage.attend.backward(queries, seen, Sums(dq=dq)) if stage else None
             dq, *dkv = (dq, *map(torch.zeros_like, seen.tensors)) if grads is None else grads
-            home.append(self._send_home(dkv, stage))
+            home.append(self._send_home(dkv, stage))  # post
         for stage, coming in zip(stages, home, strict=True):
-            _add_rows((dk, dv), coming.wait(), stage.leaving)
+            _add_rows((dk, dv), coming.wait(), stage.leaving)  # wait, add
         return Gradients(dq, dk, dv)
 
     def _fetch(self, kv: KeyValues, stages: tuple[Stage, ...]) -> Pending[KeyValues]:

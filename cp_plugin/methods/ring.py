@@ -51,34 +51,36 @@ class Ring:
         return onto
 
     def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
-        found = self._backward_q if self.backward_moves == "q" else self._backward_kv
-        return found(queries, kv, onto)
+        backward = self._backward_q if self.backward_moves == "q" else self._backward_kv
+        return backward(queries, kv, onto)
 
     def _backward_kv(self, queries: Queries, kv: KeyValues, onto: Sums) -> Gradients:
+        """k, v travel; dk, dv follow them, and dq is summed here."""
         n, dq, own, home = self.mesh.axes[self.axis], onto.dq, None, None
         for step in range(n):
-            arriving = shift(self.mesh, self.axis, kv, by=-1) if step + 1 < n else None
-            grads = self.inner.backward(queries, kv, Sums(dq=dq))
+            arriving = shift(self.mesh, self.axis, kv, by=-1) if step + 1 < n else None  # post
+            grads = self.inner.backward(queries, kv, Sums(dq=dq))  # attend
             dq, dkv = (dq, (None, None)) if grads is None else (grads.dq, grads[1:])
             if own is None:
                 own = dkv  # added when the sums come home
             else:
-                home = self._send_home(_added(home, dkv), kv.tensors, by=-1)
-            kv = arriving.wait() if arriving else kv
+                home = self._send_home(_added(home, dkv), kv.tensors, by=-1)  # add, pass on
+            kv = arriving.wait() if arriving else kv  # wait
         dq = torch.zeros_like(queries.q) if dq is None else dq
         return add_sums(onto._replace(dq=None), Gradients(dq, *_widened(_added(home, own), kv.tensors)))
 
     def _backward_q(self, queries: Queries, kv: KeyValues, onto: Sums) -> Gradients:
+        """q, dout, lse, delta travel; dq follows them, and dk, dv are summed here."""
         n, (_, dk, dv), own, home = self.mesh.axes[self.axis], onto, None, None
         for step in range(n):
-            arriving = shift(self.mesh, self.axis, queries) if step + 1 < n else None
-            grads = self.inner.backward(queries, kv, Sums(dk=dk, dv=dv))
+            arriving = shift(self.mesh, self.axis, queries) if step + 1 < n else None  # post
+            grads = self.inner.backward(queries, kv, Sums(dk=dk, dv=dv))  # attend
             dq, dk, dv = (None, dk, dv) if grads is None else grads
             if own is None:
                 own = (dq,)
             else:
-                home = self._send_home(_added(home, (dq,)), (queries.q,), by=1)
-            queries = arriving.wait() if arriving else queries
+                home = self._send_home(_added(home, (dq,)), (queries.q,), by=1)  # add, pass on
+            queries = arriving.wait() if arriving else queries  # wait
         (dq,) = _widened(_added(home, own), (queries.q,))
         return Gradients(add(onto.dq, dq), *_widened((dk, dv), kv.tensors))
 
