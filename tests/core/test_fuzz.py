@@ -65,23 +65,20 @@ def configurations(draw: st.DrawFn) -> tuple[str, int, Case, dict[str, Any], boo
     )
     name = draw(st.sampled_from(providers.names()))
     some = st.none() | st.sampled_from([1, 2, 3, 4])
-    have = set(providers.get(name).options)
-    options: dict[str, Any] = {
-        "layout": draw(st.none() | st.sampled_from(sorted(ALL))),
-        "backend": draw(st.sampled_from(["auto", "sdpa", "reference"])),
-        "head_parallel": draw(some),
+    of_any = {
+        "layout": st.none() | st.sampled_from(sorted(ALL)),
+        "backend": st.sampled_from(["auto", "sdpa", "reference"]),
+        "head_parallel": some,
     }
-    if "grid" in have:
-        rows = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-        options["grid"] = draw(st.none() | st.just((rows, size // rows)))
-    if "intra_size" in have:
-        options["intra_size"] = draw(some)
-    if "backward" in have:
-        options["backward"] = draw(st.sampled_from([None, "auto", "kv", "q"]))
-    if "head_groups" in have:
-        options["head_groups"] = draw(some)
-    if "gradient_dtype" in have:
-        options["gradient_dtype"] = draw(st.sampled_from([None, None, "float32", "model"]))
+    of_some = {
+        "grid": st.none() | st.sampled_from([(n, size // n) for n in range(1, size + 1) if size % n == 0]),
+        "intra_size": some,
+        "backward": st.sampled_from([None, "auto", "kv", "q"]),
+        "head_groups": some,
+        "gradient_dtype": st.sampled_from([None, None, "float32", "model"]),
+    }
+    own = {option: values for option, values in of_some.items() if option in providers.get(name).options}
+    options = {option: draw(values) for option, values in (of_any | own).items()}
     return name, size, case, {k: v for k, v in options.items() if v is not None}, draw(st.booleans())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -31,10 +32,7 @@ def on_processes(fn: Callable[[Mesh], Any], axes: dict[str, int]) -> list[Any]:
     def rank() -> Any:
         return fn(GroupMesh.from_group(axes, dist.group.WORLD, (WHOLE,)))
 
-    world = 1
-    for n in axes.values():
-        world *= n
-    return run_ranks(rank, world, init_process_group=True)
+    return run_ranks(rank, prod(axes.values()), init_process_group=True)
 
 
 MESHES = pytest.mark.parametrize("on", [on_processes, run_threads], ids=["processes", "threads"])

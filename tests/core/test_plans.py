@@ -29,15 +29,15 @@ def tensors(tokens: int = 8, heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def counted(built: list[Problem], **options: object) -> ContextParallel:
-    """A ring of two ranks that records the problems it is built for."""
-    ring = providers.get("ring")
+def counted(built: list[Problem], name: str = "ring", **options: object) -> ContextParallel:
+    """A provider on two ranks that records the problems it is built for."""
+    provider = providers.get(name)
 
     def build(mesh, local, problem, chosen):
         built.append(problem)
-        return ring.build(mesh, local, problem, chosen)
+        return provider.build(mesh, local, problem, chosen)
 
-    return ContextParallel(replace(ring, build=build), mesh=TraceMesh({"cp": 2}, 1), **options)
+    return ContextParallel(replace(provider, build=build), mesh=TraceMesh({"cp": 2}, 1), **options)
 
 
 def test_calls_of_one_kind_share_a_plan() -> None:
@@ -80,13 +80,7 @@ def test_evaluation_in_fp8_shares_a_plan() -> None:
 
 def test_calls_of_linear_attention_share_a_plan() -> None:
     built: list[Problem] = []
-    lasp2 = providers.get("lasp2")
-
-    def build(mesh, parts, problem, chosen):
-        built.append(problem)
-        return lasp2.build(mesh, parts, problem, chosen)
-
-    cp = ContextParallel(replace(lasp2, build=build), mesh=TraceMesh({"cp": 2}, 1))
+    cp = counted(built, "lasp2")
     decay = -torch.rand(8, 1, 2)
     for _ in range(3):
         cp.linear_attention(*tensors())

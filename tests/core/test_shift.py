@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from torch import Tensor
@@ -24,13 +22,6 @@ LAYOUTS = [
 TOKENS = 48
 
 
-class Found(NamedTuple):
-    at: Tensor
-    forward: Tensor
-    backward: Tensor
-    sent: dict[tuple[str, str], int]
-
-
 def _whole(x: Tensor, by: int) -> Tensor:
     rolled = torch.roll(x, -by, 1)
     keep = torch.arange(TOKENS) + by
@@ -38,25 +29,23 @@ def _whole(x: Tensor, by: int) -> Tensor:
     return rolled
 
 
-def _on_ranks(name: str, size: int, by: int, **options: object) -> list[Found]:
+def _on_ranks(name: str, size: int, by: int, **options: object) -> list[dict[tuple[str, str], int]]:
+    """Bytes of each rank by phase and axis; both passes are held against the whole sequence."""
     x, dy = torch.randn(2, 2, TOKENS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     problem = Problem(size=size, heads=size, kv_heads=size)
     settled = providers.settle(name, problem, Options(**options))
 
-    def rank(mesh: Mesh) -> Found:
+    def rank(mesh: Mesh) -> dict[tuple[str, str], int]:
         cp = ContextParallel(name, mesh=mesh, problem=problem, **options)
         mine = cp.shard(x, 1).requires_grad_()
         y = shift(cp, mine, 1, by)
-        assert y.is_contiguous()
         (grad,) = torch.autograd.grad(y, mine, cp.shard(dy, 1))
-        sent = {(line.phase, line.axis): line.bytes for line in cp.mesh.ledger.entries()}
-        return Found(cp.positions(TOKENS), y.detach(), grad, sent)
+        at = cp.positions(TOKENS)
+        assert y.is_contiguous() and torch.equal(y, _whole(x, by)[:, at])
+        assert torch.equal(grad, _whole(dy, -by)[:, at])
+        return {(line.phase, line.axis): line.bytes for line in cp.mesh.ledger.entries()}
 
-    found = run_threads(rank, settled.axes)
-    for one in found:
-        assert torch.equal(one.forward, _whole(x, by)[:, one.at])
-        assert torch.equal(one.backward, _whole(dy, -by)[:, one.at])
-    return found
+    return run_threads(rank, settled.axes)
 
 
 @pytest.mark.parametrize(("name", "layout", "extra"), LAYOUTS)
@@ -78,8 +67,8 @@ TOKEN = 2 * 3 * 8  # bytes
     ("layout", "tokens"), [("contiguous", 1), ("zigzag", 2), ("striped", TOKENS // 4)], ids=lambda x: str(x)
 )
 def test_bytes_of_a_shift(layout: str, tokens: int) -> None:
-    for found in _on_ranks("ring" if layout != "striped" else "striped", 4, 1, layout=layout):
-        assert found.sent == {("forward", "all"): tokens * TOKEN, ("backward", "all"): tokens * TOKEN}
+    for sent in _on_ranks("ring" if layout != "striped" else "striped", 4, 1, layout=layout):
+        assert sent == {("forward", "all"): tokens * TOKEN, ("backward", "all"): tokens * TOKEN}
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16])
