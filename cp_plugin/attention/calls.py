@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
 
 def shapes(problem: Problem, tokens: int) -> Inputs:
-    """The inputs for so many tokens, as empty tensors on the meta device."""
+    """The inputs for ``tokens`` tokens, as empty tensors on the meta device."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=problem.dtype, device="meta")

@@ -28,7 +28,7 @@ WHOLE = "all"
 
 
 def sums(axis: str) -> str:
-    """The name of a second process group along an axis, for sums that travel beside other messages."""
+    """The name of a second process group along an axis, for sums that travel in parallel with other messages."""
     return f"{axis}_sums"
 
 

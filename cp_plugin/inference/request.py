@@ -64,7 +64,7 @@ class Request:
     """Tokens are the bytes of the text instead of the model's tokenizer's."""
     sampling: Sampling = field(default_factory=Sampling)
     chunk: int | None = None
-    """Prefill so many tokens of a prompt at a time; None: all at once."""
+    """Tokens of a prompt to prefill at a time; None: all at once."""
     fp8_cache: bool = False
     """Keep keys and values in FP8, one byte per element."""
     ignore_end: bool = False

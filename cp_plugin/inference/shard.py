@@ -2,7 +2,7 @@
 
 Sequences of a batch differ in length, so positions are compared one by one. On a GPU this is two kernels per layer
 (``cp_kernels.decode``). Plain torch reads keys in blocks and converts them to the accumulation dtype there: memory
-beside the cache does not grow with the context.
+beyond the cache does not grow with the context.
 """
 
 from __future__ import annotations

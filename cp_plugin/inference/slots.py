@@ -29,7 +29,7 @@ class CacheFullError(ValueError):
 
 
 def slots_for(tokens: int, size: int, multiple: int = 1) -> int:
-    """Slots that each of ``size`` ranks needs for so many tokens, rounded up to a multiple."""
+    """Slots that each of ``size`` ranks needs for ``tokens`` tokens, rounded up to a multiple."""
     return -(-tokens // (size * multiple)) * multiple
 
 
@@ -154,7 +154,7 @@ class Slots:
         return Dealt(positions, rows, columns, slots, self.used)
 
     def require(self, tokens: int) -> None:
-        """CacheFullError if a sequence of so many tokens does not fit; the message says what would be enough."""
+        """CacheFullError if a sequence of ``tokens`` tokens does not fit; the message says what would be enough."""
         if tokens > self.size * self.capacity:
             raise CacheFullError(
                 f"a context of {tokens} tokens does not fit the cache: {self.size} context-parallel ranks with "

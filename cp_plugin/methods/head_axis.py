@@ -100,7 +100,7 @@ def _behind(problem: Problem, options: Options) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """A layout whose shards are those of so many neighbouring ranks together."""
+    """A layout each of whose shards merges those of ``ranks`` neighbouring ranks."""
 
     layout: Layout
     ranks: int

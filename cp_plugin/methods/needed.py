@@ -192,7 +192,7 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
 
 
 def _bytes(problem: Problem, rows: int) -> int:
-    """Bytes of k and v of so many tokens of each sequence, as they travel between two ranks."""
+    """Bytes of k and v of ``rows`` tokens of each sequence, as they travel between two ranks."""
     heads = problem.batch * problem.kv_heads
     elements = rows * heads * (problem.head_dim + problem.v_head_dim)
     return elements + 2 * heads * -(-rows // problem.shared) if problem.fp8 else elements * problem.dtype.itemsize

@@ -20,7 +20,7 @@ HEAD_GROUPS = Option(
 
 
 def in_head_groups(groups: int | None, method: Moved) -> Moved:
-    """The method in so many groups of heads; None: one."""
+    """The method, pipelined over this number of head groups; None: one."""
     return replace(method, groups=groups or 1)
 
 

@@ -131,7 +131,7 @@ def with_option(
     over: Callable[[Mesh, Problem], Mesh],
     refused: Callable[[Problem, Options], str | None],
 ) -> Provider:
-    """A provider with one more option, which changes what travels and of which its method need not know.
+    """A provider with one more option, which changes what travels without its method knowing.
 
     Args:
         as_sent: the problem that the provider sees: its formula then counts the bytes that travel.

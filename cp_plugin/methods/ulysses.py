@@ -78,7 +78,7 @@ class Ulysses(Move):
 
 
 def heads_do_not_divide(problem: Problem, ranks: int, flag: str) -> str | None:
-    """Why the heads cannot be divided over so many ranks; None if they can."""
+    """Why the heads do not divide over this number of ranks; None if they do."""
     repeated = lcm(problem.kv_heads, ranks)
     if problem.heads % repeated == 0:
         return None
