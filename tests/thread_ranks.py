@@ -39,6 +39,15 @@ def run(cp: ContextParallel, problem: Case, *, recompute: bool = False) -> Resul
     return Result(*(cp.unshard(x.detach()) for x in (out, *grads[:3])), *grads[3:])
 
 
+def on_shards(cp: ContextParallel, case: Case) -> Result:
+    """Forward and backward on this rank's shards, without a window, documents or a sink; its shards of the result."""
+    q, k, v, dout = (cp.shard(x) for x in case.inputs())
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = cp.attention(*leaves, causal=case.causal)
+    out.backward(dout)
+    return Result(out.detach(), *(x.grad for x in leaves))
+
+
 def typical(problem: Case, size: int) -> Problem:
     return Problem(
         size=size,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from method_cases import METHODS, SETTINGS, of_formula
 from nightly import each_pair, nightly, slow
 from oracle import Case, Result, assert_close, errors, relative_error
-from thread_ranks import on_threads, run, typical
+from thread_ranks import on_shards, on_threads, run, typical
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.attention.setups import Setup, settled
@@ -182,12 +182,8 @@ def on_processes(provider: str, size: int, problems: list[Case], **options: Any)
 
     def attended(problem: Case, setup: Setup, want: Result) -> tuple[float, Formula]:
         cp = ContextParallel(setup, group=dist.group.WORLD)
-        q, k, v, dout = (cp.shard(x) for x in problem.inputs())
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out = cp.attention(q, k, v, causal=problem.causal)
-        out.backward(dout)
-        got, sent = Result(out.detach(), q.grad, k.grad, v.grad), by_phase_and_axis(cp.mesh)
-        return max(errors(got, Result(*map(cp.shard, want[:4])))), sent
+        got = on_shards(cp, problem)
+        return max(errors(got, Result(*map(cp.shard, want[:4])))), by_phase_and_axis(cp.mesh)
 
     ranks = run_ranks(lambda: [attended(*one) for one in planned], size, init_process_group=True, timeout=300)
     for index, found in enumerate(ranks):

@@ -11,7 +11,7 @@ from nightly import nightly
 from oracle import Case, Result, errors
 from strict import programs
 from strict.nccl import run_with_data
-from thread_ranks import typical
+from thread_ranks import on_shards, typical
 
 from cp_plugin import ContextParallel
 from cp_plugin.comm import Mesh
@@ -25,12 +25,7 @@ def compare(provider: str, size: int, case: Case, **options: Any) -> None:
 
     def rank(mesh: Mesh) -> float:
         cp = ContextParallel(provider, mesh=mesh, problem=typical(case, size), **options)
-        q, k, v, dout = (cp.shard(x) for x in case.inputs())
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = cp.attention(*leaves, causal=case.causal)
-        out.backward(dout)
-        got = Result(out.detach(), *(x.grad for x in leaves))
-        return max(errors(got, Result(*map(cp.shard, want[:4]))))
+        return max(errors(on_shards(cp, case), Result(*map(cp.shard, want[:4]))))
 
     assert max(run_with_data(rank, axes, extra)) < 1e-12
 

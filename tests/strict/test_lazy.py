@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nightly import nightly
 from oracle import Case
 from strict import lazy, threads
-from thread_ranks import on_threads, typical
+from thread_ranks import on_shards, on_threads, typical
 
 from cp_plugin import ContextParallel
 from cp_plugin.testing.launch import RankError, run_ranks
@@ -132,10 +132,7 @@ def attend(provider: str, size: int, world: int, **options: Any) -> None:
         group = dist.new_group(list(range(size)), group_desc="CONTEXT_PARALLEL_GROUP")
         if dist.get_rank() >= size:
             return
-        cp = ContextParallel(provider, group=group, problem=typical(case, size), **options)
-        q, k, v, dout = (cp.shard(x) for x in case.inputs())
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        cp.attention(*leaves, causal=True).backward(dout)
+        on_shards(ContextParallel(provider, group=group, problem=typical(case, size), **options), case)
 
     run_ranks(rank, world, init_process_group=True, timeout=300)
 
