@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 import oracle as independent
 import pytest
@@ -16,6 +17,7 @@ from cp_plugin import Attend, Gradients, KeyValues, Options, Partial, Problem, P
 from cp_plugin.cli.app import app
 from cp_plugin.comm import Mesh
 from cp_plugin.comm.shards import shift
+from cp_plugin.core.problem import Decay
 from cp_plugin.kernels import merge as merging
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.ring import STRIPED, Ring
@@ -50,20 +52,17 @@ def test_the_default_plan_covers_every_provider_layout_and_problem() -> None:
     problems = [problem(kv_heads=g, causal=mask) for g in (4, 2) for mask in (True, False)]
     planned = plan((), problems, Options())
     covered = {(s.provider.name, s.layout, s.problem) for s in planned if s.reason is None}
-    assert covered == {
-        (n, layout, p)
-        for n in providers.names()
-        for layout in providers.get(n).layouts
-        for p in problems
-        if providers.get(n).unsupported(p, Options(layout=layout)) is None
-    } | {
-        (n, layout, replace(p, decay=decay))
-        for n in providers.names("linear")
-        for layout in providers.get(n).layouts
-        for p in problems
-        for decay in ("none", "head", "token", "key")
-        if providers.get(n).unsupported(replace(p, decay=decay), Options(layout=layout)) is None
-    }
+
+    def supported(names: list[str], decays: tuple[Decay, ...]) -> set[tuple[str, str, Problem]]:
+        cases = product(map(providers.get, names), [replace(p, decay=decay) for p in problems for decay in decays])
+        return {
+            (provider.name, layout, p)
+            for provider, p in cases
+            for layout in provider.layouts
+            if provider.unsupported(p, Options(layout=layout)) is None
+        }
+
+    assert covered == supported(providers.names(), ("none",)) | supported(providers.names("linear"), get_args(Decay))
     chosen = [setup.options.chosen for setup in planned]
     assert any(c.get("intra_size") == 2 and c.get("backward") == "q" for c in chosen)
     assert any(c.get("head_parallel") == 2 and "grid" in c for c in chosen)
