@@ -94,7 +94,7 @@ def test_scales_are_the_largest_powers_of_two_in_range(dtype: torch.dtype) -> No
     assert ((once - x).abs() <= torch.maximum(x.abs() * numbers.eps / 2, smallest / 2)).all()
 
 
-@pytest.mark.parametrize(("bad", "scaled"), [(torch.nan, Scaling()), (torch.inf, Delayed())], ids=str)
+@pytest.mark.parametrize(("bad", "scaled"), [(torch.nan, Scaling()), (torch.inf, Delayed())], ids=["nan", "inf"])
 def test_nonfinite_values_propagate(bad: float, scaled: Scaling) -> None:
     case = CASES[0]
     if isinstance(scaled, Delayed):
