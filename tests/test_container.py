@@ -7,6 +7,7 @@ resolver decides here, over an environment with the metadata of such packages an
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -77,6 +78,7 @@ def would_install(tmp_path: Path, requires: tuple[str, ...], image: dict[str, st
         [*pip, "--quiet", "--dry-run", "--no-index", "--find-links", str(index), "--report", "-", "cp-plugin"],
         capture_output=True,
         text=True,
+        env=os.environ | {"PIP_CONFIG_FILE": os.devnull},  # a machine's own constraints apply even to --isolated
     )
     assert done.returncode == 0, done.stderr
     return {item["metadata"]["name"]: item["metadata"]["version"] for item in json.loads(done.stdout)["install"]}
