@@ -12,7 +12,7 @@ from zipfile import ZipFile
 
 import pytest
 import third_party
-from nightly import slow
+from nightly import nightly, slow
 from warm import python
 
 from cp_plugin.methods import registry as providers
@@ -91,7 +91,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@slow
+@nightly
 def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
     pages = sorted(PAGES.iterdir())
     done = check(folder, "--smoke", "--tune")

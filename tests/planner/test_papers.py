@@ -30,7 +30,7 @@ from evidence.score import (
     ratio_error,
 )
 from evidence.stacks import Machine, Stack
-from nightly import slow
+from nightly import nightly, slow
 from oracle import Case, assert_close
 from pydantic import ValidationError
 from rich.console import Console
@@ -110,7 +110,7 @@ def tripled(rows: list[Row], *, table: str = "", paper: str = "") -> list[Row]:
     ]
 
 
-@slow
+@nightly
 def test_no_table_is_fitted_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> dict[str, list[object]]:
         by_table: dict[str, list[object]] = {}
@@ -354,7 +354,7 @@ def swapped_kernels(m: Machine) -> Machine:
     return stacks._with_kernel(m, kernel.model_copy(update={"forward": kernel.backward, "backward": kernel.forward}))
 
 
-@slow
+@nightly
 @pytest.mark.parametrize("swap", [swapped_links, swapped_kernels])
 def test_swapped_profile_constants_change_the_page(
     swap: object, page: ModuleType, monkeypatch: pytest.MonkeyPatch
