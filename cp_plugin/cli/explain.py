@@ -64,7 +64,7 @@ def explain(
 
     with flags.errors_in_one_line("--context"):
         if picture is not None:
-            flags.check_output(picture, "picture", flags.PICTURES)
+            flags.check_output(picture, "picture", flags.PICTURES, "--picture")
         if chakra is not None:
             flags.make_folder("--chakra", chakra)
         if provider is None and options != Options():

@@ -158,11 +158,11 @@ def check_forked(ranks: int | None, seconds: float) -> None:
 PICTURES = (".svg", ".png", ".pdf")
 
 
-def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = ()) -> None:
-    """ValueError for an unwritable file or a wrong suffix; ``kind``: of file, for the message."""
-    example = f"{kind}{suffixes[0] if suffixes else ''}"
+def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), flag: str = "") -> None:
+    """ValueError for an unwritable file or a wrong suffix; ``kind`` of file and ``flag``: for the message."""
     if not path.name:
-        raise ValueError(f"{path}: name the {kind} to write, such as {example}")
+        example = f"{kind}{suffixes[0] if suffixes else ''}"
+        raise ValueError(f"{f'{flag} {path}'.strip()}: name the {kind} to write, such as {example}")
     if suffixes and path.suffix not in suffixes:
         listed = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
         raise ValueError(f"{path}: {kind}s are {listed} files; write {path.with_suffix(suffixes[0])}")

@@ -83,8 +83,10 @@ def bench(
     from cp_plugin.testing import ranks
 
     with flags.errors_in_one_line():
-        for path in filter(None, (json, markdown, plot) if ranks.is_first() else ()):
-            flags.check_output(path)
+        if ranks.is_first():
+            for flag, path in (("--json", json), ("--markdown", markdown), ("--plot", plot)):
+                if path is not None:
+                    flags.check_output(path, flag=flag)
         if decode:
             pointless = {"--mask": mask, "--window": window, "--distribution": distribution, "--seed": seed or None}
             pointless |= {"--decay": None if decay == flags.Decays.none else decay, "--cluster": cluster}
