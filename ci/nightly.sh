@@ -5,8 +5,8 @@
 #
 # `product`, by name only, runs the tests in all cases of their parameters instead of covering designs.
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
-# FUZZ              random configurations (default 20000)
-# INPUTS            generated command lines and files (default 100000)
+# FUZZ              random configurations (default 10000)
+# INPUTS            generated command lines and files (default 20000)
 # HISTORY           the file of ratios to add to (default out/perf/history.jsonl)
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
@@ -46,11 +46,11 @@ ratios() {
 
 run_one() {
   case "$1" in
-    fuzz) step fuzz bash ci/fuzz.sh "${FUZZ:-20000}" ;;
+    fuzz) step fuzz bash ci/fuzz.sh "${FUZZ:-10000}" ;;
     parity) step parity bash ci/parity/run.sh --all --out "$out/parity" ;;
     exact) step exact "$python" ci/perf/exact.py ;;
-    inputs) step inputs "$python" ci/faults/fuzz_inputs.py --examples "${INPUTS:-100000}" ;;
-    mutants) step mutants bash ci/mutants.sh --baseline ;;
+    inputs) step inputs "$python" ci/faults/fuzz_inputs.py --examples "${INPUTS:-20000}" ;;
+    mutants) step mutants bash ci/mutants.sh --baseline -n 2 ;;
     faults) step faults bash ci/faults/run.sh --all ;;
     saves) step saves bash ci/faults/run.sh --saves 200 ;;
     soak) step soak "$python" ci/faults/soak.py --steps 5000 ;;
