@@ -64,6 +64,7 @@ def test_verdicts(mutants: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("def two():\n    return 2\n")
     (tmp_path / "test_x.py").write_text("import x\n\ndef test_two():\n    assert x.two() == 2\n")
     (tmp_path / "test_y.py").write_text("def test_nothing():\n    pass\n")
+    (tmp_path / "test_skipped.py").write_text("import pytest\n\n@pytest.mark.skip\ndef test_two():\n    pass\n")
     (tmp_path / "test_z.py").write_text("import x\n\ndef test_end():\n    while x.two() != 2:\n        pass\n")
 
     def verdict(old: str, *tests: str, limit: float = 60.0) -> tuple[str, str]:
@@ -76,6 +77,7 @@ def test_verdicts(mutants: ModuleType, tmp_path: Path) -> None:
     assert verdict("return 2", "test_y.py") == ("SURVIVED", "test_y.py")
     assert verdict("return 2", "test_z.py", limit=1.0) == ("NO END", "test_z.py: no end after 1 s")
     assert verdict("return 2", "test_none.py")[0] == "BROKEN"
+    assert verdict("return 2", "test_skipped.py")[0] == "BROKEN", "a skipped test proves nothing"
     assert verdict("return 4", "test_x.py") == ("BROKEN", "three: its text is in x.py 0 times, and must be there once")
 
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PASSED, FAILED, NO_END = 0, 1, -1
+PASSED, FAILED, NONE_RAN, NO_END = 0, 1, 5, -1
 """pytest's status; any other means that the tests cannot run."""
 
 
@@ -96,12 +96,12 @@ def copy_tree(to: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: str, limit: float) -> tuple[int, str]:
-    """pytest's status or ``NO_END``, and the first failed test or the last line of output.
+    """pytest's status or ``NO_END``, and the first failed test or the last line of output; ``NONE_RAN``: all skipped.
 
     The suite of every change must find a mutant, also at night. The CI profile of hypothesis is deterministic and has
     no deadline.
     """
-    longer = ("CP_PLUGIN_ALL", "CP_PLUGIN_NIGHTLY")
+    longer = ("CP_PLUGIN_ALL", "CP_PLUGIN_NIGHTLY", "CP_PLUGIN_PRODUCT")
     env = {name: value for name, value in os.environ.items() if name not in longer} | {
         "PYTHONPATH": os.pathsep.join(map(str, (tree, tree / "kernels", tree / "tests"))),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -122,6 +122,8 @@ def run_tests(tree: Path, tests: str, limit: float) -> tuple[int, str]:
             return NO_END, f"{tests}: no end after {limit:g} s"
         said.seek(0)
         text = said.read()
+    if status == PASSED and not re.search(r"\d+ passed", text):
+        status = NONE_RAN
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
     return status, failed[1] if failed else (text.strip().splitlines() or ["no output"])[-1]
 
