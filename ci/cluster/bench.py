@@ -11,7 +11,7 @@ import statistics
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import packs
 import torch
@@ -20,6 +20,7 @@ from network import Network
 from ranks import run_in, sent_bytes
 from rich.console import Console
 from rich.progress import Progress
+from scenarios import ALLOWED, Scenario
 
 from cp_plugin import ContextParallel, Problem
 from cp_plugin.attention.calls import Inputs
@@ -31,12 +32,8 @@ from cp_plugin.comm import TraceMesh
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import oracle
 
-if TYPE_CHECKING:
-    from scenarios import Scenario
-
 _CHECKED_TOKENS = 8  # per rank
 _CPU = torch.device("cpu")
-ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
