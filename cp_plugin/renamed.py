@@ -15,6 +15,8 @@ _PLANNER = {
     "training": ("activations", "footprint", "iteration", "layer_time", "model", "operations", "parallel", "weights"),
 }
 """Subpackage -> modules that used to be beside it."""
+_COMMON = ("eager", "names", "plugins", "recent", "text", "versions", "without_data", "yaml_files")
+"""Modules that used to be in ``core``."""
 MODULES = {
     "cp_plugin.dataset": "cp_plugin.megatron.dataset",
     "cp_plugin.examples": "cp_plugin.cli.examples",
@@ -33,12 +35,13 @@ MODULES = {
     "cp_plugin.planner.inference": "cp_plugin.planner.serving.cost",
     "cp_plugin.planner.inference_search": "cp_plugin.planner.serving.search",
     "cp_plugin.planner.inference_trace": "cp_plugin.planner.serving.trace",
-    "cp_plugin.planner.names": "cp_plugin.core.names",
+    "cp_plugin.planner.names": "cp_plugin.common.names",
     "cp_plugin.planner.traced_blocks": "cp_plugin.attention.traced_blocks",
     "cp_plugin.protocol": "cp_plugin.methods.protocol",
     "cp_plugin.providers": "cp_plugin.methods.registry",
     "cp_plugin.ranks": "cp_plugin.testing.ranks",
     "cp_plugin.testing.recording": "cp_plugin.kernels.recording",
+    **{f"cp_plugin.core.{name}": f"cp_plugin.common.{name}" for name in _COMMON},
     **{
         f"cp_plugin.planner.{name}": f"cp_plugin.planner.{room}.{name}"
         for room, names in _PLANNER.items()

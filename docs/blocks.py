@@ -24,8 +24,8 @@ import wins_page
 from evidence import situations
 
 from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
+from cp_plugin.common.text import in_words
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_words
 from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
 from cp_plugin.placement.layouts import ALL

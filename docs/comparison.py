@@ -9,9 +9,9 @@ import markdown_tables as markdown
 from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.cli.draw.calls import record
 from cp_plugin.cli.draw.traffic import HEADS, Sent, busiest, typical
+from cp_plugin.common.text import in_bytes, in_words
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_bytes, in_words
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.methods import registry as providers

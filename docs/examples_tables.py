@@ -13,9 +13,9 @@ from cp_plugin.attention.setups import settled_or_reason
 from cp_plugin.cli.examples.command import Command, words
 from cp_plugin.cli.examples.config import BASE, Example, Experiment
 from cp_plugin.cli.examples.dry_run import Prediction
+from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.training.weights import parameters
 

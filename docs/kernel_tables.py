@@ -9,7 +9,7 @@ import markdown_tables as markdown
 from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import settled
 from cp_plugin.attention.traced_blocks import asked_of
-from cp_plugin.core.text import in_bytes
+from cp_plugin.common.text import in_bytes
 from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.blocks import LONG
 from cp_plugin.kernels.cost import Cost, cost, speeds_on

@@ -59,7 +59,7 @@ def _colour(name: str) -> str:
     """Blue: knows Megatron or Bridge. Green: knows no ranks. Grey: the rest."""
     if name in ("megatron", "nemo", "run", "pretrain_gpt", "generate"):
         return "#cfe2ff"
-    return "#d9f2d9" if name in ("core", "kernels", "linear") else "#eeeeee"
+    return "#d9f2d9" if name in ("common", "core", "kernels", "linear") else "#eeeeee"
 
 
 def _summary(module: str) -> str:

@@ -47,12 +47,12 @@ PLANTED = {
     ),
     "a run file": (
         "fuzz_files.example(0, [], [(0, 0, 'x: !!python/object/apply:os.mkdir [CANARY]\\n')])",
-        "patch('cp_plugin.core.yaml_files._Loader', yaml.UnsafeLoader)",
+        "patch('cp_plugin.common.yaml_files._Loader', yaml.UnsafeLoader)",
         "was executed",
     ),
     "a key twice": (
         "fuzz_files.example(0, [], [(0, 0, 'lengths: [8]\\n')])",
-        "patch('cp_plugin.core.yaml_files._Loader', yaml.SafeLoader), patch('fuzz_files._LOADER', First)",
+        "patch('cp_plugin.common.yaml_files._Loader', yaml.SafeLoader), patch('fuzz_files._LOADER', First)",
         "was read as",
     ),
     "a profile's figure": (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from package_sources import SOURCES
 
-from cp_plugin.core import yaml_files
+from cp_plugin.common import yaml_files
 
 READERS = {"load", "loads", "Unpickler"}
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
@@ -23,7 +23,7 @@ SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "SafeLoader", "CSafeLoade
 ALLOWED = {
     ("testing/launch.py", "pickle.load"): 1,  # from memory that only this program's forked ranks write to
     ("testing/launch.py", "pickle.loads"): 1,  # the result in it
-    ("core/yaml_files.py", "yaml.load"): 1,  # by a loader derived from SafeLoader, see below
+    ("common/yaml_files.py", "yaml.load"): 1,  # by a loader derived from SafeLoader, see below
 }
 
 

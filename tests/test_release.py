@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import cp_plugin
-from cp_plugin.core.versions import MEGATRON_RANGE, NO_MEGATRON, TORCH_MINIMUM
+from cp_plugin.common.versions import MEGATRON_RANGE, NO_MEGATRON, TORCH_MINIMUM
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -14,7 +14,7 @@ from record import OUT_OF_TIME, Step, in_a_line
 
 from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.core.text import in_bytes
+from cp_plugin.common.text import in_bytes
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.trace.memory import Meter, Peaks, peaks
 

@@ -25,12 +25,12 @@ from cp_plugin.attention.inputs import check_sink, mask_of, problem_of, typical_
 from cp_plugin.attention.recompute import to_be_repeated
 from cp_plugin.attention.tokens import Sharding, token_order
 from cp_plugin.comm import GroupMesh, Mesh
-from cp_plugin.core.eager import eager
+from cp_plugin.common.eager import eager
+from cp_plugin.common.recent import Recent
 from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.core.mask import Mask, Window, document_bounds
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.recent import Recent
 from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.tree import Tree
 from cp_plugin.core.values import Owners

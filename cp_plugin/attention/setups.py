@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from cp_plugin.comm import axis_groups
+from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_words
 from cp_plugin.kernels import backends
 from cp_plugin.linear.kernels import KERNELS
 from cp_plugin.methods import registry as providers

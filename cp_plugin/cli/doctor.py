@@ -17,11 +17,11 @@ from rich.console import Console
 
 from cp_plugin.attention import calls
 from cp_plugin.cli.terminal import print_lines, print_table, print_verdict
+from cp_plugin.common.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, torch_supported
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, torch_supported
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.backends import AnyBackend
 from cp_plugin.testing import oracle

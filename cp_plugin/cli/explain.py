@@ -13,8 +13,8 @@ from rich.console import Console
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli import flags, packs
 from cp_plugin.cli.tables import settings
+from cp_plugin.common.text import in_seconds
 from cp_plugin.core.options import Options
-from cp_plugin.core.text import in_seconds
 from cp_plugin.methods import registry as providers
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import Annotated, Any, TypeVar, cast
 import torch
 import typer
 
-from cp_plugin.core.names import did_you_mean
+from cp_plugin.common.names import did_you_mean
+from cp_plugin.common.versions import NO_MEGATRON
 from cp_plugin.core.options import Option, Options
-from cp_plugin.core.versions import NO_MEGATRON
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError
 

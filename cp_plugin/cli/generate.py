@@ -17,7 +17,7 @@ import typer
 
 from cp_plugin.cli import flags
 from cp_plugin.cli.streamed import Streamed
-from cp_plugin.core.text import in_bytes
+from cp_plugin.common.text import in_bytes
 from cp_plugin.testing.launch import exit_status, run_ranks
 from cp_plugin.testing.ranks import under_torchrun
 

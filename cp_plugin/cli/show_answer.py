@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cp_plugin.cli.show_plan import ERROR, chosen
 from cp_plugin.cli.terminal import print_lines, print_table
-from cp_plugin.core.text import in_bytes, in_seconds
+from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.search import KNOWN_ERROR, over
 from cp_plugin.planner.serving.cost import LAUNCHES, Prefill

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cp_plugin.cli.show_plan import ERROR, packed
 from cp_plugin.cli.terminal import print_lines, print_table
-from cp_plugin.core.text import in_bytes, in_seconds
+from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.explain import RESOURCES, Explanation, split, spread
 from cp_plugin.planner.search import KNOWN_ERROR

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.terminal import print_lines, print_table
-from cp_plugin.core.text import in_bytes, in_seconds
+from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.packs import balance
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, Plan, over

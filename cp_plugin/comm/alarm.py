@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from cp_plugin.core.text import ranks_named
+from cp_plugin.common.text import ranks_named
 
 EXIT_STATUS = 70
 """Exit status of a rank that another rank's failure ended."""

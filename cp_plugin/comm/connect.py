@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from cp_plugin.comm.watch import Watch
+from cp_plugin.common.text import ranks_named
 from cp_plugin.core.problem import Network
-from cp_plugin.core.text import ranks_named
 
 
 class ConnectError(RuntimeError):

@@ -15,7 +15,7 @@ from cp_plugin.comm.ledger import Ledger
 from cp_plugin.comm.mesh import Mesh, Pending, Tensors, axis_groups, sum_of_parts
 from cp_plugin.comm.packing import pack, unpack
 from cp_plugin.comm.watch import Watch
-from cp_plugin.core.text import ranks_named
+from cp_plugin.common.text import ranks_named
 
 # torch 2.13 renamed both and warns at the old names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,1 +1,1 @@
-"""Core value types and token arithmetic: problems, layouts, masks, tiles, dtypes, scales."""
+"""Core value types and token arithmetic: problems, layouts, masks, tiles, options, dtypes, scales."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_plugin.core.recent import Recent
+from cp_plugin.common.recent import Recent
 
 Segments = tuple[range, ...]
 

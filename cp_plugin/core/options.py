@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cp_plugin.core.text import in_words
+from cp_plugin.common.text import in_words
 
 AUTO = "auto"
 

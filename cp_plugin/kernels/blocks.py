@@ -15,11 +15,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cp_plugin.common.recent import Recent
 from cp_plugin.core.layout import KEPT_BYTES, Segments, join_adjacent, sort_positions, take
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.recent import Recent
 from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.tiles import Tile, may_meet, square_tiles, tiles
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Shard, Sums

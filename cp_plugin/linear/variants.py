@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from cp_plugin.common.plugins import with_entry_points
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.plugins import with_entry_points
 from cp_plugin.core.problem import Decay
 from cp_plugin.linear import chunked
 from cp_plugin.linear.features import ELU, IDENTITY, QUADRATIC, SILU, TAYLOR, FeatureMap

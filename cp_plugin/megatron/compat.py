@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from cp_plugin.core.versions import MEGATRON_RANGE, version_tuple
+from cp_plugin.common.versions import MEGATRON_RANGE, version_tuple
 
 MOVED: Mapping[str, tuple[str, ...]] = {
     "megatron.core.ssm.mamba_context_parallel": ("megatron.core.ops.ssm.mamba2.context_parallel",),

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from cp_plugin.comm import WHOLE, Mesh, Pending, coordinates, flat_index
 from cp_plugin.comm.mesh import Tensors
 from cp_plugin.comm.shards import arriving
+from cp_plugin.common.text import in_bytes, in_words
 from cp_plugin.core.options import Option, Options, rows_and_columns
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_bytes, in_words
 from cp_plugin.core.values import KeyValues
 from cp_plugin.methods.gather import GatherKV, GatherQ
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype

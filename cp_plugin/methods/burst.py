@@ -17,10 +17,10 @@ from dataclasses import replace
 from typing import Literal
 
 from cp_plugin.comm import Mesh, sums
+from cp_plugin.common.text import divisors, in_bytes
 from cp_plugin.core.hosts import describe
 from cp_plugin.core.options import Option, Options, whole_number
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import divisors, in_bytes
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 from cp_plugin.methods.ring import Ring, hop_bytes

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from cp_plugin.comm import Mesh
+from cp_plugin.common.text import divisors, in_bytes
 from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.core.options import Option, Options, whole_number
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import divisors, in_bytes
 from cp_plugin.methods.moves import Moved
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 from cp_plugin.methods.ring import RING

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from cp_plugin.comm import Mesh, Pending, sums
 from cp_plugin.comm.mesh import Tensors
+from cp_plugin.common.recent import Recent
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.recent import Recent
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Owners, Partial, Queries, Sums
 from cp_plugin.kernels.merge import accumulator, add_sums
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype

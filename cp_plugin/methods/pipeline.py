@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cp_plugin.common.text import divisors
 from cp_plugin.core.options import Option, Options, whole_number
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import divisors
 from cp_plugin.methods.moves import Moved
 
 HEAD_GROUPS = Option(

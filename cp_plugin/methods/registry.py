@@ -15,11 +15,11 @@ from functools import cache, cached_property
 from typing import Any
 
 from cp_plugin import methods
+from cp_plugin.common.plugins import with_entry_points
+from cp_plugin.common.text import in_words
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.options import AUTO, Option, Options
-from cp_plugin.core.plugins import with_entry_points
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_words
 from cp_plugin.kernels import backends
 from cp_plugin.linear.kernels import KERNELS
 from cp_plugin.methods import fp8

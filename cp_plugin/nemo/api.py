@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cp_plugin.core.text import in_words
+from cp_plugin.common.text import in_words
 from cp_plugin.nemo import versions
 
 if TYPE_CHECKING:

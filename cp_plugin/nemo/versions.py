@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from cp_plugin.core.versions import within
+from cp_plugin.common.versions import within
 
 TESTED_RANGE = ">=0.6.2,<0.6.3"
 

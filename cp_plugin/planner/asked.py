@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cp_plugin.core.names import find
+from cp_plugin.common.names import find
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import Model, model

@@ -9,10 +9,10 @@ from typing import Any
 
 from cp_plugin.attention.setups import Setup, can_place, settled_or_reason
 from cp_plugin.comm import Mesh, TraceMesh, sums
+from cp_plugin.common.text import in_words
 from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Fp8, Problem
-from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.methods.ulysses import heads_do_not_divide

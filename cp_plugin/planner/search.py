@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from cp_plugin.common.text import in_bytes
 from cp_plugin.core.problem import Fp8
-from cp_plugin.core.text import in_bytes
 from cp_plugin.planner.candidates import (
     ALL,
     Allowed,

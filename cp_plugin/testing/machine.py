@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cp_plugin.common.text import in_bytes
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_bytes
 
 _FLOPS = 2e9
 """FLOP/s of one CPU core in attention, conservatively."""

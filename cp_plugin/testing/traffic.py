@@ -26,9 +26,9 @@ from cp_plugin.attention.setups import (
     with_head_axes,
 )
 from cp_plugin.comm import Mesh, TraceMesh
+from cp_plugin.common.without_data import WithoutData
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.without_data import WithoutData
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import DOCUMENTS

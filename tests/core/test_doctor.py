@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli import doctor
 from cp_plugin.cli.app import app
-from cp_plugin.core.versions import megatron_supported, version_tuple
+from cp_plugin.common.versions import megatron_supported, version_tuple
 
 
 def test_it_passes_here_and_names_every_kernel() -> None:

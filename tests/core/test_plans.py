@@ -15,8 +15,8 @@ from cp_plugin import ContextParallel, Options, Problem, Tree
 from cp_plugin.attention import api as attention
 from cp_plugin.attention.setups import settled
 from cp_plugin.comm import TraceMesh
+from cp_plugin.common.recent import Recent
 from cp_plugin.core import layout
-from cp_plugin.core.recent import Recent
 from cp_plugin.core.scaling import Delayed
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.pipeline import best_groups

@@ -15,7 +15,7 @@ from parity import check
 from test_known_bugs import mask_the_first_half
 from torch import Tensor
 
-from cp_plugin.core.versions import version_tuple
+from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.patches.loss import _wrong_weights
 from cp_plugin.testing.launch import RankError

@@ -16,7 +16,7 @@ from nightly import one_case
 from state_space_kernels import STATES
 from strict import graphs
 
-from cp_plugin.core.versions import version_tuple
+from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import megatron_version
 from cp_plugin.megatron.rules import cuda_graphs, layers, table

@@ -17,7 +17,7 @@ from test_packed_models import HYBRID, INTERLEAVED, LATENT, PACKED, SEQUENCE, SP
 from warm import megatrons_own_data
 
 from cp_plugin import ContextParallel
-from cp_plugin.core.versions import version_tuple
+from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError

@@ -12,7 +12,7 @@ from nightly import one_case
 from parity import check
 from state_space_kernels import STATES
 
-from cp_plugin.core.versions import version_tuple
+from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version
 
 pytestmark = [

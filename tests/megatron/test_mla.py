@@ -18,7 +18,7 @@ from nightly import one_case
 from parity import compare, stock
 from test_masks_in_training import short_documents
 
-from cp_plugin.core.versions import version_tuple
+from cp_plugin.common.versions import version_tuple
 from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing.launch import RankError
 

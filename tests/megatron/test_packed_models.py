@@ -17,7 +17,7 @@ from test_memory_features import OVERLAP, STEPS, same_losses
 from test_mla import textbook
 from torch import Tensor
 
-from cp_plugin.core.versions import version_tuple
+from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version, original
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError

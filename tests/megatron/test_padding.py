@@ -17,8 +17,8 @@ from test_positions import MULTIMODAL, _three_ids_per_token
 from test_slicing import one_rank_of
 
 from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.common.versions import version_tuple
 from cp_plugin.core import layout as layouts
-from cp_plugin.core.versions import version_tuple
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches.patching import megatron_version
 from cp_plugin.testing.launch import RankError

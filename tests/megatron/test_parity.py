@@ -8,7 +8,7 @@ from harness import MODEL, train
 from nightly import one_case
 from parity import check
 
-from cp_plugin.core.versions import version_tuple
+from cp_plugin.common.versions import version_tuple
 
 STEPS = 20
 LAYOUTS = {"ring": "ring --cp-layout contiguous", "zigzag": "ring --cp-layout zigzag", "striped": "striped"}

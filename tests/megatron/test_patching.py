@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_plugin.core.versions import megatron_supported
+from cp_plugin.common.versions import megatron_supported
 from cp_plugin.megatron.patches import digest, patching
 from cp_plugin.megatron.patches import source as sources
 from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS

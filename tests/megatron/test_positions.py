@@ -11,7 +11,7 @@ from harness import train
 from nightly import one_case
 from parity import check
 
-from cp_plugin.core.versions import version_tuple
+from cp_plugin.common.versions import version_tuple
 from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing.launch import RankError
 

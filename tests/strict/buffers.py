@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cp_plugin.core.without_data import Mode
+from cp_plugin.common.without_data import Mode
 
 POISON = 0xFF
 """Every byte: NaN in floating-point formats, -1 or the largest number in others."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import zip_longest
 
-from cp_plugin.core.text import ranks_named
+from cp_plugin.common.text import ranks_named
 
 
 class OrderError(AssertionError):

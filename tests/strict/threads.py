@@ -15,7 +15,7 @@ from typing import Any
 from strict.lazy import MissingRanksError
 
 from cp_plugin.comm import WHOLE, ThreadMesh
-from cp_plugin.core.text import ranks_named
+from cp_plugin.common.text import ranks_named
 
 PATIENCE = 20.0
 """Seconds, at most: a mesh may have less."""

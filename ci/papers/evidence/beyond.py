@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cp_plugin.attention.setups import settled, settled_or_reason
+from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.candidates import Candidate, candidates
 from cp_plugin.planner.machine.events import Post

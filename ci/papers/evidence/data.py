@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cp_plugin.core.names import find
+from cp_plugin.common.names import find
 from evidence.stacks import Stack
 
 PUBLISHED = Path(__file__).parents[1] / "published"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from cp_plugin.core.names import find
+from cp_plugin.common.names import find
 from evidence import data, fitting, stacks
 from evidence.data import Kind, Row
 from evidence.score import Predicted, Way, in_order, median_error, neighbours, ratio_error

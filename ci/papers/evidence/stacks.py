@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from cp_plugin.core.names import find
+from cp_plugin.common.names import find
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster
 

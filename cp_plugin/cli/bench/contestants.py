@@ -22,9 +22,9 @@ from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli import flags
 from cp_plugin.cli.bench import te_peer
 from cp_plugin.cli.tables import settings
+from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_words
 from cp_plugin.kernels import backends
 from cp_plugin.linear.kernels import KERNELS
 from cp_plugin.methods import registry as providers

@@ -19,9 +19,9 @@ from cp_plugin.cli.bench.report import conditions, print_notes
 from cp_plugin.cli.flags import in_our_flags
 from cp_plugin.cli.tables import problem_as_json, settings
 from cp_plugin.cli.terminal import print_table
+from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_bytes, in_seconds
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing import ranks
 

@@ -14,9 +14,9 @@ from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.cli.flags import in_our_flags
 from cp_plugin.cli.tables import problem_as_json
 from cp_plugin.cli.terminal import print_lines, print_table
+from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_bytes, in_seconds
 
 COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal")
 PREDICTED = "predicted"

@@ -31,7 +31,7 @@ from cp_plugin.cli.draw.canvas import (
     plain,
     save,
 )
-from cp_plugin.core.text import in_words
+from cp_plugin.common.text import in_words
 from cp_plugin.methods.protocol import Provider
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cp_plugin.cli.draw.canvas import new_figure, paler, plain, save
+from cp_plugin.common.text import in_bytes
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_bytes
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula, Provider
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from cp_plugin.cli.examples.config import Example, Experiment, Value, changed, size
 from cp_plugin.cli.flags import check_name
+from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options, rows_and_columns
-from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
 
 UPSTREAM = "upstream"

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from cp_plugin.core import yaml_files
-from cp_plugin.core.names import did_you_mean, find
+from cp_plugin.common import yaml_files
+from cp_plugin.common.names import did_you_mean, find
 
 FOLDER = Path(__file__).parent / "papers"
 FILE = "config.yaml"

@@ -13,7 +13,7 @@ from cp_plugin.cli.examples.config import Example, Experiment
 from cp_plugin.cli.examples.dry_run import NOT_CHECKED, DryRun
 from cp_plugin.cli.show_explained import print_memory, print_parts, print_sent
 from cp_plugin.cli.terminal import Cells, print_lines, print_table, print_verdict
-from cp_plugin.core.text import in_bytes, in_seconds
+from cp_plugin.common.text import in_bytes, in_seconds
 
 
 def print_examples(console: Console, examples: Iterable[Example]) -> None:

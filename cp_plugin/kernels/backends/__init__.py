@@ -20,9 +20,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from cp_plugin.common.plugins import with_entry_points
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
-from cp_plugin.core.plugins import with_entry_points
 from cp_plugin.kernels.backends import devices
 
 

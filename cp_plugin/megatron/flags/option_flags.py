@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
+from cp_plugin.common.text import in_words
 from cp_plugin.core.options import AUTO as AUTO
 from cp_plugin.core.options import Option, Options
-from cp_plugin.core.text import in_words
 from cp_plugin.methods import registry as providers
 
 

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import GroupMesh, axis_groups, connect
-from cp_plugin.core import yaml_files
+from cp_plugin.common import yaml_files
 from cp_plugin.core.hosts import describe
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron import runtime

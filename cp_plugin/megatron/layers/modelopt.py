@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cp_plugin.core.versions import MODELOPT_MINIMUM, version_tuple
+from cp_plugin.common.versions import MODELOPT_MINIMUM, version_tuple
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import spec
 from cp_plugin.megatron.layers.core_attention import CoreAttention

@@ -14,7 +14,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args
 from torch import Tensor
 
-from cp_plugin.core.text import ranks_named
+from cp_plugin.common.text import ranks_named
 from cp_plugin.inference.request import Report, Request, Sampler
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.inference import decoding

@@ -25,8 +25,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from cp_plugin.common.recent import Recent
 from cp_plugin.core.layout import KEPT_BYTES, Layout
-from cp_plugin.core.recent import Recent
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around, installed

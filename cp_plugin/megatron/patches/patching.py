@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cp_plugin.core.versions import MEGATRON_RANGE, megatron_supported
+from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.compat import find, megatron_version
 from cp_plugin.megatron.patches import source
 from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS

@@ -21,8 +21,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from cp_plugin.attention.setups import settled_or_reason
+from cp_plugin.common.text import in_bytes
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.text import in_bytes
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args as our_flags
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings

@@ -17,8 +17,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from cp_plugin.core.names import did_you_mean
-from cp_plugin.core.versions import require_megatron
+from cp_plugin.common.names import did_you_mean
+from cp_plugin.common.versions import require_megatron
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.patching import Patch

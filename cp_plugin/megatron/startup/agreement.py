@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cp_plugin import __version__
-from cp_plugin.core.text import ranks_named
+from cp_plugin.common.text import ranks_named
 from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.state import STATE
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from cp_plugin.comm import MessageError, group
 from cp_plugin.comm.alarm import EXIT_STATUS, Alarm
-from cp_plugin.core.text import ranks_named
+from cp_plugin.common.text import ranks_named
 from cp_plugin.megatron.state import STATE
 
 _DOING = {  # Megatron's function -> activity; the innermost counts

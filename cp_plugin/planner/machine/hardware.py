@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel, model_validator
 
-from cp_plugin.core.names import did_you_mean, find
+from cp_plugin.common.names import did_you_mean, find
 from cp_plugin.planner.machine import profile_files
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]

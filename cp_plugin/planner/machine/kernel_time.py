@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cp_plugin.core.text import in_words
+from cp_plugin.common.text import in_words
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Products, Shape
 from cp_plugin.planner.machine.hardware import Device, Kernel
 

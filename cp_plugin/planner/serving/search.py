@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cp_plugin.core.text import in_bytes
+from cp_plugin.common.text import in_bytes
 from cp_plugin.planner.candidates import Candidate, candidates, refusals
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.price import least

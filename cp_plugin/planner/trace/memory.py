@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cp_plugin.attention.calls import shapes, without_peers
+from cp_plugin.common.without_data import Mode
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.core.without_data import Mode
 from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.methods.moves import nothing_seen
 from cp_plugin.methods.protocol import Provider

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from cp_plugin.common.without_data import Kind, WithoutData, empty, tensors_in
 from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
-from cp_plugin.core.without_data import Kind, WithoutData, empty, tensors_in
 from cp_plugin.planner.trace.memory import Meter
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cp_plugin.core.names import did_you_mean
+from cp_plugin.common.names import did_you_mean
 from cp_plugin.planner.machine.collectives import Group, all_to_all, ring
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.training import operations

@@ -13,8 +13,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, get_args
 
+from cp_plugin.common.names import did_you_mean, find
 from cp_plugin.core.mask import Window
-from cp_plugin.core.names import did_you_mean, find
 from cp_plugin.linear.variants import variants
 
 Norm = Literal["rms", "layer"]

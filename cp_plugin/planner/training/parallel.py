@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from cp_plugin.core.names import did_you_mean
+from cp_plugin.common.names import did_you_mean
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.planner.training.model import LINEAR, SOFTMAX, WINDOW, Model
