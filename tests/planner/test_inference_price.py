@@ -13,12 +13,14 @@ from rich.console import Console
 from round_cluster import round_cluster
 from typer.testing import CliRunner
 
+from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
 from cp_plugin.cli.show_answer import print_answer
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.inference import shard, tree
+from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.machine.events import Memory, Products
 from cp_plugin.planner.machine.hardware import Cluster
@@ -27,6 +29,7 @@ from cp_plugin.planner.serving import cost as inference
 from cp_plugin.planner.serving.cost import Asked, decode, memory, prefill, summed
 from cp_plugin.planner.serving.search import answer
 from cp_plugin.planner.serving.trace import Layer, chunk_program, token
+from cp_plugin.planner.trace.timeline import simulate
 from cp_plugin.planner.training.model import Model
 from cp_plugin.planner.training.parallel import Parallel
 
@@ -156,6 +159,27 @@ def test_prefill_grows_with_the_prompt() -> None:
 
     assert summed({0: 5.0}) == 5.0, "of chunks, interpolated"
     assert summed({0: 1.0, 4: 9.0, 6: 10.0}) == 1 + 3 + 5 + 7 + 9 + 9.5 + 10
+
+
+@pytest.mark.parametrize("kind", ["based", "basic", "gla"])
+def test_linear_layers_by_hand(kind: str) -> None:
+    """A token reads and writes each layer's state, which is as large as a session's; a chunk scans once per layer."""
+    hybrid = replace(_MODEL, attention_pattern="LLN", linear=kind, kv_heads=8)
+    q, v = torch.ones(2, 1, 8, feature_dim(variants()[kind], 16)), torch.ones(2, 1, 8, 16 + variants()[kind].normalised)
+    state = ContextParallel("lasp2").extend_linear(q, q, v)[1]
+    query, softmax = (replace(asked(context=1), model=m) for m in (hybrid, replace(hybrid, attention_pattern="N")))
+    assert memory(query, 1e9).states == 2 * state.nbytes and memory(softmax, 1e9).states == 0
+    assert memory(query, 1e9).per_token == memory(softmax, 1e9).per_token / 3, "one layer of three has a cache"
+    found = decode(query)
+    assert found.parts["linear"] == pytest.approx(2 * (2 * state.nbytes / 1e9 + query.cluster.device.launch_s))
+    assert decode(softmax).parts["linear"] == 0 and found.read == pytest.approx(decode(softmax).read / 3)
+
+    only = replace(asked(512, chunk=256), model=replace(hybrid, attention_pattern="L"))
+    whole, (halves,) = answer(replace(only, chunk=512)), answer(only).prefills
+    assert halves.setup is None and not whole.cannot and halves.parts["attention"] == halves.sent == 0
+    call = replace(only.call("L"), seq_length=256)
+    scan = simulate(settled(providers.get("lasp2"), call, Options()), call, cluster=only.cluster).forward_s
+    assert halves.parts["linear"] == pytest.approx(3 * 2 * scan) and scan > whole.prefills[0].parts["linear"] / 6
 
 
 def test_order_of_an_answer() -> None:

@@ -262,6 +262,11 @@ def test_command() -> None:
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "0"], "--devices 0: write a whole number, 1"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--context", "-1"], "--context -1: write a whole number"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--global-batch", "0"], "--global-batch 0: write a whole"),
+        (
+            ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "16", "--global-batch", "3",
+             "--context", "1", "--tensor", "8", "--pipeline", "1"],
+            "--global-batch 3 cannot be divided over 2 data-parallel ranks",
+        ),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--memory", "nan"], "--memory nan: write GB of a device"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--memory", "-5"], "--memory -5.0: write GB of a device"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--recompute", ""], "unknown --recompute ''"),
