@@ -65,14 +65,14 @@ apart=(tests/kernels "${elsewhere[@]}" "${alone[@]}")
 kernels="$(mktemp)"
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$kernels"' EXIT
 TRITON_INTERPRET=1 python -m pytest --durations=5 tests/kernels >"$kernels" 2>&1 & # beside the others, which wait at times
+failed=0
 # Whole files, in the order of tests/conftest.py: the longest first, so that no process is left with one at the end.
-python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 "${apart[@]/#/--ignore=}"
-status=0
-wait $! || status=$?
+python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 "${apart[@]/#/--ignore=}" || failed=1
+wait $! || failed=1
 cat "$kernels"
-[ "$status" = 0 ] || exit "$status"
-python -m pytest --durations=5 "${alone[@]}"
+python -m pytest --durations=5 "${alone[@]}" || failed=1
 echo "ci/test.sh: $SECONDS s"
+[ "$failed" = 0 ] || exit 1
 if [ "${1:-}" = --all ]; then
   bash ci/faults/run.sh --short # it watches clocks, too
   te="bash ci/te.sh"
