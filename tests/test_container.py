@@ -74,11 +74,12 @@ def would_install(tmp_path: Path, requires: tuple[str, ...], image: dict[str, st
         info.mkdir()
         (info / "METADATA").write_text(metadata(name, version))
     pip = [sys.executable, "-m", "pip", "--isolated", "--python", str(site / "bin" / "python"), "install"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # shows pip our egg-info
     done = subprocess.run(
         [*pip, "--quiet", "--dry-run", "--no-index", "--find-links", str(index), "--report", "-", "cp-plugin"],
         capture_output=True,
         text=True,
-        env=os.environ | {"PIP_CONFIG_FILE": os.devnull},  # a machine's own constraints apply even to --isolated
+        env=environment | {"PIP_CONFIG_FILE": os.devnull},  # a machine's own constraints apply even to --isolated
     )
     assert done.returncode == 0, done.stderr
     return {item["metadata"]["name"]: item["metadata"]["version"] for item in json.loads(done.stdout)["install"]}

@@ -83,8 +83,8 @@ fi
 {
   asked=()
   for name in "${steps[@]}"; do
-    # the smoke test has five times as long: it shares processors with other tests
-    limit=$((${seconds[$name]} * (${#smoke[@]} > 0 ? 5 : 1)))
+    # the smoke test has much longer, also to import torch: it shares processors with other tests
+    limit=$((${#smoke[@]} > 0 ? 5 * (${seconds[$name]} + 20) : ${seconds[$name]}))
     if [ -n "$budget" ] && [ $((SECONDS + limit + 20)) -gt "$budget" ]; then
       echo "== no time is left for $name; go on with --from $name"
       break
