@@ -57,9 +57,9 @@ run_one() {
     tests | product)
       local apart=(tests/kernels tests/te tests/nemo "${alone[@]}")
       [ "$1" = tests ] || export CP_PLUGIN_PRODUCT=1
-      step "$1" "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${apart[@]/#/--ignore=}"
+      step "$1" "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=30 "${apart[@]/#/--ignore=}"
       ;;
-    kernels) step kernels env TRITON_INTERPRET=1 "$python" -m pytest -n 3 tests/kernels ;;
+    kernels) step kernels env TRITON_INTERPRET=1 "$python" -m pytest -n 3 --durations=10 tests/kernels ;;
     clocks) step clocks "$python" -m pytest "${alone[@]}" ;;
     te)
       if command -v nvcc >/dev/null || compgen -G '/usr/local/cuda*/bin/nvcc' >/dev/null; then

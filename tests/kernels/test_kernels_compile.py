@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nightly import nightly, slow
+from nightly import each_value, nightly, slow
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory limit of a program in bytes, by compute capability."""
@@ -66,6 +66,7 @@ def test_attention_compiles_and_fits_on_hopper(sizes: str) -> None:
 
 
 @nightly
+@each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", HEAD_SIZES)
 @pytest.mark.parametrize("capability", GENERATIONS)
@@ -90,6 +91,7 @@ def test_float8_instructions_are_used(capability: int) -> None:
 
 
 @nightly
+@each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [size for size in HEAD_SIZES if size.isdecimal()])
 @pytest.mark.parametrize("capability", GENERATIONS)
@@ -122,6 +124,7 @@ def test_decode_compiles_and_fits_on_hopper() -> None:
 
 
 @nightly
+@each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [*HEAD_SIZES, "320x256", "576x512"])
 @pytest.mark.parametrize("capability", GENERATIONS)
