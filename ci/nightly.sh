@@ -72,7 +72,7 @@ run_one() {
     release) step release bash ci/release.sh ;;
     cluster)
       if [ "$(id -u)" = 0 ]; then
-        step cluster "$python" ci/cluster/run.py --scenario flat64
+        step cluster "$python" ci/cluster/run.py --scenario flat64 --rounds 2
         step inference "$python" ci/cluster/inference.py
       else
         note cluster "LEFT OUT: it needs root" 0
