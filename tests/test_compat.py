@@ -13,7 +13,7 @@ from cp_plugin.megatron import compat
 
 ELSEWHERE = {
     "megatron/compat.py": "the one file",
-    "core/versions.py": "which versions are supported",
+    "common/versions.py": "which versions are supported",
     "megatron/layers/modelopt.py": "nvidia-modelopt's version",
 }
 
@@ -75,7 +75,7 @@ def test_versions_are_asked_for_in_one_file() -> None:
     found = {
         file: lines
         for file, source in SOURCES.items()
-        if file.startswith(("megatron/", "nemo/", "cli/", "core/")) and (lines := branches(source))
+        if file.startswith(("megatron/", "nemo/", "cli/", "common/", "core/")) and (lines := branches(source))
     }
     assert {file: lines for file, lines in found.items() if file not in ELSEWHERE} == {}
     assert set(ELSEWHERE) <= found.keys(), "no longer needed here"

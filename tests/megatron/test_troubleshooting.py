@@ -23,7 +23,7 @@ FILES = [
     *sorted(ADAPTER - LISTED),
     "cli/flags.py",
     "core/layout.py",
-    "core/plugins.py",
+    "common/plugins.py",
     "generate.py",
     "kernels/backends/__init__.py",
     "kernels/blocks.py",
