@@ -100,17 +100,18 @@ def head_axis_table() -> str:
 def states_table() -> str:
     """Linear attention on 64 ranks: bytes of the busiest rank by sequence length."""
     lengths = (2**15, 2**17, 2**20)
-    tried = [(n, lay, "none") for n in providers.names("linear") for lay in providers.get(n).layouts]
-    tried += [("lasp2", layout, "key") for layout in providers.get("lasp2").layouts]
+    tried = [(n, lay, "none", False) for n in providers.names("linear") for lay in providers.get(n).layouts]
+    tried += [("lasp2", layout, "key", delta) for layout in providers.get("lasp2").layouts for delta in (False, True)]
+    tried += [("lasp1", layout, "key", True) for layout in providers.get("lasp1").layouts]
     rows = []
-    for name, layout, decay in sorted(tried, key=lambda t: (t[0] != "lasp2", t)):
+    for name, layout, decay, delta in sorted(tried, key=lambda t: (t[0] != "lasp2", t)):
         sent = []
         for length in lengths:
-            p = Problem(size=64, heads=32, kv_heads=32, seq_length=length, decay=decay)
+            p = Problem(size=64, heads=32, kv_heads=32, seq_length=length, decay=decay, delta=delta)
             found = providers.settle(name, p, Options(layout=layout))
             ranks = (found.provider.traffic(p, found.options, i) for i in range(p.size))
             sent.append(in_bytes(max(sum(formula.values()) for formula in ranks)))
-        rows.append((name, layout, decay, *sent))
+        rows.append((name, layout, f"{decay}, delta rule" if delta else decay, *sent))
     return markdown.table(("method", "tokens", "decay", *(f"{n} tokens" for n in lengths)), rows)
 
 

@@ -221,6 +221,7 @@ class ContextParallel(Sharding):
         v: Tensor,
         log_decay: Tensor | None = None,
         *,
+        beta: Tensor | None = None,
         causal: bool = True,
         scale: float = 1.0,
         cu_seqlens: Tensor | None = None,
@@ -228,29 +229,38 @@ class ContextParallel(Sharding):
         """Linear attention over the whole sequence; every rank passes its shard, with feature maps already applied.
 
         ``S_t = exp(log_decay_t) * S_(t-1) + k_t v_t^T``, ``o_t = S_t^T q_t``. Without a causal mask the same from the
-        last token back is added, counting each token's own key and value once.
+        last token back is added, counting each token's own key and value once. With beta by the delta rule, causal
+        only: ``beta_t (v_t - (exp(log_decay_t) * S_(t-1))^T k_t)`` is written instead of v_t (Gated DeltaNet, arXiv
+        2412.06464; Kimi Delta Attention, arXiv 2510.26692). Keys should then have a norm of 1.
 
         Args:
             q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
             log_decay: at most 0: ``[g]``, ``[s, b, g]`` or ``[s, b, g, d]``; None is no decay.
+            beta: ``[s, b, g]``, the share that is replaced, in [0, 1] (to 2 with negative eigenvalues).
             scale: factor on q.
             cu_seqlens: int ``[n + 1]``: as for ``attention``.
 
         Returns:
-            ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v and log_decay. States are in float32.
+            ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v, log_decay and beta. States are in float32.
 
         Raises:
             ValueError: for a provider of softmax attention, shapes, dtypes or devices that do not fit, or a problem the
                 provider does not support.
         """
         self._is_for("linear")
-        problem = self._linear_problem(q, k, v, log_decay, causal=causal, documents=cu_seqlens is not None)
+        problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, documents=cu_seqlens is not None)
         scan, parts = self.scan(problem, q.device)
         documents = self._documents(problem.seq_length, cu_seqlens, q.device)
-        return linear.attend(q * scale, k, v, log_decay, scan, parts, self.mesh, documents)
+        return linear.attend(q * scale, k, v, log_decay, beta, scan, parts, self.mesh, documents)
 
     def linear_state(
-        self, k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None = None,
+        *,
+        beta: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """The state after the last token of causal linear attention, for generation; not differentiable.
 
@@ -260,10 +270,10 @@ class ContextParallel(Sharding):
             ``[b, g, d, e]`` in float32 (float64 for float64 inputs), the same on every rank.
         """
         self._is_for("linear")
-        problem = self._linear_problem(k, k, v, log_decay, causal=True, documents=cu_seqlens is not None)
+        problem = self._linear_problem(k, k, v, log_decay, beta, causal=True, documents=cu_seqlens is not None)
         parts = self.scan(problem, k.device)[1]
         documents = self._documents(problem.seq_length, cu_seqlens, k.device)
-        return linear.final_state(k, v, log_decay, parts, self.mesh, documents)
+        return linear.final_state(k, v, log_decay, beta, parts, self.mesh, documents)
 
     def extend_linear(
         self,
@@ -272,6 +282,7 @@ class ContextParallel(Sharding):
         v: Tensor,
         log_decay: Tensor | None = None,
         *,
+        beta: Tensor | None = None,
         scale: float = 1.0,
         state: Tensor | None = None,
         kept: Tensor | None = None,
@@ -279,7 +290,7 @@ class ContextParallel(Sharding):
         """Causal linear attention of the next chunk of a sequence, for generation (LASP-2); not differentiable.
 
         Args:
-            q, k, v, log_decay, scale: as in ``linear_attention``: this rank's tokens of the chunk.
+            q, k, v, log_decay, beta, scale: as in ``linear_attention``: this rank's tokens of the chunk.
             state: as returned for the chunk before; None at the start.
             kept: bool ``[s, b]``: False for padding, which leaves the state unchanged. None: no padding.
 
@@ -289,9 +300,9 @@ class ContextParallel(Sharding):
         self._is_for("linear")
         if kept is not None:
             k, log_decay = linear.without_padding(k, log_decay, kept)
-        problem = self._linear_problem(q, k, v, log_decay, causal=True, documents=False)
+        problem = self._linear_problem(q, k, v, log_decay, beta, causal=True, documents=False)
         parts = self.scan(problem, k.device)[1]
-        return linear.extend(q * scale, k, v, log_decay, parts, self.mesh, state)
+        return linear.extend(q * scale, k, v, log_decay, beta, parts, self.mesh, state)
 
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear.Segmented]:
         """The composed method for a problem of linear attention, and the parts it is built around; ValueError for a
@@ -301,7 +312,7 @@ class ContextParallel(Sharding):
             self.refuse(problem)
             placement = placement_of(self.layout, problem.seq_length, self.size) if self.size > 1 else None
             packed = problem.documents or placement is not None
-            kernel = kernels.choose(self.options.backend, device, problem.dtype, packed, problem.decay)
+            kernel = kernels.choose(self.options.backend, device, problem.dtype, packed, problem.decay, problem.delta)
             if placement is None:
                 segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
                 parts = linear.parts_of(problem, segments, kernel)
@@ -362,10 +373,19 @@ class ContextParallel(Sharding):
         return linear.documents_of(self.positions(seq_length, device), cu_seqlens)
 
     def _linear_problem(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, *, causal: bool, documents: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        *,
+        causal: bool,
+        documents: bool,
     ) -> Problem:
-        decay = linear.decay_of(log_decay, k)
-        return replace(self.problem(q, k, v, causal=causal), decay=decay, documents=documents)
+        problem, decay = self.problem(q, k, v, causal=causal), linear.decay_of(log_decay, k)
+        linear.check_beta(beta, k)
+        return replace(problem, decay=decay, delta=beta is not None, documents=documents)
 
     def _is_for(self, kind: Kind) -> None:
         if self.provider.kind != kind:

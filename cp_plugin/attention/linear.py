@@ -20,7 +20,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.problem import Decay, Problem
 from cp_plugin.linear.kernels import Kernel
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods.lasp2 import Lasp2
 from cp_plugin.methods.protocol import Scan
 from cp_plugin.placement.documents import Cut, Placement
@@ -77,7 +77,7 @@ def parts_of(problem: Problem, segments: Sequence[Segments], kernel: Kernel) -> 
     return Segmented(
         order=tuple(sorted(range(len(numbered)), key=lambda i: numbered[i])),
         directions=1 if problem.causal or problem.summed else 2,
-        uniform=problem.decay in ("none", "head") and not problem.documents,
+        uniform=problem.decay in ("none", "head") and not (problem.delta or problem.documents),
         kernel=kernel,
         segments=len(numbered) // len(segments),
     )
@@ -146,19 +146,29 @@ def decay_of(log_decay: Tensor | None, k: Tensor) -> Decay:
     return found
 
 
+def check_beta(beta: Tensor | None, k: Tensor) -> None:
+    """ValueError for a beta of another shape than a number for each token and key/value head."""
+    if beta is not None and beta.shape != k.shape[:3]:
+        raise ValueError(
+            f"beta has the shape {tuple(beta.shape)}; for k {tuple(k.shape)} it must be {tuple(k.shape[:3])}: a number "
+            "per token and key/value head"
+        )
+
+
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
+    beta: Tensor | None,
     scan: Scan,
     parts: Segmented,
     mesh: Mesh,
     documents: Documents | None,
 ) -> Tensor:
-    """Outputs ``[s, b, h, e]`` in q's dtype; differentiable in q, k, v and log_decay."""
-    x = _tokens(q, k, v, log_decay, parts, documents)
-    return _joined(_Linear.apply(*x, scan, mesh), q, k, v, parts)
+    """Outputs ``[s, b, h, e]`` in q's dtype; differentiable in q, k, v, log_decay and beta."""
+    x = _tokens(q, k, v, log_decay, beta, parts, documents)
+    return _joined(_Linear.apply(scan, mesh, *x), q, k, v, parts)
 
 
 def directly(
@@ -167,13 +177,13 @@ def directly(
     """out and the gradients of q, k, v and log_decay, with the scan outside of autograd, which on CUDA would deadlock
     ranks that are threads of one process."""
     given = [y for y in (q, k, v, log_decay) if y is not None]
-    x = _tokens(q, k, v, log_decay, parts, None)
+    x = _tokens(q, k, v, log_decay, None, parts, None)
     values = Tokens(*(None if y is None else y.detach() for y in x))
     found, kept = scan.forward(values)
     found = found.to(q.dtype).detach().requires_grad_()
     out = _joined(found, q, k, v, parts)
     dfound, *beside = torch.autograd.grad(out, (found, *given), dout, allow_unused=True, materialize_grads=True)
-    inner = [y for y in x[:4] if y is not None]
+    inner = x.differentiable
     grads = scan.backward(dfound.to(accumulation_dtype(q.dtype)), values, kept)
     through = torch.autograd.grad(inner, given, [g.to(y.dtype) for g, y in zip(grads, inner, strict=True)])
     return out.detach(), *(a + b for a, b in zip(through, beside, strict=True))
@@ -190,21 +200,34 @@ def _joined(found: Tensor, q: Tensor, k: Tensor, v: Tensor, parts: Segmented) ->
 
 
 def final_state(
-    k: Tensor, v: Tensor, log_decay: Tensor | None, parts: Segmented, mesh: Mesh, documents: Documents | None
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    parts: Segmented,
+    mesh: Mesh,
+    documents: Documents | None,
 ) -> Tensor:
     """The state after the last token, on every rank: ``[b, g, d, e]`` in the accumulation dtype."""
     _refuse_placed(parts)
     with torch.no_grad():
-        return Lasp2(mesh, parts).final(_tokens(k, k, v, log_decay, parts, documents))
+        return Lasp2(mesh, parts).final(_tokens(k, k, v, log_decay, beta, parts, documents))
 
 
 def extend(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, parts: Segmented, mesh: Mesh, state: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    parts: Segmented,
+    mesh: Mesh,
+    state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[s, b, h, e]`` in q's dtype of tokens that follow ``state``, and the state after them."""
     _refuse_placed(parts)
     with torch.no_grad():
-        out, after = Lasp2(mesh, parts).extend(_tokens(q, k, v, log_decay, parts, None), state)
+        out, after = Lasp2(mesh, parts).extend(_tokens(q, k, v, log_decay, beta, parts, None), state)
         return _joined(out.to(q.dtype), q, k, v, parts), after
 
 
@@ -227,7 +250,13 @@ def without_padding(k: Tensor, log_decay: Tensor | None, kept: Tensor) -> tuple[
 
 
 def _tokens(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, parts: Segmented, documents: Documents | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    parts: Segmented,
+    documents: Documents | None,
 ) -> Tokens:
     """This rank's shard as a batch of segments."""
     if log_decay is not None:
@@ -236,38 +265,30 @@ def _tokens(
     starts = ends = None
     if documents is not None:
         starts, ends = (y.unsqueeze(1).expand(*q.shape[:2]) for y in documents)
-    return Tokens(*(parts.fold(y) for y in (q, k, v, log_decay)), parts.fold(starts, ends))
+    return Tokens(*(parts.fold(y) for y in (q, k, v, log_decay, beta)), parts.fold(starts, ends))
 
 
 class _Linear(torch.autograd.Function):
     """Any scan as one differentiable operation."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        starts: Tensor | None,
-        scan: Scan,
-        mesh: Mesh,
-    ) -> Tensor:
+    def forward(ctx: Any, scan: Scan, mesh: Mesh, *tokens: Tensor | None) -> Tensor:
+        x = Tokens(*tokens)  # type: ignore[arg-type]
+
         def compute() -> tuple[Tensor, tuple[Tensor, ...]]:
-            out, kept = scan.forward(Tokens(q, k, v, log_decay, starts))
-            return out.to(q.dtype), kept
+            out, kept = scan.forward(x)
+            return out.to(x.q.dtype), kept
 
         with mesh.ledger.phase("forward"):
             out, kept = once(compute)
-        ctx.save_for_backward(q, k, v, log_decay, starts, *kept)
+        ctx.save_for_backward(*x, *kept)
         ctx.scan, ctx.mesh = scan, mesh
         return out.detach()  # a kept result must not get a history
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, log_decay, starts, *kept = ctx.saved_tensors
-        x = Tokens(q, k, v, log_decay, starts)
+        n = len(Tokens._fields)
+        x, kept = Tokens(*ctx.saved_tensors[:n]), ctx.saved_tensors[n:]
         with ctx.mesh.ledger.phase("backward"):
-            grads = ctx.scan.backward(dout.to(accumulation_dtype(q.dtype)), x, tuple(kept))
-        found = [g.to(y.dtype) for g, y in zip(grads, (y for y in x[:4] if y is not None), strict=True)]
-        return *found, *(None,) * (7 - len(found))
+            grads = iter(ctx.scan.backward(dout.to(accumulation_dtype(x.q.dtype)), x, kept))
+        return None, None, *(None if y is None else next(grads).to(y.dtype) for y in x[:-1]), None

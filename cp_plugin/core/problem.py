@@ -40,6 +40,8 @@ class Problem:
     causal: bool = True
     decay: Decay = "none"
     """Of linear attention: none, or per head, per token and head, or per token, head and key dimension."""
+    delta: bool = False
+    """Whether linear attention writes by the delta rule."""
     documents: bool = False
     """Whether several documents are packed in one sequence."""
     bounds: tuple[int, ...] = ()
@@ -91,7 +93,7 @@ class Problem:
     @property
     def summed(self) -> bool:
         """Linear attention without mask or decay: every token sees the same sum."""
-        return not self.causal and self.decay == "none" and not self.documents
+        return not (self.causal or self.decay != "none" or self.delta or self.documents)
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cp_plugin.core.problem import Decay
 from cp_plugin.linear import chunked, fla, recurrence
-from cp_plugin.linear.segment import Tokens, recomputed
+from cp_plugin.linear.segment import recomputed
+from cp_plugin.linear.tokens import Tokens
 
 
 class Kernel(NamedTuple):
@@ -21,7 +22,7 @@ class Kernel(NamedTuple):
     forward: Callable[[Tokens], Tensor]
     """Outputs ``[t, b, h, e]`` in the accumulation dtype."""
     backward: Callable[[Tensor, Tokens], tuple[Tensor, ...]]
-    """(dout, tokens) -> gradients of q, k, v and the log decay, if any."""
+    """(dout, tokens) -> gradients of ``Tokens.differentiable``."""
 
 
 _FORWARDS = {"fla": fla.forward, "chunked": chunked.forward, "reference": recurrence.forward}
@@ -36,12 +37,18 @@ def check_name(name: str) -> None:
 
 
 def choose(
-    name: str, device: torch.device, dtype: torch.dtype, documents: bool = False, decay: Decay = "none"
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    documents: bool = False,
+    decay: Decay = "none",
+    delta: bool = False,
 ) -> Kernel:
     """The named kernel, or for ``auto`` the fastest one that supports the call.
 
     Args:
         documents: whether documents may begin inside segments.
+        delta: whether values are written by the delta rule.
 
     Raises:
         ValueError: for an unknown name or a kernel that cannot run this. For ``auto`` also if per-dimension decay (GLA)
@@ -50,7 +57,7 @@ def choose(
             dimension.
     """
     check_name(name)
-    reason = _not_fla(device, dtype, documents)
+    reason = _not_fla(device, dtype, documents, delta)
     if name == "fla" and reason is not None:
         raise ValueError(f"backend fla: {reason}; use chunked, or auto")
     if name == "auto":
@@ -67,12 +74,14 @@ def choose(
 _MISSING = "flash-linear-attention is not installed (pip install 'cp-plugin[fla]')"
 
 
-def _not_fla(device: torch.device, dtype: torch.dtype, documents: bool) -> str | None:
+def _not_fla(device: torch.device, dtype: torch.dtype, documents: bool, delta: bool) -> str | None:
     """Why fla cannot run, or None."""
     if device.type != "cuda":
         return f"its Triton kernels need a CUDA device, and this is {device.type}"
     if dtype == torch.float64:
         return "its Triton kernels do not compute in float64"
+    if delta and dtype == torch.float32:
+        return "its kernels of the delta rule take half precision only"
     if documents:
         return "its kernels take packed documents for a batch of one only"
     return None if fla.installed() else _MISSING

@@ -1,6 +1,8 @@
 """The token-by-token recurrence that defines linear attention. Slow; the reference for all other kernels.
 
 S_t = a_t * S_(t-1) + k_t v_t^T          o_t = S_t^T q_t
+
+and under the delta rule, with beta_t (v_t - (a_t * S_(t-1))^T k_t) in place of v_t.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.linear.segment import Tokens, by_group
+from cp_plugin.linear.tokens import Tokens, by_group
 
 
 def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -27,7 +29,10 @@ def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
             state = state.masked_fill(x.starts[t, :, None, None, None], 0)
         if decay is not None:
             state = state * decay[t].unsqueeze(-1)
-        state = state + k[t].unsqueeze(-1) * v[t].unsqueeze(-2)
+        new = v[t]
+        if x.beta is not None:
+            new = x.beta[t].to(dtype).unsqueeze(-1) * (new - torch.einsum("bgd,bgde->bge", k[t], state))
+        state = state + k[t].unsqueeze(-1) * new.unsqueeze(-2)
         out.append(torch.einsum("bgrd,bgde->bgre", q[t], state))
     return torch.stack(out).flatten(2, 3), state
 

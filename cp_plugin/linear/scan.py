@@ -44,10 +44,21 @@ def states(left: Tensor, through: Tensor | None = None, initial: Tensor | None =
 
     Args:
         left: chunk states, the contribution of each segment: ``[n, b, g, d, e]``.
-        through: decay of a state across each segment, ``[n, b, g, x]`` in the dtype of ``left``; None: no decay.
+        through: what becomes of a state across each segment, in the dtype of ``left``: a decay ``[n, b, g, x, 1]`` or
+            a matrix ``[n, b, g, d, d]``; None: it stays.
         initial: state before the first segment, ``[b, g, d, e]``; None: zero.
     """
     return _States.apply(left, through, left.new_zeros(left.shape[1:]) if initial is None else initial)
+
+
+def times(through: Tensor, state: Tensor) -> Tensor:
+    """A decay ``[..., x, 1]`` or a matrix ``[..., d, d]``, times a state ``[..., d, e]`` or times another like it."""
+    return through * state if through.size(-1) == 1 else through @ state
+
+
+def transposed(through: Tensor | None) -> Tensor | None:
+    """What becomes of a gradient on its way back."""
+    return through if through is None or through.size(-1) == 1 else through.mT
 
 
 class _States(torch.autograd.Function):
@@ -65,12 +76,14 @@ class _States(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         through, found = ctx.saved_tensors
         outgoing = torch.empty_like(found)
-        back = None if through is None else through.flip(0)
+        back = None if through is None else transposed(through.flip(0))
         _fill(outgoing, grad[:-1].flip(0), back, grad[-1])
         outgoing = outgoing.flip(0)
         of_through = None
         if through is not None and ctx.needs_input_grad[1]:
-            of_through = (outgoing[1:] * found[:-1]).sum(-1).sum_to_size(through.shape)
+            dense = through.size(-1) > 1
+            of_through = outgoing[1:] @ found[:-1].mT if dense else (outgoing[1:] * found[:-1]).sum(-1, keepdim=True)
+            of_through = of_through.sum_to_size(through.shape)
         return outgoing[1:], of_through, outgoing[0]
 
 
@@ -86,9 +99,15 @@ def _fill(out: Tensor, left: Tensor, through: Tensor | None, initial: Tensor) ->
         torch.add(out[:n:2], left[::2], out=out[1::2])
     else:
         of_first, of_second = through[: n - 1 : 2], through[1::2]
-        pairs = torch.addcmul(second, of_second.unsqueeze(-1), first)
-        _fill(out[::2], pairs, of_second * of_first, initial)
-        torch.addcmul(left[::2], through[::2].unsqueeze(-1), out[:n:2], out=out[1::2])
+        _fill(out[::2], _step(second, of_second, first), times(of_second, of_first), initial)
+        _step(left[::2], through[::2], out[:n:2], out=out[1::2])
+
+
+def _step(left: Tensor, through: Tensor, state: Tensor, out: Tensor | None = None) -> Tensor:
+    """``left + through * state``; in one kernel, unless matrices are multiplied."""
+    if through.size(-1) == 1:
+        return torch.addcmul(left, through, state, out=out)
+    return torch.add(left, through @ state, out=out)
 
 
 def _padded(y: Tensor, rows: tuple[int, int]) -> Tensor:

@@ -30,7 +30,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.problem import Decay
 from cp_plugin.linear import chunked
 from cp_plugin.linear.features import ELU, IDENTITY, QUADRATIC, SILU, TAYLOR, FeatureMap
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear.tokens import Tokens
 
 ENTRY_POINTS = "cp_plugin.linear_kinds"
 EPSILON = 1e-6

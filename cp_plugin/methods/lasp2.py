@@ -6,10 +6,10 @@
     rank 3: M3 -+    o_intra)     +- S = ...                      scanned from the end of the sequence
 
 Bytes do not depend on the sequence length. The paper has no decay; with one, each segment also sends ``through``, the
-factor by which a state decays on its way through it, and the sum of states becomes a scan. A rank has one segment, on
-zigzag tokens two.
+factor by which a state decays on its way through it, and the sum of states becomes a scan. Under the delta rule it is a
+matrix, as large as a state. A rank has one segment, on zigzag tokens two.
 
-``Lasp1``, a baseline (arXiv 2404.02882), passes one state from segment to segment.
+``Lasp1``, a baseline (arXiv 2404.02882), passes one state from segment to segment; ``through`` stays where it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cp_plugin.core.layout import Layout
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear import scan, segment
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods.lasp2_placed import AXIS, Placed, most_cuts
 from cp_plugin.methods.protocol import Formula, Parts, Provider, Scan
 from cp_plugin.placement.documents import DOCUMENTS, placement_of
@@ -41,15 +41,15 @@ class _States(ABC):
     parts: Parts
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        read, write, through = segment.edges(x)
-        arriving = self._carry(segment.state(x, write), through, back=False)  # post
+        here = segment.of(x)
+        arriving = self._carry(here.left, here.through, back=False)  # post
         out = self.parts.forward(x)  # compute
         incoming = arriving.wait()  # wait
-        return out + segment.read(x, read, incoming), (incoming,)  # add
+        return out + here.read(incoming), (incoming,)  # add
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        read, _, through = segment.edges(x)
-        arriving = self._carry(segment.read_back(x, read, dout), through, back=True)  # post
+        here = segment.of(x)
+        arriving = self._carry(here.read_back(dout), scan.transposed(here.through), back=True)  # post
         inside = self.parts.backward(dout, x)  # compute
         outgoing = arriving.wait()  # wait
         at_edges = segment.at_edges(dout, x, kept[0], outgoing)
@@ -61,7 +61,8 @@ class _States(ABC):
 
         Args:
             states: what the segments add, ``[directions * segments * b, g, d, e]``.
-            through: their decay, ``[directions * segments * b, g, x]``; None: no decay.
+            through: what becomes of a state on its way through each, ``[directions * segments * b, g, x, 1]``, or
+                ``[..., d, d]`` under the delta rule; None: it stays.
         """
 
     @property
@@ -88,30 +89,31 @@ class Lasp2(_States):
 
     def final(self, x: Tokens) -> Tensor:
         """The state after the last token, on every rank: ``[b, g, d, e]``."""
-        _, write, through = segment.edges(x)
-        return self._scan(self._gather(segment.state(x, write), through).wait())[1]
+        here = segment.of(x)
+        return self._scan(self._gather(here.left, here.through).wait())[1]
 
     def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         """For generation: outputs of causal tokens, and the state after the last one on every rank. One all-gather.
 
         initial: the state before the first token, ``[b, g, d, e]``; None: zero.
         """
-        read, write, through = segment.edges(x)
-        gathering = self._gather(segment.state(x, write), through)
+        here = segment.of(x)
+        gathering = self._gather(here.left, here.through)
         out = self.parts.forward(x)
         before, final = self._scan(gathering.wait(), initial=initial)
-        return out + segment.read(x, read, torch.cat(before)), final
+        return out + here.read(torch.cat(before)), final
 
     def _gather(self, states: Tensor, through: Tensor | None) -> Pending[tuple[Tensor, ...]]:
-        """All-gather the segments' states and, where there is decay, their ``through``."""
+        """All-gather the segments' states and, where it differs between them, their ``through``."""
         if through is None:
             return self.mesh.all_gather(AXIS, (states,))
         if self.parts.uniform:
-            gathering, everywhere = self.mesh.all_gather(AXIS, (states,)), through.repeat(self.mesh.axes[AXIS], 1, 1)
+            gathering, everywhere = self.mesh.all_gather(AXIS, (states,)), through.repeat(self.mesh.axes[AXIS], 1, 1, 1)
             return Pending(lambda: (*gathering.wait(), everywhere))
-        column = through.expand(*states.shape[:3]).unsqueeze(3)
-        message = self.mesh.all_gather(AXIS, (torch.cat((states, column), 3),))
-        return Pending(lambda: (message.wait()[0][..., :-1], message.wait()[0][..., -1]))
+        sizes = states.size(3), through.size(3)
+        columns = torch.cat((states, through.expand(*states.shape[:3], sizes[1])), 3)
+        message = self.mesh.all_gather(AXIS, (columns,))
+        return Pending(lambda: message.wait()[0].split(sizes, 3))
 
     def _scan(
         self, gathered: tuple[Tensor, ...], direction: int = 0, *, back: bool = False, initial: Tensor | None = None
@@ -160,11 +162,11 @@ class Summed(_States):
     """Both directions without decay: every token reads the sum of all states (the paper's Algorithms 1 and 3)."""
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        total = self._carry(segment.state(x, None), None, back=False).wait()
-        return segment.read(x, None, total), (total,)
+        total = self._carry(segment.of(x).left, None, back=False).wait()
+        return segment.of(x).read(total), (total,)
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        total = self._carry(segment.read_back(x, None, dout), None, back=True).wait()
+        total = self._carry(segment.of(x).read_back(dout), None, back=True).wait()
         return segment.at_edges(dout, x, kept[0], total)
 
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
@@ -196,9 +198,11 @@ def _traffic_lasp2(problem: Problem, options: Options, index: int) -> Formula:
         return {}
     placement = placement_of(_layout(problem, options), problem.seq_length, problem.size)
     if placement is not None:
-        sent = (problem.size - 1) * most_cuts(placement.cuts()) * _rows(problem) * (problem.v_head_dim + 1)
+        columns = problem.v_head_dim + (problem.head_dim if problem.delta else 1)
+        sent = (problem.size - 1) * most_cuts(placement.cuts()) * _rows(problem) * columns
         return {(phase, AXIS): sent * problem.wide for phase in ("forward", "backward") if sent}
-    columns = problem.v_head_dim + (problem.decay in ("token", "key") or problem.documents)
+    varies = problem.decay in ("token", "key") or problem.documents
+    columns = problem.v_head_dim + (problem.head_dim if problem.delta else int(varies))
     states = 1 if problem.summed else _segments(options) * (1 if problem.causal else 2)
     sent = (problem.size - 1) * states * _rows(problem) * columns * problem.wide
     return {("forward", AXIS): sent, ("backward", AXIS): sent}
@@ -218,7 +222,9 @@ def _layout(problem: Problem, options: Options) -> Layout:
     return problem.placed or get_layout(options.layout or LASP2.layouts[0])
 
 
-def _placed_causal_only(problem: Problem, options: Options) -> str | None:
+def _unsupported(problem: Problem, options: Options) -> str | None:
+    if problem.delta and not problem.causal:
+        return "the delta rule is defined under a causal mask only"
     if problem.causal or _layout(problem, options).name != DOCUMENTS.name:
         return None
     return f"on the layout {DOCUMENTS.name!r} it runs under a causal mask only"
@@ -245,7 +251,7 @@ LASP2 = Provider(
     layouts=("contiguous", "zigzag", "documents"),
     build=_build_lasp2,
     traffic=_traffic_lasp2,
-    unsupported=_placed_causal_only,
+    unsupported=_unsupported,
 )
 PROVIDERS = (
     LASP2,

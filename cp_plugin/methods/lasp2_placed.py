@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from cp_plugin.comm import Mesh, Pending
-from cp_plugin.linear import segment
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.linear import scan, segment
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods.protocol import Parts
 from cp_plugin.placement.documents import Cut
 
@@ -36,21 +37,20 @@ class Placed:
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
         cuts = self._mine()
         pieces = [_rows(x, cut) for cut in cuts]
-        edges = [segment.edges(piece) for piece in pieces]
-        left = [segment.state(piece, edge.write) for piece, edge in zip(pieces, edges, strict=True)]
-        gathering = self._gather(left, [edge.through for edge in edges], x)  # post
+        maps = [segment.of(piece) for piece in pieces]
+        gathering = self._gather([each.left for each in maps], [each.through for each in maps], x)  # post
         out = self.parts.forward(self._apart(x))  # compute
         incoming = self._before(gathering.wait(), back=False)  # wait
-        for cut, piece, edge, state in zip(cuts, pieces, edges, incoming, strict=True):
-            out[cut.start : cut.stop] += segment.read(piece, edge.read, state)  # add
+        for cut, each, state in zip(cuts, maps, incoming, strict=True):
+            out[cut.start : cut.stop] += each.read(state)  # add
         return out, tuple(incoming)
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         cuts = self._mine()
         pieces, douts = [_rows(x, cut) for cut in cuts], [dout[cut.start : cut.stop] for cut in cuts]
-        edges = [segment.edges(piece) for piece in pieces]
-        read_back = [segment.read_back(p, edge.read, d) for p, edge, d in zip(pieces, edges, douts, strict=True)]
-        gathering = self._gather(read_back, [edge.through for edge in edges], x)  # post
+        maps = [segment.of(piece) for piece in pieces]
+        read_back = [each.read_back(dout) for each, dout in zip(maps, douts, strict=True)]
+        gathering = self._gather(read_back, [scan.transposed(each.through) for each in maps], x)  # post
         found = tuple(grad.clone() for grad in self.parts.backward(dout, self._apart(x)))  # compute
         outgoing = self._before(gathering.wait(), back=True)  # wait
         for cut, *of_piece in zip(cuts, douts, pieces, kept, outgoing, strict=True):
@@ -73,31 +73,35 @@ class Placed:
         begins = self.parts.pieces.unsqueeze(1).expand(*x.k.shape[:2])
         return x._replace(starts=begins if x.starts is None else begins | x.starts)
 
-    def _gather(self, states: Sequence[Tensor], through: Sequence[Tensor | None], x: Tokens) -> Pending[Tensor]:
-        """States of all ranks' pieces, with ``through`` as the last column: ``[ranks * most, b, g, d, e + 1]``."""
+    def _gather(
+        self, states: Sequence[Tensor], through: Sequence[Tensor | None], x: Tokens
+    ) -> Pending[tuple[Tensor, ...]]:
+        """States of all ranks' pieces, ``[ranks * most, b, g, d, e]``, and ``through``, sent as further columns."""
         most = most_cuts(self._cuts)
         if not most:
-            return Pending.done(x.k[:0])
+            return Pending.done(())
         b, g, d, e = *x.k.shape[1:], x.v.size(3)
-        message = x.k.new_zeros((most, b, g, d, e + 1), dtype=segment.accumulation_dtype(x.q.dtype))
-        for slot, state, left in zip(message, states, through, strict=False):
-            slot[..., :-1] = state
-            slot[..., -1] = 1 if left is None else left
+        columns = e, 1 if x.beta is None else d
+        message = x.k.new_zeros((most, b, g, d, sum(columns)), dtype=accumulation_dtype(x.q.dtype))
+        for slot, state, kept in zip(message, states, through, strict=False):
+            slot[..., :e] = state
+            slot[..., e:] = 1 if kept is None else kept
         arriving = self.mesh.all_gather(AXIS, (message,))
-        return Pending(lambda: arriving.wait()[0])
+        return Pending(lambda: arriving.wait()[0].split(columns, 4))
 
-    def _before(self, gathered: Tensor, *, back: bool) -> list[Tensor]:
+    def _before(self, gathered: tuple[Tensor, ...], *, back: bool) -> list[Tensor]:
         """The state before each of this rank's pieces (back: the gradient after it)."""
         most, found = most_cuts(self._cuts), {}
         for document in self._cuts:
             if all(cut.rank != self.mesh.index for cut in document):
                 continue
-            carried = torch.zeros_like(gathered[0, ..., :-1])
+            states, through = gathered
+            carried = torch.zeros_like(states[0])
             for cut in reversed(document) if back else document:
                 if cut.rank == self.mesh.index:
                     found[cut.number] = carried
-                state = gathered[cut.rank * most + cut.number]
-                carried = segment.after(carried, state[..., :-1], state[..., -1])
+                place = cut.rank * most + cut.number
+                carried = segment.after(carried, states[place], through[place])
         return [found[number] for number in sorted(found)]
 
 

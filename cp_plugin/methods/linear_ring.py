@@ -17,7 +17,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues
 from cp_plugin.linear import segment
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear.tokens import Tokens, by_group
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
 from cp_plugin.methods.lasp2 import AXIS, LASP2, causal_only
 from cp_plugin.methods.protocol import Parts
@@ -48,10 +48,10 @@ class LinearRing:
         for step in range(n):
             arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None  # post
             with torch.enable_grad():  # compute
-                block, leaves = segment.detached(x._replace(k=kv.k, v=kv.v))
+                block = segment.detached(x._replace(k=kv.k, v=kv.v))
                 here = KeyValues(block.k, block.v, owners=kv.owners)
                 loss = (self._product(block, here, dout) * dout).sum()
-                grads = segment.gradients(loss, leaves)
+                grads = segment.gradients(loss, block.differentiable)
             dq = dq + grads[0]
             if step == 0:  # this rank's own share stays
                 own = [a + b for a, b in zip(own, grads[1:], strict=True)]
@@ -65,7 +65,7 @@ class LinearRing:
         """This rank's queries times a rank's earlier keys, segment by segment."""
         segments = len(self.parts.order) // self.mesh.axes[AXIS]
         (source,) = kv.owners(self.mesh.index)
-        q, k, v = (y.to(like.dtype).unflatten(1, (segments, -1)) for y in (segment.by_group(x), *kv.tensors))
+        q, k, v = (y.to(like.dtype).unflatten(1, (segments, -1)) for y in (by_group(x), *kv.tensors))
         outs = []
         for mine in range(segments):
             place = self.parts.order.index(self.mesh.index * segments + mine)
@@ -87,8 +87,8 @@ def _left_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _unsupported(problem: Problem, options: Options) -> str | None:
-    if problem.decay != "none" or problem.documents:
-        return "the baseline supports neither decays nor packed documents: use lasp2"
+    if problem.decay != "none" or problem.delta or problem.documents:
+        return "the baseline supports neither decays, the delta rule, nor packed documents: use lasp2"
     return causal_only(problem, options)
 
 

@@ -17,7 +17,7 @@ from cp_plugin.comm import Mesh
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.placement.documents import Cut
 
 Kind = Literal["softmax", "linear"]
@@ -62,7 +62,7 @@ class Parts(Protocol):
     forward: Callable[[Tokens], Tensor]
     """Outputs of every segment from a zero state."""
     backward: Callable[[Tensor, Tokens], tuple[Tensor, ...]]
-    """dout and the tokens -> gradients of q, k, v and the log decay, if there is one."""
+    """dout and the tokens -> gradients of ``Tokens.differentiable``."""
 
 
 class Scan(Protocol):
@@ -73,7 +73,7 @@ class Scan(Protocol):
         ...
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v and the log decay, if there is one."""
+        """Gradients of ``Tokens.differentiable``."""
         ...
 
 

@@ -32,7 +32,7 @@ from cp_plugin.inference import Session, slots_for, tree
 from cp_plugin.kernels import blocks
 from cp_plugin.kernels.blocks import Block
 from cp_plugin.linear import chunked
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods import fp8
 from cp_plugin.methods.protocol import Kind, Provider
 from cp_plugin.placement.documents import DOCUMENTS

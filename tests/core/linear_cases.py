@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cp_plugin.core.problem import Decay
 from cp_plugin.linear import recurrence
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear.tokens import Tokens
 
 DECAYS: tuple[Decay, ...] = ("none", "head", "token", "key")
 BOUNDARIES = (0.05, 0.3, 0.31, 0.7)
 """Document starts as fractions of the sequence."""
+
+
+class Values(NamedTuple):
+    """Whole sequences, as ``ContextParallel.linear_attention`` takes them, and the gradient of its result."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+    dout: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +33,8 @@ class LinearCase:
     """One problem. Decays range from 1 - 1e-6 to exp(-50)."""
 
     decay: Decay = "none"
+    delta: bool = False
+    """By the delta rule, with keys of norm 1 and beta from 0 to 2."""
     causal: bool = True
     documents: bool = False
     seq_length: int = 96
@@ -42,8 +56,8 @@ class LinearCase:
         starts = [0, *(int(share * self.seq_length) for share in BOUNDARIES)]
         return torch.tensor([*starts, self.seq_length])
 
-    def inputs(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """q, k, v, log_decay (float64) and dout, whole sequences."""
+    def inputs(self, dtype: torch.dtype = torch.float64) -> Values:
+        """The log decay in float64, all others in ``dtype``."""
         g = torch.Generator().manual_seed(0)
         s, b = self.seq_length, self.batch
 
@@ -52,41 +66,45 @@ class LinearCase:
 
         q, k = normal(s, b, self.heads, self.head_dim), normal(s, b, self.kv_heads, self.head_dim)
         v, dout = normal(s, b, self.kv_heads, self.v_head_dim), normal(s, b, self.heads, self.v_head_dim)
+        beta = None
+        if self.delta:
+            k = torch.nn.functional.normalize(k.double(), dim=3).to(dtype)
+            beta = (2 * torch.rand(k.shape[:3], generator=g, dtype=torch.float64)).to(dtype)
         shapes = {"head": (self.kv_heads,), "token": k.shape[:3], "key": k.shape}
         if self.decay == "none":
-            return q, k, v, None, dout
+            return Values(q, k, v, None, beta, dout)
         strength = torch.logspace(-6, 1.7, self.head_dim if self.decay == "key" else self.kv_heads, dtype=torch.float64)
         log_decay = -torch.rand(*shapes[self.decay], generator=g, dtype=torch.float64) * strength
-        return q, k, v, log_decay, dout
+        return Values(q, k, v, log_decay, beta, dout)
 
     def want(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-        """out, dq, dk, dv and the gradient of the log decay, if any; for inputs rounded to ``dtype``."""
-        q, k, v, log_decay, dout = self.inputs(dtype)
-        leaves = [x.double().requires_grad_() for x in (q, k, v, log_decay) if x is not None]
-        out = self.outputs(*leaves[:3], leaves[3] if log_decay is not None else None)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+        """out, dq, dk, dv and the gradients of the log decay and beta, if any; for inputs rounded to ``dtype``."""
+        *inputs, dout = self.inputs(dtype)
+        wide = [None if x is None else x.double().requires_grad_() for x in inputs]
+        out = self.outputs(*wide)
+        return [out.detach(), *torch.autograd.grad(out, [x for x in wide if x is not None], dout.double())]
 
     def final_state(self) -> Tensor:
         """After the last token, from the first one on."""
-        q, k, v, log_decay, _ = self.inputs()
-        return recurrence.run(self._tokens(q, k, v, log_decay))[1]
+        return recurrence.run(self.tokens(*self.inputs()[:5]))[1]
 
-    def outputs(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tensor:
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None) -> Tensor:
         """The recurrence; without a causal mask also in reverse, counting each token itself once."""
-        x = self._tokens(q, k, v, log_decay)
+        x = self.tokens(q, k, v, log_decay, beta)
         out = recurrence.run(x)[0]
         if self.causal:
             return out
-        back = Tokens(*(None if y is None else y.flip(0) for y in x[:4]), self._marks(-1, (1, None)))
+        back = Tokens(*(None if y is None else y.flip(0) for y in x[:5]), self._marks(-1, (1, None)))
         repeat = self.heads // self.kv_heads
         itself = torch.einsum("sbhd,sbhd->sbh", q, k.repeat_interleave(repeat, 2)).unsqueeze(3)
         return out + recurrence.run(back)[0].flip(0) - itself * v.repeat_interleave(repeat, 2)
 
-    def _tokens(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tokens:
+    def tokens(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None) -> Tokens:
+        """The whole sequence as one segment."""
         if log_decay is not None:
             log_decay = log_decay.expand(k.shape[:3]) if log_decay.dim() == 1 else log_decay
             log_decay = log_decay.unsqueeze(3) if log_decay.dim() == 3 else log_decay
-        return Tokens(q, k, v, log_decay, self._marks(0, (0, -1)))
+        return Tokens(q, k, v, log_decay, beta, self._marks(0, (0, -1)))
 
     def _marks(self, offset: int, part: tuple[int, int | None]) -> Tensor | None:
         """bool ``[s, b]``: first tokens of documents; for offset -1 last tokens, in reverse order."""

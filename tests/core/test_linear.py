@@ -16,8 +16,9 @@ from torch import Tensor
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
-from cp_plugin.linear import chunked, kernels, recurrence, scan
-from cp_plugin.linear.segment import Tokens, recomputed
+from cp_plugin.linear import chunked, kernels, recurrence, scan, segment
+from cp_plugin.linear.segment import recomputed
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import place
@@ -29,6 +30,7 @@ SIZES = (1, 2, 4, 8)
 methods = pytest.mark.parametrize(("provider", "layout"), METHODS, ids=["-".join(m) for m in METHODS])
 decays = pytest.mark.parametrize("decay", DECAYS)
 documents = pytest.mark.parametrize("documents", [False, True], ids=["one", "packed"])
+rules = pytest.mark.parametrize("delta", [False, True], ids=["added", "delta"])
 masks = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 
 
@@ -36,7 +38,7 @@ def described(case: LinearCase, size: int, dtype: torch.dtype = torch.float64) -
     return Problem(
         size=size, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, v_head_dim=case.v_head_dim,
         seq_length=case.seq_length, batch=case.batch, dtype=dtype, causal=case.causal, decay=case.decay,
-        documents=case.documents,
+        delta=case.delta, documents=case.documents,
     )  # fmt: skip
 
 
@@ -46,14 +48,16 @@ def refused(provider: str, case: LinearCase, layout: str) -> bool:
 
 def on_shards(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Forward and backward on this rank's shards, in the order of ``LinearCase.want``."""
-    q, k, v, log_decay, dout = case.inputs(dtype)
-    shards = [cp.shard(x).detach().requires_grad_() for x in (q, k, v)]
-    if log_decay is not None:
-        shards.append((log_decay if log_decay.dim() == 1 else cp.shard(log_decay)).detach().requires_grad_())
-    decay = shards[3] if log_decay is not None else None
-    out = cp.linear_attention(*shards[:3], decay, causal=case.causal, cu_seqlens=case.cu_seqlens)
+    *inputs, dout = case.inputs(dtype)
+    shards = [None if x is None else sharded(cp, x).detach().requires_grad_() for x in inputs]
+    out = cp.linear_attention(*shards[:4], beta=shards[4], causal=case.causal, cu_seqlens=case.cu_seqlens)
     assert out.dtype == dtype
-    return [out.detach(), *torch.autograd.grad(out, shards, cp.shard(dout))]
+    return [out.detach(), *torch.autograd.grad(out, [x for x in shards if x is not None], cp.shard(dout))]
+
+
+def sharded(cp: ContextParallel, x: Tensor) -> Tensor:
+    """All but a decay per head has tokens."""
+    return x if x.dim() == 1 else cp.shard(x)
 
 
 def whole(cp: ContextParallel, found: list[Tensor]) -> list[Tensor]:
@@ -76,29 +80,46 @@ def summed(ranks: list[list[Tensor]], case: LinearCase) -> list[list[Tensor]]:
     if case.decay != "head":
         return ranks
     total = torch.stack([found[4] for found in ranks]).sum(0)
-    return [[*found[:4], total] for found in ranks]
+    return [[*found[:4], total, *found[5:]] for found in ranks]
 
 
 @decays
+@rules
 @documents
 @pytest.mark.parametrize("tokens", [1, 64, 150])
-def test_chunked_equals_recurrence(decay: Any, documents: bool, tokens: int) -> None:
-    case = LinearCase(decay=decay, documents=documents, seq_length=tokens)
-    q, k, v, log_decay, dout = case.inputs()
-    x = case._tokens(q, k, v, log_decay)
+def test_chunked_equals_recurrence(decay: Any, delta: bool, documents: bool, tokens: int) -> None:
+    case = LinearCase(decay=decay, delta=delta, documents=documents, seq_length=tokens)
+    *inputs, dout = case.inputs()
+    x = case.tokens(*inputs)
     found, want = ((f(x), *recomputed(f, dout, x)) for f in (chunked.forward, recurrence.forward))
-    assert len(found) == len(want) == (4 if decay == "none" else 5)
+    assert len(found) == len(want) == 4 + (decay != "none") + delta
     assert max(map(distance, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
+
+
+@rules
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("tokens", [1, 64, 150])
+def test_a_segment_is_an_affine_map(decay: Any, delta: bool, tokens: int) -> None:
+    case = LinearCase(decay=decay, delta=delta, seq_length=tokens)
+    *inputs, dout = case.inputs()
+    x = case.tokens(*inputs)
+    state = torch.randn(2, 2, 8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    want, final = recurrence.run(x, state)
+    here = segment.of(x)
+    assert distance(chunked.forward(x) + here.read(state), want) <= 1e-13
+    assert distance(segment.after(state, here.left, here.through), final) <= 1e-13
+    assert abs((here.read(state) * dout).sum() - (state * here.read_back(dout)).sum()) <= 1e-12
 
 
 @each_pair
 @methods
 @decays
+@rules
 @documents
 @masks
-def test_float64(provider: str, layout: str, decay: Any, documents: bool, causal: bool) -> None:
+def test_float64(provider: str, layout: str, decay: Any, delta: bool, documents: bool, causal: bool) -> None:
     """Equal to the recurrence; ledger = trace = formula, to the byte."""
-    case = LinearCase(decay=decay, documents=documents, causal=causal)
+    case = LinearCase(decay=decay, delta=delta, documents=documents, causal=causal)
     if refused(provider, case, layout):
         with pytest.raises(RuntimeError, match=f"provider '{provider}' cannot do this"):
             on_threads(provider, 2, case, layout=layout)
@@ -124,10 +145,11 @@ def test_float64(provider: str, layout: str, decay: Any, documents: bool, causal
 
 
 @decays
+@rules
 @pytest.mark.parametrize("size", [2, 4])
-def test_placed_documents(decay: Any, size: int) -> None:
+def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
     """Two documents are longer than a rank's share, the others whole; ledger = formula, to the byte."""
-    case = LinearCase(decay=decay, documents=True, seq_length=96)
+    case = LinearCase(decay=decay, delta=delta, documents=True, seq_length=96)
     bounds = torch.tensor([0, 3, 50, 53, 60, 96])
     case = replace(case, bounds=tuple(bounds.tolist()))
 
@@ -173,10 +195,11 @@ def test_without_mask_and_decay_states_are_summed(layout: str) -> None:
 @each_value
 @methods
 @decays
-def test_float32_and_half(provider: str, layout: str, decay: Any) -> None:
+@rules
+def test_float32_and_half(provider: str, layout: str, decay: Any, delta: bool) -> None:
     """Float32 within 1e-4; bfloat16 at most twice the error of one rank."""
     for causal in (True, False):
-        case = LinearCase(decay=decay, causal=causal)
+        case = LinearCase(decay=decay, delta=delta, causal=causal)
         if refused(provider, case, layout):
             continue
         single = list(map(distance, attend(ContextParallel("lasp2"), case, torch.bfloat16), case.want(torch.bfloat16)))
@@ -189,16 +212,16 @@ def test_float32_and_half(provider: str, layout: str, decay: Any) -> None:
 
 
 @decays
+@rules
 @documents
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_the_final_state(decay: Any, documents: bool, layout: str) -> None:
-    case = LinearCase(decay=decay, documents=documents)
-    _, k, v, log_decay, _ = case.inputs()
+def test_the_final_state(decay: Any, delta: bool, documents: bool, layout: str) -> None:
+    case = LinearCase(decay=decay, delta=delta, documents=documents)
 
     def rank(mesh: Mesh) -> Tensor:
         cp = ContextParallel("lasp2", mesh=mesh, layout=layout)
-        decay = log_decay if log_decay is None or log_decay.dim() == 1 else cp.shard(log_decay)
-        return cp.linear_state(cp.shard(k), cp.shard(v), decay, cu_seqlens=case.cu_seqlens)
+        k, v, decay, beta = (None if x is None else sharded(cp, x) for x in case.inputs()[1:5])
+        return cp.linear_state(k, v, decay, beta=beta, cu_seqlens=case.cu_seqlens)
 
     for size in SIZES:
         for got in run_threads(rank, {"cp": size}):
@@ -226,8 +249,9 @@ def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: i
 
 
 @pytest.mark.parametrize("provider", ["lasp2", "lasp1"])
-def test_real_ranks(provider: str) -> None:
-    case = LinearCase(decay="key", documents=provider == "lasp2", causal=provider == "lasp1")
+@rules
+def test_real_ranks(provider: str, delta: bool) -> None:
+    case = LinearCase(decay="key", delta=delta, documents=provider == "lasp2", causal=delta or provider == "lasp1")
 
     def rank() -> list[Tensor]:
         return attend(ContextParallel(provider, group=dist.group.WORLD, layout="zigzag"), case)
@@ -298,7 +322,15 @@ def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda q: ContextParallel("lasp1").linear_attention(q, q, q, causal=False), "causal mask only: use lasp2"),
         (
             lambda q: ContextParallel("linear_ring").linear_attention(q, q, q, -q[0, 0, :, 0].abs()),
-            "neither decays nor packed documents: use lasp2",
+            "neither decays, the delta rule, nor packed documents: use lasp2",
+        ),
+        (
+            lambda q: ContextParallel("lasp2").linear_attention(q, q, q, beta=q[..., 0], causal=False),
+            "the delta rule is defined under a causal mask only",
+        ),
+        (
+            lambda q: ContextParallel("lasp2").linear_attention(q, q, q, beta=q[0, :, :, 0]),
+            r"beta has the shape \(1, 2\); for k \(16, 1, 2, 4\) it must be \(16, 1, 2\)",
         ),
     ],
 )

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_plugin import ContextParallel
-from cp_plugin.linear import chunked, recurrence, scan, segment
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear import chunked, decayed, products, recurrence, scan, segment
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.planner.trace.memory import Meter
 
 LONG = 2**17
@@ -40,15 +40,15 @@ def one_by_one(left: Tensor, through: Tensor | None, initial: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("x", [None, 1, 4])
+@pytest.mark.parametrize("x", [None, (1, 1), (4, 1), (4, 4)], ids=str)
 @pytest.mark.parametrize("n", [*range(1, 10), 64, 129])
-def test_states_equal_the_loop(n: int, x: int | None) -> None:
+def test_states_equal_the_loop(n: int, x: tuple[int, int] | None) -> None:
     torch.manual_seed(n)
     left = torch.randn(n, 2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
     initial = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
     leaves, through = [left, initial], None
     if x is not None:
-        through = torch.rand(n, 2, 3, x, dtype=torch.float64)
+        through = torch.rand(n, 2, 3, *x, dtype=torch.float64) / x[1]
         through[torch.rand(n) < 0.2] = 0  # documents, or a decay that nothing survives
         leaves.append(through.requires_grad_())
     got, want = scan.states(left, through, initial), one_by_one(left, through, initial)
@@ -63,7 +63,7 @@ def test_states_equal_the_loop(n: int, x: int | None) -> None:
 def test_kernels_per_level_of_the_state_scan(through: bool) -> None:
     """2048 chunks, that is, 128k tokens."""
     n = 2048
-    left, decay = torch.zeros(n, 1, 1, 2, 2), torch.ones(n, 1, 1, 1)
+    left, decay = torch.zeros(n, 1, 1, 2, 2), torch.ones(n, 1, 1, 1, 1)
     with Launches() as launches:
         scan.states(left, decay if through else None)
     assert launches.count == (3 if through else 2) * (log2(n) + 1) + 2  # and the zeros before the first one
@@ -98,9 +98,9 @@ def log_decays(kind: str) -> Tensor:
 KINDS = ("nearly none", "mild", "gates", "strong between weak", "none", "per head")
 
 
-def weights(decay: Tensor, dtype: torch.dtype) -> segment.Edges:
+def weights(decay: Tensor, dtype: torch.dtype) -> decayed.Edges:
     zeros = torch.zeros(1, 1, 1, 8, dtype=dtype).expand(*decay.shape[:3], 8)
-    found = segment.edges(Tokens(zeros, zeros, zeros, decay))
+    found = decayed.edges(Tokens(zeros, zeros, zeros, decay))
     assert all(y is not None and y.dtype == dtype for y in found)
     return found
 
@@ -164,18 +164,19 @@ def test_chunks_in_float32(x: int, monkeypatch: pytest.MonkeyPatch) -> None:
         total = in_turn(decay, 0)
         return (total.unsqueeze(3) - total.permute(1, 2, 0, 3)).clamp(max=0)
 
-    monkeypatch.setattr(chunked, "_sums_between", subtracted)
+    monkeypatch.setattr(products, "_sums_between", subtracted)
     assert chunk_error(monkeypatch, x) > 1e-5, "a difference of sums would not do"
 
 
 @pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("documents", [False, True])
-def test_slabs_change_nothing(decay: Any, documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = LinearCase(decay=decay, documents=documents, seq_length=300)
-    q, k, v, log_decay, dout = case.inputs()
-    x = case._tokens(q, k, v, log_decay)
+def test_slabs_change_nothing(decay: Any, delta: bool, documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = LinearCase(decay=decay, delta=delta, documents=documents, seq_length=300)
+    *inputs, dout = case.inputs()
+    x = case.tokens(*inputs)
     want = (chunked.forward(x), *segment.recomputed(chunked.forward, dout, x))
-    monkeypatch.setattr(chunked, "_HELD", 3 * 4 * 64**2)  # of the ten chunks, three at one time
+    monkeypatch.setattr(products, "HELD", 3 * 4 * 64**2)  # of the ten chunks, three at one time
     for a, b in zip((chunked.forward(x), *segment.recomputed(chunked.forward, dout, x)), want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -193,7 +194,7 @@ def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
     tokens, products = 2**14, 2 * 32 * 16 * 4  # bytes of the products of one token, in float32
     assert backward(tokens) > 3 * products * tokens, "one slab"
-    monkeypatch.setattr(chunked, "_HELD", 2**18)
+    monkeypatch.setattr(products, "HELD", 2**18)
     assert backward(2 * tokens) - backward(tokens) < 1.25 * products * tokens
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from math import log
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch.nn.functional import elu, silu
 
 from cp_plugin import ContextParallel
 from cp_plugin.linear import fla, kernels, recurrence
-from cp_plugin.linear.segment import Tokens, recomputed
+from cp_plugin.linear.segment import recomputed
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.linear.variants import EPSILON, Heads, LinearAttention, feature_dim, get, variants
 
 S, B, H, G, D = 12, 2, 4, 2, 8
@@ -171,29 +173,50 @@ def test_a_sum_of_weights_near_zero_is_guarded() -> None:
     assert apply(rebased, q, k, v).abs().max() == 0
 
 
-@pytest.mark.parametrize("decay", [None, 1, D])
-def test_the_adapter_to_flash_linear_attention(decay: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its layout, head repetition and decays, with the recurrence in the place of the Triton kernels (no GPU here)."""
+FLA = {
+    (None, False): ("simple_gla", "chunk_simple_gla"),
+    (1, False): ("simple_gla", "chunk_simple_gla"),
+    (D, False): ("gla", "chunk_gla"),
+    (None, True): ("delta_rule", "chunk_delta_rule"),
+    (1, True): ("gated_delta_rule", "chunk_gated_delta_rule"),
+    (D, True): ("kda", "chunk_kda"),
+}
+"""(decay, delta rule) -> package of fla.ops and function."""
 
-    def stand_in(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float | None = None) -> tuple:
-        assert scale == 1.0 and q.shape == k.shape
+
+@pytest.mark.parametrize(("decay", "delta"), FLA)
+def test_the_adapter_to_flash_linear_attention(decay: int | None, delta: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layout, head repetition, decays and beta, with the recurrence in the place of the Triton kernels (no GPU
+    here)."""
+    called = []
+
+    def stand_in(
+        name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Any = None, scale: float = 0
+    ) -> tuple[Tensor, None]:
+        called.append(name)
+        assert scale == 1.0 and q.shape == k.shape and (g is None or g.dim() == (3 if decay == 1 else 4))
         g = None if g is None else (g if g.dim() == 4 else g.unsqueeze(3)).transpose(0, 1).to(q.dtype)
-        x = Tokens(*(y.transpose(0, 1) for y in (q, k, v)), g)
+        beta = None if beta is None else beta.transpose(0, 1)
+        x = Tokens(*(y.transpose(0, 1) for y in (q, k, v)), g, beta)
         return recurrence.forward(x).transpose(0, 1), None
 
-    names = {"fla": [], "fla.ops": [], "fla.ops.gla": ["chunk_gla"], "fla.ops.simple_gla": ["chunk_simple_gla"]}
-    for name, functions in names.items():
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, function in FLA.values():
         package = ModuleType(name)
-        for function in functions:
-            setattr(package, function, stand_in)
-        monkeypatch.setitem(sys.modules, name, package)
+        setattr(package, function, partial(stand_in, function))
+        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", package)
     q, k, v, gate = inputs()
-    x = Tokens(q, k, v, None if decay is None else -gate.abs()[..., :decay])
+    beta = gate[..., 0].sigmoid() if delta else None
+    if delta:
+        k = torch.nn.functional.normalize(k, dim=3)
+    x = Tokens(q, k, v, None if decay is None else -gate.abs()[..., :decay], beta)
     dout = torch.randn_like(q)
     found, want = (recomputed(kernel.forward, dout, x) for kernel in (fla, recurrence))
     torch.testing.assert_close(fla.forward(x), recurrence.forward(x), rtol=1e-5, atol=1e-5)
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert set(called) == {FLA[decay, delta][1]}
 
 
 def test_which_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +227,9 @@ def test_which_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "installed", lambda: True)
     assert kernels.choose("auto", cuda, torch.bfloat16, False).name == "fla"
     assert kernels.choose("auto", cuda, torch.bfloat16, True).name == "chunked", "documents"
+    assert kernels.choose("auto", cuda, torch.bfloat16, delta=True).name == "fla"
+    with pytest.raises(ValueError, match=r"backend fla: its kernels of the delta rule take half precision only"):
+        kernels.choose("fla", cuda, torch.float32, delta=True)
     with pytest.raises(ValueError, match=r"backend fla: .* float64; use chunked"):
         kernels.choose("fla", cuda, torch.float64, False)
     monkeypatch.setattr(fla, "installed", lambda: False)

@@ -32,7 +32,7 @@ from cp_plugin.kernels import blocks
 from cp_plugin.kernels.fused import observed
 from cp_plugin.kernels.recording import results
 from cp_plugin.linear import kernels
-from cp_plugin.linear.segment import Tokens
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods.protocol import Attend, Formula, Provider, Scan
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.trace.memory import Meter, Peaks
@@ -295,7 +295,7 @@ def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:
 
     def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
         asked(x, 3)  # the forward again, and twice as much
-        return tuple(torch.empty_like(y) for y in x[:4] if y is not None)
+        return tuple(torch.empty_like(y) for y in x.differentiable)
 
     return kernels.Kernel("planned", forward, backward)
 

@@ -1,0 +1,129 @@
+"""Short causal convolution of a sharded sequence, as in front of delta-rule and state-space layers.
+
+    y[p] = sum_i  weight[:, w - 1 - i] * x[p - i]          i = 0 .. w - 1, within p's document
+
+A rank needs the w - 1 tokens before each run of its own, which is what a sliding window of that width sees
+(``cp_plugin.core.needs``): one message per neighbour, forward and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import Mesh
+from cp_plugin.common.recent import Recent
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.mask import Mask, document_bounds
+from cp_plugin.core.needs import needs, rows_of
+from cp_plugin.methods.registry import names
+
+
+def short_convolution(
+    cp: ContextParallel,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """A causal convolution of each channel over the whole sequence; every rank passes its shard. Collective.
+
+    Args:
+        cp: with a provider of linear attention, whose layouts keep neighbouring tokens on one rank.
+        x: ``[s, b, c]``.
+        weight: ``[c, w]``; its last column is for the token itself (``Conv1d(c, c, w, groups=c)`` without the middle
+            dimension).
+        bias: ``[c]``.
+        cu_seqlens: int ``[n + 1]``: bounds of the documents, across which nothing is seen.
+
+    Returns:
+        ``[s, b, c]`` in x's dtype; gradients flow to x, weight and bias, the latter two as this rank's share of a sum
+        over all ranks.
+
+    Raises:
+        ValueError: for sizes that do not fit, or a provider of softmax attention.
+    """
+    if cp.provider.kind != "linear":
+        raise ValueError(
+            f"provider {cp.provider.name!r} is for softmax attention: a short convolution goes with linear attention; "
+            f"use one of {', '.join(names('linear'))}"
+        )
+    if weight.dim() != 2 or weight.size(0) != x.size(2) or (bias is not None and bias.shape != weight.shape[:1]):
+        shapes = [None if y is None else tuple(y.shape) for y in (x, weight, bias)]
+        raise ValueError(f"x, weight and bias have the shapes {shapes}: they must be [s, b, c], [c, w] and [c]")
+    tokens, width = x.size(0) * cp.size, weight.size(1)
+    documents = () if cu_seqlens is None else document_bounds(cu_seqlens, tokens)
+    asked = cp.layout, cp.numbers, cp.index, tokens, width, documents, x.device
+    plan = _plans.get(asked, lambda: _planned(cp, tokens, width, documents, x.device))
+    rows = _Fetch.apply(x, plan, cp.mesh)  # this rank's, those fetched, and one of zeros
+    out = x * weight[:, -1]
+    for back, place in enumerate(plan.before, start=1):
+        out = out + rows.index_select(0, place) * weight[:, -1 - back]
+    return out if bias is None else out + bias
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    leaving: Tensor
+    """Rows of this rank that others need, by rank: int64."""
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    before: tuple[Tensor, ...]
+    """For i = 1 .. w - 1, where the token i before each of this rank's tokens is: int64 ``[s]``."""
+
+
+class _Fetch(torch.autograd.Function):
+    """Append the rows that this rank needs of others, and a row of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: _Plan, mesh: Mesh) -> Tensor:
+        ctx.plan, ctx.mesh, ctx.tokens = plan, mesh, x.size(0)
+        with mesh.ledger.phase("forward"):
+            (fetched,) = mesh.all_to_all_v(_AXIS, (x[plan.leaving],), plan.sent, plan.received).wait()
+        return torch.cat((x, fetched, x.new_zeros((1, *x.shape[1:]))))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan, own, fetched = ctx.plan, grad[: ctx.tokens], grad[ctx.tokens : -1]
+        with ctx.mesh.ledger.phase("backward"):
+            home = ctx.mesh.all_to_all_v(_AXIS, (fetched.contiguous(),), plan.received, plan.sent)
+            (returned,) = home.wait()
+        wide = own.to(accumulation_dtype(own.dtype), copy=True)
+        return wide.index_add_(0, plan.leaving, returned.to(wide.dtype)).to(own.dtype), None, None
+
+
+_AXIS = "cp"
+_plans: Recent[Hashable, _Plan] = Recent(32)
+
+
+def _planned(cp: ContextParallel, tokens: int, width: int, documents: tuple[int, ...], device: torch.device) -> _Plan:
+    held = [cp.layout.segments(tokens, cp.size, number) for number in cp.numbers]
+    found = needs(held, held, Mask.of(True, (width - 1, 0), documents))
+    here, others = cp.index, [rank for rank in range(cp.size) if rank != cp.index]
+    leaving = {rank: found.rows(rank, here) for rank in others}
+    arriving = {rank: found.rows(here, rank) for rank in others}
+    mine = cp.positions(tokens)
+    runs = [run for rank in others for run in rows_of(held[rank], arriving[rank])]
+    fetched = [torch.arange(run.start, run.stop, run.step) for run in runs]
+    place = torch.full((tokens,), len(mine) + sum(map(len, fetched)))  # of every position; by default, the zeros
+    known = torch.cat([mine, *fetched])
+    place[known] = torch.arange(len(known))
+    begins = torch.tensor((0, *documents))
+    first = begins[torch.searchsorted(begins, mine, right=True) - 1]  # of each token's document
+    before = []
+    for back in range(1, width):
+        at = mine - back
+        before.append(torch.where(at >= first, place[at.clamp(min=0)], len(known)).to(device))
+    rows = [torch.arange(r.start, r.stop) for rank in others for r in leaving[rank]]
+    return _Plan(
+        leaving=torch.cat([mine[:0], *rows]).to(device),
+        sent=tuple(sum(map(len, leaving.get(rank, ()))) for rank in range(cp.size)),
+        received=tuple(sum(map(len, arriving.get(rank, ()))) for rank in range(cp.size)),
+        before=tuple(before),
+    )

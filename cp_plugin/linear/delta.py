@@ -1,0 +1,136 @@
+"""Segments under the delta rule: a token replaces part of the value that the state has under its key.
+
+    u_t = v_t - k_t^T (a_t * S_(t-1))           what the state lacks
+    S_t = a_t * S_(t-1) + k_t (beta_t u_t)^T    so the old state passes (I - beta_t k_t k_t^T) Diag(a_t), no longer
+                                                diagonal
+
+DeltaNet (arXiv 2406.06484) has no decay, Gated DeltaNet (arXiv 2412.06464) one per head, Kimi Delta Attention (arXiv
+2510.26692) one per key dimension. Within a chunk the u solve a triangular system (the UT transform of arXiv 2406.06484,
+section 3.2). With A_ij = beta_j k_i k_j, decayed from j to i, for j before i:
+
+    (I + A) U = V - (read * K) S                linear in S: U = U0 - W S
+    o_i      += read_i q_i S + sum_j P_ij beta_j u_j          P_ij = q_i k_j, decayed
+    S'        = through * S + sum_j write_j k_j (beta_j u_j)^T
+
+with ``read``, ``write`` and ``through`` as in ``decayed``. So a chunk is an affine map of the state, too, whose
+``through`` is a matrix [d, d], and chunks combine as others do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.linear import scan
+from cp_plugin.linear.decayed import edges, times
+from cp_plugin.linear.products import chunks_at_a_time, scores
+from cp_plugin.linear.tokens import Tokens, by_group, fold, slabs, unfold
+
+CHUNK = 64
+
+
+class Chunks(NamedTuple):
+    """Affine maps of chunks, ``b`` of them."""
+
+    own: Tensor
+    """Outputs from a zero state: ``[t, b, g, r, e]``."""
+    queries: Tensor
+    """What reads the incoming state: ``[t, b, g, r, d]``."""
+    left: Tensor
+    """``[b, g, d, e]``"""
+    through: Tensor
+    """``[b, g, d, d]``"""
+
+
+@dataclass(slots=True)
+class Delta:
+    """A ``Segment``, chunk by chunk."""
+
+    x: Tokens
+    _chunks: Chunks = field(init=False)
+    _number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        folded = fold(self.x, CHUNK)
+        self._number = folded.q.size(1) // self.x.q.size(1)
+        self._chunks = _in_slabs(folded)
+
+    @property
+    def left(self) -> Tensor:
+        return self._states()[-1]
+
+    @property
+    def through(self) -> Tensor:
+        each = self._by_chunk(self._chunks.through)
+        identity = torch.eye(each.size(-1), dtype=each.dtype, device=each.device).expand(each.shape[1:])
+        return scan.states(torch.zeros_like(each), each, identity)[-1]
+
+    def outputs(self) -> Tensor:
+        """From a zero state: ``[t, b, h, e]`` in the accumulation dtype."""
+        return self._unfolded(self._chunks.own + self._read(self._states()))
+
+    def read(self, incoming: Tensor) -> Tensor:
+        each = self._by_chunk(self._chunks.through)
+        nothing = incoming.new_zeros(each.size(0), *incoming.shape)
+        return self._unfolded(self._read(scan.states(nothing, each, incoming)))
+
+    def read_back(self, dout: Tensor) -> Tensor:
+        q = self._chunks.queries
+        folded = fold(Tokens(dout.to(q.dtype), *self.x[1:3]), CHUNK).q.unflatten(2, q.shape[2:4])
+        grads = self._by_chunk(torch.einsum("tbgrd,tbgre->bgde", q, folded))
+        return scan.states(grads.flip(0), self._by_chunk(self._chunks.through).mT.flip(0))[-1]
+
+    def _states(self) -> Tensor:
+        """Before each chunk and after the last, from zero."""
+        return scan.states(self._by_chunk(self._chunks.left), self._by_chunk(self._chunks.through))
+
+    def _read(self, states: Tensor) -> Tensor:
+        return torch.einsum("tbgrd,bgde->tbgre", self._chunks.queries, states[:-1].flatten(0, 1))
+
+    def _by_chunk(self, y: Tensor) -> Tensor:
+        return y.unflatten(0, (self._number, -1))
+
+    def _unfolded(self, y: Tensor) -> Tensor:
+        return unfold(y.flatten(2, 3), self._number)[: self.x.q.size(0)]
+
+
+def forward(x: Tokens) -> Tensor:
+    """The delta rule on each segment from a zero state: ``[t, b, h, e]`` in the accumulation dtype."""
+    return Delta(x).outputs()
+
+
+def _in_slabs(x: Tokens) -> Chunks:
+    """``_of_chunks`` for a limited number of chunks at a time; a backward recomputes each slab."""
+    size = chunks_at_a_time(x)
+    if size >= x.q.size(1):
+        return _of_chunks(x)
+    again = partial(checkpoint, _of_chunks, use_reentrant=False, preserve_rng_state=False)
+    found = [again(slab) for slab in slabs(x, size)]
+    own, queries, left, through = zip(*found, strict=True)
+    return Chunks(torch.cat(own, 1), torch.cat(queries, 1), torch.cat(left), torch.cat(through))
+
+
+def _of_chunks(x: Tokens) -> Chunks:
+    assert x.beta is not None, "the delta rule needs beta"
+    dtype = accumulation_dtype(x.q.dtype)
+    q, k, v, beta = by_group(x).to(dtype), x.k.to(dtype), x.v.to(dtype), x.beta.to(dtype).unsqueeze(-1)
+    read, write, through = edges(x)
+    written = k * beta  # beta_j k_j
+    reach, within = scores(torch.cat((k.unsqueeze(3), q), 3), written, x).split((1, q.size(3)), 2)  # b g r i j
+    sides = torch.cat((v, times(k, read)), 3).permute(1, 2, 0, 3)  # b g t (e + d)
+    # Unit triangular: the diagonal is not read, so a token does not reach itself.
+    solved = torch.linalg.solve_triangular(reach.squeeze(2), sides, upper=False, unitriangular=True)
+    u, w = solved.split((v.size(3), k.size(3)), 3)  # b g t e, b g t d
+    own = torch.einsum("bgrij,bgje->ibgre", within, u)
+    taken = torch.einsum("bgrij,bgjd->ibgrd", within, w)
+    queries = (q if read is None else q * read.unsqueeze(-2)) - taken
+    ending = times(written, write)
+    left = torch.einsum("tbgd,bgte->bgde", ending, u)
+    kept = torch.ones_like(k[0]) if through is None else through.expand(k.shape[1:])
+    return Chunks(own, queries, left, torch.diag_embed(kept) - torch.einsum("tbgd,bgtf->bgdf", ending, w))

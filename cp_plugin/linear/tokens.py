@@ -1,0 +1,79 @@
+"""``Tokens``: the inputs of linear attention on segments of equal length.
+
+Shapes in this folder: t tokens of a segment, b batch (including the segments of one rank), h query heads, r = h / g of
+them for each of g key/value heads, d key size, e value size; ``x`` is 1 for one decay per head, d for one per key
+dimension.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cp_plugin.core.dtypes import accumulation_dtype
+
+_STRONGEST = -1e4
+"""exp of this is 0 and its sums stay finite, so a decay of exactly 0 is allowed."""
+
+
+class Tokens(NamedTuple):
+    """Inputs of linear attention on segments of equal length."""
+
+    q: Tensor
+    """``[t, b, h, d]``"""
+    k: Tensor
+    """``[t, b, g, d]``"""
+    v: Tensor
+    """``[t, b, g, e]``"""
+    log_decay: Tensor | None = None
+    """``[t, b, g, x]``, <= 0; None: no decay."""
+    beta: Tensor | None = None
+    """``[t, b, g]``: the share of the value under a key that the delta rule replaces; None: values are added."""
+    starts: Tensor | None = None
+    """bool ``[t, b]``: first token of a document, which sees no state; None: a single document."""
+
+    @property
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """All that have a gradient: q, k, v, then the log decay and beta, if any."""
+        return tuple(y for y in self[:5] if y is not None)
+
+
+def by_group(x: Tokens) -> Tensor:
+    """q as ``[t, b, g, r, d]``."""
+    return x.q.unflatten(2, (x.k.size(2), -1))
+
+
+def log_decays(x: Tokens) -> Tensor:
+    """``[t, b, g, x]`` in the accumulation dtype, finite; zeros if there is no decay."""
+    dtype = accumulation_dtype(x.q.dtype)
+    if x.log_decay is None:
+        return x.k.new_zeros((*x.k.shape[:3], 1), dtype=dtype)
+    return x.log_decay.to(dtype).clamp(min=_STRONGEST)
+
+
+def fold(x: Tokens, size: int) -> Tokens:
+    """The tokens as n chunks of ``size``, chunk by chunk in the batch: ``[size, n * b, ...]``.
+
+    Missing tokens are zeros: no key, no decay, no new document.
+    """
+    return Tokens(*(None if y is None else _fold(y, size) for y in x))
+
+
+def _fold(y: Tensor, size: int) -> Tensor:
+    n = -(-y.size(0) // size)
+    missing = n * size - y.size(0)
+    y = pad(y, (0, 0) * (y.dim() - 1) + (0, missing)) if missing else y
+    return y.unflatten(0, (n, size)).transpose(0, 1).flatten(1, 2)
+
+
+def slabs(x: Tokens, size: int) -> list[Tokens]:
+    """The tokens, ``size`` segments at a time."""
+    starts = range(0, x.q.size(1), size)
+    return [Tokens(*(None if y is None else y[:, start : start + size] for y in x)) for start in starts]
+
+
+def unfold(y: Tensor, n: int) -> Tensor:
+    """The inverse for n chunks, without dropping what was added: ``[n * size, b, ...]``."""
+    return y.unflatten(1, (n, -1)).transpose(0, 1).flatten(0, 1)
