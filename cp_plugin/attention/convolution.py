@@ -85,17 +85,21 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, plan: _Plan, mesh: Mesh) -> Tensor:
         ctx.plan, ctx.mesh, ctx.tokens = plan, mesh, x.size(0)
         with mesh.ledger.phase("forward"):
-            (fetched,) = mesh.all_to_all_v(_AXIS, (x[plan.leaving],), plan.sent, plan.received).wait()
+            fetched = _sent(mesh, x[plan.leaving], plan.sent, plan.received)
         return torch.cat((x, fetched, x.new_zeros((1, *x.shape[1:]))))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, own, fetched = ctx.plan, grad[: ctx.tokens], grad[ctx.tokens : -1]
         with ctx.mesh.ledger.phase("backward"):
-            home = ctx.mesh.all_to_all_v(_AXIS, (fetched.contiguous(),), plan.received, plan.sent)
-            (returned,) = home.wait()
+            returned = _sent(ctx.mesh, fetched.contiguous(), plan.received, plan.sent)
         wide = own.to(accumulation_dtype(own.dtype), copy=True)
         return wide.index_add_(0, plan.leaving, returned.to(wide.dtype)).to(own.dtype), None, None
+
+
+def _sent(mesh: Mesh, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
+    """The rows that arrive in exchange for these."""
+    return mesh.all_to_all_v(_AXIS, (rows,), sent, received).wait()[0] if mesh.size > 1 else rows
 
 
 _AXIS = "cp"

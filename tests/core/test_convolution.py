@@ -82,6 +82,10 @@ def test_placed_documents(size: int) -> None:
     assert_equal(list(run_threads(rank, {"cp": size})), whole(4, BOUNDS))
 
 
+def test_without_a_group() -> None:
+    assert_equal([sharded(ContextParallel("lasp2"), 4, BOUNDS)], whole(4, BOUNDS))
+
+
 def test_real_ranks() -> None:
     def rank() -> list[Tensor]:
         return sharded(ContextParallel("lasp1", group=dist.group.WORLD, layout="zigzag"), 4, BOUNDS)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cp_plugin.core.options import Options
 from cp_plugin.kernels import backends
 from cp_plugin.megatron.flags import linear_flags, option_flags
-from cp_plugin.megatron.flags.linear_flags import Linear, one_of
+from cp_plugin.megatron.flags.linear_flags import DeltaNet, Linear, one_of
 from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
@@ -32,6 +32,7 @@ class Settings:
     options: Options = field(default_factory=Options)
     """Layout, kernel and provider options; None where the flag was not given."""
     linear: Linear | None = None
+    delta_net: DeltaNet | None = None  # None: no such layers, or Megatron's own context parallelism of them
     selfcheck: bool = True
     check_every: int = 0  # iterations between two checks of attention in training; 0: never
     log_traffic: bool = False
@@ -57,15 +58,17 @@ class Settings:
     @property
     def kinds(self) -> list[Kind]:
         """The kinds of attention that the plugin computes."""
-        present: dict[Kind, bool] = {"softmax": self.softmax, "linear": self.linear is not None}
+        linear = self.linear is not None or self.delta_net is not None
+        present: dict[Kind, bool] = {"softmax": self.softmax, "linear": linear}
         return [kind for kind in present if present[kind]]
 
     def of(self, kind: Kind) -> tuple[str, Options]:
         """Provider and options of a kind of attention."""
         if kind == "softmax":
             return self.provider, self.options
-        assert self.linear is not None, "a linear layer of a model without linear attention"
-        return self.linear.provider, self.linear.options
+        its = self.linear or self.delta_net
+        assert its is not None, "a linear layer of a model without linear attention"
+        return its.provider, its.options
 
     @property
     def asked(self) -> str:
@@ -166,9 +169,12 @@ def settings_from(args: argparse.Namespace) -> Settings:
         )
     linear = linear_flags.linear_from(args)
     if linear is None and name in (None, UPSTREAM):
+        if linear_flags.has_delta_net(args):
+            linear_flags.delta_net_from(args, None, Options())
         _refuse_without_provider(args)
         return Settings()
     options = option_flags.options_from(args)
+    delta_net = None
     if linear is None:
         backends.check_name(options.backend)
         if args.context_parallel_size < 2:
@@ -176,6 +182,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
                 f"--cp-provider {name} needs --context-parallel-size 2 or more, got {args.context_parallel_size}: "
                 "raise it, or leave --cp-provider out"
             )
+        delta_net = linear_flags.delta_net_from(args, name, options)
+        if delta_net is not None:
+            options = replace(options, layout=delta_net.options.layout)
     else:
         name = _softmax_provider(linear, name, args)
         linear, options = linear_flags.divided(linear, name, options)
@@ -185,6 +194,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         provider=name or UPSTREAM,
         options=options,
         linear=linear,
+        delta_net=delta_net,
         selfcheck=getattr(args, "cp_selfcheck", None) != "off",
         check_every=_check_every(args),
         log_traffic=bool(args.cp_log_traffic),

@@ -2,6 +2,7 @@
 
     --cp-linear-attention gla --cp-layer-pattern LLLN      every fourth layer keeps softmax attention (--cp-provider)
     --cp-linear-attention lightning                        all layers are linear
+    --hybrid-layer-pattern GGG* --cp-linear-provider lasp2  Megatron's own gated delta net (G), by a provider of ours
 
 The providers of both kinds of layers share one token layout.
 """
@@ -67,6 +68,33 @@ class Linear:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Settings of Megatron's gated delta net layers, where a provider of ours runs them."""
+
+    provider: str
+    options: Options = field(default_factory=Options)
+    """The layout, which is that of attention."""
+    heads: int
+    """Value heads on one rank."""
+    head_dim: int
+    v_head_dim: int
+
+    def problem(self, model: Problem) -> Problem:
+        """A call of such a layer in a model whose softmax layers have calls of ``model``."""
+        return replace(
+            model,
+            heads=self.heads,
+            kv_heads=self.heads,  # Megatron repeats the query and key heads
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            decay="token",
+            delta=True,
+            window=None,
+            sink=False,
+        )
+
+
 def add_flags(group: argparse._ArgumentGroup) -> None:
     """Declare the flags."""
     kinds = "; ".join(f"{variant.name}: {variant.summary}" for variant in variants().values())
@@ -81,7 +109,9 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         provider,
         metavar="NAME",
-        help=f"context parallelism of the linear layers: {', '.join(providers.names('linear'))}. Default: lasp2",
+        help="context parallelism of the linear layers, and of Megatron's gated delta net (G in "
+        f"--hybrid-layer-pattern): {', '.join(providers.names('linear'))}. Default: lasp2; for gated delta net "
+        "Megatron's own all-to-all of heads",
     )
 
 
@@ -92,6 +122,8 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
         ValueError: for an unknown name or letter, and for flags that would do nothing.
     """
     variant, pattern, provider = (getattr(args, attribute(flag), None) for flag in FLAGS)
+    if variant is None and pattern is None and has_delta_net(args):
+        return None
     if variant is None:
         given = [f"{f} {v}" for f, v in zip(FLAGS[1:], (pattern, provider), strict=True) if v is not None]
         if given:
@@ -108,6 +140,40 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
     if pattern is not None:
         found = replace(found, pattern=_pattern(pattern))
     return found
+
+
+def has_delta_net(args: argparse.Namespace) -> bool:
+    """Whether the model has Megatron's gated delta net layers."""
+    return "G" in (getattr(args, "hybrid_layer_pattern", None) or "")
+
+
+def delta_net_from(args: argparse.Namespace, provider: str | None, options: Options) -> DeltaNet | None:
+    """Read ``--cp-linear-provider`` of a model with gated delta net layers; None: Megatron's own context parallelism.
+
+    Args:
+        provider: of softmax attention; None: Megatron's own.
+
+    Raises:
+        ValueError: for an unknown name, no provider of softmax attention, and providers without a common layout.
+    """
+    name = getattr(args, "cp_linear_provider", None)
+    if name is None:
+        return None
+    one_of("--cp-linear-provider", name, providers.names("linear"))
+    if provider in (None, AUTO):
+        raise ValueError(
+            f"--cp-linear-provider {name} with G in --hybrid-layer-pattern {args.hybrid_layer_pattern}: all layers "
+            "share the token layout of a provider of attention. Add --cp-provider with one of "
+            f"{', '.join(providers.names())}"
+        )
+    layout = _layout(Linear(variant="", provider=name), provider, options.layout)
+    return DeltaNet(
+        provider=name,
+        options=Options(layout=layout),
+        heads=args.linear_num_value_heads // args.tensor_model_parallel_size,
+        head_dim=args.linear_key_head_dim,
+        v_head_dim=args.linear_value_head_dim,
+    )
 
 
 def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Linear, Options]:

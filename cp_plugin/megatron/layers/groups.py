@@ -80,7 +80,7 @@ def create(
         hosts = next(place.hosts for place in places if dist.get_rank() in place.ranks)
         resolved = replace(resolved, problem=replace(resolved.problem, hosts=hosts))
         found["softmax"] = ContextParallel(resolved, mesh=_connected(mesh))
-    if settings.linear is not None:
+    if "linear" in settings.kinds:
         found["linear"] = _linear(model.resolved["linear"], options, places, cp_group, found.get("softmax"))
     runtime.register(cp_group, found)
 

@@ -37,10 +37,10 @@ def targets() -> dict[str, Callable[[str], bool] | None]:
     from cp_plugin.megatron import planned_groups
     from cp_plugin.megatron.cpu import mode, wheel
     from cp_plugin.megatron.patches.hooks import HYBRID_MODEL, START_UP
-    from cp_plugin.megatron.patches.table import HYBRID, LINEAR, PADDING, PROVIDER, RECOMPUTE, SCALING
+    from cp_plugin.megatron.patches.table import DELTA_NET, HYBRID, LINEAR, PADDING, PROVIDER, RECOMPUTE, SCALING
     from cp_plugin.megatron.planned import command as planned
 
-    of_run = (*START_UP, *PROVIDER, *RECOMPUTE, *PADDING, *SCALING, *LINEAR, *HYBRID, HYBRID_MODEL)
+    of_run = (*START_UP, *PROVIDER, *RECOMPUTE, *PADDING, *SCALING, *LINEAR, *HYBRID, *DELTA_NET, HYBRID_MODEL)
     elsewhere = (*mode.PATCHES, wheel.COMPILE, planned.TE_VERSION, planned_groups.CREATE_GROUP)
     return {patch.target: patch.versions for patch in (*of_run, *elsewhere)} | {OF_BRIDGE: None}
 

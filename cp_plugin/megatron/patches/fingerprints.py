@@ -140,6 +140,10 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens": {
         "c5efe596ee37ba12": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
     },
+    "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward": {
+        "97fb3a155e124261": ("0.19.0", "0.19.1", "0.19.2"),
+        "7248af57d78e7739": ("0.20.0",),
+    },
     "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": {
         "f4f31bb8a33941cd": ("0.18.0", "0.18.1", "0.18.2"),
         "4be3155eeb4a1194": ("0.19.0", "0.19.1", "0.19.2"),

@@ -2,7 +2,8 @@
 
 ``START_UP`` is always in place: it adds the flags, checks them and compares them between ranks, and does not change a
 training. ``PROVIDER`` is installed once the arguments of a run with a provider are valid, with ``RECOMPUTE``,
-``PADDING`` for padded sequences, ``SCALING`` for FP8 kernels, and ``LINEAR`` for linear attention.
+``PADDING`` for padded sequences, ``SCALING`` for FP8 kernels, ``LINEAR`` for linear attention, and ``DELTA_NET`` for
+gated delta net by a provider of ours.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cp_plugin.megatron.layers import modelopt, spec
 from cp_plugin.megatron.models import vocabulary
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.patching import Call, Patch, around
-from cp_plugin.megatron.patches.table import ALWAYS, HYBRID, LINEAR, PADDING, PROVIDER, RECOMPUTE, SCALING
+from cp_plugin.megatron.patches.table import ALWAYS, DELTA_NET, HYBRID, LINEAR, PADDING, PROVIDER, RECOMPUTE, SCALING
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.state import Model
 
@@ -109,6 +110,8 @@ def start(settings: Settings, model: Model | None = None) -> None:
             patches += SCALING
     if settings.linear is not None:
         patches += LINEAR
+    if settings.delta_net is not None:
+        patches += DELTA_NET
     patching.install(patches)  # at once: each call scans all modules
     if settings.active:
         modelopt.register()

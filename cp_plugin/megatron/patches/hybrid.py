@@ -28,7 +28,7 @@ from torch import Tensor
 from cp_plugin.common.recent import Recent
 from cp_plugin.core.layout import KEPT_BYTES, Layout
 from cp_plugin.megatron import compat, runtime
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.patches import delta_net, packing
 from cp_plugin.megatron.patches.patching import Call, around, installed
 
 REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
@@ -70,7 +70,10 @@ def replace_resolve_cu_seqlens(call: Call) -> Tensor:
 def keeps_layout(module: torch.nn.Module) -> bool:
     """Whether a layer without attention mixes tokens in the plugin's layout."""
     inner = module.self_attention if isinstance(module, TransformerLayer) else module
-    return REORDER in installed() and type(inner).__module__.startswith(compat.STATE_SPACES)
+    kind = type(inner)
+    if runtime.settings().delta_net is not None and "gated_delta" in kind.__module__:
+        return delta_net.replaced(inner)  # not its later variants
+    return REORDER in installed() and kind.__module__.startswith(compat.STATE_SPACES)
 
 
 def order_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.device) -> list[str]:

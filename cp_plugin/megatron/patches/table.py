@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.layers import fp8_scaling, gate, modelopt, spec
-from cp_plugin.megatron.patches import batch, flops, hybrid, loss, mtp, packing, padding, recompute, rope
+from cp_plugin.megatron.patches import batch, delta_net, flops, hybrid, loss, mtp, packing, padding, recompute, rope
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.selfcheck import step_traffic
 from cp_plugin.megatron.startup import checkpoint, lifecycle
@@ -155,6 +155,15 @@ HYBRID = (
         "megatron.core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens",
         hybrid.replace_resolve_cu_seqlens,
         "packed documents of any length in gated delta net",
+        versions=compat.builds_gated_delta_net,
+    ),
+)
+
+DELTA_NET = (
+    Patch(
+        delta_net.FORWARD,
+        delta_net.replace_forward,
+        "context parallelism of gated delta net",
         versions=compat.builds_gated_delta_net,
     ),
 )

@@ -112,8 +112,9 @@ def resolve(settings: Settings, problem: Problem) -> Model:
 def resolve_kind(kind: Kind, settings: Settings, problem: Problem) -> Resolved:
     """``resolve`` for one kind of attention; ``problem``: a softmax call of the model."""
     flag, (provider, options) = "--cp-provider", settings.of(kind)
-    if kind == "linear" and settings.linear is not None:
-        flag, problem = "--cp-linear-provider", settings.linear.problem(problem)
+    its = settings.linear or settings.delta_net
+    if kind == "linear" and its is not None:
+        flag, problem = "--cp-linear-provider", its.problem(problem)
     resolved = providers.settle(provider, problem, options)
     reason = providers.unsupported(resolved.provider, problem, resolved.options)
     if reason is not None:
@@ -127,6 +128,9 @@ def _check_kernels(settings: Settings, model: Model, device: torch.device) -> No
     if linear is not None:
         call = model.resolved["linear"].problem
         kernels.choose(linear.options.backend, device, call.dtype, call.documents, linear.kind.decay)
+    if settings.delta_net is not None:
+        call = model.resolved["linear"].problem
+        kernels.choose(settings.delta_net.options.backend, device, call.dtype, call.documents, call.decay, call.delta)
     if settings.softmax:
         blocks.choose(settings.options, model.problem, device)
     if "softmax" in model.resolved:

@@ -141,6 +141,10 @@ def show(audit: Audit, cp: ContextParallel) -> None:
     hybrid_parts = f": {len(linear)} linear, {len(layers) - len(linear)} softmax"
     parts = "" if runtime.settings().linear is None else hybrid_parts
     table.add_row("attention layers", f"{len(layers)} of {len(layers)} replaced{parts}")
+    its = runtime.settings().delta_net
+    if its is not None:
+        provider = runtime.context_parallel(kind="linear").provider
+        table.add_row("gated delta net", f"by {provider.name}: {provider.summary}")
     if states:
         table.add_row("Mamba and gated delta net", f"{len(states)} layers, in the order of the layout")
     if ahead := sum(".mtp." in name for name in layers):

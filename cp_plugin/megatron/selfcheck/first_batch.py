@@ -6,6 +6,7 @@
     positions        --> Megatron's layout manager, where it converts   --> the order of attention, and back
     rotary table     --> the model's rotary embedding                   --> rope
     q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``attention_pass``
+    projections      --> gated delta net by a provider of ours          --> out, gradient: ``delta_net_pass``
 
 Each must equal this rank's rows, by the layout, of the same quantity for the whole sequence: a batch, a RoPE table or
 an attention module in another layout than the others cannot pass. Batch and RoPE are copies and must be equal. A model
@@ -37,8 +38,9 @@ from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
-from cp_plugin.megatron.patches import hybrid, mtp, packing, patching
+from cp_plugin.megatron.patches import delta_net, hybrid, mtp, packing, patching
 from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, pack_of, packed_problems, table_of
+from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
 from cp_plugin.placement.documents import DOCUMENTS
 
 _TOKENS = 32
@@ -102,6 +104,9 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> li
         problems += mtp.roll_problems(tokens, packs, device)
     if any(hybrid.keeps_layout(module) for module in modules):
         problems += hybrid.order_problems(tokens, packs, device)
+    layer = next(filter(delta_net.replaced, modules), None)
+    if layer is not None:
+        problems += delta_net_problems(layer, tokens, packs, device)
     for stack in filter(hybrid.converts, modules):
         problems += hybrid.conversion_problems(stack, outside, mine)
     table = rows = None

@@ -1,0 +1,82 @@
+"""Megatron's gated delta net layers by a provider of linear attention (``--cp-linear-provider``).
+
+    Megatron    hidden -> q k v z beta alpha --all-to-all--> whole sequence, some heads -> convolution, rule --back-->
+    here        hidden -> q k v z beta alpha -> convolution of this rank's tokens, with those before them from the
+                neighbours (``attention.convolution``) -> the rule, by the provider -> norm, gate -> hidden
+
+Every rank keeps its tokens and has all heads, so there may be more ranks than heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.convolution import short_convolution
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.megatron import compat, runtime
+from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.patches.patching import Call, around, installed
+
+FORWARD = "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward"
+_NORM = "megatron.core.ssm.gated_delta_net.common:l2norm"
+
+
+@around
+def replace_forward(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Replaces ``GatedDeltaNet.forward``."""
+    layer: Any = call["self"]
+    context = call["inference_context"] or call["inference_params"]
+    if context is not None:
+        raise ValueError("gated delta net layers do not support inference: their state is not kept yet")
+    hidden, packed = call["hidden_states"], call["packed_seq_params"]
+    projected, _ = layer.in_proj(hidden)
+    cp = runtime.between_layers(runtime.context_parallel(layer.pg_collection.cp, "linear"))
+    tokens = projected.size(0) * cp.size
+    bounds = None if packed is None else packing.bounds(packed, tokens)
+    out, gate = attend(layer, packing.on_pack(cp, packing.places(packed), tokens), projected, bounds)
+    return layer.out_proj(layer._apply_gated_norm(out, gate).view(*out.shape[:2], -1))
+
+
+def replaced(module: torch.nn.Module) -> bool:
+    """Whether a provider of ours runs this layer."""
+    return FORWARD in installed() and type(module).__name__ == "GatedDeltaNet"
+
+
+def attend(
+    layer: Any,
+    cp: ContextParallel,
+    projected: Tensor,
+    bounds: Tensor | None,
+    unit: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Convolution and delta rule of one layer.
+
+    Args:
+        projected: of this rank's tokens: ``[s/cp, b, q + k + v + z + beta + alpha]``.
+        bounds: of the documents of a pack; None: no pack.
+        unit: scales queries and keys to a norm of 1; None: Megatron's kernel.
+
+    Returns:
+        The rule's outputs and their gate z, both ``[s/cp, b, heads, value size]``.
+    """
+    keys, values, heads = layer.qk_dim_local_tp, layer.v_dim_local_tp, layer.num_v_heads_local_tp
+    mixed, gate, beta, alpha = projected.split((2 * keys + values, values, heads, heads), 2)
+    weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
+    mixed = layer.act_fn(short_convolution(cp, mixed, weight, bias, cu_seqlens=bounds))
+    both, v = mixed.split((2 * keys, values), 2)
+    both = both.unflatten(2, (-1, layer.key_head_dim))
+    if layer.use_qk_l2norm:
+        both = (unit or compat.find(_NORM)[1])(both.contiguous())
+    repeat = layer.num_value_heads // layer.num_key_heads
+    q, k = (y.repeat_interleave(repeat, 2) for y in both.chunk(2, 2))
+    v, gate = (y.unflatten(2, (heads, -1)) for y in (v, gate))
+    wide = accumulation_dtype(alpha.dtype)
+    decay = -layer.A_log.to(wide).exp() * softplus(alpha.to(wide) + layer.dt_bias)
+    scale = layer.key_head_dim**-0.5
+    return cp.linear_attention(q, k, v, decay, beta=beta.sigmoid(), scale=scale, cu_seqlens=bounds), gate

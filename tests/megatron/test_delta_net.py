@@ -1,0 +1,151 @@
+"""Megatron's gated delta net by a provider (``--cp-linear-provider``): one rank's numbers, self-check, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import state_space_kernels
+from harness import MODEL, train
+from nightly import one_case
+from parity import check
+from state_space_kernels import STATES
+from test_masks_in_training import short_documents
+
+from cp_plugin.common.versions import version_tuple
+from cp_plugin.megatron.patches.patching import megatron_version
+from cp_plugin.testing.launch import RankError
+
+pytestmark = [
+    pytest.mark.usefixtures("adapter"),
+    pytest.mark.skipif(version_tuple(megatron_version()) < (0, 19), reason="gated delta net is built since 0.19"),
+]
+
+SHORT = MODEL.replace("--num-layers 2 ", "").replace("--seq-length 64", "--seq-length 32")
+SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
+PACKED = "--dataloader-inter-document-masking"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+GROUPED = STATES.replace("--linear-num-key-heads 4", "--linear-num-key-heads 2")
+"""Two value heads for each query and key head."""
+CASES = {
+    "all-gather, zigzag": (1, 2, "G*", "ring --cp-layout zigzag --cp-linear-provider lasp2"),
+    "in turn, more ranks than heads": (1, 8, "GG*-", "ring --cp-layout contiguous --cp-linear-provider lasp1"),
+    "beside Mamba, on a grid": (1, 4, "MG*", "attention2d --cp-grid 2x2 --cp-linear-provider lasp2"),
+    "tensor parallel": (2, 2, f"G* {SEQUENCE}", "burst --cp-layout zigzag --cp-linear-provider lasp1"),
+    "pipeline, recomputed": (
+        2,
+        2,
+        f"G*|G- --pipeline-model-parallel-size 2 {FULL}",
+        "all_gather --cp-linear-provider lasp2",
+    ),
+    "documents": (1, 4, f"G* {PACKED}", "ring --cp-layout zigzag --cp-linear-provider lasp2"),
+    "placed documents": (1, 2, f"MG* {PACKED}", "needed --cp-layout documents --cp-linear-provider lasp2"),
+}
+
+
+def _kernels() -> None:
+    """Documents that end inside a pack, and state-space layers in plain torch."""
+    short_documents()
+    state_space_kernels.install()
+
+
+@one_case
+@pytest.mark.parametrize("case", CASES)
+def test_as_on_one_rank(case: str) -> None:
+    ranks, cp, pattern, provider = CASES[case]
+    flags = f"--hybrid-layer-pattern {pattern} {GROUPED} --calculate-per-token-loss"
+    check(flags, f"--cp-provider {provider}", cp=cp, ranks=ranks, model=SHORT, prepare=_kernels, alone=_kernels)
+
+
+def _train(flags: str, plant: Callable[[], None] = lambda: None, pattern: str = "G*") -> None:
+    def prepare() -> None:
+        _kernels()
+        plant()
+
+    train(
+        2, f"--hybrid-layer-pattern {pattern} {STATES} --context-parallel-size 2 {flags}", model=SHORT, prepare=prepare
+    )
+
+
+def test_it_is_announced_and_checked_in_half_precision(capfd: pytest.CaptureFixture[str]) -> None:
+    _train(f"--cp-provider ring --cp-linear-provider lasp1 --bf16 {PACKED} --calculate-per-token-loss")
+    told = capfd.readouterr().out
+    assert "gated delta net" in told and "by lasp1: LASP (arXiv 2404.02882)" in told
+    assert "self-check passed" in told
+
+
+def _own_tokens_alone() -> None:
+    from cp_plugin.attention import convolution
+
+    fetch = convolution._sent
+    convolution._sent = lambda *given: fetch(*given) * 0
+
+
+def _gradients_as_states() -> None:
+    from cp_plugin.linear import scan
+
+    scan.transposed = lambda through: through
+
+
+def _documents_run_on() -> None:
+    from cp_plugin.megatron.patches import delta_net
+
+    attend = delta_net.attend
+    delta_net.attend = lambda layer, cp, projected, bounds, unit=None: attend(
+        layer, cp, projected, None if unit is None else bounds, unit
+    )
+
+
+@pytest.mark.parametrize(
+    ("plant", "flags", "message"),
+    [
+        (_own_tokens_alone, "", r"rank 1: gated delta net's outputs are off by \d"),
+        (_gradients_as_states, "--cp-layout zigzag", r"rank 0: gated delta net's gradients are off by \d"),
+        (_documents_run_on, f"{PACKED} --calculate-per-token-loss", r"packed gated delta net's outputs are off by \d"),
+    ],
+    ids=["convolution without neighbours", "gradients not transposed", "documents run on"],
+)
+def test_the_self_check_finds_a_fault(plant: Callable[[], None], flags: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        _train(f"--cp-provider ring --cp-linear-provider lasp2 {flags or '--cp-layout contiguous'}", plant)
+
+
+def test_a_variant_of_the_layer_is_not_trained() -> None:
+    def other() -> None:
+        from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+        GatedDeltaNet.__name__ = "GatedDeltaNet2"
+
+    with pytest.raises(RankError, match=r"Not replaced: .*self_attention"):
+        _train("--cp-provider ring --cp-layout contiguous --cp-linear-provider lasp2", other)
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern", "message"),
+    [
+        (
+            "--cp-linear-provider lasp2",
+            "G*",
+            r"--cp-linear-provider lasp2 with G in .* G\*: .* Add --cp-provider with one",
+        ),
+        (
+            "--cp-provider ring --cp-linear-provider lasp3",
+            "G*",
+            "--cp-linear-provider lasp3: choose one of lasp2, lasp1",
+        ),
+        (
+            "--cp-provider striped --cp-linear-provider lasp2",
+            "G*",
+            "--cp-provider striped runs on the layout striped only, and --cp-linear-provider lasp2 on contiguous",
+        ),
+        (
+            "--cp-provider ring --cp-linear-provider linear_ring",
+            "G*",
+            "--cp-linear-provider linear_ring cannot run this model: the baseline supports neither decays, the delta",
+        ),
+        ("--cp-provider ring --cp-linear-provider lasp2", "M*", "--cp-linear-provider lasp2 would do nothing without"),
+    ],
+)
+def test_refusals(flags: str, pattern: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        _train(flags, pattern=pattern)
