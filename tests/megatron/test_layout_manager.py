@@ -35,6 +35,7 @@ CASES = {
     "converted, grid": (1, 4, f"M*G* {STATES}", f"attention2d --cp-grid 2x2 --cp-layout zigzag {LINEAR}"),
     "converted, tensor parallel, recomputed": (2, 2, f"M*- {SEQUENCE} {RECOMPUTE} {STATES}", f"{ZIGZAG} {LINEAR}"),
     "converted, pipeline": (2, 2, f"M*|G*- --pipeline-model-parallel-size 2 {STATES}", f"{ZIGZAG} {LINEAR}"),
+    "converted, delta net by a provider": (1, 4, f"G* {STATES}", f"{ZIGZAG} {LINEAR} --cp-linear-provider lasp2"),
     "striped": (1, 2, f"MG*- {STATES}", f"striped {LINEAR}"),
     "contiguous everywhere": (1, 2, f"MG*- {STATES}", f"ring --cp-layout contiguous {LINEAR} {ATTENTION}"),
     "prediction": (1, 2, f"M*/*-/*- {STATES}", f"{ZIGZAG} {LINEAR}"),
