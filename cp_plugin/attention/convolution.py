@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Mesh
@@ -61,11 +62,7 @@ def short_convolution(
     documents = () if cu_seqlens is None else document_bounds(cu_seqlens, tokens)
     asked = cp.layout, cp.numbers, cp.index, tokens, width, documents, x.device
     plan = _plans.get(asked, lambda: _planned(cp, tokens, width, documents, x.device))
-    rows = _Fetch.apply(x, plan, cp.mesh)  # this rank's, those fetched, and one of zeros
-    out = x * weight[:, -1]
-    for back, place in enumerate(plan.before, start=1):
-        out = out + rows.index_select(0, place) * weight[:, -1 - back]
-    return out if bias is None else out + bias
+    return _Convolution.apply(x, weight, bias, plan, cp.mesh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +75,39 @@ class _Plan:
     """For i = 1 .. w - 1, where the token i before each of this rank's tokens is: int64 ``[s]``."""
 
 
-class _Fetch(torch.autograd.Function):
-    """Append the rows that this rank needs of others, and a row of zeros."""
+class _Convolution(torch.autograd.Function):
+    """Saves the tokens once; all sums are in the accumulation dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: _Plan, mesh: Mesh) -> Tensor:
-        ctx.plan, ctx.mesh, ctx.tokens = plan, mesh, x.size(0)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, mesh: Mesh) -> Tensor:
         with mesh.ledger.phase("forward"):
             fetched = _sent(mesh, x[plan.leaving], plan.sent, plan.received)
-        return torch.cat((x, fetched, x.new_zeros((1, *x.shape[1:]))))
+        rows = torch.cat((x, fetched, x.new_zeros((1, *x.shape[1:]))))
+        taps = weight.to(accumulation_dtype(x.dtype))
+        out = x * taps[:, -1]
+        for back, place in enumerate(plan.before, start=1):
+            out += rows.index_select(0, place) * taps[:, -1 - back]
+        ctx.save_for_backward(rows, weight, bias)
+        ctx.plan, ctx.mesh = plan, mesh
+        return (out if bias is None else out + bias).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        plan, own, fetched = ctx.plan, grad[: ctx.tokens], grad[ctx.tokens : -1]
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, bias = ctx.saved_tensors
+        plan, tokens, wide = ctx.plan, dout.size(0), accumulation_dtype(dout.dtype)
+        dout, taps = dout.to(wide), weight.to(wide)
+        drows = torch.zeros(rows.shape, dtype=wide, device=rows.device)
+        drows[:tokens] = dout * taps[:, -1]
+        of_taps = [(dout * rows[:tokens]).sum((0, 1))]
+        for back, place in enumerate(plan.before, start=1):
+            drows.index_add_(0, place, dout * taps[:, -1 - back])
+            of_taps.append((dout * rows.index_select(0, place)).sum((0, 1)))
         with ctx.mesh.ledger.phase("backward"):
-            returned = _sent(ctx.mesh, fetched.contiguous(), plan.received, plan.sent)
-        wide = own.to(accumulation_dtype(own.dtype), copy=True)
-        return wide.index_add_(0, plan.leaving, returned.to(wide.dtype)).to(own.dtype), None, None
+            returned = _sent(ctx.mesh, drows[tokens:-1].to(rows.dtype), plan.received, plan.sent)
+        dx = drows[:tokens].index_add_(0, plan.leaving, returned.to(wide)).to(rows.dtype)
+        dweight = torch.stack(of_taps[::-1], 1).to(weight.dtype)
+        return dx, dweight, None if bias is None else dout.sum((0, 1)).to(bias.dtype), None, None
 
 
 def _sent(mesh: Mesh, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:

@@ -82,6 +82,24 @@ def test_placed_documents(size: int) -> None:
     assert_equal(list(run_threads(rank, {"cp": size})), whole(4, BOUNDS))
 
 
+def test_half_precision() -> None:
+    """At most twice the error of one rank, whose gradients torch sums itself."""
+    *given, dout = (y.bfloat16() for y in inputs(4))
+
+    def rank(cp: ContextParallel) -> list[Tensor]:
+        x, weight, bias = (y.detach().requires_grad_() for y in (cp.shard(given[0]), *given[1:]))
+        out = short_convolution(cp, x, weight, bias)
+        assert out.dtype == torch.bfloat16
+        dx, *shares = torch.autograd.grad(out, (x, weight, bias), cp.shard(dout))
+        return [cp.unshard(out.detach()), cp.unshard(dx), *shares]
+
+    want = whole(4, None)
+    alone = [(a.double() - b).norm() / b.norm() for a, b in zip(rank(ContextParallel("lasp2")), want, strict=True)]
+    ranks = run_threads(lambda mesh: rank(ContextParallel("lasp2", mesh=mesh, layout="zigzag")), {"cp": 4})
+    for got, expected, error in zip(ranks[1][:2], want[:2], alone[:2], strict=True):
+        assert error <= 5e-3 and (got.double() - expected).norm() / expected.norm() <= 2 * error
+
+
 def test_without_a_group() -> None:
     assert_equal([sharded(ContextParallel("lasp2"), 4, BOUNDS)], whole(4, BOUNDS))
 
