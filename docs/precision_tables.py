@@ -98,7 +98,7 @@ def transformer_engine_ring(ranks: int, dtype: torch.dtype) -> Errors:
 
     def rank(mesh: Mesh) -> tuple[ContextParallel, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         cp = ContextParallel("ring", mesh=mesh, problem=problem, layout="zigzag")
-        q, k, v, dout, _ = case.inputs.sharded(cp, torch.device("cpu"))
+        q, k, v, dout, *_ = case.inputs.sharded(cp, torch.device("cpu"))
         assert q is not None and k is not None and v is not None and dout is not None
         q, k, v, dout = (x.detach() for x in (q, k, v, dout))
         method = cp.method(problem, q.device, q.size(3) ** -0.5)

@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 def sent(entry: Entry, problem: Problem, bounds: Sequence[int] = ()) -> list[int]:
     """Bytes that each rank sends in a forward and a backward; ``bounds``: of the documents, for ``OnPack`` entries."""
-    q, k, v, dout, _ = shapes(problem, problem.seq_length // problem.size)
+    q, k, v, dout, *_ = shapes(problem, problem.seq_length // problem.size)
     found = []
     for cp in _ranks(entry, problem, bounds):
         of_method(cp.around(RecordingKernel(), problem, mask=problem.mask(tuple(bounds))), q, k, v, dout)

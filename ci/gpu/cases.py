@@ -133,7 +133,7 @@ def errors(setup: Setup, documents: tuple[int, ...], device: torch.device) -> tu
         return tuple(cp.unshard(x) for x in attend(cp, shards, setup.problem, documents))
 
     got = run_threads(rank, setup.axes, patience=100)[0]
-    return oracle.relative_errors(got, right.want), verify.limits(setup, right, device)
+    return oracle.relative_errors(got, right.want, oracle.tensors(right.problem)), verify.limits(setup, right, device)
 
 
 def attend(cp: ContextParallel, x: Inputs, problem: Problem, documents: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
@@ -163,7 +163,7 @@ class Alone(NamedTuple):
         return self.method.forward(queries, kv) or nothing_seen(queries, kv)
 
     def backward(self, lse: Tensor, delta: Tensor) -> Gradients:
-        q, k, v, dout, _ = self.x
+        q, k, v, dout, *_ = self.x
         queries, kv = Queries(q, dout, lse, delta), KeyValues(k, v)
         return self.method.backward(queries, kv) or no_gradients(queries, kv)
 

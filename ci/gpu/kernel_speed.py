@@ -64,7 +64,7 @@ class Timed:
 
     def backward(self) -> Call:
         """A call of the backward; the forward runs beforehand."""
-        q, k, v, dout, _ = self.x
+        q, k, v, dout, *_ = self.x
         out, lse = self.forward()
         delta = (dout.float() * out.float()).sum(-1)
         queries, kv = Queries(q, dout, lse, delta), KeyValues(k, v)

@@ -24,7 +24,7 @@ from cp_plugin.attention.setups import Setup, settled_or_reason
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import verify
-from cp_plugin.testing.oracle import Case, make_case, relative_errors
+from cp_plugin.testing.oracle import Case, make_case, relative_errors, tensors
 
 RANKS = 4
 PROBLEM = Problem(size=RANKS, heads=8, kv_heads=4, head_dim=64, v_head_dim=64, seq_length=512, dtype=torch.bfloat16)
@@ -152,7 +152,7 @@ def one(run: Run) -> Found:
     setup, here = run.setup, device()
     cp, case = ContextParallel(setup, group=mine), answer(replace(setup.problem, size=1), setup.provider.kind)
     got = calls.through_autograd(cp, case.inputs.sharded(cp, here), setup.problem)
-    errors = relative_errors(tuple(cp.unshard(x) for x in got), case.want)
+    errors = relative_errors(tuple(cp.unshard(x) for x in got), case.want, tensors(case.problem))
     return worst(errors, verify.limits(setup, case, here))
 
 

@@ -23,13 +23,14 @@ from cp_plugin.methods.protocol import Attend, Provider
 
 
 class Inputs(NamedTuple):
-    """q, k, v and dout as in ``cp_plugin.methods.protocol``, and the log decay of linear attention."""
+    """q, k, v and dout as in ``cp_plugin.methods.protocol``, and the log decay and beta of linear attention."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
     log_decay: Tensor | None = None
+    beta: Tensor | None = None
 
     def sharded(self, cp: ContextParallel, device: torch.device) -> Inputs:
         """This rank's shards of whole sequences, as leaves of an autograd graph."""
@@ -51,7 +52,7 @@ def shapes(problem: Problem, tokens: int) -> Inputs:
         empty(s, b, g, problem.v_head_dim),
         empty(s, b, h, problem.v_head_dim),
     )
-    return Inputs(q, k, v, dout, decays[problem.decay])
+    return Inputs(q, k, v, dout, decays[problem.decay], k[..., 0] if problem.delta else None)
 
 
 def without_peers(
@@ -70,7 +71,7 @@ def through_autograd(
     between: Callable[[], object] = lambda: None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv and the gradient of a per-token decay, of this rank's shards.
+    """out, dq, dk, dv and the gradients of a per-token decay and of beta, of this rank's shards.
 
     Args:
         between: called after the forward.
@@ -82,9 +83,9 @@ def through_autograd(
     if cp.provider.kind == "softmax":
         out = cp.attention(*leaves, causal=problem.causal, window=problem.window, cu_seqlens=cu_seqlens)
     else:
-        out = cp.linear_attention(*leaves, shards.log_decay, causal=problem.causal, cu_seqlens=cu_seqlens)
-        if problem.decay in ("token", "key"):
-            leaves.append(shards.log_decay)
+        decay, beta = shards.log_decay, shards.beta
+        out = cp.linear_attention(*leaves, decay, beta=beta, causal=problem.causal, cu_seqlens=cu_seqlens)
+        leaves += [decay] * (problem.decay in ("token", "key")) + [beta] * problem.delta
     between()
     return out.detach(), *torch.autograd.grad(out, leaves, shards.dout.detach())
 
@@ -93,9 +94,9 @@ def directly(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Ten
     """The same without autograd, which cannot run ranks that are threads on one CUDA device."""
     if cp.provider.kind == "linear":
         scan, parts = cp.scan(problem, shards.q.device)
-        q, k, v, dout, log_decay = shards
-        found = linear_attention.directly(q, k, v, log_decay, dout.detach(), scan, parts, cp.mesh)
-        return found if problem.decay in ("token", "key") else found[:4]
+        q, k, v, dout, log_decay, beta = shards
+        found = linear_attention.directly(q, k, v, log_decay, beta, dout.detach(), scan, parts, cp.mesh)
+        return found[:4] + found[5:] if problem.decay == "head" else found
     q, k, v, dout = (y.detach() for y in shards[:4])
     method = cp.method(cp.problem(q, k, v, causal=problem.causal), q.device, q.size(3) ** -0.5)
     return of_method(method, q, k, v, dout)

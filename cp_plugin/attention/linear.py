@@ -172,12 +172,20 @@ def attend(
 
 
 def directly(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, dout: Tensor, scan: Scan, parts: Segmented, mesh: Mesh
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    dout: Tensor,
+    scan: Scan,
+    parts: Segmented,
+    mesh: Mesh,
 ) -> tuple[Tensor, ...]:
-    """out and the gradients of q, k, v and log_decay, with the scan outside of autograd, which on CUDA would deadlock
-    ranks that are threads of one process."""
-    given = [y for y in (q, k, v, log_decay) if y is not None]
-    x = _tokens(q, k, v, log_decay, None, parts, None)
+    """out and the gradients of q, k, v, log_decay and beta, with the scan outside of autograd, which on CUDA would
+    deadlock ranks that are threads of one process."""
+    given = [y for y in (q, k, v, log_decay, beta) if y is not None]
+    x = _tokens(q, k, v, log_decay, beta, parts, None)
     values = Tokens(*(None if y is None else y.detach() for y in x))
     found, kept = scan.forward(values)
     found = found.to(q.dtype).detach().requires_grad_()

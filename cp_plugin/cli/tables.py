@@ -123,6 +123,7 @@ def _described(problem: Problem) -> str:
 
 def _mask(problem: Problem) -> str:
     decay = "" if problem.decay == "none" else f", {problem.decay} decay"
+    decay += ", delta rule" if problem.delta else ""
     window = "" if problem.window is None else f", window {max(problem.window)}"
     documents = f", {len(problem.bounds) - 1} documents" if problem.bounds else ""
     return f"{'causal' if problem.causal else 'full'}{decay}{window}{documents}"

@@ -19,8 +19,8 @@ from cp_plugin.core.mask import Window
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods.protocol import Kind
 
-TENSORS = ("out", "dq", "dk", "dv", "dlog_decay")
-"""What is compared; the last where there is a per-token decay."""
+TENSORS = ("out", "dq", "dk", "dv")
+"""What is compared; under linear attention more, see ``tensors``."""
 ELEMENTS = 1 << 24
 """Scores per chunk."""
 
@@ -31,7 +31,7 @@ class Case(NamedTuple):
     inputs: Inputs
     """In the problem's dtype; the decay in float64."""
     want: tuple[Tensor, ...]
-    """In float64, for the rounded inputs: see ``TENSORS``."""
+    """In float64, for the rounded inputs: see ``tensors``."""
     problem: Problem
     documents: tuple[int, ...] = ()
     """Bounds of the documents; empty: one document."""
@@ -57,14 +57,25 @@ def make_case(problem: Problem, kind: Kind = "softmax", documents: tuple[int, ..
 
 
 def make_inputs(problem: Problem) -> Inputs:
-    """Deterministic random inputs in the problem's dtype, the decay in float64."""
+    """Deterministic random inputs in the problem's dtype, the decay in float64.
+
+    Under the delta rule keys have a norm of 1, and beta is from 0 to 1.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64)
 
-    q, k, v, dout, decay = (None if y is None else normal(y) for y in shapes(problem, problem.seq_length))
-    return Inputs(*(y.to(problem.dtype) for y in (q, k, v, dout)), None if decay is None else -decay.abs())
+    q, k, v, dout, decay, beta = (None if y is None else normal(y) for y in shapes(problem, problem.seq_length))
+    if beta is not None:
+        k, beta = torch.nn.functional.normalize(k, dim=3), beta.sigmoid().to(problem.dtype)
+    return Inputs(*(y.to(problem.dtype) for y in (q, k, v, dout)), None if decay is None else -decay.abs(), beta)
+
+
+def tensors(problem: Problem) -> tuple[str, ...]:
+    """The names of ``Case.want``."""
+    decay = ("dlog_decay",) if problem.decay in ("token", "key") else ()
+    return (*TENSORS, *decay, *(("dbeta",) if problem.delta else ()))
 
 
 def seen(problem: Problem, documents: tuple[int, ...] = ()) -> Tensor:
@@ -173,7 +184,7 @@ def chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
 
 
 def linear_reference(inputs: Inputs, problem: Problem) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv and the gradient of a per-token decay: token by token in float64.
+    """out, dq, dk, dv and the gradients of a per-token decay and of beta: token by token in float64.
 
     Without a causal mask also from the last token back, not counting each token itself again.
     """
@@ -182,6 +193,7 @@ def linear_reference(inputs: Inputs, problem: Problem) -> tuple[Tensor, ...]:
     shape = {"none": (1, 1, 1, 1), "head": (1, 1, -1, 1), "token": (*k.shape[:3], 1), "key": k.shape}[problem.decay]
     kept = decay.reshape(shape).expand(k.shape).exp().unsqueeze(4)
     repeat = q.size(2) // k.size(2)
+    beta = None if inputs.beta is None else inputs.beta.detach().double().requires_grad_()
     added = k.unsqueeze(4) * v.unsqueeze(3)
 
     def read(state: Tensor, token: int) -> Tensor:
@@ -189,7 +201,12 @@ def linear_reference(inputs: Inputs, problem: Problem) -> tuple[Tensor, ...]:
 
     outs, state = [], torch.zeros_like(added[0])
     for token in range(q.size(0)):
-        state = kept[token] * state + added[token]
+        state = kept[token] * state
+        if beta is None:
+            state = state + added[token]
+        else:
+            lacking = v[token] - torch.einsum("bgd,bgde->bge", k[token], state)
+            state = state + k[token].unsqueeze(3) * (beta[token].unsqueeze(2) * lacking).unsqueeze(2)
         outs.append(read(state, token))
     if not problem.causal:
         state = torch.zeros_like(added[0])
@@ -198,14 +215,14 @@ def linear_reference(inputs: Inputs, problem: Problem) -> tuple[Tensor, ...]:
             outs[token] = outs[token] + read(state, token)
             state = state + added[token]
     out = torch.stack(outs)
-    leaves = (q, k, v, decay) if problem.decay in ("token", "key") else (q, k, v)
+    leaves = [q, k, v, *([decay] if problem.decay in ("token", "key") else []), *([] if beta is None else [beta])]
     return out.detach(), *torch.autograd.grad(out, leaves, inputs.dout.double())
 
 
-def relative_errors(got: Sequence[Tensor], want: Sequence[Tensor]) -> dict[str, float]:
+def relative_errors(got: Sequence[Tensor], want: Sequence[Tensor], names: Sequence[str] = TENSORS) -> dict[str, float]:
     """||got - want|| / ||want|| of each tensor; infinite if ``got`` is not finite or has another shape."""
     found = {}
-    for name, a, b in zip(TENSORS[: len(want)], got, want, strict=True):
+    for name, a, b in zip(names[: len(want)], got, want, strict=True):
         error = ((a.detach().cpu().double() - b).norm() / b.norm()).item() if a.shape == b.shape else torch.inf
         found[name] = error if error == error else torch.inf
     return found

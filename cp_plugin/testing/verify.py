@@ -32,7 +32,7 @@ from cp_plugin.methods import fp8
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.testing.launch import RankError, run_ranks
 from cp_plugin.testing.machine import refuse_too_large
-from cp_plugin.testing.oracle import TENSORS, Case, make_case, relative_errors
+from cp_plugin.testing.oracle import TENSORS, Case, make_case, relative_errors, tensors
 from cp_plugin.testing.ranks import join, with_progress
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -84,11 +84,13 @@ def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options:
 
 
 def _decayed(provider: Provider, problems: Sequence[Problem]) -> list[Problem]:
-    """The problems; for linear attention each with every supported decay."""
+    """The problems; for linear attention each with every supported decay, and under the delta rule if it has that."""
     if provider.kind == "softmax":
         return list(problems)
     known = {d for d in get_args(Decay) for p in problems if not provider.unsupported(replace(p, decay=d), Options())}
-    return [replace(p, decay=decay) for p in problems for decay in get_args(Decay) if decay in known | {"none"}]
+    found = [replace(p, decay=decay) for p in problems for decay in get_args(Decay) if decay in known | {"none"}]
+    by_delta = (replace(p, delta=True) for p in found)
+    return found + [p for p in by_delta if provider.unsupported(p, Options()) is None]
 
 
 def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> list[Result]:
@@ -114,7 +116,7 @@ def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> l
         got = [cp.unshard(x) for x in call(cp, case.inputs.sharded(cp, here), setup.problem)]
         if cp.index > 0:
             return {}
-        errors, allowed = relative_errors(got, case.want), limits(setup, case, here)
+        errors, allowed = relative_errors(got, case.want, tensors(setup.problem)), limits(setup, case, here)
         return {name: (errors[name], allowed[name]) for name in errors}
 
     results = []
@@ -158,7 +160,7 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
     """
     problem = case.problem
     if problem.dtype in LIMITS:
-        return dict.fromkeys(TENSORS[: len(case.want)], LIMITS[problem.dtype])
+        return dict.fromkeys(tensors(problem), LIMITS[problem.dtype])
     options = Options() if setup is None else setup.options
     if setup is not None and setup.provider.kind == "linear":
         alone = ContextParallel(setup.provider, backend=options.backend)
@@ -170,9 +172,8 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
         kernel = blocks.choose(options, problem, device).kernel
         got = tuple(map(sent, calls.of_kernel(kernel, inputs, problem.mask(case.documents), sent)))
     rounding = {} if setup is None else of_sums(setup)
-    found = {
-        name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in relative_errors(got, case.want).items()
-    }
+    errors = relative_errors(got, case.want, tensors(problem))
+    found = {name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in errors.items()}
     if "dlog_decay" in found:  # never in half precision
         found["dlog_decay"] = LIMITS[torch.float32]
     return found
@@ -200,7 +201,7 @@ def check_kernel(setup: Setup, device: torch.device) -> None:
     if setup.provider.kind == "softmax":
         blocks.choose(options, problem, device)
     else:
-        kernels.choose(options.backend, device, problem.dtype, problem.documents, problem.decay)
+        kernels.choose(options.backend, device, problem.dtype, problem.documents, problem.decay, problem.delta)
 
 
 def on_ranks[T](

@@ -21,7 +21,7 @@ from cp_plugin.core.problem import Decay
 from cp_plugin.kernels import merge as merging
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.ring import STRIPED, Ring
-from cp_plugin.testing.oracle import TENSORS, make_case, reference, relative_errors
+from cp_plugin.testing.oracle import TENSORS, make_case, reference, relative_errors, tensors
 from cp_plugin.testing.verify import plan, verify
 
 SMALL = ("--head-dim", "16", "--batch", "1", "--size", "4")
@@ -53,8 +53,9 @@ def test_the_default_plan_covers_every_provider_layout_and_problem() -> None:
     planned = plan((), problems, Options())
     covered = {(s.provider.name, s.layout, s.problem) for s in planned if s.reason is None}
 
-    def supported(names: list[str], decays: tuple[Decay, ...]) -> set[tuple[str, str, Problem]]:
-        cases = product(map(providers.get, names), [replace(p, decay=decay) for p in problems for decay in decays])
+    def supported(names: list[str], decays: tuple[Decay, ...], delta: bool = False) -> set[tuple[str, str, Problem]]:
+        tried = [replace(p, decay=decay, delta=delta) for p in problems for decay in decays]
+        cases = product(map(providers.get, names), tried)
         return {
             (provider.name, layout, p)
             for provider, p in cases
@@ -62,7 +63,9 @@ def test_the_default_plan_covers_every_provider_layout_and_problem() -> None:
             if provider.unsupported(p, Options(layout=layout)) is None
         }
 
-    assert covered == supported(providers.names(), ("none",)) | supported(providers.names("linear"), get_args(Decay))
+    linear, decays = providers.names("linear"), get_args(Decay)
+    by_rule = [supported(linear, decays, delta) for delta in (False, True)]
+    assert covered == supported(providers.names(), ("none",)).union(*by_rule) and all(by_rule)
     chosen = [setup.options.chosen for setup in planned]
     assert any(c.get("intra_size") == 2 and c.get("backward") == "q" for c in chosen)
     assert any(c.get("head_parallel") == 2 and "grid" in c for c in chosen)
@@ -82,7 +85,7 @@ def test_providers_pass_on_ranks_and_on_threads(threads: bool) -> None:
     for result in results:
         assert result.ok, (result, str(result.setup))
         half = result.setup.problem.dtype == torch.bfloat16
-        assert set(TENSORS) - set(result.errors) <= {"dlog_decay"} and (result.errors["out"] > 1e-4) == half
+        assert tuple(result.errors) == tensors(result.setup.problem) and (result.errors["out"] > 1e-4) == half
 
 
 class DropsABlock(Ring):

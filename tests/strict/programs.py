@@ -54,13 +54,14 @@ def linear_attention(provider: str, case: LinearCase, layout: str) -> Program[No
 
     def program(mesh: Mesh) -> None:
         cp = ContextParallel(provider, mesh=mesh, layout=layout)
-        q, k, v, log_decay, dout = case.inputs(torch.float32)
-        if log_decay is not None:
-            log_decay = log_decay if log_decay.dim() == 1 else cp.shard(log_decay)
+        *inputs, dout = case.inputs(torch.float32)
+        q, k, v, decay, beta = (x if x is None or x.dim() == 1 else cp.shard(x) for x in inputs)
         layers = []
         for _ in range(LAYERS):
-            leaves = [cp.shard(x).detach().requires_grad_() for x in (q, k, v)]
-            layers.append(cp.linear_attention(*leaves, log_decay, causal=case.causal, cu_seqlens=case.cu_seqlens))
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            layers.append(
+                cp.linear_attention(*leaves, decay, beta=beta, causal=case.causal, cu_seqlens=case.cu_seqlens)
+            )
         for out in reversed(layers):
             out.backward(cp.shard(dout))
 

@@ -52,19 +52,24 @@ def test_options(provider: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("provider", "decay"), [("lasp2", "none"), ("lasp2", "token"), ("lasp1", "token"), ("linear_ring", "none")]
+    ("provider", "decay", "delta"),
+    [
+        *(("lasp2", decay, delta) for decay in ("none", "token") for delta in (False, True)),
+        *(("lasp1", "token", delta) for delta in (False, True)),
+        ("linear_ring", "none", False),
+    ],
 )
-def test_linear_methods(provider: str, decay: Any) -> None:
-    case = LinearCase(decay=decay, seq_length=24)
-    q, k, v, log_decay, dout = case.inputs()
+def test_linear_methods(provider: str, decay: Any, delta: bool) -> None:
+    case = LinearCase(decay=decay, delta=delta, seq_length=24)
+    *inputs, dout = case.inputs()
     want = case.want()
 
     def rank(mesh: Mesh) -> float:
         cp = ContextParallel(provider, mesh=mesh)
-        leaves = [cp.shard(x).detach().requires_grad_() for x in (q, k, v, log_decay) if x is not None]
-        out = cp.linear_attention(*leaves[:3], leaves[3] if decay == "token" else None)
+        *leaves, beta = (None if x is None else cp.shard(x).detach().requires_grad_() for x in inputs)
+        out = cp.linear_attention(*leaves, beta=beta)
         out.backward(cp.shard(dout))
-        got = [out.detach(), *(x.grad for x in leaves)]
+        got = [out.detach(), *(x.grad for x in (*leaves, beta) if x is not None)]
         return max(distance(a, cp.shard(b)) for a, b in zip(got, want, strict=True))
 
     assert max(run_with_data(rank, {"cp": 3})) < 1e-9

@@ -148,7 +148,7 @@ class Contestant(Protocol):
         """A part ``[s / size, b, heads, d]`` in that order."""
 
     def step(self, x: Inputs, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
-        """Forward, ``between``, and backward on this rank's parts: ``testing.oracle.TENSORS``."""
+        """Forward, ``between``, and backward on this rank's parts: ``testing.oracle.tensors``."""
 
     def booked(self) -> int | None:
         """Bytes this rank has sent since the last call, by its ledger; None without one."""

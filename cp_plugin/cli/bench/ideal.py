@@ -83,8 +83,8 @@ def _of_softmax(case: Case, options: Options, device: torch.device) -> Share:
         keys = whole[int(first[rows].min()) : int(last[rows].max())]
         factor = case.pairs / size / run.pairs
     block, scale = Block((rows,), (keys,), case.mask), problem.head_dim**-0.5
-    q, _, _, dout, _ = random_parts(problem, len(rows), device)
-    _, k, v, _, _ = random_parts(problem, len(keys), device)
+    q, _, _, dout, *_ = random_parts(problem, len(rows), device)
+    _, k, v, *_ = random_parts(problem, len(keys), device)
     kernel, wide = blocks.choose(options, problem, device).kernel, accumulation_dtype(problem.dtype)
 
     def step(between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:

@@ -144,7 +144,7 @@ class _Rank:
         return {
             "settings": contestant.settings,
             "why": contestant.notes,
-            "errors": dict(zip(oracle.TENSORS, errors, strict=False)),
+            "errors": dict(zip(oracle.tensors(asked.problem), errors, strict=False)),
             "allowed": limits(one.setup, asked, self._device),
         }
 

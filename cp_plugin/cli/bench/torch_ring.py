@@ -78,7 +78,7 @@ class TorchRing:
         upstream._cp_options.rotate_method = self.ROTATIONS[self._rotate]
         upstream._AllToAllRotater = self.HOPS[self._hops]
         how = {"is_causal": self._causal, "dropout_p": 0.0}
-        q, k, v, dout, _ = x
+        q, k, v, dout, *_ = x
         with torch.no_grad():
             out, lse, *_ = upstream._templated_ring_attention(self._group, 2, _forward, q, k, v, **how)
             between()

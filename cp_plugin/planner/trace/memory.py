@@ -37,7 +37,7 @@ class Peaks(NamedTuple):
 def peaks(provider: str | Provider, problem: Problem, options: Options, index: int = 0, device: str = "meta") -> Peaks:
     """Peaks of rank ``index``; ValueError for options or a problem that the provider does not support."""
     method = without_peers(provider, problem, options, index, RecordingKernel())
-    q, k, v, dout, _ = (
+    q, k, v, dout, *_ = (
         None if x is None else torch.empty_like(x, device=device)
         for x in shapes(problem, problem.seq_length // problem.size)
     )
