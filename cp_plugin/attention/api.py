@@ -230,13 +230,12 @@ class ContextParallel(Sharding):
 
         ``S_t = exp(log_decay_t) * S_(t-1) + k_t v_t^T``, ``o_t = S_t^T q_t``. Without a causal mask the same from the
         last token back is added, counting each token's own key and value once. With beta by the delta rule, causal
-        only: ``beta_t (v_t - (exp(log_decay_t) * S_(t-1))^T k_t)`` is written instead of v_t (Gated DeltaNet, arXiv
-        2412.06464; Kimi Delta Attention, arXiv 2510.26692). Keys should then have a norm of 1.
+        only (``linear.delta``): ``beta_t (v_t - (exp(log_decay_t) * S_(t-1))^T k_t)`` takes the place of v_t.
 
         Args:
             q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
             log_decay: at most 0: ``[g]``, ``[s, b, g]`` or ``[s, b, g, d]``; None is no decay.
-            beta: ``[s, b, g]``, the share that is replaced, in [0, 1] (to 2 with negative eigenvalues).
+            beta: ``[s, b, g]``, the share that is replaced, from 0 to 1 (or 2); keys should have a norm of 1.
             scale: factor on q.
             cu_seqlens: int ``[n + 1]``: as for ``attention``.
 
@@ -383,9 +382,9 @@ class ContextParallel(Sharding):
         causal: bool,
         documents: bool,
     ) -> Problem:
-        problem, decay = self.problem(q, k, v, causal=causal), linear.decay_of(log_decay, k)
-        linear.check_beta(beta, k)
-        return replace(problem, decay=decay, delta=beta is not None, documents=documents)
+        problem = self.problem(q, k, v, causal=causal)
+        decay, delta = linear.decay_of(log_decay, k), linear.is_delta(beta, k)
+        return replace(problem, decay=decay, delta=delta, documents=documents)
 
     def _is_for(self, kind: Kind) -> None:
         if self.provider.kind != kind:

@@ -8,8 +8,8 @@ A rank needs the w - 1 tokens before each run of its own, which is what a slidin
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Mesh
-from cp_plugin.common.recent import Recent
 from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask, document_bounds
 from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.methods.registry import names
@@ -60,8 +60,7 @@ def short_convolution(
         raise ValueError(f"x, weight and bias have the shapes {shapes}: they must be [s, b, c], [c, w] and [c]")
     tokens, width = x.size(0) * cp.size, weight.size(1)
     documents = () if cu_seqlens is None else document_bounds(cu_seqlens, tokens)
-    asked = cp.layout, cp.numbers, cp.index, tokens, width, documents, x.device
-    plan = _plans.get(asked, lambda: _planned(cp, tokens, width, documents, x.device))
+    plan = _planned(cp.layout, cp.numbers, cp.index, tokens, width, documents, x.device)
     return _Convolution.apply(x, weight, bias, plan, cp.mesh)
 
 
@@ -116,16 +115,26 @@ def _sent(mesh: Mesh, rows: Tensor, sent: tuple[int, ...], received: tuple[int, 
 
 
 _AXIS = "cp"
-_plans: Recent[Hashable, _Plan] = Recent(32)
 
 
-def _planned(cp: ContextParallel, tokens: int, width: int, documents: tuple[int, ...], device: torch.device) -> _Plan:
-    held = [cp.layout.segments(tokens, cp.size, number) for number in cp.numbers]
+@lru_cache(maxsize=32)
+def _planned(
+    layout: Layout,
+    numbers: tuple[int, ...],
+    here: int,
+    tokens: int,
+    width: int,
+    documents: tuple[int, ...],
+    device: torch.device,
+) -> _Plan:
+    """numbers: rank -> its number in the layout."""
+    size = len(numbers)
+    held = [layout.segments(tokens, size, number) for number in numbers]
     found = needs(held, held, Mask.of(True, (width - 1, 0), documents))
-    here, others = cp.index, [rank for rank in range(cp.size) if rank != cp.index]
+    others = [rank for rank in range(size) if rank != here]
     leaving = {rank: found.rows(rank, here) for rank in others}
     arriving = {rank: found.rows(here, rank) for rank in others}
-    mine = cp.positions(tokens)
+    mine = layout.positions(tokens, size, numbers[here])
     runs = [run for rank in others for run in rows_of(held[rank], arriving[rank])]
     fetched = [torch.arange(run.start, run.stop, run.step) for run in runs]
     place = torch.full((tokens,), len(mine) + sum(map(len, fetched)))  # of every position; by default, the zeros
@@ -140,7 +149,7 @@ def _planned(cp: ContextParallel, tokens: int, width: int, documents: tuple[int,
     rows = [torch.arange(r.start, r.stop) for rank in others for r in leaving[rank]]
     return _Plan(
         leaving=torch.cat([mine[:0], *rows]).to(device),
-        sent=tuple(sum(map(len, leaving.get(rank, ()))) for rank in range(cp.size)),
-        received=tuple(sum(map(len, arriving.get(rank, ()))) for rank in range(cp.size)),
+        sent=tuple(sum(map(len, leaving.get(rank, ()))) for rank in range(size)),
+        received=tuple(sum(map(len, arriving.get(rank, ()))) for rank in range(size)),
         before=tuple(before),
     )

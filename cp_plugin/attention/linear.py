@@ -146,13 +146,14 @@ def decay_of(log_decay: Tensor | None, k: Tensor) -> Decay:
     return found
 
 
-def check_beta(beta: Tensor | None, k: Tensor) -> None:
-    """ValueError for a beta of another shape than a number for each token and key/value head."""
+def is_delta(beta: Tensor | None, k: Tensor) -> bool:
+    """Whether there is a beta; ValueError for one of another shape than a number for each token and key/value head."""
     if beta is not None and beta.shape != k.shape[:3]:
         raise ValueError(
             f"beta has the shape {tuple(beta.shape)}; for k {tuple(k.shape)} it must be {tuple(k.shape[:3])}: a number "
             "per token and key/value head"
         )
+    return beta is not None
 
 
 def attend(

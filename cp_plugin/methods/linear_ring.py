@@ -87,8 +87,10 @@ def _left_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _unsupported(problem: Problem, options: Options) -> str | None:
-    if problem.decay != "none" or problem.delta or problem.documents:
-        return "the baseline supports neither decays, the delta rule, nor packed documents: use lasp2"
+    if problem.delta:
+        return "the baseline has no delta rule: use lasp2"
+    if problem.decay != "none" or problem.documents:
+        return "the baseline supports neither decays nor packed documents: use lasp2"
     return causal_only(problem, options)
 
 

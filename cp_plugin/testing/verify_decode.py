@@ -217,13 +217,13 @@ def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]
     for first, stop in pairwise(parts):
         q, k, v = (cp.shard(y[first:stop]) for y in x[:3])
         kept = (cp.positions(stop - first, ends.device) + first).unsqueeze(1) < ends
-        passing = None if decay is None else cp.shard(decay[first:stop])
-        out, state = cp.extend_linear(q, k, v, passing, state=state, kept=kept)
+        passing, beta = (None if y is None else cp.shard(y[first:stop]) for y in (decay, x.beta))
+        out, state = cp.extend_linear(q, k, v, passing, beta=beta, state=state, kept=kept)
         prompt.append(cp.unshard(out))
     wide = decay.unsqueeze(3) if decay is not None and decay.dim() == 3 else decay
     with cp.mesh.ledger.phase("decode"):
         for first, stop in pairwise(accumulate(case.steps, initial=n)):
-            tokens = Tokens(*(None if y is None else y[first:stop] for y in (*x[:3], wide)))
+            tokens = Tokens(*(None if y is None else y[first:stop] for y in (*x[:3], wide, x.beta)))
             out, state = chunked.extend(tokens, state)
             decoded.append(out.to(x.q.dtype))
     return torch.cat(prompt), torch.cat(decoded), []
@@ -282,13 +282,13 @@ def _by_one_call(
 
 def _linear_on_one_rank(setup: Setup, case: Texts, here: torch.device) -> Callable[[list[int], int], Tensor]:
     """Linear attention of a whole text as in training, without the generation state under test."""
-    cp, decay = ContextParallel(setup.provider, backend=setup.options.backend), case.inputs.log_decay
+    cp = ContextParallel(setup.provider, backend=setup.options.backend)
 
     def attend(rows: list[int], i: int) -> Tensor:
-        q, k, v = (x[rows, i : i + 1].to(here) for x in case.inputs[:3])
-        own = decay if decay is None or decay.dim() == 1 else decay[rows, i : i + 1]
+        text = (y if y is None or y.dim() == 1 else y[rows, i : i + 1] for y in case.inputs)
+        q, k, v, _, decay, beta = (None if y is None else y.to(here) for y in text)
         with torch.no_grad():
-            return cp.linear_attention(q, k, v, None if own is None else own.to(here))
+            return cp.linear_attention(q, k, v, decay, beta=beta)
 
     return attend
 

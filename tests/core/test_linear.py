@@ -322,7 +322,7 @@ def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda q: ContextParallel("lasp1").linear_attention(q, q, q, causal=False), "causal mask only: use lasp2"),
         (
             lambda q: ContextParallel("linear_ring").linear_attention(q, q, q, -q[0, 0, :, 0].abs()),
-            "neither decays, the delta rule, nor packed documents: use lasp2",
+            "neither decays nor packed documents: use lasp2",
         ),
         (
             lambda q: ContextParallel("lasp2").linear_attention(q, q, q, beta=q[..., 0], causal=False),

@@ -54,7 +54,7 @@ def test_half_precision_and_an_fp8_cache_are_within_their_limits(fp8: Any) -> No
 def test_the_command_passes_in_lines_and_in_json() -> None:
     found = command("--size", "2", "--provider", "ring", "--provider", "lasp2", "--dtype", "float32", "--kv-heads", "2")
     assert found.exit_code == 0, found.output
-    assert found.stdout.splitlines()[-1] == "PASS: 11 of 11 within limits; 4 cannot run, for the reasons given"
+    assert found.stdout.splitlines()[-1] == "PASS: 19 of 19 within limits; 8 cannot run, for the reasons given"
     found = command("--size", "2", "--provider", "striped", "--dtype", "float32", "--kv-heads", "2", "--json")
     (result,) = json.loads(found.stdout)["results"]
     assert found.exit_code == 0 and result["ok"] and result["sent_per_token"] == [4 * 9 * 4] * 2

@@ -141,7 +141,7 @@ def test_a_variant_of_the_layer_is_not_trained() -> None:
         (
             "--cp-provider ring --cp-linear-provider linear_ring",
             "G*",
-            "--cp-linear-provider linear_ring cannot run this model: the baseline supports neither decays, the delta",
+            "--cp-linear-provider linear_ring cannot run this model: the baseline has no delta rule: use lasp2",
         ),
         ("--cp-provider ring --cp-linear-provider lasp2", "M*", "--cp-linear-provider lasp2 would do nothing without"),
     ],
