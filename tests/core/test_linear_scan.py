@@ -192,10 +192,10 @@ def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
             segment.recomputed(chunked.forward, x.v, x)
         return meter.peak
 
-    tokens, products = 2**14, 2 * 32 * 16 * 4  # bytes of the products of one token, in float32
-    assert backward(tokens) > 3 * products * tokens, "one slab"
+    tokens, of_token = 2**14, 2 * 32 * 16 * 4  # bytes of the products of one token, in float32
+    assert backward(tokens) > 3 * of_token * tokens, "one slab"
     monkeypatch.setattr(products, "HELD", 2**18)
-    assert backward(2 * tokens) - backward(tokens) < 1.25 * products * tokens
+    assert backward(2 * tokens) - backward(tokens) < 1.25 * of_token * tokens
 
 
 @slow
