@@ -20,9 +20,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import delta, scan, segment
 from cp_plugin.linear.decayed import Decayed
 from cp_plugin.linear.products import chunks_at_a_time, scores
-from cp_plugin.linear.tokens import Tokens, by_group, fold, slabs, unfold
-
-_CHUNK = 64
+from cp_plugin.linear.tokens import Tokens, by_group, in_chunks, slabs, unfold
 
 
 def forward(x: Tokens) -> Tensor:
@@ -30,7 +28,7 @@ def forward(x: Tokens) -> Tensor:
     if x.beta is not None:
         return delta.forward(x)
     t, b = x.q.shape[:2]
-    chunks = fold(x, _CHUNK)
+    chunks = in_chunks(x)
     n = chunks.q.size(1) // b
     each = Decayed(chunks)
     through = None if each.through is None else each.through.unflatten(0, (n, -1))

@@ -30,9 +30,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import scan
 from cp_plugin.linear.decayed import edges, times
 from cp_plugin.linear.products import chunks_at_a_time, scores
-from cp_plugin.linear.tokens import Tokens, by_group, fold, slabs, unfold
-
-CHUNK = 64
+from cp_plugin.linear.tokens import Tokens, by_group, fold, in_chunks, slabs, unfold
 
 
 class Chunks(NamedTuple):
@@ -57,7 +55,7 @@ class Delta:
     _number: int = field(init=False)
 
     def __post_init__(self) -> None:
-        folded = fold(self.x, CHUNK)
+        folded = in_chunks(self.x)
         self._number = folded.q.size(1) // self.x.q.size(1)
         self._chunks = _in_slabs(folded)
 
@@ -82,7 +80,7 @@ class Delta:
 
     def read_back(self, dout: Tensor) -> Tensor:
         q = self._chunks.queries
-        folded = fold(Tokens(dout.to(q.dtype), *self.x[1:3]), CHUNK).q.unflatten(2, q.shape[2:4])
+        folded = fold(dout.to(q.dtype)).unflatten(2, q.shape[2:4])
         grads = self._by_chunk(torch.einsum("tbgrd,tbgre->bgde", q, folded))
         return scan.states(grads.flip(0), self._by_chunk(self._chunks.through).mT.flip(0))[-1]
 

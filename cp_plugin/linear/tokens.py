@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 
 from cp_plugin.core.dtypes import accumulation_dtype
 
+CHUNK = 64
+"""Tokens of a chunk."""
 _STRONGEST = -1e4
 """exp of this is 0 and its sums stay finite, so a decay of exactly 0 is allowed."""
 
@@ -53,19 +55,17 @@ def log_decays(x: Tokens) -> Tensor:
     return x.log_decay.to(dtype).clamp(min=_STRONGEST)
 
 
-def fold(x: Tokens, size: int) -> Tokens:
-    """The tokens as n chunks of ``size``, chunk by chunk in the batch: ``[size, n * b, ...]``.
-
-    Missing tokens are zeros: no key, no decay, no new document.
-    """
-    return Tokens(*(None if y is None else _fold(y, size) for y in x))
+def in_chunks(x: Tokens) -> Tokens:
+    """Every tensor by ``fold``; missing tokens have no key, no decay, and begin no document."""
+    return Tokens(*(None if y is None else fold(y) for y in x))
 
 
-def _fold(y: Tensor, size: int) -> Tensor:
-    n = -(-y.size(0) // size)
-    missing = n * size - y.size(0)
+def fold(y: Tensor) -> Tensor:
+    """``[t, b, ...]`` as n chunks, chunk by chunk in the batch: ``[CHUNK, n * b, ...]``, padded with zeros."""
+    n = -(-y.size(0) // CHUNK)
+    missing = n * CHUNK - y.size(0)
     y = pad(y, (0, 0) * (y.dim() - 1) + (0, missing)) if missing else y
-    return y.unflatten(0, (n, size)).transpose(0, 1).flatten(1, 2)
+    return y.unflatten(0, (n, CHUNK)).transpose(0, 1).flatten(1, 2)
 
 
 def slabs(x: Tokens, size: int) -> list[Tokens]:
@@ -75,5 +75,5 @@ def slabs(x: Tokens, size: int) -> list[Tokens]:
 
 
 def unfold(y: Tensor, n: int) -> Tensor:
-    """The inverse for n chunks, without dropping what was added: ``[n * size, b, ...]``."""
+    """The inverse for n chunks, without dropping what was added: ``[n * CHUNK, b, ...]``."""
     return y.unflatten(1, (n, -1)).transpose(0, 1).flatten(0, 1)

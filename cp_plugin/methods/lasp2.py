@@ -162,8 +162,9 @@ class Summed(_States):
     """Both directions without decay: every token reads the sum of all states (the paper's Algorithms 1 and 3)."""
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        total = self._carry(segment.of(x).left, None, back=False).wait()
-        return segment.of(x).read(total), (total,)
+        here = segment.of(x)
+        total = self._carry(here.left, None, back=False).wait()
+        return here.read(total), (total,)
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         total = self._carry(segment.of(x).read_back(dout), None, back=True).wait()

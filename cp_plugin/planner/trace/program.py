@@ -32,7 +32,7 @@ from cp_plugin.kernels import blocks
 from cp_plugin.kernels.fused import observed
 from cp_plugin.kernels.recording import results
 from cp_plugin.linear import kernels
-from cp_plugin.linear.tokens import Tokens
+from cp_plugin.linear.tokens import CHUNK, Tokens
 from cp_plugin.methods.protocol import Attend, Formula, Provider, Scan
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.trace.memory import Meter, Peaks
@@ -285,7 +285,7 @@ def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:
     def asked(x: Tokens, times: int) -> None:
         t, b, h, d = x.q.shape
         e = x.v.size(3)
-        chunk = min(t, _CHUNK)
+        chunk = min(t, CHUNK)
         flops = times * t * b * h * (4 * d * e + chunk * (d + e))
         events.append(Products(flops, times, dtype_name(x.q.dtype)))
 
@@ -298,9 +298,6 @@ def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:
         return tuple(torch.empty_like(y) for y in x.differentiable)
 
     return kernels.Kernel("planned", forward, backward)
-
-
-_CHUNK = 64
 
 
 def _shapes(rows: Segments, keys: Segments, mask: Mask) -> tuple[Shape, ...]:
