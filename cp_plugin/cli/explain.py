@@ -133,13 +133,10 @@ def _asked_for(asked: Asked, provider: str, options: Options) -> Setup:
 
 
 def _draw(path: Path, found: Explanation) -> None:
-    from cp_plugin.cli.draw.gantt import Piece, draw_gantt
+    from cp_plugin.cli.draw.gantt import draw_gantt
 
     setup = found.timeline.setup
-    passes = {
-        name: {rank: [Piece(*span) for span in spans] for rank, spans in of.spans.items()}
-        for name, of in found.passes.items()
-    }
+    passes = {name: of.spans for name, of in found.passes.items()}
     title = (
         f"{found.model.name}, {setup.problem.seq_length:,} tokens on {found.parallel.devices} x "
         f"{found.timeline.cluster.name}; one attention call of {setup.provider.name}, {settings(setup)}: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import sys
@@ -25,13 +24,15 @@ if TYPE_CHECKING:
     from cp_plugin.planner.serving.search import Answer
 
 _GB = 1e9
+_TOKENS = 131072
+"""Of a sequence, unless it is given."""
 
 _Model = Annotated[str | None, typer.Option(help="a model of the catalogue, such as llama3-8b")]
 _Cluster = Annotated[
     str | None, typer.Option(help="a packaged cluster, such as dgx-h100, or a file that calibrate wrote")
 ]
 _Devices = Annotated[int | None, typer.Option(help="total; default: one node, or what the sizes need")]
-_SeqLength = Annotated[int, typer.Option(help="tokens of one sequence")]
+_SeqLength = Annotated[int | None, typer.Option(help=f"tokens of one sequence; default: {_TOKENS}")]
 _Tensor = Annotated[int | None, typer.Option(help="tensor-parallel ranks; default: the best")]
 _Pipeline = Annotated[int | None, typer.Option(help="pipeline stages; default: the best")]
 _Context = Annotated[int | None, typer.Option("--context", help="context-parallel ranks; default: the best")]
@@ -62,7 +63,7 @@ class _Given(NamedTuple):
     changes: dict[str, int]
     """Overrides of the cluster's nodes."""
     devices: int | None
-    seq_length: int
+    seq_length: int | None
     tensor: int | None
     pipeline: int | None
     context: int | None
@@ -72,20 +73,33 @@ class _Given(NamedTuple):
     fp8: bool
     documents: str | None
 
-    def check_model(self) -> None:
-        """ValueError unless either a model or Megatron's flags were given."""
+    def check(self) -> None:
+        """ValueError for sizes below 1, or unless either a model or Megatron's flags were given."""
+        parallel = {"--tensor": self.tensor, "--pipeline": self.pipeline, "--context": self.context}
+        sizes = {"--devices": self.devices, "--seq-length": self.seq_length, "--global-batch": self.global_batch}
+        flags.check_sizes(parallel | sizes | {f"--{name.replace('_', '-')}": n for name, n in self.changes.items()})
+        if self.memory is not None and not 0 < self.memory < math.inf:
+            raise ValueError(f"--memory {self.memory}: write GB of a device, such as 80")
         if self.model is not None and self.megatron:
             raise ValueError(f"--model {self.model} and Megatron's flags ({self.megatron[0]} ...): give one of the two")
         if self.model is None and not self.megatron:
-            raise ValueError("--model: which one? Write a name, such as llama3-8b, or Megatron's flags after --")
+            raise ValueError("--model is missing: give a name, such as llama3-8b, or Megatron's flags after --")
+        if self.megatron:
+            flags.refuse(parallel | {"--seq-length": self.seq_length}, "beside Megatron's flags, which have their own")
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_length or _TOKENS
 
     @property
     def needs(self) -> int:
         """Devices of one data-parallel replica."""
         if not self.megatron:
             return (self.tensor or 1) * (self.pipeline or 1) * (self.context or 1)
-        given = dict(itertools.pairwise(self.megatron))
-        sizes = (given.get(f"--{axis}-parallel-size", "1") for axis in ("tensor-model", "pipeline-model", "context"))
+        from cp_plugin.cli.examples.command import parsed
+
+        given = parsed(self.megatron)
+        sizes = (str(given.get(f"{axis}-parallel-size", 1)) for axis in ("tensor-model", "pipeline-model", "context"))
         return math.prod(int(size) for size in sizes if size.isdecimal())
 
     @property
@@ -97,7 +111,7 @@ class _Given(NamedTuple):
             return hardware.cluster(self.cluster)
         if torch.cuda.device_count() == 0:
             raise ValueError(
-                "--cluster: which one? There is no GPU here to go by. Write "
+                "--cluster is missing, and there is no GPU here to infer it from: give "
                 f"{', '.join(hardware.clusters())}, or a file that cp-plugin calibrate wrote"
             )
         found, how = inferred.here("--cluster", self.devices or self.needs, cpu=False)
@@ -111,7 +125,7 @@ def plan(
     model: _Model = None,
     cluster: _Cluster = None,
     devices: _Devices = None,
-    seq_length: _SeqLength = 131072,
+    seq_length: _SeqLength = None,
     documents: packs.Documents = None,
     tensor: _Tensor = None,
     pipeline: _Pipeline = None,
@@ -147,10 +161,11 @@ def plan(
             if as_json:
                 raise ValueError("--json with --reproduce: it has tables and pictures only; leave --json out")
             raise typer.Exit(not _reproduced(reproduce, plots))
+        flags.refuse({"--plots": plots}, "is for --reproduce")
         if chunk is not None and not prefill:
             raise ValueError(f"--chunk {chunk} is for --prefill: add that, or leave it out")
         if prefill or decode:
-            for_training = {"--pipeline": pipeline, "--recompute": recompute, "--plots": plots}
+            for_training = {"--pipeline": pipeline, "--recompute": recompute}
             for_training |= {"--gradient-dtype": options.gradient_dtype, "--documents": documents}
             flags.refuse(for_training, "is for a training, and --prefill and --decode are not")
             answer = _answered(given, chunk or 0, prefill, decode, quiet=as_json)
@@ -192,9 +207,9 @@ def _answered(given: _Given, chunk: int, prefill: bool, decode: bool, *, quiet: 
     from cp_plugin.planner.training.model import model
     from cp_plugin.planner.training.parallel import Parallel
 
+    given.check()
     tensor, context, fp8 = given.tensor, given.context, given.fp8
-    base = Parallel(micro_batch=1 if given.global_batch is None else given.global_batch, seq_length=given.seq_length)
-    given.check_model()
+    base = Parallel(micro_batch=given.global_batch or 1, seq_length=given.tokens)
     machine = override(given.machine, **given.changes) if given.changes else given.machine
     limit = machine.device.memory_bytes if given.memory is None else given.memory * _GB
     with Console(stderr=True, quiet=quiet).status("planning"):
@@ -202,7 +217,7 @@ def _answered(given: _Given, chunk: int, prefill: bool, decode: bool, *, quiet: 
             its, p = from_flags(given.megatron, given.devices or given.needs)
             if p.pipeline > 1:
                 raise ValueError(
-                    f"--pipeline-model-parallel-size {p.pipeline}: a model answers on one pipeline stage: write 1"
+                    f"--pipeline-model-parallel-size {p.pipeline}: inference is priced on one pipeline stage: write 1"
                 )
             tensor, context, devices = p.tensor, p.context, p.tensor * p.context
             base = replace(base, dtype=p.dtype, seq_length=p.seq_length, vocab_multiple=p.vocab_multiple)
@@ -219,13 +234,9 @@ def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: 
     from cp_plugin.planner.candidates import Allowed
     from cp_plugin.planner.search import plan as search
 
-    flags.check_sizes(
-        {"--devices": given.devices, "--tensor": given.tensor, "--pipeline": given.pipeline}
-        | {"--context": given.context, "--global-batch": given.global_batch}
-        | {f"--{name.replace('_', '-')}": n for name, n in given.changes.items()}
-    )
-    if given.memory is not None and not 0 < given.memory < math.inf:
-        raise ValueError(f"--memory {given.memory}: write GB of a device, such as 80")
+    given.check()
+    if given.megatron:
+        flags.refuse({"--recompute": recompute}, "beside Megatron's flags, which have their own")
     fixed = Fixed(
         tensor=given.tensor, pipeline=given.pipeline, context=given.context, recompute=recomputation(recompute)
     )
@@ -237,6 +248,7 @@ def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: 
             asked.model,
             asked.shapes,
             asked.cluster,
+            reserve=asked.reserve,
             fp8=(None, "comm") if given.fp8 else (None,),
             limit=limit,
             allowed=Allowed(options=options),
@@ -248,10 +260,9 @@ def _asked(given: _Given, fixed: Fixed) -> Asked:
     from cp_plugin.megatron.planned.command import from_flags
     from cp_plugin.planner.asked import of_flags, of_name
 
-    given.check_model()
     machine, needs = given.machine, given.needs
     if given.megatron:
         return of_flags(given.megatron, given.devices or needs, machine, from_flags, **given.changes)
     whole = given.changes.get("per_node") or machine.per_node
     devices = given.devices or max(needs, whole)
-    return of_name(str(given.model), devices, given.seq_length, machine, fixed, **given.changes)
+    return of_name(str(given.model), devices, given.tokens, machine, fixed, **given.changes)

@@ -31,7 +31,7 @@ def print_answer(console: Console, found: Answer) -> None:
         print_table(console, title, _COLUMNS, [(_cells(found, one), "bold" * (one is first)) for one in found.prefills])
         print_lines(console, *(f"{name} cannot: {reason}" for name, reason in found.cannot.items()), style="dim")
         if first.setup is not None:
-            print_lines(console, f"\nflags: {as_flags(first.setup)}\n", style="bold green")
+            print_lines(console, f"\nflags: {as_flags(first.setup)}\n", style="bold green", whole=True)
     else:
         print_lines(console, title)
     print_lines(console, *_lines(found))

@@ -29,7 +29,10 @@ _WHERE = {
 
 def print_explanation(console: Console, e: Explanation) -> None:
     """The configuration, time by cause, traffic, bottlenecks, and memory."""
-    print_lines(console, *_heading(e), "")
+    setup = e.timeline.setup
+    print_lines(console, *_heading(e))
+    print_lines(console, f"flags: {as_flags(setup)}", whole=True)
+    print_lines(console, *(f"  {reason}" for reason in setup.why), ERROR, "")
     ranks = ", ".join(map(str, e.timeline.programs))
     whole = len(e.timeline.programs) == e.timeline.setup.problem.size
     which = "over all ranks" if whole else f"over ranks {ranks}, which stand for all (--every-rank: all)"
@@ -110,9 +113,6 @@ def _heading(e: Explanation) -> Iterator[str]:
     )
     yield from packed(p)
     yield f"{setup.provider.name}: {setup.provider.summary}"
-    yield f"flags: {as_flags(setup)}"
-    yield from (f"  {reason}" for reason in setup.why)
-    yield ERROR
 
 
 def _time_rows(e: Explanation) -> Iterator[tuple[str, ...]]:

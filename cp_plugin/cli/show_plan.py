@@ -11,7 +11,7 @@ from rich.console import Console
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
-from cp_plugin.planner.packs import balance
+from cp_plugin.planner.packs import balance, padded
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, Plan, over
 from cp_plugin.planner.training.parallel import Parallel
@@ -43,10 +43,9 @@ def packed(p: Parallel) -> Iterator[str]:
     if not lengths or size == 1:
         return
     count = f"{len(lengths):,} document{'s' * (len(lengths) > 1)}"
-    padded = sum(-(-length // (2 * size)) * 2 * size for length in lengths)
     yield (
         f"packed: {count} in each sequence, the longest of {max(lengths):,} tokens; upstream pads each to a multiple "
-        f"of {2 * size}, {padded:,} tokens together"
+        f"of {2 * size}, {sum(padded(lengths, size)):,} tokens together"
     )
 
 

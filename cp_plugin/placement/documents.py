@@ -141,9 +141,8 @@ def placement_of(layout: Layout, seq_length: int, size: int) -> Placement | None
 def place(documents: Sequence[int], size: int, *, per_host: int = 1, left: int | None = None) -> Placement:
     """Divide a pack of documents over the ranks: equal tokens, balanced work, few keys to send.
 
-    The busiest rank has at most 1.05 times the mean work, unless ranks have too few tokens for that. Deterministic
-    integer
-    arithmetic, so all ranks agree. Recent placements are cached.
+    The busiest rank has at most 1.05 times the mean work, unless ranks have too few tokens for that. The arithmetic is
+    in integers and deterministic, so all ranks agree. Recent placements are cached.
 
     Args:
         documents: lengths in pack order.

@@ -34,6 +34,8 @@ class Asked:
     cluster: Cluster
     shapes: Sequence[Parallel]
     """Candidate divisions of the model over the devices."""
+    reserve: Sequence[Parallel] = ()
+    """The same with more recomputation, where none of the shapes fits together with its attention."""
 
 
 def of_flags(flags: list[str], devices: int, machine: str | Cluster, from_flags: FromFlags, **changes: int) -> Asked:
@@ -54,7 +56,7 @@ def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fi
     """
     found, there = model(name), _cluster(machine, devices, changes)
     if seq_length < 1:
-        raise ValueError(f"--seq-length {seq_length}: give the tokens of one sequence, 1 or more")
+        raise ValueError(f"--seq-length {seq_length}: give the number of tokens of a sequence, 1 or more")
     shapes: list[Parallel] = []
     reasons: dict[str, None] = {}
     for sizes in _sizes(there, devices, fixed):
@@ -69,7 +71,8 @@ def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fi
 
 
 def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Asked:
-    """Keep the shapes that fit the memory (all if none does), with the least recomputation each and one common batch.
+    """Keep the shapes that fit the memory (all if none does), with the least recomputation each and one common batch;
+    more recomputation is in reserve.
 
     Args:
         limit: bytes per device.
@@ -79,19 +82,23 @@ def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Aske
         ValueError: for a batch that no shape can divide.
     """
     found: dict[tuple[int, int, int], Parallel] = {}
+    reserve = []
     for shape in sorted(asked.shapes, key=lambda s: RECOMPUTE.index(s.recompute)):
-        key = (shape.tensor, shape.pipeline, shape.context)
-        if key not in found and footprint(asked.model, shape).total <= limit:
-            found[key] = shape
+        if footprint(asked.model, shape).total <= limit:
+            key = (shape.tensor, shape.pipeline, shape.context)
+            if found.setdefault(key, shape) is not shape:
+                reserve.append(shape)
     shapes = list(found.values()) or list(asked.shapes)
     if len(shapes) == 1 and global_batch is None:
-        return replace(asked, shapes=shapes)
+        return replace(asked, shapes=shapes, reserve=reserve)
     batch = global_batch or max(shape.data for shape in shapes)
-    dividing = [replace(shape, global_batch=batch) for shape in shapes if batch % shape.data == 0]
+    dividing, more = (
+        [replace(shape, global_batch=batch) for shape in some if batch % shape.data == 0] for some in (shapes, reserve)
+    )
     if not dividing:
         sizes = ", ".join(str(n) for n in sorted({shape.data for shape in shapes}))
         raise ValueError(f"--global-batch {batch} cannot be divided over {sizes} data-parallel ranks")
-    return replace(asked, shapes=dividing)
+    return replace(asked, shapes=dividing, reserve=more)
 
 
 def recomputation(name: str | None) -> Recompute | None:
@@ -143,4 +150,4 @@ def _shape(found: Model, devices: int, seq_length: int, sizes: dict[str, Any]) -
 def _nothing(fixed: Fixed) -> str:
     sizes = {"--tensor": fixed.tensor, "--pipeline": fixed.pipeline, "--context": fixed.context}
     given = " x ".join(f"{flag} {n}" for flag, n in sizes.items() if n)
-    return f"{given} does not divide it" if given else "none was found"
+    return f"{given} does not divide the number of devices" if given else "none was found"

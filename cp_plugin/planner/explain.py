@@ -116,8 +116,8 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *,
 
 
 def first_letter(model: Model) -> str:
-    """The kind of attention that is explained: softmax where the model has any."""
-    return min(model.attention_pattern, key=lambda letter: letter == LINEAR)
+    """The kind of attention that is explained, as ``search`` chooses it: softmax where the model has any."""
+    return min(model.attention_pattern, key=lambda letter: (letter == LINEAR, letter))
 
 
 def split(of: Pass) -> dict[int, Split]:
@@ -177,9 +177,7 @@ def _sent(timeline: Timeline, rank: int) -> dict[tuple[str, str, Level], float]:
     program, links = timeline.programs[rank], timeline.links
     found: dict[tuple[str, str, Level], float] = defaultdict(float)
     for phase, events in (("forward", program.forward), ("backward", program.backward)):
-        for post in (e for e in events if isinstance(e, Post) and e.nbytes):
-            if post.verb == "exchange" and post.to is None:  # receives only
-                continue
+        for post in (e for e in events if isinstance(e, Post) and e.sent):
             outside = _leaving(links, post, rank)
             found[phase, post.axis, "inter"] += post.nbytes * outside
             found[phase, post.axis, "intra"] += post.nbytes * (1 - outside)

@@ -67,7 +67,7 @@ class Priced:
     def sent(self) -> int:
         """Bytes of one attention call, forward and backward, of the rank that sends most."""
         programs = self.main.programs.values()
-        return max(sum(e.nbytes for e in (*p.forward, *p.backward) if isinstance(e, Post)) for p in programs)
+        return max(sum(e.sent for e in (*p.forward, *p.backward) if isinstance(e, Post)) for p in programs)
 
 
 def price(
@@ -152,11 +152,8 @@ def computes(problem: Problem, cluster: Cluster) -> Seconds:
         return Seconds(0.0, 0.0)
     n = problem.seq_length
     seen = n * n / 2 if problem.causal else n * n
-    if problem.bounds:
+    if problem.bounds or problem.window is not None:
         seen = pairs(problem)
-    elif problem.window is not None:
-        left, right = (n if w == -1 else w for w in problem.window)
-        seen = min(seen, n * (left + 1 + (0 if problem.causal else right)))
     kernel = kernel_time.kernel_for(cluster.device, dtype_name(problem.dtype))
     products = 2 * seen * problem.heads * problem.batch / problem.size
     d, e = problem.head_dim, problem.v_head_dim

@@ -100,6 +100,7 @@ def plan(
     shapes: Sequence[Parallel],
     cluster: Cluster,
     *,
+    reserve: Sequence[Parallel] = (),
     fp8: Sequence[Fp8 | None] = (None,),
     limit: float = 0,
     allowed: Allowed = ALL,
@@ -114,6 +115,7 @@ def plan(
 
     Args:
         shapes: divisions of the model over the devices.
+        reserve: others, for where nothing of the shapes fits the memory together with its attention.
         fp8: payload formats to consider; None: the model's dtype.
         limit: bytes of device memory; 0: all of it.
         allowed: restrictions. Where nothing satisfies them, ``found`` is empty.
@@ -128,18 +130,27 @@ def plan(
     fitting = [shape for shape in shapes if footprint(model, shape).total <= limit]
     if not fitting:
         raise ValueError(_what_would_fit(model, shapes, cluster, limit))
-    searches = [_Search(model, shape, cluster, fp8, limit, allowed, hopeless, progress) for shape in fitting]
+    best: _Search | None = None
+    searches: list[_Search] = []
+    for some in (fitting, reserve):
+        if some and best is None:
+            here = [_Search(model, shape, cluster, fp8, limit, allowed, hopeless, progress) for shape in some]
+            best, searches = _fastest(here, worth), [*searches, *here]
+    best = best or min(searches, key=lambda s: s.per_token)
+    return best.plan(sum(s.tried for s in searches), sum(s.simulated for s in searches))
+
+
+def _fastest(searches: Sequence[_Search], worth: float) -> _Search | None:
+    """The search whose best candidate is the fastest that fits; None if nothing fits."""
     least = min(search.per_token for search in searches)
     best: tuple[_Search, Priced] | None = None
     for search in sorted(searches, key=lambda s: (0, s.shape.context) if tie(s.per_token, least) else (1, s.per_token)):
         if best is not None and (1 + worth) * search.per_token >= 1 / best[1].tokens_per_s:
             continue
         for found in search.best():
-            fits = found.footprint.total <= limit
-            if fits and (best is None or found.tokens_per_s > best[1].tokens_per_s):
+            if search.fits(found) and (best is None or found.tokens_per_s > best[1].tokens_per_s):
                 best = search, found
-    search = best[0] if best is not None else min(searches, key=lambda s: s.per_token)
-    return search.plan(sum(s.tried for s in searches), sum(s.simulated for s in searches))
+    return None if best is None else best[0]
 
 
 @dataclass
@@ -181,7 +192,7 @@ class _Search:
                 continue
             found = self._best_of(some)
             self._priced[name] = found
-            if self._fits(found):
+            if self.fits(found):
                 best = min(best, found.iteration.seconds)
             yield found
 
@@ -191,8 +202,7 @@ class _Search:
             list(self.best())
         found = sorted(self._priced.values(), key=self._rank)
         tied = sum(
-            self._fits(p) == self._fits(found[0]) and tie(p.iteration.seconds, found[0].iteration.seconds)
-            for p in found
+            self.fits(p) == self.fits(found[0]) and tie(p.iteration.seconds, found[0].iteration.seconds) for p in found
         )
         found[:tied] = sorted(found[:tied], key=lambda p: (p.sent, len(p.candidate.setup.options.chosen)))
         lost = [Lost(name, bound) for name, bound in self._bounds.items() if name not in self._priced]
@@ -235,7 +245,7 @@ class _Search:
         best: Priced | None = None
         in_vain: list[int] = []
         for bound, candidate in some:
-            if best is not None and self._fits(best) and _enough(in_vain, bound, best.iteration.seconds):
+            if best is not None and self.fits(best) and _enough(in_vain, bound, best.iteration.seconds):
                 break
             found = self._price(candidate)
             in_vain.append(found.events)
@@ -258,9 +268,9 @@ class _Search:
 
     def _rank(self, priced: Priced) -> tuple[bool, float]:
         """What fits first, then what is faster."""
-        return not self._fits(priced), priced.iteration.seconds
+        return not self.fits(priced), priced.iteration.seconds
 
-    def _fits(self, priced: Priced) -> bool:
+    def fits(self, priced: Priced) -> bool:
         return priced.footprint.total <= self.limit
 
 

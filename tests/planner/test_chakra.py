@@ -165,5 +165,5 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path) -> None:
     path.touch()
     asked = ["explain", "--model", "llama3-8b", "--cluster", "dgx-h100", "--chakra", str(path)]
     done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 2 and f"--chakra {path}: this folder cannot be made" in done.output
+    assert done.exit_code == 2 and f"--chakra {path}: cannot create this folder" in done.output
     assert done.output.count("\n") == 1

@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
-from cp_plugin.cli.draw.gantt import Piece, draw_gantt
+from cp_plugin.cli.draw.gantt import draw_gantt
 from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.explain import RESOURCES, Explanation, explain, split
 from cp_plugin.planner.machine.hardware import cluster, override
 from cp_plugin.planner.price import on
+from cp_plugin.planner.trace.simulation import Span
 from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel, problem
 
@@ -88,9 +89,7 @@ def test_picture(tmp_path: Path) -> None:
     words = path.read_text()
     assert words.startswith("<?xml")
     assert all(part in words for part in ("rank 3", "messages along q", "messages along kv", "backward", "zigzag"))
-    passes = {
-        "forward": {0: [Piece("attention", 0.0, 1e-3), Piece("waiting", 1e-3, 2e-3), Piece("exchange cp", 0, 2e-3)]}
-    }
+    passes = {"forward": {0: [Span("attention", 0.0, 1e-3), Span("waiting", 1e-3, 2e-3), Span("exchange cp", 0, 2e-3)]}}
     paths = [tmp_path / name for name in ("a.svg", "b.svg")]
     for path in paths:
         draw_gantt(path, "a title", passes)
@@ -146,7 +145,7 @@ def test_packed_documents() -> None:
         (["--provider", "attention2d", "--grid", "3x2"], "--grid 3x2 does not hold 8 context-parallel ranks"),
         (["--provider", "ring", "--grid", "4x2"], "--grid 4x2 does nothing with --provider ring"),
         (["--layout", "zigzag"], "--layout: the options of a method need --provider"),
-        (["--provider", "ring", "--context", "3"], "--context 3 does not divide it"),
+        (["--provider", "ring", "--context", "3"], "--context 3 does not divide the number of devices"),
         (["--provider", "ring", "--recompute", "ful"], "did you mean full"),
         (["--provider", "ulysses", "--devices", "64"], "--context 64: 32 query heads"),
         (["--provider", "ring", "--devices", "12"], "--devices 12: dgx-h100 has 8 devices on a node"),

@@ -225,6 +225,10 @@ def test_json() -> None:
         ("--decode --recompute full", "--recompute full is for a training"),
         ("--decode --tensor 3", "--devices 8 is not --tensor 3 x --context 2"),
         ("--decode --memory 1", "no context fits"),
+        ("--prefill --memory inf", "--memory inf: write GB of a device"),
+        ("--prefill --devices 0", "--devices 0: write a whole number, 1 or more"),
+        ("--decode --devices -1", "--devices -1: write a whole number, 1 or more"),
+        ("--prefill --context -1", "--context -1: write a whole number, 1 or more"),
     ],
 )
 def test_bad_queries_are_refused(flags: str, part: str) -> None:

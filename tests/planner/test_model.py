@@ -102,7 +102,7 @@ def test_nearest_names() -> None:
         ({"layers": "2"}, r"layers '2': write a whole number"),
         ({"heads": True}, r"heads True: write a whole number"),
         ({"tied": 1}, r"tied 1: write true or false"),
-        ({"source": 1}, r"source 1: write a text"),
+        ({"source": 1}, r"source 1: write a string"),
         ({"norm": "l2"}, r"norm 'l2': write one of rms, layer"),
         ({"attention_pattern": "W", "window": (-2, 0)}, r"window \(-2, 0\): write tokens before and after"),
         ({"attention_pattern": "W", "window": (1,)}, r"window \(1,\): write tokens before and after"),

@@ -18,15 +18,18 @@ from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
 from cp_plugin.cli.show_plan import as_json, flags, print_plan, why
 from cp_plugin.core import layout
+from cp_plugin.core.mask import Window
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8, Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.asked import Fixed, fitting, of_name
+from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
 from cp_plugin.planner.candidates import Allowed, candidates, composition, variants
 from cp_plugin.planner.machine.hardware import cluster
-from cp_plugin.planner.price import least, on, price
+from cp_plugin.planner.packs import pairs
+from cp_plugin.planner.price import computes, least, on, price
 from cp_plugin.planner.search import KNOWN_ERROR, Plan, over, plan
 from cp_plugin.planner.trace.program import program
+from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel, Recompute, problem
 
@@ -223,6 +226,39 @@ def test_memory_limits_the_choice() -> None:
         plan(LLAMA, shapes, cluster("dgx-h100"), limit=30e9)
 
 
+def test_more_recomputation_where_attention_does_not_fit() -> None:
+    """The least recomputation fits without the buffers of an attention call, and with no method's."""
+    thin = replace(LLAMA, vocab=1024, ffn_hidden=1024)  # otherwise the loss needs as much memory at another time
+    less, more = (replace(SHAPE, recompute=again) for again in ("none", "full"))
+    limit = footprint(thin, less).total + 1
+    asked = Asked(model=thin, cluster=SLOW, shapes=[more, less])
+    found = fitting(asked, limit)
+    assert [s.recompute for s in found.shapes] == ["none"] and [s.recompute for s in found.reserve] == ["full"]
+    alone, both = (plan(thin, found.shapes, SLOW, limit=limit, reserve=some) for some in ((), found.reserve))
+    assert not alone.fits(alone.best)
+    assert both.fits(both.best) and both.best.parallel.recompute == "full" and both.simulated > alone.simulated
+
+
+@pytest.mark.parametrize("window", [(4095, 0), (2**15 - 2, 0), (100, 30), (-1, 7)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_is_bounded_by_what_it_shows(window: Window, causal: bool) -> None:
+    given = replace(PROBLEM, window=window, causal=causal)
+    setup = settled(providers.get("ring"), given, Options(layout="zigzag"))
+    seen = sum(program(setup, index).pairs() for index in range(given.size))
+    bound, free = computes(given, SLOW), computes(replace(given, window=None), SLOW)
+    assert pairs(given) * given.heads == seen
+    assert bound.forward / free.forward == pytest.approx(pairs(given) / pairs(replace(given, window=None)), rel=1e-4)
+
+
+def test_a_received_state_is_not_sent() -> None:
+    """lasp1 passes one state on: its busiest rank sends what its formula says."""
+    layers = replace(LLAMA, attention_pattern="L", linear="basic")
+    found = {one.candidate.name: one for one in plan(layers, [SHAPE], SLOW, hopeless=math.inf).found}["lasp1"]
+    setup = found.candidate.setup
+    formulas = [setup.provider.traffic(setup.problem, setup.options, i) for i in range(SHAPE.context)]
+    assert found.sent == max(sum(formula.values()) for formula in formulas) > 0
+
+
 def test_hybrid_layers_are_priced_by_kind() -> None:
     hybrid = replace(LLAMA, name="hybrid", attention_pattern="LLLN", linear="basic", layers=8)
     shape = Parallel(devices=8, context=8, seq_length=2**16, recompute="full")
@@ -251,8 +287,8 @@ def test_command() -> None:
     [
         (["--model", "llama3-9b", "--cluster", "dgx-h100"], "llama3-8b"),
         (["--model", "llama3-8b", "--cluster", "dgx-h1000"], "dgx-h100"),
-        (["--model", "llama3-8b"], "--cluster: which one?"),
-        (["--cluster", "dgx-h100"], "--model: which one?"),
+        (["--model", "llama3-8b"], "--cluster is missing"),
+        (["--cluster", "dgx-h100"], "--model is missing"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "12"], "nearest: 16"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8", "--tensor", "3"], "--tensor 3"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--seq-length", "1000001"], "--seq-length 1000001"),
@@ -270,6 +306,10 @@ def test_command() -> None:
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--memory", "nan"], "--memory nan: write GB of a device"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--memory", "-5"], "--memory -5.0: write GB of a device"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--recompute", ""], "unknown --recompute ''"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--plots", "x"], "--plots x is for --reproduce"),
+        (["--cluster", "dgx-h100", "--tensor", "2", "--", "--num-layers", "2"], "--tensor 2 beside Megatron's flags"),
+        (["--cluster", "dgx-h100", "--seq-length", "64", "--", "--num-layers", "2"], "--seq-length 64 beside"),
+        (["--cluster", "dgx-h100", "--recompute", "full", "--", "--num-layers", "2"], "--recompute full beside"),
     ],
 )  # fmt: skip
 def test_bad_queries_are_refused_in_one_line(given: list[str], message: str) -> None:

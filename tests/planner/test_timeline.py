@@ -146,7 +146,7 @@ def test_refusals_and_deadlocks() -> None:
     setup = settled(providers.get("ring"), problem, Options())
     lone: tuple[Event, ...] = (Post(0, "exchange", "cp", "cp", 8, 1, 1, 1), Wait(0))
     programs = {
-        index: Program(index=index, forward=events, backward=(), sent={}, peaks=program(setup, 0).peaks)
+        index: Program(forward=events, backward=(), sent={}, peaks=program(setup, 0).peaks)
         for index, events in enumerate((lone, ()))
     }
     with pytest.raises(RuntimeError, match="rank 0 for exchange along cp"):

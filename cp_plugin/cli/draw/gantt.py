@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from cp_plugin.cli import flags
 from cp_plugin.cli.draw.canvas import new_figure, plain, save
+from cp_plugin.planner.trace.simulation import WAITING, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,23 +19,13 @@ if TYPE_CHECKING:
 
 SHOWN = 8
 """Ranks in a picture, at most, evenly spaced."""
-WAITING = "waiting"
 _KERNELS = {"attention": "#4477aa", "products": "#66ccee", "memory": "#ccbb44", "host": "#dddddd"}
 _MESSAGES = ("#228833", "#ee6677", "#aa3377", "#bbbbbb")
 _HATCHED = {"facecolor": "white", "edgecolor": "#888888", "hatch": "////"}
 _KERNEL_HEIGHT, _MESSAGE_HEIGHT, _GAP = 1.0, 0.45, 0.35
 
 
-class Piece(NamedTuple):
-    """An activity on a rank, in seconds."""
-
-    what: str
-    """``attention``, ``products``, ``memory``, ``waiting``; of a message its verb and axis: ``exchange rows``."""
-    start: float
-    end: float
-
-
-Passes = Mapping[str, Mapping[int, Sequence[Piece]]]
+Passes = Mapping[str, Mapping[int, Sequence[Span]]]
 """Pass -> rank -> its activities."""
 
 
@@ -43,9 +33,8 @@ def draw_gantt(path: Path, title: str, passes: Passes) -> None:
     """Write the picture to ``path`` (PNG, SVG or PDF by its suffix).
 
     Raises:
-        ValueError: if matplotlib is missing, or as ``flags.check_output`` does.
+        ValueError: if matplotlib is missing.
     """
-    flags.check_output(path, "picture", flags.PICTURES)
     ranks = _spread(sorted(next(iter(passes.values()))))
     lanes = _lanes(passes)
     height = len(ranks) * (_KERNEL_HEIGHT + len(lanes) * _MESSAGE_HEIGHT + _GAP)
@@ -75,12 +64,12 @@ def _lanes(passes: Passes) -> list[str]:
     return list(dict.fromkeys(_lane(piece) for piece in every if piece.what not in (*_KERNELS, WAITING)))
 
 
-def _lane(piece: Piece) -> str:
+def _lane(piece: Span) -> str:
     """The row of an activity: a kind of kernel, or an axis."""
     return piece.what.split()[-1]
 
 
-def _draw_pass(axes: Axes, found: Mapping[int, Sequence[Piece]], lanes: Sequence[str], *, named: bool) -> None:
+def _draw_pass(axes: Axes, found: Mapping[int, Sequence[Span]], lanes: Sequence[str], *, named: bool) -> None:
     top, ticks = 0.0, []
     for pieces in found.values():
         for what, colour in _KERNELS.items():
@@ -97,7 +86,7 @@ def _draw_pass(axes: Axes, found: Mapping[int, Sequence[Piece]], lanes: Sequence
     plain(axes)
 
 
-def _bars(pieces: Sequence[Piece], lane: str) -> list[tuple[float, float]]:
+def _bars(pieces: Sequence[Span], lane: str) -> list[tuple[float, float]]:
     """(start, length); adjacent kernels are one bar."""
     found: list[tuple[float, float]] = []
     for piece in sorted(p for p in pieces if _lane(p) == lane and p.end > p.start):

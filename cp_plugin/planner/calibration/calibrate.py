@@ -47,7 +47,7 @@ def calibrate(
     links = Measured(hosts or sharing, device, shown)
     sizes = kernel_rates.ON_CUDA if device.type == "cuda" else kernel_rates.ON_CPU
     sizes = sizes._replace(head_dim=head_dim or sizes.head_dim)
-    found = _device(device, dtypes or DTYPES[device.type], sizes, _sharers(device, sharing), shown)
+    found = _device(device, dtypes or DTYPES[device.type], sizes, sharing.count(sharing[dist.get_rank()]), shown)
     not_yet = Link(latency_s=0.0, bytes_per_s=1e9)
     profile = Cluster(
         name=name,
@@ -73,35 +73,24 @@ def _device(
     device: torch.device,
     dtypes: Sequence[torch.dtype],
     sizes: kernel_rates.Sizes,
-    sharers: int,
+    here: int,
     shown: Callable[[str], object],
 ) -> Device:
+    """here: ranks on this host, which on the CPU share its memory and cores."""
+    on_cuda = device.type == "cuda"
     bytes_per_s, launch_s = kernel_rates.memory(device, sizes, shown)
     names = [dtype_name(dtype) for dtype in dtypes]
     return Device(
-        name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        memory_bytes=float(_memory_bytes(device)),
+        name=torch.cuda.get_device_name(device) if on_cuda else "cpu",
+        memory_bytes=float(
+            torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total // here
+        ),
         memory_bytes_per_s=bytes_per_s,
         gemm_flops_per_s={
             n: kernel_rates.products(device, t, sizes, shown) for n, t in zip(names, dtypes, strict=True)
         },
         attention={n: kernel_rates.attention(device, t, sizes, shown) for n, t in zip(names, dtypes, strict=True)},
         launch_s=launch_s,
-        shared_by=sharers,
+        shared_by=0 if on_cuda else math.ceil(here / len(os.sched_getaffinity(0))),
         source=f"measured with all ranks at work, heads of {sizes.head_dim}",
     )
-
-
-def _sharers(device: torch.device, hosts: Sequence[str]) -> int:
-    """Ranks per core; 0 where each has a device of its own."""
-    if device.type == "cuda":
-        return 0
-    here = hosts.count(hosts[dist.get_rank()])
-    return math.ceil(here / len(os.sched_getaffinity(0)))
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Device memory; on the CPU a rank's share of the host's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.comm import GroupMesh, Mesh, Pending, coordinates, flat_index
+from cp_plugin.comm import GroupMesh, Mesh, coordinates, flat_index
 from cp_plugin.core.hosts import neighbours_per_host
 from cp_plugin.planner.calibration.fitting import fit
 from cp_plugin.planner.machine.events import Post
@@ -59,7 +59,7 @@ class Measured:
         if self.per_node * len(set(hosts)) != size:
             raise ValueError(
                 f"{size} ranks on {len(set(hosts))} hosts are not spread evenly, one host's after the other's: start "
-                "as many on each"
+                "the same number of ranks on each host"
             )
         rows = max(r for r in range(1, size + 1) if r * r <= size and size % r == 0)
         self._nodes = size // self.per_node
@@ -70,7 +70,7 @@ class Measured:
 
     def figures(self, profile: Cluster) -> dict[str, Any]:
         """The fields ``intra``, ``inter`` and ``nics`` of a profile, for a ``profile`` that has all others."""
-        intra = self._link("exchange", profile, self._by_node, INTRA, "inside a node") if self.per_node > 1 else None
+        intra = self._link(profile, self._by_node, INTRA, "inside a node") if self.per_node > 1 else None
         inter, nics = (intra, self.per_node) if self._nodes == 1 else self._between_nodes(profile)
         assert inter is not None
         found = override(profile, intra=intra or inter, inter=inter, nics=nics)
@@ -81,6 +81,7 @@ class Measured:
     def sample(self, mesh: Mesh, verb: Verb, axis: str, nbytes: int, *, takes_part: bool = True) -> Sample:
         """Median of three rounds, each timed by its slowest rank."""
         tensors = _message(mesh, verb, axis, nbytes, self._device)
+        post = getattr(mesh, "shift" if verb == "exchange" else verb)
 
         def run(times: int) -> float:
             _synchronise(self._device)
@@ -88,7 +89,7 @@ class Measured:
             time.sleep(_SETTLED_S)
             start = time.perf_counter()
             for _ in range(times if takes_part else 0):
-                _VERBS[verb](mesh, axis, tensors).wait()
+                post(axis, tensors).wait()
             _synchronise(self._device)
             found = [0.0] * dist.get_world_size()
             dist.all_gather_object(found, (time.perf_counter() - start) / times)
@@ -100,7 +101,7 @@ class Measured:
 
     def _between_nodes(self, profile: Cluster) -> tuple[Link, int]:
         """A card's link and the number of cards per node: all ranks of a node together against one alone."""
-        each = self._link("exchange", override(profile, nics=self.per_node), self._by_node, INTER, "between nodes")
+        each = self._link(override(profile, nics=self.per_node), self._by_node, INTER, "between nodes")
         if self.per_node == 1:
             return each, 1
         nbytes, first = self._sizes(each)[-1], self._by_node.coordinates[INTRA] == 0
@@ -109,15 +110,14 @@ class Measured:
         nics = max(1, min(self.per_node, round(self.per_node * alone / together)))
         return each.model_copy(update={"bytes_per_s": each.bytes_per_s * self.per_node / nics}), nics
 
-    def _link(self, verb: Verb, profile: Cluster, mesh: Mesh, axis: str, where: str) -> Link:
+    def _link(self, profile: Cluster, mesh: Mesh, axis: str, where: str) -> Link:
         """Fit from messages of several sizes along one axis."""
         self._shown(f"messages {where}")
-        first = self.sample(mesh, verb, axis, _FIRST)
+        first = self.sample(mesh, "exchange", axis, _FIRST)
         rough = Link(latency_s=0.0, bytes_per_s=min(1e13, max(1e6, _FIRST / first.seconds)))
-        samples = [first, *(self.sample(mesh, verb, axis, nbytes) for nbytes in self._sizes(rough))]
-        return fitted(
-            samples, profile, "intra" if axis == INTRA else "inter", self._placed, f"measured: {verb} {where}"
-        )
+        samples = [first, *(self.sample(mesh, "exchange", axis, nbytes) for nbytes in self._sizes(rough))]
+        level: Level = "intra" if axis == INTRA else "inter"
+        return fitted(samples, profile, level, self._placed, f"measured: exchange {where}")
 
     def _collective(self, verb: Verb, profile: Cluster) -> Link:
         """Fit from groups of several sizes, except those whose shortest message would take too long."""
@@ -174,14 +174,6 @@ def _post(s: Sample, rank: int) -> Post:
         at, n = coordinates(s.axes, rank), s.axes[s.axis]
         to, source = (flat_index(s.axes, {**at, s.axis: (at[s.axis] + by) % n}) for by in (1, -1))
     return Post(0, s.verb, s.axis, s.axis, s.nbytes, 2, to, source)
-
-
-_VERBS: dict[Verb, Callable[[Mesh, str, tuple[Tensor, ...]], Pending]] = {
-    "exchange": lambda mesh, axis, tensors: mesh.shift(axis, tensors),
-    "all_gather": lambda mesh, axis, tensors: mesh.all_gather(axis, tensors),
-    "reduce_scatter": lambda mesh, axis, tensors: mesh.reduce_scatter(axis, tensors),
-    "all_to_all": lambda mesh, axis, tensors: mesh.all_to_all(axis, tensors),
-}
 
 
 def _message(mesh: Mesh, verb: Verb, axis: str, nbytes: int, device: torch.device) -> tuple[Tensor, ...]:

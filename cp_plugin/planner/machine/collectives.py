@@ -18,8 +18,12 @@ class Group(NamedTuple):
 
 
 def ring(cluster: Cluster, group: Group, nbytes: float, verb: Verb) -> float:
-    """All-gather to, or reduce-scatter from, ``nbytes`` on each rank."""
-    return _collective(cluster, group, nbytes, verb)
+    """All-gather to, or reduce-scatter from, ``nbytes`` on each rank, of which all but its own part is sent."""
+    n = group.size
+    if n == 1:
+        return 0.0
+    post = Post(0, verb, "group", "group", nbytes * (n - 1) / n, 1, None, None)  # type: ignore[arg-type]
+    return Links(cluster, {"group": n}, place(n, cluster, group.stride)).cost(post, 0).seconds
 
 
 def all_reduce(cluster: Cluster, group: Group, nbytes: float) -> float:
@@ -28,7 +32,7 @@ def all_reduce(cluster: Cluster, group: Group, nbytes: float) -> float:
 
 def all_to_all(cluster: Cluster, group: Group, nbytes: float) -> float:
     """All-to-all of ``nbytes`` per rank, in equal parts."""
-    return _collective(cluster, group, nbytes, "all_to_all")
+    return ring(cluster, group, nbytes, "all_to_all")
 
 
 def message(cluster: Cluster, stride: int, nbytes: float) -> float:
@@ -37,12 +41,3 @@ def message(cluster: Cluster, stride: int, nbytes: float) -> float:
     link = (cluster.intra if inside else cluster.inter).of("exchange")
     share = 1.0 if inside else cluster.nics / cluster.per_node
     return link.latency_s + nbytes / (link.bytes_per_s * share)
-
-
-def _collective(cluster: Cluster, group: Group, nbytes: float, verb: Verb) -> float:
-    """Of ``nbytes`` on each rank all but its own part is sent."""
-    n = group.size
-    if n == 1:
-        return 0.0
-    post = Post(0, verb, "group", "group", nbytes * (n - 1) / n, 1, None, None)  # type: ignore[arg-type]
-    return Links(cluster, {"group": n}, place(n, cluster, group.stride)).cost(post, 0).seconds

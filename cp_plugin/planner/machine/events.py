@@ -62,6 +62,11 @@ class Post(NamedTuple):
     """``all_to_all_v``: bytes to and from each rank of the axis."""
 
     @property
+    def sent(self) -> int:
+        """Bytes that this rank sends."""
+        return 0 if self.verb == "exchange" and self.to is None else self.nbytes
+
+    @property
     def each(self) -> tuple[int, ...]:
         """``all_to_all_v``: the larger of the bytes to and from each rank."""
         return tuple(map(max, self.parts))

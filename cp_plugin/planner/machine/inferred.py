@@ -59,7 +59,7 @@ def cluster_of(gpu: str, per_node: int, ranks: int, flag: str) -> Inferred:
     device = CPU if gpu == CPU else GPUS.get(name)
     choices = f"{flag} with one of {', '.join(clusters())}, or with a file that cp-plugin calibrate wrote"
     if device is None:
-        raise ValueError(f"no figures for the GPU {gpu!r} (there are some for {', '.join(GPUS)}): use {choices}")
+        raise ValueError(f"no profile for the GPU {gpu!r} (there are profiles for {', '.join(GPUS)}): use {choices}")
     having = [c for c in clusters().values() if c.device.name == device]
     how = f"{gpu} and {per_node} rank{'s' if per_node > 1 else ''} per node"
     alike = [c for c in having if c.per_node == per_node]

@@ -60,7 +60,9 @@ class Asked:
         p, chunk = self.parallel, self.chunk or self.parallel.seq_length
         object.__setattr__(self, "chunk", chunk)
         if p.pipeline > 1:
-            raise ValueError(f"--pipeline {p.pipeline}: a model answers on one pipeline stage: use --tensor, --context")
+            raise ValueError(
+                f"--pipeline {p.pipeline}: inference is priced on one pipeline stage: use --tensor or --context"
+            )
         multiple = self.multiple
         for flag, tokens in (("--seq-length", p.seq_length), ("--chunk", chunk)):
             if tokens < 1 or tokens % multiple:

@@ -120,13 +120,10 @@ def _prefills(asked: Asked) -> list[Prefill]:
 
 
 def _ties_first(found: Sequence[Prefill]) -> list[Prefill]:
-    fastest = min(one.seconds for one in found)
-
-    def options(one: Prefill) -> int:
-        return len(one.setup.options.chosen) if one.setup else 0
-
-    tied = sorted((p for p in found if tie(p.seconds, fastest)), key=lambda p: (p.sent, options(p), p.seconds))
-    return tied + sorted((p for p in found if not tie(p.seconds, fastest)), key=lambda p: p.seconds)
+    found = sorted(found, key=lambda p: p.seconds)
+    tied = sum(tie(p.seconds, found[0].seconds) for p in found)
+    by_bytes = sorted(found[:tied], key=lambda p: (p.sent, len(p.setup.options.chosen) if p.setup else 0))
+    return by_bytes + found[tied:]
 
 
 def _best(asked: Asked, some: Sequence[Candidate], letter: str) -> Candidate:

@@ -94,7 +94,6 @@ def chunk_program(setup: Setup, layer: Layer, index: int, before: int, *, tiled:
             there = seen.meter.live
             session.attend(0, *qkv, window=layer.problem.window, latent=latent)
         return Program(
-            index=index,
             forward=tuple(seen.events),
             backward=(),
             sent=by_phase_and_axis(cp.mesh),

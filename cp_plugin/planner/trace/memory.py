@@ -1,4 +1,4 @@
-"""Memory meter: exact peak memory of a computation, without running it on meta tensors.
+"""Memory meter: exact peak memory of a computation, traced on meta tensors instead of run.
 
     with Meter() as meter:
         out, lse = method.forward(Queries(q), KeyValues(k, v))

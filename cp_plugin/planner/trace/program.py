@@ -42,7 +42,6 @@ from cp_plugin.testing.traffic import by_phase_and_axis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    index: int
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
     sent: Formula
@@ -77,7 +76,6 @@ def program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
 
         calls.through_autograd(seen.cp, inputs, problem, between)
     return Program(
-        index=index,
         forward=tuple(events[: marks[0]]),
         backward=tuple(events[marks[0] :]),
         sent=by_phase_and_axis(seen.cp.mesh),

@@ -95,7 +95,7 @@ class Simulation:
         """RuntimeError naming the ranks that still wait at the end."""
         if stuck:
             named = ", ".join(f"rank {i} for {post.verb} along {post.axis}" for i, post in list(stuck.items())[:4])
-            raise RuntimeError(f"these ranks wait for each other for ever: {named}")
+            raise RuntimeError(f"deadlock: these ranks wait for each other: {named}")
 
     def _step(self, rank: _Rank, index: int) -> bool:
         """Execute a rank's next event; False if it has to wait for a peer, or is done."""

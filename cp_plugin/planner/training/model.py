@@ -152,7 +152,7 @@ def _check_types(m: Model) -> None:
         if known == "bool" and not isinstance(value, bool):
             raise ValueError(f"model {m.name}: {field.name} {value!r}: write true or false")
         if known == "str" and not isinstance(value, str):
-            raise ValueError(f"model {m.name}: {field.name} {value!r}: write a text")
+            raise ValueError(f"model {m.name}: {field.name} {value!r}: write a string")
     if m.norm not in (norms := get_args(Norm)):
         raise ValueError(f"model {m.name}: norm {m.norm!r}: write one of {', '.join(norms)}")
     if m.window is not None and not (
