@@ -120,30 +120,34 @@ def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) ->
     if getattr(config, "output_router_logits", False):
         raise ValueError("output_router_logits: each rank would balance its own tokens only; set it to False")
     name, before = f"cp_plugin_{next(_numbers)}", config._attn_implementation
-    attention = _Attention(cp)
+    attention = _Attention(cp, name)
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _refuse_masks)
     whole = _check_input(model, cp)
     want = _output(model, input_ids=whole) if check else None
-    model.set_attn_implementation(name)
-    if config._attn_implementation != name:
-        raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface")
-    if want is not None and (error := _difference(model, cp, whole, want)) > (limit := _allowed(want.dtype)):
+    try:
+        model.set_attn_implementation(name)
+        if config._attn_implementation != name:
+            raise ValueError(
+                f"{type(model).__name__} does not take its attention from transformers' AttentionInterface"
+            )
+        if want is not None and (error := _difference(model, cp, whole, want)) > (limit := _allowed(want.dtype)):
+            raise ValueError(
+                f"{type(model).__name__} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed "
+                f"{limit:g}): something in it mixes tokens by other means than attention"
+            )
+    except BaseException:
         model.set_attn_implementation(before)
-        raise ValueError(
-            f"{type(model).__name__} on {cp.size} ranks differs from itself on one by {error:.1e} (allowed {limit:g}): "
-            "something in it mixes tokens in another way than by attention"
-        )
-    refusing = _Refusing(attention, name)
-    model.register_forward_pre_hook(refusing, with_kwargs=True)
-    model.register_forward_hook(refusing.afterwards, with_kwargs=True)
+        raise
+    model.register_forward_pre_hook(attention.before, with_kwargs=True)
+    model.register_forward_hook(attention.after, with_kwargs=True)
 
 
 class _Attention:
-    """An entry of transformers' AttentionInterface."""
+    """An entry of transformers' AttentionInterface, and hooks around a model that uses it."""
 
-    def __init__(self, cp: ContextParallel) -> None:
-        self.cp = cp
+    def __init__(self, cp: ContextParallel, name: str) -> None:
+        self.cp, self.name = cp, name
         self.without_tree = 0
         """Calls that were given none."""
 
@@ -185,6 +189,39 @@ class _Attention:
         )
         return out.transpose(0, 1).contiguous(), None
 
+    def before(self, model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        """Refuse what would be wrong without an error."""
+        if model.config._attn_implementation != self.name:
+            return
+        self.without_tree = 0
+        tree, positions = given.get("tree"), given.get("position_ids")
+        if positions is None or not self._are_here(positions, tree):
+            raise ValueError(
+                "position_ids must be those of this rank's tokens: call model(**huggingface.shard(cp, ...))"
+            )
+        if given.get("labels") is not None and given.get("shift_labels") is None:
+            raise ValueError("labels would be shifted inside each shard: call model(**huggingface.shard(cp, ...))")
+        if tree is not None and "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise ValueError(
+                f"{type(model).__name__} takes no logits_to_keep, by which the end of a prompt predicts several "
+                "answers: it cannot train on a tree"
+            )
+
+    def after(self, model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
+        """A model may swallow an argument that it does not know."""
+        if model.config._attn_implementation == self.name and "tree" in given and self.without_tree:
+            raise ValueError(f"{type(model).__name__} does not pass `tree` on to its attention: it cannot train on one")
+
+    def _are_here(self, positions: Tensor, tree: Tree | None) -> bool:
+        cp, tokens = self.cp, positions.size(-1) * self.cp.size
+        if tree is None:
+            here = cp.positions(tokens)
+        elif tree.seq_length == tokens:
+            here = cp.shard(tree.position_ids())
+        else:
+            return False
+        return torch.equal(positions.cpu(), here.expand(positions.shape))
+
 
 _CHANGES_THE_RESULT = (
     "softcap",
@@ -208,45 +245,6 @@ def _refuse_masks(*, attention_mask: Tensor | None = None, use_vmap: bool = Fals
     """An entry of transformers' AttentionMaskInterface: allows only masks that the plugin does not need."""
     _refuse(attention_mask is not None and not bool(attention_mask.all()), "padding: pack or cut the sequences")
     _refuse(use_vmap, "a mask function of the model's own")
-
-
-class _Refusing:
-    """Refuses, before and after each forward, what would be wrong without an error."""
-
-    def __init__(self, attention: _Attention, name: str) -> None:
-        self.attention, self.name = attention, name
-
-    def __call__(self, model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        if model.config._attn_implementation != self.name:
-            return
-        self.attention.without_tree = 0
-        tree, positions = given.get("tree"), given.get("position_ids")
-        if positions is None or not self._are_here(positions, tree):
-            raise ValueError(
-                "position_ids must be those of this rank's tokens: call model(**huggingface.shard(cp, ...))"
-            )
-        if given.get("labels") is not None and given.get("shift_labels") is None:
-            raise ValueError("labels would be shifted inside each shard: call model(**huggingface.shard(cp, ...))")
-        if tree is not None and "logits_to_keep" not in inspect.signature(model.forward).parameters:
-            raise ValueError(
-                f"{type(model).__name__} takes no logits_to_keep, by which the end of a prompt predicts several "
-                "answers: it cannot train on a tree"
-            )
-
-    def afterwards(self, model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
-        """A model may swallow an argument that it does not know."""
-        if model.config._attn_implementation == self.name and "tree" in given and self.attention.without_tree:
-            raise ValueError(f"{type(model).__name__} does not pass `tree` on to its attention: it cannot train on one")
-
-    def _are_here(self, positions: Tensor, tree: Tree | None) -> bool:
-        cp, tokens = self.attention.cp, positions.size(-1) * self.attention.cp.size
-        if tree is None:
-            here = cp.positions(tokens)
-        elif tree.seq_length == tokens:
-            here = cp.shard(tree.position_ids())
-        else:
-            return False
-        return torch.equal(positions.cpu(), here.expand(positions.shape))
 
 
 def _check_input(model: PreTrainedModel, cp: ContextParallel) -> Tensor:

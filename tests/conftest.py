@@ -25,6 +25,7 @@ lazy.switch_on()  # a group's first operation waits for all of its ranks, as on 
 threads.switch_on()
 
 LONGEST_FIRST = (
+    "planner/test_wins.py",
     "core/test_methods.py",
     "core/test_bytes.py",
     "megatron/test_provider_parity.py",

@@ -7,7 +7,6 @@ statistics ``[b, h, s, 1]`` in float32. ``tests/te`` holds the parameter lists e
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from enum import IntEnum
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -15,27 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from library_signatures import function, recorded
 from torch import Tensor
 
 from cp_plugin.kernels.backends import te
 from cp_plugin.kernels.backends.reference import Reference
 
-FORWARD = (
-    "is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, "
-    "fused_attention_backend, attn_bias=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, page_table_k=None, "
-    "page_table_v=None, s_quantizer=None, o_quantizer=None, attn_scale=None, dropout=0.0, fast_zero_fill=True, "
-    "qkv_layout='sbh3d', o_format='sbhd', qkv_scale_inv_format=None, attn_bias_type='no_bias', "
-    "attn_mask_type='padding', softmax_type='vanilla', window_size=(-1, -1), bottom_right_diagonal=None, rng_gen=None, "
-    "softmax_offset=None, return_max_logit=False, cuda_graph=False"
-)
-BACKWARD = (
-    "max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors, "
-    "fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, s_quantizer=None, "
-    "dp_quantizer=None, dqkv_quantizer=None, attn_scale=None, dropout=0.0, fast_zero_fill=True, qkv_layout='sbh3d', "
-    "o_format='sbhd', do_format='sbhd', dqkv_layout='sbh3d', qkv_scale_inv_format=None, do_scale_inv_format=None, "
-    "attn_bias_type='no_bias', attn_mask_type='padding', softmax_type='vanilla', window_size=(-1, -1), "
-    "bottom_right_diagonal=None, deterministic=False, cuda_graph=False"
-)
+FORWARD, BACKWARD = (recorded("te", "2.20.2", f"fused_attn_{end}") for end in ("fwd", "bwd"))
 PARAMETERS = (
     "is_training=True, deterministic=False, attn_mask_type=None, bottom_right_diagonal=True, attn_scale=1.0, "
     "qkv_dtype=None, o_dtype=None, do_dtype=None, dqkv_dtype=None, qkv_layout=None, o_format=None, do_format=None, "
@@ -93,13 +78,6 @@ def _checked(given: Given, names: str) -> list[Tensor]:
 
 def _diagonal(given: Given) -> int:
     return {"causal": 0, "no_mask": given["max_seqlen_kv"] - 1}[given["attn_mask_type"]]
-
-
-def function(name: str, parameters: str, body: Callable[[Given], Any]) -> Callable[..., Any]:
-    """A Python function with these parameters."""
-    scope: Given = {"body": body}
-    exec(f"def {name}({parameters}):\n    return body(locals())", scope)
-    return scope[name]
 
 
 def install(patch: pytest.MonkeyPatch, forward_list: str = FORWARD, **other: Any) -> list[Given]:

@@ -310,7 +310,7 @@ def test_comparing_losses() -> None:
     assert disagreements(one, one, 2) == [] and not_falling(one) == []
     assert disagreements(one, one[:1], 2) == ["2 and 1 iterations were logged, not 2"]
     nan = [one[0], replace(one[1], loss=math.nan)]
-    assert "1 losses differ by more than 1e-05" in disagreements(one, nan, 2)[0]
+    assert "1 loss differs by more than 1e-05" in disagreements(one, nan, 2)[0]
     assert not_falling(one[:1] * 2) == ["the loss did not fall: 6.000 to 6.000"]
     line = "elapsed time per iteration (ms): 12.5 | lm loss: 5.25E+00 |\nbytes sent by rank 0 per iteration: 1,024\n"
     assert read_log(line * 2) == [Iteration(loss=5.25, milliseconds=12.5, bytes=1024)] * 2
@@ -337,8 +337,9 @@ def test_the_list_and_one_of_it() -> None:
     ("words", "message"),
     [
         (["--dry-run"], "which example?"),
-        (["lasp2-64xa100", "--nodes", "2"], "nothing to do with these options: add --dry-run"),
+        (["lasp2-64xa100", "--nodes", "2"], "these options have no effect on their own: add --dry-run"),
         (["lasp2-64xa100", "--dry-run", "--print", "sh"], "choose one of --dry-run"),
+        (["lasp2-64xa100", "--dry-run", "--steps", "9"], "--steps 9 is for --scaled"),
         (["lasp3-64xa100", "--dry-run"], "did you mean lasp2-64xa100"),
         (["lasp2-64xa100", "--print", "flags", "--seq-length", "3000"], "nearest: 2048"),
         (["lasp2-64xa100", "--print", "flags", "--grid", "8"], "write rows x columns"),

@@ -282,5 +282,20 @@ def test_a_wrong_attention_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch
         )
         huggingface.apply(model, ContextParallel("striped", group=dist.group.WORLD))
 
-    with pytest.raises(RankError, match="on 4 ranks differs from itself on one"):
+    with pytest.raises(RankError, match="differs between 4 ranks and one"):
         run_ranks(rank, 4, init_process_group=True)
+
+
+@needs_transformers
+def test_a_model_is_as_before_if_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller may catch the error: its model must not take whole batches for shards."""
+    model = model_of("LlamaConfig", {})
+    before = model.config._attn_implementation
+
+    def fails(*given: Any, **named: Any) -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(ContextParallel, "attention", fails)
+    with pytest.raises(MemoryError, match="planted"):
+        huggingface.apply(model, ContextParallel("ring"))
+    assert model.config._attn_implementation == before and not model._forward_pre_hooks

@@ -103,7 +103,7 @@ def test_packs_that_gain_nothing_fail() -> None:
     assert "4.0 times fewer bytes than a ring" in said(2, even, one)
     assert "placed packs send 2.00 times the bytes of a ring" in said(16, even, one)
     assert "has 1.60 times the mean work" in said(2, uneven, one)
-    assert "placed: 1 losses differ" in said(2, even, [replace(one[0], loss=6.01), one[1]])
+    assert "placed: 1 loss differs" in said(2, even, [replace(one[0], loss=6.01), one[1]])
     assert packed.balance("; work, max over mean: 1.5\n...; work, max over mean: 1.25") == 1.375
 
 
@@ -126,7 +126,7 @@ def test_the_verdict_fails_on_every_kind_of_difference() -> None:
 
     assert verdict(one, one).startswith("PASS")
     off, nan = ([*one[:2], replace(one[2], loss=loss)] for loss in (4.0001, float("nan")))
-    assert verdict(one, off) == "FAIL: 1 losses differ by more than 1e-05, the first by 2.5e-05"
+    assert verdict(one, off) == "FAIL: 1 loss differs by more than 1e-05, the first by 2.5e-05"
     assert verdict(one, nan).startswith("FAIL")
     assert "were logged" in verdict(one, one[:2])
     assert "no context-parallel traffic" in verdict(one, [replace(i, bytes=0) for i in one])

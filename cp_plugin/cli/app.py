@@ -25,11 +25,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def main() -> None:
-    """Context parallelism for Megatron-LM, NeMo and torch."""
-
-
 @app.command()
 def doctor(
     everything: Annotated[
@@ -62,6 +57,7 @@ def draw(
     from cp_plugin.cli.draw import draw_documents, draw_layouts, draw_method, draw_traffic
 
     with flags.errors_in_one_line():
+        flags.check_output(path, "picture", flags.PICTURES)
         chosen = {"layout": options.layout, **options.chosen}
         if documents is not None:
             if provider != "needed" or sent or full or options != Options():
@@ -213,10 +209,10 @@ def verify(
 app.command()(bench)
 app.command()(calibrate)
 app.command()(dataset)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(example)
+app.command(context_settings={"allow_extra_args": True})(example)
 app.command()(explain)
 app.command(context_settings=EVERYTHING)(generate)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(plan)
+app.command(context_settings={"allow_extra_args": True})(plan)
 
 
 def _verdict(ok: bool, text: str, quiet: bool) -> None:
@@ -227,7 +223,3 @@ def _verdict(ok: bool, text: str, quiet: bool) -> None:
         print_verdict(ok, text)
     if not ok:
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    app()

@@ -94,8 +94,10 @@ def show(console: Console, *, everything: bool) -> bool:
         absent = [check.name for check in libraries if check not in found]
         idle = [name for name in dict.fromkeys(k.backend for k in kernels) if name not in {k.backend for k in run}]
         where = "" if torch.cuda.is_available() else "no GPU: "
-        print_lines(console, f"optional, and not installed: {', '.join(absent)}; --all shows how to get them")
-        print_lines(console, f"{where}{', '.join(idle)} cannot run here; --all shows why")
+        if absent:
+            print_lines(console, f"optional, and not installed: {', '.join(absent)}; --all shows how to get them")
+        if idle:
+            print_lines(console, f"{where}{', '.join(idle)} cannot run here; --all shows why")
     if spare := dict.fromkeys(k.backend for k in kernels if k.works is False and k.ok):
         print_lines(console, f"broken, but never chosen automatically: {', '.join(spare)}", style="bold yellow")
     broken = [c.name for c in libraries if not c.ok] + [k.backend for k in kernels if not k.ok]

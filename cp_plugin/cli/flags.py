@@ -68,12 +68,17 @@ def in_our_flags(text: str, size: str = "--size") -> str:
 
 
 @contextmanager
-def errors_in_one_line(size: str = "--size") -> Iterator[None]:
-    """User errors: one line on stderr and exit status 2. A failed rank: its report and exit status 1."""
+def errors_in_one_line(size: str = "--size", *, translated: bool = True) -> Iterator[None]:
+    """User errors: one line on stderr and exit status 2. A failed rank: its report and exit status 1.
+
+    Args:
+        size: the command's flag for the ranks.
+        translated: whether the command has flags of its own where a message names those of a training.
+    """
     try:
         yield
     except ValueError as error:
-        typer.echo(f"error: {in_our_flags(str(error), size)}", err=True)
+        typer.echo(f"error: {in_our_flags(str(error), size) if translated else error}", err=True)
         raise typer.Exit(2) from None
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "megatron":
@@ -175,7 +180,7 @@ def make_folder(flag: str, path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{flag} {path}: this folder cannot be made: {error.strerror}") from None
+        raise ValueError(f"{flag} {path}: cannot create this folder: {error.strerror}") from None
 
 
 def changes(per_node: int | None, nics: int | None) -> dict[str, int]:

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -77,26 +77,21 @@ def generate(
             raise ValueError(f"--load {load}: there is no such folder")
     saved = None if own_flags else (load, ckpt_step)
     more = ["--load", str(load), *([] if ckpt_step is None else ["--ckpt-step", str(ckpt_step)])]
-    show = _Show(as_json=as_json, verbose=verbose)
-    rank = partial(_rank, request, saved, more, show, context.args)
-    with _quiet(not verbose):
+    rank = partial(_rank, request, saved, more, context.args, as_json=as_json, verbose=verbose)
+    with flags.errors_in_one_line(translated=False), _quiet(not verbose):
         _preload(context.args)
     if started:
         mistakes = [rank()]
     else:
         mistakes = []
         forked = partial(run_ranks, rank, nproc or 1, timeout=None, pass_on_sigterm=True)
-        if status := exit_status(nproc or 1, lambda: mistakes.extend(forked())):
+        with flags.errors_in_one_line(translated=False):
+            status = exit_status(nproc or 1, lambda: mistakes.extend(forked()))
+        if status:
             raise typer.Exit(status)
     if mistakes[0] is not None:
         typer.echo(f"error: {mistakes[0]}", err=True)
         raise typer.Exit(2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Show:
-    as_json: bool
-    verbose: bool
 
 
 def _preload(flags: list[str]) -> None:
@@ -108,7 +103,13 @@ def _preload(flags: list[str]) -> None:
 
 
 def _rank(
-    request: Request, saved: tuple[Path, int | None] | None, more: list[str], show: _Show, rest: list[str]
+    request: Request,
+    saved: tuple[Path, int | None] | None,
+    more: list[str],
+    rest: list[str],
+    *,
+    as_json: bool,
+    verbose: bool,
 ) -> str | None:
     """Generate on this rank; return a user error, if there is one."""
     from cp_plugin.inference.request import Report
@@ -116,20 +117,20 @@ def _rank(
 
     first = os.environ["RANK"] == "0"
     try:
-        with _quiet(not show.verbose):
+        with _quiet(not verbose):
             sys.argv = [sys.argv[0], *loading.flags(saved, rest), *more]
             model = loading.load()
             tokens = text.Tokens(request.as_bytes)
             prompts = text.encode(request, tokens)
             text.require_agreement(request, prompts)
-        streamed = Streamed(prompts, tokens.decode, quiet=show.as_json or not first)
+        streamed = Streamed(prompts, tokens.decode, quiet=as_json or not first)
         for step in text.write(model, prompts, request, tokens):
             if not isinstance(step, Report):
                 streamed.add(step)
                 continue
             streamed.end()
             if first:
-                _report(step, tokens, as_json=show.as_json)
+                _report(step, tokens, as_json=as_json)
     except ValueError as error:
         return str(error)
     return None

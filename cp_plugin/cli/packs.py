@@ -50,12 +50,10 @@ def bounds(text: str, seq_length: int) -> tuple[int, ...]:
         return tuple(accumulate(LENGTHS[text].pack(seq_length), initial=0))
     if text in distributions():
         return document_bounds(text, seq_length, seed=0)
-    ends = [0]
-    for length in cycle(lengths(text)):
-        ends.append(min(seq_length, ends[-1] + length))
-        if ends[-1] == seq_length:
-            return tuple(ends)
-    raise AssertionError("lengths are repeated until the sequence is full")
+    ends, more = [0], cycle(lengths(text))
+    while ends[-1] < seq_length:
+        ends.append(min(seq_length, ends[-1] + next(more)))
+    return tuple(ends)
 
 
 def lengths(text: str) -> list[int]:

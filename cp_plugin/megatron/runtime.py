@@ -25,7 +25,7 @@ def configure(settings: Settings, model: Model | None = None) -> None:
     """Set the settings and the model, and reset the state of an earlier run."""
     STATE.settings, STATE.model, STATE.batch_sliced = settings, model, False
     STATE.documents_expected = STATE.loss_checked = False
-    STATE.last_pack = None
+    STATE.last_pack = STATE.compared = None
     STATE.by_ranks.clear()
     STATE.alone.clear()
 
@@ -68,11 +68,6 @@ def register(group: dist.ProcessGroup, found: Mapping[Kind, ContextParallel]) ->
 def has_groups(group: dist.ProcessGroup) -> bool:
     """Whether there is a ``ContextParallel`` for the ranks of this group."""
     return group.size() == 1 or _key(group) in STATE.by_ranks
-
-
-def forget_groups() -> None:
-    """Forget all process groups."""
-    STATE.by_ranks.clear()
 
 
 def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None = None) -> ContextParallel:

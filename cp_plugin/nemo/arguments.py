@@ -106,14 +106,11 @@ def own() -> frozenset[str]:
 @cache
 def _defaults() -> dict[str, Any]:
     """Defaults of all arguments of Megatron and the plugin."""
-    from megatron.training import arguments
-
     from cp_plugin.megatron.flags import args
     from cp_plugin.megatron.patches import patching
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     patching.original("megatron.training.arguments:add_megatron_arguments")(parser)
-    assert arguments is not None
     return vars(args.add_arguments(parser).parse_args([]))
 
 

@@ -80,7 +80,9 @@ def activate() -> None:
         RuntimeError: if Bridge was imported before CPU mode.
     """
     if "megatron.bridge" in sys.modules:
-        return
+        raise RuntimeError(
+            "megatron.bridge was imported before CPU mode: call cp_plugin.nemo.activate() before anything imports it"
+        )
     cpu.activate()
     with _stand_ins():
         importlib.import_module("megatron.bridge.training.gpt_step")

@@ -18,8 +18,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
 
 from cp_plugin import megatron
 from cp_plugin.megatron import runtime
@@ -33,7 +31,6 @@ from cp_plugin.megatron.patches.patching import Call, Patch, around
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.selfcheck import audit, recheck
 from cp_plugin.megatron.selfcheck import first_batch as selfcheck
-from cp_plugin.megatron.startup import agreement
 from cp_plugin.megatron.state import STATE
 from cp_plugin.nemo import arguments, cpu, refusals
 
@@ -76,8 +73,8 @@ def prepare(config: Any, ours: Mapping[str, Any], planned: tuple[str, ...] = ())
         model = checks.after(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
         arguments.write_back(given, config)
     megatrons.start(settings, model)
-    _place_in_spec(config.model.transformer_layer_spec)
-    agreement.compare_instead(given)
+    config.model.transformer_layer_spec = spec.with_core_attention(config.model.transformer_layer_spec)
+    STATE.compared = given
     patching.install(BRIDGE)
     STATE.bridge_flags = dict(ours)
     STATE.bridge_timeout_minutes = config.dist.distributed_timeout_minutes
@@ -90,29 +87,6 @@ def _sum_losses_per_token(given: argparse.Namespace, config: Any) -> None:
         given.calculate_per_token_loss = True
         if given.rank == 0:
             print("cp_plugin: --calculate-per-token-loss is switched on: Bridge asks for it in fine-tuning")
-
-
-def _place_in_spec(layers: Any) -> None:
-    """Replace Megatron's core attention in an existing layer spec, which patches do not reach.
-
-    Other classes stay, and the audit refuses them; so do functions that make a spec.
-    """
-    for one in getattr(layers, "layer_specs", None) or ():
-        _place_in_spec(one)
-    submodules = getattr(layers, "submodules", None)
-    if submodules is None:
-        return
-    if getattr(submodules, "core_attention", None) in _stock():
-        submodules.core_attention = spec.core_attention()
-    for part in vars(submodules).values():
-        if isinstance(part, ModuleSpec):
-            _place_in_spec(part)
-
-
-def _stock() -> list[Any]:
-    from megatron.core.extensions import transformer_engine
-
-    return [DotProductAttention, *([transformer_engine.TEDotProductAttention] if transformer_engine.HAVE_TE else [])]
 
 
 @contextlib.contextmanager
@@ -145,8 +119,8 @@ def _setup(call: Call) -> Any:
     settings = prepare(config, STATE.bridge_flags, runtime.settings().planned)
     if _adjustable(config) != before:
         raise ValueError(
-            "the config was changed after cp_plugin.nemo.apply, in a way that the provider needs to be otherwise "
-            f"({before} is to be {_adjustable(config)}): call apply when the config is complete"
+            "the config was changed after cp_plugin.nemo.apply to values that the provider does not support "
+            f"({before} must be {_adjustable(config)}): call apply once the config is complete"
         )
     with _errors_in_config_terms(config):
         result = call.original()

@@ -23,7 +23,7 @@ def check(found: str, *, allow_untested: bool) -> None:
     """ValueError for an untested release, unless the user allows it."""
     if not allow_untested and not within(found, TESTED_RANGE):
         raise ValueError(
-            f"megatron-bridge {found} was not tested with cp_plugin, which was with megatron-bridge{TESTED_RANGE}: "
-            "install one of these, or pass allow_untested_bridge=True to apply. (Its functions that the plugin "
+            f"megatron-bridge {found} was not tested with cp_plugin; megatron-bridge{TESTED_RANGE} was: install a "
+            "release in that range, or pass allow_untested_bridge=True to apply. (Its functions that the plugin "
             "replaces are still compared with the known sources.)"
         )

@@ -201,17 +201,17 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
     if nproc is None:
         main(rest)
         return 0
-    if cuda_is_initialized():
-        instead = f"start them with torchrun --nproc-per-node {nproc} instead, or add --cp-device cpu"
-        raise ValueError(f"--nproc {nproc}: an import has initialised CUDA, which forked ranks cannot use; {instead}")
     return exit_status(
         nproc, lambda: run_ranks(main, nproc, args=(rest,), timeout=None, output="ends", pass_on_sigterm=True)
     )
 
 
 def exit_status(nproc: int, run: Callable[[], object]) -> int:
-    """The exit status of a command that runs ``nproc`` ranks: 0, that of the first failing rank (whose report goes to
-    stderr), or the shell's for Ctrl-C."""
+    """The exit status of a command that forks ``nproc`` ranks: 0, that of the first failing rank (whose report goes to
+    stderr), or the shell's for Ctrl-C. ValueError if CUDA has been initialised, which forked ranks cannot use."""
+    if cuda_is_initialized():
+        instead = f"start them with torchrun --nproc-per-node {nproc} instead, or add --cp-device cpu"
+        raise ValueError(f"--nproc {nproc}: an import has initialised CUDA, which forked ranks cannot use; {instead}")
     try:
         run()
     except RankError as error:

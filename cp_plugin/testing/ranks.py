@@ -55,10 +55,10 @@ def start(device: str, ranks: int) -> torch.device | None:
     devices = torch.cuda.device_count()
     if under_torchrun():
         if device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= devices:
-            raise ValueError(f"{devices} CUDA devices here, and every rank needs one: start fewer, or --device cpu")
+            raise ValueError(f"every rank needs a CUDA device; this host has {devices}: start fewer, or --device cpu")
         return join(device)
     if device == "cuda" and ranks > devices:
-        raise ValueError(f"--size {ranks}: {devices} CUDA devices here: use --size {devices}, or --device cpu")
+        raise ValueError(f"--size {ranks}: this host has {devices} CUDA devices: use --size {devices}, or --device cpu")
     return None
 
 

@@ -156,6 +156,9 @@ def test_refusals(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             draw_method(tmp_path / "x.png", provider, size, **options)
+    for name, message in (("none/x.svg", "cannot be written"), ("x", "pictures are .svg, .png or .pdf files")):
+        result = CliRunner().invoke(app, ["draw", str(tmp_path / name)])
+        assert result.exit_code == 2 and message in result.output, result.output
     assert list(tmp_path.iterdir()) == []
 
 

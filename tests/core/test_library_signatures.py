@@ -99,16 +99,8 @@ def _plain(schema: FunctionSchema) -> tuple[object, ...]:
 
 
 def test_fake_transformer_engine_matches_the_record() -> None:
-    for name, ours in (("fused_attn_fwd", fake_te.FORWARD), ("fused_attn_bwd", fake_te.BACKWARD)):
-        real = fake_te.function(name, _without_values(recorded("te", "2.20.2", name)), dict)
-        mine = fake_te.function(name, _without_values(ours), dict)
-        assert parameters_of(real) == parameters_of(mine)
     fields = recorded("te", "2.20.2", "FusedAttentionParams")
     assert set(re.findall(r"(\w+)=", fake_te.PARAMETERS)) <= set(re.findall(r"(\w+)=", fields))
-
-
-def _without_values(names: str) -> str:
-    return re.sub(r"=(\([^)]*\)|[^,]+)", "=0", names)
 
 
 CALLED: dict[str, tuple[Backend, Any]] = {"sdpa": (Sdpa(), sdpa), "cudnn": (Cudnn(), cudnn), "cpu": (Sdpa(), sdpa)}

@@ -20,6 +20,7 @@ import pytest
 import torch
 from device_ops import all_tensors, place
 from fake_device import CUDA, FakeCuda, MixedDevicesError
+from fake_flash import FA2, FA3_LATER
 from torch import Tensor
 
 from cp_plugin import linear
@@ -28,28 +29,8 @@ from cp_plugin.kernels.backends import te
 
 Given = dict[str, Any]
 
-FLASH = {
-    2: (
-        "flash_attn.flash_attn_interface",
-        "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
-        "return_softmax",
-        "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, "
-        "window_size_right, softcap, alibi_slopes, deterministic, rng_state=None",
-    ),
-    3: (
-        "flash_attn_interface",
-        "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, "
-        "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, "
-        "kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, "
-        "k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, "
-        "attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, "
-        "pack_gqa=None, sm_margin=0",
-        "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, "
-        "max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, "
-        "window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
-    ),
-}
-"""Version -> module, and parameters of its forward and backward (2.8)."""
+FLASH = {2: ("flash_attn.flash_attn_interface", *FA2), 3: ("flash_attn_interface", *FA3_LATER)}
+"""Version -> module, and recorded parameters of its forward and backward."""
 
 
 def install(patch: pytest.MonkeyPatch, device: FakeCuda, flash_generation: int) -> None:

@@ -146,7 +146,7 @@ def test_stock_megatron_without_a_significant_gain(
         assert args.cp_provider == "upstream" and "nothing is replaced" in settings.planned[0] and "±" in text
     else:
         assert args.cp_provider in providers.names() and args.cp_comm_type == ["p2p"]
-        assert ("may as well be used" in text) == (error > 0)
+        assert ("would do as well" in text) == (error > 0)
 
 
 def test_stock_megatron_is_not_patched(
@@ -252,7 +252,7 @@ def test_inferred_clusters() -> None:
     assert (one_node.per_node, one_node.intra, one_node.device) == (4, packaged.intra, packaged.device)
     assert of("cpu", 3, 6).cluster.per_node == 3
     for gpu, per_node, message in (
-        ("NVIDIA GeForce RTX 4090", 8, r"no figures for the GPU 'NVIDIA GeForce RTX 4090' \(.*--cp-cluster with one"),
+        ("NVIDIA GeForce RTX 4090", 8, r"no profile for the GPU 'NVIDIA GeForce RTX 4090' \(.*--cp-cluster with one"),
         (h100, 4, r"4 ranks per node: the network is not known \(dgx-h100 has 8 per node, h100-1"),
         ("NVIDIA A100-SXM4-40GB", 8, "no packaged cluster has such GPUs"),
     ):

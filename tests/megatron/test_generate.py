@@ -119,6 +119,7 @@ def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: Checkpo
         ("--load SAVED --prompt a --bytes --nproc 2 --pipeline-model-parallel-size 2 --context-parallel-size 1",
          "--pipeline-model-parallel-size 2: use 1"),
         ("--load SAVED --prompt a --bytes --nproc 2 --cp-provider nix", "--cp-provider nix: choose one of"),
+        ("--load SAVED --prompt a --bytes --cp-device gpu", "--cp-device gpu"),
         ("--load SAVED --prompt a --bytes --sequence-parallel --nproc 2 --tensor-model-parallel-size 2",
          "without --sequence-parallel"),
     ],
@@ -138,12 +139,12 @@ def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: Checkpoints) -
         prompt = "abc" if os.environ["RANK"] == "0" else "abd"
         command._preload([])
         request = Request(prompts=(prompt,), new_tokens=4, as_bytes=True)
-        show = command._Show(as_json=False, verbose=False)
         folder = checkpoints["window"]
-        return command._rank(request, (folder, None), ["--load", str(folder)], show, [])
+        more = ["--load", str(folder)]
+        return command._rank(request, (folder, None), more, [], as_json=False, verbose=False)
 
     for said in run_ranks(rank, 2, timeout=120):
-        assert said is not None and "rank 1 got another --prompt" in said
+        assert said is not None and "rank 1 got a different --prompt" in said
 
 
 def test_an_interrupt_ends_all_ranks_and_loses_no_text(checkpoints: Checkpoints) -> None:

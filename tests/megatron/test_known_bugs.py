@@ -4,7 +4,7 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
 
     tokens cut by sequence, documents masked by document   Megatron 6156      test_masks_in_training
     positions of packed documents                          Megatron 5243, 1473, 560, Bridge 1292      test_packed_places
-    windows and sinks lost, or unknown to a ring           Accelerate 4177, TE 2541      tests/core/test_masks
+    windows and sinks lost, or unknown to a ring           Accelerate 4177, TE 2541      tests/core/test_methods
     a token sees a later one, wrong gradients              TE 3248, 1557, Megatron 1464      tests/core/test_methods
     which mask works with what                             TE 2052      test_support
     labels shifted inside each rank's part                 verl 4250      tests/core/test_shift

@@ -301,7 +301,7 @@ def test_a_model_with_other_attention_is_refused() -> None:
 
     layer = torch.nn.ModuleDict({"core_attention": torch.nn.Linear(4, 4), "ours": attention()})
     with pytest.raises(
-        ValueError, match=r"--cp-provider ring does not run in every layer to quantise, not in .*core_a"
+        ValueError, match=r"--cp-provider ring does not run in every layer to quantise; missing in .*core_a"
     ):
         mtq.quantize(layer, {"quant_cfg": [OFF], "algorithm": "max"})
 

@@ -202,7 +202,7 @@ CALLS = {
     "padding of a call": example("the attention mask type no_mask", mask_type="no_mask", pads=True),
     "mask of a call": example("shape (1, 8)", attention_mask=torch.zeros(1, 8)),
     "cache of a call": example("1 queries and 8 keys", query=Q[:1]),
-    "capture of a call": example("to be captured in a CUDA graph", capturing=True),
+    "capture of a call": example("being captured in a CUDA graph", capturing=True),
 }
 
 

@@ -7,6 +7,7 @@ import runpy
 import socket
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,16 @@ def test_megatron_flags_are_compared_on_a_rank_without_provider() -> None:
         train(2, rank_flags=ranks)
     for what in ("--tensor-model-parallel-size is 2", "--rotary-base is 500", "--cp-provider is None"):
         assert f"{what} on rank 0 and " in str(raised.value)
+
+
+def test_flags_of_an_earlier_run_are_not_compared() -> None:
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.flags.args import Settings
+    from cp_plugin.megatron.state import STATE
+
+    STATE.compared = Namespace(seq_length=1)
+    runtime.configure(Settings())
+    assert STATE.compared is None
 
 
 def test_difference_lists_ranks() -> None:

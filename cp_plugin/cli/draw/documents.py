@@ -34,6 +34,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.placement.layouts import get_layout
+from cp_plugin.planner.packs import balance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,18 +56,8 @@ class Fetched:
     fetched: Sequence[frozenset[int]]
     """Rank -> positions of the keys that are sent to it."""
 
-    @property
-    def work(self) -> list[int]:
-        """Rank -> (query, key) pairs of its queries."""
-        found = [0] * len(self.fetched)
-        for query, rank in enumerate(self.holders):
-            found[rank] += query + 1 - self.first(query)
-        return found
-
-    @property
-    def balance(self) -> float:
-        """The work of the busiest rank over the mean."""
-        return max(self.work) * len(self.work) / sum(self.work)
+    balance: float
+    """The work of the busiest rank over the mean."""
 
     def first(self, query: int) -> int:
         """The first key that a query sees: where its document begins."""
@@ -93,6 +84,7 @@ def fetched(lengths: Sequence[int], size: int, layout: str) -> Fetched:
         bounds=bounds,
         holders=[holders[p] for p in range(bounds[-1])],
         fetched=[frozenset(positions) for positions in sent],
+        balance=balance(setup),
     )
 
 

@@ -37,7 +37,7 @@ def example(
     scaled: Annotated[
         int | None, typer.Option(metavar="RANKS", min=1, help="train with narrow layers on CPU ranks, against CP 1")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="with --scaled: iterations")] = 4,
+    steps: Annotated[int | None, typer.Option(min=1, help="with --scaled: iterations; default: 4")] = None,
     printed: Annotated[
         Printed | None, typer.Option("--print", help="print the script for a node or for Slurm, or the flags")
     ] = None,
@@ -58,8 +58,10 @@ def example(
         changes = Changes(provider=provider, options=options, nodes=nodes, per_node=per_node, more=tuple(context.args))
         if sum(ways) > 1:
             raise ValueError("choose one of --dry-run, --scaled and --print")
+        if scaled is None:
+            flags.refuse({"--steps": steps}, "is for --scaled")
         if not any(ways) and (changes != Changes() or variant is not None or seq_length is not None):
-            raise ValueError("nothing to do with these options: add --dry-run, --scaled RANKS or --print sh")
+            raise ValueError("these options have no effect on their own: add --dry-run, --scaled RANKS or --print sh")
         if name is None and any(ways):
             raise ValueError("which example? cp-plugin example lists them")
         found = load(name) if name is not None else None
@@ -72,7 +74,7 @@ def example(
         elif dry_run:
             _dry_run(command, as_json)
         elif scaled is not None:
-            _scaled(command, scaled, steps, as_json)
+            _scaled(command, scaled, steps or 4, as_json)
 
 
 def _print_json(value: object) -> None:

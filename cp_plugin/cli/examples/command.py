@@ -96,12 +96,8 @@ def command(
 
 def _flags_of(options: Options) -> dict[str, Value]:
     """The given options as flags."""
-    chosen = {name.replace("_", "-"): in_words(value) for name, value in options.chosen.items()}
-    if options.layout is not None:
-        chosen["layout"] = options.layout
-    if options.backend != "auto":
-        chosen["backend"] = options.backend
-    return {f"cp-{name}": int(value) if value.isdecimal() else value for name, value in chosen.items()}
+    chosen = {option.flag.removeprefix("--"): in_words(value) for option, value in providers.in_order(options).items()}
+    return {flag: int(value) if value.isdecimal() else value for flag, value in chosen.items()}
 
 
 def parsed(more: Sequence[str]) -> dict[str, Value]:

@@ -108,7 +108,8 @@ def disagreements(
         found.append(f"{len(one)} and {len(many)} iterations were logged, not {iterations}")
     off = [d for d in map(difference, one, many) if not d <= tolerance]  # also NaN
     if off:
-        found.append(f"{len(off)} losses differ by more than {tolerance:.0e}, the first by {off[0]:.1e}")
+        which = "1 loss differs" if len(off) == 1 else f"{len(off)} losses differ"
+        found.append(f"{which} by more than {tolerance:.0e}, the first by {off[0]:.1e}")
     return found
 
 

@@ -82,7 +82,9 @@ def arguments(folder: Path, step: int | None) -> argparse.Namespace:
     complete = saved_files.iterations(folder)
     if not complete:
         raise ValueError(f"--load {folder}: there is no complete checkpoint in it")
-    step = complete[-1] if step is None else step
+    if step is None:  # what Megatron would load
+        latest = saved_files.latest(folder)
+        step = latest if latest in complete else complete[-1]
     if step not in complete:
         raise ValueError(f"--ckpt-step {step}: --load {folder} has complete checkpoints of {complete}")
     directory = folder / f"iter_{step:07d}"

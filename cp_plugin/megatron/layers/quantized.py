@@ -142,7 +142,7 @@ def _converted(model: torch.nn.Module) -> None:
     stage = parallel_state.get_pipeline_model_parallel_rank() if dist.is_initialized() else 0
     missed = audit.coverage([model], stage).missed
     if missed:
-        raise ValueError(f"{runtime.settings().asked} does not run in every layer to quantise, not in {missed[0]}")
+        raise ValueError(f"{runtime.settings().asked} does not run in every layer to quantise; missing in {missed[0]}")
     attentions = [module for module in model.modules() if isinstance(module, AnyCoreAttention)]
     for module in attentions:
         if isinstance(module, QuantCoreAttention):

@@ -4,7 +4,7 @@
                                                                                    |
                                              data iterator -> tensor-parallel broadcast -> slice of this CP rank
 
-Megatron's wheel has the loop but no script; this one works with megatron-core 0.17 to 0.19. Plain next-token
+Megatron's wheel has the loop but no script; this one works with every supported megatron-core. Plain next-token
 pretraining only; `UNSUPPORTED` lists the refused flags of Megatron's own script.
 """
 
@@ -83,11 +83,12 @@ def refuse(args: argparse.Namespace) -> None:
     """ValueError naming every given flag that this pretraining does not support."""
     given = [flag for flag in UNSUPPORTED if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
     if args.mtp_num_layers and args.pipeline_model_parallel_layout:
-        given.append("--mtp-num-layers on any but the last stage (--pipeline-model-parallel-layout)")
+        given.append("--mtp-num-layers with --pipeline-model-parallel-layout")
     if given:
         raise ValueError(
-            f"{', '.join(given)}: not supported by cp_plugin.pretrain_gpt, which does plain GPT pretraining. Leave it "
-            "out, or run Megatron-LM's own script with `python -m cp_plugin.run path/to/pretrain_gpt.py ...`"
+            f"{', '.join(given)}: not supported by cp_plugin.pretrain_gpt, which does plain GPT pretraining. Leave "
+            f"{'it' if len(given) == 1 else 'them'} out, or run Megatron-LM's own script with `python -m cp_plugin.run "
+            "path/to/pretrain_gpt.py ...`"
         )
 
 
@@ -247,9 +248,12 @@ def build_model(
         "pg_collection": pg_collection,
     }
     if args.hybrid_layer_pattern:
-        from cp_plugin.megatron.models import hybrid  # since 0.18
+        from megatron.core.models.hybrid.hybrid_model import HybridModel  # since 0.18
 
-        return hybrid.build(config, args.hybrid_layer_pattern, **shared)
+        from cp_plugin.megatron.models.hybrid import stack_spec
+
+        pattern = args.hybrid_layer_pattern
+        return HybridModel(config=config, hybrid_stack_spec=stack_spec(config), hybrid_layer_pattern=pattern, **shared)
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=args.transformer_impl == "transformer_engine",

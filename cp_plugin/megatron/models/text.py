@@ -84,7 +84,8 @@ def require_agreement(request: Request, prompts: list[list[int]]) -> None:
     others = [rank for rank, digest in enumerate(everywhere) if digest != everywhere[0]]
     if others:
         raise ValueError(
-            f"ranks disagree on the request: {ranks_named(others)} got another --prompt, or other options, than rank 0"
+            f"ranks disagree on the request: {ranks_named(others)} got a different --prompt or different options from "
+            "rank 0"
         )
 
 
@@ -101,7 +102,15 @@ def write(
     batch = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     for row, ids in zip(batch, prompts, strict=True):
         row[: len(ids)] = torch.tensor(ids)
-    choose = _Choice(request, tokens)
+    sampler = Sampler(request.sampling)
+
+    def choose(logits: Tensor) -> Tensor:
+        """The next token of each text; rank 0 chooses and broadcasts it."""
+        chosen = sampler.choose(logits[:, : tokens.ids].float()).contiguous()
+        if dist.get_world_size() > 1:
+            dist.broadcast(chosen, 0)
+        return chosen
+
     texts, over = [list(ids) for ids in prompts], [False] * len(prompts)
     context = max(lengths) + request.new_tokens
     with (
@@ -138,16 +147,3 @@ def write(
             cache_bytes=[cache for cache, _ in everywhere],
             memory_bytes=[memory for _, memory in everywhere],
         )
-
-
-class _Choice:
-    """The next token of each text; rank 0 chooses and broadcasts it."""
-
-    def __init__(self, request: Request, tokens: Tokens) -> None:
-        self._sampler, self._ids = Sampler(request.sampling), tokens.ids
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        chosen = self._sampler.choose(logits[:, : self._ids].float()).contiguous()
-        if dist.get_world_size() > 1:
-            dist.broadcast(chosen, 0)
-        return chosen

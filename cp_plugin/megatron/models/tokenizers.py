@@ -98,9 +98,7 @@ def named(text: str, more: Sequence[str] = ()) -> Name:
         )
     if kind == "bytes":
         if model or more:
-            raise ValueError(
-                f"--tokenizer {text}: bytes takes no {'flags behind --' if more else 'file'}; leave it out"
-            )
+            raise ValueError(f"--tokenizer {text}: bytes takes no {'flags after --' if more else 'file'}; leave it out")
         return Name(kind=kind)
     if not model:
         raise ValueError(f"--tokenizer {text}: write {kind}: and its file{' or name' * (kind == 'huggingface')}")
@@ -182,4 +180,4 @@ def _part_of_tokenizer(path: Path) -> bool:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; behind -- come Megatron's flags for tokenizers")
+        raise ValueError(f"{message}; only Megatron's flags for tokenizers may follow --")

@@ -104,8 +104,8 @@ def replace_get_batches(call: Call) -> Any:
     layouts = {call["boundary_layout"], *call["additional_layouts"]}
     if len(layouts) > 1:
         raise ValueError(
-            f"the training script asks for its batch in the layouts {', '.join(sorted(layouts))} at once, and "
-            f"{runtime.settings().asked} has one for it: use --linear-cp-layout zigzag"
+            f"the training script asks for its batch in the layouts {', '.join(sorted(layouts))} at once, but "
+            f"{runtime.settings().asked} uses a single one: use --linear-cp-layout zigzag"
         )
     return call.original(use_per_sequence_balancing=False)
 

@@ -89,9 +89,7 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
         for flag, value in zip(words[::2], words[1::2], strict=True):
             setattr(args, attribute(flag), value)
         settings = our_flags.settings_from(args)
-    if args.rank == 0:
-        for line in lines:
-            print(f"cp_plugin: {AUTO}: {line}", flush=True)
+    checks.say(args, (f"{AUTO}: {line}" for line in lines))
     return replace(settings, planned=lines)
 
 
@@ -259,8 +257,8 @@ def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
     yield f"the same without the planner: {best.candidate.flags}"
     if stock is not None and answer.stock_is_enough:
         yield (
-            f"stock Megatron may as well be used: --cp-provider {UPSTREAM} {stock.candidate.flags}, whose iterations "
-            f"are {_beside_ours(answer)}; it is not taken, since {reason}"
+            f"stock Megatron would do as well: --cp-provider {UPSTREAM} {stock.candidate.flags}, whose iterations "
+            f"are {_beside_ours(answer)}; it was not chosen because {reason}"
         )
     if answer.packed is not None:
         count, longest = len(answer.packed.lengths), max(answer.packed.lengths)
@@ -273,7 +271,7 @@ def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
 
 
 def _beside_ours(answer: _Answer) -> str:
-    """Stock Megatron's iteration time: ``a tie (± 8%)``, or ``0.85x ± 8% of the others' time``."""
+    """Stock Megatron's iteration time: ``a tie (± 10%)``, or ``0.85x ± 10% of the others' time``."""
     assert answer.stock is not None
     ratio = over(answer.stock.iteration.seconds, answer.found.fastest, alone=False)
     return f"a tie ({KNOWN})" if ratio == "tie" else f"{ratio} of the others' time"

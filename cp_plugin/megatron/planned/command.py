@@ -82,7 +82,7 @@ def read(flags: Sequence[str], devices: int) -> Planned:
         RankError: for any other error.
     """
     if devices < 1:
-        raise ValueError(f"{devices} devices: a training needs 1 or more")
+        raise ValueError(f"{devices} devices: training needs at least 1")
     if {"-h", "--help"} & set(flags):
         raise ValueError("--help describes Megatron's flags instead of using them: leave it out")
     (found,) = run_ranks(_read, 1, args=(list(flags),), env={"WORLD_SIZE": str(devices)}, timeout=SECONDS)

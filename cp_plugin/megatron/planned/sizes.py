@@ -27,7 +27,7 @@ def from_args(args: argparse.Namespace, settings: Settings) -> tuple[Model, Para
     for attribute, flag in UNKNOWN:
         value = getattr(args, attribute, None)
         if value:
-            raise ValueError(f"{flag} {value}: the planner knows transformers only, and of these not this kind")
+            raise ValueError(f"{flag} {value}: the planner has no model of this")
     model, parallel = _model(args, settings), _parallel(args, settings)
     check(model, parallel)
     return model, parallel

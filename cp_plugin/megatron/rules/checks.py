@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -36,13 +36,13 @@ def before(args: argparse.Namespace, settings: Settings) -> None:
     """Check and adjust the parsed namespace; ValueError for everything unsupported."""
     run = _run(args, settings)
     _refuse(run, late=False)
-    _say(args, adjust(table.TRAINING, run, "warn"))
-    _say(args, adjust(table.TRAINING, run))
+    say(args, adjust(table.TRAINING, run, "warn"))
+    say(args, adjust(table.TRAINING, run))
 
 
 def count_tokens(args: argparse.Namespace, settings: Settings) -> None:
     """Switch on per-token losses where the layout needs them, and print that."""
-    _say(args, adjust(layout.RULES, _run(args, settings)))
+    say(args, adjust(layout.RULES, _run(args, settings)))
 
 
 def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
@@ -73,8 +73,7 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device | N
         ValueError: for what the plugin, the provider or the attention kernel does not support.
     """
     _refuse(_run(args, settings, device), late=True)
-    converted = args.context_parallel_size > 1 and layout.contiguous_between_layers(args)
-    model = replace(model_of(args, settings), converted=converted)
+    model = model_of(args, settings)
     if device is not None:
         _check_kernels(settings, model, device)
     return model
@@ -95,8 +94,14 @@ def model_of(args: argparse.Namespace, settings: Settings) -> Model:
     """The model's resolved attention, with its padding."""
     run = _run(args, settings)
     model = resolve(settings, padded_problem(args, settings))
-    left = None if args.window_attn_skip_freq else model.problem.mask().left
-    return replace(model, padding=run.padding, parts=run.parts, experts=bool(args.num_experts), left=left)
+    return replace(
+        model,
+        padding=run.padding,
+        parts=run.parts,
+        experts=bool(args.num_experts),
+        left=None if args.window_attn_skip_freq else model.problem.mask().left,
+        converted=args.context_parallel_size > 1 and layout.contiguous_between_layers(args),
+    )
 
 
 def resolve(settings: Settings, problem: Problem) -> Model:
@@ -124,16 +129,11 @@ def resolve_kind(kind: Kind, settings: Settings, problem: Problem) -> Resolved:
 
 def _check_kernels(settings: Settings, model: Model, device: torch.device) -> None:
     """ValueError for calls that no kernel of the device can do."""
-    linear = settings.linear
-    if linear is not None:
-        call = model.resolved["linear"].problem
-        kernels.choose(linear.options.backend, device, call.dtype, call.documents, linear.kind.decay)
-    if settings.delta_net is not None:
-        call = model.resolved["linear"].problem
-        kernels.choose(settings.delta_net.options.backend, device, call.dtype, call.documents, call.decay, call.delta)
-    if settings.softmax:
-        blocks.choose(settings.options, model.problem, device)
+    if "linear" in model.resolved:
+        call, (_, options) = model.resolved["linear"].problem, settings.of("linear")
+        kernels.choose(options.backend, device, call.dtype, call.documents, call.decay, call.delta)
     if "softmax" in model.resolved:
+        blocks.choose(settings.options, model.problem, device)
         traced_blocks.refuse_tiles(settings.provider, model.problem, settings.options, device)
 
 
@@ -170,7 +170,8 @@ def _refuse(run: Run, *, late: bool) -> None:
     refuse((rule for rule in rules if late or not rule.late), run, prefix=run.asked, suffix=run.instead)
 
 
-def _say(args: argparse.Namespace, told: list[str]) -> None:
+def say(args: argparse.Namespace, told: Iterable[str]) -> None:
+    """Print on rank 0."""
     if args.rank == 0:
         for text in told:
             print(f"cp_plugin: {text}", flush=True)

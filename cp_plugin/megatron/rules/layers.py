@@ -191,14 +191,14 @@ CALL = (
     ),
     Rule(
         name="cache of a call",
-        what="a key/value cache: {queries} queries and {keys} keys",
+        what="a key/value cache ({queries} queries and {keys} keys)",
         why="it is for training, not for inference",
         fix="generate with cp-plugin generate, or static_engine()",
         looks_at=_cache,
     ),
     Rule(
         name="capture of a call",
-        what="to be captured in a CUDA graph",
+        what="being captured in a CUDA graph",
         why="its communication cannot be captured",
         fix="use --cuda-graph-impl transformer_engine and name parts without attention: mlp, moe, or moe_router",
         looks_at=lambda call: when(call.capturing),

@@ -108,7 +108,8 @@ RULES = (
         name="losses of experts",
         what=f"{{given}} {_COUNTED}",
         why="megatron-core {version} makes these losses too small under context parallelism",
-        fix="use megatron-core 0.19, or --cp-provider ring --cp-layout zigzag without that flag and without padding",
+        fix="use megatron-core 0.19 or newer, or --cp-provider ring --cp-layout zigzag without that flag and without "
+        "padding",
         looks_at=_experts,
         sentence=True,
         late=True,

@@ -70,7 +70,7 @@ RULES = (
     Rule(
         name="sizes of the model",
         what="{given}",
-        why="Megatron would fail on it with an unclear error",
+        why="Megatron would fail later with an unclear error",
         fix="give a positive number",
         looks_at=_below_one,
         sentence=True,

@@ -17,7 +17,6 @@ On CUDA a rank has at least 256 tokens, in multiples of 128: some library kernel
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from math import ceil
 from types import SimpleNamespace
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.core.layout import Layout
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import delta_net, hybrid, mtp, packing, patching
@@ -159,9 +158,7 @@ def _check_batch(tokens: int, mine: Tensor, pack: PackedSeqParams | None = None)
     batch |= dict.fromkeys(("attention_mask", "cu_seqlens_padded", "max_seqlen", "local_cp_size"))
     batch["cu_seqlens"] = None if pack is None else pack.cu_seqlens_q
     slicer = getattr(megatron_utils, _SLICER)
-    wanted = inspect.signature(slicer).parameters
-    extra = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
-    batch = slicer(batch, **{name: value for name, value in extra.items() if name in wanted})
+    batch = slicer(batch, cp_group=parallel_state.get_context_parallel_group(), **compat.not_hybrid(slicer))
     expected = [(mine + i).where(mine < tokens, 0).unsqueeze(0) for i in range(len(keys))]
     return [f"{key} differ" for key, rows in zip(keys, expected, strict=True) if not torch.equal(batch[key], rows)]
 

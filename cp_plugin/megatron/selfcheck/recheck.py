@@ -264,9 +264,9 @@ class Rows(ABC):
         return (
             f"--cp-check-every {settings.check_every}: in step {place.step}, layer {place.layer}, head {head} of "
             f"batch entry {self.batch}, the {place.cp.provider.name} attention on the {place.cp.layout.name} layout is "
-            f"not that of its queries, keys and values. {'; '.join(found[:4])}{more}. A rank has attended with other "
-            "data than was sent: a device, a link or a buffer at fault. Go on from a checkpoint of before, and watch "
-            "whether it is the same rank again"
+            f"not that of its queries, keys and values. {'; '.join(found[:4])}{more}. A rank attended to data other "
+            "than what was sent: a device, a link or a buffer is at fault. Resume from an earlier checkpoint, and see "
+            "whether the same rank fails again"
         )
 
     @contextmanager

@@ -31,26 +31,19 @@ _MEGATRON_FLAGS = (  # attributes of Megatron's parsed arguments
 )
 
 
-def compare_instead(args: argparse.Namespace) -> None:
-    """Compare these arguments where another training loop than Megatron's has parsed none."""
-    STATE.compared = args
-
-
-def require_from_megatron() -> None:
-    """``require`` for the arguments that Megatron has parsed, if any."""
-    from megatron.training import global_vars
-
-    args = global_vars._GLOBAL_ARGS if STATE.compared is None else STATE.compared
-    if args is not None:
-        require(args)
-
-
-def require(args: argparse.Namespace) -> None:
+def require() -> None:
     """Gather the flags of all ranks and compare them; collective over the default process group.
+
+    The flags are what Megatron has parsed, or Bridge's (``STATE.compared``); without either nothing is compared.
 
     Raises:
         ValueError: on every rank, naming each flag that differs, its values and their ranks.
     """
+    from megatron.training import global_vars
+
+    args = global_vars._GLOBAL_ARGS if STATE.compared is None else STATE.compared
+    if args is None:
+        return
     everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, canonical(args))
     if problem := difference(everyone):

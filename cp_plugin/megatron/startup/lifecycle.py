@@ -10,13 +10,14 @@ from cp_plugin.megatron.patches import rope
 from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, step_traffic
 from cp_plugin.megatron.startup import agreement, checkpoint, failures
+from cp_plugin.megatron.state import STATE
 
 
 @around
 def replace_initialize_model_parallel(call: Call) -> None:
     """Replacement for ``initialize_model_parallel``: compare the ranks' flags, create the plugin's groups."""
     failures.watch(60.0 * call["distributed_timeout_minutes"])
-    agreement.require_from_megatron()
+    agreement.require()
     checkpoint.look()
     call.original()
     if runtime.settings().active:
@@ -29,7 +30,7 @@ def replace_initialize_model_parallel(call: Call) -> None:
 def replace_destroy_model_parallel(call: Call) -> None:
     """Replacement for ``destroy_model_parallel``: also forget the plugin's groups."""
     call.original()
-    runtime.forget_groups()
+    STATE.by_ranks.clear()
     rope.forget_cached_embeddings()
 
 

@@ -56,8 +56,9 @@ def check(folder: str | None, step: int | None) -> int | None:
 
 
 def latest(folder: Path) -> int | None:
-    """The iteration in the tracker file; None for a ``release``."""
-    text = (folder / LATEST).read_text(errors="replace").strip()
+    """The iteration in the tracker file; None for a ``release``, and without the file."""
+    file = folder / LATEST
+    text = file.read_text(errors="replace").strip() if file.is_file() else ""
     return int(text) if text.isdecimal() else None
 
 
