@@ -78,7 +78,7 @@ def test_a_config_that_changes_after_apply() -> None:
 
         pretrain.runtime_config_update = changed
 
-    with pytest.raises(RankError, match=r"changed after cp_plugin.nemo.apply.*call apply when the config is complete"):
+    with pytest.raises(RankError, match=r"changed after cp_plugin.nemo.apply.*call apply once the config is complete"):
         train(2, STRIPED, model=DIVIDED, prepare=plant)
 
 
@@ -89,3 +89,10 @@ def test_ranks_that_disagree() -> None:
     words = r"different settings: --rotary-base is 10000 on rank 0 and 20000 on rank 1|rotary_base is 10000 on rank 0"
     with pytest.raises(RankError, match=words):
         train(2, STRIPED, model=DIVIDED, change=other_base)
+
+
+def test_cpu_mode_is_too_late_for_bridge_as_imported() -> None:
+    from cp_plugin.nemo import cpu
+
+    with pytest.raises(RuntimeError, match="imported before CPU mode"):
+        cpu.activate()
