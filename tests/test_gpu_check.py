@@ -127,7 +127,7 @@ def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
     assert (folder / "docs/smoke-test-on-a-cpu.md").read_text() == page
 
 
-@slow
+@nightly
 def test_faults_are_named_on_the_page_and_no_timing_is(folder: Path) -> None:
     """Three rings of a third party: scores 1 % too large on all ranks, or on one, and a rank that hangs."""
     names = ("wrong_scale", "wrong_rank", "missing_rank")
