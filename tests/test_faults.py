@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,27 @@ def test_a_sharded_checkpoint_has_no_metadata_json_and_a_truncated_index_is_noti
     (tmp_path / saved_files.LATEST).write_text("2")
     with saved_files.readable(str(tmp_path), None):
         pass
+
+
+def test_flags_of_a_model_are_those_of_the_weights_that_megatron_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("megatron.core")
+    from cp_plugin.megatron.inference import saved_model
+    from cp_plugin.megatron.startup import saved_files
+
+    monkeypatch.setattr(saved_model, "_common", lambda folder: {"args": Namespace(folder=folder.name)})
+    for iteration in (2, 4):
+        checkpoint(tmp_path, iteration, ".metadata", "metadata.json", "__0_0.distcp")
+
+    def read(step: int | None) -> str:
+        return saved_model.arguments(tmp_path, step).folder
+
+    assert read(None) == "iter_0000004", "no tracker file"
+    for text, taken in (("2", "iter_0000002"), ("4", "iter_0000004"), ("9", "iter_0000004"), ("", "iter_0000004")):
+        (tmp_path / saved_files.LATEST).write_text(text)
+        assert read(None) == taken, text
+    assert read(2) == "iter_0000002"
 
 
 def test_what_torch_collected_from_the_ranks_is_named(tmp_path: Path) -> None:

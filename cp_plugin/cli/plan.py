@@ -96,10 +96,10 @@ class _Given(NamedTuple):
         """Devices of one data-parallel replica."""
         if not self.megatron:
             return (self.tensor or 1) * (self.pipeline or 1) * (self.context or 1)
-        from cp_plugin.cli.examples.command import parsed
+        from cp_plugin.megatron.flags.args import peek
 
-        given = parsed(self.megatron)
-        sizes = (str(given.get(f"{axis}-parallel-size", 1)) for axis in ("tensor-model", "pipeline-model", "context"))
+        axes = ("tensor-model", "pipeline-model", "context")
+        sizes = (peek(self.megatron, f"--{axis}-parallel-size") or "1" for axis in axes)
         return math.prod(int(size) for size in sizes if size.isdecimal())
 
     @property

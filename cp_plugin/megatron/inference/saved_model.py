@@ -55,7 +55,7 @@ def flags(folder: Path, step: int | None, parser: argparse.ArgumentParser) -> li
 
     Args:
         folder: as given to ``--load``.
-        step: as given to ``--ckpt-step``; None: the newest complete one.
+        step: as given to ``--ckpt-step``; None: the tracker file's, or else the newest complete one.
         parser: Megatron's, with the plugin's flags.
 
     Raises:
