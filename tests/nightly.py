@@ -12,7 +12,9 @@ import heapq
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -43,12 +45,23 @@ def thin(items: list[pytest.Item]) -> dict[str, int]:
     left_out: dict[str, int] = {}
     for function, cases in functions.items():
         strength = max(cases[0].get_closest_marker("covering").args[0], int(ALL)) + int(NIGHT)
-        kept = covering([{k: repr(v) for k, v in case.callspec.params.items()} for case in cases], strength)
+        kept = covering([values(case.callspec.params) for case in cases], strength)
         if redundant := [case for place, case in enumerate(cases) if place not in kept]:
             gone.update(redundant)
             left_out[function] = len(redundant)
     items[:] = [item for item in items if item not in gone]
     return left_out
+
+
+def values(params: dict[str, Any]) -> dict[str, str]:
+    """The value of each parameter; of a dataclass, the value of each field."""
+    found = {}
+    for name, value in params.items():
+        if is_dataclass(value):
+            found |= {f"{name}.{field.name}": repr(getattr(value, field.name)) for field in fields(value)}
+        else:
+            found[name] = repr(value)
+    return found
 
 
 def covering(cases: Sequence[dict[str, str]], strength: int) -> set[int]:

@@ -1,7 +1,7 @@
 """Leak check: all providers in rotation on one set of ranks, for many steps.
 
     python ci/faults/soak.py --steps 150          every change
-    python ci/faults/soak.py --steps 5000         every night
+    python ci/faults/soak.py --steps 2500         every night
     python ci/faults/soak.py --steps 150 --plant groups     a planted leak: groups, descriptors or memory
 
 A turn creates a provider's process groups, runs some attention steps forward and backward, and destroys the groups.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,15 @@ def test_a_case_that_alone_has_a_pair_stays() -> None:
 
 def test_fewer_parameters_than_asked_for() -> None:
     assert covering([{"a": "0"}, {"a": "1"}], 2) == {0, 1}
+
+
+def test_fields_of_a_dataclass_are_parameters() -> None:
+    @dataclass
+    class Case:
+        a: int
+        b: str
+
+    assert nightly.values({"case": Case(1, "x"), "c": 2.0}) == {"case.a": "1", "case.b": "'x'", "c": "2.0"}
 
 
 @pytest.mark.parametrize(
