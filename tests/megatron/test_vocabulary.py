@@ -33,16 +33,20 @@ def test_dataset_with_larger_vocabulary_is_refused(
 
 
 def args(**values: object) -> argparse.Namespace:
-    plain = dict.fromkeys(("padded_vocab_size", "data_path", "train_data_path", "data_args_path"))
+    files = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    plain = dict.fromkeys(("padded_vocab_size", *files, "data_args_path", "per_split_data_args_path"))
     return argparse.Namespace(**{**plain, "vocab_size": 256, "tokenizer_type": "NullTokenizer", **values})
 
 
 def test_all_dataset_flags(prefix: str, tmp_path: Path) -> None:
     (tmp_path / "list").write_text(f"0.3 elsewhere\n0.7 {prefix}\n")
+    splits = {"train": "elsewhere", "valid": ["0.3", "elsewhere", "0.7", prefix], "test": None}
+    (tmp_path / "splits.json").write_text(json.dumps(splits))
     for given in (
         {"data_path": ["0.5", "elsewhere", "0.5", prefix]},
         {"train_data_path": [prefix]},
         {"data_args_path": str(tmp_path / "list")},
+        {"per_split_data_args_path": str(tmp_path / "splits.json")},
     ):
         with pytest.raises(ValueError, match="made with 257"):
             vocabulary.check(args(**given))

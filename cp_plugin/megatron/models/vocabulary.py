@@ -11,9 +11,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.training.utils import get_blend_and_blend_per_split
+
 from cp_plugin.megatron.compat import counts_end_of_document, megatron_version
 
-_LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _SIZED = ("NullTokenizer", "TikTokenizer")
 """Tokenizers whose vocabulary is as large as ``--vocab-size`` says."""
 
@@ -43,10 +44,10 @@ def _limit(args: argparse.Namespace) -> tuple[int | None, str]:
 
 
 def _prefixes(args: argparse.Namespace) -> Iterator[str]:
-    for name in _LISTS:
-        yield from getattr(args, name, None) or ()
-    if args.data_args_path and Path(args.data_args_path).is_file():
-        yield from Path(args.data_args_path).read_text(encoding="utf-8").split()
+    together, of_splits = get_blend_and_blend_per_split(args)
+    for blend in (together, *(of_splits or ())):
+        if blend is not None:
+            yield from blend[0]
 
 
 def _described(prefix: str) -> int | None:
