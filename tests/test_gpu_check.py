@@ -150,7 +150,7 @@ def test_faults_are_named_on_the_page_and_no_timing_is(folder: Path) -> None:
     assert any("waiting (time" in line and "no timing is reported" in line for line in page.splitlines())
 
 
-@slow
+@nightly
 def test_training_over_process_groups(tmp_path: Path) -> None:
     """All trainings of the check, with Megatron."""
     (tmp_path / "site").mkdir()
@@ -226,7 +226,7 @@ def test_timings_that_end_early(tmp_path: Path) -> None:
     assert any("the rest of performance" in line and "stopped" in line for line in page.splitlines())
 
 
-@slow
+@nightly
 def test_another_call_goes_on(folder: Path) -> None:
     """A later call continues one that ran out of time or was killed; one page has all results."""
     steps, out = ("--smoke", "--only", "environment waiting"), folder / "out"

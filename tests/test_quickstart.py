@@ -16,7 +16,7 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
-from nightly import slow
+from nightly import nightly, slow
 from rich.console import Console
 from warm import Forked, before_forking
 
@@ -77,7 +77,7 @@ def test_it_passes_and_leaves_a_plot(out: Path) -> None:
     assert "4 of 4 replaced" in audit and "loss CP 4" in done.stdout
 
 
-@slow
+@nightly
 def test_placed_packs_train_as_on_one_rank(
     run: Callable[..., object], out: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -134,7 +134,7 @@ def test_the_verdict_fails_on_every_kind_of_difference() -> None:
     assert "did not fall" in verdict(flat, flat)
 
 
-@slow
+@nightly
 def test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot(
     run: Callable[..., object], out: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from exact_placement import ON_EIGHT, fewest_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nightly import slow
+from nightly import nightly
 
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask
@@ -187,13 +187,13 @@ def test_against_exhaustive_search_on_eight_ranks(blocks: tuple[int, ...]) -> No
     assert placed.balance <= 1.05 and placed.most <= 1.2 * ON_EIGHT[blocks] * BLOCK
 
 
-@slow
+@nightly
 @pytest.mark.parametrize("blocks", [blocks for blocks in ON_EIGHT if len(blocks) < 5], ids=str)
 def test_recorded_optima_on_eight_ranks(blocks: tuple[int, ...]) -> None:
     assert fewest_blocks(blocks, 8, BLOCK, 1.05) == ON_EIGHT[blocks]
 
 
-@slow
+@nightly
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_packs_against_exhaustive_search(size: int) -> None:
     ratios = []

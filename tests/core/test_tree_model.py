@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from method_cases import METHODS
-from nightly import nightly, slow
+from nightly import nightly
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -137,7 +137,7 @@ def test_every_method_on_up_to_64_ranks(provider: str, layout: str, size: int) -
     check(LARGER, provider, size, heads, layout=layout)
 
 
-@slow
+@nightly
 @pytest.mark.parametrize("provider", ["ring", "needed"])
 def test_on_64_ranks(provider: str) -> None:
     check(LARGER, provider, 64, HEADS)

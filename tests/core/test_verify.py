@@ -10,7 +10,7 @@ from typing import Any, get_args
 import oracle as independent
 import pytest
 import torch
-from nightly import ALL, slow
+from nightly import ALL, nightly
 from typer.testing import CliRunner, Result
 
 from cp_plugin import Attend, Gradients, KeyValues, Options, Partial, Problem, Provider, Queries
@@ -71,7 +71,7 @@ def test_the_default_plan_covers_every_provider_layout_and_problem() -> None:
     assert any(c.get("head_parallel") == 2 and "grid" in c for c in chosen)
 
 
-@pytest.mark.parametrize("threads", [False, pytest.param(True, marks=slow)])
+@pytest.mark.parametrize("threads", [False, pytest.param(True, marks=nightly)])
 def test_providers_pass_on_ranks_and_on_threads(threads: bool) -> None:
     """Threads are used on one CUDA device, where the method is called directly."""
     problems = [problem(kv_heads=4), problem(dtype=torch.bfloat16, causal=False)]

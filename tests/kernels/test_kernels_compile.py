@@ -59,7 +59,7 @@ def check_attention(capability: int, sizes: str, dtype: str) -> list[dict[str, A
 
 
 @slow
-@pytest.mark.parametrize("sizes", ["128", "192x128"])
+@pytest.mark.parametrize("sizes", ["128", pytest.param("192x128", marks=nightly)])
 def test_attention_compiles_and_fits_on_hopper(sizes: str) -> None:
     for launch in check_attention(90, sizes, "bfloat16"):
         assert launch["spilled"] <= SPILLED or launch["name"].startswith("unaligned"), launch
@@ -82,7 +82,7 @@ def test_memory_bound_kernels_move_16_bytes_at_a_time() -> None:
         assert wide == ({"ld"} if reduces else {"ld", "st"}), launch
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=slow)])
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=nightly)])
 def test_float8_instructions_are_used(capability: int) -> None:
     found = {launch["name"]: launch["instructions"] for launch in compiled("memory", capability, "128", "bfloat16")}
     assert found["pack"]["ld.global.v4.b32"] == 4, "a block of 16 KiB is read once, by 256 threads"

@@ -9,7 +9,7 @@ import state_space_kernels
 import torch
 from harness import MODEL, train
 from megatron.core.packed_seq_params import PackedSeqParams
-from nightly import one_case, slow
+from nightly import nightly, one_case, slow
 from parity import check, stock
 from state_space_kernels import STATES
 from test_masks_in_training import short_documents
@@ -102,7 +102,7 @@ def test_hybrid_models(case: str) -> None:
     _compare(f"--hybrid-layer-pattern {pattern}", cp, provider, ranks=ranks, **latent)
 
 
-@slow
+@nightly
 @pytest.mark.parametrize("provider", providers.names(kind="softmax"))
 def test_every_provider(provider: str) -> None:
     _compare(f"--hybrid-layer-pattern {MIXED}", 4, provider)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import train
-from nightly import one_case, slow
+from nightly import nightly, one_case
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,7 +96,7 @@ def _as_on_a_gpu() -> None:
     selfcheck.tokens_for = lambda layout, size, *, cuda: small(layout, size, cuda=True)
 
 
-@slow
+@nightly
 @one_case
 @pytest.mark.parametrize("flags", SIZES)
 def test_self_check_passes_at_gpu_size(flags: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from evidence import measured, measured_report
 from evidence.measured import Errors
 from evidence.measurements import Calls, Row
-from nightly import slow
+from nightly import nightly
 
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster, override
@@ -46,7 +46,7 @@ def test_page_is_up_to_date(page: ModuleType) -> None:
     assert pictures == {name for name in measured.names() if not measured.source(name).not_predicted}
 
 
-@slow
+@nightly
 def test_command_prints_the_errors_of_the_page() -> None:
     done = subprocess.run([sys.executable, "ci/papers", "raw"], cwd=ROOT, capture_output=True, text=True, check=True)
     printed = done.stdout.splitlines()[-len(measured_report.summary(measured.names())) :]

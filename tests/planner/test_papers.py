@@ -292,7 +292,7 @@ def test_command_without_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert done.exit_code == 2 and "in a checkout of it: python ci/papers lasp2 burst" in done.output
 
 
-@slow
+@nightly
 def test_the_command_prints_the_summary_last_and_says_whether_it_passes(tmp_path: Path) -> None:
     console = Console(file=(tmp_path / "out").open("w"), width=200)
     ok = reproduce_and_show(["magiattention"], console, tmp_path)
