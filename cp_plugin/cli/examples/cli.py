@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from cp_plugin.cli.examples.command import Command
     from cp_plugin.cli.examples.config import Example
 
+STEPS = 4
+"""Iterations of a scaled run."""
+
 
 class Printed(StrEnum):
     sh = "sh"
@@ -37,7 +40,7 @@ def example(
     scaled: Annotated[
         int | None, typer.Option(metavar="RANKS", min=1, help="train with narrow layers on CPU ranks, against CP 1")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="with --scaled: iterations; default: 4")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help=f"with --scaled: iterations; default: {STEPS}")] = None,
     printed: Annotated[
         Printed | None, typer.Option("--print", help="print the script for a node or for Slurm, or the flags")
     ] = None,
@@ -74,7 +77,7 @@ def example(
         elif dry_run:
             _dry_run(command, as_json)
         elif scaled is not None:
-            _scaled(command, scaled, steps or 4, as_json)
+            _scaled(command, scaled, steps or STEPS, as_json)
 
 
 def _print_json(value: object) -> None:
