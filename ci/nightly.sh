@@ -6,8 +6,8 @@
 # What ci/test.sh --all runs at full length is left to it: other environments and versions, the release.
 # `product`, by name only, runs the tests in all cases of their parameters instead of covering designs.
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
-# FUZZ              random configurations (default 5000)
-# INPUTS            generated command lines and files (default 10000)
+# FUZZ              random configurations (default 10000)
+# INPUTS            generated command lines and files (default 20000)
 # HISTORY           the file of ratios to add to (default out/perf/history.jsonl)
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
@@ -79,8 +79,8 @@ run() { # STEP
     kernels) step kernels env TRITON_INTERPRET=1 "$python" -m pytest -n 2 --durations=10 tests/kernels ;;
     parity) step parity bash ci/parity/run.sh --all --out "$out/parity" ;;
     mutants) step mutants bash ci/mutants.sh -n 2 ;; # `tests` and `kernels` show that they pass without a bug
-    fuzz) step fuzz bash ci/fuzz.sh "${FUZZ:-5000}" ;;
-    inputs) step inputs "$python" ci/faults/fuzz_inputs.py --examples "${INPUTS:-10000}" ;;
+    fuzz) step fuzz bash ci/fuzz.sh "${FUZZ:-10000}" ;;
+    inputs) step inputs "$python" ci/faults/fuzz_inputs.py --examples "${INPUTS:-20000}" ;;
     soak) step soak "$python" ci/faults/soak.py --steps 2500 ;;
     exact) step exact "$python" ci/perf/exact.py ;;
     megatron_main)

@@ -85,6 +85,7 @@ def test_an_example_in_a_folder(folder: Callable[..., str]) -> None:
         ({"cluster": {**GRID["cluster"], "nodes": "2"}}, "cluster.nodes: .*valid integer"),
         ({"data": 0}, "data: .*valid dictionary"),
         ({"model": {"vocab-size": 9, "num-layers": -1}}, "model: num-layers -1: write a whole number, 1 or more"),
+        ({"model": {"vocab-size": 9, "num-layers": False}}, "num-layers: there is no inherited value to remove"),
         ({"model": {"vocab-size": 9, "hidden-size": "8"}}, "model: hidden-size 8: write a whole number, 1 or more"),
         ({"training": {"lr": float("nan")}}, "training.lr.*finite number"),
     ],

@@ -104,9 +104,12 @@ def check_main() -> None:
         return
     path = Path("megatron/training/arguments.py")
     show = ["git", f"--git-dir={repository}", "show", f"HEAD:{path}"]
+    newest = subprocess.run(show, capture_output=True)
+    if newest.returncode:
+        raise SystemExit(f"MEGATRON_LM_GIT={repository}: {newest.stderr.decode().strip()}")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / path).parent.mkdir(parents=True)
-        (Path(folder) / path).write_bytes(subprocess.run(show, check=True, capture_output=True).stdout)
+        (Path(folder) / path).write_bytes(newest.stdout)
         subprocess.run(["git", "apply", str(PATCHES / "main" / "plugins.patch")], cwd=folder, check=True)
         compile((Path(folder) / path).read_text(), str(path), "exec")
     print("PASS patches/megatron-lm/main applies")

@@ -145,6 +145,9 @@ class Config(Sections):
     def _is_complete(self) -> Config:
         if BASE in self.variants:
             raise ValueError(f"variants: {BASE} names the example without a variant: use another name")
+        for flag, value in self.flags.items():
+            if flag in SIZES and (value is None or value is False):
+                raise ValueError(f"{flag}: there is no inherited value to remove: write a whole number, 1 or more")
         if "context-parallel-size" not in self.parallel:
             raise ValueError("parallel: context-parallel-size is missing")
         if "vocab-size" not in self.model:
