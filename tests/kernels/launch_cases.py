@@ -189,7 +189,7 @@ def in_place(every: bool) -> dict[str, Call]:
                     case = f"{how} {name} {e} x {rows}"
                     found[case] = calls[how]
                     if every:
-                        found[f"{case}, 64 bits"] = in_64_bits(merging, calls[how])
+                        found[f"{case}, 64 bits"] = in_64_bits(row_blocks, calls[how])
     for d in (64, 128, 256) if every else ():
         found |= {f"{how} {d}": call for how, call in attention(d, d, torch.float32).items() if how.endswith("onto")}
     return found | {"forward onto": attention(128, 128, torch.bfloat16)["forward onto"]}
