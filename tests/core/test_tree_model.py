@@ -135,9 +135,3 @@ LARGER = Tree([4 * n for n in ROLLOUTS.lengths], ROLLOUTS.parents)
 def test_every_method_on_up_to_64_ranks(provider: str, layout: str, size: int) -> None:
     heads = max(HEADS, size if provider == "ulysses" else 0)
     check(LARGER, provider, size, heads, layout=layout)
-
-
-@nightly
-@pytest.mark.parametrize("provider", ["ring", "needed"])
-def test_on_64_ranks(provider: str) -> None:
-    check(LARGER, provider, 64, HEADS)

@@ -69,7 +69,7 @@ class Sections(_Strict):
                 seen[flag] = section
                 value = getattr(self, section)[flag]
                 number = isinstance(value, int) and not isinstance(value, bool) and value > 0
-                if flag in SIZES and not number and value is not None and value is not False:
+                if flag in SIZES and not number and not removes(value):
                     raise ValueError(f"{section}: {flag} {value}: write a whole number, 1 or more")
         return self
 
@@ -146,7 +146,7 @@ class Config(Sections):
         if BASE in self.variants:
             raise ValueError(f"variants: {BASE} names the example without a variant: use another name")
         for flag, value in self.flags.items():
-            if flag in SIZES and (value is None or value is False):
+            if flag in SIZES and removes(value):
                 raise ValueError(f"{flag}: there is no inherited value to remove: write a whole number, 1 or more")
         if "context-parallel-size" not in self.parallel:
             raise ValueError("parallel: context-parallel-size is missing")
@@ -222,9 +222,14 @@ def size(flag: str, value: Value) -> int:
     return value
 
 
+def removes(value: Value) -> bool:
+    """Whether it takes away an inherited flag: false or null, not 0."""
+    return value is None or value is False
+
+
 def changed(flags: Mapping[str, Value], changes: Mapping[str, Value]) -> dict[str, Value]:
-    """Flags with changes, without those that are false or None."""
-    return {flag: value for flag, value in {**flags, **changes}.items() if value is not None and value is not False}
+    """Flags with changes, without those removed."""
+    return {flag: value for flag, value in {**flags, **changes}.items() if not removes(value)}
 
 
 def names() -> list[str]:
