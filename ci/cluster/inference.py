@@ -47,7 +47,8 @@ class Part:
     seq: int
 
 
-PREFILL = Part(heads=8, head_dim=32, seq=2048)
+PREFILL = Part(heads=8, head_dim=32, seq=1024)
+"""Twice the tokens double the messages and quadruple the computation, which shares few cores."""
 DECODE = Part(heads=32, head_dim=128, seq=256)
 """Messages of 16.5 kB, as in a large layer: sixteen ranks share few cores, and the links are slow to match."""
 

@@ -92,6 +92,6 @@ def test_a_cpu_tensor_on_its_way_into_a_kernel_is_named(gpu: Start, monkeypatch:
     monkeypatch.setattr(sdpa, "heads_first", lambda x: heads_first(x) * torch.ones(x.size(3)))
     gpu()
     with pytest.raises(
-        MixedDevicesError, match=r"aten\.mul at cp_plugin/kernels/backends/sdpa\.py:\d+ forward: a CPU tensor"
+        MixedDevicesError, match=r"aten\.mul at cp_plugin/kernels/backends/sdpa\.py:\d+ _arranged: a CPU tensor"
     ):
         Softmax(provider="ring", backend="sdpa").run()

@@ -43,7 +43,7 @@ class Sdpa:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
         size, causal = v.size(3), is_causal(q, k, diagonal)
-        q, k, v = one_head_size(*map(heads_first, (q, k, v)))
+        q, k, v = _arranged(q, k, v)
         if q.is_cuda:
             out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
             lse = minus_infinity(lse)
@@ -59,7 +59,7 @@ class Sdpa:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         sizes, causal = (q.size(3), k.size(3), v.size(3)), is_causal(q, k, diagonal)
-        dout, q, k, v, out = one_head_size(*map(heads_first, (dout, q, k, v, row_term)))
+        dout, q, k, v, out = _arranged(dout, q, k, v, row_term)
         lse = lse.permute(1, 2, 0).contiguous()
         if q.is_cuda:
             rng = torch.empty(2, dtype=torch.uint64, device=q.device)  # unused without dropout
@@ -73,6 +73,12 @@ class Sdpa:
             )
         dq, dk, dv = (rows_first(grad)[..., :size] for grad, size in zip(grads, sizes, strict=True))
         return dq, dk, dv
+
+
+def _arranged(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """``[b, h, s, d]`` of one head size; contiguous on the CPU, whose kernel is slower on the strides of a view."""
+    tensors = one_head_size(*map(heads_first, tensors))
+    return tuple(x.contiguous() if x.is_cpu else x for x in tensors)
 
 
 def minus_infinity(lse: Tensor) -> Tensor:
