@@ -66,7 +66,7 @@ def methods_table() -> str:
 
 def short_table() -> str:
     """All providers: page and summary."""
-    names = [*providers.names(), "lasp2"]
+    names = [*providers.names(), "lasp2", "zeco"]
     rows = [(f"[`{name}`](methods/{name}.md)", providers.get(name).summary) for name in names]
     return markdown.table(("`--cp-provider`", "method"), rows)
 

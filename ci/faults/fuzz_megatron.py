@@ -43,7 +43,7 @@ TRAINING: dict[str, st.SearchStrategy[str | None]] = {
     "--cp-device": names("auto", "cpu", "cuda"),
     "--cp-cluster": names("dgx-h100", "none.toml"),
     "--cp-linear-attention": names("basic", "gla", "based"),
-    "--cp-linear-provider": names("lasp2", "lasp1", "linear_ring"),
+    "--cp-linear-provider": names("lasp2", "lasp1", "zeco", "linear_ring"),
     "--cp-layer-pattern": st.one_of(st.sampled_from(["L", "LLLN", "N"]), st.text("LN lx", max_size=5)),
 }
 """Flags of the plugin with their usual values; ``declared`` adds the rest."""

@@ -8,14 +8,12 @@
 Bytes do not depend on the sequence length. The paper has no decay; with one, each segment also sends ``through``, the
 factor by which a state decays on its way through it, and the sum of states becomes a scan. Under the delta rule it is a
 matrix, as large as a state. A rank has one segment, on zigzag tokens two.
-
-``Lasp1``, a baseline (arXiv 2404.02882), passes one state from segment to segment; ``through`` stays where it is.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -34,7 +32,7 @@ from cp_plugin.placement.layouts import get_layout
 
 
 @dataclass(frozen=True, slots=True)
-class _States(ABC):
+class States(ABC):
     """A ``Scan`` that carries states between segments while the local kernel runs."""
 
     mesh: Mesh
@@ -75,7 +73,7 @@ class _States(ABC):
         return self.parts.order[:: -1 if back != (direction == 1) else 1]
 
 
-class Lasp2(_States):
+class Lasp2(States):
     """One all-gather of all states in each pass, then a prefix scan on every rank."""
 
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
@@ -127,38 +125,7 @@ class Lasp2(_States):
         return [found[order.index(self.mesh.index * segments + i)] for i in range(segments)], found[-1]
 
 
-class Lasp1(_States):
-    """One state, passed from rank to rank in token order: the fewest bytes, but ranks work in turn."""
-
-    def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
-        return Pending(lambda: self._in_turn(states, through, back=back))
-
-    def _in_turn(self, states: Tensor, through: Tensor | None, *, back: bool) -> Tensor:
-        """Receive the state before each segment of ours, add the segment, pass it on."""
-        segments = self._segments
-        states = states.unflatten(0, (self.parts.directions, segments, -1))
-        through = None if through is None else through.unflatten(0, (self.parts.directions, segments, -1))
-        found, sent = torch.zeros_like(states), []
-        for direction in range(self.parts.directions):
-            order = self._order(direction, back)
-            carried = found[direction, 0]
-            for place, number in enumerate(order):
-                rank, here = divmod(number, segments)
-                if rank != self.mesh.index:
-                    continue
-                if place > 0 and (source := order[place - 1] // segments) != rank:
-                    (carried,) = self.mesh.receive(AXIS, (carried,), source).wait()
-                found[direction, here] = carried
-                decay = None if through is None else through[direction, here]
-                carried = segment.after(carried, states[direction, here], decay)
-                if place + 1 < len(order) and (to := order[place + 1] // segments) != rank:
-                    sent.append(self.mesh.send(AXIS, (carried,), to))
-        for message in sent:
-            message.wait()
-        return found.flatten(0, 2)
-
-
-class Summed(_States):
+class Summed(States):
     """Both directions without decay: every token reads the sum of all states (the paper's Algorithms 1 and 3)."""
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -187,36 +154,26 @@ def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(order, device=device)
 
 
-def _build_lasp2(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan:
+def _build(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan:
     if parts.cuts is not None:
         return Placed(mesh, parts)
     return Summed(mesh, parts) if problem.summed else Lasp2(mesh, parts)
 
 
-def _traffic_lasp2(problem: Problem, options: Options, index: int) -> Formula:
+def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     """Each rank's states to all others in each pass, with ``through`` where it varies."""
     if problem.size == 1:
         return {}
     placement = placement_of(_layout(problem, options), problem.seq_length, problem.size)
     if placement is not None:
         columns = problem.v_head_dim + (problem.head_dim if problem.delta else 1)
-        sent = (problem.size - 1) * most_cuts(placement.cuts()) * _rows(problem) * columns
+        sent = (problem.size - 1) * most_cuts(placement.cuts()) * state_rows(problem) * columns
         return {(phase, AXIS): sent * problem.wide for phase in ("forward", "backward") if sent}
     varies = problem.decay in ("token", "key") or problem.documents
     columns = problem.v_head_dim + (problem.head_dim if problem.delta else int(varies))
-    states = 1 if problem.summed else _segments(options) * (1 if problem.causal else 2)
-    sent = (problem.size - 1) * states * _rows(problem) * columns * problem.wide
+    states = 1 if problem.summed else segments_of(options) * (1 if problem.causal else 2)
+    sent = (problem.size - 1) * states * state_rows(problem) * columns * problem.wide
     return {("forward", AXIS): sent, ("backward", AXIS): sent}
-
-
-def _traffic_lasp1(problem: Problem, options: Options, index: int) -> Formula:
-    """One state for each segment whose successor is on another rank."""
-    first, last = index == 0, index == problem.size - 1
-    hops = {"forward": int(not last), "backward": int(not first)}
-    if _segments(options) == 2:
-        hops = dict.fromkeys(hops, int(not last) + int(not first))
-    state = _rows(problem) * problem.v_head_dim * problem.wide
-    return {(phase, AXIS): n * state for phase, n in hops.items() if n}
 
 
 def _layout(problem: Problem, options: Options) -> Layout:
@@ -231,11 +188,12 @@ def _unsupported(problem: Problem, options: Options) -> str | None:
     return f"on the layout {DOCUMENTS.name!r} it runs under a causal mask only"
 
 
-def _segments(options: Options) -> int:
+def segments_of(options: Options) -> int:
+    """Of a rank."""
     return 2 if options.layout == "zigzag" else 1
 
 
-def _rows(problem: Problem) -> int:
+def state_rows(problem: Problem) -> int:
     """Rows of a rank's state, over batch and heads."""
     return problem.batch * problem.kv_heads * problem.head_dim
 
@@ -250,19 +208,8 @@ LASP2 = Provider(
     kind="linear",
     summary="LASP-2 (arXiv 2502.07563): one all-gather of chunk states in each pass",
     layouts=("contiguous", "zigzag", "documents"),
-    build=_build_lasp2,
-    traffic=_traffic_lasp2,
+    build=_build,
+    traffic=_traffic,
     unsupported=_unsupported,
 )
-PROVIDERS = (
-    LASP2,
-    replace(
-        LASP2,
-        name="lasp1",
-        layouts=("contiguous", "zigzag"),
-        summary="LASP (arXiv 2404.02882): one state, passed from rank to rank; a baseline",
-        build=lambda mesh, parts, problem, options: Lasp1(mesh, parts),
-        traffic=_traffic_lasp1,
-        unsupported=causal_only,
-    ),
-)
+PROVIDERS = (LASP2,)

@@ -248,10 +248,10 @@ def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: i
         assert distance(out[-256:].detach(), recurrence.run(x, before)[0]) <= 1e-4
 
 
-@pytest.mark.parametrize("provider", ["lasp2", "lasp1"])
+@pytest.mark.parametrize("provider", ["lasp2", "lasp1", "zeco"])
 @rules
 def test_real_ranks(provider: str, delta: bool) -> None:
-    case = LinearCase(decay="key", delta=delta, documents=provider == "lasp2", causal=delta or provider == "lasp1")
+    case = LinearCase(decay="key", delta=delta, documents=provider == "lasp2", causal=delta or provider != "lasp2")
 
     def rank() -> list[Tensor]:
         return attend(ContextParallel(provider, group=dist.group.WORLD, layout="zigzag"), case)
@@ -264,7 +264,7 @@ def test_bytes_do_not_depend_on_the_sequence_length() -> None:
     def sent(name: str, length: int) -> int:
         return sum(providers.get(name).traffic(Problem(size=8, seq_length=length), Options(), 3).values())
 
-    for name in ("lasp2", "lasp1"):
+    for name in ("lasp2", "lasp1", "zeco"):
         assert sent(name, 2**10) == sent(name, 2**20) > 0
     assert sent("linear_ring", 2**20) == 2**10 * sent("linear_ring", 2**10)
 

@@ -29,7 +29,7 @@ GROUPED = STATES.replace("--linear-num-key-heads 4", "--linear-num-key-heads 2")
 """Two value heads for each query and key head."""
 CASES = {
     "all-gather, zigzag": (1, 2, "G*", "ring --cp-layout zigzag --cp-linear-provider lasp2"),
-    "in turn, more ranks than heads": (1, 8, "GG*-", "ring --cp-layout contiguous --cp-linear-provider lasp1"),
+    "in blocks, more ranks than heads": (1, 8, "GG*-", "ring --cp-layout contiguous --cp-linear-provider zeco"),
     "beside Mamba, on a grid": (1, 4, "MG*", "attention2d --cp-grid 2x2 --cp-linear-provider lasp2"),
     "tensor parallel": (2, 2, f"G* {SEQUENCE}", "burst --cp-layout zigzag --cp-linear-provider lasp1"),
     "pipeline, recomputed": (
@@ -131,7 +131,7 @@ def test_a_variant_of_the_layer_is_not_trained() -> None:
         (
             "--cp-provider ring --cp-linear-provider lasp3",
             "G*",
-            "--cp-linear-provider lasp3: choose one of lasp2, lasp1",
+            "--cp-linear-provider lasp3: choose one of lasp2, linear_ring, zeco",
         ),
         (
             "--cp-provider striped --cp-linear-provider lasp2",

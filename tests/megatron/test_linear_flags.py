@@ -213,6 +213,7 @@ def test_planner_enumerates_options_of_a_linear_provider(parted: None) -> None:
     flags = [one.flags for one in linear_candidates(replace(MODEL, decay="key", v_head_dim=16))]
     assert flags == [
         "--cp-linear-provider lasp2",
+        "--cp-linear-provider zeco",
         "--cp-linear-provider lasp1",
         "--cp-linear-provider parted --cp-state-parts 1",
         "--cp-linear-provider parted --cp-state-parts 2",

@@ -35,7 +35,7 @@ def cli(*arguments: str) -> Any:
     return CliRunner().invoke(app, [*ASKED, *arguments])
 
 
-@pytest.mark.parametrize("name", [*providers.names(), "lasp2", "lasp1", "linear_ring"])
+@pytest.mark.parametrize("name", [*providers.names(), "lasp2", "lasp1", "zeco", "linear_ring"])
 def test_seconds_and_bytes_add_up(name: str) -> None:
     """On two nodes of two: seconds of each rank, and the bytes inside and between nodes."""
     linear = providers.get(name).kind == "linear"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from round_cluster import round_cluster
@@ -63,6 +65,11 @@ def test_chained_messages_are_serial():
     lasp1 = program(settled(providers.get("lasp1"), problem, Options()), 1)
     received, sent = (e for e in lasp1.forward if isinstance(e, Post))
     assert (received.to, sent.source) == (None, None) and received.nbytes == sent.nbytes == 4 * 8 * 8 * 4
+
+    zeco = program(settled(providers.get("zeco"), replace(problem, size=8), Options()), 3)
+    posted = [(e.source, e.to, e.nbytes) for e in zeco.forward if isinstance(e, Post)]
+    block = 4 * 8 * 2 * 4
+    assert posted == [(2, None, block), *[(2, 4, block)] * 3, (None, 4, block)], "a block leaves as the next arrives"
 
 
 def test_deadlocked_ranks_are_named():

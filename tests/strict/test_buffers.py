@@ -55,7 +55,7 @@ def test_options(provider: str, options: dict[str, Any]) -> None:
     ("provider", "decay", "delta"),
     [
         *(("lasp2", decay, delta) for decay in ("none", "token") for delta in (False, True)),
-        *(("lasp1", "token", delta) for delta in (False, True)),
+        *((name, "token", delta) for name in ("lasp1", "zeco") for delta in (False, True)),
         ("linear_ring", "none", False),
     ],
 )
