@@ -59,7 +59,7 @@ class Sdpa:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         sizes, causal = (q.size(3), k.size(3), v.size(3)), is_causal(q, k, diagonal)
-        dout, q, k, v, out = _arranged(dout, q, k, v, row_term)
+        q, k, v, dout, out = _arranged(q, k, v, dout, row_term)
         lse = lse.permute(1, 2, 0).contiguous()
         if q.is_cuda:
             rng = torch.empty(2, dtype=torch.uint64, device=q.device)  # unused without dropout
@@ -75,10 +75,11 @@ class Sdpa:
         return dq, dk, dv
 
 
-def _arranged(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """``[b, h, s, d]`` of one head size; contiguous on the CPU, whose kernel is slower on the strides of a view."""
-    tensors = one_head_size(*map(heads_first, tensors))
-    return tuple(x.contiguous() if x.is_cpu else x for x in tensors)
+def _arranged(q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """``[b, h, s, d]`` of one head size. On the CPU k and v, which are read once per block of queries, are contiguous:
+    torch's kernel is slower on the strides of a view. Its outputs have the strides of q."""
+    q, k, v, *rows = one_head_size(*map(heads_first, (q, k, v, *rows)))
+    return q, *(x.contiguous() if x.is_cpu else x for x in (k, v)), *rows
 
 
 def minus_infinity(lse: Tensor) -> Tensor:
