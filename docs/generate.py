@@ -9,6 +9,7 @@ A block stands between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- end -->
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 import tempfile
@@ -44,10 +45,16 @@ def filled(page: str) -> str:
     return _BLOCK.sub(lambda found: f"<!-- generated: {found[1]} -->\n{blocks.make(found[1])}\n<!-- end -->", page)
 
 
-def stale_pages(but: Set[str] = frozenset()) -> list[str]:
-    """Pages that differ from what the code gives now; blocks named in ``but`` are not compared."""
-    compared = {p: _BLOCK.sub(lambda found: "" if found[1] in but else found[0], p.read_text()) for p in _pages()}
-    return [p.relative_to(DOCS.parent).as_posix() for p, text in compared.items() if filled(text) != text]
+def stale_pages(but: Set[str] = frozenset()) -> dict[str, str]:
+    """Pages that differ from what the code gives now, with the lines that do; blocks named in ``but`` are not
+    compared."""
+    stale = {}
+    for page in _pages():
+        text = _BLOCK.sub(lambda found: "" if found[1] in but else found[0], page.read_text())
+        if (new := filled(text)) != text:
+            lines = difflib.unified_diff(text.splitlines(), new.splitlines(), "the page", "the code", n=0, lineterm="")
+            stale[page.relative_to(DOCS.parent).as_posix()] = "\n".join(lines)
+    return stale
 
 
 def stale_drawings() -> tuple[list[str], str]:
@@ -97,7 +104,10 @@ def main() -> int:
     drawings, reason = stale_drawings()
     if reason:
         print(reason)
-    stale = [*stale_pages(), *stale_layers(), *drawings, *(name for module in _WHOLE for name in module.stale())]
+    pages = stale_pages()
+    for lines in pages.values():
+        print(lines)
+    stale = [*pages, *stale_layers(), *drawings, *(name for module in _WHOLE for name in module.stale())]
     print(f"stale: {', '.join(stale)}; run python docs/generate.py" if stale else "the documentation is up to date")
     return 1 if stale else 0
 

@@ -97,18 +97,23 @@ def _begun(out: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_leave_nothing_behind(
-    source: Path, out: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+    source: Path, out: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    text = Document.text
+
+    def slow(document: Document, key: str) -> str:
+        time.sleep(0.1)  # still building when the signal comes
+        return text(document, key)
+
     def interrupt(child: int) -> None:
         _begun(out)
         os.kill(child, number)
 
     def command() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
-        for i in range(2_000):
-            (source / f"more{i}.txt").write_text("x" * 2000)
         app(["dataset", str(out / "d"), str(source), "--workers", "2"])
 
+    monkeypatch.setattr(Document, "text", slow)
     assert forked(command, interrupt) == 128 + number
     assert list(out.iterdir()) == [] and "interrupted; nothing was built" in capfd.readouterr().err
 

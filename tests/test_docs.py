@@ -72,7 +72,8 @@ def test_every_method_has_a_complete_page(name: str) -> None:
 
 def test_the_pages_are_what_the_code_gives_now(generate: Any) -> None:
     """By day without the block `choose`, whose planner searches take four fifths of the time."""
-    assert generate.stale_pages(frozenset() if ALL else {"choose"}) == [], "run python docs/generate.py"
+    stale = generate.stale_pages(frozenset() if ALL else {"choose"})
+    assert not stale, "\n".join(["run python docs/generate.py", *stale.values()])
 
 
 @slow

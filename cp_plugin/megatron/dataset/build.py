@@ -7,12 +7,13 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -172,7 +173,8 @@ def _in_order(job: _Job, work: Iterable[list[Document]], workers: int) -> Iterat
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about forking: torch's threads are idle
             for batch in work:
-                ahead.append(pool.submit(_tokenized, batch))
+                with _signals_held():
+                    ahead.append(pool.submit(_tokenized, batch))
                 if len(ahead) > 2 * workers:
                     yield ahead.popleft().result()
             while ahead:
@@ -183,6 +185,26 @@ def _in_order(job: _Job, work: Iterable[list[Document]], workers: int) -> Iterat
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Signals that end the build wait while processes are forked: Python swallows what a handler raises in between."""
+    if threading.current_thread() is not threading.main_thread():  # Python runs handlers in the main thread alone
+        yield
+        return
+    held: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: held.append(number)) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 _job: _Job | None = None
