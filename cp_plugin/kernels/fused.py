@@ -111,7 +111,7 @@ def unpack(packed: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) ->
 def delta(dout: Tensor, out: Tensor) -> Tensor:
     """``rowsum(dout * out)`` of ``[s, b, h, e]``: ``[s, b, h]`` in the accumulation dtype."""
     wide = accumulation_dtype(dout.dtype)
-    return (dout.to(wide) * out.to(wide)).sum(-1)
+    return (dout.to(wide) * out).sum(-1)
 
 
 @_one_kernel("row_term")
@@ -125,13 +125,12 @@ def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
 
     Its terms have one sign, so there is no cancellation, and |out'| <= |out| per row, so it does not overflow.
     """
-    wide = dout.to(accumulation_dtype(dout.dtype))
-    largest = wide.abs().amax(-1)  # gradients of 1e-20 would vanish when squared
+    largest = dout.abs().amax(-1).to(delta.dtype)  # gradients of 1e-20 would vanish when squared
     blank = largest == 0
     largest = largest.masked_fill(blank, 1.0)
-    unit = wide / largest.unsqueeze(-1)
-    ratio = delta / largest / unit.square().sum(-1).masked_fill(blank, 1.0)
-    return (unit * ratio.unsqueeze(-1)).to(dout.dtype)
+    unit = dout / largest.unsqueeze(-1)
+    ratio = delta / largest / torch.linalg.vector_norm(unit, dim=-1).square().masked_fill(blank, 1.0)
+    return unit.mul_(ratio.unsqueeze(-1)).to(dout.dtype)
 
 
 @_one_kernel()

@@ -30,11 +30,12 @@ class Passes(WithoutData):
         super().__init__()
         self._memory, self._products, self._meter = memory, products, meter
         self._quiet = False
+        self._inside = False  # one kernel: it has no temporaries
 
     def seen(self, func: Any, kind: Kind, args: Any, named: Any, result: Any) -> None:
         if kind == "view":
             return
-        if kind != "in place":
+        if kind != "in place" and not self._inside:
             for x in tensors_in((result,)):
                 self._meter.count(x)
         if self._quiet or kind in ("made", "like"):
@@ -56,10 +57,15 @@ class Passes(WithoutData):
 
     def one_pass(self, name: str, operation: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """An operation of ``kernels.fused`` as one kernel that reads its arguments and writes its result once."""
-        before = self._quiet
-        with self.unseen():
+        before = self._quiet, self._inside
+        self._quiet = self._inside = True
+        try:
             result = _FUSED[name](*args) if name in _FUSED else operation()
-        if not before:
+        finally:
+            self._quiet, self._inside = before
+        for x in tensors_in((result,)):
+            self._meter.count(x)
+        if not self._quiet:
             written = _nbytes(args[:2]) if result is None else _nbytes((result,))  # in place: the accumulator
             self._memory(_nbytes(args) + written, 1)
         return result
