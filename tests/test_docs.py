@@ -143,9 +143,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 def example(install: Callable[[str, str, str], None]) -> Iterator[Provider]:
     """The method of adding.md, installed."""
     install(providers.ENTRY_POINTS, "gather_q", "PROVIDER")
-    providers.registry.cache_clear()
-    yield providers.get("gather_q")
-    providers.registry.cache_clear()
+    with third_party.looked_for_anew():
+        yield providers.get("gather_q")
     sys.modules.pop("gather_q", None)
 
 
@@ -211,9 +210,8 @@ def test_the_example_method_can_be_drawn(example: Provider) -> None:
 def kernel(install: Callable[[str, str, str], None]) -> Iterator[str]:
     """The kernel of adding.md, installed; its name."""
     install(backends.ENTRY_POINTS, "widened", "BACKEND")
-    backends._backends.cache_clear()
-    yield "widened"
-    backends._backends.cache_clear()
+    with third_party.looked_for_anew():
+        yield "widened"
     sys.modules.pop("widened", None)
 
 

@@ -308,7 +308,6 @@ def worked_example(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     source = (ROOT / "docs" / "methods" / "gather_q.py").read_text()
     third_party.install(here, GATHER_Q, source, providers.ENTRY_POINTS, gather_q="PROVIDER")
     monkeypatch.syspath_prepend(str(here))
-    providers.registry.cache_clear()
-    yield
-    providers.registry.cache_clear()
+    with third_party.looked_for_anew():
+        yield
     sys.modules.pop(GATHER_Q, None)

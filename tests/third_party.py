@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from cp_plugin.kernels import backends
+from cp_plugin.linear.variants import variants
+from cp_plugin.methods import registry as providers
 
 
 def install(folder: Path, module: str, source: str, group: str, **points: str) -> None:
@@ -17,3 +23,16 @@ def install(folder: Path, module: str, source: str, group: str, **points: str) -
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: 1.0\n")
     lines = [f"{name} = {module}:{what}" for name, what in points.items()]
     (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+
+
+@contextmanager
+def looked_for_anew() -> Iterator[None]:
+    """Every registry looks for installed distributions anew, within and after: they quote each other's names."""
+    registries = providers.registry, backends._backends, variants
+    for registry in registries:
+        registry.cache_clear()
+    try:
+        yield
+    finally:
+        for registry in registries:
+            registry.cache_clear()

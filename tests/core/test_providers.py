@@ -19,9 +19,8 @@ from cp_plugin.methods.registry import layout_for
 
 @pytest.fixture
 def fresh_registry() -> Iterator[None]:
-    providers.registry.cache_clear()
-    yield
-    providers.registry.cache_clear()
+    with third_party.looked_for_anew():
+        yield
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str = "PROVIDER") -> None:

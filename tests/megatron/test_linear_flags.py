@@ -152,9 +152,8 @@ def parted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A third-party provider of linear layers with its own option and one shared with softmax providers."""
     third_party.install(tmp_path, "parted", PARTED, providers.ENTRY_POINTS, parted="PROVIDER")
     monkeypatch.syspath_prepend(str(tmp_path))
-    providers.registry.cache_clear()
-    yield
-    providers.registry.cache_clear()
+    with third_party.looked_for_anew():
+        yield
 
 
 @pytest.mark.parametrize(
