@@ -9,7 +9,7 @@
    less what two busy cores and smaller causal tiles cost on this machine: measured with the kernel alone).
 2. Upstream: two ranks: PyTorch's context-parallel ring against ours, both on zigzag tokens.
 3. Overhead: one rank: the provider path against ``scaled_dot_product_attention`` on the same tensors.
-4. Each against itself in the last release, if recorded in released.json.
+4. Each against itself in the last release, if released.json has it from the same kind of processor.
 
 All figures are forward plus backward, timed after both sides agree. Needs a quiet machine: if others take more than
 ``BUSY`` of the processors, nothing is recorded and the exit status is 3.
@@ -45,7 +45,10 @@ SCALE = 0.125
 BUSY = 0.05
 """Share of all processors' time."""
 SLOWER = 0.97
-"""Lower limit of the ratio to upstream, to what the kernels alone give, and to itself in the last release."""
+"""Lower limit of the ratio to upstream, and to itself in the last release."""
+BALANCED = 0.95
+"""Lower limit of what striped tokens gain, in parts of what they gain in the kernel alone. The rest is for messages and
+merging: here messages are copied by the two processors that compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +145,7 @@ def balance(rounds: int) -> Ratio:
             for name in ("ring", "striped")
         )
         torch.testing.assert_close(striped(), ring(), rtol=1e-4, atol=1e-5)
-        return alternate(ring, striped, rounds) | {"wanted": SLOWER * kernels}
+        return alternate(ring, striped, rounds) | {"wanted": BALANCED * kernels}
 
     setup = f"2 ranks, causal, {tokens} tokens, {heads} heads x 64, float32"
     return Ratio(name="striped over contiguous ring", setup=setup, **_on_two_ranks(rank))
@@ -213,7 +216,7 @@ def main() -> int:
         lambda: overhead(torch.bfloat16, rounds),
     ]
     measured = [measure() for measure in track(todo, description="measuring", disable=given.json)]
-    others, released = processors.others(), history.released()
+    others, released = processors.others(), history.released_here()
     found = held_to(measured, released)
     good = all(r.ok for r in found)
     if given.json:
@@ -241,7 +244,7 @@ def _show(found: list[Ratio], released: dict[str, float], good: bool) -> None:
     console = Console()
     console.print(table)
     if not released:
-        console.print("no release is recorded yet: --release VERSION does it")
+        console.print("no release is recorded on this kind of processor: --release VERSION does it")
     console.print("PASS" if good else "FAIL", style="bold green" if good else "bold red")
 
 

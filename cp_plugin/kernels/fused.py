@@ -107,7 +107,25 @@ def unpack(packed: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) ->
     return payload.unpack(packed, exponents, block, dtype)
 
 
+def _in_pieces(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """On the CPU, a few rows at a time: their intermediate results stay in the cache."""
+
+    @wraps(function)
+    def call(*tensors: Tensor) -> Tensor:
+        rows = max(1, _PIECE // max(1, tensors[0][:1].numel()))
+        if not tensors[0].is_cpu or len(tensors[0]) <= rows:
+            return function(*tensors)
+        return torch.cat([function(*piece) for piece in zip(*(x.split(rows) for x in tensors), strict=True)])
+
+    return call
+
+
+_PIECE = 2**18
+"""Elements."""
+
+
 @_one_kernel("row_term")
+@_in_pieces
 def delta(dout: Tensor, out: Tensor) -> Tensor:
     """``rowsum(dout * out)`` of ``[s, b, h, e]``: ``[s, b, h]`` in the accumulation dtype."""
     wide = accumulation_dtype(dout.dtype)
@@ -115,6 +133,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
 
 
 @_one_kernel("row_term")
+@_in_pieces
 def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """An ``out'`` for library kernels whose backward requires ``out``; shape ``[s, b, h, e]`` and dtype of dout.
 
