@@ -17,10 +17,9 @@ RELEASED = Path(__file__).with_name("released.json")
 ROOT = Path(__file__).parents[2]
 
 
-def released_here(file: Path = RELEASED) -> dict[str, float]:
-    """Ratios of the last release by name; empty if none are recorded, or another kind of processor gave them."""
-    found = json.loads(file.read_text()) if file.exists() else {"machine": None}
-    return found["ratios"] if found["machine"] == _machine() else {}
+def released(file: Path = RELEASED) -> dict[str, float]:
+    """Ratios of the last release by name; empty if none are recorded."""
+    return json.loads(file.read_text())["ratios"] if file.exists() else {}
 
 
 def write_release(version: str, ratios: Mapping[str, float], file: Path = RELEASED) -> None:
@@ -72,14 +71,13 @@ def _here() -> dict[str, str]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit.stdout.strip() or "not known",
-        "machine": _machine(),
+        "machine": f"{_processor()}, {platform.system()}",
     }
 
 
-def _machine() -> str:
+def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, platform.machine())}, {platform.system()}"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

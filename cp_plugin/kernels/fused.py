@@ -121,7 +121,7 @@ def _in_pieces(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _PIECE = 2**18
-"""Elements."""
+"""Elements of a piece."""
 
 
 @_one_kernel("row_term")

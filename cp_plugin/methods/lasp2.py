@@ -189,7 +189,7 @@ def _unsupported(problem: Problem, options: Options) -> str | None:
 
 
 def segments_of(options: Options) -> int:
-    """Of a rank."""
+    """Number of segments of a rank."""
     return 2 if options.layout == "zigzag" else 1
 
 

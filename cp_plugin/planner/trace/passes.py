@@ -57,14 +57,15 @@ class Passes(WithoutData):
 
     def one_pass(self, name: str, operation: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """An operation of ``kernels.fused`` as one kernel that reads its arguments and writes its result once."""
-        before = self._quiet, self._inside
-        self._quiet = self._inside = True
+        inside, self._inside = self._inside, True
         try:
-            result = _FUSED[name](*args) if name in _FUSED else operation()
+            with self.unseen():
+                result = _FUSED[name](*args) if name in _FUSED else operation()
         finally:
-            self._quiet, self._inside = before
-        for x in tensors_in((result,)):
-            self._meter.count(x)
+            self._inside = inside
+        if not inside:
+            for x in tensors_in((result,)):
+                self._meter.count(x)
         if not self._quiet:
             written = _nbytes(args[:2]) if result is None else _nbytes((result,))  # in place: the accumulator
             self._memory(_nbytes(args) + written, 1)
