@@ -288,15 +288,23 @@ def test_the_command_line_of_a_launcher(launcher: str, number: str, tmp_path: Pa
     assert words[words.index("--") + 1 :] == training.flags.split()
 
 
-def test_a_crash_is_named_and_its_stack_kept(
+def test_a_crash_is_named_with_its_place_and_last_output_and_its_stack_kept(
     judged: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sides
     from launching import Runner
 
-    monkeypatch.setattr(sides, "train", lambda *training: signal.raise_signal(signal.SIGSEGV))
+    def crash(training: sides.Training, script: str | None, log: Path) -> None:
+        sides.output(log, 0).write_text("terminate called\n  what(): no connection\n")
+        signal.raise_signal(signal.SIGSEGV)
+
+    monkeypatch.setattr(sides, "train", crash)
     verdict = judged(Runner("forked", tmp_path, None, lambda what: None))
-    assert (verdict.result, verdict.note) == ("FAIL", "Fatal Python error: Segmentation fault")
+    assert verdict.result == "FAIL"
+    error, place, printed = verdict.note.split("; ")
+    assert error == "Fatal Python error: Segmentation fault"
+    assert place.startswith("File ") and place.endswith("in crash")
+    assert printed == "last output: terminate called / what(): no connection"
     (log,) = tmp_path.glob("logs/stock-*.log")
     assert "test_parity_cases.py" in log.read_text()
 

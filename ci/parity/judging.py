@@ -8,7 +8,7 @@ from typing import Literal
 
 from comparing import Gap, cost, gap, largest
 from goldens import Goldens
-from launching import Failed, Runner
+from launching import LAST_OUTPUT, Failed, Runner
 from matrix import Case, Device, Matrix
 
 Result = Literal["PASS", "REFUSED", "FAIL"]
@@ -126,7 +126,12 @@ def golden_key(case: Case, matrix: Matrix) -> str:
 
 
 def _error(text: str) -> str:
-    """The error: the last line of a traceback, or the crash of a process."""
+    """The error: the last line of a traceback, or the crash of a process, with the place and what it printed last."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     errors = [line for line in lines if re.search("Error|^Fatal Python error", line.split(":", 1)[0])]
-    return (errors or lines or ["no output"])[-1]
+    found = (errors or lines or ["no output"])[-1]
+    if not found.startswith("Fatal Python error"):
+        return found
+    after = lines[lines.index(found) :]
+    more = (next((line for line in after if line.startswith(mark)), "") for mark in ("File ", LAST_OUTPUT))
+    return "; ".join((found, *filter(None, more)))

@@ -23,6 +23,8 @@ COMMANDS = {
     "srun": ("srun", "--ntasks", "{ranks}", "--kill-on-bad-exit=1", "bash", "-c"),
 }
 LAUNCHERS = ("forked", *COMMANDS)
+LAST_OUTPUT = "last output: "
+"""Begins the line with what a crashed rank printed last."""
 _RANK_OF_SLURM = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$0" "$@"'
 
 
@@ -58,11 +60,19 @@ class Runner:
     def _forked(self, training: Training) -> list[Record]:
         log = self._folder / f"logs/{_name(training)}.log"
         try:
-            return run_ranks(sides.train, training.ranks, args=(training, self._script, log), timeout=TIMEOUT_S)
+            found = run_ranks(sides.train, training.ranks, args=(training, self._script, log), timeout=TIMEOUT_S)
         except RankError as error:
+            text = error.traceback
+            if error.exit_status < 0:  # a library that aborts says why on stderr, and there is no exception
+                output = sides.output(log, error.rank)
+                printed = output.read_text(errors="replace").splitlines() if output.exists() else []
+                text += f"\n{LAST_OUTPUT}{' / '.join(line.strip() for line in printed[-3:])}"
             with log.open("a") as file:
-                file.write(f"\nrank {error.rank}:\n{error.traceback}")
-            raise Failed(error.traceback) from None
+                file.write(f"\nrank {error.rank}:\n{text}")
+            raise Failed(text) from None
+        for rank in range(1, training.ranks):
+            sides.output(log, rank).unlink(missing_ok=True)
+        return found
 
     def _by(self, training: Training) -> list[Record]:
         name = _name(training)

@@ -79,10 +79,10 @@ def read_sources_once() -> None:
 def train(training: Training, script: str | None = None, log: Path | None = None) -> Record:
     """Train on this rank and return its record.
 
-    log: file for the output of rank 0, that of other ranks is dropped; None: no redirection.
+    log: file for the output of rank 0, beside which the other ranks have theirs (``output``); None: no redirection.
     """
     if log is not None:
-        _redirect(log if os.environ["RANK"] == "0" else Path(os.devnull))
+        _redirect(output(log, int(os.environ["RANK"])))
     words = training.flags.split()
     sys.argv = ["pretrain_gpt.py", *words]
     on_cpu = preload()
@@ -113,6 +113,11 @@ def train(training: Training, script: str | None = None, log: Path | None = None
 
         gpt.train()
     return record
+
+
+def output(log: Path, rank: int) -> Path:
+    """Where a rank's output goes."""
+    return log.with_suffix(f".{rank}.log") if rank else log
 
 
 def _install(kernels: Sequence[str]) -> None:

@@ -11,7 +11,10 @@
 4. Each against itself in the last release, if recorded in released.json.
 
 All figures are forward plus backward, timed after both sides agree. Needs a quiet machine: if others take more than
-``BUSY`` of the processors, nothing is recorded and the exit status is 3.
+``BUSY`` of the processors, nothing is recorded and the exit status is 3. A virtual machine's processor may also run at
+half its speed while a neighbour uses the same core, which no counter shows here. So a fixed computation is timed on
+every rank before and after each call, and a call beside a slow one is repeated; if too few calls had full speed, the
+exit status is 3 as well.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import history
 import torch
@@ -42,6 +46,10 @@ from cp_plugin.testing.launch import run_ranks
 SCALE = 0.125
 BUSY = 0.05
 """Share of all processors' time."""
+FULL_SPEED = 1.2
+"""At most this much longer than in the fastest moment does the fixed computation take at full speed."""
+PATIENCE = 4
+"""Calls of each side per call that is wanted."""
 SLOWER = 0.97
 """Lower limit of the ratio to upstream, and to itself in the last release."""
 
@@ -56,6 +64,10 @@ class Ratio:
     ours_ms: float
     ratio: float
     wanted: float
+    calls: int
+    """Of each side."""
+    at_full_speed: bool
+    """Whether enough of them were, so that only those count; if not, all do."""
     same_kernel: bool = False
     """On both sides, so that anything above 1 is noise."""
 
@@ -83,18 +95,63 @@ def milliseconds(step: Callable[[], object]) -> float:
     return elapsed.item() * 1e3
 
 
-def alternate(baseline: Callable[[], object], ours: Callable[[], object], rounds: int) -> dict[str, float]:
-    """Fields of ``Ratio``: median milliseconds of both sides, and median ratio of adjacent calls."""
+class Call(NamedTuple):
+    """Milliseconds of a call, and of the fixed computation beside it: the slower of before and after."""
+
+    ms: float
+    beside: float
+
+
+class Speed:
+    """Times calls, and tells which of them had all processors at full speed. The same on every rank."""
+
+    def __init__(self) -> None:
+        self._fastest = min(_fixed_computation() for _ in range(20))
+
+    def timed(self, step: Callable[[], object]) -> Call:
+        """One call, begun at full speed if that comes within some seconds."""
+        for _ in range(50):
+            before = self._now()
+            if self.full(before):
+                break
+        return Call(milliseconds(step), max(before, self._now()))
+
+    def full(self, ms: float) -> bool:
+        return ms <= FULL_SPEED * self._fastest
+
+    def _now(self) -> float:
+        ms = _fixed_computation()
+        self._fastest = min(self._fastest, ms)
+        return ms
+
+
+def _fixed_computation() -> float:
+    """Milliseconds of the shortest of some, so that a moment's interruption does not count."""
+    return min(milliseconds(lambda: sum(i & 7 for i in range(100_000))) for _ in range(6))
+
+
+def alternate(baseline: Callable[[], object], ours: Callable[[], object], rounds: int) -> dict[str, Any]:
+    """Fields of ``Ratio``: median milliseconds of both sides, and median ratio of calls made one after the other."""
     baseline(), ours()
-    times = []
-    for i in range(rounds):  # who goes first changes every round
-        pair = (baseline, ours) if i % 2 == 0 else (ours, baseline)
-        both = [milliseconds(step) for step in pair]
-        times.append(tuple(both if i % 2 == 0 else reversed(both)))
+    speed, calls = Speed(), {baseline: [], ours: []}
+
+    def counted(step: Callable[[], object]) -> list[float]:
+        return [call.ms for call in calls[step] if speed.full(call.beside)]
+
+    for _ in range(PATIENCE * rounds):
+        for step in calls:
+            calls[step].append(speed.timed(step))
+        if all(len(counted(step)) >= rounds for step in calls):
+            break
+    pairs = list(zip(counted(baseline), counted(ours), strict=False))[:rounds]
+    enough = len(pairs) == rounds
+    pairs = pairs if enough else [(a.ms, b.ms) for a, b in zip(*calls.values(), strict=True)]
     return {
-        "baseline_ms": statistics.median(a for a, _ in times),
-        "ours_ms": statistics.median(b for _, b in times),
-        "ratio": statistics.median(a / b for a, b in times),
+        "baseline_ms": statistics.median(a for a, _ in pairs),
+        "ours_ms": statistics.median(b for _, b in pairs),
+        "ratio": statistics.median(a / b for a, b in pairs),
+        "calls": len(calls[ours]),
+        "at_full_speed": enough,
     }
 
 
@@ -114,7 +171,7 @@ def step_of(cp: ContextParallel, tokens: int, heads: int, kv_heads: int, dtype: 
 def balance(rounds: int) -> Ratio:
     tokens, heads, kv_heads = 16384, 4, 4
 
-    def rank() -> dict[str, float]:
+    def rank() -> dict[str, Any]:
         ring, striped = (
             step_of(ContextParallel(name, group=dist.group.WORLD), tokens, heads, kv_heads, torch.float32)
             for name in ("ring", "striped")
@@ -129,7 +186,7 @@ def balance(rounds: int) -> Ratio:
 def upstream(rounds: int) -> Ratio:
     tokens, heads = 16384, 4
 
-    def rank() -> dict[str, float]:
+    def rank() -> dict[str, Any]:
         theirs = TorchRing(dist.group.WORLD, causal=True, rotate="alltoall", hops="p2p")
         own = ContextParallel("ring", group=dist.group.WORLD, layout="zigzag")
         whole = [x.detach() for x in tensors(tokens, heads, heads, torch.float32)]
@@ -148,7 +205,7 @@ def upstream(rounds: int) -> Ratio:
     return Ratio(name="PyTorch's ring over ours", setup=setup, wanted=SLOWER, **_on_two_ranks(rank))
 
 
-def _on_two_ranks(rank: Callable[[], dict[str, float]]) -> dict[str, float]:
+def _on_two_ranks(rank: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return run_ranks(rank, 2, init_process_group=True, timeout=600)[0]
 
 
@@ -186,7 +243,7 @@ def _key(ratio: Ratio) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each side (default 15)")
+    parser.add_argument("--rounds", type=int, default=9, help="timed calls of each side, at full speed (default 9)")
     parser.add_argument("--history", type=Path, help="a file of JSON lines to add this measurement to")
     parser.add_argument("--release", help="record these ratios as those of this version")
     given = parser.parse_args()
@@ -208,6 +265,9 @@ def main() -> int:
     if others > BUSY:
         print(f"other programs took {others:.0%} of the processors: nothing is recorded", file=sys.stderr)
         return 3 if good else 1
+    if not all(r.at_full_speed for r in found):
+        print("the processors ran at full speed beside too few calls: nothing is recorded", file=sys.stderr)
+        return 3
     ratios = {_key(r): round(r.ratio, 4) for r in found}
     if given.history is not None:
         history.append(ratios, given.history)
@@ -217,13 +277,14 @@ def main() -> int:
 
 
 def _show(found: list[Ratio], released: dict[str, float], good: bool) -> None:
-    columns = ("ratio", "setup", "baseline ms", "ours ms", "measured", "released", "wanted")
+    columns = ("ratio", "setup", "calls", "baseline ms", "ours ms", "measured", "released", "wanted")
     table = Table(*columns, title="Forward + backward, medians")
     for r in found:
         before = f"{released[_key(r)]:.3f}x" if _key(r) in released else ""
         cells = (f"{r.baseline_ms:.1f}", f"{r.ours_ms:.1f}", f"{r.ratio:.3f}x", before, f">= {r.wanted:.3f}x")
-        table.add_row(r.name, r.setup, *cells, style=None if r.ok else "red")
-    console = Console()
+        calls = f"{r.calls}" if r.at_full_speed else f"{r.calls}, disturbed"
+        table.add_row(r.name, r.setup, calls, *cells, style=None if r.ok else "red")
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     if not released:
         console.print("no release is recorded yet: --release VERSION does it")

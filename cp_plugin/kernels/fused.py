@@ -115,7 +115,13 @@ def _in_pieces(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         rows = max(1, _PIECE // max(1, tensors[0][:1].numel()))
         if not tensors[0].is_cpu or len(tensors[0]) <= rows:
             return function(*tensors)
-        return torch.cat([function(*piece) for piece in zip(*(x.split(rows) for x in tensors), strict=True)])
+        pieces = zip(*(x.split(rows) for x in tensors), strict=True)
+        first = function(*next(pieces))
+        whole = first.new_empty(len(tensors[0]), *first.shape[1:])
+        whole[:rows] = first
+        for begin, piece in enumerate(pieces, 1):
+            whole[begin * rows : (begin + 1) * rows] = function(*piece)
+        return whole
 
     return call
 

@@ -1,0 +1,73 @@
+"""ci/perf/ratios.py on a host whose processors slow down at times."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ci/perf"))
+import ratios
+
+
+class Host:
+    """Slow for ``slow`` moments, at full speed for ``fast`` ones, and so on, each 1 to 1.5 times as long by chance.
+
+    Slow, the fixed computation and ours take twice as long. The baseline does not: as a contiguous ring, it waits for
+    another processor.
+    """
+
+    def __init__(self, slow: int, fast: int = 10) -> None:
+        chance, self.slow_moments, now = Random(0), set[int](), 0
+        while slow and now < 10_000:
+            now += round(fast * chance.uniform(1, 1.5))
+            until = now + round(slow * chance.uniform(1, 1.5))
+            self.slow_moments.update(range(now, until))
+            now = until
+        self.now = 0
+
+    def fixed_computation(self) -> float:
+        return 5.0 * self._slowest(1)
+
+    def milliseconds(self, step: Callable[[], float]) -> float:
+        return step()
+
+    def baseline(self) -> float:
+        self._slowest(4)
+        return 100.0
+
+    def ours(self) -> float:
+        return 50.0 * self._slowest(2)
+
+    def _slowest(self, moments: int) -> float:
+        passed = range(self.now, self.now + moments)
+        self.now = passed.stop
+        return 1.0 if self.slow_moments.isdisjoint(passed) else 2.0
+
+
+def measured(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict:
+    monkeypatch.setattr(ratios, "_fixed_computation", host.fixed_computation)
+    monkeypatch.setattr(ratios, "milliseconds", host.milliseconds)
+    return ratios.alternate(host.baseline, host.ours, rounds=9)
+
+
+@pytest.mark.parametrize("slow", [0, 3, 6, 12])
+def test_only_calls_at_full_speed_count(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(Host(slow), monkeypatch)
+    assert found["at_full_speed"]
+    assert (found["baseline_ms"], found["ours_ms"], found["ratio"]) == (100.0, 50.0, 2.0)
+    assert (found["calls"] == 9) == (slow == 0)
+
+
+def test_without_that_rule_the_ratio_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ratios, "FULL_SPEED", float("inf"))
+    assert measured(Host(12), monkeypatch)["ratio"] < 2.0
+
+
+def test_a_host_that_is_never_at_full_speed_for_a_whole_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(Host(12, fast=3), monkeypatch)
+    assert not found["at_full_speed"]
+    assert found["calls"] == ratios.PATIENCE * 9
