@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # What is too long for every change, each step to its end, and a summary; exit status 1 if any step failed.
-# Usage: ci/nightly.sh [STEP...]     (default: all of cluster ratios clocks faults saves te tests kernels parity mutants
-# fuzz inputs soak exact megatron_main)
+# Usage: ci/nightly.sh [STEP...]     (default: all of cluster ratios faults saves te tests kernels parity mutants fuzz
+# inputs soak exact megatron_main)
 #
-# What ci/test.sh --all runs at full length is left to it: other environments and versions, the release.
-# `product`, by name only, runs the tests in all cases of their parameters instead of covering designs.
+# What ci/test.sh --all runs is left to it: other environments and versions, the release, and in `tests` and `kernels`
+# every test that is no longer at night. `product`, by name only, runs the tests in all cases of their parameters instead
+# of covering designs.
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
 # FUZZ              random configurations (default 10000)
 # INPUTS            generated command lines and files (default 20000)
@@ -12,7 +13,7 @@
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-in_turn=(cluster ratios clocks faults saves te tests) # they watch clocks, or use every processor
+in_turn=(cluster ratios faults saves te tests) # they watch clocks, or use every processor
 in_pairs=(kernels parity mutants fuzz inputs soak exact megatron_main)
 [ $# -gt 0 ] || set -- "${in_turn[@]}" "${in_pairs[@]}"
 turns=() pairs=()
@@ -49,8 +50,7 @@ ratios() {
 }
 
 run() { # STEP
-  local clocks=(tests/test_cluster.py tests/test_launch.py)
-  local apart=(tests/kernels tests/te tests/nemo "${clocks[@]}")
+  local apart=(tests/kernels tests/te tests/nemo tests/test_cluster.py tests/test_launch.py) rest=(--beyond-all)
   case "$1" in
     cluster)
       if [ "$(id -u)" = 0 ]; then
@@ -61,7 +61,6 @@ run() { # STEP
       fi
       ;;
     ratios) step ratios ratios ;;
-    clocks) step clocks "$python" -m pytest "${clocks[@]}" ;;
     faults) step faults bash ci/faults/run.sh --all ;;
     saves) step saves bash ci/faults/run.sh --saves 100 ;;
     te)
@@ -72,13 +71,13 @@ run() { # STEP
       fi
       ;;
     tests | product)
-      [ "$1" = tests ] || export CP_PLUGIN_PRODUCT=1
+      [ "$1" = tests ] || export CP_PLUGIN_PRODUCT=1 rest=()
       # A process that has run out of work takes some of another's: files of one process would last longest alone.
-      step "$1" "$python" -m pytest -n 3 --dist worksteal --durations=60 "${apart[@]/#/--ignore=}"
+      step "$1" "$python" -m pytest -n 3 --dist worksteal --durations=60 "${rest[@]}" "${apart[@]/#/--ignore=}"
       ;;
-    kernels) step kernels env TRITON_INTERPRET=1 "$python" -m pytest -n 2 --durations=10 tests/kernels ;;
+    kernels) step kernels env TRITON_INTERPRET=1 "$python" -m pytest -n 2 --durations=10 "${rest[@]}" tests/kernels ;;
     parity) step parity bash ci/parity/run.sh --all --out "$out/parity" ;;
-    mutants) step mutants bash ci/mutants.sh -n 2 ;; # `tests` and `kernels` show that they pass without a bug
+    mutants) step mutants bash ci/mutants.sh -n 2 ;; # ci/test.sh --all shows that they pass without a bug
     fuzz) step fuzz bash ci/fuzz.sh "${FUZZ:-10000}" ;;
     inputs) step inputs "$python" ci/faults/fuzz_inputs.py --examples "${INPUTS:-20000}" ;;
     soak) step soak "$python" ci/faults/soak.py --steps 2500 ;;

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import oracle`
 
-from nightly import REDUNDANT, thin
+from nightly import thin
 from strict import lazy, threads
 
 gc.set_threshold(100_000, 20, 100)  # torch and Megatron make a million objects: a full collection takes 0.3 s
@@ -46,8 +46,12 @@ LONGEST_FIRST = (
 """Files that take longest: started last, they would leave the other processes idle at the end."""
 
 
-LEFT_OUT = pytest.StashKey[dict[str, int]]()
-"""Number of cases that this suite leaves out, by test."""
+LEFT_OUT = pytest.StashKey[dict[tuple[str, str], int]]()
+"""Number of cases that this suite leaves out, by test and reason."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--beyond-all", action="store_true", help="leave out what ci/test.sh --all runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Thin the products, and put the longest files first; the rest stay in order."""
-    config.stash[LEFT_OUT] = thin(items)
+    config.stash[LEFT_OUT] = thin(items, config.getoption("--beyond-all"))
     here = Path(__file__).parent
     place = {here / name: index for index, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
@@ -75,5 +79,5 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for test, number in config.stash[LEFT_OUT].items():
-        terminalreporter.write_line(f"LEFT OUT [{number}] {test}: {REDUNDANT}")
+    for (test, reason), number in config.stash[LEFT_OUT].items():
+        terminalreporter.write_line(f"LEFT OUT [{number}] {test}: {reason}")

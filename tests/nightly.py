@@ -1,16 +1,16 @@
 """Which tests, and how many cases of each, a suite runs.
 
 Three suites of the same tests: ``ci/test.sh`` for every change, ``ci/test.sh --all`` before a merge, ``ci/nightly.sh``
-overnight. Large products of parameters are thinned to covering designs: every value, pair or triple of values occurs in
-some case. ``ci/nightly.sh product`` runs the products whole, which takes hours; random configurations (``ci/fuzz.sh``)
-sample them every night.
+overnight, which runs the rest (``--beyond-all``). Large products of parameters are thinned to covering designs: every
+value, pair or triple of values occurs in some case. ``ci/nightly.sh product`` runs the products whole, which takes
+hours; random configurations (``ci/fuzz.sh``) sample them every night.
 """
 
 from __future__ import annotations
 
 import heapq
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from itertools import combinations
@@ -23,6 +23,7 @@ NIGHT = PRODUCT or os.environ.get("CP_PLUGIN_NIGHTLY") == "1"
 ALL = NIGHT or os.environ.get("CP_PLUGIN_ALL") == "1"
 WHY = "too long for every change: ci/nightly.sh"
 REDUNDANT = "cases without a new combination of values: ci/nightly.sh"
+IN_ALL = "run by ci/test.sh --all"
 nightly = pytest.mark.skipif(not NIGHT, reason=WHY)
 """A longer form of a test that every change runs shorter; with ``CP_PLUGIN_NIGHTLY=1`` it runs."""
 slow = pytest.mark.skipif(not ALL, reason="too long for every change: ci/test.sh --all")
@@ -35,22 +36,38 @@ each_pair = pytest.mark.covering(2)
 """Every change and ``--all`` run the fewest cases with every pair of two parameters' values, a night every triple."""
 
 
-def thin(items: list[pytest.Item]) -> dict[str, int]:
-    """Take out the cases of marked tests that the suite has no time for; the number left out of each test."""
+def thin(items: list[pytest.Item], beyond_all: bool = False) -> dict[tuple[str, str], int]:
+    """Take out the cases of marked tests that the suite has no time for; the number left out, by test and reason.
+
+    beyond_all: take out what ``ci/test.sh --all`` runs, too; modules that read ``NIGHT`` are longer at night.
+    """
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("covering") and not PRODUCT:
             functions[item.nodeid.split("[")[0]].append(item)
-    gone: set[pytest.Item] = set()
-    left_out: dict[str, int] = {}
+    gone: dict[pytest.Item, tuple[str, str]] = {}
     for function, cases in functions.items():
-        strength = max(cases[0].get_closest_marker("covering").args[0], int(ALL)) + int(NIGHT)
-        kept = covering([values(case.callspec.params) for case in cases], strength)
-        if redundant := [case for place, case in enumerate(cases) if place not in kept]:
-            gone.update(redundant)
-            left_out[function] = len(redundant)
+        strength, described = covered(cases[0]), [values(case.callspec.params) for case in cases]
+        kept = covering(described, strength + int(NIGHT))
+        gone |= {case: (function, REDUNDANT) for place, case in enumerate(cases) if place not in kept}
+        if beyond_all and not longer_at_night(cases[0]):
+            gone |= {cases[place]: ("cases", IN_ALL) for place in kept & covering(described, strength)}
+    if beyond_all:
+        others = [item for item in items if not item.get_closest_marker("covering")]
+        gone |= {item: ("tests", IN_ALL) for item in others if not longer_at_night(item)}
     items[:] = [item for item in items if item not in gone]
-    return left_out
+    return Counter(gone.values())
+
+
+def covered(case: pytest.Item) -> int:
+    """How many parameters' values the cases that are run by day combine."""
+    return max(case.get_closest_marker("covering").args[0], int(ALL))
+
+
+def longer_at_night(item: pytest.Item) -> bool:
+    return hasattr(item.module, "NIGHT") or any(
+        mark.kwargs.get("reason") == WHY for mark in item.iter_markers("skipif")
+    )
 
 
 def values(params: dict[str, Any]) -> dict[str, str]:

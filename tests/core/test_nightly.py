@@ -11,6 +11,28 @@ import nightly
 import pytest
 from nightly import covering
 
+
+class Item:
+    """A collected test."""
+
+    def __init__(
+        self,
+        name: str,
+        params: dict[str, str] | None = None,
+        mark: pytest.MarkDecorator | None = None,
+        module: SimpleNamespace | None = None,
+    ) -> None:
+        params = params or {}
+        self.nodeid, self.callspec = f"{name}{[*params.values()]}", SimpleNamespace(params=params)
+        self.module, self._marks = module or SimpleNamespace(), [] if mark is None else [mark.mark]
+
+    def iter_markers(self, name: str) -> list[pytest.Mark]:
+        return [mark for mark in self._marks if mark.name == name]
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next(iter(self.iter_markers(name)), None)
+
+
 PRODUCT = [dict(zip("abc", places, strict=True)) for places in product("0123456", "012", "01")]
 
 
@@ -48,14 +70,29 @@ def test_what_a_suite_leaves_out_is_counted(suite: tuple[str, ...], fewest: int,
     for name in ("ALL", "NIGHT", "PRODUCT"):
         monkeypatch.setattr(nightly, name, name in suite)
 
-    class Item:
-        def __init__(self, name: str, params: dict[str, str], mark: pytest.MarkDecorator | None) -> None:
-            self.nodeid, self.callspec = f"{name}{[*params.values()]}", SimpleNamespace(params=params)
-            self.get_closest_marker = lambda _: mark and mark.mark
-
-    other = [Item("of two", case, None) for case in PRODUCT[:2]]
+    other = [Item("of two", case) for case in PRODUCT[:2]]
     items = [*other, *(Item("product", case, nightly.one_case) for case in PRODUCT)]
     left_out = nightly.thin(items)
     kept = len(items) - len(other)
     assert items[:2] == other and fewest <= kept <= 1.25 * fewest
-    assert left_out == ({} if kept == 42 else {"product": 42 - kept})
+    assert left_out == ({} if kept == 42 else {("product", nightly.REDUNDANT): 42 - kept})
+
+
+def test_a_night_runs_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def suite(*names: str) -> dict[str, list[Item]]:
+        for name in ("ALL", "NIGHT", "PRODUCT"):
+            monkeypatch.setattr(nightly, name, name in names)
+        product = [Item("product", case, nightly.one_case) for case in PRODUCT]
+        others = [Item("short"), Item("longer form", mark=pytest.mark.skipif(True, reason=nightly.WHY))]
+        others += [Item("slow", mark=nightly.slow), Item("size", module=SimpleNamespace(NIGHT=True))]
+        items = [*product, *others]
+        left_out = nightly.thin(items, beyond_all="NIGHT" in names)
+        assert sum(left_out.values()) == len(product) + len(others) - len(items)
+        return {"product": [i.nodeid for i in items if i.nodeid.startswith("product")], "others": items}
+
+    by_day, by_night = suite("ALL"), suite("ALL", "NIGHT")
+    assert [item.nodeid for item in by_night["others"] if item.nodeid in ("short[]", "slow[]")] == []
+    assert {"longer form[]", "size[]"} <= {item.nodeid for item in by_night["others"]}
+    assert not {*by_day["product"]} & {*by_night["product"]}
+    pairs = covering(PRODUCT, 2)
+    assert {f"product{[*PRODUCT[place].values()]}" for place in pairs} <= {*by_day["product"], *by_night["product"]}
