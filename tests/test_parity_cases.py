@@ -242,6 +242,8 @@ def test_the_matrix_has_every_provider_with_every_model() -> None:
     assert {*product(new, ("cp2",), softmax), *product(new[::2], ("tp2",), ("ring", "attention2d"))} <= names
     assert len(cases.cases("cpu")) == len({c.name for c in cases.cases("cpu")})
     assert {c.precision for c in cases.cases("cuda")} == {"bfloat16"}
+    linear = registry.names("linear")
+    assert {c.provider for c in cases.cases("cpu") if c.model == "mtp" and cases.refusal(c)} == {*linear}
     for device in ("cpu", "cuda"):
         for case in cases.cases(device):
             ranks = cases.stock(case, device).ranks

@@ -84,6 +84,7 @@ class Refused(_Strict):
 
     models: tuple[str, ...]
     providers: tuple[str, ...]
+    """Names, and kinds (``linear``) for all of a kind."""
     says: str
 
 
@@ -163,7 +164,8 @@ class Matrix(_Strict):
             denied = {f.name: support.cells(f) for f in support.FEATURES if f.name == feature}
             if feature is not None and denied[feature][case.provider] is not None:
                 return denied[feature][case.provider]
-        listed = (r.says for r in self.refused if case.model in r.models and case.provider in r.providers)
+        names = {case.provider, providers.get(case.provider).kind}
+        listed = (r.says for r in self.refused if case.model in r.models and not names.isdisjoint(r.providers))
         return next(listed, None)
 
     def stock(self, case: Case, device: Device) -> Training:
