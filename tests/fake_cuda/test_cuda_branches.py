@@ -12,7 +12,7 @@ import pytest
 import torch
 from device_cases import BACKENDS, MASKS, Linear, Result, Softmax, linear_cases, softmax_cases
 from fake_device import CUDA, MixedDevicesError, Start, once_warm
-from nightly import NIGHT, each_pair, nightly
+from nightly import NIGHT, nightly, one_case
 
 from cp_plugin.kernels.backends import sdpa
 from cp_plugin.linear.variants import variants
@@ -75,7 +75,7 @@ def test_attention(gpu: Start, case: Softmax | Linear) -> None:
 
 
 @nightly
-@each_pair
+@one_case
 @pytest.mark.parametrize("case", [*by_night(softmax_cases(), SHORT), *by_night(linear_cases(), SHORT_LINEAR)], ids=str)
 def test_attention_by_night(gpu: Start, case: Softmax | Linear) -> None:
     run(gpu, case)

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from nightly import NIGHT, WHY
+from nightly import NIGHT, WHY, one_case
 from test_decoding import MODELS, compare, stepwise, whole, with_model
 
 from cp_plugin.methods import registry as providers
@@ -77,6 +77,7 @@ def flags(model: str, provider: str = "", ranks: int = 1) -> str:
     return f"{MODELS[model]} {HEADS[model]} {chosen}"
 
 
+@one_case
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("model", "provider"), pairs())
 def test_logits_and_texts_match_one_rank(model: str, provider: str, ranks: int) -> None:
