@@ -331,22 +331,3 @@ def test_counts_are_as_stored_and_a_change_of_one_is_found() -> None:
     now["4 ranks, window of 1024: lasp2, contiguous"] = "another reason"
     changed = [row[:2] for row in exact.differences(stored, now)]
     assert changed == [(setup, "forward: bytes on cp"), ("4 ranks, window of 1024: lasp2, contiguous", "refused")]
-
-
-def test_a_ratio_is_held_to_that_of_the_last_release(tmp_path: Path) -> None:
-    import history
-    import ratios
-
-    one = ratios.Ratio(name="a", setup="2 ranks, float32", baseline_ms=1.0, ours_ms=1.0, ratio=1.0, wanted=0.9)
-    history.write_release("1.0", {"a, float32": 1.1}, tmp_path / "released.json")
-    (held,) = ratios.held_to([one], history.released(tmp_path / "released.json"))
-    assert one.ok and not held.ok and held.wanted == pytest.approx(0.97 * 1.1)
-    file = tmp_path / "history.jsonl"
-    for ratio in (1.0, 1.1):
-        history.append({"a, float32": ratio}, file)
-    history.plot(file, tmp_path / "history.svg")
-    assert [entry["ratios"] for entry in history.read(file)] == [{"a, float32": 1.0}, {"a, float32": 1.1}]
-    assert (tmp_path / "history.svg").stat().st_size > 1000
-    file.write_text("{}\n")
-    with pytest.raises(ValueError, match="line 1: no measurement"):
-        history.read(file)

@@ -1,4 +1,4 @@
-"""ci/perf/ratios.py on a host whose processors slow down at times."""
+"""ci/perf/ratios.py: on a host whose processors slow down at times, and beside the last release."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from random import Random
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ci/perf"))
-import ratios
 
 
 class Host:
@@ -49,6 +48,8 @@ class Host:
 
 
 def measured(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict:
+    import ratios
+
     monkeypatch.setattr(ratios, "_fixed_computation", host.fixed_computation)
     monkeypatch.setattr(ratios, "milliseconds", host.milliseconds)
     return ratios.alternate(host.baseline, host.ours, rounds=9)
@@ -63,11 +64,39 @@ def test_only_calls_at_full_speed_count(slow: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_without_that_rule_the_ratio_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ratios, "FULL_SPEED", float("inf"))
+    monkeypatch.setattr("ratios.FULL_SPEED", float("inf"))
     assert measured(Host(12), monkeypatch)["ratio"] < 2.0
 
 
 def test_a_host_that_is_never_at_full_speed_for_a_whole_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(Host(12, fast=3), monkeypatch)
     assert not found["at_full_speed"]
-    assert found["calls"] == ratios.PATIENCE * 9
+    assert found["calls"] == sys.modules["ratios"].PATIENCE * 9
+
+
+def test_a_ratio_is_held_to_that_of_the_last_release(tmp_path: Path) -> None:
+    import history
+    import ratios
+
+    one = ratios.Ratio(
+        name="a",
+        setup="2 ranks, float32",
+        baseline_ms=1.0,
+        ours_ms=1.0,
+        ratio=1.0,
+        wanted=0.9,
+        calls=9,
+        at_full_speed=True,
+    )
+    history.write_release("1.0", {"a, float32": 1.1}, tmp_path / "released.json")
+    (held,) = ratios.held_to([one], history.released(tmp_path / "released.json"))
+    assert one.ok and not held.ok and held.wanted == pytest.approx(0.97 * 1.1)
+    file = tmp_path / "history.jsonl"
+    for ratio in (1.0, 1.1):
+        history.append({"a, float32": ratio}, file)
+    history.plot(file, tmp_path / "history.svg")
+    assert [entry["ratios"] for entry in history.read(file)] == [{"a, float32": 1.0}, {"a, float32": 1.1}]
+    assert (tmp_path / "history.svg").stat().st_size > 1000
+    file.write_text("{}\n")
+    with pytest.raises(ValueError, match="line 1: no measurement"):
+        history.read(file)
