@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Thin the products, and put the longest files first; the rest stay in order."""
-    config.stash[LEFT_OUT] = thin(items, config.getoption("--beyond-all"))
+    config.stash[LEFT_OUT] = thin(items, config.getoption("--beyond-all", default=False))
     here = Path(__file__).parent
     place = {here / name: index for index, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
