@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import torch._dynamo  # noqa: F401  # operators on meta tensors import it, and in a trace its frames keep tensors alive
 import typer
 from rich.console import Console
 from rich.table import Table
