@@ -39,7 +39,7 @@ each_pair = pytest.mark.covering(2)
 def thin(items: list[pytest.Item], beyond_all: bool = False) -> dict[tuple[str, str], int]:
     """Take out the cases of marked tests that the suite has no time for; the number left out, by test and reason.
 
-    beyond_all: take out what ``ci/test.sh --all`` runs, too; modules that read ``NIGHT`` are longer at night.
+    beyond_all: take out what ``ci/test.sh --all`` runs, too.
     """
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -65,6 +65,7 @@ def covered(case: pytest.Item) -> int:
 
 
 def longer_at_night(item: pytest.Item) -> bool:
+    """Whether it is a longer form, or in a module that reads ``NIGHT``."""
     return hasattr(item.module, "NIGHT") or any(
         mark.kwargs.get("reason") == WHY for mark in item.iter_markers("skipif")
     )

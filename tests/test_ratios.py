@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from random import Random
+from types import ModuleType
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ci/perf"))
+
+@pytest.fixture
+def ratios(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "ci/perf"))
+    return import_module("ratios")
 
 
 class Host:
@@ -47,37 +52,35 @@ class Host:
         return 1.0 if self.slow_moments.isdisjoint(passed) else 2.0
 
 
-def measured(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict:
-    import ratios
-
+def measured(host: Host, ratios: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict:
     monkeypatch.setattr(ratios, "_fixed_computation", host.fixed_computation)
     monkeypatch.setattr(ratios, "milliseconds", host.milliseconds)
     return ratios.alternate(host.baseline, host.ours, rounds=9)
 
 
-@pytest.mark.parametrize("slow", [0, 3, 6, 12])
-def test_only_calls_at_full_speed_count(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured(Host(slow), monkeypatch)
+@pytest.mark.parametrize("slow", [0, 3, 6, 12, 30])
+def test_only_calls_at_full_speed_count(slow: int, ratios: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(Host(slow), ratios, monkeypatch)
     assert found["at_full_speed"]
     assert (found["baseline_ms"], found["ours_ms"], found["ratio"]) == (100.0, 50.0, 2.0)
     assert (found["calls"] == 9) == (slow == 0)
 
 
-def test_without_that_rule_the_ratio_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ratios.FULL_SPEED", float("inf"))
-    assert measured(Host(12), monkeypatch)["ratio"] < 2.0
+def test_without_that_rule_the_ratio_is_wrong(ratios: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ratios, "FULL_SPEED", float("inf"))
+    assert measured(Host(30), ratios, monkeypatch)["ratio"] < 2.0
 
 
-def test_a_host_that_is_never_at_full_speed_for_a_whole_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured(Host(12, fast=3), monkeypatch)
+def test_a_host_that_is_never_at_full_speed_for_a_whole_call_is_reported(
+    ratios: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured(Host(12, fast=3), ratios, monkeypatch)
     assert not found["at_full_speed"]
-    assert found["calls"] == sys.modules["ratios"].PATIENCE * 9
+    assert found["calls"] == ratios.PATIENCE * 9
 
 
-def test_a_ratio_is_held_to_that_of_the_last_release(tmp_path: Path) -> None:
-    import history
-    import ratios
-
+def test_a_ratio_is_held_to_that_of_the_last_release(ratios: ModuleType, tmp_path: Path) -> None:
+    history = ratios.history
     one = ratios.Ratio(
         name="a",
         setup="2 ranks, float32",

@@ -138,8 +138,8 @@ def alternate(baseline: Callable[[], object], ours: Callable[[], object], rounds
     def counted(step: Callable[[], object]) -> list[float]:
         return [call.ms for call in calls[step] if speed.full(call.beside)]
 
-    for _ in range(PATIENCE * rounds):
-        for step in calls:
+    for i in range(PATIENCE * rounds):
+        for step in calls if i % 2 == 0 else reversed(calls):  # who goes first changes every round
             calls[step].append(speed.timed(step))
         if all(len(counted(step)) >= rounds for step in calls):
             break
