@@ -56,7 +56,7 @@ def thin(items: list[pytest.Item], beyond_all: bool = False) -> dict[tuple[str, 
         others = [item for item in items if not item.get_closest_marker("covering")]
         gone |= {item: ("tests", IN_ALL) for item in others if not longer_at_night(item)}
     items[:] = [item for item in items if item not in gone]
-    return Counter(gone.values())
+    return dict(Counter(gone.values()))  # a plain dict: pytest-xdist sends no other
 
 
 def covered(case: pytest.Item) -> int:

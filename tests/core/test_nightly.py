@@ -7,6 +7,7 @@ from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 
+import execnet
 import nightly
 import pytest
 from nightly import covering
@@ -76,6 +77,7 @@ def test_what_a_suite_leaves_out_is_counted(suite: tuple[str, ...], fewest: int,
     kept = len(items) - len(other)
     assert items[:2] == other and fewest <= kept <= 1.25 * fewest
     assert left_out == ({} if kept == 42 else {("product", nightly.REDUNDANT): 42 - kept})
+    assert execnet.loads(execnet.dumps(left_out)) == left_out  # a pytest-xdist worker sends it when it ends
 
 
 def test_a_night_runs_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
