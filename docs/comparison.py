@@ -8,16 +8,16 @@ import markdown_tables as markdown
 
 from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.cli.draw.calls import record
-from cp_plugin.cli.draw.traffic import HEADS, Sent, busiest, typical
+from cp_plugin.cli.draw.traffic import HEADS, price, typical
 from cp_plugin.common.text import in_bytes, in_words
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.methods import registry as providers
+from cp_plugin.testing.traffic import Row
 
 SIZES = (4, 8, 16, 32, 64, 128)
-problem, sent = typical, busiest
 
 
 def problems(sizes: tuple[int, ...] = SIZES) -> list[Problem]:
@@ -35,13 +35,13 @@ def traffic_table(name: str) -> str:
     """Bytes by phase and axis on 64 ranks, the total relative to a ring, and the size of one kernel call."""
     rows = []
     for p in problems((64,)):
-        found = busiest(name, p)
-        if isinstance(found, str):
+        row = price(name, p)
+        if not row.ranks:
             rows.append((heads(p), "refused", "", "", "", ""))
             continue
-        parts = [_lines(found, phase) for phase in ("forward", "backward")]
+        parts = [_lines(row, phase) for phase in ("forward", "backward")]
         call = in_bytes(largest_call(name, p))
-        rows.append((heads(p), _chosen(found), *parts, f"{in_bytes(found.total)}, {_ratio(found, p)}", call))
+        rows.append((heads(p), _chosen(row), *parts, f"{in_bytes(row.most)}, {_ratio(row)}", call))
     titles = ("heads", "chosen", "forward", "backward", "sum, against ring", "q, k, v of one kernel call")
     return markdown.table(titles, rows)
 
@@ -75,9 +75,9 @@ def fewest_table() -> str:
     """Providers by bytes sent."""
     rows = []
     for p in problems((8, 64)):
-        found = {name: busiest(name, p) for name in providers.names()}
-        able = sorted((s.total, name) for name, s in found.items() if isinstance(s, Sent))
-        refused = [name for name, s in found.items() if isinstance(s, str)]
+        found = {name: price(name, p) for name in providers.names()}
+        able = sorted((row.most, name) for name, row in found.items() if row.ranks)
+        refused = [name for name, row in found.items() if not row.ranks]
         order = ", ".join(f"{name} {in_bytes(total)}" for total, name in able)
         rows.append((p.size, heads(p), order, ", ".join(refused) or "none"))
     return markdown.table(("ranks", "heads", "fewest bytes first", "refuse"), rows)
@@ -89,10 +89,9 @@ def head_axis_table() -> str:
     same: dict[tuple[str, ...], list[str]] = {}
     for name in providers.names():
         for p in problems((64,)):
-            found = [busiest(name, p, head_parallel=n) for n in axes]
-            if any(isinstance(f, Sent) for f in found):
-                cells = ("refused" if isinstance(f, str) else _ratio(f, p) for f in found)
-                same.setdefault((heads(p), *cells), []).append(name)
+            found = [price(name, p, head_parallel=n) for n in axes]
+            if any(row.ranks for row in found):
+                same.setdefault((heads(p), *map(_ratio, found)), []).append(name)
     rows = [(", ".join(names), *cells) for cells, names in same.items()]
     return markdown.table(("provider", "heads", *(f"`--cp-head-parallel {n}`" for n in axes)), rows)
 
@@ -124,26 +123,19 @@ def largest_call(name: str, problem: Problem) -> int:
     return max(given)
 
 
-def _lines(found: Sent, phase: str) -> str:
-    lines = [f"{axis} {in_bytes(nbytes)}" for (of, axis), nbytes in sorted(found.formula.items()) if of == phase]
+def _lines(row: Row, phase: str) -> str:
+    lines = [f"{axis} {in_bytes(nbytes)}" for (of, axis), nbytes in sorted(row.busiest.items()) if of == phase]
     return ", ".join(lines) or "none"
 
 
-def _chosen(found: Sent) -> str:
-    given = providers.in_order(replace(found.options, backend="auto")).items()
+def _chosen(row: Row) -> str:
+    given = providers.in_order(replace(row.setup.options, backend="auto")).items()
     return ", ".join(f"{name.replace('_', ' ')} {in_words(value)}" for name, value in given) or "-"
 
 
 def _ratios(name: str, kind: str, sizes: tuple[int, ...]) -> list[str]:
-    cells = []
-    for size in sizes:
-        p = typical(size, kind)
-        found = busiest(name, p)
-        cells.append("refused" if isinstance(found, str) else _ratio(found, p))
-    return cells
+    return [_ratio(price(name, typical(size, kind))) for size in sizes]
 
 
-def _ratio(found: Sent, problem: Problem) -> str:
-    ring = busiest("ring", problem)
-    assert isinstance(ring, Sent)
-    return f"{found.total / ring.total:.2f}x"
+def _ratio(row: Row) -> str:
+    return "refused" if row.ratio is None else f"{row.ratio:.2f}x"

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cp_plugin.attention.setups import settled_or_reason
 from cp_plugin.cli.draw.canvas import new_figure, paler, plain, save
 from cp_plugin.common.text import in_bytes
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Formula, Provider
+from cp_plugin.methods.protocol import Provider
+from cp_plugin.testing.traffic import Row, price_one
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,19 +25,6 @@ _PHASES = {"forward": "#2f5f93", "backward": "#d64a5e"}
 _SHADES = (0.0, 0.65, 0.35, 0.8, 0.5)
 
 
-class Sent(NamedTuple):
-    """The traffic of a provider's busiest rank in one forward and backward."""
-
-    options: Options
-    """As settled."""
-    formula: Formula
-    """(phase, axis) -> bytes."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.formula.values())
-
-
 def typical(size: int, kind: str) -> Problem:
     """The problem of the documentation: 131072 tokens, head size 128, bfloat16, causal, eight ranks per host."""
     heads, kv_heads = HEADS[kind]
@@ -43,18 +32,11 @@ def typical(size: int, kind: str) -> Problem:
     return Problem(size=size, heads=heads, kv_heads=kv_heads, seq_length=2**17, hosts=hosts)
 
 
-def busiest(provider: str | Provider, problem: Problem, **options: Any) -> Sent | str:
-    """The traffic of the rank that sends the most bytes, or the reason why the provider refuses the problem."""
-    try:
-        resolved = providers.settle(provider, problem, Options(**options))
-    except ValueError as refusal:
-        return str(refusal)
-    found, chosen = resolved.provider, resolved.options
-    reason = providers.unsupported(found, problem, chosen)
-    if reason is not None:
-        return reason
-    formulas = (found.traffic(problem, chosen, index) for index in range(problem.size))
-    return Sent(chosen, max(formulas, key=lambda formula: sum(formula.values())))
+def price(provider: str | Provider, problem: Problem, **options: Any) -> Row:
+    """What each rank sends, and its ratio to a ring; of no rank if the provider refuses the problem."""
+    found = provider if isinstance(provider, Provider) else providers.get(provider)
+    ring = price_one(settled_or_reason(providers.get("ring"), problem, Options()))
+    return price_one(settled_or_reason(found, problem, Options(**options)), ring)
 
 
 def draw_traffic(path: Path, provider: str | Provider, sizes: Sequence[int] = (8, 64), **options: Any) -> None:
@@ -68,8 +50,8 @@ def draw_traffic(path: Path, provider: str | Provider, sizes: Sequence[int] = (8
     figure = new_figure(10, 1.1 + 0.4 * len(HEADS) * (len(compared) + 0.5))
     panels = figure.subplots(1, len(sizes), squeeze=False)[0]
     found = [_measure(compared, size) for size in sizes]
-    names = list(dict.fromkeys(axis for bars in found for bar in bars if bar.sent for _, axis in bar.sent.formula))
-    longest = max(bar.share for bars in found for bar in bars)
+    names = list(dict.fromkeys(axis for bars in found for bar in bars if bar.row.ranks for _, axis in bar.row.busiest))
+    longest = max(bar.row.ratio or 0.0 for bars in found for bar in bars)
     for axes, size, bars in zip(panels, sizes, found, strict=True):
         _draw_bars(axes, bars, names, longest)
         axes.set_title(f"{size} ranks: bytes sent, ring = 1", fontsize=10, loc="left")
@@ -81,26 +63,16 @@ def draw_traffic(path: Path, provider: str | Provider, sizes: Sequence[int] = (8
 class _Bar(NamedTuple):
     label: str
     at: float
-    sent: Sent | None
-    """None: refused."""
-    ring: Sent
-    """A ring's, for the same problem."""
-
-    @property
-    def share(self) -> float:
-        return self.sent.total / self.ring.total if self.sent is not None else 0.0
+    row: Row
 
 
 def _measure(compared: Mapping[str, tuple[str | Provider, dict[str, Any]]], size: int) -> list[_Bar]:
     bars, at = [], 0.0
     for kind, heads in HEADS.items():
         problem = typical(size, kind)
-        ring = busiest("ring", problem)
-        assert isinstance(ring, Sent)
         for name, (provider, options) in compared.items():
-            sent = busiest(provider, problem, **options)
             label = f"{name}, {kind} {'/'.join(map(str, heads))}"
-            bars.append(_Bar(label, at, sent if isinstance(sent, Sent) else None, ring))
+            bars.append(_Bar(label, at, price(provider, problem, **options)))
             at += 1
         at += 0.5
     return bars
@@ -108,16 +80,17 @@ def _measure(compared: Mapping[str, tuple[str | Provider, dict[str, Any]]], size
 
 def _draw_bars(axes: Axes, bars: Sequence[_Bar], names: Sequence[str], longest: float) -> None:
     for bar in bars:
-        words = "refused"
-        if bar.sent is not None:
+        words, ratio = "refused", bar.row.ratio or 0.0
+        if bar.row.ranks:
             left = 0.0
-            parts = sorted((phase == "backward", names.index(axis), n) for (phase, axis), n in bar.sent.formula.items())
+            sent, total = bar.row.busiest, bar.row.most
+            parts = sorted((phase == "backward", names.index(axis), n) for (phase, axis), n in sent.items())
             for backward, number, nbytes in parts:
-                width, colour = nbytes / bar.ring.total, _shade("backward" if backward else "forward", number)
+                width, colour = nbytes / total * ratio, _shade("backward" if backward else "forward", number)
                 axes.barh(bar.at, width, left=left, height=0.8, color=colour, edgecolor="white", linewidth=0.5)
                 left += width
-            words = in_bytes(bar.sent.total) + (f" = {bar.share:.2f}x" if bar.sent.formula != bar.ring.formula else "")
-        axes.text(bar.share + 0.02, bar.at, words, va="center", fontsize=8)
+            words = in_bytes(total) + ("" if bar.row.setup.provider.name == "ring" else f" = {ratio:.2f}x")
+        axes.text(ratio + 0.02, bar.at, words, va="center", fontsize=8)
     axes.set(xlim=(0, longest * 1.4), ylim=(bars[-1].at + 0.6, -0.6), xticks=[], yticks=[bar.at for bar in bars])
     axes.set_yticklabels([bar.label for bar in bars])
     plain(axes)
