@@ -24,7 +24,7 @@ import wins_page
 from evidence import situations
 
 from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
-from cp_plugin.cli.draw.traffic import price, typical
+from cp_plugin.cli.draw.traffic import priced, typical
 from cp_plugin.common.text import in_words
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import variants
@@ -144,7 +144,7 @@ def _refusals(name: str) -> str:
                 what = f"`--cp-{key.replace('_', '-')} {in_words(value)}` on {size} ranks"
                 tried.append((what, typical(size, "GQA"), options))
     tried += [(f"`--cp-layout {x}`", Problem(size=64), {"layout": x}) for x in ALL if x not in provider.layouts]
-    found = [(what, price(name, p, **options).setup.reason) for what, p, options in tried]
+    found = [(what, priced(name, p, **options).setup.reason) for what, p, options in tried]
     rows = [(what, reason) for what, reason in found if reason is not None]
     rules = {layout: ALL[layout].divisor(64) // 64 for layout in provider.layouts}
     lengths = ", ".join(f"{'P' if n == 1 else f'{n}P'} ({layout})" for layout, n in rules.items())
@@ -177,7 +177,7 @@ def _variants() -> str:
 
 
 def _check(name: str) -> str:
-    usual = price(name, Problem(size=64, heads=32, kv_heads=8)).setup.reason is None
+    usual = priced(name, Problem(size=64, heads=32, kv_heads=8)).setup.reason is None
     return (
         f"```bash\ncp-plugin verify --provider {name}\n"
         f"cp-plugin traffic --provider {name}{'' if usual else ' --size 8'}\n```"

@@ -8,7 +8,7 @@ import markdown_tables as markdown
 
 from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.cli.draw.calls import record
-from cp_plugin.cli.draw.traffic import HEADS, price, typical
+from cp_plugin.cli.draw.traffic import HEADS, priced, typical
 from cp_plugin.common.text import in_bytes, in_words
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -35,7 +35,7 @@ def traffic_table(name: str) -> str:
     """Bytes by phase and axis on 64 ranks, the total relative to a ring, and the size of one kernel call."""
     rows = []
     for p in problems((64,)):
-        row = price(name, p)
+        row = priced(name, p)
         if not row.ranks:
             rows.append((heads(p), "refused", "", "", "", ""))
             continue
@@ -75,7 +75,7 @@ def fewest_table() -> str:
     """Providers by bytes sent."""
     rows = []
     for p in problems((8, 64)):
-        found = {name: price(name, p) for name in providers.names()}
+        found = {name: priced(name, p) for name in providers.names()}
         able = sorted((row.most, name) for name, row in found.items() if row.ranks)
         refused = [name for name, row in found.items() if not row.ranks]
         order = ", ".join(f"{name} {in_bytes(total)}" for total, name in able)
@@ -89,7 +89,7 @@ def head_axis_table() -> str:
     same: dict[tuple[str, ...], list[str]] = {}
     for name in providers.names():
         for p in problems((64,)):
-            found = [price(name, p, head_parallel=n) for n in axes]
+            found = [priced(name, p, head_parallel=n) for n in axes]
             if any(row.ranks for row in found):
                 same.setdefault((heads(p), *map(_ratio, found)), []).append(name)
     rows = [(", ".join(names), *cells) for cells, names in same.items()]
@@ -134,7 +134,7 @@ def _chosen(row: Row) -> str:
 
 
 def _ratios(name: str, kind: str, sizes: tuple[int, ...]) -> list[str]:
-    return [_ratio(price(name, typical(size, kind))) for size in sizes]
+    return [_ratio(priced(name, typical(size, kind))) for size in sizes]
 
 
 def _ratio(row: Row) -> str:

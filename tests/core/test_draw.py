@@ -14,7 +14,7 @@ from cp_plugin.cli.app import app
 from cp_plugin.cli.draw import draw_layouts, draw_method, draw_traffic
 from cp_plugin.cli.draw.calls import Recording, record
 from cp_plugin.cli.draw.layouts import ring_on
-from cp_plugin.cli.draw.traffic import price, typical
+from cp_plugin.cli.draw.traffic import priced, typical
 from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.tiles import tiles
@@ -112,9 +112,9 @@ def test_striped_and_zigzag_balance_what_the_contiguous_ring_does_not() -> None:
 
 
 def test_the_busiest_rank_is_not_on_the_diagonal_of_the_grid() -> None:
-    found = price("attention2d", typical(64, "MHA"), grid=(8, 8), layout="striped")
+    found = priced("attention2d", typical(64, "MHA"), grid=(8, 8), layout="striped")
     assert found.most > sum(found.ranks[0].values())
-    refused = price("ulysses", typical(64, "MHA"))
+    refused = priced("ulysses", typical(64, "MHA"))
     assert not refused.ranks and "not a multiple of 64" in str(refused.setup.reason)
 
 

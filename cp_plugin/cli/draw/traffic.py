@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,11 +33,15 @@ def typical(size: int, kind: str) -> Problem:
     return Problem(size=size, heads=heads, kv_heads=kv_heads, seq_length=2**17, hosts=hosts)
 
 
-def price(provider: str | Provider, problem: Problem, **options: Any) -> Row:
+def priced(provider: str | Provider, problem: Problem, **options: Any) -> Row:
     """What each rank sends, and its ratio to a ring; of no rank if the provider refuses the problem."""
     found = provider if isinstance(provider, Provider) else providers.get(provider)
-    ring = price_one(settled_or_reason(providers.get("ring"), problem, Options()))
-    return price_one(settled_or_reason(found, problem, Options(**options)), ring)
+    return price_one(settled_or_reason(found, problem, Options(**options)), _ring(problem))
+
+
+@cache
+def _ring(problem: Problem) -> Row:
+    return price_one(settled_or_reason(providers.get("ring"), problem, Options()))
 
 
 def draw_traffic(path: Path, provider: str | Provider, sizes: Sequence[int] = (8, 64), **options: Any) -> None:
@@ -72,7 +77,7 @@ def _measure(compared: Mapping[str, tuple[str | Provider, dict[str, Any]]], size
         problem = typical(size, kind)
         for name, (provider, options) in compared.items():
             label = f"{name}, {kind} {'/'.join(map(str, heads))}"
-            bars.append(_Bar(label, at, price(provider, problem, **options)))
+            bars.append(_Bar(label, at, priced(provider, problem, **options)))
             at += 1
         at += 0.5
     return bars
