@@ -49,6 +49,9 @@ LONGEST_FIRST = (
 LEFT_OUT = pytest.StashKey[dict[tuple[str, str], int]]()
 """Number of cases that this suite leaves out, by test and reason."""
 
+CRASHED = pytest.StashKey[bool]()
+"""Whether a worker of pytest-xdist ended with an error, which behind its last test leaves pytest's status at 0."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--beyond-all", action="store_true", help="leave out what ci/test.sh --all runs")
@@ -68,12 +71,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.stash.get(CRASHED, False):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
     if hasattr(session.config, "workeroutput"):  # of pytest-xdist
         session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
+def pytest_testnodedown(node: Any, error: object) -> None:
+    if error:
+        node.config.stash[CRASHED] = True
     if hasattr(node, "workeroutput"):  # absent where it crashed
         node.config.stash[LEFT_OUT] = node.workeroutput["left_out"]
 
