@@ -19,6 +19,7 @@ from cp_plugin.methods import registry as providers
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs/gpu"
+PATHS = os.pathsep.join(map(str, (ROOT / "ci/gpu", ROOT, ROOT / "kernels")))
 MAY_BE_MISSING = ("rich", "typer", "psutil", "megatron", "hypothesis", "pytest", "_pytest", "matplotlib")
 FAULTS = """
 import time
@@ -140,7 +141,7 @@ def test_faults_are_named_on_the_page_and_no_timing_is(folder: Path) -> None:
         for name in names[:2]:
             assert any(line.startswith(f"{group}: {name} on contiguous") for line in wrong), (group, name, wrong)
     (missing,) = (line for line in wrong if "missing_rank" in line)
-    assert "did not come to its end" in missing and "rank 3 in missing_rank (faulty.py:" in missing
+    assert "did not finish within" in missing and "rank 3 in missing_rank (faulty.py:" in missing
     found = json.loads((folder / "out/check.json").read_text())["steps"]
     assert len(found["nccl"]["checks"]) > 50, "cases after the missing rank"
     assert found["waiting"]["figures"] == []
@@ -148,6 +149,43 @@ def test_faults_are_named_on_the_page_and_no_timing_is(folder: Path) -> None:
     assert f"**{len(wrong)} wrong:**" in page and "wrong_scale on contiguous, causal" in page
     assert "performance (speed)" in page and "the step was not requested" in page
     assert any("waiting (time" in line and "no timing is reported" in line for line in page.splitlines())
+
+
+@slow
+def test_the_first_failure_of_a_case_is_reported(tmp_path: Path) -> None:
+    """Its end breaks the connections of the other ranks, whose errors come after it: of a rank that hangs, too."""
+    program = """
+import sys, time
+import torch.distributed as dist
+from over_ranks import over_ranks
+from record import Step
+
+def hangs(): time.sleep(60)
+def fails(): raise ValueError("planted")
+
+def each(case):
+    if case % 2 == 0 and dist.get_rank() == 0:
+        time.sleep(1)  # so its time for the next case ends later than rank 1's
+    elif case % 2 == 1:
+        (hangs, fails)[case // 2]() if dist.get_rank() else dist.barrier()
+
+with Step("nccl", ["--smoke", "--out", sys.argv[1]]) as step:
+    over_ranks(step, each, 4, lambda case, found: print("case", case, found), ranks=2, case_s=3)
+"""
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("case")] == [
+        "case 0 [None, None]",
+        "case 1 ranks [1] did not finish within 3 s; rank 1 in hangs (program.py:7)",
+        "case 2 [None, None]",
+        "case 3 rank 1: ValueError: planted",
+    ]
 
 
 @nightly
@@ -183,10 +221,9 @@ with Step("training", ["--smoke", "--out", sys.argv[1]]) as step:
         ok, detail = training.compared(training.Run(name, ""), step)
         print(name, ok, detail.get("failure", detail["tensor"]))
 """
-    paths = os.pathsep.join(map(str, (ROOT / "ci/gpu", ROOT, ROOT / "kernels")))
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": PATHS},
         capture_output=True,
         text=True,
     )

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -95,7 +96,7 @@ def _rank(each: Callable[[int], Any], cases: range, files: list[Path], devices: 
             try:
                 found = {"found": each(case)}
             except Exception as error:  # of any library
-                said.write(json.dumps({"case": case, "failure": in_a_line(error)}) + "\n")
+                said.write(json.dumps({"case": case, "failure": in_a_line(error), "at": time.time()}) + "\n")
                 raise
             faulthandler.cancel_dump_traceback_later()
             said.write(json.dumps({"case": case} | found) + "\n")
@@ -108,14 +109,16 @@ def _results(file: Path) -> dict[int, dict[str, Any]]:
 
 
 def _reason(said: list[dict[str, Any] | None], files: list[Path], ended: str, case_s: float) -> str:
-    """Why a case has no result on every rank."""
-    for rank, row in enumerate(said):
-        if row and "failure" in row:
-            return f"rank {rank}: {row['failure']}"
+    """Why a case has no result on every rank: what happened first, since the end of one rank is an error on others."""
+    failed = [(row["at"], rank, row["failure"]) for rank, row in enumerate(said) if row and "failure" in row]
     silent = [rank for rank, row in enumerate(said) if row is None]
-    places = {rank: _innermost(_stacks(files[rank])) for rank in silent}
-    where = "; ".join(f"rank {rank} in {place}" for rank, place in places.items() if place)
-    return f"ranks {silent} did not come to its end within {case_s:g} s; {where or ended}"
+    dumps = {rank: stacks for rank in silent if (stacks := _stacks(files[rank])).exists() and stacks.stat().st_size}
+    out_of_time = min((stacks.stat().st_mtime for stacks in dumps.values()), default=float("inf"))
+    if failed and min(failed)[0] < out_of_time:
+        _, rank, failure = min(failed)
+        return f"rank {rank}: {failure}"
+    where = "; ".join(f"rank {rank} in {place}" for rank, stacks in dumps.items() if (place := _innermost(stacks)))
+    return f"ranks {silent} did not finish within {case_s:g} s; {where or ended}"
 
 
 def _stacks(file: Path) -> Path:
@@ -124,7 +127,7 @@ def _stacks(file: Path) -> Path:
 
 def _innermost(stacks: Path) -> str:
     """The innermost place in our code, if there is one, in the stacks that ``faulthandler`` wrote."""
-    text = stacks.read_text(errors="replace") if stacks.exists() else ""
+    text = stacks.read_text(errors="replace")
     frames = re.findall(r'File "([^"]+)", line (\d+) in (\w+)', text)
     ours = [frame for frame in frames if "/torch/" not in frame[0] and "/threading.py" not in frame[0]]
     if not frames:
