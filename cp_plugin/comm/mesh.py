@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
+import numpy as np
 from torch import Tensor
 
 from cp_plugin.comm.ledger import Ledger
@@ -246,13 +247,12 @@ def axis_groups(ranks: Sequence[int], axes: Mapping[str, int], extra: Sequence[s
         axes: the mesh axes, whose product is ``len(ranks)``.
         extra: ``WHOLE`` adds one list of all ranks, ``sums(axis)`` the lists of the axis again.
     """
-    groups: dict[str, dict[tuple[int, ...], list[int]]] = {name: {} for name, n in axes.items() if n > 1}
-    for index, rank in enumerate(ranks):
-        at = coordinates(axes, index)
-        for name in groups:
-            others = tuple(at[other] for other in axes if other != name)
-            groups[name].setdefault(others, []).append(rank)
-    found = {name: list(by_others.values()) for name, by_others in groups.items()}
+    placed = np.reshape(ranks, tuple(axes.values()))
+    found = {
+        name: np.moveaxis(placed, axis, -1).reshape(-1, n).tolist()
+        for axis, (name, n) in enumerate(axes.items())
+        if n > 1
+    }
     again = {sums(name): lists for name, lists in found.items() if sums(name) in extra}
     whole = {WHOLE: [list(ranks)]} if WHOLE in extra and len(ranks) > 1 else {}
     return {**found, **again, **whole}

@@ -78,32 +78,59 @@ def price(
     cluster: Cluster,
     ranks: Ranks = "busiest",
 ) -> Priced:
-    """Simulate a candidate. Under recomputation upstream's methods repeat attention with its messages.
+    """Simulate a candidate and price it.
 
     Args:
         others: letter -> the candidate for layers of other kinds.
         ranks: simulated for the candidate; for the others always the busiest.
     """
-    asked, parallel = parallel, trained(candidate, parallel)
+    own = dict.fromkeys(sorted(set(model.attention_pattern) - others.keys()), candidate)
+    timelines = simulated({**own, **others}, cluster, parallel.tensor, dict.fromkeys(own, ranks))
+    return priced(candidate, timelines, model, parallel, cluster)
+
+
+def simulated(
+    each: Mapping[str, Candidate], cluster: Cluster, stride: int, ranks: Mapping[str, Ranks] | None = None
+) -> dict[str, Timeline]:
+    """Letter -> one attention call of the candidate for its layers, in the same order.
+
+    Args:
+        stride: devices between context-parallel ranks: the tensor-parallel size.
+        ranks: letter -> the ranks simulated for it; otherwise the busiest.
+    """
     timelines = {}
-    for letter in sorted(set(model.attention_pattern), key=lambda letter: letter in others):
-        one = others.get(letter, candidate)
-        some = "busiest" if letter in others else ranks
-        found = simulate(one.setup, one.setup.problem, cluster=cluster, stride=parallel.tensor, ranks=some)
+    for letter, one in each.items():
+        some = (ranks or {}).get(letter, "busiest")
+        found = simulate(one.setup, one.setup.problem, cluster=cluster, stride=stride, ranks=some)
         if one.upstream:
             programs = {rank: _as_sent(of) for rank, of in found.programs.items()}
-            found = run(one.setup, programs, cluster, parallel.tensor)
+            found = run(one.setup, programs, cluster, stride)
         timelines[letter] = found
+    return timelines
+
+
+def priced(
+    candidate: Candidate, timelines: Mapping[str, Timeline], model: Model, parallel: Parallel, cluster: Cluster
+) -> Priced:
+    """Price a simulated candidate. Under recomputation upstream's methods repeat attention with its messages.
+
+    Args:
+        timelines: of the calls in layers of each kind, the candidate's own first.
+    """
+    asked, parallel = parallel, trained(candidate, parallel)
     seconds = {letter: t.seconds_of for letter, t in timelines.items()}
     peaks = [peak for t in timelines.values() for p in t.programs.values() for peak in p.peaks]
     takes = iteration(model, parallel, cluster, seconds)
-    kept = iteration(model, replace(parallel, recompute_attention=False), cluster, seconds)
+    repeats = 0.0
+    if parallel.recompute_attention:
+        kept = iteration(model, replace(parallel, recompute_attention=False), cluster, seconds)
+        repeats = takes.seconds - kept.seconds
     return Priced(
         candidate=candidate,
         parallel=asked,
         timelines=timelines,
         iteration=takes,
-        repeats=takes.seconds - kept.seconds,
+        repeats=repeats,
         footprint=footprint(model, parallel, peaks, sum(t.setup.communicators for t in timelines.values())),
     )
 

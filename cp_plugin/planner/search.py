@@ -9,22 +9,15 @@ from typing import NamedTuple
 
 from cp_plugin.common.text import in_bytes
 from cp_plugin.core.problem import Fp8
-from cp_plugin.planner.candidates import (
-    ALL,
-    Allowed,
-    Candidate,
-    candidates,
-    composition,
-    linear_candidates,
-    refusals,
-    variants,
-)
+from cp_plugin.planner.candidates import ALL, Allowed, Candidate, refusals, variants
+from cp_plugin.planner.division import Division
+from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import Cluster
-from cp_plugin.planner.price import Priced, beside, computes, least, on, price, trained
+from cp_plugin.planner.price import Priced, priced, trained
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.iteration import iteration
-from cp_plugin.planner.training.model import LINEAR, Model
-from cp_plugin.planner.training.parallel import Parallel, problem
+from cp_plugin.planner.training.model import Model
+from cp_plugin.planner.training.parallel import Parallel
 
 _PATIENCE = 4000
 """Simulated events without improvement after which the rest of a method is skipped."""
@@ -134,7 +127,8 @@ def plan(
     searches: list[_Search] = []
     for some in (fitting, reserve):
         if some and best is None:
-            here = [_Search(model, shape, cluster, fp8, limit, allowed, hopeless, progress) for shape in some]
+            divided = zip(some, Division.each(model, some, cluster, fp8, allowed), strict=True)
+            here = [_Search(model, shape, division, limit, hopeless, progress) for shape, division in divided]
             best, searches = _fastest(here, worth), [*searches, *here]
     best = best or min(searches, key=lambda s: s.per_token)
     return best.plan(sum(s.tried for s in searches), sum(s.simulated for s in searches))
@@ -159,31 +153,24 @@ class _Search:
 
     model: Model
     shape: Parallel
-    cluster: Cluster
-    fp8: Sequence[Fp8 | None]
+    division: Division
     limit: float
-    allowed: Allowed
     hopeless: float
     progress: Progress
 
     def __post_init__(self) -> None:
-        model, shape, cluster = self.model, self.shape, self.cluster
-        letters = set(model.attention_pattern)
-        self._letters = sorted(letters - {LINEAR})
-        self._main = (self._letters or [LINEAR])[0]
-        self._problems = {letter: on(problem(model, shape, letter), cluster, shape.tensor) for letter in letters}
         self._priced: dict[str, Priced] = {}
         self._bounds: dict[str, float] = {}
-        self._seen: dict[tuple[object, ...], Priced] = {}
+        self._seen: dict[int, Priced] = {}
         self.tried = self.simulated = 0
-        self._alone = {letter: computes(p, cluster) for letter, p in self._problems.items()}
-        seconds = iteration(model, shape, cluster, self._alone).seconds
+        model, shape, division = self.model, self.shape, self.division
+        seconds = iteration(model, shape, division.cluster, division.alone).seconds
         self.per_token = seconds * shape.devices / (shape.global_batch * shape.seq_length)
         """Lower bound over all methods: seconds per token and device."""
 
     def best(self) -> Iterator[Priced]:
         """The best candidate of each method, most promising methods first."""
-        ordered = {name: self._ordered(some) for name, some in self._candidates().items() if some}
+        ordered = {name: self._ordered(some) for name, some in self.division.candidates.items()}
         self.tried = sum(map(len, ordered.values()))
         best = math.inf
         for name, some in sorted(ordered.items(), key=lambda item: item[1][0][0]):
@@ -198,6 +185,7 @@ class _Search:
 
     def plan(self, tried: int, simulated: int) -> Plan:
         """The result, after ``best`` is exhausted."""
+        division = self.division
         if not self._priced:
             list(self.best())
         found = sorted(self._priced.values(), key=self._rank)
@@ -208,37 +196,25 @@ class _Search:
         lost = [Lost(name, bound) for name, bound in self._bounds.items() if name not in self._priced]
         return Plan(
             model=self.model,
-            cluster=self.cluster,
+            cluster=division.cluster,
             limit=self.limit,
             found=found,
             tied=tied,
             lost=sorted(lost, key=lambda one: one.seconds),
-            cannot=refusals(self._problems[self._letters[0]]) if self._letters else {},
+            cannot=refusals(division.problems[division.main]) if division.softmax else {},
             tried=max(tried, self.tried),
             simulated=max(simulated, self.simulated),
         )
 
-    def _candidates(self) -> dict[str, list[Candidate]]:
-        """Softmax candidates that suit all kinds of softmax layers; linear ones where there is no softmax layer."""
-        if not self._letters:
-            return {c.name: [c] for c in linear_candidates(self._problems[LINEAR])}
-        first, *more = self._letters
-        found = candidates(self._problems[first], self.fp8, self.allowed)
-        for letter in more:
-            others = candidates(self._problems[letter], self.fp8, self.allowed)
-            also = {c.flags for some in others.values() for c in some}
-            found = {name: [c for c in some if c.flags in also] for name, some in found.items()}
-        return found
-
-    def _ordered(self, some: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
+    def _ordered(self, some: Sequence[tuple[Candidate, Seconds]]) -> list[tuple[float, Candidate]]:
         """With lower bounds, lowest first; of equals the largest head axis, which exchanges least often."""
-        bounds = [(self._bound(candidate), candidate) for candidate in some]
+        bounds = [(self._bound(candidate, seconds), candidate) for candidate, seconds in some]
         return sorted(bounds, key=lambda pair: (pair[0], -(pair[1].setup.options.head_parallel or 1)))
 
-    def _bound(self, candidate: Candidate) -> float:
-        seconds = least(candidate, self.cluster, self.shape.tensor)
-        every = {**self._alone, self._main: seconds}
-        return iteration(self.model, trained(candidate, self.shape), self.cluster, every).seconds
+    def _bound(self, candidate: Candidate, seconds: Seconds) -> float:
+        """Lower bound on an iteration, given that on an attention call."""
+        every = {**self.division.alone, self.division.main: seconds}
+        return iteration(self.model, trained(candidate, self.shape), self.division.cluster, every).seconds
 
     def _best_of(self, some: Sequence[tuple[float, Candidate]]) -> Priced:
         """The best candidate of one method, then of its variants."""
@@ -253,16 +229,18 @@ class _Search:
                 best, in_vain = found, []
         assert best is not None
         others = [
-            self._price(c) for c in variants(best.candidate, self.allowed) if self._bound(c) < best.iteration.seconds
+            self._price(c)
+            for c in variants(best.candidate, self.division.allowed)
+            if self._bound(c, self.division.least(c)) < best.iteration.seconds
         ]
         return min((best, *others), key=self._rank)
 
     def _price(self, candidate: Candidate) -> Priced:
-        key = candidate.upstream, composition(candidate.setup)
+        self.progress(f"{candidate.name} {candidate.setup}")
+        timelines = self.division.timelines(candidate)
+        key = id(timelines)
         if key not in self._seen:
-            self.progress(f"{candidate.name} {candidate.setup}")
-            others = {letter: its for letter, its in self._problems.items() if letter != self._main}
-            self._seen[key] = price(candidate, beside(candidate, others), self.model, self.shape, self.cluster)
+            self._seen[key] = priced(candidate, timelines, self.model, self.shape, self.division.cluster)
             self.simulated += 1
         return replace(self._seen[key], candidate=candidate)
 

@@ -35,7 +35,7 @@ class Cost(NamedTuple):
 class Links:
     """The links of a mesh; ``nodes``: the node of every rank."""
 
-    def __init__(self, cluster: Cluster, axes: Mapping[str, int], nodes: Sequence[int]) -> None:
+    def __init__(self, cluster: Cluster, axes: Mapping[str, int], nodes: Sequence[int] | np.ndarray) -> None:
         self.cluster, self.axes, self.nodes = cluster, dict(axes), np.asarray(nodes)
         self._costs: dict[tuple[object, ...], Cost] = {}
 
@@ -226,6 +226,6 @@ def shortest_ring(cluster: Cluster, ranks: int) -> int:
     return (ranks - 1) * (SHORT + 1) if cluster.transport == "gloo" else 0
 
 
-def place(size: int, cluster: Cluster, stride: int = 1) -> tuple[int, ...]:
+def place(size: int, cluster: Cluster, stride: int = 1) -> np.ndarray:
     """The node of every context-parallel rank, on consecutive devices ``stride`` apart."""
-    return tuple(rank * stride // cluster.per_node for rank in range(size))
+    return np.arange(size) * stride // cluster.per_node
