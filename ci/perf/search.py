@@ -39,8 +39,8 @@ def main() -> int:
         good &= seconds <= limit
         verdict = "PASS" if seconds <= limit else "FAIL"
         Console(soft_wrap=True).print(
-            f"{verdict} {text}: {seconds:.1f} s of one core (limit {limit:g} s), {found.simulated} timelines of "
-            f"{found.tried} candidates: {found.best.candidate.flags}",
+            f"{verdict} {text}: {seconds:.1f} s of one core (limit {limit:g} s), {found.simulated} of "
+            f"{found.tried} configurations simulated: {found.best.candidate.flags}",
             highlight=False,
         )
     return not good
