@@ -71,7 +71,7 @@ class Plan:
     cannot: Mapping[str, str]
     """Provider -> why it cannot run this at all."""
     tried: int
-    """Number of candidates."""
+    """Number of candidates, variants included."""
     simulated: int
 
     @property
@@ -114,7 +114,7 @@ def plan(
         allowed: restrictions. Where nothing satisfies them, ``found`` is empty.
         hopeless: methods whose lower bound is this many times the best are not simulated.
         worth: potential gain for which another shape is tried; 0: the fastest shape is found.
-        progress: called with a description of each candidate before it is simulated.
+        progress: called with a description of each candidate before it is priced.
 
     Raises:
         ValueError: if nothing fits the memory: what would.
@@ -228,11 +228,10 @@ class _Search:
             if best is None or self._rank(found) < self._rank(best):
                 best, in_vain = found, []
         assert best is not None
-        others = [
-            self._price(c)
-            for c in variants(best.candidate, self.division.allowed)
-            if self._bound(c, self.division.least(c)) < best.iteration.seconds
-        ]
+        near = variants(best.candidate, self.division.allowed)
+        self.tried += len(near)
+        bounds = ((self._bound(c, self.division.least(c)), c) for c in near)
+        others = [self._price(c) for bound, c in bounds if bound < best.iteration.seconds]
         return min((best, *others), key=self._rank)
 
     def _price(self, candidate: Candidate) -> Priced:

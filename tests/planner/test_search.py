@@ -22,11 +22,12 @@ from cp_plugin.core.mask import Window
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8, Problem
 from cp_plugin.methods import registry as providers
+from cp_plugin.planner import division
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
-from cp_plugin.planner.candidates import Allowed, candidates, composition, variants
+from cp_plugin.planner.candidates import ALL, Allowed, candidates, composition, variants
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.packs import pairs
-from cp_plugin.planner.price import computes, least, on, price
+from cp_plugin.planner.price import computes, least, on, price, simulated
 from cp_plugin.planner.search import KNOWN_ERROR, Plan, over, plan
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.training.footprint import footprint
@@ -59,6 +60,27 @@ def test_finds_what_exhaustive_search_finds(found: Plan) -> None:
         seconds.append(priced.iteration.seconds)
     assert min(p.iteration.seconds for p in found.found) <= min(seconds) * 1.02
     assert found.simulated < len(alike) / 2
+
+
+def test_no_more_is_simulated_than_tried() -> None:
+    """Of a method with one candidate the variants are tried, too."""
+    only = Allowed(options=Options(head_parallel=1), suits=lambda one: one.name == "burst")
+    found = plan(LLAMA, [SHAPE], SLOW, allowed=only)
+    assert 1 < found.simulated <= found.tried
+
+
+def test_shapes_with_the_same_attention_share_its_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pipeline, batch and recomputation do not change an attention call; tensor and context parallelism do."""
+    alike = [replace(SHAPE, recompute=again, global_batch=n) for again in ("none", "full") for n in (1, 2)]
+    other = replace(SHAPE, context=SHAPE.context // 2, global_batch=2)
+    made = []
+    monkeypatch.setattr(division, "simulated", lambda *given: made.append(given) or simulated(*given))
+    ends = [division.Division.each(LLAMA, shapes, SLOW, (None,), ALL) for shapes in (alike, [*alike, other])]
+    assert [len(set(map(id, each))) for each in ends] == [1, 2]
+    several = plan(LLAMA, alike, SLOW, worth=0)
+    once, made[:] = len(made), []
+    plan(LLAMA, alike[-1:], SLOW)
+    assert several.simulated > once == len(made)
 
 
 @pytest.mark.parametrize(
