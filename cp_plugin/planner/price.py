@@ -85,22 +85,22 @@ def price(
         ranks: simulated for the candidate; for the others always the busiest.
     """
     own = dict.fromkeys(sorted(set(model.attention_pattern) - others.keys()), candidate)
-    timelines = simulated({**own, **others}, cluster, parallel.tensor, dict.fromkeys(own, ranks))
+    timelines = simulated({**own, **others}, cluster, parallel.tensor, ranks)
     return priced(candidate, timelines, model, parallel, cluster)
 
 
 def simulated(
-    each: Mapping[str, Candidate], cluster: Cluster, stride: int, ranks: Mapping[str, Ranks] | None = None
+    each: Mapping[str, Candidate], cluster: Cluster, stride: int, ranks: Ranks = "busiest"
 ) -> dict[str, Timeline]:
     """Letter -> one attention call of the candidate for its layers, in the same order.
 
     Args:
         stride: devices between context-parallel ranks: the tensor-parallel size.
-        ranks: letter -> the ranks simulated for it; otherwise the busiest.
+        ranks: simulated for the first; for the others always the busiest.
     """
     timelines = {}
-    for letter, one in each.items():
-        some = (ranks or {}).get(letter, "busiest")
+    for number, (letter, one) in enumerate(each.items()):
+        some = "busiest" if number else ranks
         found = simulate(one.setup, one.setup.problem, cluster=cluster, stride=stride, ranks=some)
         if one.upstream:
             programs = {rank: _as_sent(of) for rank, of in found.programs.items()}
