@@ -60,31 +60,38 @@ class AsNccl(Over):
         return self._mesh._all_to_all(axis, tensors).then(around)
 
 
-def problem_of(ranks: int, dtype: torch.dtype) -> Problem:
+def problem_of(ranks: int, dtype: torch.dtype, kv_heads: int = 2) -> Problem:
     """Causal, grouped heads, the same number of tokens for any number of ranks."""
-    return Problem(size=ranks, heads=4, kv_heads=2, head_dim=64, seq_length=1024, dtype=dtype)
+    return Problem(size=ranks, heads=4, kv_heads=kv_heads, head_dim=64, seq_length=1024, dtype=dtype)
 
 
-def one_device(ranks: int, dtype: torch.dtype) -> Errors:
+def one_device(ranks: int, dtype: torch.dtype, kv_heads: int = 2) -> Errors:
     """Errors of one kernel call."""
-    kernel = blocks.choose(Options(), problem_of(1, dtype), torch.device("cpu")).kernel
-    return _errors(calls.of_kernel(kernel, _case(dtype).inputs[:4], CAUSAL), dtype)
+    kernel = blocks.choose(Options(), problem_of(1, dtype, kv_heads), torch.device("cpu")).kernel
+    case = _case(dtype, kv_heads)
+    return _errors(calls.of_kernel(kernel, case.inputs[:4], CAUSAL), case)
 
 
 def of_provider(
-    ranks: int, dtype: torch.dtype, name: str, *, over: Callable[[Mesh], Mesh] = lambda mesh: mesh, **options: Any
+    ranks: int,
+    dtype: torch.dtype,
+    name: str,
+    *,
+    over: Callable[[Mesh], Mesh] = lambda mesh: mesh,
+    kv_heads: int = 2,
+    **options: Any,
 ) -> Errors:
     """Errors of a provider."""
-    problem = problem_of(ranks, dtype)
+    problem, case = problem_of(ranks, dtype, kv_heads), _case(dtype, kv_heads)
     options |= {"grid": grid(ranks)} if name == "attention2d" else {}
 
     def rank(mesh: Mesh) -> tuple[Tensor, ...]:
         cp = ContextParallel(name, mesh=over(mesh), problem=problem, **options)
-        got = calls.directly(cp, _case(dtype).inputs.sharded(cp, torch.device("cpu")), problem)
+        got = calls.directly(cp, case.inputs.sharded(cp, torch.device("cpu")), problem)
         return tuple(cp.unshard(x) for x in got)
 
     axes = providers.get(name).axes(ranks, Options(**options))
-    return _errors(run_threads(rank, axes, patience=600)[0], dtype)
+    return _errors(run_threads(rank, axes, patience=600)[0], case)
 
 
 def transformer_engine_ring(ranks: int, dtype: torch.dtype) -> Errors:
@@ -124,7 +131,7 @@ def transformer_engine_ring(ranks: int, dtype: torch.dtype) -> Errors:
         parts = [done[(owner - 1 - step) % ranks][3][step] for step in range(ranks)]
         shards.append((out, dq, *(reduce(torch.add, each) for each in zip(*parts, strict=True))))
     layout = done[0][0].layout
-    return _errors([layout.unshard(list(x), 0) for x in zip(*shards, strict=True)], dtype)
+    return _errors([layout.unshard(list(x), 0) for x in zip(*shards, strict=True)], case)
 
 
 def rows() -> Iterator[Row]:
@@ -161,12 +168,12 @@ def grid(ranks: int) -> tuple[int, int]:
 
 
 @cache
-def _case(dtype: torch.dtype) -> Case:
-    return make_case(problem_of(1, dtype))
+def _case(dtype: torch.dtype, kv_heads: int = 2) -> Case:
+    return make_case(problem_of(1, dtype, kv_heads))
 
 
-def _errors(got: Any, dtype: torch.dtype) -> Errors:
-    found = relative_errors(got, _case(dtype).want)
+def _errors(got: Any, case: Case) -> Errors:
+    found = relative_errors(got, case.want)
     return {name: found[name] for name in GRADIENTS}
 
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from nightly import nightly
+from nightly import each_value, nightly
 
 from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.options import Options
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.gradient_dtype import KEY_HOPS, ONE_HOP, QUERY_HOPS, REDUCE_SCATTER, TOKENS
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "precision.md"
+WAYS = (KEY_HOPS, QUERY_HOPS, REDUCE_SCATTER, ONE_HOP)
+MODEL = {"gradient_dtype": "model"}
 TENTH = 0.1
 """Figures have two digits, and kernels of other machines add in another order."""
 both = pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=nightly)])
@@ -89,3 +95,41 @@ def test_the_emulated_ring_differs_from_ours(tables: Any) -> None:
     got = tables.transformer_engine_ring(8, torch.bfloat16)
     wide = tables.of_provider(8, torch.bfloat16, "ring", layout="zigzag")
     assert got["dq"] > 1.1 * wide["dq"] and got["dk"] > 1.05 * wide["dk"]
+
+
+@each_value
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("name", "options", "ranks"),
+    [
+        ("ring", {"layout": "zigzag"}, 8),
+        pytest.param("ring", {"layout": "zigzag"}, 64, marks=nightly),
+        ("burst", {"layout": "zigzag", "backward": "q", "intra_size": 1}, 8),
+        ("all_gather", {"head_groups": 1}, 8),
+        ("attention2d", {"head_groups": 1}, 8),
+        pytest.param("attention2d", {"head_groups": 1, "grid": (8, 8)}, 64, marks=nightly),
+        ("needed", {"layout": "zigzag"}, 8),
+    ],
+)
+def test_what_the_table_allows_has_at_most_twice_the_error_of_one_device(
+    tables: Any, name: str, options: dict[str, Any], ranks: int, kv_heads: int
+) -> None:
+    """Without what ``verify`` grants to roundings of sums, and with NCCL's additions emulated."""
+    assert {1, 2} == set(TOKENS) and {8, 64} == {way.ranks for way in WAYS}
+    like = replace(tables.problem_of(ranks, torch.bfloat16), kv_heads=kv_heads, hosts=tuple(map(str, range(ranks))))
+    assert providers.settle(name, like, Options(**options)).options.gradient_dtype == "model"
+    alone = tables.one_device(1, torch.bfloat16, kv_heads=kv_heads)
+    got = tables.of_provider(ranks, torch.bfloat16, name, over=tables.AsNccl, kv_heads=kv_heads, **options, **MODEL)
+    for gradient, error in got.items():
+        assert error <= 2 * alone[gradient], gradient
+
+
+@nightly
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("burst", {"layout": "zigzag", "backward": "q", "intra_size": 1}), ("all_gather", {"head_groups": 1})],
+)
+def test_what_the_table_forbids_has_more(tables: Any, name: str, options: dict[str, Any]) -> None:
+    alone = tables.one_device(1, torch.bfloat16)
+    got = tables.of_provider(64, torch.bfloat16, name, over=tables.AsNccl, **options, **MODEL)
+    assert any(error > 2 * alone[gradient] for gradient, error in got.items())

@@ -38,6 +38,7 @@ from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.blocks import BlockKernel
 from cp_plugin.linear import kernels
 from cp_plugin.methods import registry as providers
+from cp_plugin.methods.gradient_dtype import float32_unless_told
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.protocol import Attend, Kind, Provider, Scan
 from cp_plugin.placement.documents import placement_of
@@ -80,7 +81,7 @@ class ContextParallel(Sharding):
             self._take(provider, group, mesh)
         else:
             found = provider if isinstance(provider, Provider) else providers.get(provider)
-            asked = Options(**options)
+            asked = float32_unless_told(found, Options(**options))
             typical = typical_call(found, asked, group, mesh, problem)
             if typical.size > 1 and group is not None and problem is None and found.asks_heads(asked):
                 self._wait_for_heads(found, typical, asked, group)

@@ -74,6 +74,6 @@ def typical_call(
     typical = problem or Problem(size=size, network=network_between("cuda" if group is None else device_of(group)))
     if typical.size != size:
         raise ValueError(f"the problem is for {typical.size} context-parallel ranks, and there are {size}")
-    if (found.asks_hosts or asked.layout == DOCUMENTS.name) and group is not None and not typical.hosts:
+    if (found.asks_hosts(asked) or asked.layout == DOCUMENTS.name) and group is not None and not typical.hosts:
         typical = replace(typical, hosts=hosts_of(group))
     return typical

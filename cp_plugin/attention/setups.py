@@ -16,6 +16,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import backends
 from cp_plugin.linear.kernels import KERNELS
 from cp_plugin.methods import registry as providers
+from cp_plugin.methods.gradient_dtype import float32_unless_told
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.methods.registry import Resolved
 from cp_plugin.placement.documents import DOCUMENTS, place
@@ -65,6 +66,12 @@ def settled_or_reason(provider: Provider, problem: Problem, options: Options) ->
         return settled(provider, problem, options)
     except ValueError as error:
         return Setup(provider=provider, problem=problem, options=options, reason=str(error))
+
+
+def with_float32_sums(provider: Provider, problem: Problem, options: Options) -> Setup:
+    """``settled_or_reason`` whatever the table of ``--cp-gradient-dtype`` says, to compare methods by their bytes."""
+    found = settled_or_reason(provider, problem, float32_unless_told(provider, options))
+    return replace(found, options=replace(found.options, gradient_dtype=options.gradient_dtype))
 
 
 def can_place(provider: Provider, problem: Problem) -> bool:

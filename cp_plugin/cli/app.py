@@ -172,7 +172,7 @@ def verify(
         where = flags.device_name(device)
         if decode:
             generation.refuse(causal, options)
-        half = options.fp8 is not None or options.gradient_dtype is not None
+        half = options.fp8 is not None or options.gradient_dtype == "model"
         dtypes = dtype or [flags.Dtype.float32, flags.Dtype.bfloat16][half:]
         masks = [True] if decode else [True, False] if causal is None else [causal]
         fewer = heads // 4 if heads % 4 == 0 else 1

@@ -40,10 +40,9 @@ def print_traffic(
 
 
 def print_why(console: Console, setups: Sequence[Setup]) -> None:
-    """The automatic choices with reasons, a line each."""
-    for setup in setups:
-        for text in setup.why:
-            print_lines(console, f"{setup.provider.name}: {in_our_flags(text)}")
+    """The automatic choices with reasons, a line each; once where several setups share it."""
+    lines = [f"{setup.provider.name}: {in_our_flags(text)}" for setup in setups for text in setup.why]
+    print_lines(console, *dict.fromkeys(lines))
 
 
 def print_verified(

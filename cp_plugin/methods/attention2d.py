@@ -24,7 +24,7 @@ from cp_plugin.core.options import Option, Options, rows_and_columns
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues
 from cp_plugin.methods.gather import GatherKV, GatherQ
-from cp_plugin.methods.gradient_dtype import with_gradient_dtype
+from cp_plugin.methods.gradient_dtype import REDUCE_SCATTER, with_gradient_dtype
 from cp_plugin.methods.moves import Move, Moved
 from cp_plugin.methods.pipeline import HEAD_GROUPS, best_groups, groups_do_not_divide, in_head_groups
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
@@ -183,6 +183,7 @@ PROVIDERS = (
             choose=_choose,
             unsupported=_unsupported,
             extra_groups=(WHOLE,),
-        )
+        ),
+        lambda options: REDUCE_SCATTER,
     ),
 )

@@ -21,7 +21,7 @@ from cp_plugin.common.text import divisors, in_bytes
 from cp_plugin.core.hosts import describe
 from cp_plugin.core.options import Option, Options, whole_number
 from cp_plugin.core.problem import Problem
-from cp_plugin.methods.gradient_dtype import with_gradient_dtype
+from cp_plugin.methods.gradient_dtype import KEY_HOPS, QUERY_HOPS, with_gradient_dtype
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 from cp_plugin.methods.ring import Ring, hop_bytes
 
@@ -123,7 +123,7 @@ DOUBLE_RING = Provider(
     traffic=_traffic,
     choose=_choose_rings,
     extra_groups=(sums(INTER), sums(INTRA)),
-    asks_hosts=True,
+    asks_hosts=lambda options: True,
 )
 BURST = replace(
     DOUBLE_RING,
@@ -132,4 +132,7 @@ BURST = replace(
     options=(INTRA_SIZE, BACKWARD),
     choose=_choose_burst,
 )
-PROVIDERS = (with_gradient_dtype(BURST), with_gradient_dtype(DOUBLE_RING))
+PROVIDERS = (
+    with_gradient_dtype(BURST, lambda options: QUERY_HOPS if _moves(options) == "q" else KEY_HOPS),
+    with_gradient_dtype(DOUBLE_RING, lambda options: KEY_HOPS),
+)

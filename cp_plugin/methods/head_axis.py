@@ -129,7 +129,8 @@ def _choose_usp(problem: Problem, options: Options) -> Choice:
         f"head axis of {best} ranks, the fewest bytes ({in_bytes(sent[best])} from each rank) with {problem.heads} "
         f"query and {problem.kv_heads} key/value heads"
     )
-    return Choice(replace(options, head_parallel=best), (reason,))
+    behind = _USP.choose(problem, replace(options, head_parallel=best))
+    return Choice(behind.options, (reason, *behind.why))
 
 
 _USP = with_head_axis(RING, "usp")

@@ -31,7 +31,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Owners, Partial, Queries, Sums
 from cp_plugin.kernels.merge import accumulator, add_sums
-from cp_plugin.methods.gradient_dtype import with_gradient_dtype
+from cp_plugin.methods.gradient_dtype import ONE_HOP, with_gradient_dtype
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.moves import no_gradients
 from cp_plugin.methods.protocol import Formula, Provider
@@ -208,6 +208,7 @@ PROVIDERS = (
             build=lambda mesh, local, problem, options: Needed(mesh, AXIS, local),
             traffic=_traffic,
             extra_groups=(sums(AXIS),),
-        )
+        ),
+        lambda options: ONE_HOP,
     ),
 )

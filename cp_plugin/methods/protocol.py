@@ -117,8 +117,8 @@ class Provider:
     """Process groups beyond those of the axes: ``WHOLE``, ``sums(axis)``; see ``cp_plugin.comm.axis_groups``."""
     beside: tuple[str, ...] = ()
     """Axes along which tokens are gathered whole, so that their ranks should hold adjacent tokens."""
-    asks_hosts: bool = False
-    """Whether its choices depend on ``Problem.hosts``."""
+    asks_hosts: Callable[[Options], bool] = lambda options: False
+    """Whether what the user left open depends on ``Problem.hosts``."""
     asks_heads: Callable[[Options], bool] = lambda options: False
     """Whether it can choose nothing before the numbers of heads are known."""
 

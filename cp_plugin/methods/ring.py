@@ -28,7 +28,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.kernels.merge import add, add_sums, widened
-from cp_plugin.methods.gradient_dtype import with_gradient_dtype
+from cp_plugin.methods.gradient_dtype import KEY_HOPS, with_gradient_dtype
 from cp_plugin.methods.protocol import Attend, Formula, Provider
 
 
@@ -130,7 +130,8 @@ RING = with_gradient_dtype(
         layouts=("contiguous", "zigzag", "documents"),
         build=_build,
         traffic=_traffic,
-    )
+    ),
+    lambda options: KEY_HOPS,
 )
 STRIPED = replace(
     RING,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from cp_plugin.attention.setups import Setup, can_place, settled_or_reason
+from cp_plugin.attention.setups import Setup, can_place, settled_or_reason, with_float32_sums
 from cp_plugin.comm import Mesh, TraceMesh, sums
 from cp_plugin.common.text import in_words
 from cp_plugin.core.layout import LAYOUTS
@@ -109,7 +109,7 @@ def candidates(
     if kind == "softmax" and problem.size > 1:
         theirs = in_each(problem) if problem.bounds else problem
         for one in _upstream(problem):
-            setup = settled_or_reason(providers.get(one.provider), theirs, one.options)
+            setup = with_float32_sums(providers.get(one.provider), theirs, one.options)  # priced as sent later
             if setup.reason is None:
                 shared = setup.options.head_parallel
                 sizes = f" --hierarchical-context-parallel-sizes {shared} {theirs.size // shared}" if shared else ""
@@ -144,6 +144,7 @@ def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
         return []
     problem, options = replace(candidate.setup.problem, placed=None), candidate.setup.options
     provider, ranks = providers.get(candidate.name), problem.size // (options.head_parallel or 1)
+    options = replace(options, gradient_dtype=without_sums(provider, allowed.options).gradient_dtype)
     told = {option: option.near(ranks, getattr(options, option)) for option in providers.registry().options.values()}
     uneven = ("contiguous",) if problem.causal and problem.window is None else ()
     others = [name for name in _layouts(provider, problem, allowed) if name not in (candidate.setup.layout, *uneven)]

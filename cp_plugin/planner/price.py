@@ -11,6 +11,7 @@ from cp_plugin.planner.candidates import Candidate, linear_candidates
 from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.machine.events import Event, Post, Seconds
 from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.machine.inferred import CPU
 from cp_plugin.planner.machine.links import place
 from cp_plugin.planner.packs import pairs
 from cp_plugin.planner.trace.program import Program
@@ -190,8 +191,9 @@ def computes(problem: Problem, cluster: Cluster) -> Seconds:
 
 
 def on(problem: Problem, cluster: Cluster, stride: int) -> Problem:
-    """The problem with the hosts of its ranks."""
-    return replace(problem, hosts=tuple(f"node{n}" for n in place(problem.size, cluster, stride)))
+    """The problem with the hosts of its ranks and the network between them."""
+    hosts = tuple(f"node{n}" for n in place(problem.size, cluster, stride))
+    return replace(problem, hosts=hosts, network="gloo" if cluster.device.name == CPU else "nccl")
 
 
 def _as_sent(of: Program) -> Program:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,6 +154,83 @@ def test_dtypes_that_need_no_narrowing_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=said):
         ContextParallel("ring", gradient_dtype="model").attention(x, x, x)
     ContextParallel("ring", gradient_dtype="float32").attention(x, x, x)
+
+
+APART = tuple(f"host{n}" for n in range(64))
+FEW = Problem(size=8, heads=8, kv_heads=8, seq_length=8 * 8192, hosts=APART[:8])
+"""A problem for which the table chooses the model's dtype; the following differ in one line each."""
+
+
+def problem_on(size: int, **changes: Any) -> Problem:
+    return replace(FEW, size=size, seq_length=size * 8192, hosts=APART[:size], **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "options", "narrow", "why"),
+    [
+        ("ring", FEW, {}, True, "bfloat16: 8,192 tokens a rank and 1 query head for each key/value head leave m"),
+        ("ring", replace(FEW, seq_length=8 * 16384), {}, True, "16,384 tokens a rank"),
+        ("ring", replace(FEW, seq_length=8 * 16386), {}, False, "16,386 tokens a rank and 1 query .* hide behind ker"),
+        ("ring", replace(FEW, kv_heads=4), {}, True, "2 query heads for each key/value head leave"),
+        ("ring", replace(FEW, kv_heads=4, batch=2), {}, False, "with 16,384 tokens a rank and 2 query heads for ea"),
+        ("ring", replace(FEW, kv_heads=2), {}, False, "with 8,192 tokens a rank and 4 query heads for each key"),
+        ("ring", replace(FEW, hosts=("a",) * 8), {}, False, "all ranks are on one host"),
+        ("ring", replace(FEW, hosts=()), {}, False, "the hosts of the ranks, .*, are unknown"),
+        ("ring", replace(FEW, network="gloo"), {}, False, "on CPU ranks there is no slow network"),
+        ("ring", replace(FEW, dtype=torch.float16), {}, False, "sums in float16 can overflow where their parts do not"),
+        ("ring", problem_on(64), {}, True, "dk and dv are rounded at each hop of a ring, .* exact enough for 64 r"),
+        (
+            "ring",
+            replace(FEW, size=128, seq_length=2**20, hosts=APART[:2] * 64),
+            {},
+            False,
+            "up to 64 ranks, and 128 add to",
+        ),
+        ("striped", problem_on(64), {}, True, "each hop"),
+        ("double_ring", problem_on(64), {}, True, "each hop"),
+        ("burst", FEW, {"backward": "q"}, True, "dq is rounded at each hop"),
+        ("burst", problem_on(16), {"backward": "q"}, False, "dq is rounded .* up to 8 ranks, and 16 add"),
+        ("burst", problem_on(16), {"backward": "kv"}, True, "dk and dv are rounded"),
+        ("all_gather", FEW, {}, True, "NCCL rounds the sums of a reduce-scatter"),
+        ("all_gather", problem_on(16), {}, False, "NCCL rounds .* up to 8 ranks, and 16 add to a sum"),
+        ("attention2d", problem_on(64), {"grid": (8, 8)}, True, "NCCL rounds .* exact enough for 8 ranks"),
+        ("attention2d", problem_on(64), {"grid": (16, 4)}, False, "NCCL rounds .* and 16 add to a sum"),
+        ("needed", problem_on(64), {}, True, "each part of dk and dv is rounded once"),
+        ("usp", replace(problem_on(16), seq_length=16 * 1024), {}, None, "tokens a rank"),
+        ("all_gather", replace(problem_on(16), seq_length=16 * 1024), {"head_parallel": 2}, True, "enough for 8 r"),
+    ],
+)
+def test_the_table(name: str, problem: Problem, options: dict[str, Any], narrow: bool | None, why: str) -> None:
+    """A row for each reason. The formula counts what the default sends."""
+    found = providers.settle(name, problem, Options(**options))
+    said = found.why[-1]
+    assert re.search(why, said) and said.startswith("sums of gradients travel in ")
+    if narrow is not None:
+        assert found.options.gradient_dtype == ("model" if narrow else None)
+    assert ("travel in bfloat16" in said) == (found.options.gradient_dtype == "model")
+    told = providers.settle(name, problem, replace(found.options, gradient_dtype="float32"))
+    assert told.options.gradient_dtype == "float32" and not any("travel in" in line for line in told.why)
+    default, wide = (s.provider.traffic(problem, s.options, 0) for s in (found, told))
+    assert (default == wide) == (found.options.gradient_dtype is None)
+
+
+def test_no_table_where_nothing_is_chosen() -> None:
+    for problem in (Problem(size=1), replace(FEW, dtype=torch.float32), replace(FEW, dtype=torch.float64)):
+        for name in SUMMING:
+            found = providers.settle(name, problem, Options())
+            assert found.options.gradient_dtype is None and not any("travel in" in line for line in found.why)
+    assert providers.settle("linear_ring", FEW, Options()).options.gradient_dtype is None
+    assert providers.settle("ring", FEW, Options(gradient_dtype="auto")).options.gradient_dtype == "model"
+
+
+def test_plain_torch_keeps_float32_unless_told() -> None:
+    """A typical problem need not have the dtype, heads or tokens of the calls."""
+    for given, want in (({}, "float32"), (MODEL, "model"), ({"gradient_dtype": "float32"}, "float32")):
+        found = run_threads(
+            lambda mesh, given=given: ContextParallel("ring", mesh=mesh, problem=FEW, **given).options.gradient_dtype,
+            {"cp": 8},
+        )
+        assert found == [want] * 8
 
 
 class _Packed(NarrowSums):

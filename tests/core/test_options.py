@@ -51,8 +51,8 @@ MHA, GQA = Problem(size=64, heads=32, kv_heads=32), Problem(size=64, heads=32, k
             "--cp-gradient-dtype model does nothing with --cp-provider ulysses: leave it out, or use all_gather or",
         ),
         ("lasp2", 4, {"gradient_dtype": "model"}, "--cp-gradient-dtype model does nothing with --cp-provider lasp2: l"),
-        ("ring", 4, {"gradient_dtype": "bfloat16"}, "^--cp-gradient-dtype bfloat16: write model, or float32$"),
-        ("usp", 4, {"gradient_dtype": "half"}, "^--cp-gradient-dtype half: write model, or float32$"),
+        ("ring", 4, {"gradient_dtype": "bfloat16"}, "^--cp-gradient-dtype bfloat16: write float32 or model, or auto$"),
+        ("usp", 4, {"gradient_dtype": "half"}, "^--cp-gradient-dtype half: write float32 or model, or auto$"),
     ],
 )
 def test_refused_before_anything_is_built(provider: str, size: int, options: dict[str, Any], message: str) -> None:
@@ -107,13 +107,17 @@ def test_the_grid_with_the_fewest_bytes() -> None:
 def test_the_side_that_travels_in_the_backward() -> None:
     assert settle("burst", MHA, Options()).options.backward == "q"
     settled = settle("burst", Problem(size=64, heads=32, kv_heads=16), Options())
-    assert settled.options.backward == "kv" and "would be" in settled.why[-1]
+    assert settled.options.backward == "kv" and "would be" in settled.why[-2]
     assert settle("burst", GQA, Options(backward="q")).options.backward == "q", "the user's word"
 
 
 def test_two_rings_follow_the_hosts() -> None:
     def rings(hosts: str, **options: Any) -> providers.Resolved:
-        return settle("burst", Problem(size=len(hosts), hosts=tuple(hosts)), Options(backward="kv", **options))
+        return settle(
+            "burst",
+            Problem(size=len(hosts), hosts=tuple(hosts)),
+            Options(backward="kv", gradient_dtype="float32", **options),
+        )
 
     assert rings("aaaabbbb").options.intra_size == 4
     assert "two rings, of 4 ranks on a host and of 2 hosts: ranks 0-3 on a, 4-7 on b" in rings("aaaabbbb").why[0]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from harness import train
 from nightly import one_case
 from test_fp8 import BF16, compare
 
-from cp_plugin.core.options import Options
 from cp_plugin.megatron.flags.option_flags import shown
+from cp_plugin.megatron.state import STATE
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -35,12 +38,53 @@ def test_two_steps_are_those_of_one_rank(provider: str, capfd: pytest.CaptureFix
         assert sum(b.sent.values()) < sum(a.sent.values())
 
 
-def test_float32_is_no_flag_at_all(validated: Callable[..., argparse.Namespace]) -> None:
+def test_flags(validated: Callable[..., argparse.Namespace]) -> None:
+    """``auto`` is no flag at all, ``float32`` and ``model`` are the user's word."""
     from cp_plugin.megatron import runtime
 
-    validated("--context-parallel-size 4 --cp-provider ulysses --cp-gradient-dtype float32")
-    assert runtime.settings().options.gradient_dtype is None
-    assert shown(Options(gradient_dtype="model")) == {"--cp-gradient-dtype": "model"}
+    for word, value in (("auto", None), ("float32", "float32"), ("model", "model")):
+        validated(f"--bf16 --context-parallel-size 4 --cp-provider ring --cp-gradient-dtype {word}")
+        assert runtime.settings().options.gradient_dtype == value
+        assert shown(runtime.settings().options) == ({"--cp-gradient-dtype": value} if value else {})
+    validated("--context-parallel-size 4 --cp-provider ulysses --cp-gradient-dtype auto")
+    with pytest.raises(ValueError, match="--cp-gradient-dtype float32 does nothing with --cp-provider ulysses"):
+        validated("--context-parallel-size 4 --cp-provider ulysses --cp-gradient-dtype float32")
+
+
+def _between_hosts() -> None:
+    """Four hosts on a network that is not Gloo's, as far as the table can see."""
+    socket.gethostname = lambda: f"host{os.environ['RANK']}"
+    assert STATE.model is not None
+    STATE.model = replace(STATE.model, problem=replace(STATE.model.problem, network="nccl"))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "more", "dtype", "why"),
+    [
+        (
+            _between_hosts,
+            "",
+            "bfloat16",
+            "leave messages between hosts exposed; dk and dv are rounded at each",
+        ),
+        (_between_hosts, "--cp-gradient-dtype float32", "", ""),
+        (None, "", "float32", "on CPU ranks there is no slow network to save"),
+    ],
+    ids=["between hosts", "the user's word", "Gloo"],
+)
+def test_start_up_says_what_the_table_chose(
+    prepare: Callable[[], None] | None, more: str, dtype: str, why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What it says is what is sent: as many bytes as with the flag."""
+    flags = f"{BF16} --context-parallel-size 4 --cp-provider ring"
+    got = train(4, f"{flags} {more}", prepare=prepare)
+    told = " ".join(line.strip("| ") for line in capfd.readouterr().out.splitlines())
+    assert ("sums of gradients travel in" in told) == bool(dtype)
+    assert f"sums of gradients travel in {dtype}" in told or not dtype
+    assert all(word in told for word in why.split())
+    assert "self-check passed" in told
+    same = train(4, f"{flags} --cp-gradient-dtype {'model' if dtype == 'bfloat16' else 'float32'}")
+    assert [rank.sent for rank in got] == [rank.sent for rank in same]
 
 
 def test_auto_may_choose_a_provider_without_sums(

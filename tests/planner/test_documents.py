@@ -111,7 +111,7 @@ def test_stock_pads_and_divides_each_document() -> None:
     its = on(problem(TINY, shape), SLOW, 1)
     found = {n: price(candidates(its)[n][0], {}, TINY, shape, SLOW) for n in ("upstream p2p", "ring")}
     padded, ours = found["upstream p2p"], found["ring"]
-    assert padded.sent == pytest.approx(ours.sent * 168 / 128 * 3 / 4), "gradients take half the bytes"
+    assert padded.sent == pytest.approx(ours.sent * 168 / 128), "both send gradients in the model's dtype"
     assert padded.iteration.dense == pytest.approx(ours.iteration.dense * 168 / 128)
     assert padded.tokens_per_s * padded.iteration.seconds == pytest.approx(128 / 4), "padding is nobody's token"
 
@@ -186,7 +186,7 @@ def test_commands() -> None:
         return result.exit_code, result.output
 
     status, text = asked("traffic --provider needed --size 4 --seq-length 1024 --documents 600,200,224")
-    rows = [line.split()[:2] for line in text.splitlines()[2:]]
+    rows = [line.split()[:2] for line in text.splitlines()[2:] if not line.startswith("needed:")]
     assert status == 0 and rows == [["needed", "zigzag"], ["needed", "documents"]] and "3 documents" in text
     status, text = asked("traffic --provider needed --size 4 --seq-length 1024 --window 16")
     assert status == 0 and "window 16" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -12,10 +13,11 @@ from cp_plugin.cli.app import app
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.candidates import Candidate, composition
+from cp_plugin.methods.gradient_dtype import TOKENS
+from cp_plugin.planner.candidates import Allowed, Candidate, candidates, composition, variants
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.events import Post
-from cp_plugin.planner.price import least
+from cp_plugin.planner.price import least, on
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.trace.timeline import simulate
 
@@ -34,8 +36,9 @@ SLOW = hardware.cluster("h100-1-per-node")
 def test_bytes_time_and_bound(name: str, options: dict[str, object], saved: int) -> None:
     """Communication-bound: 4k local tokens of equal heads, a GPU per node. The gain is the time of the bytes saved."""
     setups = [
-        settled(providers.get(name), PROBLEM, Options(**options, **more)) for more in ({}, {"gradient_dtype": "model"})
-    ]  # type: ignore[arg-type]
+        settled(providers.get(name), PROBLEM, Options(gradient_dtype=dtype, **options))  # type: ignore[arg-type]
+        for dtype in ("float32", "model")
+    ]
     posted = []
     for setup in setups:
         assert setup.reason is None
@@ -52,6 +55,38 @@ def test_bytes_time_and_bound(name: str, options: dict[str, object], saved: int)
     bounds = [least(Candidate(name=name, setup=setup, flags=""), SLOW, 1).backward for setup in setups]
     assert bounds[1] < bounds[0]
     assert composition(setups[0]) != composition(setups[1])
+
+
+def test_the_default_is_priced_as_it_is_sent() -> None:
+    """With equal heads and few tokens between nodes, the table chooses bfloat16: of ours alone, and for every size."""
+    found = candidates(on(replace(PROBLEM, hosts=()), SLOW, 1))
+    for name, some in found.items():
+        for one in some:
+            summed = not one.upstream and "gradient_dtype" in one.setup.provider.options
+            behind = PROBLEM.size // (one.setup.options.head_parallel or 1)
+            narrow = summed and behind > 1 and PROBLEM.seq_length // behind <= TOKENS[1]
+            assert one.setup.options.gradient_dtype == ("model" if narrow else None), (name, one.setup.options)
+            assert ("--cp-gradient-dtype model" in one.flags) == narrow
+            sent = program(one.setup, 3).sent
+            assert sent == one.setup.provider.traffic(one.setup.problem, one.setup.options, 3)
+    ring = found["ring"][0]
+    told = candidates(on(PROBLEM, SLOW, 1), allowed=Allowed(options=Options(gradient_dtype="float32")))["ring"][0]
+    assert least(ring, SLOW, 1).backward < least(told, SLOW, 1).backward
+    assert "--cp-gradient-dtype float32" in told.flags
+    processors = hardware.override(hardware.cluster("cpu"), per_node=1, nics=1)
+    assert candidates(on(PROBLEM, processors, 1))["ring"][0].setup.options.gradient_dtype is None, "Gloo"
+
+
+def test_variants_are_chosen_anew() -> None:
+    """On 16 ranks dk and dv may be rounded, and dq, which travels in a variant of the same candidate, may not."""
+    problem = replace(PROBLEM, size=16, seq_length=2**16, hosts=tuple(f"node{n}" for n in range(16)))
+    (first, *_) = candidates(problem, allowed=Allowed(layouts=["zigzag"]))["double_ring"]
+    assert first.setup.options.gradient_dtype == "model"
+    burst = settled(providers.get("burst"), problem, Options(backward="kv", layout="zigzag"))
+    assert burst.options.gradient_dtype == "model"
+    found = variants(Candidate(name="burst", setup=burst, flags=""))
+    chosen = {one.setup.options.backward: one.setup.options.gradient_dtype for one in found}
+    assert chosen["q"] is None and chosen["kv"] == "model"
 
 
 def test_command() -> None:

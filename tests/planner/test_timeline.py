@@ -91,7 +91,7 @@ def test_a_ring_of_two_by_hand() -> None:
     kernel = 2 * 2048**2 * 4 * 128 / 1e12
     kv = 2 * 2048 * 4 * 64 * 2
     for rate in (1e9, 1e8):
-        found = simulate("ring", problem, Options(), cluster=toy(rate=rate), ranks="all")
+        found = simulate("ring", problem, Options(gradient_dtype="float32"), cluster=toy(rate=rate), ranks="all")
         message = kv / rate
         assert found.forward_s == pytest.approx(2 * kernel + max(0.0, message - kernel), rel=1e-3)
         # one hop of k, v beside the first kernel; dk, dv in float32 return exposed after the second

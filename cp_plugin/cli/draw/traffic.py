@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cp_plugin.attention.setups import settled_or_reason
+from cp_plugin.attention.setups import with_float32_sums
 from cp_plugin.cli.draw.canvas import new_figure, paler, plain, save
 from cp_plugin.common.text import in_bytes
 from cp_plugin.core.options import Options
@@ -34,14 +34,14 @@ def typical(size: int, kind: str) -> Problem:
 
 
 def priced(provider: str | Provider, problem: Problem, **options: Any) -> Row:
-    """What each rank sends, and its ratio to a ring; of no rank if the provider refuses the problem."""
+    """What each rank sends with sums in float32, and its ratio to a ring; of no rank if the provider refuses it."""
     found = provider if isinstance(provider, Provider) else providers.get(provider)
-    return price_one(settled_or_reason(found, problem, Options(**options)), _ring(problem))
+    return price_one(with_float32_sums(found, problem, Options(**options)), _ring(problem))
 
 
 @cache
 def _ring(problem: Problem) -> Row:
-    return price_one(settled_or_reason(providers.get("ring"), problem, Options()))
+    return price_one(with_float32_sums(providers.get("ring"), problem, Options()))
 
 
 def draw_traffic(path: Path, provider: str | Provider, sizes: Sequence[int] = (8, 64), **options: Any) -> None:

@@ -30,6 +30,8 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.state import STATE, Model
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.gradient_dtype import float32_unless_told
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
 
@@ -70,6 +72,9 @@ def create(
     size = cp_group.size()
     if model is None or model.problem.size != size:  # assume that an unknown model's heads divide over the ranks
         unknown = Problem(size=size, heads=size, kv_heads=size)
+        if model is None and settings.softmax:
+            asked = float32_unless_told(providers.get(settings.provider), settings.options)
+            settings = replace(settings, options=asked)
         model = checks.resolve(settings, unknown if model is None else replace(model.problem, size=size))
     places = _all_places(cp_group)
     found: dict[Kind, ContextParallel] = {}
@@ -190,7 +195,7 @@ def _for_the_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -
     different choices, no rank considers them.
     """
     without = model.resolved["softmax"]
-    if not without.provider.asks_hosts:
+    if not without.provider.asks_hosts(settings.options):
         return without
     mine = next(place for place in places if dist.get_rank() in place.ranks)
     examples = {_pattern(place.hosts): place for place in (*places, mine)}.values()
