@@ -244,8 +244,9 @@ class ContextParallel(Sharding):
             ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v, log_decay and beta. States are in float32.
 
         Raises:
-            ValueError: for a provider of softmax attention, shapes, dtypes or devices that do not fit, or a problem the
-                provider does not support.
+            ValueError: for a provider of softmax attention, shapes, dtypes or devices that do not fit, bounds that do
+                not increase from 0 to the length of the sequence or lack some of the placed documents', or a problem
+                the provider does not support.
         """
         self._is_for("linear")
         problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, documents=cu_seqlens is not None)
@@ -253,6 +254,7 @@ class ContextParallel(Sharding):
         documents = self._documents(problem.seq_length, cu_seqlens, q.device)
         return linear.attend(q * scale, k, v, log_decay, beta, scan, parts, self.mesh, documents)
 
+    @eager
     def linear_state(
         self,
         k: Tensor,
@@ -264,6 +266,8 @@ class ContextParallel(Sharding):
     ) -> Tensor:
         """The state after the last token of causal linear attention, for generation; not differentiable.
 
+        Every provider's ranks gather each other's states here, as ``lasp2`` does, since all of them need the result.
+
         Args: as for ``linear_attention``.
 
         Returns:
@@ -272,9 +276,11 @@ class ContextParallel(Sharding):
         self._is_for("linear")
         problem = self._linear_problem(k, k, v, log_decay, beta, causal=True, documents=cu_seqlens is not None)
         parts = self.scan(problem, k.device)[1]
+        linear.refuse_placed(parts)
         documents = self._documents(problem.seq_length, cu_seqlens, k.device)
         return linear.final_state(k, v, log_decay, beta, parts, self.mesh, documents)
 
+    @eager
     def extend_linear(
         self,
         q: Tensor,
@@ -287,7 +293,9 @@ class ContextParallel(Sharding):
         state: Tensor | None = None,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Causal linear attention of the next chunk of a sequence, for generation (LASP-2); not differentiable.
+        """Causal linear attention of the next chunk of a sequence, for generation; not differentiable.
+
+        Every provider's ranks gather each other's states here, as ``lasp2`` does, since all of them need the state.
 
         Args:
             q, k, v, log_decay, beta, scale: as in ``linear_attention``: this rank's tokens of the chunk.
@@ -302,6 +310,7 @@ class ContextParallel(Sharding):
             k, log_decay = linear.without_padding(k, log_decay, kept)
         problem = self._linear_problem(q, k, v, log_decay, beta, causal=True, documents=False)
         parts = self.scan(problem, k.device)[1]
+        linear.refuse_placed(parts)
         return linear.extend(q * scale, k, v, log_decay, beta, parts, self.mesh, state)
 
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear.Segmented]:
@@ -367,10 +376,17 @@ class ContextParallel(Sharding):
         return self.provider.build(self.mesh, local, problem, self.options)
 
     def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> linear.Documents | None:
-        """Which of this rank's tokens begin and end documents, found on the device without a host synchronisation."""
+        """Which of this rank's tokens begin and end documents.
+
+        ValueError for bounds that are none, or under which a document reaches into another of this pack's layout.
+        """
+        bounds = document_bounds(cu_seqlens, seq_length)
+        placement = placement_of(self.layout, seq_length, self.size) if self.size > 1 else None
+        if placement is not None:
+            linear.check_placed(placement, bounds)
         if cu_seqlens is None:
             return None
-        return linear.documents_of(self.positions(seq_length, device), cu_seqlens)
+        return linear.documents_of(self.positions(seq_length, device), cu_seqlens, bounds)
 
     def _linear_problem(
         self,

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Mesh
+from cp_plugin.common.eager import eager
+from cp_plugin.common.first_order import first_order
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask, document_bounds
@@ -25,6 +26,7 @@ from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.methods.registry import names
 
 
+@eager
 def short_convolution(
     cp: ContextParallel,
     x: Tensor,
@@ -91,7 +93,7 @@ class _Convolution(torch.autograd.Function):
         return (out if bias is None else out + bias).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias = ctx.saved_tensors
         plan, tokens, wide = ctx.plan, dout.size(0), accumulation_dtype(dout.dtype)

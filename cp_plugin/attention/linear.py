@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from cp_plugin.attention.recompute import once
 from cp_plugin.comm import Mesh
+from cp_plugin.common.first_order import first_order
+from cp_plugin.common.text import shortened
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.problem import Decay, Problem
@@ -106,15 +109,34 @@ class Documents(NamedTuple):
     ends: Tensor
 
 
-def documents_of(positions: Tensor, cu_seqlens: Tensor) -> Documents:
+def documents_of(positions: Tensor, cu_seqlens: Tensor, bounds: tuple[int, ...]) -> Documents:
     """First and last tokens of documents among these positions, on the positions' device.
 
     No host synchronisation: bounds on the CPU are copied once per micro-batch, by its first layer.
+
+    Args:
+        bounds: the numbers in ``cu_seqlens``.
     """
-    if cu_seqlens.device != positions.device:
-        cu_seqlens = _copied(tuple(cu_seqlens.tolist()), positions.device)
-    first, last = cu_seqlens[:-1], cu_seqlens[1:]
+    here = cu_seqlens.device == positions.device and cu_seqlens.dtype == positions.dtype
+    edges = cu_seqlens if here else _copied(bounds, positions.device)
+    first, last = edges[:-1], edges[1:]
     return Documents(_among(positions, first), _among(positions + 1, last))
+
+
+@lru_cache(maxsize=64)
+def check_placed(placement: Placement, bounds: tuple[int, ...]) -> None:
+    """ValueError unless documents with these bounds lie within the documents that were placed.
+
+    A state does not pass from one placed document to the next, so a document may not either.
+    """
+    placed = tuple(accumulate(placement.documents, initial=0))
+    missing = sorted(set(placed[1:-1]).difference(bounds))
+    if missing:
+        raise ValueError(
+            f"these tokens were placed by documents with the bounds {shortened(placed)}, and cu_seqlens "
+            f"{'is missing' if not bounds else f'{shortened(bounds)} lacks {shortened(missing)}'}: give the call the "
+            "cu_seqlens that the pack was placed with, or place the pack by those of the call"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -218,7 +240,6 @@ def final_state(
     documents: Documents | None,
 ) -> Tensor:
     """The state after the last token, on every rank: ``[b, g, d, e]`` in the accumulation dtype."""
-    _refuse_placed(parts)
     with torch.no_grad():
         return Lasp2(mesh, parts).final(_tokens(k, k, v, log_decay, beta, parts, documents))
 
@@ -234,13 +255,13 @@ def extend(
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[s, b, h, e]`` in q's dtype of tokens that follow ``state``, and the state after them."""
-    _refuse_placed(parts)
     with torch.no_grad():
         out, after = Lasp2(mesh, parts).extend(_tokens(q, k, v, log_decay, beta, parts, None), state)
         return _joined(out.to(q.dtype), q, k, v, parts), after
 
 
-def _refuse_placed(parts: Segmented) -> None:
+def refuse_placed(parts: Segmented) -> None:
+    """ValueError for documents placed on the ranks, where the state after the last token is asked for."""
     if parts.cuts is not None:
         raise ValueError("documents that are placed on the ranks leave no one state behind: use another layout")
 
@@ -295,9 +316,10 @@ class _Linear(torch.autograd.Function):
         return out.detach()  # a kept result must not get a history
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        n = len(Tokens._fields)
-        x, kept = Tokens(*ctx.saved_tensors[:n]), ctx.saved_tensors[n:]
+        saved, n = ctx.saved_tensors, len(Tokens._fields)  # read once: a checkpoint unpacks tensors a single time
+        x, kept = Tokens(*saved[:n]), saved[n:]
         with ctx.mesh.ledger.phase("backward"):
             grads = iter(ctx.scan.backward(dout.to(accumulation_dtype(x.q.dtype)), x, kept))
         return None, None, *(None if y is None else next(grads).to(y.dtype) for y in x[:-1]), None

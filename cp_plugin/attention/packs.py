@@ -37,7 +37,7 @@ def place_documents(
         ValueError: for a provider that does not support the layout, bounds that do not increase from 0, or a length
             that the number of ranks does not divide.
     """
-    bounds = document_bounds(cu_seqlens, int(cu_seqlens[-1]) if len(cu_seqlens) else 0)
+    bounds = document_bounds(cu_seqlens, None)
     return place_lengths(cp, [b - a for a, b in pairwise(bounds)], per_host=per_host, left=left)
 
 

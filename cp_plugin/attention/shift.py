@@ -19,28 +19,31 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.common.eager import eager
 from cp_plugin.core.layout import Layout
 
 
+@eager
 def shift(cp: ContextParallel, x: Tensor, dim: int = 0, by: int = 1) -> Tensor:
     """This rank's tokens of the shifted sequence: ``x`` and the result are shards along ``dim``; differentiable.
 
     Collective over all ranks; a mesh of several axes needs the process group ``WHOLE``.
     """
-    return _Shift.apply(x, dim % x.dim(), by, cp)
+    return _Shift.apply(x, dim % x.dim(), by, cp, "forward")
 
 
 class _Shift(torch.autograd.Function):
+    """Linear: the gradient is shifted back by the same operation, so it can be differentiated any number of times."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, by: int, cp: ContextParallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, by: int, cp: ContextParallel, phase: str) -> Tensor:
         ctx.dim, ctx.by, ctx.cp = dim, by, cp
-        with cp.mesh.ledger.phase("forward"):
+        with cp.mesh.ledger.phase(phase):
             return _shifted(cp, x, dim, by)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.cp.mesh.ledger.phase("backward"):
-            return _shifted(ctx.cp, grad, ctx.dim, -ctx.by), None, None, None
+        return _Shift.apply(grad, ctx.dim, -ctx.by, ctx.cp, "backward"), None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from cp_plugin.attention import sinks
 from cp_plugin.attention.recompute import once
 from cp_plugin.comm import Mesh, Pending
+from cp_plugin.common.first_order import first_order
 from cp_plugin.core.values import KeyValues, Owners, Queries
 from cp_plugin.kernels import fused
 from cp_plugin.methods.moves import Move, bring, no_gradients, nothing_seen, peel
@@ -62,6 +63,7 @@ class Attention(torch.autograd.Function):
         return done.home.detach()  # a kept result must not get a history
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         with ctx.mesh.ledger.phase("backward"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.comm import Mesh, coordinates, flat_index
+from cp_plugin.common.eager import eager
 from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.core.values import Owners
 
@@ -39,10 +40,12 @@ class Sharding:
         """This rank's number."""
         return self.mesh.index
 
+    @eager
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence; differentiable."""
         return self.layout.shard(x, dim, self.size, self.numbers[self.index])
 
+    @eager
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
         """The whole tensor from every rank's shard, on every rank.
 
@@ -50,6 +53,7 @@ class Sharding:
         """
         return Unshard.apply(x, dim % x.dim(), self.mesh, self.layout, self.numbers)
 
+    @eager
     def positions(self, seq_length: int, device: torch.device | str = "cpu") -> Tensor:
         """Global positions of this rank's tokens: int64 ``[seq_length / size]``, computed on the device."""
         return self.layout.positions(seq_length, self.size, self.numbers[self.index], device)

@@ -38,3 +38,8 @@ def ranks_named(ranks: Sequence[int]) -> str:
     if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks))}"
+
+
+def shortened(numbers: Sequence[int], most: int = 8) -> str:
+    """``0, 5, 48``, with an ellipsis for what does not fit."""
+    return ", ".join(map(str, numbers[:most])) + (", ..." if len(numbers) > most else "")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 Window = tuple[int, int]
 """Tokens visible before and after each token, -1: all; as in flash-attn and Transformer Engine."""
@@ -105,8 +106,13 @@ class Mask(NamedTuple):
 CAUSAL = Mask(right=0)
 
 
-def document_bounds(cu_seqlens: Tensor | None, seq_length: int) -> tuple[int, ...]:
-    """``Mask.documents`` from cumulative lengths, without empty documents; copies them to the CPU once.
+def document_bounds(cu_seqlens: Tensor | None, seq_length: int | None) -> tuple[int, ...]:
+    """``Mask.documents`` from cumulative lengths, without empty documents.
+
+    Bounds on a device are copied to the CPU when they are first seen, and again when they have changed in place.
+
+    Args:
+        seq_length: tokens of all ranks; None: whatever the bounds say.
 
     Raises:
         ValueError: if they do not increase from 0 to the length of the whole sequence.
@@ -115,12 +121,29 @@ def document_bounds(cu_seqlens: Tensor | None, seq_length: int) -> tuple[int, ..
         return ()
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"cu_seqlens must be int32 or int64 [documents + 1], got {cu_seqlens.dtype} {cu_seqlens.shape}"
+            f"cu_seqlens must be int32 or int64 [documents + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
-    bounds = cu_seqlens.tolist()
-    if not bounds or bounds[0] != 0 or bounds[-1] != seq_length or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must increase from 0 to the {seq_length} tokens of all ranks, got {bounds}")
+    bounds = _on_cpu(cu_seqlens)
+    end = bounds[-1] if bounds and seq_length is None else seq_length
+    if not bounds or bounds[0] != 0 or bounds[-1] != end or any(a > b for a, b in pairwise(bounds)):
+        tokens = "number of tokens" if end is None else f"{end} tokens"
+        raise ValueError(f"cu_seqlens must increase from 0 to the {tokens} of all ranks, got {list(bounds)}")
     return tuple(dict.fromkeys(bounds))
+
+
+def _on_cpu(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """The numbers of a tensor; of one on a device they are remembered, since reading them makes the host wait."""
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # no version: changes would not be noticed
+        return tuple(cu_seqlens.tolist())
+    version, bounds = _READ.get(cu_seqlens, (None, ()))
+    if version != cu_seqlens._version:
+        bounds = tuple(cu_seqlens.tolist())
+        _READ[cu_seqlens] = (cu_seqlens._version, bounds)
+    return bounds
+
+
+_READ: MutableMapping[Tensor, tuple[int, tuple[int, ...]]] = WeakIdKeyDictionary()
+"""Device tensor -> its version, and its numbers."""
 
 
 def steps_to(segment: range, position: int) -> int:
