@@ -43,7 +43,7 @@ def apply(
     linear_provider: str | None = None,
     recompute_attention: bool = False,
     selfcheck: str = "once",
-    check_every: int = 0,
+    check_every: int | None = None,
     allow_untested_bridge: bool = False,
     **options: Any,
 ) -> ConfigContainer:
@@ -62,7 +62,8 @@ def apply(
         linear_provider: context parallelism of the linear layers; None: ``lasp2``.
         recompute_attention: with recomputation, repeat attention in the backward instead of keeping its output.
         selfcheck: ``once`` or ``off``.
-        check_every: recompute and compare a few rows of attention every so many iterations; 0: never.
+        check_every: check one call of attention every so many iterations, as ``--cp-check-every``; 0: never; None: its
+            default.
         allow_untested_bridge: accept a Megatron-Bridge outside ``versions.TESTED_RANGE``.
         options: layout, backend, and provider options such as grid, named like the flags ``--cp-layout`` and so on;
             None leaves the choice to the provider. A grid is ``"4x2"`` or ``(4, 2)``.
@@ -91,7 +92,7 @@ def apply(
     from cp_plugin.nemo import hooks
 
     switches: dict[str, Any] = {"cp_recompute_attention": recompute_attention, "cp_selfcheck": selfcheck}
-    if check_every != 0:
+    if check_every is not None:
         switches["cp_check_every"] = str(check_every)
     if nothing:
         switches["cp_selfcheck"] = None

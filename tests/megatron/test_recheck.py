@@ -109,9 +109,12 @@ def test_cost_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
     train(2, flags, steps=4)
     lines = [line for line in capfd.readouterr().out.splitlines() if "bytes sent by rank 0 per iteration" in line]
     checked = [re.search(r"check all_gather on all: ([\d,]+)", line) for line in lines]
+    around = [re.search(r"check exchange on cp: ([\d,]+)", line) for line in lines]
     keys = 2 * 32 * (16 + 16) * 2  # for out and dq: k and v of 32 tokens, a head of 16, in bfloat16
     verdicts = 2 * (2 + 8) * 8
     assert [found and int(found[1].replace(",", "")) for found in checked] == [None, keys + verdicts] * 2
+    identities = 4 * 4 * 2 * 8  # of q, k, v and out, four sums per key/value head, in float64
+    assert [found and int(found[1].replace(",", "")) for found in around] == [None, identities] * 2
     seconds = [re.search(r"; check, seconds: (\S+)", line) for line in lines]
     assert [found is not None and float(found[1]) > 0 for found in seconds] == [False, True] * 2
 

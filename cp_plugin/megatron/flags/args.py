@@ -21,6 +21,7 @@ from cp_plugin.placement.layouts import get_layout
 
 UPSTREAM = "upstream"
 SELFCHECKS = ("once", "off")
+IDENTITIES_EVERY = 100  # iterations
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -34,7 +35,8 @@ class Settings:
     linear: Linear | None = None
     delta_net: DeltaNet | None = None  # None: no such layers, or Megatron's own context parallelism of them
     selfcheck: bool = True
-    check_every: int = 0  # iterations between two checks of attention in training; 0: never
+    check_every: int = 0  # iterations between two checks of a call's rows in training; 0: never
+    identities_every: int = IDENTITIES_EVERY  # the same for the identities of its gradients
     log_traffic: bool = False
     recompute_attention: bool = False  # whether activation recomputation repeats attention
     pad_sequence: bool = False  # whether sequences are padded to a length that the layout divides
@@ -114,9 +116,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--cp-check-every",
         metavar="N",
-        help="in every N-th iteration recompute a few rows of one layer's attention, output and query gradient, from "
-        "separately gathered keys and values, and stop on a mismatch. Not checked: evaluation, layers quantized by "
-        "nvidia-modelopt (it rounds inside), key and value gradients (they need all queries). Default: 0, never",
+        help="in every N-th iteration check one call of one layer's attention, and stop on a mismatch: identities that "
+        "its output and gradients satisfy by any method, and a few rows of output and query gradient, recomputed from "
+        "separately gathered keys and values. Not checked: evaluation, layers quantized by nvidia-modelopt (it rounds "
+        f"inside). 0: never. Default: the identities alone, every {IDENTITIES_EVERY} iterations",
     )
     group.add_argument(
         "--cp-pad-sequence",
@@ -196,7 +199,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
         linear=linear,
         delta_net=delta_net,
         selfcheck=getattr(args, "cp_selfcheck", None) != "off",
-        check_every=_check_every(args),
+        check_every=_check_every(args, 0),
+        identities_every=_check_every(args, IDENTITIES_EVERY),
         log_traffic=bool(args.cp_log_traffic),
         recompute_attention=_recompute_attention(args),
         pad_sequence=bool(args.cp_pad_sequence),
@@ -249,10 +253,10 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
     return None
 
 
-def _check_every(args: argparse.Namespace) -> int:
+def _check_every(args: argparse.Namespace, default: int) -> int:
     text = getattr(args, "cp_check_every", None)
     if text is None:
-        return 0
+        return default
     if re.fullmatch(r"0|[1-9]\d*", text, re.ASCII) is None:
         raise ValueError(f"--cp-check-every {text}: write a number of iterations, such as 100, or 0 for never")
     return int(text)

@@ -1,4 +1,6 @@
-"""``--cp-check-every N``: recompute a few rows of one head of one layer's attention in every N-th iteration.
+"""``--cp-check-every N``: check one call of one layer's attention in every N-th iteration.
+
+By default, every 100 iterations: the ``identities`` of its gradients. With N, every N iterations, these and a few rows:
 
     step 300: layer 7, third call, batch entry 1, head 5              drawn by step from a separate generator
     all-gather of that head's keys and values over the context-parallel group, recorded under the phase "check"
@@ -19,11 +21,8 @@ from __future__ import annotations
 
 import inspect
 import random
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +32,6 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm import WHOLE
 from cp_plugin.comm.packing import pack, unpack
 from cp_plugin.linear.variants import Prepared
 from cp_plugin.megatron import runtime
@@ -43,34 +40,38 @@ from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAtten
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.selfcheck.attention_pass import TOLERANCE_FP8
+from cp_plugin.megatron.selfcheck.checked_call import AttentionError, Place
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Softmax, compare
+from cp_plugin.megatron.selfcheck.identities import watch_identities
 from cp_plugin.testing.oracle import not_seen
 
-PHASE = "check"  # phase in the ledger
 _ROWS, _SCORES = 8, 1 << 22
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _CALL = inspect.signature(AnyCoreAttention.forward)
 
 
 def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> None:
-    """Attach the check to the attention layers, if ``--cp-check-every`` asks for it.
+    """Attach the check to the attention layers, unless ``--cp-check-every 0`` forbids it.
 
     iterations: returns the number of finished iterations.
     """
-    every = runtime.settings().check_every
+    settings = runtime.settings()
+    every = settings.check_every or settings.identities_every
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, AnyCoreAttention)]
     if every:
-        watching = _Watch(layers, every, iterations)
+        watching = _Watch(layers, every, iterations, rows=settings.check_every > 0)
         for layer in layers:
             layer.register_forward_pre_hook(watching.before)
             layer.register_forward_hook(watching.after, with_kwargs=True)
 
 
 class _Watch:
-    """Draw one call of a step and check some of its rows."""
+    """Draw one call of a step, and check its identities and some of its rows."""
 
-    def __init__(self, layers: Sequence[AnyCoreAttention], every: int, iterations: Callable[[], int]) -> None:
-        self._layers, self._every, self._iterations = layers, every, iterations
+    def __init__(
+        self, layers: Sequence[AnyCoreAttention], every: int, iterations: Callable[[], int], *, rows: bool
+    ) -> None:
+        self._layers, self._every, self._iterations, self._rows = layers, every, iterations, rows
         self._step = 0
         self._draw = random.Random()
         self._layer: AnyCoreAttention | None = None  # the layer of the drawn call, until it is checked
@@ -102,7 +103,6 @@ class _Watch:
         call = _CALL.bind(module, *args, **named).arguments
         q, k, v = (call[name] for name in ("query", "key", "value"))
         packed = call.get("packed_seq_params")
-        documents = None if packed is None else packing.bounds(packed, q.size(0) * module.context_parallel.size)
         place = Place(
             step=self._step,
             layer=module.layer_number,
@@ -111,20 +111,24 @@ class _Watch:
             draw=self._draw,
             tp_rank=0 if module.tp_group is None else module.tp_group.rank(),
         )
+        inside, self._linear = self._linear, None
+        if inside is not None:
+            q, k, v, out = inside.prepared.q, inside.prepared.k, inside.prepared.v, inside.out
+        watch_identities(place, q, k, v, out, packed=packed is not None, linear=inside is not None)
+        if not self._rows:
+            return
+        documents = None if packed is None else packing.bounds(packed, q.size(0) * module.context_parallel.size)
         rows: Rows
-        if self._linear is not None:
-            inside, self._linear = self._linear, None
-            rows = LinearRows(place, documents, inside.prepared, inside.out)
-            source, result = inside.prepared.q, inside.out
+        if inside is not None:
+            rows = LinearRows(place, documents, inside.prepared, out)
         else:
             assert isinstance(module, CoreAttention)
             causal = (call.get("attn_mask_type") or module.attn_mask_type) in _CAUSAL
             rows = SoftmaxRows(place, documents, module, q, k, v, out, causal=causal)
-            source, result = q, out
         rows.check()
-        if source.requires_grad and result.requires_grad:
-            result.register_hook(rows.keep_gradient)
-            source.register_hook(rows.check_gradient)
+        if q.requires_grad and out.requires_grad:
+            out.register_hook(rows.keep_gradient)
+            q.register_hook(rows.check_gradient)
 
 
 class _Inside:
@@ -144,22 +148,6 @@ class _Inside:
             return finish(out)
 
         layer.prepare, layer.finish = preparing, finishing  # type: ignore[method-assign]
-
-
-class AttentionError(RuntimeError):
-    """A step's attention is not that of its queries, keys and values."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The checked call."""
-
-    step: int
-    layer: int
-    cp: ContextParallel
-    group: dist.ProcessGroup | None
-    draw: random.Random  # in the same state on all ranks of the group
-    tp_rank: int = 0
 
 
 class Rows(ABC):
@@ -201,7 +189,7 @@ class Rows(ABC):
         Raises:
             AttentionError: on every rank, naming the wrong rows of each rank.
         """
-        with self._booked():
+        with self.place.booked(self.q.device):
             self._judge("out", self.got, self.exact(self._gathered()).out())
 
     def keep_gradient(self, dout: Tensor) -> None:
@@ -211,7 +199,7 @@ class Rows(ABC):
     def check_gradient(self, dq: Tensor) -> None:
         """Tensor hook of the queries; like ``check``."""
         assert self.dout is not None, "the gradient of queries before that of the output"
-        with self._booked():
+        with self.place.booked(self.q.device):
             self._judge("dq", self._of(dq), self.exact(self._gathered()).dq(self.dout))
         self.local = []
 
@@ -231,24 +219,15 @@ class Rows(ABC):
     def _gathered(self) -> list[Tensor]:
         """All ranks' ``local``, concatenated: ``[n, ...]``."""
         shapes, dtypes = zip(*((x.shape, x.dtype) for x in self.local), strict=True)
-        everyone = self._of_all_ranks(pack([x.contiguous() for x in self.local]))
+        everyone = self.place.of_all_ranks(pack([x.contiguous() for x in self.local]))
         return [torch.cat(x) for x in zip(*(unpack(one, shapes, dtypes, 1) for one in everyone), strict=True)]
-
-    def _of_all_ranks(self, x: Tensor) -> list[Tensor]:
-        group = self.place.group
-        if group is None or group.size() == 1:
-            return [x]
-        everyone = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(everyone, x, group=group)
-        self.place.cp.mesh.ledger.record("all_gather", WHOLE, (group.size() - 1) * x.nbytes)
-        return everyone
 
     def _judge(self, name: str, got: Tensor, want: Exact) -> None:
         verdict = compare(got, want, self.rounding)
         rows = torch.where(verdict.wrong, self.at_rows, -1)
         mine = torch.cat((torch.stack((verdict.error, verdict.allowed)), rows.double()))
         group, found = self.place.group, []
-        for index, (error, allowed, *at) in enumerate(torch.stack(self._of_all_ranks(mine)).tolist()):
+        for index, (error, allowed, *at) in enumerate(torch.stack(self.place.of_all_ranks(mine)).tolist()):
             wrong = sorted(int(token) for token in at if token >= 0)
             if wrong:
                 rank = index if group is None else dist.get_global_rank(group, index)
@@ -268,17 +247,6 @@ class Rows(ABC):
             "than what was sent: a device, a link or a buffer is at fault. Resume from an earlier checkpoint, and see "
             "whether the same rank fails again"
         )
-
-    @contextmanager
-    def _booked(self) -> Iterator[None]:
-        """Record bytes and seconds under the phase of the check."""
-        ledger = self.place.cp.mesh.ledger
-        with ledger.phase(PHASE), torch.no_grad():
-            _wait_for(self.q)
-            start = time.perf_counter()
-            yield
-            _wait_for(self.q)
-            ledger.record_seconds(time.perf_counter() - start)
 
 
 class SoftmaxRows(Rows):
@@ -351,9 +319,3 @@ class LinearRows(Rows):
             scale=self.scale,
             rounding=self.rounding,
         )
-
-
-def _wait_for(x: Tensor) -> None:
-    """Synchronize with x's device, for timing."""
-    if x.is_cuda:
-        torch.cuda.current_stream(x.device).synchronize()

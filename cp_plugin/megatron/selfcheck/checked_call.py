@@ -1,0 +1,60 @@
+"""The call of a layer's attention that is checked in training, and the error if it is wrong."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import WHOLE
+
+PHASE = "check"  # phase in the ledger
+
+
+class AttentionError(RuntimeError):
+    """A step's attention is not that of its queries, keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The checked call."""
+
+    step: int
+    layer: int
+    cp: ContextParallel
+    group: dist.ProcessGroup | None
+    draw: random.Random  # in the same state on all ranks of the group
+    tp_rank: int = 0
+
+    def of_all_ranks(self, x: Tensor) -> list[Tensor]:
+        """Every rank's tensor; collective over the group."""
+        if self.group is None or self.group.size() == 1:
+            return [x]
+        everyone = [torch.empty_like(x) for _ in range(self.group.size())]
+        dist.all_gather(everyone, x, group=self.group)
+        self.cp.mesh.ledger.record("all_gather", WHOLE, (self.group.size() - 1) * x.nbytes)
+        return everyone
+
+    @contextmanager
+    def booked(self, device: torch.device) -> Iterator[None]:
+        """Record bytes and seconds under the phase of the check."""
+        ledger = self.cp.mesh.ledger
+        with ledger.phase(PHASE), torch.no_grad():
+            _wait_for(device)
+            start = time.perf_counter()
+            yield
+            _wait_for(device)
+            ledger.record_seconds(time.perf_counter() - start)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Synchronize with the device, for timing."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

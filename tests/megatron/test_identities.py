@@ -1,0 +1,249 @@
+"""Identities of attention's gradients: they hold for every provider and mask, and a wrong gradient breaks them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from harness import MODEL, SGD, train
+from nightly import NIGHT, one_case
+from torch import Tensor
+
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.megatron.selfcheck.exact_rows import Rounding
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import RankError
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+CLEAN = 10_000 if NIGHT else 300
+"""Random correct calls, in which nothing may be found."""
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DATA: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "large": lambda x: 8 * x,
+    "small": lambda x: x / 4096,
+    "far from zero": lambda x: x + 5,
+    "the same tokens again": lambda x: x[:4].repeat(len(x) // 4, *(1,) * (x.dim() - 1)),
+    "some zero": lambda x: x * (torch.arange(len(x)) % 3 > 0).view(-1, *(1,) * (x.dim() - 1)),
+}
+
+
+class Case(NamedTuple):
+    """A call with random inputs."""
+
+    provider: str
+    ranks: int
+    dtype: torch.dtype
+    tensors: dict[str, Tensor]
+    call: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def linear(self) -> bool:
+        return providers.get(self.provider).kind == "linear"
+
+
+def drawn(seed: int) -> Case:
+    """A random case."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ranks = draw.choice((2, 4))
+    dtype = draw.choice(DTYPES)
+    provider = draw.choice(providers.names("softmax") + providers.names("linear"))
+    linear = providers.get(provider).kind == "linear"
+    s, b, g = ranks * draw.choice((4, 8, 16)), draw.choice((1, 2)), 4
+    h, d = g * draw.choice((1, 2)), draw.choice((8, 16))
+    shapes = {"q": (s, b, h, d), "k": (s, b, g, d), "v": (s, b, g, d), "dout": (s, b, h, d)}
+    x = {n: DATA[draw.choice(list(DATA))](torch.randn(z, generator=generator)).to(dtype) for n, z in shapes.items()}
+    call: dict[str, Any] = {}
+    if linear:
+        if provider in ("lasp2", "lasp1", "zeco") and draw.random() < 0.7:
+            x["log_decay"] = -torch.rand(s, b, g, generator=generator).to(dtype)
+    else:
+        call["causal"] = draw.random() < 0.8
+        if draw.random() < 0.3:
+            call["window"] = (draw.randrange(1, s), 0)
+        if draw.random() < 0.4:
+            inside = sorted(draw.sample(range(1, s), 2))
+            call["cu_seqlens"] = torch.tensor([0, *inside, s])
+        if draw.random() < 0.3:
+            call["sink"] = torch.randn(h, generator=generator).to(dtype)
+    return Case(provider, ranks, dtype, x, call, {"gradient_dtype": "model"} if not linear and seed % 5 == 0 else {})
+
+
+def totals(case: Case, spoil: Callable[[int, dict[str, Tensor]], None] | None = None) -> dict[str, Tensor] | None:
+    """The sums over all ranks; None for a case that the provider refuses. ``spoil`` changes a rank's gradients."""
+    from cp_plugin.megatron.selfcheck.identities import sums
+
+    q, k = case.tensors["q"], case.tensors["k"]
+    problem = Problem(
+        size=case.ranks, seq_length=len(q), heads=q.size(2), kv_heads=k.size(2), head_dim=q.size(3), dtype=case.dtype
+    )
+    try:
+        settled = providers.settle(case.provider, problem, Options(**case.options))
+    except ValueError:
+        return None
+
+    def rank(mesh: Mesh) -> dict[str, Tensor] | None:
+        cp = ContextParallel(case.provider, mesh=mesh, problem=problem, **case.options)
+        x = {name: cp.shard(value).clone().requires_grad_(name != "dout") for name, value in case.tensors.items()}
+        inputs = [x[name] for name in ("q", "k", "v")]
+        call = cp.linear_attention if case.linear else cp.attention
+        try:
+            out = call(*inputs, *([x["log_decay"]] if "log_decay" in x else ()), **case.call)
+        except ValueError:
+            return None
+        grads = dict(zip("qkv", torch.autograd.grad(out, inputs, x["dout"]), strict=True)) | {"out": x["dout"]}
+        if spoil is not None:
+            spoil(mesh.index, grads)
+        values = dict(zip("qkv", inputs, strict=True)) | {"out": out}
+        return {name: sums(name, values[name].detach(), grads[name], x["k"].shape[:3]) for name in grads}
+
+    by_rank = run_threads(rank, settled.axes)
+    if None in by_rank:
+        return None
+    return {name: torch.stack([found[name] for found in by_rank]).sum(0) for name in by_rank[0]}
+
+
+def apart(case: Case, total: dict[str, Tensor]) -> list[tuple[float, str]]:
+    """How far each identity is from holding, in units of what rounding may do."""
+    from cp_plugin.megatron.selfcheck.identities import _LINEAR, _SOFTMAX, compared
+
+    hops = case.ranks if case.options else 0
+    rounding = Rounding.of(case.dtype, cuda=False, hops=hops)
+    found = []
+    for one, other in _LINEAR if case.linear else _SOFTMAX:
+        far, allowed = compared(total[one], total[other], rounding)
+        fair = far.isfinite() & allowed.isfinite()
+        found.append(
+            ((far / allowed.clamp_min(1e-300))[fair].max().item() if fair.any() else 0.0, f"{one} and {other}")
+        )
+    return found
+
+
+def test_clean_calls_of_all_kinds_pass() -> None:
+    """No false alarm, and a margin of two."""
+    worst: dict[torch.dtype, tuple[float, str, int]] = {dtype: (0.0, "", -1) for dtype in DTYPES}
+    checked, seen = 0, set()
+    seed = 0
+    while checked < CLEAN:
+        case = drawn(seed)
+        total = totals(case)
+        if total is not None:
+            checked += 1
+            seen.add(case.provider)
+            far, pair = max(apart(case, total))
+            worst[case.dtype] = max(worst[case.dtype], (far, f"{case.provider}: {pair}", seed))
+        seed += 1
+    print({str(dtype): found for dtype, found in worst.items()})
+    assert seen == {*providers.names("softmax"), *providers.names("linear")}
+    assert max(found[0] for found in worst.values()) < 0.5, worst
+
+
+SPOILED: dict[str, Callable[[dict[str, Tensor]], None]] = {
+    "dv of a rank times 0.98": lambda grads: grads["v"].mul_(0.98),
+    "dk of a rank times 0.98": lambda grads: grads["k"].mul_(0.98),
+    "dq of a rank times 0.98": lambda grads: grads["q"].mul_(0.98),
+    "dv of a rank is lost": lambda grads: grads["v"].zero_(),
+    "dk in another order": lambda grads: grads["k"].copy_(grads["k"].flip(0)),
+    "one head of dv is another's": lambda grads: grads["v"][:, :, 0].copy_(grads["v"][:, :, 1].clone()),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_wrong_gradient_breaks_them(what: str) -> None:
+    """In every provider, in float32."""
+    found = dict.fromkeys(providers.names("softmax") + providers.names("linear"), 0)
+    for seed in range(400):
+        case = drawn(seed)
+        if case.dtype != torch.float32 or found[case.provider]:
+            continue
+
+        def spoil(rank: int, grads: dict[str, Tensor]) -> None:
+            if rank == 1:
+                SPOILED[what](grads)
+
+        total = totals(case, spoil)
+        if total is not None and len(case.tensors["q"]) >= 16:
+            found[case.provider] += max(apart(case, total))[0] > 1
+    assert all(found.values()), found
+
+
+FLAGS = "--context-parallel-size 2 --cp-provider striped"
+ONE = SGD.replace("--micro-batch-size 2 --global-batch-size 4", "--micro-batch-size 1 --global-batch-size 1")
+
+
+def _remote_dv() -> None:
+    """From step 3 on, the sums of dv that come back from other ranks are 2 % too small."""
+    from megatron.training import global_vars
+
+    from cp_plugin.comm import Pending
+    from cp_plugin.methods import ring
+
+    added = ring._added
+
+    def smaller(arriving: Any, parts: Any) -> Any:
+        if arriving is None or getattr(global_vars._GLOBAL_ARGS, "curr_iteration", 0) < 2:
+            return added(arriving, parts)
+        dk, dv = arriving.wait()
+        return added(Pending.done((dk, 0.98 * dv)), parts)
+
+    ring._added = smaller
+
+
+@pytest.mark.parametrize("provider", ["ring", "striped"])
+def test_a_training_stops(provider: str) -> None:
+    flags = f"--context-parallel-size 2 --cp-provider {provider} --cp-check-every 1"
+    with pytest.raises(RankError) as raised:
+        train(2, flags, steps=4, training=ONE, prepare=_remote_dv)
+    text = str(raised.value)
+    assert "AttentionError: --cp-check-every: in step 3, layer" in text, text
+    assert "sum(v . dv) = " in text
+
+
+def _every(n: int) -> Callable[[], None]:
+    def prepare() -> None:
+        from cp_plugin.megatron import runtime
+        from cp_plugin.megatron.flags import args
+        from cp_plugin.megatron.selfcheck import identities
+
+        assert args.Settings().identities_every == runtime.settings().identities_every == 100
+
+        object.__setattr__(runtime.settings(), "identities_every", n)
+        judge = identities.Identities._judge
+
+        def told(self: Any) -> None:
+            print(f"\nJUDGED {self.place.step} {len(self.pairs)}")
+            judge(self)
+
+        identities.Identities._judge = told
+
+    return prepare
+
+
+@one_case
+@pytest.mark.parametrize(
+    "flags",
+    [
+        FLAGS,
+        f"{FLAGS} --bf16",
+        f"{FLAGS} --window-size 3,0 --softmax-type learnable",
+        f"{FLAGS} --dataloader-inter-document-masking",
+        f"{FLAGS} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern LN --cp-provider ring --bf16",
+        "--context-parallel-size 2 --cp-provider needed --cp-fp8 comm --bf16",
+    ],
+)
+def test_by_default_and_bitwise_unchanged(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without the flag they are compared in every 100th iteration; here in every second."""
+    checked = train(2, flags, steps=6, model=MODEL, prepare=_every(2))
+    steps = {int(line.split()[1]) for line in capfd.readouterr().out.splitlines() if line.startswith("JUDGED")}
+    assert steps and steps <= {2, 4, 6}
+    without = train(2, f"{flags} --cp-check-every 0", steps=6, model=MODEL)
+    for a, b in zip(without, checked, strict=True):
+        assert a.losses == b.losses
+        assert a.grads and all(torch.equal(grad, b.grads[name]) for name, grad in a.grads.items())
