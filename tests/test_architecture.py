@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -128,3 +129,10 @@ def test_old_names_stay_valid(old: str) -> None:
 
 def test_modules_of_a_renamed_package_are_loaded_once() -> None:
     assert importlib.import_module("cp_plugin.mesh.group") is importlib.import_module("cp_plugin.comm.group")
+
+
+def test_threads_are_started_in_one_place() -> None:
+    """Which puts them on their starter's CUDA device."""
+    made = re.compile(r"\b(Thread|Timer|ThreadPoolExecutor|start_new_thread)\(")
+    sources = SOURCES | {f"kernels/{file.name}": file.read_text() for file in KERNELS.glob("*.py")}
+    assert {name for name, source in sources.items() if made.search(source)} == {"common/background.py"}

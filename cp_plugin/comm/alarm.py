@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
+from cp_plugin.common import background
 from cp_plugin.common.text import ranks_named
 
 EXIT_STATUS = 70
@@ -49,7 +50,7 @@ class Alarm:
         self._store, self._asleep = (dist.PrefixStore(mine, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
         self._silenced = threading.Event()
         self._store.set(f"host/{rank}", socket.gethostname())
-        threading.Thread(target=self._listen, name="cp_plugin_alarm", daemon=True).start()
+        background.start(self._listen, "cp_plugin_alarm")
 
     def give(self, story: str) -> str | None:
         """Tell all ranks what happened here. The first rank to fail gets the report, all others None.
@@ -63,8 +64,7 @@ class Alarm:
             with contextlib.suppress(RuntimeError, OSError):
                 found.append(self._told(story))
 
-        talking = threading.Thread(target=talk, daemon=True)  # on a cut link a call blocks until TCP gives up
-        talking.start()
+        talking = background.start(talk, "cp_plugin_talk")  # on a cut link a call blocks until TCP gives up
         talking.join(2 * _ANSWER_S)
         if found:
             return found[0]

@@ -22,6 +22,7 @@ import torch
 
 from cp_plugin.comm.ledger import Ledger
 from cp_plugin.comm.mesh import WHOLE, Mesh, Pending, Tensors, sum_of_parts
+from cp_plugin.common import background
 
 _EXIT_S = 5.0  # longest wait for the native exit of threads that have returned
 
@@ -46,9 +47,7 @@ def in_turns[T](ranks: Sequence[Callable[[], T]], hub: Hub) -> list[T]:
             except BaseException as error:
                 hub.fail(index, error)
 
-    threads = [threading.Thread(target=run, args=(i,), name=f"rank-{i}", daemon=True) for i in range(len(ranks))]
-    for thread in threads:
-        thread.start()
+    threads = [background.start(run, f"rank-{i}", i) for i in range(len(ranks))]
     for thread in threads:
         thread.join()
     _await_native_exit(threads)

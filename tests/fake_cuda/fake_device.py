@@ -10,14 +10,18 @@
 They are torch's ``meta`` tensors with another device towards Python. (With a ``FakeTensor`` on ``cuda:0``, autograd's
 engine asks a driver about its device.) CPU tensors are real. Both may be combined only where torch allows it: copies,
 indices, and zero-dimensional CPU tensors.
+
+Every thread has a current device, 0 at first, on which its calls open a context (``touched``); and while a graph is
+captured, no thread may ask whether an event has passed (``capturing``).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -36,13 +40,66 @@ class MixedDevicesError(RuntimeError):
     """An operation combines a CPU tensor with one on the device."""
 
 
+class CaptureError(RuntimeError):
+    """A call that CUDA does not allow while a graph is captured. It invalidates the capture."""
+
+
+class Touch(NamedTuple):
+    """A call that needs a context of the calling thread's current device, and opens one if there is none."""
+
+    thread: str
+    device: int
+    call: str
+
+
 class FakeCuda:
-    """A context in which this process has one GPU that computes nothing."""
+    """A context in which this process has one GPU that computes nothing; others exist for threads to be on."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
         self.capability = capability
         self.ops = Ops()
+        self.touched: list[Touch] = []
+        self.running = True
+        """Whether events pass."""
+        self._here = threading.local()
+        self._captures = False
         self._stack = ExitStack()
+
+    @property
+    def contexts(self) -> set[int]:
+        """Devices on which this process has opened a context."""
+        return {touch.device for touch in self.touched}
+
+    def current_device(self) -> int:
+        """Of the calling thread."""
+        return getattr(self._here, "device", 0)
+
+    def set_device(self, device: torch.device | int) -> None:
+        self._here.device = device if isinstance(device, int) else device.index
+        self.touch("set_device")
+
+    def touch(self, call: str) -> None:
+        self.touched.append(Touch(threading.current_thread().name, self.current_device(), call))
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """A thread captures a graph in CUDA's mode ``global``, torch's default."""
+        self._captures = True
+        try:
+            yield
+        finally:
+            self._captures = False
+
+    def query(self) -> bool:
+        """Whether an event has passed.
+
+        Raises:
+            CaptureError: in any thread, while a graph is captured.
+        """
+        self.touch("Event.query")
+        if self._captures:
+            raise CaptureError("operation not permitted when stream is capturing")
+        return self.running
 
     @property
     def waits(self) -> list[Wait]:
@@ -56,11 +113,13 @@ class FakeCuda:
         stream = SimpleNamespace(synchronize=lambda: self.ops.wait("Stream.synchronize"), wait_event=lambda event: None)
         stubs: dict[str, Any] = {
             "get_device_capability": lambda device=None: self.capability,
-            "current_device": lambda: 0,
+            "current_device": self.current_device,
+            "set_device": self.set_device,
+            "is_initialized": lambda: True,
             "current_stream": lambda device=None: stream,
             "device": lambda device: nullcontext(),
             "synchronize": lambda device=None: self.ops.wait("torch.cuda.synchronize"),
-            "Event": lambda **named: _Event(self.ops),
+            "Event": lambda **named: _Event(self),
             "_lazy_init": lambda: None,
         }
         self._stack.enter_context(mock.patch.multiple(torch.cuda, **stubs))
@@ -102,15 +161,19 @@ def once_warm[T](device: FakeCuda, call: Callable[[], T]) -> T:
 
 
 class _Event:
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
+    def __init__(self, device: FakeCuda) -> None:
+        self._device = device
 
-    def record(self, stream: Any = None) -> None: ...
+    def record(self, stream: Any = None) -> None:
+        self._device.touch("Event.record")
 
     def wait(self, stream: Any = None) -> None: ...
 
+    def query(self) -> bool:
+        return self._device.query()
+
     def synchronize(self) -> None:
-        self._ops.wait("Event.synchronize")
+        self._device.ops.wait("Event.synchronize")
 
 
 class _Above(TorchFunctionMode):

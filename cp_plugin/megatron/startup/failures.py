@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from cp_plugin.comm import MessageError, group
 from cp_plugin.comm.alarm import EXIT_STATUS, Alarm
+from cp_plugin.common import background
 from cp_plugin.common.text import ranks_named
 from cp_plugin.megatron.state import STATE
 
@@ -56,8 +57,7 @@ def watch(timeout: float) -> None:
     if STATE.alarm is None and dist.is_initialized() and dist.get_world_size() > 1:
         store = distributed_c10d._get_default_store()
         STATE.alarm = Alarm(store, dist.get_rank(), dist.get_world_size(), _where_main_thread_is)
-        args = (STATE.alarm, timeout * _PART_OF_TIMEOUT)
-        threading.Thread(target=_give_up_after, args=args, name="cp_plugin_overdue", daemon=True).start()
+        background.start(_give_up_after, "cp_plugin_overdue", STATE.alarm, timeout * _PART_OF_TIMEOUT)
 
 
 def _give_up_after(alarm: Alarm, limit: float) -> None:

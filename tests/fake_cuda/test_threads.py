@@ -1,0 +1,125 @@
+"""Threads beside the main one: on its device, and silent towards CUDA until something is overdue."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_device import CaptureError, FakeCuda, Start
+
+from cp_plugin.comm import Mesh, Watch, run_threads
+from cp_plugin.common import background
+
+MINE = 3
+"""The device of the main thread's rank."""
+
+
+@pytest.fixture
+def device(gpu: Start) -> FakeCuda:
+    return of_rank(gpu)
+
+
+def of_rank(gpu: Start) -> FakeCuda:
+    started = gpu()
+    torch.cuda.set_device(MINE)
+    return started
+
+
+def elsewhere[T](call: Callable[[], T]) -> T:
+    """The result of a call in a thread as the plugin starts them."""
+    results: list[T] = []
+    background.start(lambda: results.append(call()), "elsewhere").join()
+    return results[0]
+
+
+def queries(device: FakeCuda) -> set[tuple[str, int]]:
+    return {(touch.thread, touch.device) for touch in device.touched if touch.call == "Event.query"}
+
+
+def test_a_thread_starts_on_device_0(device: FakeCuda) -> None:
+    """What ``background`` is for."""
+    plain = threading.Thread(target=lambda: torch.cuda.Event().record())
+    plain.start()
+    plain.join()
+    assert device.contexts == {0, MINE}
+
+
+def test_threads_of_the_plugin_are_on_the_device_of_their_starter(device: FakeCuda) -> None:
+    assert elsewhere(torch.cuda.current_device) == MINE
+    assert elsewhere(lambda: elsewhere(torch.cuda.current_device)) == MINE
+
+    def rank(mesh: Mesh) -> int:
+        return torch.cuda.current_device()
+
+    assert run_threads(rank, {"cp": 2}) == [MINE, MINE]
+    assert device.contexts == {MINE}
+
+
+def test_cuda_is_not_initialized_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("current_device", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, None)
+    assert elsewhere(lambda: 5) == 5
+
+
+def test_of_a_healthy_run_another_thread_asks_nothing(device: FakeCuda) -> None:
+    """So that it cannot invalidate the capture of a graph."""
+    watch = Watch()
+    for _ in range(3):
+        watch.in_stream(lambda: "a message")
+    with device.capturing():
+        assert elsewhere(lambda: watch.overdue(1000)) is None
+        with pytest.raises(CaptureError):
+            watch.overdue(0)
+    assert queries(device) == {("MainThread", MINE)}
+
+
+def test_what_is_kept_are_the_messages_under_way(device: FakeCuda) -> None:
+    watch = Watch()
+    device.running = False
+    for _ in range(5):
+        watch.in_stream(lambda: "a message")
+    assert len(watch._in_stream) == 5
+    asked = len(device.touched)
+    device.running = True
+    watch.in_stream(lambda: "the last")
+    assert len(watch._in_stream) == 1
+    assert [touch.call for touch in device.touched[asked:]] == ["Event.record", *["Event.query"] * 5]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_message_that_does_not_end_is_found_on_the_right_device(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread that ``failures.watch`` starts, which ends the process."""
+    from cp_plugin.megatron.startup import failures
+    from cp_plugin.megatron.state import State
+
+    device, reports = of_rank(gpu), list[str]()
+    ended = threading.Event()
+
+    class Alarm:
+        def __init__(self, *unused: Any) -> None: ...
+
+        def give(self, story: str) -> None:
+            reports.append(story)
+
+    def leave(status: int) -> None:
+        ended.set()
+        raise SystemExit
+
+    monkeypatch.setattr(failures, "STATE", State())
+    monkeypatch.setattr(failures, "Alarm", Alarm)
+    monkeypatch.setattr(failures.distributed_c10d, "_get_default_store", lambda: None)
+    for name, value in (("is_initialized", True), ("get_world_size", 8), ("get_rank", MINE)):
+        monkeypatch.setattr(failures.dist, name, lambda value=value: value)
+    monkeypatch.setattr(os, "_exit", leave)
+    device.running = False
+    failures.STATE.messages.in_stream(lambda: "forward exchange along 'cp' with rank 2")
+    failures.watch(timeout=0.02)
+    assert ended.wait(20)
+    assert "forward exchange along 'cp' with rank 2 has not ended after 0 s" in reports[0]
+    assert queries(device) == {("cp_plugin_overdue", MINE)}
+    assert device.contexts == {MINE}
