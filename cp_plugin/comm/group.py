@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cp_plugin.comm.connect import connect
 from cp_plugin.comm.ledger import Ledger
 from cp_plugin.comm.mesh import Mesh, Pending, Tensors, axis_groups, sum_of_parts
-from cp_plugin.comm.packing import pack, unpack
+from cp_plugin.comm.packing import as_bytes, pack, unpack
 from cp_plugin.comm.watch import Watch
 from cp_plugin.common.text import ranks_named
 
@@ -151,10 +151,12 @@ class GroupMesh(Mesh):
 
     def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
         if self._packs(axis, tensors):
-            message = self._exchange(axis, (pack(tensors),), to, source)
+            nbytes = sum(t.nbytes for t in tensors)
+            packed = tensors[0].new_empty((1, nbytes), dtype=torch.uint8) if to is None else pack(tensors)
+            message = self._exchange(axis, (packed,), to, source)
             return _unpacked(message, tensors) if source is not None else message
         group = self._group(axis)
-        received = tuple(torch.empty_like(t) for t in tensors) if source is not None else ()
+        received = tuple(t.new_empty(t.shape) for t in tensors) if source is not None else ()
         ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=source) for t in received]
         if to is not None:  # after the receives, see _to_each_peer
             ops += [dist.P2POp(dist.isend, t, group=group, group_peer=to) for t in tensors]
@@ -181,7 +183,7 @@ class GroupMesh(Mesh):
         group, n = self._group(axis), self.axes[axis]
         if self._packs(axis, tensors):
             return _unpacked(self._all_to_all(axis, (pack(tensors, n),)), tensors, parts=n)
-        received = tuple(torch.empty_like(t) for t in tensors)
+        received = tuple(t.new_empty(t.shape) for t in tensors)
         if self._is_gloo(axis) or len(tensors) > 1:
             return self._to_each_peer(axis, [t.chunk(n) for t in tensors], received)
         work = dist.all_to_all_single(received[0], tensors[0], group=group, async_op=True)
@@ -241,7 +243,7 @@ def _together(collective: Callable[..., Any], group: dist.ProcessGroup, received
 
 def _bytes(tensors: Tensors) -> Tensors:
     """The same memory as bytes, so that tensors of several dtypes can be gathered in one launch."""
-    return tuple(t.view(torch.uint8) for t in tensors) if len(tensors) > 1 else tensors
+    return tuple(map(as_bytes, tensors)) if len(tensors) > 1 else tensors
 
 
 def _when_done(works: Sequence[Any], sent: Tensors, received: Tensors) -> Pending:

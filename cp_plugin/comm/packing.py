@@ -15,7 +15,16 @@ from torch import Tensor
 
 def pack(tensors: Sequence[Tensor], parts: int = 1) -> Tensor:
     """Contiguous tensors ``[parts * s_i, ...]`` as bytes ``[parts, n]``: each part has its share of every tensor."""
-    return torch.cat([t.view(parts, -1).view(torch.uint8) for t in tensors], 1)
+    return torch.cat([as_bytes(t).view(parts, -1) for t in tensors], 1)
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes ``[n]``.
+
+    ``t.view(torch.uint8)`` alone refuses some: a contiguous tensor may have any stride where its size is 1.
+    """
+    assert t.is_contiguous()
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
 def unpack(

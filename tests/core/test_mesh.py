@@ -23,6 +23,8 @@ from cp_plugin.comm import (
     run_threads,
     sums,
 )
+from cp_plugin.comm.narrow import NarrowSums
+from cp_plugin.comm.payload import PayloadMesh
 from cp_plugin.testing.launch import RankError, run_ranks
 
 AXES = {"slow": 2, "fast": 3}
@@ -221,3 +223,44 @@ def test_rows_that_do_not_add_up_are_refused() -> None:
     for sent, received in (([0, 2], [0, 0]), ([3, 0], [0, 0]), ([0, 3], [1, 0])):
         with pytest.raises(ValueError, match=r"all_to_all_v of \[\(3,\)\]: sends .* none for itself"):
             mesh.all_to_all_v("cp", (x,), sent, received)
+
+
+STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "every other": lambda t: torch.stack((t, t), -1)[..., 0],
+    "of sizes of one": lambda t: t.as_strided(t.shape, [7 if n == 1 else by for n, by in zip(t.shape, t.stride())]),  # noqa: B905
+}
+"""The last are contiguous to torch, but ``view`` refuses another dtype."""
+
+
+@MESHES
+def test_tensors_with_any_strides_may_be_sent(on: Callable[..., list[Any]]) -> None:
+    assert all(on(with_any_strides, {"cp": 2}))
+
+
+def with_any_strides(mesh: Mesh) -> bool:
+    """Whether every verb delivers contiguous tensors, and the same for other strides of what is sent."""
+    shapes = ((4, 2, 1, 3), torch.float32), ((2, 1, 1, 1), torch.float32), ((4, 1, 2, 4), torch.bfloat16)
+    plain = [mesh.index + torch.arange(prod(shape)).view(shape).to(dtype) for shape, dtype in shapes]
+    meshes = mesh, PayloadMesh(mesh, 2), NarrowSums(mesh, torch.bfloat16)
+    want = [_delivered(mesh, plain) for mesh in meshes]
+    for restrided in STRIDES.values():
+        sent = [restrided(t) for t in plain]
+        assert [t.stride() for t in sent] != [t.stride() for t in plain]
+        got = [_delivered(mesh, sent) for mesh in meshes]
+        assert all(a.is_contiguous() and torch.equal(a, b) for x, y in zip(got, want) for a, b in zip(x, y))  # noqa: B905
+    return True
+
+
+def _delivered(mesh: Mesh, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    other = 1 - mesh.index
+    alone, found = [[t] for t in tensors], list[Pending]()
+    for sent in (tensors, *alone):
+        found += [mesh.shift("cp", sent), mesh.shift("cp", sent, group=sums("cp")), mesh.all_gather("cp", sent)]
+        found += [mesh.all_to_all("cp", sent)]
+        for sender in range(2):
+            found.append((mesh.send if mesh.index == sender else mesh.receive)("cp", sent, other))
+    for sent in alone:
+        rows = [len(sent[0]) if i == other else 0 for i in range(2)]
+        found += [mesh.reduce_scatter("cp", sent), mesh.all_to_all_v("cp", sent, rows, rows)]
+    return [t for pending in found for t in pending.wait()]

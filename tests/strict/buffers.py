@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cp_plugin.comm.packing import as_bytes
 from cp_plugin.common.without_data import Mode
 
 POISON = 0xFF
@@ -162,7 +163,7 @@ class InFlight(Mode):
 
 def bytes_of(t: Tensor) -> Tensor:
     """The memory of a contiguous tensor, flat, as uint8."""
-    return t.detach().view(-1).view(torch.uint8)
+    return as_bytes(t.detach())
 
 
 def _extent(t: Tensor) -> tuple[int, int, int]:

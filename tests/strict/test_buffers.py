@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from core.linear_cases import LinearCase, distance
 from core.method_cases import METHODS
+from core.test_mesh import with_any_strides
 from nightly import nightly
 from oracle import Case, Result, errors
 from strict import programs
@@ -82,3 +83,8 @@ def test_more_ranks(provider: str, layout: str, size: int) -> None:
     heads = 2 * size if provider in ("ulysses", "usp") else 4
     case = Case(seq_length=4 * size, heads=heads, kv_heads=heads, causal=True, batch=1, head_dim=8, v_head_dim=4)
     compare(provider, size, case, layout=layout)
+
+
+def test_tensors_with_any_strides_may_be_sent() -> None:
+    """The model refuses to send or receive others than contiguous ones."""
+    assert all(run_with_data(with_any_strides, {"cp": 2}))

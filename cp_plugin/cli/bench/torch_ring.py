@@ -34,7 +34,7 @@ class _Hop(upstream._RingRotater):
 
     def exchange_buffers(self, curr_buffer: Tensor) -> None:
         size, rank = self._group.size(), self._group.rank()
-        self._sent, self._received = curr_buffer.contiguous(), torch.empty_like(curr_buffer)
+        self._sent, self._received = curr_buffer.contiguous(), curr_buffer.new_empty(curr_buffer.shape)
         self._works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.irecv, self._received, group=self._group, group_peer=(rank - 1) % size),

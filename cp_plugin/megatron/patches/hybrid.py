@@ -82,7 +82,7 @@ def order_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.
     cp, group = runtime.between_layers(runtime.context_parallel()), parallel_state.get_context_parallel_group()
     right = True
     for pack in (None, *packs):
-        mine = packing.on_pack(cp, packing.places(pack), tokens).positions(tokens, device)
+        mine = packing.on_pack(cp, packing.places(pack), tokens).positions(tokens, device).contiguous()
         held = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(held, mine, group=group)
         stored = torch.cat(held)

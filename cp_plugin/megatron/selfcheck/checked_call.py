@@ -37,6 +37,7 @@ class Place:
         """Every rank's tensor; collective over the group."""
         if self.group is None or self.group.size() == 1:
             return [x]
+        x = x.contiguous()
         everyone = [torch.empty_like(x) for _ in range(self.group.size())]
         dist.all_gather(everyone, x, group=self.group)
         self.cp.mesh.ledger.record("all_gather", WHOLE, (self.group.size() - 1) * x.nbytes)
