@@ -101,7 +101,7 @@ class ContextParallel(Sharding):
         self.layout = resolved.problem.placed or providers.layout_for(self.provider, self.options)
         (kernels if self.provider.kind == "linear" else backends).check_name(self.options.backend)
         if mesh is None:
-            mesh = GroupMesh.from_group(resolved.axes, group, self.provider.extra_groups)
+            mesh = GroupMesh.from_group(resolved.axes, group, self.provider.extra_groups, self.provider.collective_axes)
         elif mesh.axes != resolved.axes:
             raise ValueError(f"provider {self.provider.name!r} needs the mesh axes {resolved.axes}, got {mesh.axes}")
         self.mesh, self.per_host, self._open = mesh, resolved.problem.per_host, None

@@ -3,11 +3,16 @@
 NCCL creates a group's communicator in the group's first operation, which all its ranks must call. A method's first
 message may be between some of them only; those would wait for the others until they time out. And a communicator that
 cannot be created is best reported where its purpose is known.
+
+An operation also allocates the buffers of NCCL's algorithm for it, so the first one is of the kind that a group is for:
+
+    all-gather of a number             along axes that gather or sum (``Provider.collective_axes``)
+    exchange with both neighbours      along all others, which never use the buffers of a collective's rings and trees
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -23,12 +28,15 @@ class ConnectError(RuntimeError):
     """A process group whose ranks cannot reach each other."""
 
 
-def connect(groups: Mapping[str, dist.ProcessGroup | None], watch: Watch | None = None) -> None:
-    """Run the first operation of every group, an all-reduce of one number. Collective over each, in the given order.
+def connect(
+    groups: Mapping[str, dist.ProcessGroup | None], watch: Watch | None = None, *, collective: Collection[str] = ()
+) -> None:
+    """Run the first operation of every group. Collective over each, in the given order.
 
     Args:
         groups: purpose -> group, in the same order on ranks that share groups; None and groups of one rank are skipped.
         watch: told of each group while it is connecting.
+        collective: purposes that need collectives; the ranks of all others send each other messages.
 
     Raises:
         ConnectError: naming the group and its ranks, if one of them is gone or does not join within the timeout.
@@ -39,16 +47,36 @@ def connect(groups: Mapping[str, dist.ProcessGroup | None], watch: Watch | None 
         called = f"the process group {name!r} of {ranks_named(dist.get_process_group_ranks(group))}"
         try:
             with nullcontext() if watch is None else watch.blocking(partial(str, f"connecting {called}")):
-                number = torch.ones(1, device=device_of(group))
-                dist.all_reduce(number, group=group)
-                found = int(number.item())
+                answers = (_all_sizes if name in collective else _size_below)(group)
         except RuntimeError as error:
             raise ConnectError(
                 f"{called} cannot be connected from rank {dist.get_rank()}: {error}; all of these ranks must be up and "
                 "reach each other (NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME for the interface)"
             ) from error
-        if found != group.size():
-            raise ConnectError(f"{called} counts {found} ranks instead of {group.size()}")
+        if set(answers) != {group.size()}:
+            raise ConnectError(f"{called} counts {answers} ranks instead of {group.size()}")
+
+
+def _all_sizes(group: dist.ProcessGroup) -> list[int]:
+    """The group's size as every rank knows it."""
+    size = torch.full((1,), group.size(), device=device_of(group))
+    everyone = [torch.zeros_like(size) for _ in range(group.size())]
+    dist.all_gather(everyone, size, group=group)
+    return torch.cat(everyone).tolist()
+
+
+def _size_below(group: dist.ProcessGroup) -> list[int]:
+    """The group's size as the rank below knows it; the rank above is sent ours."""
+    here, n = group.rank(), group.size()
+    size = torch.full((1,), n, device=device_of(group))
+    received = torch.zeros_like(size)
+    operations = [
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(here - 1) % n),
+        dist.P2POp(dist.isend, size, group=group, group_peer=(here + 1) % n),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received.tolist()
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -53,7 +54,7 @@ class GroupMesh(Mesh):
     """One process group per axis, made by the caller (Megatron's ``create_group``) or by ``from_group``."""
 
     watch: Watch | None = None
-    """Told of every message that a CUDA stream waits for."""
+    """Told of every message while it is posted, and while a CUDA stream waits for it."""
 
     def __init__(
         self,
@@ -85,9 +86,15 @@ class GroupMesh(Mesh):
 
     @classmethod
     def from_group(
-        cls, axes: Mapping[str, int], group: dist.ProcessGroup | None, extra: Sequence[str] = ()
+        cls,
+        axes: Mapping[str, int],
+        group: dist.ProcessGroup | None,
+        extra: Sequence[str] = (),
+        collective: Collection[str] = (),
     ) -> GroupMesh:
         """A mesh over the ranks of ``group`` (None: one rank), with ``extra`` groups as in ``axis_groups``.
+
+        ``collective``: axes connected for collectives, as in ``connect``; others take them, too, but connect later.
 
         Collective over the group, which is reused where it has the right ranks. New NCCL groups get high-priority
         streams, so that a message does not wait behind a kernel that fills the device.
@@ -101,16 +108,17 @@ class GroupMesh(Mesh):
         groups: dict[str, dist.ProcessGroup | None] = {}
         unused = [group]
         on_nccl = dist.get_backend(group) == "nccl"
-        urgent = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if on_nccl else None
         for name, lists in axis_groups(ranks, axes, extra).items():
             mine = next(members for members in lists if dist.get_rank() in members)
             if mine == ranks and unused:
                 groups[name] = unused.pop()
             else:
+                # torch keeps the options and writes the group's name and timeout into them: each group needs its own
+                urgent = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if on_nccl else None
                 groups[name] = dist.new_group(
                     mine, use_local_synchronization=True, pg_options=urgent, group_desc=f"cp_plugin_{name}"
                 )
-        connect(groups)
+        connect(groups, collective=collective)
         return cls(axes, groups, group.rank())
 
     def _along(self, axis: str, group: str) -> str:
@@ -124,8 +132,9 @@ class GroupMesh(Mesh):
         def named() -> Named:
             return self.name(phase, verb, axis, ends)
 
-        try:
-            pending = post(axis, tensors, *ends)
+        try:  # NCCL makes the host wait here where it has to connect ranks
+            with nullcontext() if self.watch is None else self.watch.blocking(named):
+                pending = post(axis, tensors, *ends)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

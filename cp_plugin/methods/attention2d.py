@@ -183,6 +183,7 @@ PROVIDERS = (
             choose=_choose,
             unsupported=_unsupported,
             extra_groups=(WHOLE,),
+            collective_axes=(Q, KV),
         ),
         lambda options: REDUCE_SCATTER,
     ),

@@ -93,6 +93,7 @@ PROVIDERS = (
             unsupported=groups_do_not_divide,
             build=_build,
             traffic=_traffic,
+            collective_axes=("cp",),
         ),
         lambda options: REDUCE_SCATTER,
     ),

@@ -211,5 +211,6 @@ LASP2 = Provider(
     build=_build,
     traffic=_traffic,
     unsupported=_unsupported,
+    collective_axes=(AXIS,),
 )
 PROVIDERS = (LASP2,)

@@ -104,6 +104,7 @@ PROVIDERS = (
             build=lambda mesh, parts, problem, options: LinearRing(mesh, parts),
             traffic=RING.traffic,
             unsupported=_unsupported,
+            collective_axes=(),
         )
     ),
 )

@@ -115,6 +115,9 @@ class Provider:
     """Why it cannot do this problem; None if it can."""
     extra_groups: tuple[str, ...] = ()
     """Process groups beyond those of the axes: ``WHOLE``, ``sums(axis)``; see ``cp_plugin.comm.axis_groups``."""
+    collective_axes: tuple[str, ...] = ()
+    """Axes along which it gathers or reduce-scatters; along others ranks send each other messages. Their groups are
+    connected accordingly (``cp_plugin.comm.connect``); a test holds it equal to what is posted."""
     beside: tuple[str, ...] = ()
     """Axes along which tokens are gathered whole, so that their ranks should hold adjacent tokens."""
     asks_hosts: Callable[[Options], bool] = lambda options: False

@@ -106,6 +106,7 @@ LASP1 = replace(
     build=lambda mesh, parts, problem, options: InTurn(mesh, parts),
     traffic=_traffic,
     unsupported=causal_only,
+    collective_axes=(),
 )
 ZECO = replace(
     LASP1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,31 +18,39 @@ AXES = {"slow": 2, "fast": 3}
 
 
 def test_every_group_is_connected_before_any_method_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all its ranks, in one order. A method's first message may be between two of them, as here."""
+    """By all its ranks, in one order, for what it is for. A method's first message may be between two of them."""
 
-    def rank() -> tuple[list[list[int]], list[float]]:
+    def rank() -> tuple[list[tuple[str, list[int]]], list[float]]:
         connected = []
-        all_reduce = dist.all_reduce
+        gather, batch = dist.all_gather, dist.batch_isend_irecv
 
-        def recorded(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-            connected.append(dist.get_process_group_ranks(group))
-            all_reduce(x, group=group)
+        def gathered(everyone: list[torch.Tensor], x: torch.Tensor, group: dist.ProcessGroup) -> None:
+            connected.append(("all_gather", dist.get_process_group_ranks(group)))
+            gather(everyone, x, group=group)
 
-        monkeypatch.setattr(dist, "all_reduce", recorded)
-        mesh = GroupMesh.from_group(AXES, dist.group.WORLD, (WHOLE, sums("fast")))
+        def exchanged(operations: list[dist.P2POp]) -> list[dist.Work]:
+            assert [one.tensor.numel() for one in operations] == [1, 1]
+            connected.append(("exchange", dist.get_process_group_ranks(operations[0].group)))
+            return batch(operations)
+
+        monkeypatch.setattr(dist, "all_gather", gathered)
+        monkeypatch.setattr(dist, "batch_isend_irecv", exchanged)
+        mesh = GroupMesh.from_group(AXES, dist.group.WORLD, (WHOLE, sums("fast")), collective=("slow",))
         monkeypatch.undo()
-        assert connected == [dist.get_process_group_ranks(group) for group in mesh.groups.values()]
+        assert [ranks for _, ranks in connected] == list(map(dist.get_process_group_ranks, mesh.groups.values()))
         partner = {0: 5, 5: 0}.get(mesh.index, mesh.index)
         return connected, mesh.permute((torch.full((1,), mesh.index),), to=partner, source=partner).wait()[0].tolist()
 
     for index, (connected, received) in enumerate(run_ranks(rank, 6, init_process_group=True)):
         slow, fast = divmod(index, 3)
         row = [slow * 3 + i for i in range(3)]
-        assert connected == [[fast, 3 + fast], row, row, list(range(6))]
+        exchanges = [("exchange", ranks) for ranks in (row, row, list(range(6)))]
+        assert connected == [("all_gather", [fast, 3 + fast]), *exchanges]
         assert received == [{0: 5, 5: 0}.get(index, index)]
 
 
-def test_a_missing_rank_is_named_with_its_group() -> None:
+@pytest.mark.parametrize("collective", [(), ("kv",)])
+def test_a_missing_rank_is_named_with_its_group(collective: tuple[str, ...]) -> None:
     def rank() -> str:
         pair = dist.new_group([0, 2], timeout=timedelta(seconds=2))
         if dist.get_rank() == 2:
@@ -49,7 +58,7 @@ def test_a_missing_rank_is_named_with_its_group() -> None:
         if dist.get_rank() != 0:
             return ""
         with pytest.raises(ConnectError) as refused:
-            connect({"kv": pair})
+            connect({"kv": pair}, collective=collective)
         return str(refused.value)
 
     with lazy.waiting(0):  # the group's own timeout is to end it
@@ -59,25 +68,59 @@ def test_a_missing_rank_is_named_with_its_group() -> None:
 
 def test_a_group_with_silent_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank() -> None:
-        monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
-        with pytest.raises(ConnectError, match=r"the process group 'kv' of ranks 0-1 counts 1 ranks instead of 2"):
-            connect({"kv": dist.group.WORLD})
+        monkeypatch.setattr(dist, "all_gather", lambda everyone, x, group: None)
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: [])
+        for collective, answers in (((), r"\[0\]"), (("kv",), r"\[0, 0\]")):
+            counted = rf"the process group 'kv' of ranks 0-1 counts {answers} ranks instead of 2"
+            with pytest.raises(ConnectError, match=counted):
+                connect({"kv": dist.group.WORLD}, collective=collective)
 
     run_ranks(rank, 2, init_process_group=True)
 
 
-def test_the_oldest_unfinished_message_is_overdue() -> None:
-    watch, ended = Watch(), []
-    with watch.blocking(lambda: "the first"):
-        pass
-    assert watch.overdue(0) is None
-    watch._add(lambda: "the second", lambda: bool(ended))
-    watch._add(lambda: "the third", lambda: False)
-    time.sleep(0.02)
-    assert watch.overdue(5) is None
-    assert watch.overdue(0.01) == "the second has not ended after 0 s"
-    ended.append(True)
-    assert watch.overdue(0.01) == "the third has not ended after 0 s"
+def test_every_nccl_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch writes each group's name and timeout into the options it is given, and keeps them."""
+
+    class Group(NamedTuple):
+        ranks: list[int]
+
+        def size(self) -> int:
+            return len(self.ranks)
+
+        def rank(self) -> int:
+            return 0
+
+    options = []
+
+    def new_group(ranks: list[int], *, pg_options: dist.ProcessGroupNCCL.Options, **unused: object) -> Group:
+        options.append(pg_options)
+        return Group(ranks)
+
+    torchs = {"get_backend": lambda group: "nccl", "get_rank": lambda: 0, "new_group": new_group}
+    for name, function in torchs.items() | {("get_process_group_ranks", lambda group: group.ranks)}:
+        monkeypatch.setattr(dist, name, function)
+    monkeypatch.setattr(group, "connect", lambda groups, **_: None)
+    GroupMesh.from_group(AXES, Group([0, 1, 2, 3, 4, 5]), (WHOLE, sums("fast")))  # type: ignore[arg-type]
+    assert len(options) == len(set(map(id, options))) == 3
+    assert all(one.is_high_priority_stream for one in options)
+
+
+def test_a_message_is_named_while_it_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may make the host wait there until the other rank posts its own."""
+
+    def rank() -> list[str | None]:
+        mesh = GroupMesh.from_group({"cp": 2}, dist.group.WORLD)
+        mesh.watch = watch = Watch()
+        found, batch = [watch.overdue(0)], dist.batch_isend_irecv
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: found.append(watch.overdue(0)) or batch(ops))
+        with mesh.ledger.phase("backward"):
+            posted = mesh.shift("cp", (torch.ones(1),))
+        found.append(watch.overdue(0))
+        posted.wait()
+        return found
+
+    named = "backward exchange along 'cp' with rank {} has not ended after 0 s"
+    assert run_ranks(rank, 2, init_process_group=True) == [[None, named.format(1 - here), None] for here in (0, 1)]
 
 
 def test_several_tensors_are_one_launch_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,22 @@ def test_of_a_healthy_run_another_thread_asks_nothing(device: FakeCuda) -> None:
     assert queries(device) == {("MainThread", MINE)}
 
 
+def test_the_oldest_message_is_overdue(device: FakeCuda) -> None:
+    """In the stream, or where the host waits."""
+    watch = Watch()
+    device.running = False
+    with watch.blocking(lambda: "the first"):
+        watch.in_stream(lambda: "the second")
+        assert watch.overdue(0) == "the first has not ended after 0 s"
+    watch.in_stream(lambda: "the third")
+    with watch.blocking(lambda: "the fourth"):
+        assert watch.overdue(1000) is None
+        assert watch.overdue(0) == "the second has not ended after 0 s"
+        device.running = True
+        assert watch.overdue(0) == "the fourth has not ended after 0 s"
+    assert watch.overdue(0) is None
+
+
 def test_what_is_kept_are_the_messages_under_way(device: FakeCuda) -> None:
     watch = Watch()
     device.running = False
@@ -91,7 +107,6 @@ def test_what_is_kept_are_the_messages_under_way(device: FakeCuda) -> None:
     assert [touch.call for touch in device.touched[asked:]] == ["Event.record", *["Event.query"] * 5]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_message_that_does_not_end_is_found_on_the_right_device(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the thread that ``failures.watch`` starts, which ends the process."""
     from cp_plugin.megatron.startup import failures
@@ -106,16 +121,12 @@ def test_a_message_that_does_not_end_is_found_on_the_right_device(gpu: Start, mo
         def give(self, story: str) -> None:
             reports.append(story)
 
-    def leave(status: int) -> None:
-        ended.set()
-        raise SystemExit
-
     monkeypatch.setattr(failures, "STATE", State())
     monkeypatch.setattr(failures, "Alarm", Alarm)
     monkeypatch.setattr(failures.distributed_c10d, "_get_default_store", lambda: None)
     for name, value in (("is_initialized", True), ("get_world_size", 8), ("get_rank", MINE)):
         monkeypatch.setattr(failures.dist, name, lambda value=value: value)
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
     device.running = False
     failures.STATE.messages.in_stream(lambda: "forward exchange along 'cp' with rank 2")
     failures.watch(timeout=0.02)

@@ -2,7 +2,8 @@
 
 ``GroupMesh`` itself runs on it with its NCCL branches: it posts, packs, keeps and waits as on GPUs. Two forms of ranks:
 
-    traced    one after the other, best on ``meta``: ``wait`` returns at once, with nothing received. For the order.
+    traced    one after the other, best on ``meta``: ``wait`` returns at once. For the order: nothing is received, but
+              in messages both ways and in ``all_gather`` all ranks are taken to have sent the same.
     with data threads that exchange small tensors; receive buffers are poisoned. For results and buffers.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -132,6 +133,10 @@ def batch_isend_irecv(operations: Sequence[P2POp]) -> list[Work]:
         else:
             received.append(one.tensor)
             arriving.append(partial(_taken, key))
+    if rank.hub is None:
+        for t, like in zip(received, sent, strict=False):
+            if t.shape == like.shape:
+                t.copy_(like)
     return [_launch(communicator, pieces, sent, received, arriving)]
 
 
@@ -149,12 +154,12 @@ def collective(verb: str) -> Callable[..., Work | None]:
     return call
 
 
-def all_reduce(tensor: Tensor, group: Group) -> None:
-    """Immediate. Traced ranks are taken to have given the same."""
-    given = tensor.clone()
-    _collectives(group, [("all_reduce", tensor, given)]).wait()
-    if _rank().hub is None:
-        tensor.copy_(given * group.size())
+def all_gather(received: Sequence[Tensor], sent: Tensor, group: Group) -> None:
+    """Immediate."""
+    everything = torch.cat([sent] * len(received))
+    _collectives(group, [("all_gather", everything, sent)]).wait()
+    for t, part in zip(received, everything.chunk(len(received)), strict=True):
+        t.copy_(part)
 
 
 @contextmanager
@@ -202,6 +207,8 @@ def _launch(
     received: Sequence[Tensor],
     arriving: Sequence[Arriving],
 ) -> Work:
+    if not all(t.is_contiguous() for t in (*sent, *received)):
+        raise ValueError(f"{pieces[0]}: NCCL sends and receives contiguous tensors only")
     rank = _rank()
     operation = rank.trace.post(communicator, tuple(pieces), rank.phase())
     regions = rank.in_flight.post(operation, sent, received)
@@ -233,7 +240,7 @@ _DIST = SimpleNamespace(
     irecv="receive",
     batch_isend_irecv=batch_isend_irecv,
     all_to_all_single=collective("all_to_all"),
-    all_reduce=all_reduce,
+    all_gather=all_gather,
     _coalescing_manager=_coalescing_manager,
     get_backend=lambda _: "nccl",
     get_rank=lambda: _rank().number,
@@ -257,11 +264,17 @@ type Program[T] = Callable[[GroupMesh], T]
 
 
 def trace(
-    program: Program[object], axes: Mapping[str, int], extra: Sequence[str] = (), *, connected: bool = True
+    program: Program[object],
+    axes: Mapping[str, int],
+    extra: Sequence[str] = (),
+    *,
+    collective: Collection[str] = (),
+    connected: bool = True,
 ) -> list[Trace]:
     """What every rank of a mesh with these axes and extra groups posts in ``program``, run one after the other.
 
-    connected: groups are connected where they are made, as ``cp_plugin.megatron.layers.groups`` does.
+    connected: groups are connected where they are made, as ``cp_plugin.megatron.layers.groups`` does: those of
+        ``collective`` for collectives.
 
     Raises:
         BufferInFlightError: for a buffer touched in flight.
@@ -270,16 +283,21 @@ def trace(
     with modelled():
         for number in range(prod(axes.values())):
             rank = Rank(number=number)
-            _run(rank, program, axes, extra, connected)
+            _run(rank, program, axes, extra, collective if connected else None)
             found.append(rank.trace)
     return found
 
 
 def run_checked(
-    program: Program[object], axes: Mapping[str, int], extra: Sequence[str] = (), *, connected: bool = True
+    program: Program[object],
+    axes: Mapping[str, int],
+    extra: Sequence[str] = (),
+    *,
+    collective: Collection[str] = (),
+    connected: bool = True,
 ) -> list[Trace]:
     """``trace``, checked against NCCL's rules; OrderError for what it would not carry out."""
-    found = trace(program, axes, extra, connected=connected)
+    found = trace(program, axes, extra, collective=collective, connected=connected)
     check(found)
     return found
 
@@ -293,18 +311,25 @@ def run_with_data[T](program: Program[T], axes: Mapping[str, int], extra: Sequen
     hub = Hub(PATIENCE)
     ranks = [Rank(number=number, hub=hub) for number in range(prod(axes.values()))]
     with modelled():
-        results = in_turns([partial(_run, rank, program, axes, extra, True) for rank in ranks], hub)
+        results = in_turns([partial(_run, rank, program, axes, extra, ()) for rank in ranks], hub)
     check([rank.trace for rank in ranks])
     return results
 
 
-def _run[T](rank: Rank, program: Program[T], axes: Mapping[str, int], extra: Sequence[str], connected: bool) -> T:
+def _run[T](
+    rank: Rank,
+    program: Program[T],
+    axes: Mapping[str, int],
+    extra: Sequence[str],
+    collective: Collection[str] | None,
+) -> T:
+    """collective: None: groups are not connected."""
     _here.rank = rank
     mesh = _mesh(rank, axes, extra)
     rank.phase = lambda: mesh.ledger.current_phase
     with rank.in_flight:
-        if connected:
-            connect(mesh.groups)
+        if collective is not None:
+            connect(mesh.groups, collective=collective)
         result = program(mesh)
     rank.in_flight.require_all_ended()
     return result

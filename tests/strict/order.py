@@ -1,10 +1,11 @@
 """Would NCCL carry out what the ranks have posted?
 
-A rank's trace is its program in the order of the host's calls. On CUDA the host waits only for the creation of
-communicators, so a trace does not depend on other ranks, and all traces together say everything. An operation is a
-kernel:
+A rank's trace is its program in the order of the host's calls. On CUDA the host waits for other ranks only where NCCL
+connects them, and takes nothing from them, so a trace does not depend on other ranks, and all traces together say
+everything. An operation is a kernel:
 
-    it is launched  by the host, which in a communicator's first operation waits for all its ranks
+    it is launched  by the host, which waits until all ranks of a communicator have posted their first operation on it,
+                    and until the partners of an operation that connects them have posted theirs (``connects``)
     it starts       when the previous operation on its communicator has ended (one stream each), and so has what the
                     compute stream was told to wait for before it was posted; more, by ``Device``
     it ends         when all its partners have started: nothing is buffered on the way
@@ -71,12 +72,17 @@ class Operation:
     number: int
     """Operations this rank posted before it on this communicator."""
     phase: str = ""
-    partners: list[Operation] = field(default_factory=list)
+    partners: list[Operation] = field(default_factory=list, repr=False)
     """Operations of other ranks that must start before it can end."""
-    before: Operation | None = None
+    connects: list[Operation] = field(default_factory=list, repr=False)
+    """Those of the partners to which NCCL connects this rank in this operation: of the first message from one rank to
+    another, of the first collective of its kind. Until they are posted the host waits inside ``ncclGroupEnd``."""
+    before: Operation | None = field(default=None, repr=False)
     """The previous operation on the communicator."""
     waits: int = 0
     """Waits of this rank before it was posted."""
+    posted: bool = False
+    """Whether the host has come to it."""
     started: bool = False
     ended: bool = False
 
@@ -165,6 +171,7 @@ def _everybody_joins(traces: Sequence[Trace]) -> None:
 def _match_collectives(traces: Sequence[Trace]) -> None:
     for communicator, by_rank in _by_communicator(traces).items():
         lists = [[one for one in by_rank[rank] if one.collective] for rank in communicator.ranks]
+        kinds = set[tuple[Piece, ...]]()
         for alike in zip_longest(*lists):
             first = next(one for one in alike if one is not None)
             for rank, other in zip(communicator.ranks, alike, strict=True):
@@ -172,8 +179,11 @@ def _match_collectives(traces: Sequence[Trace]) -> None:
                     raise OrderError(f"rank {rank} never comes to rank {first.rank}'s {first}")
                 if other.pieces != first.pieces:
                     raise OrderError(f"rank {first.rank} posts {first} where rank {rank} posts {other}")
+            first_of_its_kind = first.pieces not in kinds
+            kinds.add(first.pieces)
             for one in alike:
                 one.partners = [other for other in alike if other is not one]
+                one.connects = one.partners if first_of_its_kind else []  # NCCL chooses an algorithm by verb and size
 
 
 def _match_messages(traces: Sequence[Trace]) -> None:
@@ -200,6 +210,31 @@ def _match_messages(traces: Sequence[Trace]) -> None:
                     )
                 there[0].partners.append(here[0])
                 here[0].partners.append(there[0])
+            first = sent[source, to][0][0], received[source, to][0][0]
+            for one, other in (first, first[::-1]):
+                one.connects.append(other)
+        _connect_opposite(communicator, by_rank)
+
+
+def _connect_opposite(communicator: Communicator, by_rank: dict[int, list[Operation]]) -> None:
+    """To the rank half-way around the communicator NCCL connects both directions in one exchange, of as many bytes as
+    each side believes: what one of them connects later the other has to connect later, too."""
+    half, odd = divmod(len(communicator.ranks), 2)
+    for place, rank in enumerate(communicator.ranks[:half] if not odd else ()):
+        opposite = communicator.ranks[place + half]
+        for one in by_rank[rank]:
+            others = {id(other): other for other in one.connects if other.rank == opposite and not one.collective}
+            if len(others) > 1 or any(_count(one, other) != _count(other, one) for other in others.values()):
+                shown = " and ".join(map(str, others.values()))
+                raise OrderError(
+                    f"rank {rank}: {one} connects the rank opposite in another number of directions than rank "
+                    f"{opposite}'s {shown}: NCCL exchanges messages of different sizes for it"
+                )
+
+
+def _count(one: Operation, other: Operation) -> int:
+    """In how many directions an operation connects two ranks."""
+    return sum(connected.rank == other.rank for connected in one.connects)
 
 
 class _Rank:
@@ -214,7 +249,7 @@ class _Rank:
 
     @property
     def held(self) -> Operation | None:
-        """The first operation of a communicator, in which the host waits for other ranks."""
+        """The operation in which the host waits for other ranks."""
         item = self.trace.items[self.host] if self.host < len(self.trace.items) else None
         return item if isinstance(item, Operation) else None
 
@@ -224,8 +259,11 @@ class _Rank:
         while self.host < len(self.trace.items):
             item = self.trace.items[self.host]
             if isinstance(item, Operation):
+                item.posted = True
                 arrived[item.communicator].add(self.trace.rank)
                 if len(arrived[item.communicator]) < len(item.communicator.ranks):
+                    break
+                if not all(other.posted for other in item.connects):
                     break
                 self.launched.append(item)
             self.host += 1
@@ -252,7 +290,7 @@ class _Rank:
 def _carry_out(traces: Sequence[Trace], device: Device) -> None:
     for trace in traces:
         for one in trace.operations:
-            one.started = one.ended = False
+            one.posted = one.started = one.ended = False
     ranks = {trace.rank: _Rank(trace) for trace in traces}
     arrived: dict[Communicator, set[int]] = defaultdict(set)
     while any([rank.launch(arrived) | rank.go_on(device) for rank in ranks.values()]):
@@ -274,9 +312,14 @@ def _circle(rank: _Rank, ranks: dict[int, _Rank], arrived: dict[Communicator, se
             rank = ranks[other.rank]
         else:
             assert rank.held is not None
-            made = rank.held.communicator
-            missing = next(other for other in made.ranks if other not in arrived[made])
-            path.append((rank, f"rank {rank.trace.rank}'s {rank.held} waits for rank {missing} to make {made}"))
+            held, made = rank.held, rank.held.communicator
+            missing = next((other for other in made.ranks if other not in arrived[made]), None)
+            if missing is not None:
+                path.append((rank, f"rank {rank.trace.rank}'s {held} waits for rank {missing} to make {made}"))
+            else:
+                peer = next(other for other in held.connects if not other.posted)
+                missing = peer.rank
+                path.append((rank, f"rank {held.rank}'s host waits in {held} for rank {missing} to post {peer}"))
             rank = ranks[missing]
     first = next(i for i, (before, _) in enumerate(path) if before is rank)
     return (text for _, text in path[first:])

@@ -142,7 +142,7 @@ def test_without_connecting_its_groups_attention2d_does_not_start(
     layout: str, stay: str, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks on the grid's diagonal never come."""
-    monkeypatch.setattr("cp_plugin.comm.group.connect", lambda groups: None)
+    monkeypatch.setattr("cp_plugin.comm.group.connect", lambda groups, **_: None)
     with pytest.raises(RankError, match=r"first operation of group 'CONTEXT_PARALLEL_GROUP'") as failed:
         attend("attention2d", 4, 4, grid=(2, 2), layout=layout)
     assert f"these never did: {stay}" in str(failed.value)

@@ -12,7 +12,7 @@ from core.method_cases import METHODS
 from nightly import NIGHT, nightly
 from oracle import Case
 from strict import programs
-from strict.nccl import run_checked
+from strict.nccl import Program, run_checked
 from strict.order import Operation, Trace
 
 from cp_plugin import Options, Problem
@@ -39,9 +39,19 @@ CHOICES: list[tuple[str, int, dict[str, Any]]] = [
 
 def softmax(provider: str, size: int, case: Case, **options: Any) -> list[Trace]:
     axes, extra = programs.meshes(provider, size, case, **options)
-    found = run_checked(programs.attention(provider, case, **options), axes, extra)
-    used = {one.communicator.name for trace in found for one in trace.operations[len(axes) + len(extra) :]}
-    assert used <= {*axes, *extra} and (used or size == 1)
+    return connected_for_their_use(provider, programs.attention(provider, case, **options), axes, extra)
+
+
+def connected_for_their_use(
+    provider: str, program: Program[None], axes: dict[str, int], extra: tuple[str, ...] = ()
+) -> list[Trace]:
+    """The checked traces of a method, which gathers and sums along ``Provider.collective_axes`` and no others."""
+    collective = providers.get(provider).collective_axes
+    found = run_checked(program, axes, extra, collective=collective)
+    used = [one for trace in found for one in trace.operations if one.number]  # the first connects
+    assert used and {one.communicator.name for one in used} <= {*axes, *extra}
+    gathered = {one.communicator.name for one in used if one.pieces[0].verb in ("all_gather", "reduce_scatter")}
+    assert gathered == {axis for axis in collective if axes[axis] > 1}
     return found
 
 
@@ -104,7 +114,7 @@ def test_linear_methods(provider: str, layout: str, size: int) -> None:
             sizes = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
             problem = Problem(size=size, decay=decay, documents=documents, causal=case.causal, **sizes)
             if providers.get(provider).unsupported(problem, Options()) is None:
-                run_checked(programs.linear_attention(provider, case, layout), {"cp": size})
+                connected_for_their_use(provider, programs.linear_attention(provider, case, layout), {"cp": size})
 
 
 @pytest.mark.parametrize("size", [*range(2, 17), 33, 64])
@@ -143,7 +153,7 @@ def test_a_trace_is_what_is_posted() -> None:
     """Two layers of a ring of four: k, v in three hops forward; in the backward their gradients, too, in as many."""
     (first, *_) = softmax("ring", 4, small(4), layout="zigzag")
     operations = [item for item in first.items if isinstance(item, Operation)]
-    assert [one.collective for one in operations] == [True] + [False] * (len(operations) - 1), "connected first"
+    assert not any(one.collective for one in operations), "connected by an exchange"
     phases = Counter(one.phase for one in operations[1:])
     assert phases == {"forward": programs.LAYERS * 3, "backward": programs.LAYERS * (3 + 3)}
     assert {str(piece) for piece in operations[1].pieces} == {

@@ -84,7 +84,7 @@ def create(
         mesh = GroupMesh(resolved.axes, mine, cp_group.rank())
         hosts = next(place.hosts for place in places if dist.get_rank() in place.ranks)
         resolved = replace(resolved, problem=replace(resolved.problem, hosts=hosts))
-        found["softmax"] = ContextParallel(resolved, mesh=_connected(mesh))
+        found["softmax"] = ContextParallel(resolved, mesh=_connected(mesh, resolved))
     if "linear" in settings.kinds:
         found["linear"] = _linear(model.resolved["linear"], options, places, cp_group, found.get("softmax"))
     runtime.register(cp_group, found)
@@ -102,7 +102,8 @@ def _linear(
     have = {axis: cp_group for axis, n in axes.items() if n == cp_group.size() > 1}
     mine = have | _make(options, places, axes, resolved.provider.extra_groups, without=have)
     ledger = None if beside is None else beside.mesh.ledger
-    cp = ContextParallel(resolved, mesh=_connected(GroupMesh(axes, mine, cp_group.rank(), ledger)))
+    mesh = GroupMesh(axes, mine, cp_group.rank(), ledger)
+    cp = ContextParallel(resolved, mesh=_connected(mesh, resolved))
     length = cp.layout.divisor(cp.size)
     if beside is not None and not torch.equal(beside.positions(length), cp.positions(length)):
         raise ValueError(
@@ -112,10 +113,10 @@ def _linear(
     return cp
 
 
-def _connected(mesh: GroupMesh) -> GroupMesh:
+def _connected(mesh: GroupMesh, resolved: Resolved) -> GroupMesh:
     """Make the groups' first operation, and watch the mesh's messages from here on."""
     mesh.watch = STATE.messages
-    connect(mesh.groups, mesh.watch)
+    connect(mesh.groups, mesh.watch, collective=resolved.provider.collective_axes)
     return mesh
 
 
