@@ -76,7 +76,8 @@ class Operation:
     """Operations of other ranks that must start before it can end."""
     connects: list[Operation] = field(default_factory=list, repr=False)
     """Those of the partners to which NCCL connects this rank in this operation: of the first message from one rank to
-    another, of the first collective of its kind. Until they are posted the host waits inside ``ncclGroupEnd``."""
+    another, of the first collective of its kind. Until they are posted the host waits inside ``ncclGroupEnd`` (NCCL
+    2.28 to 2.30, ``ncclP2PPreconnectFunc`` and ``ncclCollPreconnect``)."""
     before: Operation | None = field(default=None, repr=False)
     """The previous operation on the communicator."""
     waits: int = 0
