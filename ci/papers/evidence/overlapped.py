@@ -103,4 +103,5 @@ OVERLAPPED = replace(
     build=_build,
     traffic=_traffic,
     extra_groups=(WHOLE, sums(Q)),
+    collective_axes=(),
 )
