@@ -17,9 +17,9 @@ with their own gradients: the rows of ``--cp-check-every`` are for these.
 
 Rounding (u: unit roundoff of the dtype, a: of the accumulation). The sums are in float64 and their elements rounded by
 the kernel, independently: the error grows as the root of the sum of squares, by less than 5 u in 10,000 calls
-(``tests/megatron/test_identities.py``). Where attention is uniform, all weights are rounded alike, and the sum by as much
-as one of them. In float32 a kernel's own sums count as well, by less than 16 a for each unit of
-the sum of magnitudes. In float16, weights and gradients below the smallest number are lost.
+(``tests/megatron/test_identities.py``). Where attention is uniform, all weights are rounded alike, and the sum as much
+as one of them. In float32 a kernel's own sums count as well, by less than 16 a for each unit of the sum of magnitudes.
+In float16, weights and gradients below the smallest number are lost.
 """
 
 from __future__ import annotations
