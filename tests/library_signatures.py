@@ -69,6 +69,14 @@ _FA2, _FA3, _FA4 = (
 )
 _TE = "transformer_engine/pytorch"
 _FUSED, _UTILS = f"{_TE}/cpp_extensions/fused_attn.py", f"{_TE}/attention/dot_product_attention/utils.py"
+FLA = {
+    "simple_gla": "chunk_simple_gla",
+    "gla": "chunk_gla",
+    "delta_rule": "chunk_delta_rule",
+    "gated_delta_rule": "chunk_gated_delta_rule",
+    "kda": "chunk_kda",
+}
+"""Package of fla.ops -> function."""
 _YAML = "torchgen/packaged/ATen/native/native_functions.yaml"
 _NEWEST = "0251105a2fb19d2957484b7f023cd8c115286ced"
 SOURCES = (
@@ -86,6 +94,11 @@ SOURCES = (
     Source("flash-attn 4", "4.0.0b36", "flash_attn_4-4.0.0b36", _FA4, _FOUR),
     Source("te", "2.20.2", "transformer_engine-2.20.2", _FUSED, ("fused_attn_fwd", "fused_attn_bwd")),
     Source("te", "2.20.2", "transformer_engine-2.20.2", _UTILS, ("FusedAttentionParams",)),
+    *(
+        Source("fla", version, f"fla_core-{version}", f"fla/ops/{package}/chunk.py", (name,))
+        for version in ("0.5.2", "0.6.0")
+        for package, name in FLA.items()
+    ),
     Source("torch", "2.11.0", "torch-2.11.0", _YAML, _OPERATORS),
     Source("torch", "2.13.0", "torch-2.13.0", _YAML, _OPERATORS),
 )

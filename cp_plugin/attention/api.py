@@ -321,7 +321,7 @@ class ContextParallel(Sharding):
             self.refuse(problem)
             placement = placement_of(self.layout, problem.seq_length, self.size) if self.size > 1 else None
             packed = problem.documents or placement is not None
-            kernel = kernels.choose(self.options.backend, device, problem.dtype, packed, problem.decay, problem.delta)
+            kernel = kernels.choose(self.options.backend, device, replace(problem, documents=packed)).kernel
             if placement is None:
                 segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
                 parts = linear.parts_of(problem, segments, kernel)

@@ -6,13 +6,29 @@ recomputes the forward. Packed documents use the chunked kernel, since fla suppo
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import os
+import shutil
 from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from cp_plugin.common.versions import version_tuple
 from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.problem import Problem
 from cp_plugin.linear.tokens import Tokens
+
+MINIMUM = "0.5.2"
+"""Before it, gradients of keys and beta under the delta rule without decay are wrong on Hopper, where four warps of
+``prepare_wy_repr_bwd_kernel`` are miscompiled (fla issue 984), and the check of ``_miscompiled`` has no upper bound."""
+WRONG_TRITON = "3.4.0", "3.7.1"
+"""First and first good version of Triton by which fla's gated backward is miscompiled on Hopper (fla issue 640)."""
+LARGEST_KEY = 256
+"""Key dimensions of a state that its kernels of the delta rule hold."""
 
 
 @cache
@@ -20,36 +36,133 @@ def installed() -> bool:
     return importlib.util.find_spec("fla") is not None
 
 
+@cache
+def version() -> str:
+    """Of fla-core; that of ``MINIMUM`` for a source tree without metadata."""
+    try:
+        return importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        return MINIMUM
+
+
+@cache
+def triton_version() -> str:
+    from triton import __version__
+
+    return __version__
+
+
+def unsupported(device: torch.device, problem: Problem) -> str | None:
+    """Why its kernels cannot compute the call, whatever is installed; None if they can."""
+    if device.type != "cuda":
+        return f"its Triton kernels need a CUDA device, and this is {device.type}"
+    if problem.dtype == torch.float64:
+        return "its Triton kernels do not compute in float64"
+    if problem.delta and problem.dtype == torch.float32:
+        return "its kernels of the delta rule take half precision only"
+    if problem.delta and problem.head_dim > LARGEST_KEY:
+        return f"its kernels of the delta rule take keys of at most {LARGEST_KEY} dimensions, not {problem.head_dim}"
+    if problem.documents:
+        return "its kernels take packed documents for a batch of one only"
+    return None
+
+
+def lacking(device: torch.device, problem: Problem) -> str | None:
+    """What a CUDA device and its software lack for a supported call, and what to do; None if fla runs here.
+
+    Rules of fla-core 0.6.0, which otherwise raises in the first backward, and of Triton.
+    """
+    if not installed():
+        return "flash-linear-attention is not installed (pip install 'cp-plugin[fla]')"
+    if version_tuple(version()) < version_tuple(MINIMUM):
+        return f"fla-core {version()} is too old (pip install 'fla-core>={MINIMUM}')"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        shown = ".".join(map(str, capability))
+        return f"its Triton kernels need a GPU of compute capability 8.0 (Ampere) or newer, and this one has {shown}"
+    if capability[0] == 9 and _miscompiled(problem):
+        bad, good = WRONG_TRITON
+        return (
+            f"Triton {triton_version()} miscompiles the backward of its kernels with a decay per head or token on "
+            f"Hopper GPUs, and fla refuses to run it: Triton {good} or newer, or one before {bad}, is needed"
+        )
+    return None
+
+
+def _miscompiled(problem: Problem) -> bool:
+    """Whether ``chunk_bwd_dqkwg`` with a gate would be compiled on Hopper by a Triton that does so wrongly.
+
+    Only ``chunk_simple_gla`` and ``chunk_gated_delta_rule`` call it with one. For the latter fla takes TileLang's
+    kernel instead where that can be compiled; for the former never, since it holds states in float32.
+    """
+    bad, good = map(version_tuple, WRONG_TRITON)
+    gated = problem.decay in ("head", "token")
+    return gated and bad <= version_tuple(triton_version()) < good and not (problem.delta and _tilelang())
+
+
+def _tilelang() -> bool:
+    """Whether fla can compile TileLang's kernels; not seen is an nvcc in the wheel ``nvidia-cuda-nvcc``."""
+    if os.environ.get("FLA_TILELANG") == "0" or importlib.util.find_spec("tilelang") is None:
+        return False
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    return any(shutil.which("nvcc", path=f"{home}/bin") for home in homes if home) or shutil.which("nvcc") is not None
+
+
 def forward(x: Tokens) -> Tensor:
     """Causal linear attention of each segment from a zero state: ``[t, b, h, e]`` in the accumulation dtype."""
-    repeat = x.q.size(2) // x.k.size(2)
-    k, v = (y.repeat_interleave(repeat, 2) for y in (x.k, x.v))
-    q, k, v = (y.transpose(0, 1).contiguous() for y in (x.q, k, v))
+    return _call(x)[0].to(accumulation_dtype(x.q.dtype))
+
+
+def _call(x: Tokens, **of_states: Any) -> tuple[Tensor, Any]:
+    repeat, wide = x.q.size(2) // x.k.size(2), accumulation_dtype(x.q.dtype)
+    q, k, v = (_of_heads(y, n, 2).transpose(0, 1) for y, n in ((x.q, 1), (x.k, repeat), (x.v, repeat)))
     decay, beta = (
-        None if y is None else y.float().repeat_interleave(repeat, 2).transpose(0, 1).contiguous()
-        for y in (x.log_decay, x.beta)
+        None if y is None else _of_heads(y.to(wide), repeat, 2).transpose(0, 1) for y in (x.log_decay, x.beta)
     )
-    return _outputs(q, k, v, decay, beta).transpose(0, 1).to(accumulation_dtype(x.q.dtype))
+    if decay is not None:
+        decay = _even(decay) if decay.size(3) > 1 else decay[..., 0]
+    d, e = k.size(3), v.size(3)
+    if of_states.get("initial_state") is not None:
+        of_states["initial_state"] = _even(_even(of_states["initial_state"]).mT).mT.contiguous()
+    q, k, v, decay, beta = (None if y is None else y.contiguous() for y in (_even(q), _even(k), _even(v), decay, beta))
+    out, final = _function(decay, beta)(q, k, v, scale=1.0, **_given(decay, beta), **of_states)
+    return out[..., :e].transpose(0, 1), None if final is None else final[..., :d, :e]
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None) -> Tensor:
-    by_key = decay is not None and decay.size(3) > 1
-    of_heads = None if decay is None or by_key else decay[..., 0]
+def _given(decay: Tensor | None, beta: Tensor | None) -> dict[str, Tensor]:
+    named = {"g": decay, "beta": beta}
+    return {name: y for name, y in named.items() if y is not None}
+
+
+def _function(decay: Tensor | None, beta: Tensor | None) -> Any:
+    by_key = decay is not None and decay.dim() == 4
     if beta is None:
         from fla.ops.gla import chunk_gla
         from fla.ops.simple_gla import chunk_simple_gla
 
-        found = chunk_gla(q, k, v, g=decay, scale=1.0) if by_key else chunk_simple_gla(q, k, v, g=of_heads, scale=1.0)
-    elif by_key:
+        return chunk_gla if by_key else chunk_simple_gla
+    if by_key:
         from fla.ops.kda import chunk_kda
 
-        found = chunk_kda(q, k, v, g=decay, beta=beta, scale=1.0)
-    elif of_heads is not None:
+        return chunk_kda
+    if decay is not None:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        found = chunk_gated_delta_rule(q, k, v, g=of_heads, beta=beta, scale=1.0)
-    else:
-        from fla.ops.delta_rule import chunk_delta_rule
+        return chunk_gated_delta_rule
+    from fla.ops.delta_rule import chunk_delta_rule
 
-        found = chunk_delta_rule(q, k, v, beta=beta, scale=1.0)
-    return found[0]
+    return chunk_delta_rule
+
+
+def _of_heads(y: Tensor, repeat: int, dim: int) -> Tensor:
+    """Of key/value heads, once for each of their query heads."""
+    return y if repeat == 1 else y.repeat_interleave(repeat, dim)
+
+
+def _even(y: Tensor) -> Tensor:
+    """With a last column of zeros if there is an odd number of them.
+
+    Triton miscompiles loads of an odd row in half precision: fla-core 0.6.0 refuses them, earlier versions read beyond.
+    Normalised kinds have odd values, as they append a one.
+    """
+    return pad(y, (0, 1)) if y.size(-1) % 2 else y

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.core.problem import Decay
+from cp_plugin.core.problem import Problem
 from cp_plugin.linear import chunked, fla, recurrence
 from cp_plugin.linear.segment import recomputed
 from cp_plugin.linear.tokens import Tokens
@@ -36,52 +36,41 @@ def check_name(name: str) -> None:
         raise ValueError(f"unknown backend {name!r}: linear attention has auto, {', '.join(KERNELS)}")
 
 
-def choose(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    documents: bool = False,
-    decay: Decay = "none",
-    delta: bool = False,
-) -> Kernel:
-    """The named kernel, or for ``auto`` the fastest one that supports the call.
+class Choice(NamedTuple):
+    """A kernel, and why it was chosen."""
 
-    Args:
-        documents: whether documents may begin inside segments.
-        delta: whether values are written by the delta rule.
+    kernel: Kernel
+    why: str
+
+
+def unsupported(name: str, device: torch.device, problem: Problem) -> str | None:
+    """Why a kernel cannot compute a call on this device with what is installed here; None if it can."""
+    check_name(name)
+    if name != "fla":
+        return None
+    return fla.unsupported(device, problem) or fla.lacking(device, problem)
+
+
+def choose(name: str, device: torch.device, problem: Problem) -> Choice:
+    """The named kernel, or for ``auto`` the fastest one that supports the call.
 
     Raises:
         ValueError: for an unknown name or a kernel that cannot run this. For ``auto`` also if per-dimension decay (GLA)
-            would fall back to plain torch only because fla is not installed: that computes all pairs of 16 tokens in
-                every
-            dimension.
+            would fall back to plain torch only for what this machine lacks for fla: that computes all pairs of 16
+            tokens in every dimension.
     """
+    reason = unsupported("fla", device, problem)
     check_name(name)
-    reason = _not_fla(device, dtype, documents, delta)
     if name == "fla" and reason is not None:
         raise ValueError(f"backend fla: {reason}; use chunked, or auto")
-    if name == "auto":
-        if decay == "key" and reason == _MISSING:
-            raise ValueError(
-                "backend auto: a decay of each key dimension (--cp-linear-attention gla) on CUDA needs the kernels of "
-                "flash-linear-attention, which is not installed: pip install 'cp-plugin[fla]'. Without it, ask for "
-                "plain torch by name, --cp-backend chunked: it is many times slower"
-            )
-        name = "chunked" if reason is not None else "fla"
-    return KERNELS[name]
-
-
-_MISSING = "flash-linear-attention is not installed (pip install 'cp-plugin[fla]')"
-
-
-def _not_fla(device: torch.device, dtype: torch.dtype, documents: bool, delta: bool) -> str | None:
-    """Why fla cannot run, or None."""
-    if device.type != "cuda":
-        return f"its Triton kernels need a CUDA device, and this is {device.type}"
-    if dtype == torch.float64:
-        return "its Triton kernels do not compute in float64"
-    if delta and dtype == torch.float32:
-        return "its kernels of the delta rule take half precision only"
-    if documents:
-        return "its kernels take packed documents for a batch of one only"
-    return None if fla.installed() else _MISSING
+    if name != "auto":
+        return Choice(KERNELS[name], "asked for by name")
+    if reason is None:
+        return Choice(KERNELS["fla"], "the kernels of flash-linear-attention run here")
+    if problem.decay == "key" and fla.unsupported(device, problem) is None:
+        raise ValueError(
+            "backend auto: a decay of each key dimension (--cp-linear-attention gla) on CUDA needs the kernels of "
+            f"flash-linear-attention: {reason}. Without them, ask for plain torch by name, --cp-backend chunked: it is "
+            "many times slower"
+        )
+    return Choice(KERNELS["chunked"], f"plain torch, since fla does not run: {reason}")

@@ -201,7 +201,7 @@ def check_kernel(setup: Setup, device: torch.device) -> None:
     if setup.provider.kind == "softmax":
         blocks.choose(options, problem, device)
     else:
-        kernels.choose(options.backend, device, problem.dtype, problem.documents, problem.decay, problem.delta)
+        kernels.choose(options.backend, device, problem)
 
 
 def on_ranks[T](

@@ -66,6 +66,7 @@ INSTALLED = {
     "flash-attn 3": ("flash_attn_3", "flash_attn_interface"),
     "flash-attn 4": ("flash-attn-4", "flash_attn.cute.interface"),
     "te": ("transformer-engine", None),
+    "fla": ("fla-core", None),
 }
 
 

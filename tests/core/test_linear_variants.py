@@ -1,21 +1,21 @@
-"""Each kind of linear attention against its formula as a dense weight matrix, in float64; kernel selection."""
+"""Each kind of linear attention against its formula as a dense weight matrix, in float64; the adapter to fla."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from math import log
-from types import ModuleType
 from typing import Any
 
+import fake_fla
 import pytest
 import torch
+from library_signatures import versions
 from torch import Tensor
 from torch.nn.functional import elu, silu
 
 from cp_plugin import ContextParallel
-from cp_plugin.linear import fla, kernels, recurrence
+from cp_plugin.linear import fla, recurrence
 from cp_plugin.linear.segment import recomputed
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.linear.variants import EPSILON, Heads, LinearAttention, feature_dim, get, variants
@@ -174,85 +174,50 @@ def test_a_sum_of_weights_near_zero_is_guarded() -> None:
 
 
 FLA = {
-    (None, False): ("simple_gla", "chunk_simple_gla"),
-    (1, False): ("simple_gla", "chunk_simple_gla"),
-    (D, False): ("gla", "chunk_gla"),
-    (None, True): ("delta_rule", "chunk_delta_rule"),
-    (1, True): ("gated_delta_rule", "chunk_gated_delta_rule"),
-    (D, True): ("kda", "chunk_kda"),
+    (None, False): "chunk_simple_gla",
+    (1, False): "chunk_simple_gla",
+    (D, False): "chunk_gla",
+    (None, True): "chunk_delta_rule",
+    (1, True): "chunk_gated_delta_rule",
+    (D, True): "chunk_kda",
 }
-"""(decay, delta rule) -> package of fla.ops and function."""
+"""(decay, delta rule) -> function of fla."""
 
 
+@pytest.mark.parametrize("version", versions("fla"))
+@pytest.mark.parametrize("values", [D, D + 1])
 @pytest.mark.parametrize(("decay", "delta"), FLA)
-def test_the_adapter_to_flash_linear_attention(decay: int | None, delta: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its layout, head repetition, decays and beta, with the recurrence in the place of the Triton kernels (no GPU
-    here)."""
-    called = []
+def test_the_adapter_to_flash_linear_attention(
+    decay: int | None, delta: bool, values: int, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layout, head repetition, even rows, decays and beta, with the recurrence in the place of the Triton
+    kernels (no GPU here)."""
+    called = set()
 
-    def stand_in(
-        name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Any = None, scale: float = 0
-    ) -> tuple[Tensor, None]:
-        called.append(name)
-        assert scale == 1.0 and q.shape == k.shape and (g is None or g.dim() == (3 if decay == 1 else 4))
-        g = None if g is None else (g if g.dim() == 4 else g.unsqueeze(3)).transpose(0, 1).to(q.dtype)
-        beta = None if beta is None else beta.transpose(0, 1)
-        x = Tokens(*(y.transpose(0, 1) for y in (q, k, v)), g, beta)
-        return recurrence.forward(x).transpose(0, 1), None
+    def stand_in(name: str, tensors: dict[str, Any], wanted: bool) -> tuple[Tensor, Tensor | None]:
+        called.add(name)
+        return fake_fla.reference(name, tensors, wanted)
 
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for name, function in FLA.values():
-        package = ModuleType(name)
-        setattr(package, function, partial(stand_in, function))
-        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", package)
-    q, k, v, gate = inputs()
+    fake_fla.install(monkeypatch, stand_in, version)
+    q, k, v, gate = (y.double() for y in inputs())
     beta = gate[..., 0].sigmoid() if delta else None
     if delta:
         k = torch.nn.functional.normalize(k, dim=3)
+    v = torch.cat((v, torch.ones_like(v[..., : values - D])), 3)
     x = Tokens(q, k, v, None if decay is None else -gate.abs()[..., :decay], beta)
-    dout = torch.randn_like(q)
+    dout = torch.randn(*q.shape[:3], values, dtype=torch.float64)
     found, want = (recomputed(kernel.forward, dout, x) for kernel in (fla, recurrence))
-    torch.testing.assert_close(fla.forward(x), recurrence.forward(x), rtol=1e-5, atol=1e-5)
-    for a, b in zip(found, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert set(called) == {FLA[decay, delta][1]}
+    for a, b in zip((fla.forward(x), *found), (recurrence.forward(x), *want), strict=True):
+        torch.testing.assert_close(a, b)
+    assert called == {FLA[decay, delta]}
 
 
-def test_which_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert kernels.choose("auto", cpu, torch.float32, False).name == "chunked"
-    with pytest.raises(ValueError, match="backend fla: its Triton kernels need a CUDA device"):
-        kernels.choose("fla", cpu, torch.float32, False)
-    monkeypatch.setattr(fla, "installed", lambda: True)
-    assert kernels.choose("auto", cuda, torch.bfloat16, False).name == "fla"
-    assert kernels.choose("auto", cuda, torch.bfloat16, True).name == "chunked", "documents"
-    assert kernels.choose("auto", cuda, torch.bfloat16, delta=True).name == "fla"
-    with pytest.raises(ValueError, match=r"backend fla: its kernels of the delta rule take half precision only"):
-        kernels.choose("fla", cuda, torch.float32, delta=True)
-    with pytest.raises(ValueError, match=r"backend fla: .* float64; use chunked"):
-        kernels.choose("fla", cuda, torch.float64, False)
-    monkeypatch.setattr(fla, "installed", lambda: False)
-    with pytest.raises(ValueError, match=r"backend fla: .* is not installed \(pip install 'cp-plugin\[fla\]'\)"):
-        kernels.choose("fla", cuda, torch.bfloat16, False)
-
-
-def test_gla_on_cuda_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch is a choice there, and not what ``auto`` falls back to; unless the kernels could not do it either."""
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(fla, "installed", lambda: False)
-    with pytest.raises(ValueError, match=r"auto: .*gla.*: pip install 'cp-plugin\[fla\]'\. .* --cp-backend chunked"):
-        kernels.choose("auto", cuda, torch.bfloat16, decay="key")
-    assert kernels.choose("chunked", cuda, torch.bfloat16, decay="key").name == "chunked"
-    for device, dtype, documents, decay in (
-        (cuda, torch.bfloat16, False, "head"),
-        (cuda, torch.bfloat16, True, "key"),
-        (cuda, torch.float64, False, "key"),
-        (cpu, torch.bfloat16, False, "key"),
-    ):
-        assert kernels.choose("auto", device, dtype, documents, decay).name == "chunked"
-    monkeypatch.setattr(fla, "installed", lambda: True)
-    assert kernels.choose("auto", cuda, torch.bfloat16, decay="key").name == "fla"
+def test_an_odd_row_of_the_adapter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_fla.install(monkeypatch, fake_fla.reference)
+    monkeypatch.setattr(fla, "_even", lambda y: y)
+    q, k, v, _ = inputs()
+    with pytest.raises(AssertionError, match=f"chunk_simple_gla: rows of {D} and {D + 1} numbers"):
+        fla.forward(Tokens(q, k, torch.cat((v, v[..., :1]), 3)))
 
 
 def test_the_mildest_and_the_strongest_decays_of_many_heads() -> None:

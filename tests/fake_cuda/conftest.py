@@ -14,9 +14,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts the device, with our kernels, Transformer Engine and one generation of flash-attn on it."""
     started: list[FakeCuda] = []
 
-    def start(*, flash: int = 3, capability: tuple[int, int] = (9, 0)) -> FakeCuda:
+    def start(*, flash: int = 3, capability: tuple[int, int] = (9, 0), triton: str = "3.7.1") -> FakeCuda:
         device = FakeCuda(capability)
-        device_libraries.install(monkeypatch, device, flash)
+        device_libraries.install(monkeypatch, device, flash, triton)
         started.append(device.__enter__())
         return device
 

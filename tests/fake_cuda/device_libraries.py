@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import fake_fla
 import fake_te
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from cp_plugin import linear
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends import te
+from cp_plugin.linear import fla
 
 Given = dict[str, Any]
 
@@ -33,11 +35,11 @@ FLASH = {2: ("flash_attn.flash_attn_interface", *FA2), 3: ("flash_attn_interface
 """Version -> module, and recorded parameters of its forward and backward."""
 
 
-def install(patch: pytest.MonkeyPatch, device: FakeCuda, flash_generation: int) -> None:
+def install(patch: pytest.MonkeyPatch, device: FakeCuda, flash_generation: int, triton: str = "3.7.1") -> None:
     install_ours(patch, device)
     install_flash(patch, device, flash_generation)
     install_te(patch, device)
-    install_fla(patch, device)
+    install_fla(patch, device, triton)
     forget()
 
 
@@ -200,41 +202,38 @@ class _Float8Tensor:
         self.data = data
 
 
-def install_fla(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
-    """Install flash-linear-attention."""
+def install_fla(patch: pytest.MonkeyPatch, device: FakeCuda, triton: str) -> None:
+    """Install flash-linear-attention, compiled by that version of Triton."""
 
-    def attend(name: str) -> Callable[..., tuple[Tensor, None]]:
-        def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, None]:
-            assert all(x.is_contiguous() and x.device == CUDA for x in (q, k, v)) and q.shape == k.shape
-            shape = q.shape if name == "chunk_gla" else q.shape[:3]
-            assert g is None or (g.shape == shape and g.dtype == torch.float32)
-            return _Fla.apply(device, name, q, k, v, g), None
+    def attend(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tuple[Tensor, Tensor | None]:
+        assert all(x is None or x.device == CUDA for x in tensors.values())
+        out, final = _Fla.apply(device, name, *tensors.values())
+        return out, final if wanted else None
 
-        return call
-
-    for module, name in (("fla.ops.gla", "chunk_gla"), ("fla.ops.simple_gla", "chunk_simple_gla")):
-        made = ModuleType(module)
-        setattr(made, name, attend(name))
-        _put(patch, made)
-    for package in ("fla", "fla.ops"):
-        _put(patch, ModuleType(package))
+    fake_fla.install(patch, attend)
+    patch.setattr(fla, "triton_version", lambda: triton)
 
 
 class _Fla(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, device: FakeCuda, name: str, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, device: FakeCuda, name: str, *given: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.device, ctx.name = device, name
         ctx.save_for_backward(*given)
+        q, _, v = given[:3]
         with device.library(f"fla {name} forward", *given) as made:
-            made += [torch.empty_like(given[2])]
-        return made[0]
+            made += [
+                torch.empty_like(v),
+                v.new_empty((v.size(0), v.size(2), q.size(3), v.size(3)), dtype=torch.float32),
+            ]
+        return made[0], made[1]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
         given = ctx.saved_tensors
-        with ctx.device.library(f"fla {ctx.name} backward", dout, *given) as made:
-            made += [torch.empty_like(x) for x in given if x is not None]
-        return None, None, *made, *(None,) * (4 - len(made))
+        with ctx.device.library(f"fla {ctx.name} backward", dout, dfinal, *given) as made:
+            grads = [None if x is None else torch.empty_like(x) for x in given]
+            made += [x for x in grads if x is not None]
+        return None, None, *grads
 
 
 def _put(patch: pytest.MonkeyPatch, module: ModuleType) -> None:

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CUDA = torch.device("cuda:0")
 _META = torch.device("meta")
 Start = Callable[..., "FakeCuda"]
-"""Starts a device; takes flash (generation) and capability."""
+"""Starts a device; takes flash (generation), capability and triton (version, for fla)."""
 
 
 class MixedDevicesError(RuntimeError):

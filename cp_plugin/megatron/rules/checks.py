@@ -131,7 +131,7 @@ def _check_kernels(settings: Settings, model: Model, device: torch.device) -> No
     """ValueError for calls that no kernel of the device can do."""
     if "linear" in model.resolved:
         call, (_, options) = model.resolved["linear"].problem, settings.of("linear")
-        kernels.choose(options.backend, device, call.dtype, call.documents, call.decay, call.delta)
+        kernels.choose(options.backend, device, call)
     if "softmax" in model.resolved:
         blocks.choose(settings.options, model.problem, device)
         traced_blocks.refuse_tiles(settings.provider, model.problem, settings.options, device)

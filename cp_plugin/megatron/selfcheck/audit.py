@@ -22,13 +22,14 @@ from rich.table import Table
 
 from cp_plugin import __version__
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.flags import option_flags
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
-from cp_plugin.megatron.patches import hybrid, patching
+from cp_plugin.megatron.patches import delta_net, hybrid, patching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,9 @@ def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
             elif hybrid.keeps_layout(module):
                 if isinstance(module, TransformerLayer) or type(module).__name__ == "MambaLayer":
                     found["states"].append(label)
+                if delta_net.replaced(module):
+                    options = runtime.context_parallel(kind="linear").options
+                    backends.add(_linear_kernel(options, module.config.params_dtype, chunk))
             elif name.rpartition(".")[2] == "core_attention" or _is_other_attention(module):
                 found["missed"].append(f"{label} ({type(module).__name__})")
             if hybrid.converts(module):
@@ -179,14 +183,24 @@ def _show_linear(table: Table, layers: int) -> None:
 
 
 def _backend(module: AnyCoreAttention, chunk: torch.nn.Module) -> str:
-    options = module.context_parallel.options
-    device = next((p.device for p in chunk.parameters()), torch.device("cpu"))
+    options, dtype = module.context_parallel.options, module.config.params_dtype
     if module.kind == "linear":
-        kernel = kernels.choose(options.backend, device, module.config.params_dtype, documents=False)
-        return f"{kernel.name}: linear attention"
+        return _linear_kernel(options, dtype, chunk)
     sizes = {"head_dim": module.head_dim, "v_head_dim": module.v_head_dim}
-    chosen = blocks.choose(options, Problem(size=1, dtype=module.config.params_dtype, **sizes), device)
+    chosen = blocks.choose(options, Problem(size=1, dtype=dtype, **sizes), _device(chunk))
     return f"{chosen.name}: {chosen.why}"
+
+
+def _linear_kernel(options: Options, dtype: torch.dtype, chunk: torch.nn.Module) -> str:
+    """The kernel of linear attention, or of gated delta net, and why."""
+    model = runtime.model()
+    problem = Problem(size=1, dtype=dtype) if model is None else model.resolved["linear"].problem
+    chosen = kernels.choose(options.backend, _device(chunk), problem)
+    return f"{chosen.kernel.name}: linear attention, {chosen.why}"
+
+
+def _device(chunk: torch.nn.Module) -> torch.device:
+    return next((p.device for p in chunk.parameters()), torch.device("cpu"))
 
 
 def _axis_ranks() -> dict[str, tuple[int, ...]]:

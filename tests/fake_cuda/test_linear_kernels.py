@@ -1,0 +1,96 @@
+"""Which kernel of linear attention runs on a device, by what fla and Triton refuse there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_device import CUDA, Start
+
+from cp_plugin import Problem
+from cp_plugin.linear import fla, kernels
+
+CPU, HALF = torch.device("cpu"), Problem(size=4)
+PER_HEAD, GATED, PER_KEY = (replace(HALF, decay=decay) for decay in ("head", "token", "key"))
+DELTA, GATED_DELTA, KDA = (replace(problem, delta=True) for problem in (HALF, GATED, PER_KEY))
+ALL = (HALF, PER_HEAD, GATED, PER_KEY, DELTA, GATED_DELTA, KDA)
+HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+
+
+def chosen(problem: Problem, device: torch.device = CUDA) -> str:
+    return kernels.choose("auto", device, problem).kernel.name
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("triton", ["3.3.1", "3.4.0", "3.6.0", "3.7.0", "3.7.1", "3.8.0+git1"])
+def test_a_gated_backward_on_hopper_needs_another_triton(gpu: Start, capability: tuple[int, int], triton: str) -> None:
+    """As ``chunk_bwd_dqkwg`` of fla-core 0.6.0 (ops/common/chunk_o.py) refuses, with a gate that two functions pass."""
+    gpu(capability=capability, triton=triton)
+    bad = capability == HOPPER and triton in ("3.4.0", "3.6.0", "3.7.0")
+    refused = {PER_HEAD, GATED, GATED_DELTA} if bad else set()
+    assert [p for p in ALL if chosen(p) == "chunked"] == [p for p in ALL if p in refused]
+    for problem in refused:
+        why = f"Triton {triton} miscompiles the backward .* Hopper .*: Triton 3.7.1 or newer, or one before 3.4.0, is"
+        with pytest.raises(ValueError, match=rf"^backend fla: {why} needed; use chunked, or auto$"):
+            kernels.choose("fla", CUDA, problem)
+        assert f"plain torch, since fla does not run: Triton {triton}" in kernels.choose("auto", CUDA, problem).why
+        assert kernels.unsupported("fla", CUDA, problem) and not kernels.unsupported("chunked", CUDA, problem)
+
+
+def test_tilelang_runs_the_gated_delta_rule_alone(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(triton="3.6.0")
+    monkeypatch.setattr(fla, "_tilelang", lambda: True)
+    assert [p for p in ALL if chosen(p) == "chunked"] == [PER_HEAD, GATED]
+
+
+def test_old_gpus_and_old_versions(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(capability=(7, 5))
+    with pytest.raises(
+        ValueError, match=r"need a GPU of compute capability 8\.0 \(Ampere\) or newer, .* has 7\.5; use"
+    ):
+        kernels.choose("fla", CUDA, HALF)
+    assert chosen(HALF) == chosen(DELTA) == "chunked"
+    monkeypatch.setattr(fla, "version", lambda: "0.5.1")
+    with pytest.raises(ValueError, match=r"fla-core 0\.5\.1 is too old \(pip install 'fla-core>=0\.5\.2'\)"):
+        kernels.choose("fla", CUDA, HALF)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (replace(HALF, dtype=torch.float64), "do not compute in float64"),
+        (replace(DELTA, dtype=torch.float32), "of the delta rule take half precision only"),
+        (replace(DELTA, head_dim=512), "take keys of at most 256 dimensions, not 512"),
+        (replace(HALF, documents=True), "packed documents for a batch of one only"),
+    ],
+)
+def test_what_fla_cannot_compute_anywhere(gpu: Start, problem: Problem, reason: str) -> None:
+    gpu()
+    with pytest.raises(ValueError, match=f"^backend fla: .*{reason}.*; use chunked, or auto$"):
+        kernels.choose("fla", CUDA, problem)
+    assert chosen(problem) == chosen(replace(problem, decay="key")) == "chunked"
+    assert chosen(replace(HALF, dtype=torch.float32)) == chosen(replace(HALF, head_dim=512)) == "fla"
+
+
+@pytest.mark.parametrize("lacks", ["library", "gpu"])
+@pytest.mark.parametrize("problem", [PER_KEY, KDA])
+def test_a_decay_per_key_asks_for_its_kernels(
+    gpu: Start, monkeypatch: pytest.MonkeyPatch, problem: Problem, lacks: str
+) -> None:
+    """Plain torch is a choice there, and not what ``auto`` falls back to for what the machine lacks."""
+    gpu(capability=AMPERE if lacks == "library" else (7, 5))
+    monkeypatch.setattr(fla, "installed", lambda: lacks != "library")
+    reason = r"is not installed \(pip install 'cp-plugin\[fla\]'\)" if lacks == "library" else "or newer, .* 7.5"
+    with pytest.raises(ValueError, match=rf"auto: .*gla.*: .*{reason}\. .* --cp-backend chunked"):
+        kernels.choose("auto", CUDA, problem)
+    assert kernels.choose("chunked", CUDA, problem).kernel.name == "chunked"
+    assert chosen(replace(problem, decay="none")) == "chunked" == chosen(problem, CPU)
+
+
+def test_on_the_cpu(gpu: Start) -> None:
+    assert chosen(HALF, CPU) == "chunked"
+    with pytest.raises(ValueError, match="backend fla: its Triton kernels need a CUDA device, and this is cpu"):
+        kernels.choose("fla", CPU, HALF)
+    with pytest.raises(ValueError, match="unknown backend 'sdpa'"):
+        kernels.unsupported("sdpa", CPU, HALF)

@@ -1,0 +1,75 @@
+"""Fake of flash-linear-attention: recorded parameters, and what its functions require of our calls.
+
+install(patch, reference)     values by the recurrence
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.machinery import ModuleSpec
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from library_signatures import FLA, function, recorded
+from torch import Tensor
+
+from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.linear import recurrence
+from cp_plugin.linear.tokens import Tokens
+
+NEWEST = "0.6.0"
+GIVEN = ("q", "k", "v", "g", "beta", "initial_state")
+USED = {*GIVEN, "scale", "output_final_state"}
+DELTA = {"chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda"}
+Body = Callable[[str, dict[str, Tensor | None], bool], tuple[Tensor, Tensor | None]]
+"""(function, tensors by name, whether the final state is wanted) -> out and that state."""
+
+
+def install(patch: pytest.MonkeyPatch, body: Body, version: str = NEWEST) -> None:
+    """Put the functions of that version into ``sys.modules``."""
+    for package in ("fla", "fla.ops"):
+        _put(patch, ModuleType(package))
+    for package, name in FLA.items():
+        module, parameters = ModuleType(f"fla.ops.{package}"), recorded("fla", version, name)
+        plain = function(name, parameters, dict)
+        defaults = {key: one.default for key, one in signature(plain).parameters.items()}
+        setattr(module, name, function(name, parameters, partial(_checked, name, defaults, body)))
+        _put(patch, module)
+
+
+def _checked(name: str, defaults: dict[str, Any], body: Body, given: dict[str, Any]) -> Any:
+    for key, value in given.items():
+        assert key in USED or key == "kwargs" or value == defaults[key], f"{name}: {key} is {value}"
+    assert not given.get("kwargs") and given["scale"] == 1.0
+    tensors = {key: given.get(key) for key in GIVEN}
+    q, k, v, g, beta, initial = tensors.values()
+    (*rows, d), e = q.shape, v.size(3)
+    assert q.shape == k.shape and v.shape == (*rows, e) and q.dtype == k.dtype == v.dtype
+    assert all(y is None or y.is_contiguous() for y in tensors.values())
+    wide = accumulation_dtype(q.dtype)
+    by_key, gated = name in ("chunk_gla", "chunk_kda"), name != "chunk_delta_rule"
+    assert gated or g is None
+    assert (g is None and not by_key) or (g.shape == ((*rows, d) if by_key else (*rows,)) and g.dtype == wide)
+    assert (beta is not None) == (name in DELTA) and (beta is None or beta.shape == (*rows,))
+    assert name not in DELTA or (q.dtype != torch.float32 and d <= 256)
+    assert d % 2 == 0 and e % 2 == 0, f"{name}: rows of {d} and {e} numbers"
+    assert initial is None or (initial.shape == (rows[0], rows[2], d, e) and initial.dtype == wide)
+    return body(name, tensors, given["output_final_state"])
+
+
+def reference(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tuple[Tensor, Tensor | None]:
+    q, k, v, g, beta, initial = tensors.values()
+    g = None if g is None else g if g.dim() == 4 else g.unsqueeze(3)
+    x = Tokens(*(None if y is None else y.transpose(0, 1) for y in (q, k, v, g, beta)))
+    out, final = recurrence.run(x, initial)
+    return out.transpose(0, 1).to(q.dtype), final if wanted else None
+
+
+def _put(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    patch.setitem(sys.modules, module.__name__, module)
