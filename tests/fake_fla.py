@@ -1,6 +1,8 @@
 """Fake of flash-linear-attention: recorded parameters, and what its functions require of our calls.
 
 install(patch, reference)     values by the recurrence
+install(patch, rounded)       the delta rule as rounded on a GPU: operands of products in half precision, sums and the
+                              state between chunks in float32
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from torch import Tensor
 
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import recurrence
-from cp_plugin.linear.tokens import Tokens
+from cp_plugin.linear.decayed import edges, times
+from cp_plugin.linear.products import scores
+from cp_plugin.linear.tokens import Tokens, by_group, in_chunks, slabs
 
 NEWEST = "0.6.0"
 GIVEN = ("q", "k", "v", "g", "beta", "initial_state")
@@ -68,6 +72,33 @@ def reference(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tup
     x = Tokens(*(None if y is None else y.transpose(0, 1) for y in (q, k, v, g, beta)))
     out, final = recurrence.run(x, initial)
     return out.transpose(0, 1).to(q.dtype), final if wanted else None
+
+
+def rounded(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tuple[Tensor, Tensor | None]:
+    """The delta rule in chunks, with the roundings of fla's kernels."""
+    q, k, v, g, beta, state = tensors.values()
+    g = None if g is None else g if g.dim() == 4 else g.unsqueeze(3)
+    x = Tokens(*(None if y is None else y.transpose(0, 1) for y in (q, k, v, g, beta)))
+    state = torch.zeros(q.size(0), q.size(2), q.size(3), v.size(3)) if state is None else state
+    outs = []
+    for chunk in slabs(in_chunks(x), q.size(0)):
+        q32, k32, v32, b32 = by_group(chunk).float(), chunk.k.float(), chunk.v.float(), chunk.beta.float().unsqueeze(3)
+        read, write, through = edges(chunk)
+        pairs = scores(torch.cat((k32.unsqueeze(3), q32), 3), k32 * b32, chunk)
+        sides = torch.cat((v32, times(k32, read)), 3).permute(1, 2, 0, 3)
+        solved = torch.linalg.solve_triangular(pairs[:, :, 0], sides, upper=False, unitriangular=True)
+        u, w = (_half(y) for y in solved.split((v.size(3), k.size(3)), 3))
+        new = _half(u - w @ _half(state))
+        queries = _half(times(q32.squeeze(3), read)).permute(1, 2, 0, 3)
+        outs.append((queries @ _half(state) + _half(pairs[:, :, 1]) @ new).permute(0, 2, 1, 3))
+        state = (1 if through is None else through.unsqueeze(3)) * state
+        state = state + torch.einsum("tbgd,bgte->bgde", _half(times(k32 * b32, write)), new)
+    return torch.cat(outs, 1)[:, : q.size(1)].to(q.dtype), state if wanted else None
+
+
+def _half(x: Tensor) -> Tensor:
+    """Rounded; its gradient is not."""
+    return x + (x.to(torch.bfloat16).float() - x).detach()
 
 
 def _put(patch: pytest.MonkeyPatch, module: ModuleType) -> None:

@@ -23,6 +23,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.problem import Decay, Problem
 from cp_plugin.linear.kernels import Kernel
+from cp_plugin.linear.passes import Pass
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods.lasp2 import Lasp2
 from cp_plugin.methods.protocol import Scan
@@ -47,6 +48,9 @@ class Segmented:
 
     def backward(self, dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
         return self.kernel.backward(dout, x)
+
+    def segment(self, x: Tokens, kept: tuple[Tensor, ...] | None = None) -> Pass:
+        return self.kernel.segment(x, kept)
 
     def fold(self, y: Tensor | None, backwards: Tensor | None = None) -> Tensor | None:
         """Token dimension to batch: ``[s, b, ...] -> [t, directions * segments * b, ...]``.

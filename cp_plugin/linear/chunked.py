@@ -41,6 +41,8 @@ def extend(x: Tokens, before: Tensor | None) -> tuple[Tensor, Tensor]:
 
     before: the state after all earlier tokens, ``[b, g, d, e]``; None at the start.
     """
+    if x.beta is not None:
+        return delta.Delta(x).run(before)
     here, out = segment.of(x), forward(x)
     if before is None:
         return out, here.left

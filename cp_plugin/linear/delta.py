@@ -69,9 +69,13 @@ class Delta:
         identity = torch.eye(each.size(-1), dtype=each.dtype, device=each.device).expand(each.shape[1:])
         return scan.states(torch.zeros_like(each), each, identity)[-1]
 
-    def outputs(self) -> Tensor:
-        """From a zero state: ``[t, b, h, e]`` in the accumulation dtype."""
-        return self._unfolded(self._chunks.own + self._read(self._states()))
+    def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs ``[t, b, h, e]`` and the state after the segment, in the accumulation dtype.
+
+        initial: the state before it, ``[b, g, d, e]``; None: zero.
+        """
+        states = self._states(initial)
+        return self._unfolded(self._chunks.own + self._read(states)), states[-1]
 
     def read(self, incoming: Tensor) -> Tensor:
         each = self._by_chunk(self._chunks.through)
@@ -84,9 +88,9 @@ class Delta:
         grads = self._by_chunk(torch.einsum("tbgrd,tbgre->bgde", q, folded))
         return scan.states(grads.flip(0), self._by_chunk(self._chunks.through).mT.flip(0))[-1]
 
-    def _states(self) -> Tensor:
-        """Before each chunk and after the last, from zero."""
-        return scan.states(self._by_chunk(self._chunks.left), self._by_chunk(self._chunks.through))
+    def _states(self, initial: Tensor | None = None) -> Tensor:
+        """Before each chunk and after the last."""
+        return scan.states(self._by_chunk(self._chunks.left), self._by_chunk(self._chunks.through), initial)
 
     def _read(self, states: Tensor) -> Tensor:
         return torch.einsum("tbgrd,bgde->tbgre", self._chunks.queries, states[:-1].flatten(0, 1))
@@ -100,7 +104,7 @@ class Delta:
 
 def forward(x: Tokens) -> Tensor:
     """The delta rule on each segment from a zero state: ``[t, b, h, e]`` in the accumulation dtype."""
-    return Delta(x).outputs()
+    return Delta(x).run()[0]
 
 
 def _in_slabs(x: Tokens) -> Chunks:

@@ -113,6 +113,17 @@ def forward(x: Tokens) -> Tensor:
     return _call(x)[0].to(accumulation_dtype(x.q.dtype))
 
 
+def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Outputs ``[t, b, h, e]`` in q's dtype, and the final state ``[b, g, d, e]``; differentiable.
+
+    States are in the accumulation dtype. initial: the state before the first token; None: zero.
+    """
+    repeat = x.q.size(2) // x.k.size(2)
+    state = None if initial is None else _of_heads(initial, repeat, 1).contiguous()
+    out, final = _call(x, initial_state=state, output_final_state=True)
+    return out, final[:, ::repeat]
+
+
 def _call(x: Tokens, **of_states: Any) -> tuple[Tensor, Any]:
     repeat, wide = x.q.size(2) // x.k.size(2), accumulation_dtype(x.q.dtype)
     q, k, v = (_of_heads(y, n, 2).transpose(0, 1) for y, n in ((x.q, 1), (x.k, repeat), (x.v, repeat)))

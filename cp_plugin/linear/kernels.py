@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear import chunked, fla, recurrence
+from cp_plugin.linear.passes import Added, InChunks, Pass, Widened
 from cp_plugin.linear.segment import recomputed
 from cp_plugin.linear.tokens import Tokens
 
@@ -23,10 +24,23 @@ class Kernel(NamedTuple):
     """Outputs ``[t, b, h, e]`` in the accumulation dtype."""
     backward: Callable[[Tensor, Tokens], tuple[Tensor, ...]]
     """(dout, tokens) -> gradients of ``Tokens.differentiable``."""
+    delta: Callable[[Tokens, tuple[Tensor, ...] | None], Pass] = InChunks
+    """``segment`` under the delta rule."""
+
+    def segment(self, x: Tokens, kept: tuple[Tensor, ...] | None = None) -> Pass:
+        """A segment in one pass.
+
+        kept: in a backward, what the forward's pass kept.
+        """
+        return Added(self.forward, self.backward, x, kept) if x.beta is None else self.delta(x, kept)
 
 
-_FORWARDS = {"fla": fla.forward, "chunked": chunked.forward, "reference": recurrence.forward}
-KERNELS = {name: Kernel(name, forward, partial(recomputed, forward)) for name, forward in _FORWARDS.items()}
+_FORWARDS = {
+    "fla": (fla.forward, partial(Widened, fla.run)),
+    "chunked": (chunked.forward, InChunks),
+    "reference": (recurrence.forward, partial(Widened, recurrence.run)),
+}
+KERNELS = {name: Kernel(name, one, partial(recomputed, one), delta) for name, (one, delta) in _FORWARDS.items()}
 """``auto`` prefers fla and falls back to chunked."""
 
 

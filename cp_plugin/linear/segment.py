@@ -57,8 +57,7 @@ def recomputed(forward: Callable[[Tokens], Tensor], dout: Tensor, x: Tokens) -> 
     """Gradients of ``x.differentiable``, by recomputing the forward."""
     with torch.enable_grad():
         x = detached(x)
-        out = forward(x)
-        return gradients((out * dout.to(out.dtype)).sum(), x.differentiable)
+        return gradients([(forward(x), dout)], x.differentiable)
 
 
 def detached(x: Tokens) -> Tokens:
@@ -66,18 +65,40 @@ def detached(x: Tokens) -> Tokens:
     return Tokens(*(None if t is None else t.detach().requires_grad_() for t in x[:-1]), x.starts)
 
 
-def at_edges(dout: Tensor, x: Tokens, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
-    """Gradients through the incoming and the outgoing state; ``outgoing`` is the latter's gradient."""
+def differentiable(x: Tokens) -> tuple[Tokens, Segment]:
+    """The tokens as autograd leaves, and the segment of these."""
     with torch.enable_grad():
-        x = detached(x)
-        here = of(x)
-        added = here.read(incoming)
-        left = after(incoming, here.left, here.through)
-        return gradients((added * dout.to(added.dtype)).sum() + (left * outgoing).sum(), x.differentiable)
+        leaves = detached(x)
+        return leaves, of(leaves)
 
 
-def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of a scalar with respect to all leaves; zeros for unused ones."""
-    if not loss.requires_grad:
+def at_edges(dout: Tensor, leaves: Tokens, here: Segment, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
+    """Gradients through the incoming and the outgoing state of a ``differentiable`` segment.
+
+    outgoing: the gradient of the outgoing state.
+    """
+    with torch.enable_grad():
+        after_it = after(incoming, here.left, here.through)
+        return gradients([(here.read(incoming), dout), (after_it, outgoing)], leaves.differentiable)
+
+
+def of_run(
+    run: Callable[[Tokens, Tensor], tuple[Tensor, Tensor]],
+    leaves: Tokens,
+    dout: Tensor,
+    incoming: Tensor,
+    outgoing: Tensor,
+) -> tuple[Tensor, ...]:
+    """Gradients of a run from the incoming state, which returns outputs and the outgoing state."""
+    with torch.enable_grad():
+        out, after_it = run(leaves, incoming)
+        return gradients([(out, dout), (after_it, outgoing)], leaves.differentiable)
+
+
+def gradients(results: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of all leaves, from (result, gradient of it); zeros for unused ones."""
+    used = [(out, dout.to(out.dtype)) for out, dout in results if out.requires_grad]
+    if not used:
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
-    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    outs, douts = zip(*used, strict=True)
+    return torch.autograd.grad(outs, leaves, douts, allow_unused=True, materialize_grads=True)

@@ -39,19 +39,16 @@ class States(ABC):
     parts: Parts
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        here = segment.of(x)
+        here = self.parts.segment(x)
         arriving = self._carry(here.left, here.through, back=False)  # post
-        out = self.parts.forward(x)  # compute
+        out = here.outputs()  # compute
         incoming = arriving.wait()  # wait
-        return out + here.read(incoming), (incoming,)  # add
+        return out + here.read(incoming), (incoming, *here.kept)  # add
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        here = segment.of(x)
+        here = self.parts.segment(x, kept[1:])
         arriving = self._carry(here.read_back(dout), scan.transposed(here.through), back=True)  # post
-        inside = self.parts.backward(dout, x)  # compute
-        outgoing = arriving.wait()  # wait
-        at_edges = segment.at_edges(dout, x, kept[0], outgoing)
-        return tuple(a + b for a, b in zip(inside, at_edges, strict=True))  # add
+        return here.gradients(dout, kept[0], arriving.wait)  # compute, wait, add
 
     @abstractmethod
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
@@ -87,7 +84,7 @@ class Lasp2(States):
 
     def final(self, x: Tokens) -> Tensor:
         """The state after the last token, on every rank: ``[b, g, d, e]``."""
-        here = segment.of(x)
+        here = self.parts.segment(x)
         return self._scan(self._gather(here.left, here.through).wait())[1]
 
     def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -95,9 +92,9 @@ class Lasp2(States):
 
         initial: the state before the first token, ``[b, g, d, e]``; None: zero.
         """
-        here = segment.of(x)
+        here = self.parts.segment(x)
         gathering = self._gather(here.left, here.through)
-        out = self.parts.forward(x)
+        out = here.outputs()
         before, final = self._scan(gathering.wait(), initial=initial)
         return out + here.read(torch.cat(before)), final
 
@@ -134,8 +131,9 @@ class Summed(States):
         return here.read(total), (total,)
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        total = self._carry(segment.of(x).read_back(dout), None, back=True).wait()
-        return segment.at_edges(dout, x, kept[0], total)
+        leaves, here = segment.differentiable(x)
+        total = self._carry(here.read_back(dout), None, back=True).wait()
+        return segment.at_edges(dout, leaves, here, kept[0], total)
 
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
         """The sum of all ranks' states, once for each of this rank's segments."""

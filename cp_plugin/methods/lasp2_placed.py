@@ -48,12 +48,12 @@ class Placed:
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         cuts = self._mine()
         pieces, douts = [_rows(x, cut) for cut in cuts], [dout[cut.start : cut.stop] for cut in cuts]
-        maps = [segment.of(piece) for piece in pieces]
+        leaves, maps = zip(*map(segment.differentiable, pieces), strict=True) if pieces else ((), ())
         read_back = [each.read_back(dout) for each, dout in zip(maps, douts, strict=True)]
         gathering = self._gather(read_back, [scan.transposed(each.through) for each in maps], x)  # post
         found = tuple(grad.clone() for grad in self.parts.backward(dout, self._apart(x)))  # compute
         outgoing = self._before(gathering.wait(), back=True)  # wait
-        for cut, *of_piece in zip(cuts, douts, pieces, kept, outgoing, strict=True):
+        for cut, *of_piece in zip(cuts, douts, leaves, maps, kept, outgoing, strict=True):
             for total, grad in zip(found, segment.at_edges(*of_piece), strict=True):
                 total[cut.start : cut.stop] += grad  # add
         return found

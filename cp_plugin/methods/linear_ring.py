@@ -50,8 +50,7 @@ class LinearRing:
             with torch.enable_grad():  # compute
                 block = segment.detached(x._replace(k=kv.k, v=kv.v))
                 here = KeyValues(block.k, block.v, owners=kv.owners)
-                loss = (self._product(block, here, dout) * dout).sum()
-                grads = segment.gradients(loss, block.differentiable)
+                grads = segment.gradients([(self._product(block, here, dout), dout)], block.differentiable)
             dq = dq + grads[0]
             if step == 0:  # this rank's own share stays
                 own = [a + b for a, b in zip(own, grads[1:], strict=True)]

@@ -17,6 +17,7 @@ from cp_plugin.comm import Mesh
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
+from cp_plugin.linear.passes import Pass
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.placement.documents import Cut
 
@@ -63,6 +64,8 @@ class Parts(Protocol):
     """Outputs of every segment from a zero state."""
     backward: Callable[[Tensor, Tokens], tuple[Tensor, ...]]
     """dout and the tokens -> gradients of ``Tokens.differentiable``."""
+    segment: Callable[..., Pass]
+    """The tokens, and in a backward what the forward's pass kept -> the segment by this kernel, in one pass."""
 
 
 class Scan(Protocol):

@@ -34,7 +34,9 @@ class LinearCase:
 
     decay: Decay = "none"
     delta: bool = False
-    """By the delta rule, with keys of norm 1 and beta from 0 to 2."""
+    """By the delta rule, with keys of norm 1."""
+    beta: float = 2.0
+    """The largest; the smallest is 0."""
     causal: bool = True
     documents: bool = False
     seq_length: int = 96
@@ -69,7 +71,7 @@ class LinearCase:
         beta = None
         if self.delta:
             k = torch.nn.functional.normalize(k.double(), dim=3).to(dtype)
-            beta = (2 * torch.rand(k.shape[:3], generator=g, dtype=torch.float64)).to(dtype)
+            beta = (self.beta * torch.rand(k.shape[:3], generator=g, dtype=torch.float64)).to(dtype)
         shapes = {"head": (self.kv_heads,), "token": k.shape[:3], "key": k.shape}
         if self.decay == "none":
             return Values(q, k, v, None, beta, dout)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import fake_fla
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
-from cp_plugin.linear import chunked, kernels, recurrence, scan, segment
+from cp_plugin.linear import chunked, delta, kernels, passes, recurrence, scan, segment
 from cp_plugin.linear.segment import recomputed
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods import registry as providers
@@ -166,6 +167,63 @@ def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
     formula = providers.get("lasp2").traffic(replace(described(case, size), placed=placed), Options(), 0)
     assert set(ledgers[0]) == {("forward", "cp"), ("backward", "cp")}
     assert all(sent == formula for sent in ledgers)
+
+
+@decays
+@pytest.mark.parametrize(("provider", "layout"), [("lasp2", "zigzag"), ("zeco", "contiguous"), ("lasp1", "zigzag")])
+def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: str, decay: Any) -> None:
+    """As fla's, which run only on GPUs: by ``passes.Widened``, here around the recurrence."""
+    case = LinearCase(decay=decay, delta=True)
+    for size in (1, 2, 4):
+        for got in on_threads(provider, size, case, layout=layout, backend="reference"):
+            assert max(map(distance, got, case.want())) <= 1e-9, size
+    want = case.want(torch.bfloat16)
+    alone = attend(ContextParallel(provider, backend="reference"), case, torch.bfloat16)
+    for size in (2, 4):
+        got = on_threads(provider, size, case, torch.bfloat16, layout=layout, backend="reference")[0]
+        for x, error, single in zip(got, map(distance, got, want), map(distance, alone, want), strict=True):
+            assert error <= (2 * single if x.dtype == torch.bfloat16 else 1e-4), size
+
+
+@pytest.mark.parametrize("decay", ["none", "token", "key"])
+@pytest.mark.parametrize("beta", [1.0, 0.02])
+def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPatch, decay: Any, beta: float) -> None:
+    """Maps of the state as its kernels have them, from products in half precision: at most twice the error of one rank,
+    or one rounding of bfloat16 (the fake's backward rounds less, so one rank's gradient of the decay is better than that).
+
+    beta: a state is replaced soon, or lives through all ranks.
+    """
+    fake_fla.install(monkeypatch, fake_fla.rounded)
+    monkeypatch.setitem(kernels.KERNELS, "chunked", kernels.KERNELS["fla"])
+    case = LinearCase(delta=True, decay=decay, seq_length=1024, batch=1, head_dim=16, v_head_dim=16, beta=beta)
+    want = case.want(torch.bfloat16)
+    alone = list(map(distance, attend(ContextParallel("lasp2"), case, torch.bfloat16), want))
+    for size in (2, 8):
+        got = list(map(distance, on_threads("lasp2", size, case, torch.bfloat16)[0], want))
+        assert all(error <= max(2 * one, 2**-8) for error, one in zip(got, alone, strict=True)), (size, got, alone)
+
+
+@pytest.mark.parametrize("provider", ["lasp2", "zeco"])
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_a_segment_is_built_once_in_each_pass(monkeypatch: pytest.MonkeyPatch, provider: str, backend: str) -> None:
+    """Under the delta rule: its maps and outputs, then its maps and gradients; or by a kernel that kept the maps."""
+    case, built = LinearCase(delta=True, decay="token", seq_length=512), []
+    watched = {"chunked": (delta, "_of_chunks"), "reference": (recurrence, "run")}[backend]
+    inner = getattr(*watched)
+
+    def outer(x: Tokens, initial: Tensor | None = None) -> Any:
+        built.append((torch.is_grad_enabled(), x.v.size(3)))
+        return inner(x) if backend == "chunked" else inner(x, initial)
+
+    if backend == "chunked":
+        monkeypatch.setattr(*watched, outer)
+    else:
+        kernel = kernels.KERNELS[backend]._replace(delta=partial(passes.Widened, outer))
+        monkeypatch.setitem(kernels.KERNELS, backend, kernel)
+    cp = ContextParallel(provider, mesh=TraceMesh({"cp": 4}, 1), backend=backend)
+    on_shards(cp, case)
+    d, e = case.head_dim, case.v_head_dim
+    assert built == {"chunked": [(False, e), (True, e)], "reference": [(False, e + d), (True, e)]}[backend]
 
 
 def test_uncut_documents_send_no_states() -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import elu, silu
 
 from cp_plugin import ContextParallel
 from cp_plugin.linear import fla, recurrence
-from cp_plugin.linear.segment import recomputed
+from cp_plugin.linear.segment import detached, of_run
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.linear.variants import EPSILON, Heads, LinearAttention, feature_dim, get, variants
 
@@ -190,7 +190,7 @@ FLA = {
 def test_the_adapter_to_flash_linear_attention(
     decay: int | None, delta: bool, values: int, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its layout, head repetition, even rows, decays and beta, with the recurrence in the place of the Triton
+    """Its layout, head repetition, even rows, decays, beta and states, with the recurrence in the place of the Triton
     kernels (no GPU here)."""
     called = set()
 
@@ -205,9 +205,11 @@ def test_the_adapter_to_flash_linear_attention(
         k = torch.nn.functional.normalize(k, dim=3)
     v = torch.cat((v, torch.ones_like(v[..., : values - D])), 3)
     x = Tokens(q, k, v, None if decay is None else -gate.abs()[..., :decay], beta)
-    dout = torch.randn(*q.shape[:3], values, dtype=torch.float64)
-    found, want = (recomputed(kernel.forward, dout, x) for kernel in (fla, recurrence))
-    for a, b in zip((fla.forward(x), *found), (recurrence.forward(x), *want), strict=True):
+    torch.testing.assert_close(fla.forward(x), recurrence.forward(x))
+    state = torch.randn(*k.shape[1:], values, dtype=torch.float64)
+    dout, dfinal = torch.randn(*q.shape[:3], values, dtype=torch.float64), torch.randn_like(state)
+    found, want = (of_run(run, detached(x), dout, state, dfinal) for run in (fla.run, recurrence.run))
+    for a, b in zip((*fla.run(x, state), *found), (*recurrence.run(x, state), *want), strict=True):
         torch.testing.assert_close(a, b)
     assert called == {FLA[decay, delta]}
 

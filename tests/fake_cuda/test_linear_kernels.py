@@ -1,12 +1,14 @@
-"""Which kernel of linear attention runs on a device, by what fla and Triton refuse there."""
+"""Which kernel of linear attention runs on a device, by what fla and Triton refuse there; calls of the delta rule."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from fake_device import CUDA, Start
+from device_cases import Linear, leaf
+from fake_device import CUDA, Start, once_warm
 
 from cp_plugin import Problem
 from cp_plugin.linear import fla, kernels
@@ -94,3 +96,31 @@ def test_on_the_cpu(gpu: Start) -> None:
         kernels.choose("fla", CPU, HALF)
     with pytest.raises(ValueError, match="unknown backend 'sdpa'"):
         kernels.unsupported("sdpa", CPU, HALF)
+
+
+@pytest.mark.parametrize("provider", ["lasp2", "lasp1", "zeco"])
+@pytest.mark.parametrize("decay", [None, (), (16,)], ids=["no decay", "a decay per token", "a decay per key"])
+def test_fla_runs_the_delta_rule_once_in_each_pass(gpu: Start, provider: str, decay: tuple[int, ...] | None) -> None:
+    """Outputs and maps from one call; in the backward one more call and its backward, and no triangular system."""
+    name = {None: "chunk_delta_rule", (): "chunk_gated_delta_rule", (16,): "chunk_kda"}[decay]
+    device, tokens = gpu(), 128
+    q, k, v, beta = leaf(tokens, 1, 4, 16), leaf(tokens, 1, 2, 16), leaf(tokens, 1, 2, 16), leaf(tokens, 1, 2)
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "beta": beta}
+    if decay is not None:
+        given["log_decay"] = leaf(tokens, 1, 2, *decay, dtype=torch.float32)
+    cp = Linear(variant="basic", provider=provider, backend="auto").context_parallel()
+    leaves = list(given.values())
+
+    def backward(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, leaves, torch.empty_like(out), retain_graph=True)
+
+    out = once_warm(device, lambda: cp.linear_attention(**given))
+    assert _library_calls(device.launches) == [f"fla {name} forward"]
+    grads = once_warm(device, lambda: backward(out))
+    assert [g.shape for g in grads] == [x.shape for x in given.values()]
+    assert _library_calls(device.launches) == [f"fla {name} forward", f"fla {name} backward"]
+
+
+def _library_calls(launches: list[Any]) -> list[str]:
+    assert not any("triangular" in launch.name for launch in launches)
+    return [launch.name for launch in launches if launch.name.startswith("fla ")]
