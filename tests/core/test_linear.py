@@ -188,8 +188,8 @@ def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: 
 @pytest.mark.parametrize("decay", ["none", "token", "key"])
 @pytest.mark.parametrize("beta", [1.0, 0.02])
 def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPatch, decay: Any, beta: float) -> None:
-    """Maps of the state as its kernels have them, from products in half precision: at most twice the error of one rank,
-    or one rounding of bfloat16 (the fake's backward rounds less, so one rank's gradient of the decay is better than that).
+    """Maps of the state from products in half precision, as its kernels have them: at most twice the error of one rank,
+    or one rounding of bfloat16. (The fake's backward does not round: one rank's gradient of the decay is better.)
 
     beta: a state is replaced soon, or lives through all ranks.
     """
