@@ -107,6 +107,11 @@ def entries() -> dict[str, Entry]:
         for backend in ("auto", "chunked"):
             kernel = "fla" if backend == "auto" else backend
             found[f"linear/lasp2, {decay}/{kernel}"] = partial(linear, Linear(variant=variant, backend=backend))
+    for decay in ("no decay", "a decay per token and head"):
+        for backend in ("auto", "chunked"):
+            kernel = "fla" if backend == "auto" else backend
+            name = f"linear/lasp2, delta rule, {decay}/{kernel}"
+            found[name] = partial(delta_rule, Linear(variant="basic", backend=backend), decayed=decay != "no decay")
     for fp8_cache in (False, True):
         kept = "float8" if fp8_cache else "bfloat16"
         found[f"decode/a layer, {SLOTS} slots in {kept}/triton"] = partial(decode_layer, fp8_cache)
@@ -142,6 +147,21 @@ def linear(case: Linear, device: FakeCuda) -> dict[str, Figures]:
     inputs = (q, k, v) if decay is None else (q, k, v, decay)
     cp.linear_attention(q, k, v, decay)
     return _both(device, cp.mesh.ledger, q.numel(), lambda: cp.linear_attention(q, k, v, decay), inputs)
+
+
+def delta_rule(case: Linear, device: FakeCuda, *, decayed: bool) -> dict[str, Figures]:
+    """A call of linear attention by the delta rule."""
+    cp = case.context_parallel()
+    q, k, v = (leaf(TOKENS, 1, HEADS, SIZE) for _ in range(3))
+    decay = leaf(TOKENS, 1, HEADS, dtype=torch.float32) if decayed else None
+    beta = leaf(TOKENS, 1, HEADS)
+    inputs = (q, k, v, beta) if decay is None else (q, k, v, decay, beta)
+
+    def call() -> torch.Tensor:
+        return cp.linear_attention(q, k, v, decay, beta=beta)
+
+    call()
+    return _both(device, cp.mesh.ledger, q.numel(), call, inputs)
 
 
 def decode_layer(fp8: bool, device: FakeCuda) -> dict[str, Figures]:

@@ -207,8 +207,7 @@ def install_fla(patch: pytest.MonkeyPatch, device: FakeCuda, triton: str) -> Non
 
     def attend(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tuple[Tensor, Tensor | None]:
         assert all(x is None or x.device == CUDA for x in tensors.values())
-        out, final = _Fla.apply(device, name, *tensors.values())
-        return out, final if wanted else None
+        return _Fla.apply(device, name, wanted, *tensors.values())
 
     fake_fla.install(patch, attend)
     patch.setattr(fla, "triton_version", lambda: triton)
@@ -216,24 +215,23 @@ def install_fla(patch: pytest.MonkeyPatch, device: FakeCuda, triton: str) -> Non
 
 class _Fla(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, device: FakeCuda, name: str, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, device: FakeCuda, name: str, wanted: bool, *given: Tensor | None) -> tuple[Any, ...]:
         ctx.device, ctx.name = device, name
         ctx.save_for_backward(*given)
         q, _, v = given[:3]
         with device.library(f"fla {name} forward", *given) as made:
-            made += [
-                torch.empty_like(v),
-                v.new_empty((v.size(0), v.size(2), q.size(3), v.size(3)), dtype=torch.float32),
-            ]
-        return made[0], made[1]
+            made += [torch.empty_like(v)]
+            if wanted:
+                made += [v.new_empty((v.size(0), v.size(2), q.size(3), v.size(3)), dtype=torch.float32)]
+        return made[0], made[1] if wanted else None
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Any, ...]:
         given = ctx.saved_tensors
         with ctx.device.library(f"fla {ctx.name} backward", dout, dfinal, *given) as made:
             grads = [None if x is None else torch.empty_like(x) for x in given]
             made += [x for x in grads if x is not None]
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 def _put(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
