@@ -10,7 +10,7 @@ import torch
 from device_cases import Linear, leaf
 from fake_device import CUDA, Start, once_warm
 
-from cp_plugin import Problem
+from cp_plugin import Options, Problem
 from cp_plugin.linear import fla, kernels
 
 CPU, HALF = torch.device("cpu"), Problem(size=4)
@@ -96,6 +96,23 @@ def test_on_the_cpu(gpu: Start) -> None:
         kernels.choose("fla", CPU, HALF)
     with pytest.raises(ValueError, match="unknown backend 'sdpa'"):
         kernels.unsupported("sdpa", CPU, HALF)
+
+
+@pytest.mark.parametrize(("variant", "triton"), [("lightning", "3.6.0"), ("gla", "3.6.0"), ("lightning", "3.7.1")])
+def test_training_is_refused_before_it_starts(gpu: Start, variant: str, triton: str) -> None:
+    from cp_plugin.megatron.flags.args import Settings
+    from cp_plugin.megatron.flags.linear_flags import Linear as Layers
+    from cp_plugin.megatron.rules import checks
+
+    gpu(triton=triton)
+    for backend in ("fla", "auto"):
+        settings = Settings(linear=Layers(variant=variant, options=Options(backend=backend)))
+        model = checks.resolve(settings, HALF)
+        if (variant, triton, backend) == ("lightning", "3.6.0", "fla"):
+            with pytest.raises(ValueError, match=r"^backend fla: Triton 3\.6\.0 miscompiles .*; use chunked, or auto$"):
+                checks._check_kernels(settings, model, CUDA)
+        else:
+            checks._check_kernels(settings, model, CUDA)
 
 
 @pytest.mark.parametrize("provider", ["lasp2", "lasp1", "zeco"])
