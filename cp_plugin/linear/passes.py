@@ -53,7 +53,7 @@ class Pass(Segment, Protocol):
 class _Built:
     """Around a segment that is built once in each pass; in a backward by autograd's leaves."""
 
-    kept = ()
+    kept: tuple[Tensor, ...] = ()
 
     def __init__(self, x: Tokens, kept: tuple[Tensor, ...] | None) -> None:
         self.x = x

@@ -39,6 +39,8 @@ class States(ABC):
     parts: Parts
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if len(self.parts.order) == 1:  # no state comes before it, and none is missed after it
+            return self.parts.forward(x), ()
         here = self.parts.segment(x)
         arriving = self._carry(here.left, here.through, back=False)  # post
         out = here.outputs()  # compute
@@ -46,6 +48,8 @@ class States(ABC):
         return out + here.read(incoming), (incoming, *here.kept)  # add
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if len(self.parts.order) == 1:
+            return self.parts.backward(dout, x)
         here = self.parts.segment(x, kept[1:])
         arriving = self._carry(here.read_back(dout), scan.transposed(here.through), back=True)  # post
         return here.gradients(dout, kept[0], arriving.wait)  # compute, wait, add

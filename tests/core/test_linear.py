@@ -188,8 +188,7 @@ def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: 
 @pytest.mark.parametrize("decay", ["none", "token", "key"])
 @pytest.mark.parametrize("beta", [1.0, 0.02])
 def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPatch, decay: Any, beta: float) -> None:
-    """Maps of the state from products in half precision, as its kernels have them: at most twice the error of one rank,
-    or one rounding of bfloat16. (The fake's backward does not round: one rank's gradient of the decay is better.)
+    """At most twice the error of one rank, or one rounding of bfloat16, since the fake's backward does not round.
 
     beta: a state is replaced soon, or lives through all ranks.
     """
@@ -206,24 +205,28 @@ def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("provider", ["lasp2", "zeco"])
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 def test_a_segment_is_built_once_in_each_pass(monkeypatch: pytest.MonkeyPatch, provider: str, backend: str) -> None:
-    """Under the delta rule: its maps and outputs, then its maps and gradients; or by a kernel that kept the maps."""
+    """Its maps and outputs, then its maps and gradients; or by a kernel that kept the maps."""
     case, built = LinearCase(delta=True, decay="token", seq_length=512), []
-    watched = {"chunked": (delta, "_of_chunks"), "reference": (recurrence, "run")}[backend]
-    inner = getattr(*watched)
+    inner = {"chunked": delta._of_chunks, "reference": recurrence.run}[backend]
 
-    def outer(x: Tokens, initial: Tensor | None = None) -> Any:
+    def outer(x: Tokens, *initial: Tensor) -> Any:
         built.append((torch.is_grad_enabled(), x.v.size(3)))
-        return inner(x) if backend == "chunked" else inner(x, initial)
+        return inner(x, *initial)
 
-    if backend == "chunked":
-        monkeypatch.setattr(*watched, outer)
-    else:
+    monkeypatch.setattr(delta, "_of_chunks", outer)
+    if backend == "reference":
         kernel = kernels.KERNELS[backend]._replace(delta=partial(passes.Widened, outer))
         monkeypatch.setitem(kernels.KERNELS, backend, kernel)
     cp = ContextParallel(provider, mesh=TraceMesh({"cp": 4}, 1), backend=backend)
     on_shards(cp, case)
-    d, e = case.head_dim, case.v_head_dim
-    assert built == {"chunked": [(False, e), (True, e)], "reference": [(False, e + d), (True, e)]}[backend]
+    e, wide = case.v_head_dim, case.v_head_dim + case.head_dim
+    assert built == [(False, e if backend == "chunked" else wide), (True, e)]
+
+
+def test_one_rank_needs_no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.Kernel, "segment", None)
+    for case in (LinearCase(delta=True, decay="token"), LinearCase(decay="key", documents=True, causal=False)):
+        assert max(map(distance, attend(ContextParallel("lasp2"), case), case.want())) <= 1e-9
 
 
 def test_uncut_documents_send_no_states() -> None:
