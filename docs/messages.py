@@ -71,7 +71,7 @@ _FILLED = {
     "--cuda-graph-impl flag": "--cuda-graph-modules",
     "recipe": "--fp8-recipe mxfp8",
     "sizes of the model given": "--num-layers 0",
-    "capacity of experts and padding given": "--moe-expert-capacity-factor X",
+    "capacity of experts given": "--moe-expert-capacity-factor X",
 }
 """Value of all rules, or of the named one -> what it stands for."""
 _ANYTHING = "(?s:.*)"

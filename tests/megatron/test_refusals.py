@@ -99,6 +99,7 @@ FLAGS = dict.fromkeys(SWITCHES.split(), True) | {
 ROUTED = {
     "seq_length": 62,
     "num_experts": 4,
+    "moe_router_topk": 2,
     "moe_router_load_balancing_type": "aux_loss",
     "moe_router_enable_expert_bias": False,
     "tp_comm_overlap": False,
@@ -141,11 +142,23 @@ RUNS = {
     "determinism on CUDA": example("--deterministic-mode", device="cuda", deterministic_mode=True),
     "sequence length": example("--seq-length 62", seq_length=62),
     "losses of experts": example("--moe-aux-loss-coeff 0.01", version="0.18.2", num_experts=4, moe_aux_loss_coeff=0.01),
-    "capacity of experts and padding": padded(
-        "--moe-expert-capacity-factor 1.5 with 2 tokens of padding", moe_expert_capacity_factor=1.5
+    "capacity of experts": example(
+        "--moe-expert-capacity-factor 1.5: .*, or use a --moe-expert-capacity-factor of 2",
+        **ROUTED | {"seq_length": 64, "moe_expert_capacity_factor": 1.5},
+    ),
+    "sinkhorn": example(
+        "--moe-router-load-balancing-type sinkhorn",
+        **ROUTED | {"seq_length": 64, "moe_router_load_balancing_type": ["sinkhorn"]},
+    ),
+    "balance of each sequence in packs": example(
+        "--sft and --moe-router-load-balancing-type seq_aux_loss with --micro-batch-size 2",
+        **ROUTED | {"seq_length": 64, "moe_router_load_balancing_type": "seq_aux_loss", "micro_batch_size": 2},
+        moe_aux_loss_coeff=0.01,
+        sft=True,
     ),
     "balancing of padding": padded(
-        "--moe-router-load-balancing-type sinkhorn with 2 tokens", moe_router_load_balancing_type=["sinkhorn"]
+        "--moe-router-load-balancing-type quantile_balancing with 2 tokens",
+        moe_router_load_balancing_type=["quantile_balancing"],
     ),
     "expert bias and padding": padded("--moe-router-enable-expert-bias", moe_router_enable_expert_bias=True),
     "experts in padded micro-batches of packs": padded(
@@ -153,6 +166,7 @@ RUNS = {
     ),
     "overlapped tensor parallelism and padding": padded("--tp-comm-overlap with 2 tokens", tp_comm_overlap=True),
     "gradients of torch's FSDP": example("--use-torch-fsdp2", use_torch_fsdp2=True),
+    "gradients averaged in the collective": example("--ddp-average-in-collective", ddp_average_in_collective=True),
     "layout of attention": example(
         "--attention-cp-layout contiguous, and tokens in the striped layout",
         settings=Settings(provider="striped"),

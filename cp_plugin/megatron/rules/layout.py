@@ -95,6 +95,11 @@ def _torch_fsdp(run: Run) -> Found:
     return when(run.args.use_torch_fsdp2 and run.args.calculate_per_token_loss, layout=_name(run))
 
 
+def _averaged(run: Run) -> Found:
+    averages = getattr(run.args, "ddp_average_in_collective", False)
+    return when(averages and run.args.calculate_per_token_loss, layout=_name(run))
+
+
 RULES = (
     Rule(
         name="sequence length",
@@ -120,6 +125,15 @@ RULES = (
         why="Megatron does not divide the gradients of torch's FSDP by the number of tokens",  # with or without CP
         fix="use --cp-layout zigzag without that flag and without padding, or --use-megatron-fsdp",
         looks_at=_torch_fsdp,
+        sentence=True,
+        late=True,
+    ),
+    Rule(
+        name="gradients averaged in the collective",
+        what=f"--ddp-average-in-collective {_COUNTED}",
+        why="gradients that are divided by the number of tokens must be summed over the ranks, not averaged",
+        fix="leave --ddp-average-in-collective out, or use --cp-layout zigzag without that flag and without padding",
+        looks_at=_averaged,
         sentence=True,
         late=True,
     ),

@@ -6,25 +6,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cp_plugin.megatron.compat import masks_expert_bias
-from cp_plugin.megatron.rules.rule import Found, Rule, spelled, when
+from cp_plugin.megatron.rules.rule import Found, Rule, when
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
-_CAPACITIES = ("--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor")
-_UNMASKED = ("sinkhorn", "quantile_balancing")  # load balancing without padding masks
+_UNMASKED = ("quantile_balancing",)  # load balancing without padding masks
 _FIX = "leave it out, or use a --seq-length that the layout divides"
 
 
 def _with_experts(found: Callable[[Run], Found]) -> Callable[[Run], Found]:
     """Apply only to models with experts and padded sequences."""
     return lambda run: found(run) if run.args.num_experts and run.padding else None
-
-
-@_with_experts
-def _capacity(run: Run) -> Found:
-    given = spelled(run.args, _CAPACITIES, lambda capacity: True)
-    return when(given, given=given, padding=run.padding)
 
 
 @_with_experts
@@ -47,14 +40,6 @@ def _packed_experts(run: Run) -> Found:
 
 
 RULES = (
-    Rule(
-        name="capacity of experts and padding",
-        what="{given} with {padding} tokens of padding (--cp-pad-sequence)",
-        why="padding would use up the capacity",
-        fix=_FIX,
-        looks_at=_capacity,
-        late=True,
-    ),
     Rule(
         name="balancing of padding",
         what="--moe-router-load-balancing-type {kind} with {padding} tokens of padding (--cp-pad-sequence)",
