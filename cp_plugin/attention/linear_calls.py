@@ -1,0 +1,186 @@
+"""Linear attention by ``ContextParallel``: the public calls, and the scan behind them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cp_plugin.attention import linear
+from cp_plugin.attention.tokens import Sharding
+from cp_plugin.common.eager import eager
+from cp_plugin.common.recent import Recent
+from cp_plugin.core.mask import document_bounds
+from cp_plugin.core.options import Options
+from cp_plugin.core.problem import Problem
+from cp_plugin.linear import kernels
+from cp_plugin.methods.protocol import Kind, Provider, Scan
+from cp_plugin.placement.documents import placement_of
+
+
+class LinearAttention(Sharding):
+    """Linear attention over sharded sequences; ``ContextParallel`` has the provider and the options."""
+
+    provider: Provider
+    options: Options
+    _scans: Recent[Hashable, tuple[Scan, linear.Segmented]]
+
+    @abstractmethod
+    def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
+        """Describe a call."""
+
+    @abstractmethod
+    def refuse(self, problem: Problem) -> None:
+        """ValueError for a problem that the provider does not support."""
+
+    @abstractmethod
+    def _is_for(self, kind: Kind) -> None:
+        """ValueError for a provider of another kind."""
+
+    @eager
+    def linear_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None = None,
+        *,
+        beta: Tensor | None = None,
+        causal: bool = True,
+        scale: float = 1.0,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Linear attention over the whole sequence; every rank passes its shard, with feature maps already applied.
+
+        ``S_t = exp(log_decay_t) * S_(t-1) + k_t v_t^T``, ``o_t = S_t^T q_t``. Without a causal mask the same from the
+        last token back is added, counting each token's own key and value once. With beta by the delta rule, causal
+        only (``linear.delta``): ``beta_t (v_t - (exp(log_decay_t) * S_(t-1))^T k_t)`` takes the place of v_t.
+
+        Args:
+            q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
+            log_decay: at most 0: ``[g]``, ``[s, b, g]`` or ``[s, b, g, d]``; None is no decay.
+            beta: ``[s, b, g]``, the share that is replaced, from 0 to 1 (or 2); keys should have a norm of 1.
+            scale: factor on q.
+            cu_seqlens: int ``[n + 1]``: as for ``attention``.
+
+        Returns:
+            ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v, log_decay and beta. States are in float32.
+
+        Raises:
+            ValueError: for a provider of softmax attention, shapes, dtypes or devices that do not fit, bounds that do
+                not increase from 0 to the length of the sequence or lack some of the placed documents', or a problem
+                the provider does not support.
+        """
+        self._is_for("linear")
+        problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, documents=cu_seqlens is not None)
+        scan, parts = self.scan(problem, q.device)
+        documents = self._documents(problem.seq_length, cu_seqlens, q.device)
+        return linear.attend(q * scale, k, v, log_decay, beta, scan, parts, self.mesh, documents)
+
+    @eager
+    def linear_state(
+        self,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None = None,
+        *,
+        beta: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """The state after the last token of causal linear attention, for generation; not differentiable.
+
+        Every provider's ranks gather each other's states here, as ``lasp2`` does, since all of them need the result.
+
+        Args: as for ``linear_attention``.
+
+        Returns:
+            ``[b, g, d, e]`` in float32 (float64 for float64 inputs), the same on every rank.
+        """
+        self._is_for("linear")
+        problem = self._linear_problem(k, k, v, log_decay, beta, causal=True, documents=cu_seqlens is not None)
+        parts = self.scan(problem, k.device)[1]
+        linear.refuse_placed(parts)
+        documents = self._documents(problem.seq_length, cu_seqlens, k.device)
+        return linear.final_state(k, v, log_decay, beta, parts, self.mesh, documents)
+
+    @eager
+    def extend_linear(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None = None,
+        *,
+        beta: Tensor | None = None,
+        scale: float = 1.0,
+        state: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Causal linear attention of the next chunk of a sequence, for generation; not differentiable.
+
+        Every provider's ranks gather each other's states here, as ``lasp2`` does, since all of them need the state.
+
+        Args:
+            q, k, v, log_decay, beta, scale: as in ``linear_attention``: this rank's tokens of the chunk.
+            state: as returned for the chunk before; None at the start.
+            kept: bool ``[s, b]``: False for padding, which leaves the state unchanged. None: no padding.
+
+        Returns:
+            ``[s, b, h, e]`` in q's dtype, and the state ``[b, g, d, e]`` in the accumulation dtype, on every rank.
+        """
+        self._is_for("linear")
+        if kept is not None:
+            k, log_decay = linear.without_padding(k, log_decay, kept)
+        problem = self._linear_problem(q, k, v, log_decay, beta, causal=True, documents=False)
+        parts = self.scan(problem, k.device)[1]
+        linear.refuse_placed(parts)
+        return linear.extend(q * scale, k, v, log_decay, beta, parts, self.mesh, state)
+
+    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear.Segmented]:
+        """The composed method for a problem of linear attention, and the parts it is built around; ValueError for a
+        problem the provider does not support."""
+
+        def composed() -> tuple[Scan, linear.Segmented]:
+            self.refuse(problem)
+            placement = placement_of(self.layout, problem.seq_length, self.size) if self.size > 1 else None
+            packed = problem.documents or placement is not None
+            kernel = kernels.choose(self.options.backend, device, replace(problem, documents=packed)).kernel
+            if placement is None:
+                segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
+                parts = linear.parts_of(problem, segments, kernel)
+            else:
+                parts = linear.placed_parts(placement, self.index, kernel, device)
+            return self.provider.build(self.mesh, parts, problem, self.options), parts
+
+        return self._scans.get((problem, device, self.options), composed)
+
+    def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> linear.Documents | None:
+        """Which of this rank's tokens begin and end documents.
+
+        ValueError for bounds that are none, or under which a document reaches into another of this pack's layout.
+        """
+        bounds = document_bounds(cu_seqlens, seq_length)
+        placement = placement_of(self.layout, seq_length, self.size) if self.size > 1 else None
+        if placement is not None:
+            linear.check_placed(placement, bounds)
+        if cu_seqlens is None:
+            return None
+        return linear.documents_of(self.positions(seq_length, device), cu_seqlens, bounds)
+
+    def _linear_problem(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        *,
+        causal: bool,
+        documents: bool,
+    ) -> Problem:
+        problem = self.problem(q, k, v, causal=causal)
+        decay, delta = linear.decay_of(log_decay, k), linear.is_delta(beta, k)
+        return replace(problem, decay=decay, delta=delta, documents=documents)
