@@ -18,7 +18,7 @@ from cp_plugin.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
-from cp_plugin.kernels import backends
+from cp_plugin.kernels import backends, blocks
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.moves import no_gradients, nothing_seen
 from cp_plugin.methods.protocol import Attend
@@ -59,6 +59,29 @@ def heads(problem: Problem) -> str:
     return f"heads {problem.heads}:{problem.kv_heads} of {sizes}, {str(problem.dtype).removeprefix('torch.')}"
 
 
+def kernel(name: str, d: int, e: int) -> str:
+    """What the check calls a kernel of attention for these head sizes in ``of``."""
+    return f"kernel {name} for heads of {d}/{e}"
+
+
+def provider(name: str) -> str:
+    """What the check calls a provider in ``of``."""
+    return f"provider {name}"
+
+
+def of_setup(setup: Setup) -> tuple[str, ...]:
+    """The provider and the kernel of a setup, for ``of``."""
+    problem = setup.problem
+    return provider(setup.provider.name), kernel(setup.options.backend, problem.head_dim, problem.v_head_dim)
+
+
+def of_timed(setup: Setup, device: torch.device) -> tuple[str, ...]:
+    """The same, with all kernels that ``auto`` may use."""
+    problem = setup.problem
+    backends_ = blocks.choose(setup.options, problem, device).backends
+    return *of_setup(setup), *(kernel(name, problem.head_dim, problem.v_head_dim) for name in backends_)
+
+
 def masked(problem: Problem, mask: str) -> tuple[Problem, tuple[int, ...]]:
     """The call with a mask, and its document bounds: ``causal``, ``full``, ``window``, ``documents``, or the last two
     joined by ``and``. Windows and documents end at arbitrary positions."""
@@ -76,6 +99,17 @@ def lacking(backend: str, device: torch.device, problem: Problem = USUAL) -> str
         return ONLY_A_REFERENCE
     sizes = problem.head_dim, problem.v_head_dim
     return backends.get(backend).unsupported(device, problem.dtype, *sizes) or ""
+
+
+def cannot(setup: Setup, device: torch.device) -> str:
+    """Why a setup cannot run on a device, or "": the provider's reason, or that of the kernel it would use."""
+    if setup.reason is not None:
+        return setup.reason
+    try:
+        verify.check_kernel(setup, device)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def possible(device: torch.device) -> dict[str, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from cases import possible
+from cases import kernel, possible
 from record import Found, Step, worst
 from torch import Tensor
 
@@ -19,6 +21,8 @@ import brute
 
 REPEATS = 100_000
 """Merges in place per head size: a race between two warps on a row is rare."""
+RACE_S = 8.0
+"""But no more than take this time."""
 MANY = 2**31
 """More elements than an int32 can index."""
 FEW_ROWS = 64
@@ -28,25 +32,26 @@ BLOCK = 64
 def main() -> None:
     with Step("extremes") as step:
         reason = possible(step.device)["triton"]
-        parts: list[tuple[str, str, Callable[[], Found]]] = []
+        parts: list[tuple[str, str, Callable[[], Found], str]] = []
         if reason:
             step.not_run("our own kernels many at a time, and on more than 2^31 elements", reason)
         else:
-            for size in (16,) if step.smoke else (64, 96, 128, 256):
+            for size in (16,) if step.smoke else (128, 64, 256, 96):
                 name = f"merge_into against merge, heads of {size}"
-                parts.append(("repeated under load", name, lambda size=size: race(step, size)))
-            many = 2**12 if step.smoke else MANY
-            parts += [("more than 2^31 elements", name, call) for name, call in large(step.device, many)]
+                parts.append(("repeated under load", name, lambda size=size: race(step, size), "kernel merge_into"))
         for backend, why in possible(step.device).items():
             if why:
                 step.not_run(f"scores of -inf with backend {backend}", why)
             elif backend not in ("float8", "te_fp8"):
-                parts.append(("non-finite numbers", f"scores of -inf, {backend}", lambda b=backend: no_score(b, step)))
-                parts.append(("non-finite numbers", f"a query of NaN, {backend}", lambda b=backend: one_nan(b, step)))
+                for name, call in (("scores of -inf", no_score), ("a query of NaN", one_nan)):
+                    whose = kernel(backend, 64, 64)
+                    parts.append(("non-finite numbers", f"{name}, {backend}", partial(call, backend, step), whose))
         if not reason:
-            parts.append(("non-finite numbers", "merge of NaN", lambda: merged_nan(step.device)))
-        for group, name, call in parts:
-            step.attempt(group, name, call)
+            parts.append(("non-finite numbers", "merge of NaN", lambda: merged_nan(step.device), "kernel merge"))
+            many = 2**12 if step.smoke else MANY
+            parts += [("more than 2^31 elements", *one) for one in large(step.device, many)]
+        for group, name, call, whose in parts:
+            step.attempt(group, name, call, (whose,))
             if step.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -60,8 +65,8 @@ def race(step: Step, e: int) -> Found:
     want = merge.merge(outs.unbind(), lses.unbind())
     out, lse, differ = outs[0].clone(), lses[0].clone(), torch.zeros((), dtype=torch.int64, device=step.device)
     load, beside = normal(step.device, n, n).bfloat16(), None if step.smoke else torch.cuda.Stream()
-    done = 0
-    while done < repeats and not step.late:
+    done, end = 0, time.monotonic() + min(RACE_S, step.left)
+    while done < repeats and time.monotonic() < end:
         if beside is not None and done % 10 == 0:
             with torch.cuda.stream(beside):
                 load @ load
@@ -73,7 +78,7 @@ def race(step: Step, e: int) -> Found:
     return differ.item() == 0, {"repeats": done, "that differ": int(differ.item())}
 
 
-def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], Found]]]:
+def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], Found], str]]:
     """Each kernel on tensors of that many elements and a few rows more: its first and last rows equal, bit for bit, its
     result for these rows alone; windowed attention is close to its definition."""
     from cp_kernels import merge, payload, permute
@@ -122,13 +127,14 @@ def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], F
         differ = int((back[n - BLOCK :] != tail).sum())
         return differ == 0, {"elements": x.numel(), "that differ": differ}
 
-    yield "merge", merging
-    yield "merge_into", merging_into
-    yield "gather_rows", lambda: reversing(permute.gather_rows)
-    yield "scatter_rows", lambda: reversing(permute.scatter_rows)
-    yield "pack and unpack", packing
-    yield "attention, forward", lambda: attention(device, s, h, e, backward=False)
-    yield "attention, backward", lambda: attention(device, s, h, e, backward=True)
+    ours = kernel("triton", e, e)
+    yield "attention, forward", lambda: attention(device, s, h, e, backward=False), ours
+    yield "attention, backward", lambda: attention(device, s, h, e, backward=True), ours
+    yield "merge", merging, "kernel merge"
+    yield "merge_into", merging_into, "kernel merge_into"
+    yield "gather_rows", lambda: reversing(permute.gather_rows), "kernel gather_rows"
+    yield "scatter_rows", lambda: reversing(permute.scatter_rows), "kernel scatter_rows"
+    yield "pack and unpack", packing, "kernel pack"
 
 
 def attention(device: torch.device, s: int, h: int, e: int, *, backward: bool) -> Found:

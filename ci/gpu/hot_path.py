@@ -7,10 +7,12 @@ method on tensors without data and kernels without workspace (``cp_plugin.planne
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import torch
-from cases import Alone, lacking, masked, rank_of
-from record import OUT_OF_TIME, Step, in_a_line
+from cases import Alone, lacking, masked, of_setup, of_timed, rank_of
+from record import Found, Step, in_a_line
 
 from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import Setup, settled
@@ -29,32 +31,30 @@ def main() -> None:
         problem = TINY if step.smoke else LARGE
         if step.smoke:
             step.not_run("whether the host waits", "torch can tell on CUDA devices only")
-        for backend in ("sdpa",) if step.smoke else ("triton", "sdpa", "auto"):
+        backends = ("sdpa",) if step.smoke else ("triton", "sdpa", "auto")
+        for mask, backend in product(("causal",) if step.smoke else ("causal", "documents"), backends):
             if reason := lacking(backend, step.device, problem):
-                step.not_run(f"hot path with backend {backend}", reason)
+                step.not_run(f"hot path with backend {backend}, {mask}", reason)
                 continue
-            for provider in providers.names():
-                for mask in ("causal",) if step.smoke else ("causal", "documents"):
-                    name = f"{provider}, {mask}, backend {backend}"
-                    if step.late:
-                        step.not_run(f"hot path of {name}", OUT_OF_TIME)
-                        continue
-                    try:
-                        call, documents = masked(problem, mask)
-                        look(step, name, settled(providers.get(provider), call, Options(backend=backend)), documents)
-                    except Exception as error:  # of any library
-                        step.check("hot path", name, False, failure=in_a_line(error))
+            call, documents = masked(problem, mask)
+            for name in providers.names():
+                setup = settled(providers.get(name), call, Options(backend=backend))
+                what = f"{name}, {mask}, backend {backend}"
+                step.attempt("the host never waits", what, partial(look, step, what, setup, documents), of_setup(setup))
 
 
-def look(step: Step, name: str, setup: Setup, documents: tuple[int, ...]) -> None:
-    """Both checks of one provider."""
+def look(step: Step, name: str, setup: Setup, documents: tuple[int, ...]) -> Found:
+    """Both checks of one provider: that the host never waits, and of one document, which is predicted, memory."""
     rank = rank_of(setup, step.device, documents)
     rank()  # compiles kernels, and fills the caches of positions
-    if not step.smoke:
-        failure = waits(rank)
-        step.check("the host never waits", name, not failure, **({"failure": failure} if failure else {}))
-    if documents:
-        return  # the prediction is for one document
+    failure = "" if step.smoke else waits(rank)
+    if not documents:
+        memory(step, name, setup, rank)
+    return not failure, {"failure": failure} if failure else {}
+
+
+def memory(step: Step, name: str, setup: Setup, rank: Alone) -> None:
+    """Peak memory over the prediction."""
     wanted = ("<=", AT_MOST) if setup.options.backend == "triton" else None
     given = sum(x.nbytes for x in rank.x[:4])
     predicted = peaks(setup.provider, setup.problem, setup.options, index=1)
@@ -63,7 +63,8 @@ def look(step: Step, name: str, setup: Setup, documents: tuple[int, ...]) -> Non
     backward, _ = peak_of(lambda: rank.backward(lse, delta))
     for phase, measured, bytes_ in zip(Peaks._fields, (forward, backward), predicted, strict=True):
         detail = {"measured": in_bytes(measured), "predicted": in_bytes(bytes_), "inputs": in_bytes(given)}
-        step.figure("peak memory over the prediction", f"{name}, {phase}", measured / bytes_, wanted, **detail)
+        title, what = "peak memory over the prediction", f"{name}, {phase}"
+        step.figure(title, what, measured / bytes_, wanted, of_timed(setup, step.device), **detail)
 
 
 def waits(rank: Alone) -> str:

@@ -6,6 +6,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
+from cases import cannot, provider
 from record import Found, Step, worst
 
 from cp_plugin import Options, Problem
@@ -26,10 +27,11 @@ def main() -> None:
             decay = f", a decay of each {setup.problem.decay}" if setup.provider.kind == "linear" else ""
             fp8 = ", --cp-fp8 comm" if setup.options.fp8 else ""
             name = f"{setup.provider.name} on {setup.layout}{decay}{fp8}"
-            if setup.reason is not None:
-                step.not_run(f"inference: {name}", setup.reason)
+            if reason := cannot(setup, step.device):
+                step.not_run(f"inference: {name}", reason)
             else:
-                step.attempt("prefill and decode, ranks as threads", name, partial(right, setup, step.device.type))
+                call, of = partial(right, setup, step.device.type), (provider(setup.provider.name), "kernel decode")
+                step.attempt("prefill and decode, ranks as threads", name, call, of)
 
 
 def right(setup: Setup, device: str) -> Found:

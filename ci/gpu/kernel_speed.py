@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from cases import ONLY_A_REFERENCE, possible
-from record import Call, Step, in_a_line, medians
+from cases import ONLY_A_REFERENCE, lacking, possible
+from cases import kernel as kernel_of
+from record import Call, Found, Step, in_a_line, medians, worst
 from torch import Tensor
 
 from cp_plugin.attention.calls import Inputs
@@ -18,6 +22,9 @@ from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.blocks import Block, kernel
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
+import brute
+
 FORWARD, BACKWARD = 0.75, 0.65
 """Targets of our speed over that of torch's flash attention."""
 STRICTLY = 1.03
@@ -28,6 +35,10 @@ FP8 = 1.4
 """Target of the speed of a forward in FP8 over bfloat16."""
 
 
+CHECKED = 64
+"""Rows at the end of a timed tile whose results are checked."""
+
+
 class Size(NamedTuple):
     """Size of the timed attention."""
 
@@ -35,14 +46,25 @@ class Size(NamedTuple):
     heads: int = 16
     head_dim: int = 128
     rounds: int = 5
+    v_head_dim: int = 128
 
     def __str__(self) -> str:
-        return f"{self.tokens // 1024}k tokens" if self.tokens >= 1024 else f"{self.tokens} tokens"
+        tokens = f"{self.tokens // 1024}k tokens" if self.tokens >= 1024 else f"{self.tokens} tokens"
+        return f"{tokens}, heads of {self.head_dim}/{self.v_head_dim}"
 
     def problem(self, ranks: int = 1) -> Problem:
         return Problem(
-            size=ranks, seq_length=self.tokens, heads=self.heads, kv_heads=self.heads, head_dim=self.head_dim
+            size=ranks,
+            seq_length=self.tokens,
+            heads=self.heads,
+            kv_heads=self.heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
         )
+
+    def of(self, *backends: str) -> tuple[str, ...]:
+        """The kernels of these backends, for ``of``."""
+        return tuple(kernel_of(backend, self.head_dim, self.v_head_dim) for backend in backends)
 
 
 class Timed:
@@ -73,14 +95,32 @@ class Timed:
 
 def random(size: Size, rows: int, keys: int, device: torch.device) -> Inputs:
     generator = torch.Generator(device).manual_seed(0)
-    shapes = [(n, 1, size.heads, size.head_dim) for n in (rows, keys, keys, rows)]
+    d, e = size.head_dim, size.v_head_dim
+    shapes = [(n, 1, size.heads, width) for n, width in ((rows, d), (keys, d), (keys, e), (rows, e))]
     return Inputs(*(torch.randn(shape, generator=generator, device=device).bfloat16() for shape in shapes))
 
 
 def floating_point_operations(block: Block, size: Size) -> float:
     """Of the forward: two products per visible pair; the backward has five."""
     pairs = sum(tile.pairs for tile in tiles(*block))
-    return 4.0 * pairs * size.heads * size.head_dim
+    return 2.0 * pairs * size.heads * (size.head_dim + size.v_head_dim)
+
+
+def last_rows(timed: Timed) -> Found:
+    """The results of a causal tile's last queries and keys against float64: no others see these keys."""
+    q, k, v, dout, *_ = timed.x
+    out, _ = timed.forward()
+    dq, dk, dv = timed.backward()()
+    n = min(CHECKED, len(q))
+    keys = range(len(k))
+    few = brute.Inputs(q[-n:], k, v, dout[-n:])
+    want = brute.answer(few, (keys[-n:],), (keys,), brute.View(right=0), timed.scale)
+    got = {"out": out[-n:], "dq": dq[-n:], "dk": dk[-n:], "dv": dv[-n:]}
+    errors = {}
+    for name, x in got.items():
+        right = getattr(want, name)[-n:]
+        errors[name] = ((x.double() - right).norm() / right.norm()).item()
+    return worst(errors, dict.fromkeys(errors, brute.LIMITS[torch.bfloat16]))
 
 
 def whole_tiles(step: Step, size: Size) -> None:
@@ -88,11 +128,11 @@ def whole_tiles(step: Step, size: Size) -> None:
     rows = (range(size.tokens),)
     forward: dict[str, Call] = {}
     backward: dict[str, Call] = {}
-    for name, reason in possible(step.device).items():
+    for name in possible(step.device):
         if name in ("auto", "reference", "float8"):
             continue
-        if reason:
-            step.not_run(f"speed of backend {name}", reason)
+        if reason := lacking(name, step.device, size.problem()):
+            step.not_run(f"speed of backend {name}, {size}", reason)
             continue
         try:
             one = Timed(name, size, rows, rows, step.device)
@@ -102,6 +142,8 @@ def whole_tiles(step: Step, size: Size) -> None:
             step.not_run(f"speed of backend {name}, {size}", in_a_line(error))
             continue
         forward[name], backward[name] = one.forward, back
+        if name != "te_fp8":  # the step providers knows the error of FP8
+            step.attempt("timed attention, last rows", f"{name}, {size}", partial(last_rows, one), size.of(name))
     work = floating_point_operations(Block(rows, rows, CAUSAL), size)
     for phase, calls, operations, wanted in (
         ("forward", forward, work, FORWARD),
@@ -113,14 +155,13 @@ def whole_tiles(step: Step, size: Size) -> None:
             detail = {"ms": times[name], "TFLOP/s": speed[name], "flash ms": times["sdpa"]}
             least = (">=", wanted) if name == "triton" else None
             group, what = "speed over torch's flash attention", f"{name}, {phase}, {size}"
-            step.figure(group, what, times["sdpa"] / times[name], least, **detail)
+            step.figure(group, what, times["sdpa"] / times[name], least, size.of(name), **detail)
         if "te_fp8" in times and phase == "forward":
             half = "te" if "te" in times else "sdpa"
             detail = {"ms": times["te_fp8"], "TFLOP/s": speed["te_fp8"], "bfloat16 ms": times[half]}
             ratio = times[half] / times["te_fp8"]
-            step.figure(
-                f"speed of FP8 over bfloat16 of backend {half}", f"forward, {size}", ratio, (">=", FP8), **detail
-            )
+            title, of = f"speed of FP8 over bfloat16 of backend {half}", size.of("te_fp8")
+            step.figure(title, f"forward, {size}", ratio, (">=", FP8), of, **detail)
 
 
 def strictly_causal(step: Step, size: Size) -> None:
@@ -134,7 +175,8 @@ def strictly_causal(step: Step, size: Size) -> None:
     times = medians(calls, 2 * size.rounds)
     detail = {"ms": times["strictly"], "causal ms": times["causal"]}
     ratio = times["strictly"] / times["causal"]
-    step.figure("time of a strictly causal tile over a causal one", f"{size}", ratio, ("<=", STRICTLY), **detail)
+    title, wanted = "time of a strictly causal tile over a causal one", ("<=", STRICTLY)
+    step.figure(title, f"{size}", ratio, wanted, size.of("triton"), **detail)
 
 
 def several_tiles(step: Step, size: Size, libraries: list[str]) -> None:
@@ -162,9 +204,8 @@ def several_tiles(step: Step, size: Size, libraries: list[str]) -> None:
                 wanted = (">=", STAIRCASE) if (name, phase) == ("sdpa", "forward") and count < 8 else None
                 detail = {"ms": times["one"], "split ms": times[name]}
                 what = f"{count} tiles of {size}, {phase}: {name}"
-                step.figure(
-                    "speed of one staircase launch over its tiles", what, times[name] / times["one"], wanted, **detail
-                )
+                title, of = "speed of one staircase launch over its tiles", size.of("triton", name)
+                step.figure(title, what, times[name] / times["one"], wanted, of, **detail)
 
 
 def row_terms(step: Step, size: Size, libraries: list[str]) -> None:
@@ -181,20 +222,23 @@ def row_terms(step: Step, size: Size, libraries: list[str]) -> None:
         times = medians(calls, 2 * size.rounds)
         detail = {"ms": times["row term"], "backward ms": times["backward"]}
         ratio = times["row term"] / times["backward"]
-        step.figure("time of the row term over a backward's", f"{name}, a full tile of {size}", ratio, None, **detail)
+        title, of = "time of the row term over a backward's", size.of(name)
+        step.figure(title, f"{name}, a full tile of {size}", ratio, of=of, **detail)
 
 
-def kernels(step: Step, sizes: list[Size]) -> None:
+def kernels(step: Step, first: Size, later: list[Size]) -> dict[str, Call]:
+    """What is timed, by name: everything for the first size, whole tiles for the later ones."""
     step.not_run("speed of backend reference", ONLY_A_REFERENCE)
     step.not_run("speed of backend float8", "it is FP8's numerics in plain torch, not a kernel")
     usable = [name for name, reason in possible(step.device).items() if not reason]
     libraries = [name for name in usable if name in ("sdpa", "cudnn", "flash", "te")]
-    for size in sizes:
-        whole_tiles(step, size)
-        row_terms(step, size, libraries)
-    if "triton" not in usable:
+    parts: dict[str, Call] = {}
+    for size in (first, *later):
+        parts[f"speed of attention, {size}"] = partial(whole_tiles, step, size)
+    if "triton" in usable:
+        parts[f"several tiles of {first}"] = partial(several_tiles, step, first, libraries)
+        parts[f"a strictly causal tile of {first}"] = partial(strictly_causal, step, first)
+    else:
         step.not_run("staircases and strictly causal tiles", possible(step.device)["triton"])
-        return
-    for size in sizes:
-        strictly_causal(step, size)
-    several_tiles(step, sizes[0], libraries)
+    parts[f"the row term, {first}"] = partial(row_terms, step, first, libraries)
+    return parts

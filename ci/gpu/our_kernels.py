@@ -1,6 +1,7 @@
-"""Our own kernels against their definitions: attention, merging, permuting, packing.
+"""Our own kernels against their definitions: attention, merging, permuting, packing, decoding.
 
-Attention has the cases of ``tests/kernels/test_attention_kernel.py``, on longer sequences.
+Attention has the cases of ``tests/kernels/test_attention_kernel.py``, on longer sequences. Compiling takes most of the
+time, so every process has kernels of its own: those of a head size, a dtype and a direction.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
-from cases import lacking
+from cases import kernel, lacking
 from record import Found, Row, Step, found_by, worst
 from spread import check_each
 from torch import Tensor
 
 from cp_plugin.core import payload
 from cp_plugin.core.dtypes import dtype_name
+from cp_plugin.inference import shard, store
+from cp_plugin.kernels import fused as fused_operations
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
@@ -29,15 +33,27 @@ MERGED = {torch.float32: 8 * 2**-21, torch.bfloat16: 2**-8, torch.float16: 2**-1
 16, which becomes a weight's, in up to 8 merges. Twice that in Triton's interpreter, which truncates."""
 
 
-class Heads(NamedTuple):
-    """Head sizes of keys and values, dtype, sides and masks."""
+DECODED = 2e-2
+"""Of decoding, whose weights are rounded to the cache's bfloat16."""
+FUSED = "fused"
+"""Stands for all kernels but attention's."""
+
+
+class Part(NamedTuple):
+    """Attention with these head sizes of keys and values, in one direction, with these sides and masks."""
 
     sizes: tuple[int, int]
     dtype: torch.dtype
+    direction: str
+    """``forward`` or ``backward``: different kernels."""
     sides: tuple[str, ...]
     views: tuple[str, ...]
-    n: int
+    n: int = 8
     """Multiple of the tokens in the interpreter's tests."""
+
+    def __str__(self) -> str:
+        d, e = self.sizes
+        return f"{self.direction}, heads of {d}/{e}, {dtype_name(self.dtype)}"
 
 
 def main() -> None:
@@ -45,106 +61,133 @@ def main() -> None:
         if reason := lacking("triton", step.device):
             step.not_run("our own kernels", reason)
             return
-        check_each(step, run, [None, *groups(smoke=step.smoke)], named)
+        check_each(step, run, parts(smoke=step.smoke), named)
 
 
-def named(part: Heads | None) -> tuple[str, str]:
-    if part is None:
-        return "fused", "merging, permuting, packing"
-    return "attention", f"head sizes {part.sizes}, {part.dtype}"
+def named(part: Part | str) -> tuple[str, str]:
+    if isinstance(part, str):
+        return part, "merging, permuting, packing, decoding"
+    return "attention", f"the rest of {part}"
 
 
-def groups(*, smoke: bool) -> list[Heads]:
-    """Each runs in a process of its own."""
+def parts(*, smoke: bool) -> list[Part | str]:
+    """Each runs in a process of its own; the head sizes of today's models in bfloat16 come first."""
+    both = "forward", "backward"
     if smoke:
-        return [Heads((16, 16), torch.float32, ("staircase, coarse queries",), ("causal",), 1)]
-    every, few = (tuple(brute.sides()), tuple(brute.views())), (("zigzag", "staircase, coarse queries"), ("causal",))
-    half = torch.bfloat16, torch.float16
-    sizes = (128, 128), (64, 64), (192, 128), (256, 256), (96, 96), (40, 24)
-    found = [Heads((128, 128), torch.bfloat16, (side,), every[1], 8) for side in every[0]]
-    found += [Heads(size, dtype, *few, 8) for size, dtype in product(sizes, half)]
-    return [*found, *(Heads(size, torch.float32, *few, 8) for size in sizes[:2])]
+        few = ("staircase, coarse queries",), ("causal",)
+        return [FUSED, *(Part((16, 16), torch.float32, direction, *few, 1) for direction in both)]
+    few, usual = ("zigzag", "staircase, coarse queries"), ("causal",)
+    first = [Part((128, 128), torch.bfloat16, way, tuple(brute.sides()), tuple(brute.views())) for way in both]
+    later = (64, 64), (192, 128), (256, 256), (96, 96), (40, 24)
+    bf16 = [Part(sizes, torch.bfloat16, way, few, usual) for sizes, way in product(later, both)]
+    f16 = [Part(sizes, torch.float16, way, few, usual) for sizes, way in product(((128, 128), *later), both)]
+    f32 = [Part(sizes, torch.float32, way, few, usual) for sizes, way in product(((128, 128), (64, 64)), both)]
+    return [*first, *bf16[:6], FUSED, *bf16[6:], *f16, *f32]
 
 
-def run(part: Heads | None) -> list[Row]:
-    """Attention with these heads; None: the memory-bound kernels."""
-    return fused() if part is None else attention(part)
+def run(part: Part | str) -> Iterator[Row]:
+    return fused() if isinstance(part, str) else attention(part)
 
 
-def attention(heads: Heads) -> list[Row]:
-    """Forward and backward, in one launch and accumulating over two."""
+def attention(part: Part) -> Iterator[Row]:
+    """In one launch, and accumulating over two."""
     device = torch.device("cuda") if torch.cuda.is_available() else _CPU
-    sides, views, rows = brute.sides(heads.n), brute.views(heads.n), []
-    scale = heads.sizes[0] ** -0.5
-    for side, view in product(heads.sides, heads.views):
-        x = brute.Inputs.random(*sides[side], sizes=heads.sizes, heads=(4, 2), dtype=heads.dtype)
+    sides, views, scale = brute.sides(part.n), brute.views(part.n), part.sizes[0] ** -0.5
+    whole, in_two = (forward, forward_in_two) if part.direction == "forward" else (backward, backward_in_two)
+    for side, view in product(part.sides, part.views):
+        x = brute.Inputs.random(*sides[side], sizes=part.sizes, heads=(4, 2), dtype=part.dtype)
         x = brute.Inputs(*(y.to(device) for y in x))
-        want = brute.answer(x, *sides[side], views[view], scale)
-        for how, run in (("", whole), (", in two goes", in_two)):
-            name = f"{side}, {view}{how}: head sizes {heads.sizes}, {str(heads.dtype).removeprefix('torch.')}"
+        at = (*sides[side], views[view], scale)
+        want = brute.answer(x, *at)
+        for how, call in (("", whole), (", in two goes", in_two)):
 
-            def near(run=run, x=x, at=(*sides[side], views[view], scale), want=want) -> Found:
-                errors = brute.errors(run(x, *at), want)
-                return worst(errors, dict.fromkeys(errors, brute.LIMITS[heads.dtype]))
+            def near(call=call, x=x, at=at, want=want) -> Found:
+                got = call(x, want, *at)
+                errors = brute.errors(want._replace(**got), want)
+                return worst({name: errors[name] for name in got}, dict.fromkeys(got, brute.LIMITS[part.dtype]))
 
-            rows.append(("attention", name, *found_by(near)))
-    return rows
+            ok, detail = found_by(near)
+            yield "attention", f"{side}, {view}{how}: {part}", ok, {"of": (kernel("triton", *part.sizes),)} | detail
 
 
-def whole(x: brute.Inputs, rows: brute.Runs, keys: brute.Runs, view: brute.View, scale: float) -> brute.Answer:
-    """One launch each way."""
-    from cp_kernels.backward import backward
+Answers = dict[str, Tensor]
+"""Some of the fields of ``brute.Answer``."""
+
+
+def forward(
+    x: brute.Inputs, _: brute.Answer, rows: brute.Runs, keys: brute.Runs, view: brute.View, scale: float
+) -> Answers:
+    """One launch."""
     from cp_kernels.forward import forward
 
     out, lse = forward(x.q, x.k, x.v, rows, keys, view, scale)
-    delta = (x.dout.float() * out.float()).sum(-1)
-    return brute.Answer(out, lse, *backward(x.dout, x.q, x.k, x.v, lse, delta, rows, keys, view, scale))
+    return {"out": out, "lse": lse}
 
 
-def in_two(x: brute.Inputs, rows: brute.Runs, keys: brute.Runs, view: brute.View, scale: float) -> brute.Answer:
+def forward_in_two(
+    x: brute.Inputs, _: brute.Answer, rows: brute.Runs, keys: brute.Runs, view: brute.View, scale: float
+) -> Answers:
     """The first half of the keys, then the second onto it."""
-    from cp_kernels.backward import backward
     from cp_kernels.forward import forward
 
-    count = sum(map(len, keys)) // 2
-    (k0, k1), (v0, v1) = (x.k[:count], x.k[count:]), (x.v[:count], x.v[count:])
-    first, second = halves(keys, count)
+    (first, k0, v0), (second, k1, v1) = halves(x, keys)
     out, lse = forward(x.q, k0, v0, rows, first, view, scale)
     out, lse = forward(x.q, k1, v1, rows, second, view, scale, (out.float(), lse.contiguous()))
-    delta = (x.dout.float() * out).sum(-1)
-    one = backward(x.dout, x.q, k0, v0, lse, delta, rows, first, view, scale)
-    two = backward(x.dout, x.q, k1, v1, lse, delta, rows, second, view, scale)
-    keys_of = (torch.cat(pair) for pair in zip(one[1:], two[1:], strict=True))
-    return brute.Answer(out, lse, one[0].float() + two[0].float(), *keys_of)
+    return {"out": out, "lse": lse}
 
 
-def halves(keys: brute.Runs, count: int) -> tuple[brute.Runs, brute.Runs]:
-    """The first ``count`` positions, and the rest."""
+def backward(
+    x: brute.Inputs, want: brute.Answer, rows: brute.Runs, keys: brute.Runs, view: brute.View, scale: float
+) -> Answers:
+    """One launch of each kernel, from the exact forward."""
+    from cp_kernels.backward import backward
+
+    lse, delta = want.lse.float().contiguous(), (x.dout.double() * want.out).sum(-1).float()
+    return dict(zip(("dq", "dk", "dv"), backward(x.dout, *x[:3], lse, delta, rows, keys, view, scale), strict=True))
+
+
+def backward_in_two(
+    x: brute.Inputs, want: brute.Answer, rows: brute.Runs, keys: brute.Runs, view: brute.View, scale: float
+) -> Answers:
+    """The two halves of the keys, whose gradients of the queries add up."""
+    parts = [backward(x._replace(k=k, v=v), want, rows, half, view, scale) for half, k, v in halves(x, keys)]
+    both = {name: [part[name] for part in parts] for name in ("dq", "dk", "dv")}
+    return {"dq": sum(y.float() for y in both["dq"]), "dk": torch.cat(both["dk"]), "dv": torch.cat(both["dv"])}
+
+
+def halves(x: brute.Inputs, keys: brute.Runs) -> list[tuple[brute.Runs, Tensor, Tensor]]:
+    """The first and the second half of the keys: positions, keys, values."""
+    count = left = sum(map(len, keys)) // 2
     first, second = [], []
     for run in keys:
-        here = max(0, min(count, len(run)))
-        first, second, count = [*first, run[:here]], [*second, run[here:]], count - len(run)
-    return tuple(run for run in first if run), tuple(run for run in second if run)
+        here = max(0, min(left, len(run)))
+        first, second, left = [*first, run[:here]], [*second, run[here:]], left - len(run)
+    runs = (tuple(run for run in half if run) for half in (first, second))
+    return list(zip(runs, (x.k[:count], x.k[count:]), (x.v[:count], x.v[count:]), strict=True))
 
 
-def fused() -> list[Row]:
-    """Merging, permuting and packing."""
-    calls = one_pass(torch.device("cuda"), 1000, 128) if torch.cuda.is_available() else one_pass(_CPU, 12, 16)
-    return [("fused", name, *found_by(call)) for name, call in calls]
+def fused() -> Iterator[Row]:
+    """Merging, decoding, permuting and packing."""
+    device, s, e = (torch.device("cuda"), 1000, 128) if torch.cuda.is_available() else (_CPU, 12, 16)
+    calls = [*merging(device, s, e), *decoding(device, s, e), *moving(device, s, e)]
+    for name, call in calls:
+        ok, detail = found_by(call)
+        yield FUSED, name, ok, {"of": (f"kernel {name.split(',')[0]}",)} | detail
 
 
-def one_pass(device: torch.device, s: int, e: int) -> Iterator[tuple[str, Callable[[], Found]]]:
-    """Named comparisons of a kernel with its definition."""
-    from cp_kernels import merge, permute
-    from cp_kernels import payload as packing
+Named = Iterator[tuple[str, Callable[[], Found]]]
+"""Comparisons of a kernel with its definition; a name begins with that of the kernel."""
 
-    generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+def random(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+
+
+def merging(device: torch.device, s: int, e: int) -> Named:
+    from cp_kernels import merge
 
     for n, dtype in product((2, 3, 8) if s > 100 else (3,), (torch.bfloat16, torch.float16, torch.float32)):
-        outs, lses = random(n, s, 2, 4, e, dtype=dtype), 5 * random(n, s, 2, 4)
+        outs, lses = random(device, n, s, 2, 4, e, dtype=dtype), 5 * random(device, n, s, 2, 4)
         lses[0, : s // 2] = lses[:, s // 3] = -torch.inf
         want = torch.logsumexp(lses.double(), 0)
         weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses.double() - want)).unsqueeze(-1)
@@ -163,14 +206,46 @@ def one_pass(device: torch.device, s: int, e: int) -> Iterator[tuple[str, Callab
             lambda x=outs, y=lses, z=(whole, want): close(merge.merge(x.unbind(), y.unbind(), x.dtype), z),
         )
         yield f"merge_into, {kind}", lambda call=into, z=(whole, want): close(call(), z)
-    order = torch.randperm(s, generator=generator).to(device)
+
+
+def decoding(device: torch.device, s: int, e: int) -> Named:
+    """One query's attention to a cache in each of its formats, beside the same in plain torch."""
+    from cp_kernels import decode as kernels
+
+    for kind, stored in ((store.Plain, "in bfloat16"), (store.Packed, "in one byte an element")):
+        q, k, v = (random(device, n, 2, h, e, dtype=torch.bfloat16) for n, h in ((1, 8), (s, 2), (s, 2)))
+        kept = store.Cache(kind, s, e, k[:1], v[:1])
+        kept.put(0, k, v)
+        held = torch.arange(s, dtype=torch.int32, device=device)[:, None].expand(s, 2).contiguous()
+        last = torch.full((1, 2), s, dtype=torch.int32, device=device)
+
+        def near(q: Tensor = q, kept: store.Cache = kept, held: Tensor = held, last: Tensor = last) -> Found:
+            got = kernels.merge_parts(*kernels.decode(q, *kept.kept(s), e, held, last, e**-0.5, -1))
+            with patch.object(fused_operations, "_kernels", lambda x: False):
+                want = shard.attend(q.double(), kept, held, last, e**-0.5)
+            errors = {
+                name: ((a - b).norm() / b.norm()).item() for name, a, b in zip(("out", "lse"), got, want, strict=True)
+            }
+            return worst(errors, {"out": DECODED, "lse": 1e-5})
+
+        yield f"decode, {stored}", near
+
+
+def moving(device: torch.device, s: int, e: int) -> Named:
+    """Permuting and packing, bit for bit."""
+    from cp_kernels import payload as packing
+    from cp_kernels import permute
+
+    order = torch.randperm(s, generator=torch.Generator().manual_seed(0)).to(device)
     for dtype in (torch.bfloat16, torch.float32, torch.uint8):
-        x = (100 * random(s, 2, 4, e)).to(dtype) if dtype != torch.uint8 else random(s, 2, 4, e).view(dtype)
+        x = random(device, s, 2, 4, e)
+        x = x.view(dtype) if dtype == torch.uint8 else (100 * x).to(dtype)
         kind = dtype_name(dtype)
         yield f"gather_rows, {kind}", lambda x=x: same(permute.gather_rows((x,), order), (x[order],))
         yield f"scatter_rows, {kind}", lambda x=x: same(permute.scatter_rows((x[order],), order), (x,))
     for dtype, block in product((torch.bfloat16, torch.float16), (4, 64)):
-        x = random(s, 2, 4, e, dtype=dtype) * torch.exp2(40 * random(s, 2, 4, 1)).to(dtype).clamp(2**-12, 2**12)
+        scales = torch.exp2(40 * random(device, s, 2, 4, 1)).to(dtype).clamp(2**-12, 2**12)
+        x = random(device, s, 2, 4, e, dtype=dtype) * scales
         kind = f"blocks of {block}, {str(dtype).removeprefix('torch.')}"
         yield f"pack, {kind}", lambda x=x, b=block: same(packing.pack(x, b), payload.pack(x, b))
         yield (

@@ -1,7 +1,8 @@
 """Cases on the ranks of a process group, NCCL or Gloo.
 
 Every rank appends its result of a case to a file of its own. If a case stops the ranks, or some ranks hang in it, it is
-reported by the ranks without a result, and the remaining cases run on new processes.
+reported by the ranks without a result, and the remaining cases run on new processes. It is wrong, unless a rank was
+still compiling or autotuning a kernel, or the first failure is a ``refusal``.
 
 With fewer GPUs than ranks several ranks share one: NCCL refuses that only within one host, and ``NCCL_HOSTID`` sets a
 rank's host. Messages then go through sockets, which is slow but otherwise NCCL as usual.
@@ -22,24 +23,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from record import OUT_OF_TIME, Step, in_a_line
+from record import OUT_OF_TIME, Found, Step, stopped
 
 from cp_plugin.testing.launch import RankError, RankTimeout, run_ranks
 
 AT_ONCE = 16
 """Cases per set of processes: groups, their connections and memory live as long as the processes."""
-CASE_S = 120.0
-"""Seconds for a case on all ranks; the first ones compile kernels."""
-Done = Callable[[int, list[Any] | str], None]
-"""Called with a case's number and every rank's result, or what stopped them."""
+CASE_S = 40.0
+"""Seconds for a case on all ranks; by estimate it takes three, the first ones more, since they compile kernels."""
+COMPILING = ("/triton/compiler/", "/triton/runtime/autotuner.py", "/triton/runtime/build.py", "/torch/_inductor/")
+"""Parts of the paths of what compiles kernels, and of what tries their variants."""
+Done = Callable[[int, list[Any] | Found], None]
+"""Called with a case's number and every rank's result, or what stopped them as a ``Found`` that is not right."""
 
 
 def one_over_ranks(
-    step: Step, call: Callable[[], Any], *, ranks: int, env: Mapping[str, str] | None = None
-) -> list[Any] | str:
+    step: Step, call: Callable[[], Any], *, ranks: int, case_s: float = CASE_S, env: Mapping[str, str] | None = None
+) -> list[Any] | Found:
     """Call a function on every rank: the results, or what stopped the ranks."""
-    found: list[list[Any] | str] = []
-    over_ranks(step, lambda _: call(), 1, lambda _, told: found.append(told), ranks=ranks, env=env)
+    found: list[list[Any] | Found] = []
+    over_ranks(step, lambda _: call(), 1, lambda _, told: found.append(told), ranks=ranks, case_s=case_s, env=env)
     return found[0]
 
 
@@ -84,7 +87,7 @@ def over_ranks(
                 done(first, _reason([of_rank.get(first) for of_rank in said], files, ended, case_s))
                 first += 1
     for case in range(first, cases):
-        done(case, OUT_OF_TIME)
+        done(case, (None, {"reason": OUT_OF_TIME}))
 
 
 def _rank(each: Callable[[int], Any], cases: range, files: list[Path], devices: int, case_s: float) -> None:
@@ -96,7 +99,7 @@ def _rank(each: Callable[[int], Any], cases: range, files: list[Path], devices: 
             try:
                 found = {"found": each(case)}
             except Exception as error:  # of any library
-                said.write(json.dumps({"case": case, "failure": in_a_line(error), "at": time.time()}) + "\n")
+                said.write(json.dumps({"case": case, "stopped": stopped(error), "at": time.time()}) + "\n")
                 raise
             faulthandler.cancel_dump_traceback_later()
             said.write(json.dumps({"case": case} | found) + "\n")
@@ -108,26 +111,32 @@ def _results(file: Path) -> dict[int, dict[str, Any]]:
     return {row["case"]: row for row in map(json.loads, lines)}
 
 
-def _reason(said: list[dict[str, Any] | None], files: list[Path], ended: str, case_s: float) -> str:
+def _reason(said: list[dict[str, Any] | None], files: list[Path], ended: str, case_s: float) -> Found:
     """Why a case has no result on every rank: what happened first, since the end of one rank is an error on others."""
-    failed = [(row["at"], rank, row["failure"]) for rank, row in enumerate(said) if row and "failure" in row]
+    failed = [(row["at"], rank, row["stopped"]) for rank, row in enumerate(said) if row and "stopped" in row]
     silent = [rank for rank, row in enumerate(said) if row is None]
-    dumps = {rank: stacks for rank in silent if (stacks := _stacks(files[rank])).exists() and stacks.stat().st_size}
-    out_of_time = min((stacks.stat().st_mtime for stacks in dumps.values()), default=float("inf"))
-    if failed and min(failed)[0] < out_of_time:
-        _, rank, failure = min(failed)
-        return f"rank {rank}: {failure}"
-    where = "; ".join(f"rank {rank} in {place}" for rank, stacks in dumps.items() if (place := _innermost(stacks)))
-    return f"ranks {silent} did not finish within {case_s:g} s; {where or ended}"
+    dumps = {
+        rank: (stacks.read_text(errors="replace"), stacks.stat().st_mtime)
+        for rank in silent
+        if (stacks := _stacks(files[rank])).exists() and stacks.stat().st_size
+    }
+    out_of_time = min((at for _, at in dumps.values()), default=float("inf"))
+    if failed and min(failed, key=lambda one: one[0])[0] < out_of_time:
+        _, rank, (ok, detail) = min(failed, key=lambda one: one[0])
+        return ok, {name: f"rank {rank}: {text}" for name, text in detail.items()}
+    compiling = [rank for rank, (text, _) in dumps.items() if any(path in text for path in COMPILING)]
+    if compiling:
+        return None, {"reason": f"ranks {compiling} were still compiling or autotuning kernels after {case_s:g} s"}
+    where = "; ".join(f"rank {rank} in {place}" for rank, (text, _) in dumps.items() if (place := _innermost(text)))
+    return False, {"failure": f"ranks {silent} did not finish within {case_s:g} s; {where or ended}"}
 
 
 def _stacks(file: Path) -> Path:
     return file.with_suffix(".stacks")
 
 
-def _innermost(stacks: Path) -> str:
+def _innermost(text: str) -> str:
     """The innermost place in our code, if there is one, in the stacks that ``faulthandler`` wrote."""
-    text = stacks.read_text(errors="replace")
     frames = re.findall(r'File "([^"]+)", line (\d+) in (\w+)', text)
     ours = [frame for frame in frames if "/torch/" not in frame[0] and "/threading.py" not in frame[0]]
     if not frames:
@@ -154,8 +163,9 @@ def join(rank: int, devices: int, ranks: int, timeout_s: float) -> None:
 
 
 def shared_gpu(rank: int) -> dict[str, str]:
-    """Environment of NCCL for ranks that share a GPU."""
-    return {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    """Environment of NCCL for ranks that share a GPU: each as if on a host of its own, over the loopback interface."""
+    over_loopback = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+    return {"NCCL_HOSTID": str(rank)} | over_loopback
 
 
 def device() -> torch.device:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from cases import attend, lacking
-from kernel_speed import Size, kernels, random
+from cases import attend, lacking, of_timed
+from kernel_speed import Size, kernels, random, whole_tiles
 from record import Call, Step, in_a_line, medians
 from torch import Tensor
 
@@ -48,14 +48,17 @@ attention2d."""
 
 def main() -> None:
     with Step("performance") as step:
-        sizes = [Size(64, 2, 16, 1)] if step.smoke else [Size(16384), Size(65536)]
-        parts: dict[str, Call] = {
-            "speed of attention kernels": partial(kernels, step, sizes),
-            "bandwidth of our kernels": partial(memory_bound, step),
-            "bandwidth of decode": partial(decode, step),
-        }
-        for size in sizes:
-            parts[f"efficiency of methods, {size}"] = partial(methods, step, size, 2 if step.smoke else 8)
+        if step.smoke:
+            first, later, long = Size(64, 2, 16, 1, 16), [Size(64, 2, 32, 1, 16)], []
+        else:
+            first, later, long = Size(16384), [Size(16384, 16, 64, 5, 64), Size(16384, 16, 192)], [Size(65536)]
+        parts: dict[str, Call] = kernels(step, first, later)
+        parts["bandwidth of our kernels"] = partial(memory_bound, step)
+        parts["bandwidth of decode"] = partial(decode, step)
+        parts[f"efficiency of methods, {first}"] = partial(methods, step, first, 2 if step.smoke else 8)
+        for size in long:
+            parts[f"speed of attention, {size}"] = partial(whole_tiles, step, size)
+            parts[f"efficiency of methods, {size}"] = partial(methods, step, size, 8)
         for name, part in parts.items():
             step.measure(name, part)
             if step.device.type == "cuda":
@@ -72,8 +75,12 @@ class Pass(NamedTuple):
     """Target over a copy's bandwidth, if any."""
 
 
-def against_a_copy(step: Step, group: str, passes: Mapping[str, Pass], source: Tensor) -> None:
-    """The bandwidth of each call over that of copying ``source`` on the device."""
+def against_a_copy(step: Step, group: str, passes: Mapping[str, Pass], source: Tensor, kernel: str = "") -> None:
+    """The bandwidth of each call over that of copying ``source`` on the device.
+
+    Args:
+        kernel: which all of them use; otherwise the names begin with those of their kernels.
+    """
     target = torch.empty_like(source)
     calls = {"copy": lambda: target.copy_(source)} | {name: one.call for name, one in passes.items()}
     times = medians(calls, 1 if step.smoke else 10)
@@ -81,9 +88,9 @@ def against_a_copy(step: Step, group: str, passes: Mapping[str, Pass], source: T
     for name, one in passes.items():
         bandwidth = one.moved / times[name] / 1e6
         wanted = None if one.wanted is None else (">=", one.wanted)
-        step.figure(
-            group, name, bandwidth / copied, wanted, **{"ms": times[name], "GB/s": bandwidth, "copy GB/s": copied}
-        )
+        of = (f"kernel {kernel or name.split(',')[0]}",)
+        detail = {"ms": times[name], "GB/s": bandwidth, "copy GB/s": copied}
+        step.figure(group, name, bandwidth / copied, wanted, of, **detail)
 
 
 def memory_bound(step: Step) -> None:
@@ -144,14 +151,14 @@ def _decode(
     name = f"{slots} tokens, heads {heads}:{kv_heads} of {size} {stored}"
     calls = {"as it is": call, "plain torch": in_plain_torch}
     passes = {f"{name}, {how}": Pass(one, kept.nbytes, None) for how, one in calls.items()}
-    against_a_copy(step, "bandwidth of decode over a copy's", passes, k)
+    against_a_copy(step, "bandwidth of decode over a copy's", passes, k, "decode")
 
 
 def methods(step: Step, size: Size, ranks: int) -> None:
     """Every method with every backend, against one call."""
     x = random(size, size.tokens, size.tokens, step.device)
     calls: dict[str, Call] = {"one": lambda: attend(ContextParallel("ring", backend="sdpa"), x, size.problem())}
-    wanted = {}
+    wanted, of = {}, {}
     for backend in ("auto", "triton", "sdpa"):
         if reason := lacking(backend, step.device):
             step.not_run(f"efficiency of methods with backend {backend}", reason)
@@ -160,7 +167,9 @@ def methods(step: Step, size: Size, ranks: int) -> None:
             name = f"{provider} on {layout}, backend {backend}, {ranks} ranks, {size}"
             try:
                 options = Options(layout=layout, backend=backend)
-                calls[name] = emulated(settled(providers.get(provider), size.problem(ranks), options), x)
+                setup = settled(providers.get(provider), size.problem(ranks), options)
+                of[name] = of_timed(setup, step.device)
+                calls[name] = emulated(setup, x)
                 calls[name]()
             except Exception as error:  # of any library
                 calls.pop(name, None)
@@ -170,7 +179,8 @@ def methods(step: Step, size: Size, ranks: int) -> None:
     times = medians(calls, 1 if step.smoke else 3, warm_up=1)
     for name in wanted:
         detail = {"ms": times[name], "one call ms": times["one"]}
-        step.figure("compute efficiency of emulated ranks", name, times["one"] / times[name], wanted[name], **detail)
+        title, value = "compute efficiency of emulated ranks", times["one"] / times[name]
+        step.figure(title, name, value, wanted[name], of[name], **detail)
 
 
 def emulated(setup: Setup, x: Inputs) -> Call:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
 
 import torch
-from cases import Case, cases, errors, heads, possible
+from cases import Case, cannot, cases, errors, heads, of_setup, possible
 from record import Found, Row, Step, found_by, worst
 from spread import check_each
 
@@ -26,22 +27,20 @@ def named(group: list[Case]) -> tuple[str, str]:
     return group[0].group, f"{len(group)} cases of {heads(group[0].problem)}"
 
 
-def run(group: list[Case]) -> list[Row]:
+def run(group: list[Case]) -> Iterator[Row]:
     """Cases of one kernel and one shape; none is tried after an error of the device."""
-    rows: list[Row] = []
     lost = ""
     for case in group:
-        ok, detail = (False, {"failure": f"not tried: {lost}"}) if lost else found_by(partial(one, case))
-        rows.append((case.group, str(case), ok, detail))
+        ok, detail = (None, {"reason": lost}) if lost else found_by(partial(one, case))
+        yield case.group, str(case), ok, {"of": of_setup(case.setup)} | detail
         if not lost and "CUDA error" in detail.get("failure", ""):
             lost = f"the device was lost in {case}"
-    return rows
 
 
 def one(case: Case) -> Found:
     setup, device = case.setup, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if setup.reason is not None:
-        return None, {"reason": setup.reason}
+    if reason := cannot(setup, device):
+        return None, {"reason": reason}
     return worst(*errors(setup, case.documents, device))
 
 

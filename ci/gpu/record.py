@@ -1,9 +1,13 @@
 """Result file of one step of the check: JSON, written while the step runs so that a killed step keeps what it had.
 
 {"step": "providers", "finished": true, "error": "", "seconds": 61.2, "commit": "...",
- "checks": [{"group": ..., "name": ..., "ok": true, "detail": {...}}],
- "figures": [{"group": ..., "name": ..., "value": 0.81, "wanted": [">=", 0.75], "detail": {...}}],
+ "checks": [{"group": ..., "name": ..., "ok": true, "of": ["provider ring"], "detail": {...}}],
+ "figures": [{"group": ..., "name": ..., "value": 0.81, "wanted": [">=", 0.75], "of": [...], "detail": {...}}],
  "not_run": [{"name": ..., "reason": ...}]}
+
+``of`` names the kernels and providers (``cases.kernel``, ``cases.provider``) that a check needs, or a figure times. A
+figure is withheld if a check of its own kernels and providers, and no others, is wrong. What could not run is neither
+right nor wrong: a case says so with ``NotRun``, and ``refusal`` tells which exceptions of libraries mean the same.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -25,12 +29,18 @@ from typing import Any
 import torch
 
 _WRITE_EVERY_S = 1.0
-OUT_OF_TIME = "out of time"
+OUT_OF_TIME = "out of time: the cap of its step"
+REFUSE = ("fla", "flash_attn", "flash_attn_interface", "flash_attn_3", "transformer_engine")
+"""Libraries whose own Python code refuses a GPU, a version or a size by a RuntimeError."""
 Found = tuple[bool | None, dict[str, Any]]
 """Whether a result is right (None: not run, for the ``reason`` in the detail), and a detail."""
 Row = tuple[str, str, bool | None, dict[str, Any]]
 """Group, name, and what was found."""
 Call = Callable[[], object]
+
+
+class NotRun(Exception):
+    """Raised by a case that cannot run here, with the reason."""
 
 
 class Step(AbstractContextManager["Step"]):
@@ -41,6 +51,7 @@ class Step(AbstractContextManager["Step"]):
         parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the JSON file")
         parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
         parser.add_argument("--seconds", type=float, default=600.0, help="time after which nothing new starts")
+        parser.add_argument("--began", type=float, help="when that time began, on this machine's monotonic clock")
         given = parser.parse_args(arguments)
         self.smoke: bool = given.smoke
         self.device = torch.device("cpu" if self.smoke else "cuda")
@@ -48,9 +59,10 @@ class Step(AbstractContextManager["Step"]):
         """GPUs for ranks over process groups; 0: Gloo on the CPU."""
         self.library = "Gloo" if self.smoke else "NCCL"
         self.folder: Path = given.out
-        self._seconds, self._start, self._written = given.seconds, time.monotonic(), -math.inf
+        self._seconds, self._written = given.seconds, -math.inf
+        self._start: float = time.monotonic() if given.began is None else given.began
         self._file = given.out / f"{name}.json"
-        self._content: dict[str, Any] = {"step": name, "finished": False, "error": "", "seconds": 0.0}
+        self._content: dict[str, Any] = {"step": name, "finished": False, "error": "", "seconds": 0.0, "now": ""}
         self._content |= {"commit": os.environ.get("COMMIT", ""), "checks": [], "figures": [], "not_run": []}
         given.out.mkdir(parents=True, exist_ok=True)
         self._write()
@@ -69,30 +81,30 @@ class Step(AbstractContextManager["Step"]):
         self._content |= values
         self._write()
 
-    def check(self, group: str, name: str, ok: bool, **detail: Any) -> None:
+    def check(self, group: str, name: str, ok: bool, of: Sequence[str] = (), **detail: Any) -> None:
         """Record something that is right or wrong."""
-        self._add("checks", {"group": group, "name": name, "ok": bool(ok), "detail": detail})
+        self._add("checks", {"group": group, "name": name, "ok": bool(ok), "of": list(of), "detail": detail})
         if not ok:
             print(f"WRONG  {group}: {name}: {detail}", flush=True)
 
     def figure(
-        self, group: str, name: str, value: float, wanted: tuple[str, float] | None = None, **detail: Any
+        self,
+        group: str,
+        name: str,
+        value: float,
+        wanted: tuple[str, float] | None = None,
+        of: Sequence[str] = (),
+        **detail: Any,
     ) -> None:
         """Record a measured ratio and its target: (">=" or "<=", number)."""
-        self._add("figures", {"group": group, "name": name, "value": value, "wanted": wanted, "detail": detail})
+        row = {"group": group, "name": name, "value": value, "wanted": wanted, "of": list(of), "detail": detail}
+        self._add("figures", row)
         target = "" if wanted is None else f" (wanted {wanted[0]} {wanted[1]})"
         print(f"{group}: {name}: {value:.3f}{target}", flush=True)
 
     def not_run(self, name: str, reason: str) -> None:
         """Record something that could not be tested."""
         self._add("not_run", {"name": name, "reason": " ".join(reason.split())})
-
-    def stopped(self, group: str, name: str, how: str) -> None:
-        """Record something without a result: wrong, unless it was out of time."""
-        if how == OUT_OF_TIME:
-            self.not_run(f"{group}: {name}", how)
-        else:
-            self.check(group, name, False, failure=how)
 
     def add(self, group: str, name: str, ok: bool | None, detail: dict[str, Any]) -> None:
         """Record a ``Row``."""
@@ -101,23 +113,21 @@ class Step(AbstractContextManager["Step"]):
         else:
             self.check(group, name, ok, **detail)
 
-    def attempt(self, group: str, name: str, call: Callable[[], Found]) -> None:
-        """Record what a call finds; an exception is wrong, except for lack of GPU memory."""
+    def attempt(self, group: str, name: str, call: Callable[[], Found], of: Sequence[str] = ()) -> None:
+        """Record what a call finds; it is wrong if it raises, unless that is a ``refusal``."""
         if self.late:
             self.not_run(f"{group}: {name}", OUT_OF_TIME)
             return
-        try:
-            self.add(group, name, *call())
-        except torch.OutOfMemoryError:
-            self.not_run(f"{group}: {name}", "this GPU has too little memory for it")
-        except Exception as error:  # of any library, or of the compiler
-            self.stopped(group, name, in_a_line(error))
+        self.note(now=f"{group}: {name}")
+        ok, detail = found_by(call)
+        self.add(group, name, ok, {"of": of} | detail)
 
     def measure(self, name: str, call: Call) -> None:
         """Run a call that records its own figures; a failure does not prevent other measurements."""
         if self.late:
             self.not_run(name, OUT_OF_TIME)
             return
+        self.note(now=name)
         try:
             call()
         except Exception as error:  # of any library
@@ -151,11 +161,42 @@ class Step(AbstractContextManager["Step"]):
 
 
 def found_by(call: Callable[[], Found]) -> Found:
-    """The result of a call; an exception is wrong."""
+    """The result of a call; an exception is wrong, unless it is a ``refusal``."""
     try:
         return call()
     except Exception as error:  # of any library, or of the compiler
-        return False, {"failure": in_a_line(error)}
+        return stopped(error)
+
+
+def stopped(error: BaseException) -> Found:
+    """What an exception says of a case: that it could not run, or that it is wrong."""
+    reason = refusal(error)
+    return (False, {"failure": in_a_line(error)}) if reason is None else (None, {"reason": reason})
+
+
+def refusal(error: BaseException) -> str | None:
+    """The reason, if an exception or a cause of it says that something cannot run on this machine."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, NotRun):
+            return str(at)
+        if isinstance(at, torch.OutOfMemoryError):
+            return "this GPU has too little memory for it"
+        missing = isinstance(at, ImportError) and (at.name or "").partition(".")[0] not in (
+            "",
+            "cp_plugin",
+            "cp_kernels",
+        )
+        if missing or (type(at) in (RuntimeError, NotImplementedError) and _raised_in(at) in REFUSE):
+            return in_a_line(at)
+        at = at.__cause__
+    return None
+
+
+def _raised_in(error: BaseException) -> str:
+    """The top-level package whose Python code raised it."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return frames[-1][0].f_globals.get("__name__", "").partition(".")[0] if frames else ""
 
 
 def worst(errors: Mapping[str, float], limits: Mapping[str, float]) -> Found:

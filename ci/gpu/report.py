@@ -1,9 +1,7 @@
 """Step files -> one result file -> a page that says nothing else.
 
-    report.py steps                 every step: name, seconds, and "measures" or "checks"
-    report.py finish FOLDER STEPS   step files -> FOLDER/check.json and FOLDER/page.md; status 1 if anything is wrong
-    report.py withhold FOLDER STEP  status 1, and a step file with the reason, if STEP measures something incorrect
-    report.py page CHECK.json DOCS  check.json -> DOCS/<GPU>.json and DOCS/<GPU>.md
+    report.py finish FOLDER STEP...  step files -> FOLDER/check.json and FOLDER/page.md; status 1 if anything is wrong
+    report.py page CHECK.json DOCS   check.json -> DOCS/<GPU>.json and DOCS/<GPU>.md
 
 Steps of an earlier call are in FOLDER/check.json, or still in their own files if that call was stopped.
 """
@@ -14,36 +12,10 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from plan import PLAN
 
-class Kind(NamedTuple):
-    """A step."""
-
-    title: str
-    seconds: int
-    """It starts nothing new after that, less than ten minutes; ten seconds later it is killed."""
-    measures: bool = False
-    """It only measures: the rest of an interrupted one is unmeasured, and nothing of it is reported if anything is
-    wrong."""
-
-
-STEPS = {
-    "environment": Kind("the machine", 15),
-    "our_kernels": Kind("our own kernels against their definitions", 120),
-    "extremes": Kind("our own kernels many at a time, on large tensors, with non-finite numbers", 180),
-    "nccl": Kind("every provider over process groups, through autograd", 420),
-    "training": Kind("Megatron's training with context parallelism, against one rank", 480),
-    "hot_path": Kind("no waiting of the host; peak memory", 60),
-    "providers": Kind("every provider with every kernel, against attention in float64", 180),
-    "inference": Kind("prefill and decode", 60),
-    "ring_trace": Kind("the host, and NCCL's kernels, in a ring", 90, measures=True),
-    "waiting": Kind("time spent waiting for NCCL", 60, measures=True),
-    "performance": Kind("speed", 300, measures=True),
-    "tune": Kind("block sizes", 480, measures=True),
-}
-"""In the order in which ``check.sh`` runs them."""
-WITHHELD = "something is wrong, and then no timing is reported"
 MOST_SHOWN = 40
 """Failures, or cases not run for the same reason."""
 Json = dict[str, Any]
@@ -55,26 +27,14 @@ def finish(folder: Path, asked: list[str]) -> int:
     for name in asked:
         if not (folder / f"{name}.json").exists():  # what an earlier call had of it no longer counts
             steps[name] = _empty(name, finished=False, error="it left nothing")
-    found = {"steps": {name: steps[name] for name in STEPS if name in steps}}
+    found = {"steps": {name: steps[name] for name in PLAN if name in steps}}
     found["asked"] = list(found["steps"])
     (folder / "check.json").write_text(json.dumps(found, separators=(",", ":")))
     (folder / "page.md").write_text(page(found))
-    for name in STEPS:
+    for name in PLAN:
         (folder / f"{name}.json").unlink(missing_ok=True)
     print(summary(found))
     return 1 if failures(found) else 0
-
-
-def withhold(folder: Path, name: str) -> int:
-    """1 if a measuring step must not run; its file then has the reason."""
-    wrong = failures({"steps": _steps(folder)})
-    if not wrong:
-        return 0
-    reason = f"{WITHHELD}: {len(wrong)} wrong, the first of them {wrong[0][0]}"
-    step = _empty(name, not_run=[{"name": _titled(name), "reason": reason}])
-    (folder / f"{name}.json").write_text(json.dumps(step))
-    print(f"{name}: {reason}")
-    return 1
 
 
 def _empty(name: str, **had: Any) -> Json:
@@ -83,14 +43,19 @@ def _empty(name: str, **had: Any) -> Json:
 
 
 def _titled(name: str) -> str:
-    return f"{name} ({STEPS[name].title})"
+    return f"{name} ({PLAN[name].title})"
+
+
+def _unfinished(name: str, step: Json) -> bool:
+    """Whether a step crashed, which is wrong of one that checks; one that its cap ended has just not run the rest."""
+    return not step["finished"] and not step.get("capped") and not PLAN[name].measures
 
 
 def _steps(folder: Path) -> dict[str, Json]:
     """All results so far; those of this call are in step files."""
     file = folder / "check.json"
     found = json.loads(file.read_text())["steps"] if file.exists() else {}
-    files = {name: folder / f"{name}.json" for name in STEPS}
+    files = {name: folder / f"{name}.json" for name in PLAN}
     return found | {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
@@ -98,7 +63,7 @@ def failures(found: Json) -> list[tuple[str, str]]:
     """What is wrong, and how."""
     wrong = []
     for name, step in found["steps"].items():
-        if not step["finished"] and not STEPS[name].measures:
+        if _unfinished(name, step):
             wrong.append((f"step {name}", _end(step)))
         wrong += [(f"{c['group']}: {c['name']}", _how(c["detail"])) for c in step["checks"] if not c["ok"]]
     return wrong
@@ -120,7 +85,7 @@ def page(found: Json) -> str:
     parts += ["## Machine and versions", _table(("", ""), facts), "## Correctness", _checks(found)]
     for name, step in found["steps"].items():
         if step["figures"]:
-            parts += [f"## Measured: {STEPS[name].title}", *_figures(step["figures"])]
+            parts += [f"## Measured: {PLAN[name].title}", *_figures(step["figures"])]
     parts += ["## Not measured", _not_run(found)]
     return "\n\n".join(parts) + "\n"
 
@@ -145,12 +110,21 @@ def summary(found: Json) -> str:
 
 
 def _reported(found: Json) -> Json:
-    """The results without figures of measuring steps, if anything is wrong."""
-    steps = dict(found["steps"])
-    for name in steps if failures(found) else ():
-        if STEPS[name].measures and steps[name]["figures"]:
-            steps[name] = steps[name] | {"figures": [], "not_run": [{"name": _titled(name), "reason": WITHHELD}]}
-    return found | {"steps": steps}
+    """The results without the figures of what a check found to be wrong."""
+    steps = found["steps"]
+    wrong = [check for step in steps.values() for check in step["checks"] if check.get("of") and not check["ok"]]
+    reported = {}
+    for name, step in steps.items():
+        kept, withheld = [], []
+        for figure in step["figures"]:
+            own = next((c for c in wrong if set(c["of"]) <= set(figure.get("of", ()))), None)
+            if own is None:
+                kept.append(figure)
+            else:
+                reason = f"its timing is withheld, since {own['group']}: {own['name']} is wrong"
+                withheld.append({"name": f"{figure['group']}: {figure['name']}", "reason": reason})
+        reported[name] = step | {"figures": kept, "not_run": step["not_run"] + withheld}
+    return found | {"steps": reported}
 
 
 def _result(wrong: list[tuple[str, str]]) -> str:
@@ -188,7 +162,7 @@ def _figures(figures: list[Json]) -> list[str]:
 
 def _not_run(found: Json) -> str:
     by_reason: dict[str, dict[str, None]] = {}
-    for name in STEPS:
+    for name in PLAN:
         step = found["steps"].get(name)
         if step is None:
             by_reason.setdefault("the step was not requested", {})[_titled(name)] = None
@@ -232,7 +206,7 @@ def _share(detail: Json) -> float:
 
 
 def _end(step: Json) -> str:
-    return step["error"] or "it was stopped, by its time limit or by a crash: see check.log"
+    return step.get("capped") or step["error"] or "it crashed: see check.log"
 
 
 def _how(detail: Json) -> str:
@@ -262,14 +236,8 @@ def publish(check: Path, docs: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     match arguments:
-        case ["steps"]:
-            for name, kind in STEPS.items():
-                print(name, kind.seconds, "measures" if kind.measures else "checks")
-            return 0
-        case ["finish", folder, steps]:
-            return finish(Path(folder), steps.split())
-        case ["withhold", folder, step]:
-            return withhold(Path(folder), step)
+        case ["finish", folder, *steps]:
+            return finish(Path(folder), steps)
         case ["page", check, docs]:
             publish(Path(check), Path(docs))
             return 0

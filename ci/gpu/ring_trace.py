@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import attend, lacking, rank_of
+from cases import attend, lacking, of_timed, provider, rank_of
 from over_ranks import device, one_over_ranks
 from record import Step
 from torch.profiler import ProfilerActivity, profile
@@ -30,6 +30,8 @@ TINY = Problem(size=4, seq_length=32, heads=2, head_dim=16, dtype=torch.float32)
 LAUNCHES = ("LaunchKernel", "MemcpyAsync", "MemsetAsync")
 """Parts of the names of launching functions of CUDA's runtime and driver."""
 ROUNDS = 10
+OVERLAP_S = 20.0
+"""Seconds for all ranks to start and to be traced; over sockets this teaches less than what comes after it."""
 
 
 def main() -> None:
@@ -61,8 +63,8 @@ def alone(step: Step, setup: Setup, name: str) -> None:
         if step.smoke:
             step.not_run(f"launches of a ring step: {what}", "there are launches on CUDA devices only")
         else:
-            step.figure("launches of a ring step", what, launches / size)
-        step.figure("microseconds of the host in a ring step", what, microseconds)
+            step.figure("launches of a ring step", what, launches / size, of=of_timed(setup, step.device))
+        step.figure("microseconds of the host in a ring step", what, microseconds, of=of_timed(setup, step.device))
 
 
 def traced(call: Callable[[], object], file: Path | None = None) -> list[Any]:
@@ -94,13 +96,14 @@ def over_nccl(step: Step) -> None:
     for connections in ("1",) if step.smoke else ("1", "8"):
         name = f"ring, {problem.seq_length} tokens on {problem.size} ranks, CUDA_DEVICE_MAX_CONNECTIONS={connections}"
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
-        told = one_over_ranks(step, partial(overlap, problem), ranks=problem.size, env=env)
-        if isinstance(told, str):
-            step.not_run(f"{title}: {name}", told)
+        told = one_over_ranks(step, partial(overlap, problem), ranks=problem.size, case_s=OVERLAP_S, env=env)
+        if isinstance(told, tuple):
+            step.not_run(f"{title}: {name}", " ".join(map(str, told[1].values())))
             continue
         together, messages = (sum(one) for one in zip(*told, strict=True))
         if messages:
-            step.figure(title, name, together / messages, None, **{"ms of messages": messages / 1e3 / len(told)})
+            ms, of = messages / 1e3 / len(told), (provider("ring"),)
+            step.figure(title, name, together / messages, of=of, **{"ms of messages": ms})
         else:
             step.not_run(f"{title}: {name}", "the profiler sees no kernels of it here")
 

@@ -8,41 +8,46 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
-from record import OUT_OF_TIME, Row, Step, in_a_line
+from record import OUT_OF_TIME, Found, Row, Step, stopped
 
 MOST = 12
 """Processes sharing a GPU."""
 
 
 def check_each[C](
-    step: Step, run: Callable[[C], list[Row]], groups: Sequence[C], named: Callable[[C], tuple[str, str]]
+    step: Step, run: Callable[[C], Iterator[Row]], groups: Sequence[C], named: Callable[[C], tuple[str, str]]
 ) -> None:
-    """Run all groups and record what is found; ``named``: group and name under which a stopped group is recorded."""
-    for group, rows in spread(run, groups, here=step.smoke, seconds=step.left):
-        if isinstance(rows, str):
-            step.stopped(*named(group), rows)
-        else:
-            for row in rows:
-                step.add(*row)
+    """Run all groups, in this order, and record what is found.
+
+    Args:
+        named: group and name under which is recorded what ended a group of cases early.
+    """
+    for group, found in spread(run, groups, here=step.smoke, seconds=step.left):
+        step.add(*(found if len(found) == 4 else (*named(group), *found)))
 
 
 def spread[C](
-    run: Callable[[C], list[Row]], groups: Sequence[C], *, here: bool, seconds: float
-) -> Iterator[tuple[C, list[Row] | str]]:
-    """Yield every group with its rows, or with what stopped it, as they end.
+    run: Callable[[C], Iterator[Row]], groups: Sequence[C], *, here: bool, seconds: float
+) -> Iterator[tuple[C, Row | Found]]:
+    """Yield every group with each row of it, as they come, and with what ended it early.
 
     Args:
-        run: a module-level function.
+        run: a module-level function that yields what it finds of a group, case by case.
         here: run everything in this process.
         seconds: time for all groups; what is still running then is killed.
     """
+    deadline = time.monotonic() + seconds
+    late: Found = (None, {"reason": OUT_OF_TIME})
     if here:
         for group in groups:
-            yield group, run(group)
+            rows = run(group)
+            while (row := late if time.monotonic() > deadline else next(rows, None)) is not None:
+                yield group, row
+                if row is late:
+                    break
         return
     context, waiting = multiprocessing.get_context("spawn"), list(groups)
     running: dict[Connection, tuple[multiprocessing.process.BaseProcess, C]] = {}
-    deadline = time.monotonic() + seconds
     while waiting or running:
         while waiting and len(running) < max(1, min(MOST, (os.cpu_count() or 1) * 3 // 4)):
             reader, writer = context.Pipe(duplex=False)
@@ -51,24 +56,28 @@ def spread[C](
             writer.close()  # only the process has the other end, so the pipe ends with it
             running[reader] = process, waiting.pop(0)
         for reader in wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
-            process, group = running.pop(reader)
+            process, group = running[reader]
             try:
-                rows = reader.recv()
-                process.join()
+                row = reader.recv()
             except EOFError:
                 process.join()
-                rows = f"its process ended with status {process.exitcode}"
-            yield group, rows
+                row = (False, {"failure": f"its process ended with status {process.exitcode}"})
+            if row is not None:
+                yield group, row
+            if row is None or len(row) == 2:
+                del running[reader]
         if time.monotonic() > deadline:
             for process, _ in running.values():
                 process.kill()
-            for group in [*(group for _, group in running.values()), *waiting]:
-                yield group, OUT_OF_TIME
+            yield from ((group, late) for group in [*(group for _, group in running.values()), *waiting])
             return
 
 
-def _in_process[C](run: Callable[[C], list[Row]], group: C, writer: Connection) -> None:
+def _in_process[C](run: Callable[[C], Iterator[Row]], group: C, writer: Connection) -> None:
+    """Send every row, then None, or what ended the group."""
     try:
-        writer.send(run(group))
+        for row in run(group):
+            writer.send(row)
+        writer.send(None)
     except BaseException as error:
-        writer.send(in_a_line(error))
+        writer.send(stopped(error))

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from cases import provider
 from over_ranks import first_failure, shared_gpu
-from record import OUT_OF_TIME, Found, Step, worst
+from record import OUT_OF_TIME, Found, NotRun, Step, worst
 
 from cp_plugin.testing.launch import RankError, run_ranks
 
@@ -29,10 +30,8 @@ PASSED = "self-check passed"
 TWICE = 2.0
 HALF = {True: "", False: "--bf16"}
 """Whether it is a smoke test -> flags of its precision."""
-LAST_CALL_S = 45.0
-"""Seconds left below which no training starts."""
-ALONE_S = 180.0
-"""For one rank, which compiles what the others then find compiled."""
+TRAIN_S = 90.0
+"""Seconds for one training; by estimate it takes 20. One rank goes first, and compiles for the others."""
 MODEL = (
     "--num-layers 2 --hidden-size {hidden} --ffn-hidden-size {hidden} --num-attention-heads 8 "
     "--group-query-attention --num-query-groups 4 --position-embedding-type rope --normalization RMSNorm --swiglu "
@@ -65,11 +64,18 @@ class Run(NamedTuple):
     """Flags of the model on one rank; None: the same."""
     cp: int = RANKS
 
+    @property
+    def of(self) -> tuple[str, ...]:
+        """What it needs, as ``record`` says."""
+        words = self.flags.split()
+        names = (words[i + 1] for i, word in enumerate(words) if word in ("--cp-provider", "--cp-linear-provider"))
+        return tuple(map(provider, names))
+
 
 RUNS = (
     Run("ring", "--cp-provider ring --cp-layout zigzag"),
-    Run("striped", "--cp-provider striped"),
     Run("attention2d on striped, grid 2x2", "--cp-provider attention2d --cp-layout striped --cp-grid 2x2"),
+    Run("striped", "--cp-provider striped"),
     Run("lasp2 and ring", "--cp-provider ring --cp-linear-provider lasp2 --cp-layout zigzag", LINEAR),
     Run("packed documents, attention2d", "--cp-provider attention2d --cp-grid 2x2", PACKED, RESET),
     Run("recomputed, ring", f"--cp-provider ring --cp-layout zigzag {RECOMPUTED}"),
@@ -82,16 +88,18 @@ def main() -> None:
         if find_spec("megatron") is None:
             step.not_run("Megatron's own training steps", "megatron-core is not installed: ci/gpu/wheels.sh brings it")
             return
-        if step.smoke:
-            import sides
-
-            sides.preload()
-            import cp_plugin.megatron.models.gpt  # noqa: F401  (once for all ranks of all trainings)
+        preload()
         for run in RUNS:
-            if step.left < LAST_CALL_S:
-                step.not_run(f"training with {run.name}", OUT_OF_TIME)
-                continue
-            step.attempt("Megatron's training", run.name, partial(right, run, step))
+            step.attempt("Megatron's training", run.name, partial(right, run, step), run.of)
+
+
+def preload() -> None:
+    """Import Megatron once for all ranks of all trainings, without initialising CUDA: they are forked."""
+    import sides
+
+    if not sides.preload():
+        sides.read_sources_once()
+    import cp_plugin.megatron.models.gpt  # noqa: F401
 
 
 def right(run: Run, step: Step) -> Found:
@@ -101,6 +109,8 @@ def right(run: Run, step: Step) -> Found:
         ok, detail = compared(run, step)
     except RankError as error:
         print(error, flush=True)
+        if step.late:  # the cap ended it, and nothing tells slow ranks from ranks that hang
+            raise NotRun(f"{OUT_OF_TIME}, {time.monotonic() - began:.0f} s after it began") from error
         ok, detail = False, {"failure": first_failure(error)}
     return ok, detail | {"seconds": round(time.monotonic() - began, 1)}
 
@@ -111,12 +121,12 @@ def compared(run: Run, step: Step) -> Found:
     from parity import TRAINING as LOSSES
 
     alone = run.model if run.alone is None else run.alone
-    want = one_rank(f"{alone} {HALF[step.smoke]}", step.smoke)
+    want = one_rank(f"{alone} {HALF[step.smoke]}", step)
     flags = f"{run.model} {HALF[step.smoke]} {run.flags} --context-parallel-size {run.cp}"
-    got = train(RANKS, flags, step.smoke, max(LAST_CALL_S, step.left))
+    got = train(RANKS, flags, step)
     limits = {"losses": LOSSES, "gradient": GRADIENT}
     if not step.smoke:
-        exact = one_rank(alone, step.smoke)
+        exact = one_rank(alone, step)
         limits = {name: TWICE * error for name, error in differences(want, exact).items()}
     by_rank = [differences(ranks, want) for ranks in got]
     errors = {name: max(of_rank[name] for of_rank in by_rank) for name in limits}
@@ -149,23 +159,25 @@ def differences(got: Trained, want: Trained) -> dict[str, float]:
 
 
 @cache
-def one_rank(flags: str, smoke: bool) -> Trained:
+def one_rank(flags: str, step: Step) -> Trained:
     """Without context parallelism."""
-    return train(1, flags, smoke, ALONE_S)[0]
+    return train(1, flags, step)[0]
 
 
-def train(ranks: int, flags: str, smoke: bool, seconds: float) -> list[Trained]:
-    """Train; RankError if a rank fails or they do not end in time."""
-    tokens, hidden = (64, 64) if smoke else (4096, 512)
+def train(ranks: int, flags: str, step: Step) -> list[Trained]:
+    """Train; RankError if a rank fails or they do not end in time, NotRun if there is none left."""
+    if step.late:
+        raise NotRun(OUT_OF_TIME)
+    tokens, hidden = (64, 64) if step.smoke else (4096, 512)
     words = f"{MODEL} {TRAINING} --train-iters {STEPS} {flags}".format(
         tokens=tokens, hidden=hidden, vocab=2 * tokens - 1
     )
-    words += "" if smoke else f" {WITHOUT_LIBRARIES}"
-    devices = 0 if smoke else torch.cuda.device_count()
+    words += "" if step.smoke else f" {WITHOUT_LIBRARIES}"
+    seconds = min(step.left, TRAIN_S * (3 if step.smoke else 1))
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_COMPILE_DISABLE": "1"}
     documents = 5 * tokens // 8  # several per sequence
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
-        return run_ranks(rank, ranks, args=(words, documents, devices, Path(log.name)), timeout=seconds, env=env)
+        return run_ranks(rank, ranks, args=(words, documents, step.devices, Path(log.name)), timeout=seconds, env=env)
 
 
 def rank(words: str, documents: int, devices: int, log: Path) -> Trained:

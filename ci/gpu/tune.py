@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from cases import lacking
+from cases import kernel, lacking
 from record import Call, Found, Row, Step, found_by, medians
 from spread import spread
 
@@ -70,17 +70,15 @@ def present(kernel: str, heads: Heads) -> tuple[int, int, int, int]:
 def compiled(step: Step, trials: list[Trial]) -> list[Trial]:
     """The trials that compile and fit the device."""
     usable = []
-    for trial, rows in spread(attempt, trials, here=step.smoke, seconds=step.left):
-        if isinstance(rows, str):
-            step.not_run(str(trial), rows)
-        elif rows[0][2]:
+    for trial, (*_, ok, detail) in spread(attempt, trials, here=step.smoke, seconds=step.left):
+        if ok:
             usable.append(trial)
         else:
-            step.not_run(str(trial), rows[0][3]["failure"])
+            step.not_run(str(trial), detail["reason" if ok is None else "failure"])
     return sorted(usable, key=trials.index)
 
 
-def attempt(trial: Trial) -> list[Row]:
+def attempt(trial: Trial) -> Iterator[Row]:
     """Compile it by running it on few tokens."""
 
     def run() -> Found:
@@ -90,20 +88,20 @@ def attempt(trial: Trial) -> list[Row]:
         return True, {}
 
     with chosen(trial):
-        return [("block sizes", str(trial), *found_by(run))]
+        yield ("block sizes", str(trial), *found_by(run))
 
 
 def compare(step: Step, trials: list[Trial], now: str) -> None:
     """The best sizes against the present ones; a backward is timed with one of its two kernels changed."""
     if not trials or step.late:
         return
-    heads, kernel = trials[0].heads, trials[0].kernel
+    heads, which = trials[0].heads, trials[0].kernel
     forward, backward = calls(heads)
 
     def timed(trial: Trial) -> Call:
         def call() -> None:
             with chosen(trial):
-                (forward if kernel == "forward" else backward)()
+                (forward if which == "forward" else backward)()
 
         return call
 
@@ -111,8 +109,9 @@ def compare(step: Step, trials: list[Trial], now: str) -> None:
     best = min(times, key=lambda name: times[name])
     detail = {"best": best, "ms": times[best], "present": now, "present ms": times.get(now, 0.0)}
     ratio = times[best] / times.get(now, times[best])
-    what = f"{kernel}, heads of {heads.d}/{heads.e}"
-    step.figure("time of the best block sizes over the present ones", what, ratio, **detail)
+    what = f"{which}, heads of {heads.d}/{heads.e}"
+    of = (kernel("triton", heads.d, heads.e),)
+    step.figure("time of the best block sizes over the present ones", what, ratio, of=of, **detail)
 
 
 def calls(heads: Heads) -> tuple[Call, Call]:

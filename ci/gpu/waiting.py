@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import attend, rank_of
+from cases import attend, provider, rank_of
 from over_ranks import device, over_ranks
-from record import Call, Step
+from record import Call, Found, Step
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.setups import settled
@@ -36,13 +36,13 @@ def main() -> None:
         size = min(MOST, 1 << (step.devices.bit_length() - 1)) if step.devices else TINY.size
         problem = replace(TINY if step.smoke else TIMED, size=size)
 
-        def done(number: int, found: list[Any] | str) -> None:
+        def done(number: int, found: list[Any] | Found) -> None:
             name = f"{names[number]}, {problem.seq_length} tokens, {size} ranks"
-            if isinstance(found, str):
-                step.not_run(f"{title}: {name}", found)
+            if isinstance(found, tuple):
+                step.not_run(f"{title}: {name}", " ".join(map(str, found[1].values())))
                 return
-            ms, alone = found[0]
-            step.figure(title, name, 1 - alone / ms, None, **{"ms": ms, "computation ms": alone})
+            (ms, alone), of = found[0], (provider(names[number]),)
+            step.figure(title, name, 1 - alone / ms, of=of, **{"ms": ms, "computation ms": alone})
 
         over_ranks(step, lambda number: times(names[number], problem), len(names), done, ranks=size)
 

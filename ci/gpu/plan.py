@@ -1,0 +1,223 @@
+"""The steps of ``ci/gpu/check.sh``, in order of what they teach, and the loop that runs them.
+
+Every step is a script of its own beside this file and has a cap: after that it starts nothing new, keeps what it has,
+and the next step begins. Inside a step the cases are ordered in the same way. ``check.sh`` describes the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+class Planned(NamedTuple):
+    """A step."""
+
+    title: str
+    seconds: int
+    """Cap, counted from the start of its process, in a call with ``--seconds``; other calls have ``LONGER``."""
+    measures: bool = False
+    """It only measures, so a crash leaves something unmeasured and nothing wrong."""
+
+
+PLAN = {
+    "environment": Planned("the machine", 15),
+    "our_kernels": Planned("our own kernels against their definitions", 75),
+    "nccl": Planned("every provider over process groups, through autograd", 115),
+    "hot_path": Planned("no waiting of the host; peak memory", 45),
+    "performance": Planned("speed", 105, measures=True),
+    "training": Planned("Megatron's training with context parallelism, against one rank", 115),
+    "ring_trace": Planned("the host, and NCCL's kernels, in a ring", 45, measures=True),
+    "extremes": Planned("our own kernels many at a time, on large tensors, with non-finite numbers", 80),
+    "providers": Planned("every provider with every kernel, against attention in float64", 75),
+    "inference": Planned("prefill and decode", 40),
+    "waiting": Planned("time spent waiting for NCCL", 40, measures=True),
+    "tune": Planned("block sizes", 120, measures=True),
+}
+"""The first seven fill a call of nine minutes, the next two one of three."""
+LONGER = 4
+"""Factor of all caps without ``--seconds``: still less than ten minutes a step."""
+SMOKE = 10
+"""The same for the smoke test, which shares processors with other tests and takes much longer to import torch."""
+LEAST_S = 20.0
+"""A step with a larger cap does not start with less time than this."""
+GRACE_S = 10.0
+"""After its cap a step has this time to end what it has begun; then it is killed."""
+END_S = 5.0
+"""Kept for writing the page."""
+
+
+def main() -> int:
+    began = time.monotonic()
+    given = arguments()
+    steps = chosen(given)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH")))),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # ranks are forked before CUDA is touched
+        "COMMIT": os.environ.get("COMMIT") or _output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip(),
+    }
+    if given.pack:
+        environment |= packed(given.pack)
+    if given.smoke:
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    elif subprocess.run(
+        [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+    ).returncode:
+        refuse(f"{sys.executable} sees no CUDA device (torch.cuda.is_available()); --smoke runs on a CPU")
+    given.out.mkdir(parents=True, exist_ok=True)
+    if not given.resume:
+        for file in (*given.out.glob("*.trace.json.gz"), *(given.out / name for name in ("page.md", "check.log"))):
+            file.unlink(missing_ok=True)
+        for name in (*PLAN, "check"):
+            (given.out / f"{name}.json").unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds: no step outlives this process
+    with tempfile.TemporaryDirectory() as site, _kept(given.out / "check.log"):
+        if given.wheels:
+            install = ["bash", str(HERE / "wheels.sh"), "--install", str(given.wheels), site, sys.executable]
+            if subprocess.run(install).returncode:
+                return 2
+            environment["PYTHONPATH"] += os.pathsep + site
+        for place, name in enumerate(steps):
+            elapsed = time.monotonic() - began
+            seconds = cap(name, given.seconds, elapsed, smoke=given.smoke)
+            if seconds is None:
+                print(f"== no time is left for {name}; go on with --from {name}", flush=True)
+                steps = steps[:place]
+                break
+            print(f"== {name} (at {elapsed:.0f} s, for {seconds:.0f} s at most)", flush=True)
+            run(name, seconds, given, environment)
+        print("== result", flush=True)
+        return subprocess.run([sys.executable, str(HERE / "report.py"), "finish", str(given.out), *steps]).returncode
+
+
+def cap(name: str, budget: int | None, elapsed: float, *, smoke: bool) -> float | None:
+    """Seconds for a step; None: too few are left of the budget."""
+    seconds = float(PLAN[name].seconds)
+    if budget is None:
+        return seconds * (SMOKE if smoke else LONGER)
+    left = budget - elapsed - GRACE_S - END_S
+    return min(seconds, left) if left >= min(seconds, LEAST_S) else None
+
+
+def run(name: str, seconds: float, given: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Run one step; kill it with all its processes if it does not end after its cap, or if this process ends."""
+    file = given.out / f"{name}.json"
+    file.unlink(missing_ok=True)
+    words = ["--out", str(given.out), "--seconds", str(seconds), "--began", str(time.monotonic())]
+    command = [sys.executable, str(HERE / f"{name}.py"), *words, *(["--smoke"] if given.smoke else [])]
+    step = subprocess.Popen(command, env=dict(environment), process_group=0)
+    try:
+        status = step.wait(seconds + GRACE_S)
+        if status not in (0, 1):
+            print(f"{name}: exit status {status}", flush=True)
+    except subprocess.TimeoutExpired:
+        print(f"{name}: killed {GRACE_S:g} s after its cap of {seconds:g} s", flush=True)
+        left = json.loads(file.read_text()) if file.exists() else {}
+        capped(file, name, left, f"killed {GRACE_S:g} s after the cap of {seconds:g} s for {name}")
+    finally:
+        if step.poll() is None:
+            os.killpg(step.pid, signal.SIGKILL)
+            step.wait()
+
+
+def capped(file: Path, name: str, left: dict[str, object], how: str) -> None:
+    """Note in a step's file that time ended it, and in which case."""
+    during = f", during {left['now']}" if left.get("now") else ""
+    nothing = {"step": name, "error": "", "seconds": 0.0, "checks": [], "figures": [], "not_run": []}
+    file.write_text(json.dumps(nothing | left | {"finished": False, "capped": how + during}))
+
+
+def packed(folder: Path) -> dict[str, str]:
+    """Environment variables with which steps use what a pack has compiled."""
+    done = subprocess.run([sys.executable, str(HERE / "pack.py"), "use", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        refuse(f"--pack {folder}: {done.stderr.strip()}")
+    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+
+
+def arguments() -> argparse.Namespace:
+    """The checked command line."""
+    parser = argparse.ArgumentParser(prog="check.sh", description="See the head of ci/gpu/check.sh.")
+    parser.error = lambda message: refuse(message)  # type: ignore[method-assign]
+    parser.add_argument("--seconds", type=_whole)
+    parser.add_argument("--from", dest="resume", metavar="STEP")
+    parser.add_argument("--only", metavar="STEPS", default="")
+    parser.add_argument("--wheels", type=Path, metavar="DIR")
+    parser.add_argument("--pack", type=Path, metavar="DIR")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"))
+    given = parser.parse_args()
+    if given.pack:
+        if given.wheels:
+            refuse(f"--wheels {given.wheels}: --pack {given.pack} has wheels of its own; leave --wheels out")
+        given.wheels = given.pack / "wheels"
+    if given.wheels and not any(given.wheels.glob("*.whl")):
+        refuse(f"--wheels {given.wheels}: there are no wheels; ci/gpu/wheels.sh {given.wheels} downloads them")
+    return given
+
+
+def chosen(given: argparse.Namespace) -> list[str]:
+    """The steps that were asked for, in their order."""
+    usual = [name for name in PLAN if name != "tune" or given.tune]
+    names = given.only.split() or usual
+    for name in names:
+        if name not in PLAN:
+            refuse(f"--only: unknown step {name}; there are {' '.join(PLAN)}")
+    if given.resume and given.resume not in names:
+        refuse(f"--from {given.resume} is none of the steps {' '.join(names)}")
+    return names[names.index(given.resume) if given.resume else 0 :]
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of seconds")
+    return int(text)
+
+
+def refuse(message: str) -> NoReturn:
+    print(f"check.sh: {message}; see the head of ci/gpu/check.sh", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextmanager
+def _kept(log: Path) -> Iterator[None]:
+    """Send all output, of child processes too, to the log as well."""
+    sys.stdout.flush()
+    before = [os.dup(stream) for stream in (1, 2)]
+    with subprocess.Popen(["tee", "-a", str(log)], stdin=subprocess.PIPE, process_group=0) as tee:
+        assert tee.stdin is not None
+        for stream in (1, 2):
+            os.dup2(tee.stdin.fileno(), stream)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            for stream, old in zip((1, 2), before, strict=True):
+                os.dup2(old, stream)
+                os.close(old)
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True) if shutil.which(command[0]) else None
+    return done.stdout if done and done.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
