@@ -33,6 +33,7 @@ LONGEST_FIRST = (
     "megatron/test_many_ranks.py",
     "test_quickstart.py",
     "test_gpu_check.py",
+    "test_gpu_plan.py",
     "megatron/test_examples_megatron.py",
     "megatron/test_linear_parity.py",
     "megatron/test_planted_faults.py",

@@ -11,11 +11,11 @@ from functools import partial
 from itertools import product
 
 import torch
-from cases import Alone, lacking, masked, of_setup, of_timed, rank_of
+from cases import Alone, cannot, lacking, masked, of_setup, of_timed, rank_of
 from record import Found, Step, in_a_line
 
 from cp_plugin import Options, Problem
-from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.attention.setups import Setup, settled_or_reason
 from cp_plugin.common.text import in_bytes
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.trace.memory import Meter, Peaks, peaks
@@ -38,8 +38,11 @@ def main() -> None:
                 continue
             call, documents = masked(problem, mask)
             for name in providers.names():
-                setup = settled(providers.get(name), call, Options(backend=backend))
+                setup = settled_or_reason(providers.get(name), call, Options(backend=backend))
                 what = f"{name}, {mask}, backend {backend}"
+                if reason := cannot(setup, step.device):
+                    step.not_run(f"hot path of {what}", reason)
+                    continue
                 step.attempt("the host never waits", what, partial(look, step, what, setup, documents), of_setup(setup))
 
 

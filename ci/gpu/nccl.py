@@ -189,7 +189,7 @@ def can(step: Step, run: Run) -> bool:
 def warm(runs: Sequence[Run]) -> BaseProcess:
     """Start to autotune the kernels of linear attention: it takes longer than a case may, and is kept on disk."""
     linear = first_of([run for run in runs if run.setup.provider.kind == "linear"], lambda run: run.variant)
-    process = multiprocessing.get_context("spawn").Process(target=warmed, args=(linear,), daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=warmed, args=(linear,), daemon=True)
     process.start()
     return process
 

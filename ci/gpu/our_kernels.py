@@ -1,7 +1,8 @@
 """Our own kernels against their definitions: attention, merging, permuting, packing, decoding.
 
 Attention has the cases of ``tests/kernels/test_attention_kernel.py``, on longer sequences. Compiling takes most of the
-time, so every process has kernels of its own: those of a head size, a dtype and a direction.
+time, so every process has kernels of its own: those of head sizes and numbers, a dtype and a direction. They include
+what later steps time, which then find it compiled.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ class Part(NamedTuple):
     views: tuple[str, ...]
     n: int = 8
     """Multiple of the tokens in the interpreter's tests."""
+    heads: tuple[int, int] = (16, 4)
+    """Of queries, and of keys. Triton compiles their multiples of 16 apart, and as many of both."""
 
     def __str__(self) -> str:
-        d, e = self.sizes
-        return f"{self.direction}, heads of {d}/{e}, {dtype_name(self.dtype)}"
+        (d, e), (h, g) = self.sizes, self.heads
+        return f"{self.direction}, heads {h}:{g} of {d}/{e}, {dtype_name(self.dtype)}"
 
 
 def main() -> None:
@@ -79,10 +82,13 @@ def parts(*, smoke: bool) -> list[Part | str]:
     few, usual = ("zigzag", "staircase, coarse queries"), ("causal",)
     first = [Part((128, 128), torch.bfloat16, way, tuple(brute.sides()), tuple(brute.views())) for way in both]
     later = (64, 64), (192, 128), (256, 256), (96, 96), (40, 24)
+    timed = (128, 128), (64, 64), (192, 128)
+    mha = [Part(s, torch.bfloat16, way, few[1:], usual, heads=(16, 16)) for s, way in product(timed, both)]
+    nccl = [Part((64, 64), torch.bfloat16, way, few, usual, heads=(8, 4)) for way in both]
     bf16 = [Part(sizes, torch.bfloat16, way, few, usual) for sizes, way in product(later, both)]
     f16 = [Part(sizes, torch.float16, way, few, usual) for sizes, way in product(((128, 128), *later), both)]
     f32 = [Part(sizes, torch.float32, way, few, usual) for sizes, way in product(((128, 128), (64, 64)), both)]
-    return [*first, *bf16[:6], FUSED, *bf16[6:], *f16, *f32]
+    return [*first, *bf16[:6], *nccl, FUSED, *mha, *bf16[6:], *f16, *f32]
 
 
 def run(part: Part | str) -> Iterator[Row]:
@@ -95,7 +101,7 @@ def attention(part: Part) -> Iterator[Row]:
     sides, views, scale = brute.sides(part.n), brute.views(part.n), part.sizes[0] ** -0.5
     whole, in_two = (forward, forward_in_two) if part.direction == "forward" else (backward, backward_in_two)
     for side, view in product(part.sides, part.views):
-        x = brute.Inputs.random(*sides[side], sizes=part.sizes, heads=(4, 2), dtype=part.dtype)
+        x = brute.Inputs.random(*sides[side], sizes=part.sizes, heads=part.heads, dtype=part.dtype)
         x = brute.Inputs(*(y.to(device) for y in x))
         at = (*sides[side], views[view], scale)
         want = brute.answer(x, *at)

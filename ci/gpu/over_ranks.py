@@ -29,7 +29,7 @@ from cp_plugin.testing.launch import RankError, RankTimeout, run_ranks
 
 AT_ONCE = 16
 """Cases per set of processes: groups, their connections and memory live as long as the processes."""
-CASE_S = 40.0
+CASE_S = 30.0
 """Seconds for a case on all ranks; by estimate it takes three, the first ones more, since they compile kernels."""
 COMPILING = ("/triton/compiler/", "/triton/runtime/autotuner.py", "/triton/runtime/build.py", "/torch/_inductor/")
 """Parts of the paths of what compiles kernels, and of what tries their variants."""
@@ -72,7 +72,8 @@ def over_ranks(
             ended, in_time = "", True
             try:
                 run_ranks(_rank, ranks, args=arguments, timeout=step.left, env=dict(env or {}))
-            except RankTimeout:
+            except RankTimeout as error:  # the step's cap; where the ranks were is for the log
+                print(error, flush=True)
                 in_time = False
             except RankError as error:
                 print(error, flush=True)

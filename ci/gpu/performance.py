@@ -55,10 +55,12 @@ def main() -> None:
         parts: dict[str, Call] = kernels(step, first, later)
         parts["bandwidth of our kernels"] = partial(memory_bound, step)
         parts["bandwidth of decode"] = partial(decode, step)
-        parts[f"efficiency of methods, {first}"] = partial(methods, step, first, 2 if step.smoke else 8)
-        for size in long:
-            parts[f"speed of attention, {size}"] = partial(whole_tiles, step, size)
-            parts[f"efficiency of methods, {size}"] = partial(methods, step, size, 8)
+        for size in (first, *long):
+            if size is not first:
+                parts[f"speed of attention, {size}"] = partial(whole_tiles, step, size)
+            for backend in ("auto", "triton", "sdpa"):
+                call = partial(methods, step, size, 2 if step.smoke else 8, backend)
+                parts[f"efficiency of methods with backend {backend}, {size}"] = call
         for name, part in parts.items():
             step.measure(name, part)
             if step.device.type == "cuda":
@@ -154,28 +156,27 @@ def _decode(
     against_a_copy(step, "bandwidth of decode over a copy's", passes, k, "decode")
 
 
-def methods(step: Step, size: Size, ranks: int) -> None:
-    """Every method with every backend, against one call."""
+def methods(step: Step, size: Size, ranks: int, backend: str) -> None:
+    """Every method, against one call."""
+    if reason := lacking(backend, step.device):
+        step.not_run(f"efficiency of methods with backend {backend}", reason)
+        return
     x = random(size, size.tokens, size.tokens, step.device)
     calls: dict[str, Call] = {"one": lambda: attend(ContextParallel("ring", backend="sdpa"), x, size.problem())}
     wanted, of = {}, {}
-    for backend in ("auto", "triton", "sdpa"):
-        if reason := lacking(backend, step.device):
-            step.not_run(f"efficiency of methods with backend {backend}", reason)
+    for provider, layout, least in METHODS[: 1 if step.smoke else None]:
+        name = f"{provider} on {layout}, backend {backend}, {ranks} ranks, {size}"
+        try:
+            options = Options(layout=layout, backend=backend)
+            setup = settled(providers.get(provider), size.problem(ranks), options)
+            of[name] = of_timed(setup, step.device)
+            calls[name] = emulated(setup, x)
+            calls[name]()
+        except Exception as error:  # of any library
+            calls.pop(name, None)
+            step.not_run(f"efficiency of {name}", in_a_line(error))
             continue
-        for provider, layout, least in METHODS[: 1 if step.smoke else None]:
-            name = f"{provider} on {layout}, backend {backend}, {ranks} ranks, {size}"
-            try:
-                options = Options(layout=layout, backend=backend)
-                setup = settled(providers.get(provider), size.problem(ranks), options)
-                of[name] = of_timed(setup, step.device)
-                calls[name] = emulated(setup, x)
-                calls[name]()
-            except Exception as error:  # of any library
-                calls.pop(name, None)
-                step.not_run(f"efficiency of {name}", in_a_line(error))
-                continue
-            wanted[name] = (">=", least) if backend == "auto" and least is not None else None
+        wanted[name] = (">=", least) if backend == "auto" and least is not None else None
     times = medians(calls, 1 if step.smoke else 3, warm_up=1)
     for name in wanted:
         detail = {"ms": times[name], "one call ms": times["one"]}

@@ -35,7 +35,7 @@ class Planned(NamedTuple):
 
 
 PLAN = {
-    "environment": Planned("the machine", 15),
+    "environment": Planned("the machine", 20),
     "our_kernels": Planned("our own kernels against their definitions", 75),
     "nccl": Planned("every provider over process groups, through autograd", 115),
     "hot_path": Planned("no waiting of the host; peak memory", 45),

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 
 from record import OUT_OF_TIME, Found, Row, Step, stopped
 
-MOST = 12
+MOST = 16
 """Processes sharing a GPU."""
 
 
@@ -49,7 +49,7 @@ def spread[C](
     context, waiting = multiprocessing.get_context("spawn"), list(groups)
     running: dict[Connection, tuple[multiprocessing.process.BaseProcess, C]] = {}
     while waiting or running:
-        while waiting and len(running) < max(1, min(MOST, (os.cpu_count() or 1) * 3 // 4)):
+        while waiting and len(running) < min(MOST, os.cpu_count() or 1):
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(target=_in_process, args=(run, waiting[0], writer), daemon=True)
             process.start()

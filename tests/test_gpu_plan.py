@@ -1,0 +1,309 @@
+"""The plan of ci/gpu/check.sh: which steps have time, what is wrong or not run, and which timings are withheld."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from nightly import slow
+
+ROOT = Path(__file__).parent.parent
+HERE = ROOT / "ci/gpu"
+PATHS = os.pathsep.join(map(str, (HERE, ROOT, ROOT / "kernels", ROOT / "tests/kernels")))
+TRITON, FLASH = "kernel triton for heads of 128/128", "kernel sdpa for heads of 128/128"
+
+
+@pytest.fixture
+def plan() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_plan", HERE / "plan.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def left_by(folder: Path, name: str, **had: object) -> None:
+    """Write the file of an unfinished step, or one with other contents."""
+    nothing = {"finished": False, "error": "", "seconds": 1.0, "checks": [], "figures": [], "not_run": []}
+    (folder / f"{name}.json").write_text(json.dumps({"step": name} | nothing | had))
+
+
+def finished(folder: Path, *steps: str) -> tuple[int, str, str]:
+    """Exit status, output and page."""
+    command = [sys.executable, str(HERE / "report.py"), "finish", str(folder), *steps]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout, (folder / "page.md").read_text()
+
+
+def program(text: str, folder: Path, **environment: str) -> list[str]:
+    """The lines that begin with ``>`` of what a program prints beside the scripts of the check."""
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(folder)],
+        env={**os.environ, "PYTHONPATH": PATHS} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line.removeprefix("> ") for line in done.stdout.splitlines() if line.startswith("> ")]
+
+
+@pytest.mark.parametrize("over", [0.0, 10.0])
+def test_calls_end_in_time_and_have_the_steps_that_teach_most(plan: ModuleType, over: float) -> None:
+    """Even if every step is killed: ``over`` seconds after its cap."""
+
+    def call(budget: int, first: str) -> dict[str, float]:
+        elapsed, caps = 0.0, {}
+        for name in list(plan.PLAN)[list(plan.PLAN).index(first) :]:
+            seconds = plan.cap(name, budget, elapsed, smoke=False)
+            if seconds is None:
+                break
+            caps[name] = seconds
+            elapsed += seconds + over
+        assert elapsed + plan.END_S <= budget
+        return caps
+
+    nine, three = call(540, "environment"), call(180, "extremes")
+    assert list(nine)[:6] == ["environment", "our_kernels", "nccl", "hot_path", "performance", "training"]
+    assert list(three)[:2] == ["extremes", "providers"]
+    if not over:
+        assert list(nine)[6] == "ring_trace"
+        assert {n: s for n, s in (nine | three).items() if n in [*list(nine)[:6], "extremes", "providers"]} == {
+            n: plan.PLAN[n].seconds for n in [*list(nine)[:6], "extremes", "providers"]
+        }
+    assert max(step.seconds for step in plan.PLAN.values()) * plan.LONGER < 600
+
+
+def test_a_step_that_does_not_end_is_killed_with_its_processes(plan: ModuleType, tmp_path: Path) -> None:
+    """What it had stays, and the page says in which case time ran out; nothing is wrong."""
+    (tmp_path / "nccl.py").write_text(
+        "import json, os, pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1])\n"
+        "had = {'finished': False, 'error': '', 'seconds': 1.0, 'figures': [], 'not_run': [], 'now': 'ring, full'}\n"
+        "had['checks'] = [{'group': 'over NCCL', 'name': 'ring', 'ok': True, 'of': [], 'detail': {}}]\n"
+        "(out / 'child').write_text(str(child.pid))\n"
+        "(out / 'nccl.json').write_text(json.dumps({'step': 'nccl'} | had))\n"
+        "time.sleep(600)\n"
+    )
+    plan.HERE, plan.GRACE_S = tmp_path, 0.5
+    plan.run("nccl", 1.0, Namespace(out=tmp_path, smoke=False), os.environ)
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+    status, _, page = finished(tmp_path, "nccl")
+    assert status == 0 and "| over NCCL | 1 | 1 |" in page
+    assert "| the rest of nccl | killed 0.5 s after the cap of 1 s for nccl, during ring, full |" in page
+
+
+def test_only_timings_of_what_is_wrong_are_withheld(tmp_path: Path) -> None:
+    """A kernel alone, and a provider on one kernel."""
+
+    def check(name: str, *of: str) -> dict[str, Any]:
+        return {"group": "checked", "name": name, "ok": False, "of": of, "detail": {"failure": "planted"}}
+
+    def figure(name: str, value: float, *of: str) -> dict[str, Any]:
+        return {"group": "timed", "name": name, "value": value, "wanted": None, "of": of, "detail": {}}
+
+    wrong = [check("triton's forward", TRITON), check("striped on torch's", "provider striped", FLASH)]
+    wrong.append(check("first words"))  # of nothing that is timed
+    kept = {
+        "sdpa": figure("sdpa", 1.01, FLASH),
+        "triton, other heads": figure("triton, other heads", 1.02, "kernel triton for heads of 64/64"),
+        "ring on torch's": figure("ring on torch's", 1.03, "provider ring", FLASH),
+        "striped on cuDNN": figure("striped on cuDNN", 1.04, "provider striped", "kernel cudnn for heads of 128/128"),
+    }
+    gone = [figure("triton", 1.05, TRITON), figure("ring on ours", 1.06, "provider ring", TRITON)]
+    gone.append(figure("striped on torch's", 1.07, "provider striped", FLASH))
+    left_by(tmp_path, "providers", checks=wrong, finished=True)
+    left_by(tmp_path, "performance", figures=[*kept.values(), *gone], finished=True)
+    status, _, page = finished(tmp_path, "providers", "performance")
+    assert status == 1 and "**3 wrong:**" in page
+    assert all(f"| {name} | {one['value']:.3g} |" in page for name, one in kept.items())
+    assert not any(f"{one['value']:.3g}" in page for one in gone)
+    reason = "its timing is withheld, since checked: "
+    assert f"| timed: triton; timed: ring on ours | {reason}triton's forward is wrong |" in page
+    assert f"| timed: striped on torch's | {reason}striped on torch's is wrong |" in page
+
+
+def test_steps_that_end_early(tmp_path: Path) -> None:
+    """One that checks and crashed is wrong, also without a file; one that its cap ended, or that measures, is not."""
+    right = {"group": "backend sdpa", "name": "ring", "ok": True, "of": [], "detail": {"error": 1e-3, "limit": 2e-3}}
+    figure = {"group": "speed", "name": "triton", "value": 0.7, "wanted": [">=", 0.75], "detail": {"ms": 1.25}}
+    left_by(tmp_path, "providers", checks=[right])
+    left_by(tmp_path, "nccl", checks=[right], capped="killed 10 s after its cap")
+    left_by(tmp_path, "performance", figures=[figure])
+    status, output, page = finished(tmp_path, "our_kernels", "nccl", "performance", "providers")
+    assert status == 1
+    assert [line for line in output.splitlines() if line.startswith("WRONG")] == [
+        "WRONG step our_kernels: it left nothing",
+        "WRONG step providers: it crashed: see check.log",
+    ]
+    assert "| backend sdpa | 1 | 1 | 50% |" in page
+    assert "| triton | 0.7 | at least 0.75 | missed | 1.25 |" in page
+    assert "| the rest of nccl | killed 10 s after its cap |" in page and "the rest of performance" in page
+
+
+@slow
+def test_no_two_processes_compile_the_same_kernel(tmp_path: Path) -> None:
+    """And what is timed with our attention, and most of what runs over NCCL, is compiled and checked before."""
+    text = """
+import torch, brute, cases, kernel_speed, nccl, our_kernels
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+from launches import launches
+from triton.runtime.jit import JITFunction
+from cp_kernels import backward, forward
+from cp_plugin import Options
+from cp_plugin.attention.calls import Inputs
+from cp_plugin.attention.setups import settled
+from cp_plugin.methods import registry as providers
+
+gpu = torch.device("cuda", 0)
+brute.answer = lambda x, *_: brute.Answer(x.dout.double(), x.q[..., 0].double(), *(y.double() for y in x[:3]))
+kernel_speed.random = lambda size, rows, keys, device: Inputs(
+    *(torch.empty(n, 1, size.heads, d, dtype=torch.bfloat16, device=gpu)
+      for n, d in ((rows, size.head_dim), (keys, size.head_dim), (keys, size.v_head_dim), (rows, size.v_head_dim))))
+
+@contextmanager
+def compiled():
+    seen = set()
+    def instead(kernel, key, signature, *_):
+        if kernel.__name__ in ("_forward", "_dq", "_dkv"):
+            seen.add((kernel.__name__, key))
+        nothing = {"asm": {"ptx": ""}, "metadata": SimpleNamespace(shared=0)}
+        return SimpleNamespace(src=SimpleNamespace(signature=signature), **nothing)
+    for kernel in (forward._forward, backward._dq, backward._dkv):
+        kernel.device_caches.clear()
+    with launches(90), mock.patch.object(JITFunction, "_do_compile", instead), \\
+            mock.patch.object(torch.cuda, "is_available", lambda: True):
+        yield seen
+
+by_part = []
+for part in our_kernels.parts(smoke=False):
+    if not isinstance(part, str):
+        with compiled() as seen:  # masks are no part of what is compiled; the errors of no data are in no row
+            list(our_kernels.attention(part._replace(views=("causal",))))
+        by_part.append(seen)
+every = set().union(*by_part)
+print(">", sum(map(len, by_part)) == len(every), len(every) > 100)
+
+Size = kernel_speed.Size
+for size in (Size(16384), Size(16384, 16, 64, 5, 64), Size(16384, 16, 192)):
+    with compiled() as seen:
+        rows = (range(size.tokens),)
+        kernel_speed.Timed("triton", size, rows, rows, gpu).backward()()
+    print(">", len(seen), "timed,", len(seen - every), "new")
+for name in ("ring", "striped", "attention2d"):
+    with compiled() as seen:
+        cases.rank_of(settled(providers.get(name), nccl.PROBLEM, Options(backend="triton")), gpu)()
+    print(">", name, len(seen - every), "new")
+"""
+    lines = program(text, tmp_path)
+    assert lines == ["True True", *["3 timed, 0 new"] * 3, *(f"{n} 0 new" for n in ("ring", "striped", "attention2d"))]
+
+
+@slow
+def test_what_stops_a_case_of_several_ranks(tmp_path: Path) -> None:
+    """Whatever happened first: the end of a rank breaks the connections of others, whose errors come after it. A rank
+    that raises or never comes is wrong; a library that refuses, a compiler, or a cap leaves a case that is not run."""
+    text = """
+import sys, time, types
+import torch.distributed as dist
+from over_ranks import over_ranks
+from record import NotRun, Step
+
+def elsewhere(source, file, module):
+    named = types.ModuleType(module)
+    exec(compile(source, file, "exec"), vars(named))
+    return named.call
+
+def hangs(): time.sleep(60)
+def fails(): raise ValueError("planted")
+def late(): time.sleep(1)
+refuses = elsewhere("def call(): raise RuntimeError('not with this Triton')", "/site/fla/ops.py", "fla.ops")
+mistaken = elsewhere("def call(): raise TypeError('one argument too many')", "/site/fla/ops.py", "fla.ops")
+compiles = elsewhere("def call():\\n import time\\n time.sleep(60)", "/site/triton/compiler/compiler.py", "triton")
+faults = [hangs, fails, refuses, mistaken, compiles]
+
+def each(case):
+    if case % 2 == 0 and dist.get_rank() == 0:
+        late()  # so its time for the next case ends later than rank 1's
+    elif case % 2 == 1:
+        faults[case // 2]() if dist.get_rank() else dist.barrier()
+
+def done(case, found):
+    print(">", case, found, flush=True)
+
+with Step("nccl", ["--smoke", "--out", sys.argv[1]]) as step:
+    over_ranks(step, each, 11, done, ranks=2, case_s=3)
+with Step("nccl", ["--smoke", "--out", sys.argv[1], "--seconds", "2"]) as step:
+    over_ranks(step, lambda case: case and hangs(), 3, done, ranks=2, case_s=20)
+"""
+    lines = program(text, tmp_path)
+    fine = {f"{case} [None, None]" for case in range(0, 11, 2)}
+    assert fine <= {*lines}
+    assert [line for line in lines if line not in fine] == [
+        "1 (False, {'failure': 'ranks [1] did not finish within 3 s; rank 1 in hangs (<string>:12)'})",
+        "3 (False, {'failure': 'rank 1: ValueError: planted'})",
+        "5 (None, {'reason': 'rank 1: RuntimeError: not with this Triton'})",
+        "7 (False, {'failure': 'rank 1: TypeError: one argument too many'})",
+        "9 (None, {'reason': 'ranks [1] were still compiling or autotuning kernels after 3 s'})",
+        "0 [0, 0]",
+        "1 (None, {'reason': 'out of time: the cap of its step'})",
+        "2 (None, {'reason': 'out of time: the cap of its step'})",
+    ]
+
+
+@slow
+def test_ranks_are_threads_where_nccl_does_not_share_a_gpu(tmp_path: Path) -> None:
+    """Every provider once, then the rest; the page says why, and what is wrong is wrong."""
+    text = """
+import json, pathlib, sys, nccl
+from cp_plugin.methods import registry as providers
+from record import Step
+
+nccl.starts = lambda *_: "4 ranks cannot share 1 GPU here: planted"
+near, planted = nccl.near, (False, {"failure": "planted"})
+nccl.near = lambda setup, *rest: planted if setup.provider.name == "ring" else near(setup, *rest)
+out, sys.argv = sys.argv[1], ["nccl.py", "--smoke", "--out", sys.argv[1]]
+try:
+    nccl.main()
+except SystemExit as end:
+    print("> status", end.code)
+step = json.loads(pathlib.Path(out, "nccl.json").read_text())
+every = [*providers.names(), *providers.names("linear")]
+names = [check["name"].split(": ")[1].split()[0] for check in step["checks"]]
+print(">", sorted(names[: len(every)]) == sorted(every), {c["group"] for c in step["checks"]})
+print(">", {c["name"].split(": ")[1].split()[0] for c in step["checks"] if not c["ok"]}, step["checks"][0]["of"])
+print(">", [row for row in step["not_run"] if "planted" in row["reason"]])
+"""
+    status, order, wrong, reason = program(text, tmp_path)
+    assert status == "status 1"
+    assert order == "True {'ranks as threads, not over Gloo'}"
+    assert wrong.startswith("{'ring'} ['provider ")
+    assert reason == "[{'name': 'providers over Gloo', 'reason': '4 ranks cannot share 1 GPU here: planted'}]"
+
+
+@slow
+def test_megatron_is_imported_before_ranks_are_forked_and_leaves_cuda_alone(tmp_path: Path) -> None:
+    text = """
+import sys, torch
+from unittest.mock import patch
+
+def initialised(*_):
+    raise AssertionError("CUDA is initialised before ranks are forked")
+
+import training
+with patch.object(torch.cuda, "is_available", lambda: True), patch.object(torch.cuda, "_lazy_init", initialised):
+    training.preload()
+print(">", "megatron.training.training" in sys.modules, torch.cuda.is_initialized())
+"""
+    assert program(text, tmp_path) == ["True False"]
