@@ -62,15 +62,10 @@ class Run(NamedTuple):
     def of(self) -> tuple[str, ...]:
         return (provider(self.setup.provider.name),)
 
-    @property
-    def variant(self) -> tuple[object, ...]:
-        """Provider, layout, and the kind of linear attention."""
-        problem = self.setup.problem
-        return self.setup.provider.name, self.setup.layout, problem.decay, problem.delta
-
     def __str__(self) -> str:
         setup = self.setup
-        decay = f", a decay of each {setup.problem.decay}" if setup.provider.kind == "linear" else ""
+        rule = ", the delta rule" if setup.problem.delta else ""
+        decay = f", a decay of each {setup.problem.decay}{rule}" if setup.provider.kind == "linear" else ""
         mask = "" if setup.problem.causal else ", full"
         choices = f", {setup}" if str(setup) else ""
         return f"{setup.provider.name} on {setup.layout}{choices}{decay}{mask}"
@@ -151,22 +146,28 @@ def planned(of: Groups, problem: Problem, *, smoke: bool) -> list[Run]:
     """Every provider on every layout and with all its options, causal and full; one combination each for groups side by
     side."""
     here = replace(problem, size=of.size)
-    found = verify.plan([], [here] if smoke else [here, replace(here, causal=False)], Options())
     rows = 2 if of.size % 2 == 0 < of.size // 2 else 1
-    square = providers.get("attention2d")
-    for layout in square.layouts:
-        found.append(settled_or_reason(square, here, Options(grid=(rows, of.size // rows), layout=layout)))
+    square, grid = providers.get("attention2d"), (rows, of.size // rows)
+    found = [settled_or_reason(square, here, Options(grid=grid, layout=layout)) for layout in square.layouts]
+    found += verify.plan([], [here] if smoke else [here, replace(here, causal=False)], Options())
     if len(of.ranks) > 1:
         found = list({(s.provider.name, "" if smoke else s.layout): s for s in found}.values())
     return [Run(of, setup) for setup in found]
 
 
 def in_order(whole: Sequence[Run], beside: Sequence[Run]) -> list[list[Run]]:
-    """By what they teach: softmax and then linear providers once each, every layout or decay, groups side by side, the
-    rest."""
-    once, varied, chosen = (first_of(whole, key) for key in (lambda run: run.of, lambda run: run.variant, Run.__str__))
-    tiers = [[run for run in once if run.setup.provider.kind == kind] for kind in ("softmax", "linear")]
-    for more in (varied, beside, chosen):
+    """By what they teach: softmax and then linear providers once each, the layouts of softmax, the kinds of linear
+    attention, providers on groups side by side, the rest."""
+    softmax, linear = ([run for run in whole if run.setup.provider.kind == kind] for kind in ("softmax", "linear"))
+    tiers: list[list[Run]] = []
+    for more in (
+        first_of(softmax, lambda run: run.of),
+        first_of(linear, lambda run: run.of),
+        first_of(softmax, lambda run: (run.of, run.setup.layout)),
+        first_of(linear, lambda run: (run.setup.problem.decay, run.setup.problem.delta)),
+        first_of(beside, lambda run: (run.groups, run.of)),
+        first_of([*whole, *beside], lambda run: (run.groups, str(run))),
+    ):
         tiers.append([run for run in more if not any(run in tier for tier in tiers)])
     return tiers
 
@@ -188,7 +189,7 @@ def can(step: Step, run: Run) -> bool:
 
 def warm(runs: Sequence[Run]) -> BaseProcess:
     """Start to autotune the kernels of linear attention: it takes longer than a case may, and is kept on disk."""
-    linear = first_of([run for run in runs if run.setup.provider.kind == "linear"], lambda run: run.variant)
+    linear = first_of([run for run in runs if run.setup.provider.kind == "linear"], Run.__str__)
     process = multiprocessing.get_context("fork").Process(target=warmed, args=(linear,), daemon=True)
     process.start()
     return process

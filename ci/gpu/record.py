@@ -61,6 +61,7 @@ class Step(AbstractContextManager["Step"]):
         self.folder: Path = given.out
         self._seconds, self._written = given.seconds, -math.inf
         self._start: float = time.monotonic() if given.began is None else given.began
+        self._lost = ""
         self._file = given.out / f"{name}.json"
         self._content: dict[str, Any] = {"step": name, "finished": False, "error": "", "seconds": 0.0, "now": ""}
         self._content |= {"commit": os.environ.get("COMMIT", ""), "checks": [], "figures": [], "not_run": []}
@@ -75,6 +76,11 @@ class Step(AbstractContextManager["Step"]):
     @property
     def late(self) -> bool:
         return self.left <= 0
+
+    @property
+    def _hindered(self) -> str:
+        """Why nothing new starts, or "". After an error of the device nothing in this process can be right."""
+        return self._lost or (OUT_OF_TIME if self.late else "")
 
     def note(self, **values: Any) -> None:
         """Add facts about the whole step."""
@@ -115,17 +121,19 @@ class Step(AbstractContextManager["Step"]):
 
     def attempt(self, group: str, name: str, call: Callable[[], Found], of: Sequence[str] = ()) -> None:
         """Record what a call finds; it is wrong if it raises, unless that is a ``refusal``."""
-        if self.late:
-            self.not_run(f"{group}: {name}", OUT_OF_TIME)
+        if reason := self._hindered:
+            self.not_run(f"{group}: {name}", reason)
             return
         self.note(now=f"{group}: {name}")
         ok, detail = found_by(call)
         self.add(group, name, ok, {"of": of} | detail)
+        if lost(detail):
+            self._lost = f"the device was lost in {group}: {name}"
 
     def measure(self, name: str, call: Call) -> None:
         """Run a call that records its own figures; a failure does not prevent other measurements."""
-        if self.late:
-            self.not_run(name, OUT_OF_TIME)
+        if reason := self._hindered:
+            self.not_run(name, reason)
             return
         self.note(now=name)
         try:
@@ -172,6 +180,11 @@ def stopped(error: BaseException) -> Found:
     """What an exception says of a case: that it could not run, or that it is wrong."""
     reason = refusal(error)
     return (False, {"failure": in_a_line(error)}) if reason is None else (None, {"reason": reason})
+
+
+def lost(detail: dict[str, Any]) -> bool:
+    """Whether a case ended with an error of the device, after which CUDA fails in every call of this process."""
+    return any(text in detail.get("failure", "") for text in ("CUDA error", "Triton Error [CUDA]"))
 
 
 def refusal(error: BaseException) -> str | None:

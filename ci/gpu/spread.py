@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
-from record import OUT_OF_TIME, Found, Row, Step, stopped
+from record import OUT_OF_TIME, Found, NotRun, Row, Step, lost, stopped
 
 MOST = 16
 """Processes sharing a GPU."""
@@ -74,10 +74,12 @@ def spread[C](
 
 
 def _in_process[C](run: Callable[[C], Iterator[Row]], group: C, writer: Connection) -> None:
-    """Send every row, then None, or what ended the group."""
+    """Send every row, then None, or what ended the group: none of it is tried after an error of the device."""
     try:
         for row in run(group):
             writer.send(row)
+            if lost(row[3]):
+                raise NotRun(f"the device was lost in {row[1]}")
         writer.send(None)
     except BaseException as error:
         writer.send(stopped(error))

@@ -194,7 +194,7 @@ def linear_reference(inputs: Inputs, problem: Problem) -> tuple[Tensor, ...]:
     kept = decay.reshape(shape).expand(k.shape).exp().unsqueeze(4)
     repeat = q.size(2) // k.size(2)
     beta = None if inputs.beta is None else inputs.beta.detach().double().requires_grad_()
-    added = k.unsqueeze(4) * v.unsqueeze(3)
+    added = (k.unsqueeze(4) * v.unsqueeze(3)).unbind()  # the gradient of an index would be a tensor of this size, each
 
     def read(state: Tensor, token: int) -> Tensor:
         return torch.einsum("bhd,bhde->bhe", q[token], state.repeat_interleave(repeat, 1))
