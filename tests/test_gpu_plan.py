@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from nightly import slow
+from nightly import nightly, slow
 
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "ci/gpu"
@@ -79,6 +79,16 @@ def test_calls_end_in_time_and_have_the_steps_that_teach_most(plan: ModuleType, 
             n: plan.PLAN[n].seconds for n in [*list(nine)[:6], "extremes", "providers"]
         }
     assert max(step.seconds for step in plan.PLAN.values()) * plan.LONGER < 600
+
+
+def test_the_page_describes_the_plan(plan: ModuleType) -> None:
+    """Steps in their order, with their caps; estimates that keep them, and a rehearsal of each."""
+    text = (ROOT / "docs/gpu/README.md").read_text().split("## The plan of nine minutes")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert [(row[0].strip("`"), int(row[2])) for row in rows] == [
+        (name, step.seconds) for name, step in plan.PLAN.items() if name != "tune"
+    ]
+    assert all(int(estimate) <= int(cap) and rehearsal.isdecimal() for *_, cap, estimate, rehearsal in rows)
 
 
 def test_a_step_that_does_not_end_is_killed_with_its_processes(plan: ModuleType, tmp_path: Path) -> None:
@@ -260,6 +270,48 @@ with Step("nccl", ["--smoke", "--out", sys.argv[1], "--seconds", "2"]) as step:
         "1 (None, {'reason': 'out of time: the cap of its step'})",
         "2 (None, {'reason': 'out of time: the cap of its step'})",
     ]
+
+
+@nightly
+def test_what_ends_a_process_of_cases(tmp_path: Path) -> None:
+    """Its rows so far are kept, and other processes go on."""
+    (tmp_path / "planted.py").write_text(
+        """
+import os, time
+
+def rows(group):
+    yield "group", group, True, {}
+    if group == "device":
+        yield "group", "lost", False, {"failure": "RuntimeError: CUDA error: an illegal memory access"}
+    elif group == "raises":
+        raise ValueError("planted")
+    elif group == "ends":
+        os._exit(7)
+    elif group == "hangs":
+        time.sleep(600)
+    yield "group", f"{group}, again", True, {}
+"""
+    )
+    text = """
+import sys
+sys.path.append(sys.argv[1])
+from planted import rows
+from spread import spread
+
+for group, row in spread(rows, ["device", "raises", "ends", "hangs", "fine"], here=False, seconds=60):
+    print(">", group, row[-2:])
+"""
+    lines = program(text, tmp_path)
+    assert sorted(lines) == sorted(
+        [
+            *(f"{group} (True, {{}})" for group in ("device", "raises", "ends", "hangs", "fine", "fine")),
+            "device (False, {'failure': 'RuntimeError: CUDA error: an illegal memory access'})",
+            "device (None, {'reason': 'the device was lost in lost'})",
+            "raises (False, {'failure': 'ValueError: planted'})",
+            "ends (False, {'failure': 'its process ended with status 7'})",
+            "hangs (None, {'reason': 'out of time: the cap of its step'})",
+        ]
+    )
 
 
 @slow
