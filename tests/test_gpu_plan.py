@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from nightly import nightly, slow
 
+from cp_plugin.methods import registry as providers
+
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "ci/gpu"
 PATHS = os.pathsep.join(map(str, (HERE, ROOT, ROOT / "kernels", ROOT / "tests/kernels")))
@@ -335,13 +337,16 @@ every = [*providers.names(), *providers.names("linear")]
 names = [check["name"].split(": ")[1].split()[0] for check in step["checks"]]
 print(">", sorted(names[: len(every)]) == sorted(every), {c["group"] for c in step["checks"]})
 print(">", {c["name"].split(": ")[1].split()[0] for c in step["checks"] if not c["ok"]}, step["checks"][0]["of"])
-print(">", [row for row in step["not_run"] if "planted" in row["reason"]])
+print(">", [row for row in step["not_run"] if "planted" in row["reason"]], flush=True)
+nccl.on_threads = lambda run: print("> warm:", run.setup.provider.kind, flush=True)
+nccl.warm(nccl.planned(nccl.groups(4)[0], nccl.TINY, smoke=True)).join()
 """
-    status, order, wrong, reason = program(text, tmp_path)
+    status, order, wrong, reason, *warm = program(text, tmp_path)
     assert status == "status 1"
     assert order == "True {'ranks as threads, not over Gloo'}"
     assert wrong.startswith("{'ring'} ['provider ")
     assert reason == "[{'name': 'providers over Gloo', 'reason': '4 ranks cannot share 1 GPU here: planted'}]"
+    assert {*warm} == {"warm: linear"} and len(warm) >= len(providers.names("linear"))
 
 
 @slow

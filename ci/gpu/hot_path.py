@@ -11,7 +11,7 @@ from functools import partial
 from itertools import product
 
 import torch
-from cases import Alone, cannot, lacking, masked, of_setup, of_timed, rank_of
+from cases import Alone, cannot, lacking, masked, of_timed, rank_of
 from record import Found, Step, in_a_line
 
 from cp_plugin import Options, Problem
@@ -43,7 +43,7 @@ def main() -> None:
                 if reason := cannot(setup, step.device):
                     step.not_run(f"hot path of {what}", reason)
                     continue
-                step.attempt("the host never waits", what, partial(look, step, what, setup, documents), of_setup(setup))
+                step.attempt("the host never waits", what, partial(look, step, what, setup, documents))
 
 
 def look(step: Step, name: str, setup: Setup, documents: tuple[int, ...]) -> Found:

@@ -202,7 +202,7 @@ def warmed(runs: Sequence[Run]) -> None:
 
 def correct(step: Step, title: str, runs: Sequence[Run], world: int, env: dict[str, str]) -> None:
     """All cases of one environment."""
-    for run in runs:  # once, before the ranks are forked
+    for run in () if step.late else runs:  # once, before the ranks are forked
         answer(replace(run.setup.problem, size=1), run.setup.provider.kind)
 
     def done(number: int, found: list[Found] | Found) -> None:

@@ -165,7 +165,9 @@ def _not_run(found: Json) -> str:
     for name in PLAN:
         step = found["steps"].get(name)
         if step is None:
-            by_reason.setdefault("the step was not requested", {})[_titled(name)] = None
+            by_reason.setdefault("the step was not requested, or there was no time left for it", {})[_titled(name)] = (
+                None
+            )
             continue
         if not step["finished"]:
             by_reason.setdefault(_end(step), {})[f"the rest of {name}"] = None
