@@ -1,4 +1,4 @@
-"""Our own kernels against their definitions: attention, merging, permuting, packing, decoding.
+"""Our own kernels against their definitions: attention, merging, permuting, packing, decoding, short convolutions.
 
 Attention has the cases of ``tests/kernels/test_attention_kernel.py``, on longer sequences. Compiling takes most of the
 time, so every process has kernels of its own: those of head sizes and numbers, a dtype and a direction. They include
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -173,9 +174,9 @@ def halves(x: brute.Inputs, keys: brute.Runs) -> list[tuple[brute.Runs, Tensor, 
 
 
 def fused() -> Iterator[Row]:
-    """Merging, decoding, permuting and packing."""
+    """Merging, decoding, permuting, packing, short convolutions."""
     device, s, e = (torch.device("cuda"), 1000, 128) if torch.cuda.is_available() else (_CPU, 12, 16)
-    calls = [*merging(device, s, e), *decoding(device, s, e), *moving(device, s, e)]
+    calls = [*merging(device, s, e), *decoding(device, s, e), *moving(device, s, e), *convolutions(device, s, 4 * e)]
     for name, call in calls:
         ok, detail = found_by(call)
         yield FUSED, name, ok, {"of": (f"kernel {name.split(',')[0]}",)} | detail
@@ -260,6 +261,32 @@ def moving(device: torch.device, s: int, e: int) -> Named:
                 (packing.unpack(*payload.pack(x, b), b, x.dtype),), (payload.unpack(*payload.pack(x, b), b, x.dtype),)
             ),
         )
+
+
+def convolutions(device: torch.device, s: int, c: int) -> Named:
+    """A short convolution of s tokens with the three before them, and its gradients, against plain torch in float64."""
+    from cp_kernels import convolution
+
+    rows = torch.cat((torch.arange(s, s + 3), torch.arange(s)))  # the tokens before are the halo
+    before = torch.stack([rows[3 - i : 3 - i + s] for i in range(4)])
+    after = torch.full((4, s + 3), -1).scatter_(1, before, torch.arange(s).expand(4, -1)).int()
+
+    def results(kernel: ModuleType, x: Tensor, halo: Tensor, dout: Tensor, w: Tensor, bias: Tensor) -> list[Tensor]:
+        places, of_x, of_halo = (t.to(x.device) for t in (before.int(), after[:, :s].clone(), after[:, s:].clone()))
+        backward = kernel.convolve_back(dout, x, of_x, w), kernel.convolve_back(dout, halo, of_halo, w)
+        return [kernel.convolve(x, halo, places, w, bias), *(y for pair in backward for y in pair)]
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        given = [random(device, *shape, dtype=dtype) for shape in ((s, 2, c), (3, 2, c), (s, 2, c), (c, 4), (c,))]
+
+        def near(given: list[Tensor] = given) -> Found:
+            got, want = results(convolution, *given), results(fused_operations, *(y.double().cpu() for y in given))
+            names, limit = ("out", "dx", "sums", "dhalo", "sums of the halo"), 1 if given[0].is_cuda else 2
+            pairs = dict(zip(names, zip(got, want, strict=True), strict=True))
+            errors = {name: ((a.double().cpu() - b).norm() / b.norm()).item() for name, (a, b) in pairs.items()}
+            return worst(errors, {name: limit * MERGED[a.dtype] for name, (a, _) in pairs.items()})
+
+        yield f"short convolution, {dtype_name(dtype)}", near
 
 
 def close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> Found:

@@ -19,10 +19,10 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Mesh
 from cp_plugin.common.eager import eager
 from cp_plugin.common.first_order import first_order
-from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask, document_bounds
 from cp_plugin.core.needs import needs, rows_of
+from cp_plugin.kernels import fused
 from cp_plugin.methods.registry import names
 
 
@@ -68,47 +68,48 @@ def short_convolution(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    leaving: Tensor
-    """Rows of this rank that others need, by rank: int64."""
+    """Index tables, on the device. n: number of rows of the halo, which other ranks send."""
+
+    leaving: tuple[range, ...]
+    """Rows of this rank that others need, by rank."""
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    before: tuple[Tensor, ...]
-    """For i = 1 .. w - 1, where the token i before each of this rank's tokens is: int64 ``[s]``."""
+    before: Tensor
+    """Row of the token i before each of this rank's tokens, from s on in the halo; -1: none. int32 ``[w, s]``."""
+    after: Tensor
+    """This rank's token i after each row; -1: none. int32 ``[w, s + n]``."""
+    home: Tensor
+    """Where each token's gradients are among the rows that come back; -1: nowhere. int32 ``[most of any token, s]``."""
 
 
 class _Convolution(torch.autograd.Function):
-    """Saves the tokens once; all sums are in the accumulation dtype."""
+    """Saves the tokens and their halo; all sums are in the accumulation dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, mesh: Mesh) -> Tensor:
+        x = x if x.stride(2) == 1 else x.contiguous()
         with mesh.ledger.phase("forward"):
-            fetched = _sent(mesh, x[plan.leaving], plan.sent, plan.received)
-        rows = torch.cat((x, fetched, x.new_zeros((1, *x.shape[1:]))))
-        taps = weight.to(accumulation_dtype(x.dtype))
-        out = x * taps[:, -1]
-        for back, place in enumerate(plan.before, start=1):
-            out += rows.index_select(0, place) * taps[:, -1 - back]
-        ctx.save_for_backward(rows, weight, bias)
+            leaving = [x[rows.start : rows.stop] for rows in plan.leaving] or [x[:0]]
+            halo = _sent(mesh, leaving[0] if len(leaving) == 1 else torch.cat(leaving), plan.sent, plan.received)
+        ctx.save_for_backward(x, halo, weight, bias)
         ctx.plan, ctx.mesh = plan, mesh
-        return (out if bias is None else out + bias).to(x.dtype)
+        return fused.convolve(x, halo, plan.before, weight, bias)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, bias = ctx.saved_tensors
-        plan, tokens, wide = ctx.plan, dout.size(0), accumulation_dtype(dout.dtype)
-        dout, taps = dout.to(wide), weight.to(wide)
-        drows = torch.zeros(rows.shape, dtype=wide, device=rows.device)
-        drows[:tokens] = dout * taps[:, -1]
-        of_taps = [(dout * rows[:tokens]).sum((0, 1))]
-        for back, place in enumerate(plan.before, start=1):
-            drows.index_add_(0, place, dout * taps[:, -1 - back])
-            of_taps.append((dout * rows.index_select(0, place)).sum((0, 1)))
-        with ctx.mesh.ledger.phase("backward"):
-            returned = _sent(ctx.mesh, drows[tokens:-1].to(rows.dtype), plan.received, plan.sent)
-        dx = drows[:tokens].index_add_(0, plan.leaving, returned.to(wide)).to(rows.dtype)
-        dweight = torch.stack(of_taps[::-1], 1).to(weight.dtype)
-        return dx, dweight, None if bias is None else dout.sum((0, 1)).to(bias.dtype), None, None
+        x, halo, weight, bias = ctx.saved_tensors
+        plan, mesh, tokens = ctx.plan, ctx.mesh, len(x)
+        dout = dout if dout.stride(2) == 1 else dout.contiguous()
+        dhalo, of_halo = halo, None
+        if len(halo):
+            dhalo, of_halo = fused.convolve_back(dout, halo, plan.after[:, tokens:], weight)
+        with mesh.ledger.phase("backward"):
+            returned = _sent(mesh, dhalo, plan.received, plan.sent)
+        dx, sums = fused.convolve_back(dout, x, plan.after[:, :tokens], weight, returned, plan.home)
+        sums = sums if of_halo is None else sums + of_halo
+        dweight = sums[:-1].t().to(weight.dtype, memory_format=torch.contiguous_format)
+        return dx, dweight, None if bias is None else sums[-1].to(bias.dtype), None, None
 
 
 def _sent(mesh: Mesh, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
@@ -139,19 +140,39 @@ def _planned(
     mine = layout.positions(tokens, size, numbers[here])
     runs = [run for rank in others for run in rows_of(held[rank], arriving[rank])]
     fetched = [torch.arange(run.start, run.stop, run.step) for run in runs]
-    place = torch.full((tokens,), len(mine) + sum(map(len, fetched)))  # of every position; by default, the zeros
     known = torch.cat([mine, *fetched])
+    place = torch.full((tokens,), -1)  # of every position
     place[known] = torch.arange(len(known))
     begins = torch.tensor((0, *documents))
     first = begins[torch.searchsorted(begins, mine, right=True) - 1]  # of each token's document
-    before = []
-    for back in range(1, width):
+    before, after = torch.full((width, len(mine)), -1), torch.full((width, len(known)), -1)
+    for back in range(width):
         at = mine - back
-        before.append(torch.where(at >= first, place[at.clamp(min=0)], len(known)).to(device))
-    rows = [torch.arange(r.start, r.stop) for rank in others for r in leaving[rank]]
+        before[back] = torch.where(at >= first, place[at.clamp(min=0)], -1)
+        seen = before[back] >= 0
+        after[back, before[back, seen]] = torch.arange(len(mine))[seen]
+    rows = tuple(run for rank in others for run in leaving[rank])
     return _Plan(
-        leaving=torch.cat([mine[:0], *rows]).to(device),
+        leaving=rows,
         sent=tuple(sum(map(len, leaving.get(rank, ()))) for rank in range(size)),
         received=tuple(sum(map(len, arriving.get(rank, ()))) for rank in range(size)),
-        before=tuple(before),
+        before=_on(device, before.int()),
+        after=_on(device, after.int()),
+        home=_on(device, _by_row(rows, len(mine)).int()),
     )
+
+
+def _by_row(runs: tuple[range, ...], tokens: int) -> Tensor:
+    """Where each row stands in these runs, one after the other: ``[most of any row, tokens]``, filled up with -1."""
+    rows = torch.tensor([row for run in runs for row in run], dtype=torch.int64)
+    order = rows.argsort(stable=True)
+    counts = rows.bincount(minlength=tokens)
+    nth = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows[order]]
+    found = torch.full((int(counts.max()), tokens), -1)
+    found[nth, rows[order]] = order
+    return found
+
+
+def _on(device: torch.device, table: Tensor) -> Tensor:
+    """On the device; the host does not wait for the copy."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)

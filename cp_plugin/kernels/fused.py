@@ -1,4 +1,4 @@
-"""Memory-bound operations as one kernel each: merging, row permutation, payload packing, row sums, cached decoding.
+"""Memory-bound operations as one kernel each: merging, permutation, payloads, row sums, convolution, cached decoding.
 
 CUDA tensors use the Triton kernels of ``cp_kernels`` if triton is installed; otherwise the same computation runs in
 plain torch, with several passes. Permutations, payloads and float8 are bit-identical, sums equal up to rounding.
@@ -178,6 +178,52 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``x [s, b, h, d]`` rounded to a float8 type at that scale, in its own dtype, contiguous."""
     return (scaling.elements(x, scale, dtype).float() / scale).to(x.dtype).contiguous()
+
+
+@_one_kernel("convolution")
+def convolve(x: Tensor, halo: Tensor, places: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A short causal convolution of ``x [s, b, c]``, in its dtype.
+
+    Args:
+        halo: ``[n, b, c]``: the rows of other ranks that are seen.
+        places: int32 ``[w, s]``: row of the token i before each token; from s on those of the halo; -1: none.
+        weight: ``[c, w]``; its last column is for the token itself.
+        bias: ``[c]``.
+    """
+    rows = torch.cat((x, halo, x.new_zeros((1, *x.shape[1:]))))  # the last one is also number -1
+    taps = weight.to(accumulation_dtype(x.dtype)).flip(1).unbind(1)
+    out = x * taps[0]
+    for place, tap in zip(places[1:], taps[1:], strict=True):
+        out += rows[place] * tap
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+@_one_kernel("convolution")
+def convolve_back(
+    dout: Tensor, x: Tensor, after: Tensor, weight: Tensor, returned: Tensor | None = None, home: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the rows ``x [n, b, c]``, in their dtype; and their terms of the gradients of weight and bias,
+    ``[w + 1, c]`` in the accumulation dtype: one row for each column of the weight, then the bias.
+
+    Args:
+        x: this rank's tokens, or its halo.
+        after: int32 ``[w, n]``: the token of ``dout [s, b, c]`` that is i after each row; -1: none here.
+        returned: ``[m, b, c]``: gradients of rows of x, found by other ranks.
+        home: int32 ``[k, n]``: up to k rows of ``returned`` that belong to each row; -1: none.
+    """
+    wide = accumulation_dtype(x.dtype)
+    found = torch.cat((dout, dout.new_zeros((1, *dout.shape[1:])))).to(wide)
+    drows, sums = torch.zeros(x.shape, dtype=wide, device=x.device), list[Tensor]()
+    for place, tap in zip(after, weight.to(wide).flip(1).unbind(1), strict=True):
+        gradient = found[place]
+        drows += gradient * tap
+        sums.append((gradient * x).sum((0, 1)))
+    if returned is not None and home is not None:
+        back = torch.cat((returned, returned.new_zeros((1, *returned.shape[1:])))).to(wide)
+        for place in home:
+            drows += back[place]
+    of_bias = found[after[0]].sum((0, 1))
+    return drows.to(x.dtype), torch.stack((*sums[::-1], of_bias))
 
 
 CachedRows = tuple[Tensor, Tensor | None]

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from device_cases import RANK, RANKS, Peerless, Softmax
+from device_cases import RANK, RANKS, Peerless, Softmax, leaf
 from fake_device import CUDA, Start, once_warm
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cp_plugin import ContextParallel
+from cp_plugin.attention.convolution import short_convolution
 from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.attention.shift import shift
 from cp_plugin.comm import Waits
@@ -69,6 +70,22 @@ def test_shift_of_multi_token_prediction(gpu: Start, layout: str, by: int) -> No
         torch.autograd.grad(shifted, x, torch.empty_like(shifted))
 
     once_warm(device, call)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_short_convolution_of_the_next_micro_batch(gpu: Start, layout: str) -> None:
+    """Its documents are new, and so are their tables."""
+    device = gpu()
+    batches = [torch.tensor((0, n, 70 + n, 128)) for n in (9, 30)]
+    cp = ContextParallel("lasp2", mesh=Peerless({"cp": RANKS}, RANK), layout=layout)
+    inputs = tuple(leaf(*shape) for shape in ((32, 2, 16), (16, 4), (16,)))
+
+    def call() -> None:
+        out = short_convolution(cp, *inputs, cu_seqlens=batches.pop(0))
+        torch.autograd.grad(out, inputs, torch.empty_like(out))
+
+    once_warm(device, call)
+    assert device.ops.by_name["triton _forward_kernel"] == 1, "one launch"
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import triton.language as tl
-from cp_kernels import backward, decode, float8, forward, permute, row_term
+from cp_kernels import backward, convolution, decode, float8, forward, permute, row_term
 from cp_kernels import merge as merging
 from cp_kernels import payload as payloads
 from cp_kernels import rows as row_blocks
@@ -120,6 +120,32 @@ def row_terms(e: int, dtype: torch.dtype) -> dict[str, Call]:
     }
 
 
+def convolutions(channels: int, dtype: torch.dtype, width: int = 4) -> dict[str, Call]:
+    """Of the first channels of a projection: forward, and backward of the halo and of the tokens."""
+
+    def weight() -> Tensor:
+        return on_cuda(channels, width, dtype=dtype)
+
+    def rows(n: int, of: int = channels) -> Tensor:
+        return on_cuda(n, 1, of, dtype=dtype)
+
+    def x() -> Tensor:
+        return rows(512, 2 * channels)[..., :channels]
+
+    def table(lines: int, n: int) -> Tensor:
+        return on_cuda(lines, n, dtype=torch.int32)
+
+    return {
+        "convolve": lambda: convolution.convolve(x(), rows(3), table(width, 512), weight(), rows(1)[0, 0]),
+        "convolve_back": lambda: convolution.convolve_back(
+            rows(512), x(), table(width, 515)[:, :512], weight(), rows(3), table(1, 512)
+        ),
+        "convolve_back of a halo": lambda: convolution.convolve_back(
+            rows(512), rows(3), table(width, 515)[:, 512:], weight()
+        ),
+    }
+
+
 def float8s(d: int, dtype: torch.dtype) -> dict[str, Call]:
     """Measuring and rounding to both types, of a slice of packed q, k and v."""
 
@@ -169,8 +195,9 @@ def in_64_bits(module: ModuleType, call: Call) -> Call:
 
 def memory_bound(d: int, dtype: torch.dtype) -> dict[str, Call]:
     """All kernels but attention, also with 64-bit offsets."""
-    found = merges(d, dtype) | copies(d, dtype) | row_terms(d, dtype) | float8s(d, dtype)
+    found = merges(d, dtype) | copies(d, dtype) | row_terms(d, dtype) | float8s(d, dtype) | convolutions(8 * d, dtype)
     long = {"gather_rows": permute, "pack": payloads, "unpack": payloads}
+    long |= {"convolve": convolution, "convolve_back": convolution}
     long |= dict.fromkeys(("merge", "delta", "out_from_delta", "extents", "quantize e4m3"), row_blocks)
     return found | {f"{name}, 64 bits": in_64_bits(module, found[name]) for name, module in long.items()}
 

@@ -19,18 +19,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of
 
 OPERATIONS = (
     *("merge", "merge_into", "gather_rows", "scatter_rows", "pack", "unpack"),
-    *("delta", "out_from_delta", "extents", "quantize", "rounded"),
+    *("delta", "out_from_delta", "extents", "quantize", "rounded", "convolve", "convolve_back"),
 )
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Sends CPU tensors to the kernels like CUDA tensors; names of those that ran."""
-    from cp_kernels import float8, merge, payload, permute, row_term
+    from cp_kernels import convolution, float8, merge, payload, permute, row_term
 
     ran: list[str] = []
     monkeypatch.setattr(fused, "_kernels", lambda x: True)
-    for module in (merge, payload, permute, row_term, float8):
+    for module in (merge, payload, permute, row_term, float8, convolution):
         for name in OPERATIONS:
             if (kernel := getattr(module, name, None)) is not None:
 
@@ -71,6 +71,9 @@ def test_every_operation_has_both(kernels: list[str]) -> None:
         return out, lse
 
     packed = fused.pack(outs[0], 2)
+    rows, weight = outs[0][:, 0].unsqueeze(1)[..., 0, :], outs[1][0, 0].t().contiguous()
+    places = torch.tensor([[0, 1, 2, 3], [-1, 0, 1, 2]], dtype=torch.int32)
+    after = torch.tensor([[0, 1, 2, 3], [1, 2, 3, -1]], dtype=torch.int32)
     calls = {
         "merge": lambda: fused.merge(outs, lses, torch.float16),
         "merge_into": in_place,
@@ -83,6 +86,8 @@ def test_every_operation_has_both(kernels: list[str]) -> None:
         "extents": lambda: [x for extent in fused.extents(outs) for x in extent],
         "quantize": lambda: (fused.quantize(outs[0], torch.tensor(8.0), torch.float8_e4m3fn).float(),),
         "rounded": lambda: (fused.rounded(outs[0], torch.tensor(8.0), torch.float8_e5m2),),
+        "convolve": lambda: (fused.convolve(rows, rows[:0], places, weight, None),),
+        "convolve_back": lambda: fused.convolve_back(rows, rows, after, weight),
     }
     assert tuple(calls) == OPERATIONS
     for name, call in calls.items():

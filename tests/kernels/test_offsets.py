@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from cp_kernels import float8, merge, offsets, payload, permute, row_term
+from cp_kernels import convolution, float8, merge, offsets, payload, permute, row_term
 from torch import Tensor
 
 
@@ -53,6 +53,18 @@ def packed(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.to(torch.float8_e4m3fn), torch.empty(blocks, dtype=torch.uint8, device="meta")
 
 
+def convolved(back: bool) -> Callable[[Tensor], object]:
+    def call(x: Tensor) -> object:
+        x = x.flatten(2)
+        table = torch.empty((4, x.size(0)), dtype=torch.int32, device="meta")
+        weight = torch.empty((x.size(2), 4), device="meta")
+        if back:
+            return convolution.convolve_back(x, x, table, weight)
+        return convolution.convolve(x, x[:3], table, weight, None)
+
+    return call
+
+
 ONE = torch.ones((), device="meta")
 CALLS: dict[str, tuple[ModuleType, str, Callable[[Tensor], object]]] = {
     "merge": (merge, "_merge_kernel", merged(1)),
@@ -66,6 +78,8 @@ CALLS: dict[str, tuple[ModuleType, str, Callable[[Tensor], object]]] = {
     "pack": (payload, "_pack_kernel", lambda x: payload.pack(x, 64)),
     "pack half": (payload, "_pack_kernel", lambda x: payload.pack(half(x), 64)),
     "unpack": (payload, "_unpack_kernel", lambda x: payload.unpack(*packed(x), 64, torch.bfloat16)),
+    "convolve": (convolution, "_forward_kernel", convolved(back=False)),
+    "convolve_back": (convolution, "_backward_kernel", convolved(back=True)),
     "delta": (row_term, "_delta_kernel", lambda x: row_term.delta(x, x)),
     "delta of half": (row_term, "_delta_kernel", lambda x: row_term.delta(half(x).contiguous(), half(x))),
     "out_from_delta": (row_term, "_out_kernel", lambda x: row_term.out_from_delta(x, rows(x))),

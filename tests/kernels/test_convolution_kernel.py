@@ -1,0 +1,171 @@
+"""The short convolution's kernels, interpreted, against plain torch in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cp_kernels import convolution as kernel
+from torch import Tensor
+
+from cp_plugin import ContextParallel
+from cp_plugin.attention.convolution import short_convolution
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.kernels import fused
+
+ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-7, torch.float32: 2**-21, torch.float64: 2**-48}
+"""Half a unit of the last place of a result, and a few of sums; the interpreter cuts bfloat16 off."""
+DTYPES = tuple(ROUNDING)
+
+
+def tables(width: int, tokens: int, halo: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of shuffled tokens, of which some have none before them: before, after, and rows that come back once or twice."""
+    generator = torch.Generator().manual_seed(0)
+    before = torch.full((width, tokens), -1, dtype=torch.int32)
+    after = torch.full((width, tokens + halo), -1, dtype=torch.int32)
+    for back in range(width):
+        rows = torch.randperm(tokens + halo, generator=generator)[:tokens] if back else torch.arange(tokens)
+        before[back] = torch.where((torch.rand(tokens, generator=generator) < 0.7) | (back == 0), rows, -1)
+        after[back, rows] = torch.where(before[back] >= 0, torch.arange(tokens), -1).int()
+    home = torch.full((2, tokens), -1, dtype=torch.int32)
+    home[0, tokens // 2], home[0, 0], home[1, 0] = 2, 0, 1
+    return before, after, home
+
+
+def inputs(shape: tuple[int, int, int], width: int, halo: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    _, b, c = shape
+    shapes = {
+        "x": shape,
+        "halo": (halo, b, c),
+        "weight": (c, width),
+        "bias": (c,),
+        "dout": shape,
+        "returned": (3, b, c),
+    }
+    return {
+        name: torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for name, size in shapes.items()
+    }
+
+
+def assert_close(got: Tensor, call: Any, *given: Tensor | None, dtype: torch.dtype) -> None:
+    """Within the rounding of each term: the same call on absolute values says how large they are."""
+
+    def wide(x: Tensor | None, size: bool) -> Tensor | None:
+        if x is None or not x.is_floating_point():
+            return x
+        return x.double().abs() if size else x.double()
+
+    want, sizes = (call(*(wide(x, size) for x in given)) for size in (False, True))
+    assert got.shape == want.shape
+    assert ((got.double() - want).abs() <= ROUNDING[dtype] * sizes).all()
+
+
+def check(x: Tensor, halo: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor, returned: Tensor | None) -> None:
+    before, after, home = tables(weight.size(1), len(x), len(halo))
+    got = kernel.convolve(x, halo, before, weight, bias)
+    assert got.is_contiguous() and got.dtype == x.dtype
+    assert_close(got, fused.convolve, x, halo, before, weight, bias, dtype=x.dtype)
+    sums = torch.float64 if x.dtype == torch.float64 else torch.float32
+    of_halo, of_x = after[:, len(x) :], after[:, : len(x)]
+    for rows, table, *others in ((halo, of_halo), (x, of_x, returned, None if returned is None else home)):
+        drows, terms = kernel.convolve_back(dout, rows, table, weight, *others)
+        assert drows.is_contiguous() and (drows.dtype, terms.dtype) == (x.dtype, sums)
+        given = (dout, rows, table, weight, *others)
+        assert_close(drows, lambda *g: fused.convolve_back(*g)[0], *given, dtype=x.dtype)
+        assert_close(terms, lambda *g: fused.convolve_back(*g)[1], *given, dtype=sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "width", "halo"), [((5, 2, 6), 4, 3), ((9, 1, 130), 3, 2), ((4, 3, 1), 1, 0), ((20, 2, 16), 13, 12)]
+)
+def test_any_size_and_dtype(shape: tuple[int, int, int], width: int, halo: int, dtype: torch.dtype) -> None:
+    given = inputs(shape, width, halo, dtype)
+    check(**given)
+    check(**given | {"bias": None, "returned": None})
+
+
+def test_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs, and several steps of each."""
+    monkeypatch.setattr(kernel, "ELEMENTS", 64)
+    monkeypatch.setattr(kernel, "CHUNK", 8)
+    check(**inputs((23, 2, 9), 4, 3, torch.float32))
+
+
+def test_views_and_weights_in_another_dtype() -> None:
+    """A slice of the channels, the batch first, a transposed weight in float32, as master weights are."""
+    given = inputs((7, 3, 12), 4, 3, torch.bfloat16)
+    weight = given["weight"][2:8].float().t().contiguous().t()
+    x, dout = (given[name].transpose(0, 1).contiguous().transpose(0, 1)[..., 2:8] for name in ("x", "dout"))
+    check(x, given["halo"][..., 2:8].contiguous(), weight, given["bias"][2:8], dout, given["returned"][..., :6])
+
+
+def test_no_tokens() -> None:
+    given = inputs((0, 2, 6), 4, 0, torch.float32)
+    table = torch.empty((4, 0), dtype=torch.int32)
+    assert kernel.convolve(given["x"], given["halo"], table, given["weight"], None).shape == (0, 2, 6)
+    dx, sums = kernel.convolve_back(given["dout"], given["x"], table, given["weight"])
+    assert dx.shape == (0, 2, 6) and torch.equal(sums, torch.zeros(5, 6))
+
+
+def test_invalid_arguments_are_refused() -> None:
+    given = inputs((5, 2, 6), 4, 3, torch.float32)
+    x, halo, weight, bias = (given[name] for name in ("x", "halo", "weight", "bias"))
+    before = tables(4, 5, 3)[0]
+    for args, words in (
+        ((x, halo.double(), before, weight, bias), r"rows must be \[s, b, c\] of one dtype"),
+        ((x.half().to(torch.uint8), halo, before, weight, bias), "torch.uint8"),
+        ((x, halo[..., :4], before, weight, bias), r"halo torch.float32 \(3, 2, 4\)"),
+        ((x, halo, before, weight[:4], bias), r"must be \[c, w\] and \[c\]"),
+        ((x, halo, before, weight, bias[:4]), r"must be \[c, w\] and \[c\]"),
+        ((x, halo, before[:3], weight, bias), r"a table must be int32 \[w, rows\], got torch.int32 \(3, 5\)"),
+        ((x, halo, before.long(), weight, bias), "got torch.int64"),
+        ((x.mT.contiguous().mT, halo, before, weight, bias), "x must have a dense last dimension"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kernel.convolve(*args)
+
+
+LAYOUTS = {"contiguous": None, "zigzag": (0, 2, 3, 20, 33, 48)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_of_a_sequence(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the whole call, with halos and documents: as without kernels."""
+    given = inputs((48, 2, 6), 4, 0, torch.float64)
+    bounds = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
+    ran: list[str] = []
+
+    def rank(mesh: Mesh) -> list[Tensor]:
+        cp = ContextParallel("lasp2", mesh=mesh, layout=layout)
+        leaves = [cp.shard(given["x"]), given["weight"], given["bias"]]
+        leaves = [x.detach().clone().requires_grad_() for x in leaves]
+        out = short_convolution(cp, *leaves, cu_seqlens=bounds)
+        return [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(given["dout"]))]
+
+    want = run_threads(rank, {"cp": 4})
+    monkeypatch.setattr(fused, "_kernels", lambda x: not ran.append("kernel"))
+    for found, expected in zip(run_threads(rank, {"cp": 4}), want, strict=True):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert len(ran) == 4 * 2 + 3 + (layout == "zigzag"), "forward and backward, the latter also of halos"
+
+
+FAULTS = {
+    "float16 read as bfloat16": ("bits", lambda x: x.view(torch.int16) if x.element_size() == 2 else x),
+    "a tap too few": ("_sizes", lambda *x, of=kernel._sizes: of(*x) | {"W": 3}),
+    "rows left out": ("CHUNK", 4),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs((5, 2, 6), 4, 3, torch.float16)
+    check(**given)
+    if fault == "rows left out":  # by programs that take fewer than they should
+        monkeypatch.setattr(kernel.triton, "cdiv", lambda n, block: 1)
+    monkeypatch.setattr(kernel, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        check(**given)
