@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -261,6 +261,20 @@ def moving(device: torch.device, s: int, e: int) -> Named:
                 (packing.unpack(*payload.pack(x, b), b, x.dtype),), (payload.unpack(*payload.pack(x, b), b, x.dtype),)
             ),
         )
+    for dtype, block in product((torch.bfloat16, torch.float16), (4, 64)):
+        tensors = [(random(device, s, 2, n, e) * torch.exp2(4 * random(device, s, 2, n, 1))).to(dtype) for n in (4, 1)]
+        rows = [(s // 2, 0, 3, s - s // 2 - 3)] * 2  # to ranks that see many rows, none and few
+        like = [tuple(x.shape[1:]) for x in tensors], [dtype] * 2, rows, block
+
+        def there(x: list[Tensor] = tensors, rows: list[tuple[int, ...]] = rows, b: int = block) -> Found:
+            return same((packing.pack_message(x, rows, b),), (payload.pack_message(x, rows, b),))
+
+        def back(x: list[Tensor] = tensors, like: tuple[Any, ...] = like) -> Found:
+            message = payload.pack_message(x, *like[2:])
+            return same(packing.unpack_message(message, *like), payload.unpack_message(message, *like))
+
+        yield f"pack_message, blocks of {block}, {dtype_name(dtype)}", there
+        yield f"unpack_message, blocks of {block}, {dtype_name(dtype)}", back
 
 
 def convolutions(device: torch.device, s: int, c: int) -> Named:

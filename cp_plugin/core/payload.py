@@ -10,10 +10,15 @@ Scales are at least 2^-126 (exponent 1, also for zeros), where scale * 2^-10 is 
 Values that would round beyond the dtype's maximum become that maximum. NaN and infinity become NaN and do not affect
 the scale of their block.
 
+Several tensors travel as one message, in parts of which each goes to another rank, or comes from one. Blocks end where
+parts do.
+
 Plain torch for any device; ``cp_plugin.kernels.fused`` has the bit-identical kernel.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +65,43 @@ def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -
     up = _power_of_two(exponents.int(), block, payload.size(0))
     largest = torch.finfo(dtype).max
     return (payload.view(torch.float8_e4m3fn).float() * up).clamp(-largest, largest).to(dtype)
+
+
+def pack_message(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], block: int) -> Tensor:
+    """Tensors as one message, uint8 ``[bytes]``: part after part, the payload and the exponents of each tensor.
+
+    rows: tokens of each tensor in each part; a part's last block may be short.
+    """
+    parts = zip(*(x.split(list(of_parts)) for x, of_parts in zip(tensors, rows, strict=True)), strict=True)
+    packed = [found for part in parts for x in part if len(x) for found in pack(x, block)]
+    nothing = tensors[0].new_empty(0, dtype=torch.uint8)
+    return torch.cat([nothing, *(found.flatten().view(torch.uint8) for found in packed)])
+
+
+def unpack_message(
+    message: Tensor,
+    shapes: Sequence[tuple[int, int, int]],
+    dtypes: Sequence[torch.dtype],
+    rows: Sequence[Sequence[int]],
+    block: int,
+) -> tuple[Tensor, ...]:
+    """The tensors of a message, contiguous; shapes: b, h and d of each."""
+    found = [[message.new_empty((0, *shape), dtype=dtype)] for shape, dtype in zip(shapes, dtypes, strict=True)]
+    for part in zip(*rows, strict=True):
+        for n, (b, h, d), dtype, so_far in zip(part, shapes, dtypes, found, strict=True):
+            if not n:
+                continue
+            blocks = -(-n // block)
+            payload, exponents, message = message.split(
+                (n * b * h * d, blocks * b * h, len(message) - (n * d + blocks) * b * h)
+            )
+            so_far.append(unpack(payload.view(n, b, h, d), exponents.view(blocks, b, h), block, dtype))
+    return tuple(map(torch.cat, found))
+
+
+def message_bytes(shapes: Sequence[tuple[int, int, int]], rows: Sequence[int], block: int) -> int:
+    """Bytes of a part of ``rows`` tokens of each tensor."""
+    return sum((n * d - (-n // block)) * b * h for n, (b, h, d) in zip(rows, shapes, strict=True))
 
 
 def _blocks(x: Tensor, block: int) -> int:

@@ -107,6 +107,24 @@ def unpack(packed: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) ->
     return payload.unpack(packed, exponents, block, dtype)
 
 
+@_one_kernel("payload")
+def pack_message(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], block: int) -> Tensor:
+    """See ``cp_plugin.core.payload.pack_message``."""
+    return payload.pack_message(tensors, rows, block)
+
+
+@_one_kernel("payload")
+def unpack_message(
+    message: Tensor,
+    shapes: Sequence[tuple[int, int, int]],
+    dtypes: Sequence[torch.dtype],
+    rows: Sequence[Sequence[int]],
+    block: int,
+) -> tuple[Tensor, ...]:
+    """See ``cp_plugin.core.payload.unpack_message``."""
+    return payload.unpack_message(message, shapes, dtypes, rows, block)
+
+
 def _in_pieces(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """On the CPU, a few rows at a time: their intermediate results stay in the cache."""
 

@@ -104,7 +104,7 @@ class Needed:
             return Pending.done(kv)
         (stage,) = stages
         rows = [r for to_rank in stage.leaving for r in to_rank]
-        leaving = [torch.cat([t[r.start : r.stop] for r in rows]) if rows else t[:0] for t in kv.tensors]
+        leaving = [_rows(t, rows) for t in kv.tensors]
         arriving = self.mesh.all_to_all_v(self.axis, leaving, stage.sent, stage.received)
         return Pending(lambda: KeyValues(*arriving.wait()))
 
@@ -161,6 +161,12 @@ def _in_turn(counts: Tensor, most: int) -> list[list[int]]:
         stages[-1].append(distance)
         filled = filled + rows
     return stages
+
+
+def _rows(t: Tensor, runs: Sequence[range]) -> Tensor:
+    """These rows, one run after the other; of one run a view."""
+    found = [t[run.start : run.stop] for run in runs] or [t[:0]]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _add_rows(totals: Tensors, parts: Tensors, of_ranks: tuple[tuple[range, ...], ...]) -> None:

@@ -2,13 +2,24 @@
 
     x [s, b, h, d]  ->  payload [s, b, h, d] in float8_e4m3fn, exponents [ceil(s / block), b, h] in uint8
 
+    tensors of several parts  ->  one message in uint8: part after part, the elements and exponents of each tensor
+
 The scale of a block is 2^(exponent - 127), the smallest that maps its largest finite number to at most 448, but at
 least 2^-126. ``cp_plugin/core/payload.py`` explains the format and has the bit-identical torch version.
+
+A message is packed by one launch, and unpacked by one, for any number of tensors and parts: a table says where each
+block is in its tensor, and where in the message.
 
 bfloat16 is read and written as the upper half of a float32: exact, and the same in Triton's interpreter.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import compress
+from typing import NamedTuple
 
 import torch
 import triton
@@ -55,11 +66,121 @@ def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -
     if x.numel():
         _unpack_kernel[(exponents.numel(),)](
             payload.view(torch.uint8), exponents, bits(x), s, b, h, payload.stride(0), payload.stride(1),
-            payload.stride(2),
-            LARGEST=torch.finfo(dtype).max, HARDWARE=converts(x),
+            payload.stride(2), HARDWARE=converts(x),
             INDEX=index_type(max(reach(payload.shape, payload.stride()), x.numel())), **_blocks(block, d),
         )  # fmt: skip
     return x
+
+
+def pack_message(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], block: int) -> Tensor:
+    """The message of all tensors: uint8 ``[bytes]``.
+
+    Args:
+        tensors: as for ``pack``, on one device.
+        rows: tokens of each tensor in each part.
+
+    Raises:
+        ValueError: as ``pack`` does, and for rows that do not add up to the tensors.
+    """
+    for x, of_parts in zip(tensors, rows, strict=True):
+        _check(x, block)
+        if sum(of_parts) != len(x):
+            raise ValueError(f"parts of {list(of_parts)} tokens do not add up to {tuple(x.shape)}")
+    device, largest = tensors[0].device, max(reach(x.shape, x.stride()) for x in tensors)
+    plan = _planned(_filled(rows), tuple(tuple(x.shape[1:]) for x in tensors), block, device)
+    message = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
+    if plan.programs:
+        _pack_message_kernel[(plan.programs, len(tensors))](
+            tuple(map(bits, tensors)), message, plan.table, tuple(x.stride()[:3] for x in tensors), plan.shapes,
+            plan.table.size(1), HARDWARE=converts(message), INDEX=index_type(largest), **plan.sizes,
+        )  # fmt: skip
+    return message
+
+
+def unpack_message(
+    message: Tensor,
+    shapes: Sequence[tuple[int, int, int]],
+    dtypes: Sequence[torch.dtype],
+    rows: Sequence[Sequence[int]],
+    block: int,
+) -> tuple[Tensor, ...]:
+    """The tensors ``[s, b, h, d]`` of a message, contiguous, saturating at their dtype's largest number.
+
+    Args:
+        message: uint8 ``[bytes]``, contiguous.
+        shapes: b, h and d of each.
+        dtypes: of each.
+        rows: tokens of each in each part.
+
+    Raises:
+        ValueError: for a dtype that ``pack`` does not take, or a message of another size.
+    """
+    plan = _planned(_filled(rows), tuple(map(tuple, shapes)), block, message.device)
+    if message.shape != (plan.nbytes,) or message.dtype != torch.uint8 or not set(dtypes) <= set(DTYPES):
+        raise ValueError(
+            f"a message of {[list(of_parts) for of_parts in rows]} tokens of {list(shapes)} is uint8 [{plan.nbytes}], "
+            f"and is unpacked to {DTYPES}: got {message.dtype} {tuple(message.shape)}, {list(dtypes)}"
+        )
+    found = tuple(
+        torch.empty((sum(of_parts), *shape), dtype=dtype, device=message.device)
+        for of_parts, shape, dtype in zip(rows, shapes, dtypes, strict=True)
+    )
+    if plan.programs:
+        _unpack_message_kernel[(plan.programs, len(found))](
+            message, tuple(map(bits, found)), plan.table, plan.shapes, plan.table.size(1), HARDWARE=converts(message),
+            INDEX=index_type(max(x.numel() for x in found)), **plan.sizes,
+        )  # fmt: skip
+    return found
+
+
+class _Plan(NamedTuple):
+    """Launch parameters of a message."""
+
+    nbytes: int
+    programs: int
+    """Of the tensor with the most blocks and heads."""
+    table: Tensor
+    """int64 ``[tensors, most blocks, 4]``: first row and number of rows of each block, and the offsets of its elements
+    and of its exponents in the message."""
+    shapes: tuple[tuple[int, int, int, int], ...]
+    """Of each tensor: its number of blocks and b, h, d."""
+    sizes: dict[str, int]
+    """Constants of the kernels."""
+
+
+def _filled(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Without the parts that are empty: peers without rows need no table of their own."""
+    some = [any(part) for part in zip(*rows, strict=True)]
+    return tuple(tuple(compress(of_parts, some)) for of_parts in rows)
+
+
+@lru_cache(maxsize=256)
+def _planned(
+    rows: tuple[tuple[int, ...], ...], shapes: tuple[tuple[int, int, int], ...], block: int, device: torch.device
+) -> _Plan:
+    if block < 1:
+        raise ValueError(f"a block is at least one token, got {block}")
+    blocks: list[list[tuple[int, int, int, int]]] = [[] for _ in shapes]
+    passed, at = [0] * len(shapes), 0
+    for part in zip(*rows, strict=True):
+        for i, (n, (b, h, d)) in enumerate(zip(part, shapes, strict=True)):
+            exponents = at + n * b * h * d
+            for number, first in enumerate(range(0, n, block)):
+                here = at + first * b * h * d, exponents + number * b * h
+                blocks[i].append((passed[i] + first, min(block, n - first), *here))
+            passed[i], at = passed[i] + n, exponents + triton.cdiv(n, block) * b * h
+    most = max(map(len, blocks))
+    filled = [[*of_tensor, *[(0,) * 4] * (most - len(of_tensor))] for of_tensor in blocks]
+    table = torch.tensor(filled, dtype=torch.int64)
+    elements = any(b * h * d for b, h, d in shapes)
+    return _Plan(
+        nbytes=at,
+        programs=max(len(found) * b * h for found, (b, h, _) in zip(blocks, shapes, strict=True)) if elements else 0,
+        table=table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device),
+        shapes=tuple((len(found), *shape) for found, shape in zip(blocks, shapes, strict=True)),
+        sizes={"ALIGNED": math.gcd(16, *(entry[2] for found in blocks for entry in found))}
+        | {name: n for name, n in _blocks(block, max(1, *(d for _, _, d in shapes))).items() if name != "D"},
+    )
 
 
 def _check(x: Tensor, block: int) -> None:
@@ -94,63 +215,135 @@ def _pack_kernel(
     BLOCK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr,
     INDEX: tl.constexpr,
 ):  # fmt: skip
-    """One exponent and its block, read once if it fits into ROWS."""
+    """One exponent and its block."""
     program = tl.program_id(0).to(INDEX)
     first = program // (b * h) * BLOCK
     b_i = program // h % b
     h_i = program % h
-    column = tl.arange(0, WIDTH)[None, :]
-    of_head = x + b_i * b_apart + h_i * h_apart
-
-    largest = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, BLOCK, ROWS):
-        token, inside = _tokens(first, start, s, BLOCK, ROWS)
-        here = inside[:, None] & (column < D)
-        size = tl.abs(read(of_head + token[:, None] * s_apart + column, here, tl.float32))
-        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
-    top = tl.max(tl.max(largest, 1), 0).to(tl.int32, bitcast=True)
-    exponent = tl.maximum((top >> 23) - 8 + ((top & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
-
-    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    for start in range(0, BLOCK, ROWS):
-        token, inside = _tokens(first, start, s, BLOCK, ROWS)
-        here = inside[:, None] & (column < D)
-        number = read(of_head + token[:, None] * s_apart + column, here, tl.float32)
-        code = tl.where(tl.abs(number) < float("inf"), encode(number * down, 3, HARDWARE), 0x7F)
-        row = (token * b + b_i) * h + h_i
-        tl.store(payload + row[:, None] * D + column, code.to(tl.uint8), mask=here)
-    tl.store(exponents + program, exponent.to(tl.uint8))
+    _pack_block(
+        x + first * s_apart + b_i * b_apart + h_i * h_apart, s_apart, payload + ((first * b + b_i) * h + h_i) * D,
+        b * h * D, exponents + program, s - first, D, BLOCK, ROWS, WIDTH, HARDWARE, INDEX,
+    )  # fmt: skip
 
 
 @triton.jit
 def _unpack_kernel(
     payload, exponents, x, s, b, h, s_apart, b_apart, h_apart,
-    BLOCK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
-    HARDWARE: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr,
+    INDEX: tl.constexpr,
 ):  # fmt: skip
     """The block of one exponent."""
     program = tl.program_id(0).to(INDEX)
     first = program // (b * h) * BLOCK
     b_i = program // h % b
     h_i = program % h
-    column = tl.arange(0, WIDTH)[None, :]
-    of_head = payload + b_i * b_apart + h_i * h_apart
-    up = (tl.load(exponents + program).to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    for start in range(0, BLOCK, ROWS):
-        token, inside = _tokens(first, start, s, BLOCK, ROWS)
-        here = inside[:, None] & (column < D)
-        number = decode(tl.load(of_head + token[:, None] * s_apart + column, mask=here, other=0), 3, HARDWARE) * up
-        number = tl.where(number > LARGEST, LARGEST, tl.where(number < -LARGEST, -LARGEST, number))
-        row = (token * b + b_i) * h + h_i
-        _write(x + row[:, None] * D + column, number, here)
+    _unpack_block(
+        payload + first * s_apart + b_i * b_apart + h_i * h_apart, s_apart, exponents + program,
+        x + ((first * b + b_i) * h + h_i) * D, b * h * D, s - first, D, BLOCK, ROWS, WIDTH, HARDWARE, INDEX,
+    )  # fmt: skip
 
 
 @triton.jit
-def _tokens(first, start, s, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS tokens of a block from ``start`` on, and their validity."""
+def _pack_message_kernel(
+    xs, message, table, strides, shapes, most,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
+    """One exponent and its block, of the tensor of the grid's second axis."""
+    for i in tl.static_range(len(xs)):
+        if tl.program_id(1) == i:
+            b, h, d = shapes[i][1], shapes[i][2], shapes[i][3]
+            program = tl.program_id(0).to(INDEX)
+            b_i, h_i = program // h % b, program % h
+            if program < shapes[i][0] * b * h:
+                entry = table + (i * most + program // (b * h)) * 4
+                first, rows = tl.load(entry), tl.load(entry + 1).to(tl.int32)
+                of_head = xs[i] + first * strides[i][0] + b_i * strides[i][1] + h_i * strides[i][2]
+                to = message + tl.multiple_of(tl.load(entry + 2), ALIGNED) + (b_i * h + h_i) * d
+                exponent_to = message + tl.load(entry + 3) + b_i * h + h_i
+                _pack_block(
+                    of_head, strides[i][0], to, b * h * d, exponent_to, rows, d, BLOCK, ROWS, WIDTH, HARDWARE, INDEX
+                )
+
+
+@triton.jit
+def _unpack_message_kernel(
+    message, xs, table, shapes, most,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
+    """The block of one exponent, of the tensor of the grid's second axis."""
+    for i in tl.static_range(len(xs)):
+        if tl.program_id(1) == i:
+            b, h, d = shapes[i][1], shapes[i][2], shapes[i][3]
+            program = tl.program_id(0).to(INDEX)
+            b_i, h_i = program // h % b, program % h
+            if program < shapes[i][0] * b * h:
+                entry = table + (i * most + program // (b * h)) * 4
+                first, rows = tl.load(entry), tl.load(entry + 1).to(tl.int32)
+                of_head = message + tl.multiple_of(tl.load(entry + 2), ALIGNED) + (b_i * h + h_i) * d
+                exponent_at = message + tl.load(entry + 3) + b_i * h + h_i
+                to = xs[i] + ((first * b + b_i) * h + h_i) * d
+                _unpack_block(
+                    of_head, b * h * d, exponent_at, to, b * h * d, rows, d, BLOCK, ROWS, WIDTH, HARDWARE, INDEX
+                )
+
+
+@triton.jit
+def _pack_block(
+    x, x_apart, to, to_apart, exponent_to, rows, d,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """``rows`` tokens of one head, BLOCK at most, read once if they fit into ROWS."""
+    column = tl.arange(0, WIDTH)[None, :]
+    largest = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(0, BLOCK, ROWS):
+        row, here = _tokens(start, rows, column < d, BLOCK, ROWS, INDEX)
+        size = tl.abs(read(x + row[:, None] * x_apart + column, here, tl.float32))
+        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
+    top = tl.max(tl.max(largest, 1), 0).to(tl.int32, bitcast=True)
+    exponent = tl.maximum((top >> 23) - 8 + ((top & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
+
+    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    for start in range(0, BLOCK, ROWS):
+        row, here = _tokens(start, rows, column < d, BLOCK, ROWS, INDEX)
+        number = read(x + row[:, None] * x_apart + column, here, tl.float32)
+        code = tl.where(tl.abs(number) < float("inf"), encode(number * down, 3, HARDWARE), 0x7F)
+        tl.store(to + row[:, None] * to_apart + column, code.to(tl.uint8), mask=here)
+    tl.store(exponent_to, exponent.to(tl.uint8))
+
+
+@triton.jit
+def _unpack_block(
+    payload, apart, exponent_at, to, to_apart, rows, d,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, WIDTH)[None, :]
+    up = (tl.load(exponent_at).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    largest = _largest(to)
+    for start in range(0, BLOCK, ROWS):
+        row, here = _tokens(start, rows, column < d, BLOCK, ROWS, INDEX)
+        number = decode(tl.load(payload + row[:, None] * apart + column, mask=here, other=0), 3, HARDWARE) * up
+        number = tl.where(number > largest, largest, tl.where(number < -largest, -largest, number))
+        _write(to + row[:, None] * to_apart + column, number, here)
+
+
+@triton.jit
+def _tokens(start, rows, inside, BLOCK: tl.constexpr, ROWS: tl.constexpr, INDEX: tl.constexpr):
+    """ROWS tokens of a block from ``start`` on, and which of their numbers there are."""
     row = start + tl.arange(0, ROWS)
-    token = first + row
-    return token, (row < BLOCK) & (token < s)
+    return row.to(INDEX), ((row < BLOCK) & (row < rows))[:, None] & inside
+
+
+@triton.jit
+def _largest(at):
+    """The largest number of the dtype; bfloat16 is written as int16."""
+    if at.dtype.element_ty == tl.int16:
+        return 3.3895313892515355e38
+    elif at.dtype.element_ty == tl.float16:
+        return 65504.0
+    else:
+        return 3.4028234663852886e38
 
 
 @triton.jit

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of
 
 
 OPERATIONS = (
-    *("merge", "merge_into", "gather_rows", "scatter_rows", "pack", "unpack"),
+    *("merge", "merge_into", "gather_rows", "scatter_rows", "pack", "unpack", "pack_message", "unpack_message"),
     *("delta", "out_from_delta", "extents", "quantize", "rounded", "convolve", "convolve_back"),
 )
 
@@ -70,7 +70,8 @@ def test_every_operation_has_both(kernels: list[str]) -> None:
         fused.merge_into(out, lse, outs[1], lses[1])
         return out, lse
 
-    packed = fused.pack(outs[0], 2)
+    packed, parts_of = fused.pack(outs[0], 2), [(3, 0, 1)] * 3
+    message = fused.pack_message(outs, parts_of, 2)
     rows, weight = outs[0][:, 0].unsqueeze(1)[..., 0, :], outs[1][0, 0].t().contiguous()
     places = torch.tensor([[0, 1, 2, 3], [-1, 0, 1, 2]], dtype=torch.int32)
     after = torch.tensor([[0, 1, 2, 3], [1, 2, 3, -1]], dtype=torch.int32)
@@ -81,6 +82,8 @@ def test_every_operation_has_both(kernels: list[str]) -> None:
         "scatter_rows": lambda: fused.scatter_rows((*outs, *lses), order),
         "pack": lambda: [x.float() for x in fused.pack(outs[0], 2)],
         "unpack": lambda: (fused.unpack(*packed, 2, torch.float32),),
+        "pack_message": lambda: (fused.pack_message(outs, parts_of, 2).float(),),
+        "unpack_message": lambda: fused.unpack_message(message, [(1, 2, 8)] * 3, [torch.float32] * 3, parts_of, 2),
         "delta": lambda: (fused.delta(outs[0], outs[1]),),
         "out_from_delta": lambda: (fused.out_from_delta(outs[0], outs[1].sum(-1)),),
         "extents": lambda: [x for extent in fused.extents(outs) for x in extent],

@@ -53,6 +53,12 @@ def packed(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.to(torch.float8_e4m3fn), torch.empty(blocks, dtype=torch.uint8, device="meta")
 
 
+def unpacked(x: Tensor) -> object:
+    shape = tuple(x.shape[1:])
+    message = torch.empty(x.numel() + x.size(0) // 64 * x.size(2), dtype=torch.uint8, device="meta")
+    return payload.unpack_message(message, [shape], [x.dtype], [(x.size(0),)], 64)
+
+
 def convolved(back: bool) -> Callable[[Tensor], object]:
     def call(x: Tensor) -> object:
         x = x.flatten(2)
@@ -78,6 +84,8 @@ CALLS: dict[str, tuple[ModuleType, str, Callable[[Tensor], object]]] = {
     "pack": (payload, "_pack_kernel", lambda x: payload.pack(x, 64)),
     "pack half": (payload, "_pack_kernel", lambda x: payload.pack(half(x), 64)),
     "unpack": (payload, "_unpack_kernel", lambda x: payload.unpack(*packed(x), 64, torch.bfloat16)),
+    "pack_message": (payload, "_pack_message_kernel", lambda x: payload.pack_message([x], [(len(x),)], 64)),
+    "unpack_message": (payload, "_unpack_message_kernel", unpacked),
     "convolve": (convolution, "_forward_kernel", convolved(back=False)),
     "convolve_back": (convolution, "_backward_kernel", convolved(back=True)),
     "delta": (row_term, "_delta_kernel", lambda x: row_term.delta(x, x)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -213,6 +214,80 @@ def test_any_strides() -> None:
     assert torch.equal(received.nan_to_num(7.0), want.nan_to_num(7.0))
 
 
+PARTS = {
+    "k and v": ([(2, 3, 64), (2, 3, 40)], [(8, 0, 3, 10)] * 2),
+    "of one row each": ([(1, 1, 16), (1, 1, 16)], [(1,) * 9] * 2),
+    "one part": ([(1, 2, 8)], [(21,)]),
+    "of several lengths": ([(2, 1, 6), (1, 5, 4), (2, 1, 2)], [(4, 4), (7, 0), (0, 9)]),
+    "none": ([(1, 2, 8)], [(0, 0)]),
+    "of no size": ([(1, 2, 0)], [(0, 0)]),
+}
+
+
+def message(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+    """Tensors of several dtypes, and their rows; the first is a slice of the heads."""
+    shapes, rows = PARTS[name]
+    kinds = [dtype, torch.float16, torch.float32]
+    found = [numbers((sum(of), *shape), kind) for of, shape, kind in zip(rows, shapes, kinds, strict=False)]
+    return [torch.cat((found[0], found[0]), 2)[:, :, : found[0].size(2)], *found[1:]], rows
+
+
+def check_message(tensors: list[Tensor], rows: list[tuple[int, ...]], block: int) -> None:
+    """Bit for bit as each part of each tensor by itself, one after the other."""
+    got = kernel.pack_message(tensors, rows, block)
+    parts = zip(*(x.split(of) for x, of in zip(tensors, rows, strict=True)), strict=True)
+    each = [x.contiguous() for part in parts for x in part]
+    want = torch.cat([y.view(torch.uint8).flatten() for x in each for y in payload.pack(x, block)])
+    assert torch.equal(got, want) and torch.equal(want, payload.pack_message(tensors, rows, block))
+    like = [tuple(x.shape[1:]) for x in tensors], [x.dtype for x in tensors], rows, block
+    for found in zip(kernel.unpack_message(got, *like), payload.unpack_message(got, *like), tensors, strict=True):
+        assert found[0].is_contiguous() and {(x.dtype, x.shape) for x in found} == {(found[2].dtype, found[2].shape)}
+        bits, expected = (x.view(INTEGERS[x.dtype])[~x.isnan()] for x in found[:2])
+        assert torch.equal(found[0].isnan(), found[1].isnan()) and torch.equal(bits, expected)
+
+
+@pytest.mark.parametrize("block", [1, 4, 64])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_message_of_many_parts(name: str, block: int) -> None:
+    check_message(*message(name), block)
+
+
+def test_a_message_is_one_launch_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, rows = message("of one row each")
+    for name in ("_pack_message_kernel", "_unpack_message_kernel"):
+        launched, run = [], getattr(kernel, name)
+        monkeypatch.setattr(kernel, name, LaunchCounter(run, launched))
+        check_message(tensors, rows, 4)
+        assert launched == [(9, 2)], "a program for each block and head, along one axis; the tensors along the other"
+
+
+class LaunchCounter:
+    def __init__(self, kernel: object, launched: list[tuple[int, ...]]) -> None:
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        self.launched.append(grid)
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize(("heads", "rows", "aligned"), [(16, (64, 128), 16), (1, (64, 64, 64), 1), (2, (20, 80), 2)])
+def test_elements_begin_where_the_kernel_is_told(heads: int, rows: tuple[int, ...], aligned: int) -> None:
+    """A promise of 16 bytes that does not hold would be a misaligned address on a GPU: the interpreter keeps silent."""
+    plan = kernel._planned((rows, rows), ((1, heads, 64), (1, heads, 64)), 64, torch.device("cpu"))
+    assert plan.sizes["ALIGNED"] == aligned
+    assert not (plan.table[:, :, 2] % aligned).any()
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    tensors, rows = message("k and v")
+    with pytest.raises(ValueError, match=r"parts of \[8, 0, 3, 9\] tokens do not add up to \(21, 2, 3, 64\)"):
+        kernel.pack_message(tensors, [(8, 0, 3, 9), rows[1]], 4)
+    like = [tuple(x.shape[1:]) for x in tensors], [x.dtype for x in tensors], rows, 4
+    for wrong in (torch.zeros(7, dtype=torch.uint8), kernel.pack_message(tensors, rows, 4).view(torch.int8)):
+        with pytest.raises(ValueError, match=r"is uint8 \[13176\], and is unpacked to .*: got"):
+            kernel.unpack_message(wrong, *like)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_conversions_of_the_device(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of devices with e4m3 instructions, for exact values: the interpreter truncates others and has no NaN."""
@@ -252,6 +327,25 @@ FAULTS = {
     "half of a head": ("_blocks", lambda block, d: {"BLOCK": block, "D": d, "ROWS": 4, "WIDTH": d // 2}),
     "a scale for half a block": ("_blocks", lambda block, d: {"BLOCK": 2, "D": d, "ROWS": 2, "WIDTH": 8}),
 }
+
+
+TABLES = {"rows": slice(0, 1), "elements": slice(2, 3), "exponents": slice(3, 4)}
+"""Of another block."""
+
+
+@pytest.mark.parametrize("fault", TABLES)
+def test_planted_faults_of_a_message_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = kernel._planned
+
+    def faulty(*asked: Any) -> Any:
+        plan = planned(*asked)
+        table = plan.table.clone()
+        table[:, :2, TABLES[fault]] = table[:, :2, TABLES[fault]].flip(1)  # two full ones
+        return plan._replace(table=table)
+
+    monkeypatch.setattr(kernel, "_planned", faulty)
+    with pytest.raises(AssertionError):
+        check_message(*message("k and v"), 4)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from cp_plugin.common.without_data import Kind, WithoutData, empty, tensors_in
 from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
+from cp_plugin.core.payload import message_bytes
 from cp_plugin.planner.trace.memory import Meter
 
 
@@ -80,6 +81,21 @@ def _rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
     return tuple(empty((order.size(0), *x.shape[1:]), x.dtype) for x in tensors)
 
 
+def _message(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], block: int) -> Tensor:
+    shapes = [tuple(x.shape[1:]) for x in tensors]
+    return empty((sum(message_bytes(shapes, part, block) for part in zip(*rows, strict=True)),), torch.uint8)
+
+
+def _of_message(
+    message: Tensor,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    rows: Sequence[Sequence[int]],
+    _: int,
+) -> tuple[Tensor, ...]:
+    return tuple(empty((sum(n), *shape), dtype) for n, shape, dtype in zip(rows, shapes, dtypes, strict=True))
+
+
 def _parts(q: Tensor, keys: Any, values: Any, v_head_dim: int, *rest: Any) -> tuple[Tensor, Tensor]:
     """One part: their number depends on the device, and their size is small relative to the cache."""
     wide, shape = accumulation_dtype(q.dtype), (1, *q.shape[:3])
@@ -91,6 +107,8 @@ _FUSED: dict[str, Callable[..., Any]] = {
     "merge_into": lambda *parts: None,
     "gather_rows": _rows,
     "scatter_rows": _rows,
+    "pack_message": _message,
+    "unpack_message": _of_message,
     "decode": _parts,
 }
 """Results of the operations of ``cp_plugin.kernels.fused``, without running them."""
