@@ -99,11 +99,11 @@ def _fill(out: Tensor, left: Tensor, through: Tensor | None, initial: Tensor) ->
         torch.add(out[:n:2], left[::2], out=out[1::2])
     else:
         of_first, of_second = through[: n - 1 : 2], through[1::2]
-        _fill(out[::2], _step(second, of_second, first), times(of_second, of_first), initial)
-        _step(left[::2], through[::2], out[:n:2], out=out[1::2])
+        _fill(out[::2], step(second, of_second, first), times(of_second, of_first), initial)
+        step(left[::2], through[::2], out[:n:2], out=out[1::2])
 
 
-def _step(left: Tensor, through: Tensor, state: Tensor, out: Tensor | None = None) -> Tensor:
+def step(left: Tensor, through: Tensor, state: Tensor, out: Tensor | None = None) -> Tensor:
     """``left + through * state``; in one kernel, unless matrices are multiplied."""
     if through.size(-1) == 1:
         return torch.addcmul(left, through, state, out=out)

@@ -50,7 +50,7 @@ def of(x: Tokens) -> Segment:
 
 def after(incoming: Tensor, left: Tensor, through: Tensor | None = None) -> Tensor:
     """The state after a segment: ``through * incoming + left``."""
-    return incoming + left if through is None else scan.times(through, incoming) + left
+    return incoming + left if through is None else scan.step(left, through, incoming)
 
 
 def recomputed(forward: Callable[[Tokens], Tensor], dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:

@@ -21,6 +21,7 @@ from cp_plugin.linear import chunked, delta, kernels, passes, recurrence, scan, 
 from cp_plugin.linear.segment import recomputed
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods import registry as providers
+from cp_plugin.methods import zeco
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import place
 from cp_plugin.testing.launch import run_ranks
@@ -33,6 +34,12 @@ decays = pytest.mark.parametrize("decay", DECAYS)
 documents = pytest.mark.parametrize("documents", [False, True], ids=["one", "packed"])
 rules = pytest.mark.parametrize("delta", [False, True], ids=["added", "delta"])
 masks = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+
+
+@pytest.fixture(autouse=True)
+def hops_that_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``zeco`` passes even the small states of these cases in blocks: three on 4 ranks, six on 8."""
+    monkeypatch.setattr(zeco, "_HOP_BYTES", {"nccl": 200, "gloo": 200})
 
 
 def described(case: LinearCase, size: int, dtype: torch.dtype = torch.float64) -> Problem:
@@ -319,6 +326,34 @@ def test_real_ranks(provider: str, delta: bool) -> None:
 
     for got in run_ranks(rank, 4, init_process_group=True):
         assert max(map(distance, got, case.want())) <= 1e-9
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 64, 512])
+@pytest.mark.parametrize("heads", [1, 8, 64])
+def test_zeco_passes_as_many_blocks_as_make_the_last_rank_wait_least(
+    size: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few where the host's time for a hop counts, many where the links' does."""
+    problem = Problem(size=size, heads=heads, kv_heads=heads, head_dim=128, network="nccl")
+    state = heads * 128 * 128 * 4
+    for hop in (2**10, 2**21, 2**24):
+        monkeypatch.setattr(zeco, "_HOP_BYTES", {"nccl": hop})
+        waits = {n: (size - 2 + n) * (hop + state / n) for n in range(1, 2**13)}
+        assert waits[zeco.blocks_of(problem)] <= 1.01 * min(waits.values()), hop
+
+
+def test_hops_of_zeco(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 64 ranks a state of 512 KiB goes in 4 blocks: 4 messages and, in the middle, as many additions."""
+    monkeypatch.undo()
+    added = []
+    monkeypatch.setattr(zeco.segment, "after", lambda state, *_: added.append(state) or state)
+    mesh = TraceMesh({"cp": 64}, 31)
+    x = torch.empty(64, 1, 8, 128, device="meta")
+    ContextParallel("zeco", mesh=mesh).linear_attention(x, x, x)
+    assert len(added) == sum(line.calls for line in mesh.ledger.entries()) == 4
+    last = TraceMesh({"cp": 64}, 63)
+    ContextParallel("zeco", mesh=last).linear_attention(x, x, x)
+    assert len(added) == 4 and not last.ledger.entries(), "nobody asks for the state after the last segment"
 
 
 def test_bytes_do_not_depend_on_the_sequence_length() -> None:

@@ -66,9 +66,10 @@ def test_chained_messages_are_serial():
     received, sent = (e for e in lasp1.forward if isinstance(e, Post))
     assert (received.to, sent.source) == (None, None) and received.nbytes == sent.nbytes == 4 * 8 * 8 * 4
 
-    zeco = program(settled(providers.get("zeco"), replace(problem, size=8), Options()), 3)
+    large = replace(problem, size=8, heads=8, kv_heads=8, head_dim=512, v_head_dim=512)
+    zeco = program(settled(providers.get("zeco"), large, Options()), 3)
     posted = [(e.source, e.to, e.nbytes) for e in zeco.forward if isinstance(e, Post)]
-    block = 4 * 8 * 2 * 4
+    block = 8 * 512 * 128 * 4
     assert posted == [(2, None, block), *[(2, 4, block)] * 3, (None, 4, block)], "a block leaves as the next arrives"
 
 
