@@ -18,7 +18,7 @@ _PLACES = {
 
 
 def budget(kind: str) -> str:
-    """The budget's entries of one kind (``step``, ``call``, ``linear``, ``decode``): a row for each pass."""
+    """The budget's entries of one kind (``step``, ``message``, ``call``, ...): a row for each pass."""
     rows = []
     for name, passes in _read("tests/fake_cuda/budget.json").items():
         of_kind, what, kernel = name.split("/")

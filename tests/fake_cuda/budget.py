@@ -25,16 +25,21 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import device_libraries  # noqa: E402
-from device_cases import Linear, Peerless, Softmax, leaf  # noqa: E402
+from device_cases import RANK, RANKS, Linear, Peerless, Softmax, leaf  # noqa: E402
 from device_ops import Launch  # noqa: E402
 from fake_device import CUDA, FakeCuda  # noqa: E402
 
+from cp_plugin import ContextParallel  # noqa: E402
+from cp_plugin.attention.convolution import short_convolution  # noqa: E402
 from cp_plugin.comm import Ledger  # noqa: E402
+from cp_plugin.comm.payload import PayloadMesh  # noqa: E402
 from cp_plugin.inference.session import Session  # noqa: E402
 
 FILE = HERE / "budget.json"
 PAGE = HERE.parents[1] / "docs" / "gpu" / "budget.md"
 TOKENS, HEADS, SIZE = 4096, 8, 128
+MANY = 64
+"""Ranks of the entries that show how many peers a rank talks to."""
 SLOTS = 16384
 """Of the cache of a decode step, all in use."""
 
@@ -99,6 +104,11 @@ def entries() -> dict[str, Entry]:
     found["step/zigzag, keys of an earlier rank, --cp-fp8 compute/te_fp8"] = partial(
         ring_step, replace(fp8, backend="te_fp8"), earlier=True
     )
+    needed = replace(_case("needed", "triton", "zigzag"), fp8="comm")
+    found["step/needed in zigzag, keys of an earlier rank, --cp-fp8 comm/triton"] = partial(
+        ring_step, needed, earlier=True
+    )
+    found[f"message/rows of k and v to and from {MANY - 1} ranks, --cp-fp8 comm/triton"] = rows_of_many
     for backend in ("sdpa", "triton"):
         for provider in ("ring", "attention2d", "all_gather", "ulysses"):
             layout = "contiguous" if provider == "ulysses" else "zigzag"
@@ -112,6 +122,9 @@ def entries() -> dict[str, Entry]:
             kernel = "fla" if backend == "auto" else backend
             name = f"linear/lasp2, delta rule, {decay}/{kernel}"
             found[name] = partial(delta_rule, Linear(variant="basic", backend=backend), decayed=decay != "no decay")
+    many = Linear(provider="zeco", variant="gla", backend="auto", ranks=MANY, rank=MANY // 2)
+    found[f"linear/zeco on {MANY} ranks, a decay per key/fla"] = partial(linear, many)
+    found["linear/short convolution of 4 tokens/triton"] = convolution
     for fp8_cache in (False, True):
         kept = "float8" if fp8_cache else "bfloat16"
         found[f"decode/a layer, {SLOTS} slots in {kept}/triton"] = partial(decode_layer, fp8_cache)
@@ -162,6 +175,29 @@ def delta_rule(case: Linear, device: FakeCuda, *, decayed: bool) -> dict[str, Fi
 
     call()
     return _both(device, cp.mesh.ledger, q.numel(), call, inputs)
+
+
+def rows_of_many(device: FakeCuda) -> dict[str, Figures]:
+    """The message of a stage of ``needed`` whose rows come from, and go to, all other ranks."""
+    mesh, here = Peerless({"cp": MANY}, 0), 0
+    rows = [0 if rank == here else TOKENS // MANY for rank in range(MANY)]
+    k, v = (torch.empty(sum(rows), 1, HEADS, SIZE, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
+
+    def fetch() -> object:
+        return PayloadMesh(mesh, block=64).all_to_all_v("cp", (k, v), rows, rows).wait()
+
+    fetch()
+    return {"forward": _measured(device, mesh.ledger, k.numel(), fetch)}
+
+
+def convolution(device: FakeCuda) -> dict[str, Figures]:
+    """Of the first channels of a projection, as in a gated delta net."""
+    cp = ContextParallel("lasp2", mesh=Peerless({"cp": RANKS}, RANK))
+    projected, weight, bias = leaf(TOKENS, 1, 2 * HEADS * SIZE), leaf(HEADS * SIZE, 4), leaf(HEADS * SIZE)
+    x = projected.detach()[..., : HEADS * SIZE].requires_grad_()
+    inputs = (x, weight, bias)
+    short_convolution(cp, *inputs)
+    return _both(device, cp.mesh.ledger, x.numel(), lambda: short_convolution(cp, *inputs), inputs)
 
 
 def decode_layer(fp8: bool, device: FakeCuda) -> dict[str, Figures]:

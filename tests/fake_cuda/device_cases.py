@@ -156,6 +156,8 @@ class Linear:
     packed: bool = False
     layout: str | None = None
     tokens: int = 128
+    ranks: int = RANKS
+    rank: int = RANK
 
     def __str__(self) -> str:
         mask = "packed" if self.packed else "causal" if self.causal else "full"
@@ -163,7 +165,7 @@ class Linear:
 
     def context_parallel(self) -> ContextParallel:
         return ContextParallel(
-            self.provider, mesh=Peerless({"cp": RANKS}, RANK), layout=self.layout, backend=self.backend
+            self.provider, mesh=Peerless({"cp": self.ranks}, self.rank), layout=self.layout, backend=self.backend
         )
 
     def layer(self) -> LinearAttention:
