@@ -20,11 +20,14 @@ from cp_plugin.inference.session import Session
 from cp_plugin.kernels import merge
 
 
-@pytest.mark.parametrize("provider", ["ring", "attention2d", "all_gather", "ulysses"])
-def test_documents_of_the_next_micro_batch(gpu: Start, provider: str) -> None:
+@pytest.mark.parametrize(
+    ("provider", "fp8"),
+    [*((name, None) for name in ("ring", "attention2d", "all_gather", "ulysses", "needed")), ("needed", "comm")],
+)
+def test_documents_of_the_next_micro_batch(gpu: Start, provider: str, fp8: str | None) -> None:
     """Their tables are new, and are copied to the device without waiting."""
     device = gpu()
-    batches = [Softmax(provider=provider, mask="documents", documents=(0, n, 70 + n, 128)) for n in (9, 30)]
+    batches = [Softmax(provider=provider, mask="documents", documents=(0, n, 70 + n, 128), fp8=fp8) for n in (9, 30)]
     cp = batches[0].context_parallel()
     once_warm(device, lambda: batches.pop(0).run(cp))
     assert device.ops.by_name["_to_copy"], "nothing was new"
