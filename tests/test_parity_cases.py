@@ -323,11 +323,12 @@ def test_nan_is_within_no_limit() -> None:
 
 def test_counts_are_as_stored_and_a_change_of_one_is_found() -> None:
     import exact
+    from counts import differences
 
     stored, now = json.loads(exact.FILE.read_text()), exact.count()
-    assert exact.differences(stored, now) == [], "if it is meant: python ci/perf/exact.py --update"
+    assert differences(stored, now) == [], "if it is meant: python ci/perf/exact.py --update"
     setup = "4 ranks, 16:4 heads: ring, zigzag"
     now[setup]["forward: bytes on cp"] += 1
     now["4 ranks, window of 1024: lasp2, contiguous"] = "another reason"
-    changed = [row[:2] for row in exact.differences(stored, now)]
+    changed = [row[:2] for row in differences(stored, now)]
     assert changed == [(setup, "forward: bytes on cp"), ("4 ranks, window of 1024: lasp2, contiguous", "refused")]

@@ -10,17 +10,14 @@ fail as well, so that the file always matches the code.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import torch._dynamo  # noqa: F401  # operators on meta tensors import it, and in a trace its frames keep tensors alive
 import typer
-from rich.console import Console
-from rich.table import Table
+from counts import Counts, check_terminal, compare, lines
 
 from cp_plugin.attention.setups import Setup, options_of, settled_or_reason
 from cp_plugin.core.options import Options
@@ -39,12 +36,12 @@ PROBLEMS = {  # the first on every layout of each provider, the others on its de
     "4 ranks, 8:4 heads, head axis of 2": (replace(GQA, heads=8), Options(head_parallel=2)),
     "4 ranks, decay of keys": (replace(GQA, kv_heads=16, decay="key"), Options()),
 }
-Counts = dict[str, int] | str
-"""Totals over all ranks of a setup, peaks of the worst rank; or why the provider cannot run it."""
 
 
 def count() -> dict[str, Counts]:
-    """``problem: provider, layout`` -> counts, for every provider."""
+    """``problem: provider, layout`` -> totals over all ranks, and peaks of the worst; or why the provider cannot run
+    it.
+    """
     found: dict[str, Counts] = {}
     for problem, (wanted, options) in PROBLEMS.items():
         kinds = ("linear",) if wanted.decay != "none" else ("softmax", "linear")
@@ -96,54 +93,16 @@ def _what(event: Event) -> list[tuple[str, int]]:
     return []
 
 
-def differences(stored: Mapping[str, Counts], now: Mapping[str, Counts]) -> list[tuple[str, str, str, str]]:
-    """Rows of setup, counter, stored and current value for everything that differs."""
-    rows = []
-    for setup in dict.fromkeys([*stored, *now]):
-        before, after = _as_dict(stored.get(setup)), _as_dict(now.get(setup))
-        for name in dict.fromkeys([*before, *after]):
-            if before.get(name) != after.get(name):
-                rows.append((setup, name, _shown(before.get(name)), _shown(after.get(name))))
-    return rows
-
-
-def _as_dict(counts: Counts | None) -> Mapping[str, int | str]:
-    if counts is None:
-        return {}
-    return {"refused": counts} if isinstance(counts, str) else counts
-
-
-def _shown(value: int | str | None) -> str:
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else value
-
-
 def main(
     update: Annotated[bool, typer.Option("--update", help="Show what differs, ask, write.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --update: do not ask.")] = False,
     file: Annotated[Path, typer.Option(help="The file of counts.")] = FILE,
 ) -> None:
     """Count what every provider does and compare with the file."""
-    if update and not yes and not sys.stdin.isatty():
-        print("exact: --update asks before it writes, and there is no terminal: add --yes", file=sys.stderr)
-        raise typer.Exit(2)
-    console = Console()
+    check_terminal(update, yes)
     now = count()
-    rows = differences(json.loads(file.read_text()) if file.exists() else {}, now)
-    if rows:
-        table = Table("setup", "what", "stored", "now", title="What differs")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    if update and rows and (yes or typer.confirm(f"write {len(rows)} changes?")):
-        lines = (f"{json.dumps(setup)}: {json.dumps(counts)}" for setup, counts in now.items())
-        file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        console.print(f"{file.name}: {len(rows)} changes written")
-        return
-    numbers = sum(1 if isinstance(counts, str) else len(counts) for counts in now.values())
-    if rows:
-        console.print(f"FAIL: {len(rows)} differ; if they are meant to, --update", style="bold red")
-        raise typer.Exit(1)
-    console.print(f"PASS: {numbers:,} counts of {len(now)} setups as stored", style="bold green")
+    stored = json.loads(file.read_text()) if file.exists() else {}
+    compare(stored, now, "setup", (lambda: file.write_text(lines(now) + "\n")) if update else None, ask=not yes)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ class Launch:
     kernel: str
     grid: tuple[int, ...]
     ptx: str
+    cubin: bytes
+    """Machine code."""
     shared: int
     """Bytes of shared memory of a program."""
     types: tuple[str, ...]
@@ -84,6 +86,7 @@ def launches(capability: int) -> Iterator[list[Launch]]:
                 kernel=self.__name__,
                 grid=_checked(grid(given) if callable(grid) else tuple(grid)),
                 ptx=compiled.asm["ptx"],
+                cubin=compiled.asm["cubin"],
                 shared=compiled.metadata.shared,
                 types=tuple(kind for _, kind in leaves),
                 memory=tuple(x.untyped_storage()._cdata if isinstance(x, Tensor) else None for x, _ in leaves),

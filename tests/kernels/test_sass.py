@@ -1,0 +1,75 @@
+"""Machine code of the kernels equals ``ci/perf/sass.json`` exactly, for the versions of Triton that it has.
+
+After an intended change: ``python ci/perf/sass.py --update``, and review the difference. Compilation runs in a separate
+process, since kernels are interpreted in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+from nightly import nightly, slow
+
+SCRIPT = Path(__file__).parents[2] / "ci/perf/sass.py"
+FILE = SCRIPT.with_name("sass.json")
+VERSIONS = json.loads(FILE.read_text())
+held = pytest.mark.skipif(
+    triton.__version__ not in VERSIONS,
+    reason=f"sass.json has no counts of Triton {triton.__version__}, but of {', '.join(VERSIONS)}",
+)
+
+
+def compared(*arguments: str) -> tuple[int, str]:
+    """Status and output of ``sass.py``."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode in (0, 1, 2), done.stderr[-3000:]
+    return done.returncode, done.stdout + done.stderr
+
+
+@held
+@pytest.mark.parametrize("case", ["merge", pytest.param("attention 128", marks=slow)])
+def test_machine_code_is_as_stored(case: str) -> None:
+    status, printed = compared("--gpu", "90", "--only", case)
+    assert status == 0 and "PASS" in printed, printed
+
+
+@nightly
+@held
+@pytest.mark.parametrize("gpu", ["80", "90", "100"])
+def test_all_machine_code_is_as_stored(gpu: str) -> None:
+    status, printed = compared("--gpu", gpu)
+    assert status == 0 and "PASS" in printed, printed
+
+
+@held
+def test_a_change_is_found_and_shown(tmp_path: Path) -> None:
+    file, name = tmp_path / "sass.json", "sm_90, row term 128, delta: _delta_kernel"
+    before = VERSIONS[triton.__version__][name]
+    changed = {**before, "spilled": before["spilled"] + 12, "HGMMA.64x16x16": 3}
+    counts = {**VERSIONS[triton.__version__], name: changed, "sm_90, row term 128, delta: _gone": before}
+    file.write_text(json.dumps({triton.__version__: counts}))
+    few = ("--gpu", "90", "--only", "row term", "--file", str(file))
+    status, printed = compared(*few)
+    assert status == 1 and "FAIL" in printed
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
+    assert [name, "spilled", str(before["spilled"] + 12), str(before["spilled"])] in rows
+    assert [name, "HGMMA.64x16x16", "3", ""] in rows
+    assert ["sm_90, row term 128, delta: _gone", "registers", str(before["registers"]), ""] in rows
+    assert compared(*few, "--update", "--yes")[0] == 0
+    assert json.loads(file.read_text()) == {triton.__version__: VERSIONS[triton.__version__]}
+
+
+def test_a_version_without_counts_and_a_case_that_is_not_there_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "sass.json"
+    file.write_text('{"3.0.0": {}}')
+    status, printed = compared("--gpu", "90", "--only", "row term", "--file", str(file))
+    assert status == 2 and f"no counts of Triton {triton.__version__}, but of 3.0.0" in printed
+    status, printed = compared("--only", "nothing like it")
+    assert status == 2 and "attention 128" in printed
