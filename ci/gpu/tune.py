@@ -64,7 +64,8 @@ def present(kernel: str, heads: Heads) -> tuple[int, int, int, int]:
     """The current block sizes."""
     from cp_kernels import sizes
 
-    return tuple(getattr(sizes, f"{kernel}_sizes")(heads.d, heads.e, torch.bfloat16))
+    on = sizes.gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return tuple(getattr(sizes, f"{kernel}_sizes")(heads.d, heads.e, torch.bfloat16, on))
 
 
 def compiled(step: Step, trials: list[Trial]) -> list[Trial]:

@@ -26,7 +26,7 @@ from cp_kernels.parts import (
     seen_pairs,
     store_rows,
 )
-from cp_kernels.sizes import forward_sizes, precision
+from cp_kernels.sizes import forward_sizes, gpu, precision
 from cp_kernels.visible import Runs, View, side, table
 
 
@@ -65,7 +65,7 @@ def forward(
     else:
         out, lse = onto
         check_sums(out, lse, q, v)
-    sizes = forward_sizes(d, e, q.dtype)
+    sizes = forward_sizes(d, e, q.dtype, gpu(q.device))
     queries = side(rows, view, sizes.queries, q.device)
     runs = table(keys, q.device)
     (d0, d1), (e0, e1) = Parts.of(d), Parts.of(e)
@@ -143,7 +143,7 @@ def _attend(
 ):  # fmt: skip
     """Add a block of keys of one run: the running maximum (log2), sum and weighted values."""
     keys = start + tl.arange(0, N)
-    there = keys < end
+    there = keys < end if MASKED else tl.full([N], True, tl.int1)
     k0 = load_rows(k, keys, k_s, there, 0, D0, D)
     k1 = load_rows(k, keys, k_s, there, D0, D1, D) if D1 > 0 else k0
     s = scores(q0, q1, k0, k1, PRECISION, D1 > 0) * (scale * LOG2_E)
