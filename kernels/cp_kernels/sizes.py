@@ -38,18 +38,23 @@ def gpu(device: torch.device) -> Gpu:
     return Gpu.AMPERE if capability in ((8, 0), (8, 7)) else by_generation.get(capability[0], Gpu.SMALL)
 
 
+def _in_float32(size: int, on: Gpu) -> Sizes:
+    tokens = 16 if size > 128 and on is Gpu.SMALL else 32
+    return Sizes(tokens, tokens, 4, 1)
+
+
 def forward_sizes(d: int, e: int, dtype: torch.dtype, on: Gpu) -> Sizes:
     """For heads of d elements in q and k, and e in v."""
     size = max(d, e)
     if dtype == torch.float32:
-        return Sizes(32, 32, 4, 1)
+        return _in_float32(size, on)
     if size <= 64:
         return Sizes(128, 128, 8, 3)
     if size <= 128:
         return Sizes(128, 64, 8, 3)
-    if size <= 192 or on is Gpu.HOPPER:
+    if on is Gpu.HOPPER or (size <= 192 and on is not Gpu.SMALL):
         return Sizes(128, 64, 8, 2)
-    return Sizes(64, 32 if on is Gpu.SMALL else 64, 8, 2)
+    return Sizes(64, 32 if size > 192 and on is Gpu.SMALL else 64, 8, 2)
 
 
 def decode_sizes(rows: int, d: int, e: int, dtype: torch.dtype) -> Sizes:
@@ -67,7 +72,7 @@ def dq_sizes(d: int, e: int, dtype: torch.dtype, on: Gpu) -> Sizes:
     """For dq: a program holds queries and iterates over keys."""
     size = max(d, e)
     if dtype == torch.float32:
-        return Sizes(32, 32, 4, 1)
+        return _in_float32(size, on)
     if size <= 128:
         return Sizes(128, 64, 8, 2)
     if on is Gpu.HOPPER:
@@ -80,7 +85,7 @@ def dkv_sizes(d: int, e: int, dtype: torch.dtype, on: Gpu) -> Sizes:
     """For dk and dv: a program holds keys and iterates over queries."""
     size = max(d, e)
     if dtype == torch.float32:
-        return Sizes(32, 32, 4, 1)
+        return _in_float32(size, on)
     if size <= 64 or (size <= 128 and on is Gpu.HOPPER):
         return Sizes(64, 128, 8, 2)
     if size <= 128:

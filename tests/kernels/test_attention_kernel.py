@@ -62,6 +62,15 @@ def test_head_sizes_and_dtypes(sizes: tuple[int, int], dtype: torch.dtype) -> No
     assert_right(got, answer(x, *sides, CAUSAL, sizes[0] ** -0.5), LIMITS[dtype])
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_turn_scores_around(scale: float) -> None:
+    sides = (range(80),), (range(80),)
+    x = Inputs.random(*sides)
+    assert_right(run(x, *sides, CAUSAL, scale), answer(x, *sides, CAUSAL, scale), LIMITS[torch.float32])
+    out, lse = forward(30 * x.q, x.k, x.v, *sides, CAUSAL, scale)
+    assert out.isfinite().all() and lse.isfinite().all(), "the running maximum is one"
+
+
 @one_case
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2), (4, 1)], ids=str)
 def test_groups_of_heads_and_batches(heads: tuple[int, int]) -> None:
