@@ -46,6 +46,7 @@ CASES: dict[str, Callable[[], dict[str, launch_cases.Call]]] = {
     "copy 128": lambda: launch_cases.copies(128, BF16),
     "row term 128": lambda: launch_cases.row_terms(128, BF16),
     "float8 128": lambda: launch_cases.float8s(128, BF16),
+    "convolution 1024": lambda: launch_cases.convolutions(1024, BF16),
 }
 """All in bfloat16; of a case several calls, and of a call several launches."""
 OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)", re.MULTILINE)
