@@ -151,19 +151,21 @@ def install(c10d: ModuleType) -> None:
 
 def install_functional(functional: ModuleType) -> None:
     """The same for ``torch.distributed._functional_collectives``, which calls from C++: where it resolves a group."""
-    if hasattr(functional._group_or_group_name, "__wrapped__"):
+    names = "_group_or_group_name", "_resolve_group_name"  # the second before torch 2.13
+    name = next(name for name in names if hasattr(functional, name))
+    resolve = getattr(functional, name)
+    if hasattr(resolve, "__wrapped__"):
         return
     from torch.distributed import distributed_c10d as c10d
 
-    resolve = functional._group_or_group_name
-
     @wraps(resolve)
-    def meet_and_resolve(group: Any) -> Any:
-        found = c10d._resolve_process_group(group) if isinstance(group, str) else group
-        meet(c10d, found, "a functional collective")
-        return resolve(group)
+    def meet_and_resolve(*args: Any, **kwargs: Any) -> Any:
+        resolved = resolve(*args, **kwargs)
+        group = c10d._resolve_process_group(resolved) if isinstance(resolved, str) else resolved
+        meet(c10d, group, "a functional collective")
+        return resolved
 
-    functional._group_or_group_name = meet_and_resolve
+    setattr(functional, name, meet_and_resolve)
 
 
 def _compiled() -> ModuleType:
