@@ -123,13 +123,14 @@ def cases(device: torch.device, *, smoke: bool) -> list[Case]:
         tiny = Problem(size=2, seq_length=32, heads=2, head_dim=16, dtype=torch.float32)
         half = replace(tiny, dtype=torch.bfloat16, kv_heads=2, seq_length=64)
         both = ("causal", "documents and window")
-        return [
+        found = [
             *_all(tiny, Options(backend="sdpa"), both[:1]),
             *_all(tiny, Options(backend="sdpa"), both[1:], others=True)[:4],
             *_all(tiny, Options(backend="triton"), both, names=("ring", "attention2d")),
             *_all(half, Options(backend="float8", fp8="compute"), both[:1], names=("ring",)),
             *_all(half, Options(fp8="comm"), both[:1], names=("all_gather",)),
         ]
+        return [case for case in found if not lacking(case.options.backend, device, case.problem)]
     mha = Problem(size=4, seq_length=1024, heads=16, kv_heads=16)
     gqa, mla = replace(mha, kv_heads=4), replace(mha, head_dim=192)
     found: list[Case] = []

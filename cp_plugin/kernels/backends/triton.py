@@ -34,8 +34,13 @@ class Triton:
         ):
             if importlib.util.find_spec(module) is None:
                 return f"{module} is not installed ({advice})"
-        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "Triton's kernels run on CUDA devices; on the CPU only for tests, under TRITON_INTERPRET=1"
+        if device.type == "cpu":
+            if os.environ.get("TRITON_INTERPRET") != "1":
+                return "Triton's kernels run on CUDA devices; on the CPU only for tests, under TRITON_INTERPRET=1"
+            from cp_kernels.interpreter import broken
+
+            if reason := broken():
+                return reason
         if device.type not in ("cpu", "cuda"):
             return f"Triton's kernels do not run on {device.type}"
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
