@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is too long for every change, each step to its end, and a summary; exit status 1 if any step failed.
 # Usage: ci/nightly.sh [STEP...]     (default: all of cluster ratios faults saves te tests kernels parity mutants fuzz
-# inputs soak exact megatron_main)
+# inputs soak exact torch megatron_main)
 #
 # What ci/test.sh --all runs is left to it: other environments and versions, the release, and in `tests` and `kernels`
 # every test that is no longer at night. `product`, by name only, runs the tests in all cases of their parameters instead
@@ -14,7 +14,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 in_turn=(cluster ratios faults saves te tests) # they watch clocks, or use every processor
-in_pairs=(kernels parity mutants fuzz inputs soak exact megatron_main)
+in_pairs=(kernels parity mutants fuzz inputs soak exact torch megatron_main)
 [ $# -gt 0 ] || set -- "${in_turn[@]}" "${in_pairs[@]}"
 turns=() pairs=()
 for name; do
@@ -82,6 +82,7 @@ run() { # STEP
     inputs) step inputs "$python" ci/faults/fuzz_inputs.py --examples "${INPUTS:-20000}" ;;
     soak) step soak "$python" ci/faults/soak.py --steps 2500 ;;
     exact) step exact "$python" ci/perf/exact.py ;;
+    torch) step torch env -u CP_PLUGIN_NIGHTLY bash ci/versions.sh torch ;;
     megatron_main)
       if [ -n "${MEGATRON_LM_GIT:-}" ]; then
         step megatron_main bash ci/patches.sh

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Key tests of the adapter with older supported versions of megatron-core (ci/test.sh uses the newest).
+# Key tests with older supported versions of megatron-core, or of torch (ci/test.sh uses the newest of each).
 # Usage: ci/versions.sh [VERSION | DIRECTORY...]    (a directory is a Megatron-LM checkout, such as one of its main)
+#        ci/versions.sh torch [VERSION...]          (default: 2.10 2.11)
 #
-# One or two of each kind: patches, flags, start-up, and training against one rank where it depends most on Megatron's code.
+# Of the adapter one or two of each kind: patches, flags, start-up, and training against one rank where it depends most on
+# Megatron's code. A torch comes with the Triton that it requires and a NumPy with which that Triton's interpreter works,
+# in an environment of its own, .venv-torch-VERSION (4 GB); what depends on torch itself is tested too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev
@@ -28,6 +31,23 @@ tests=(
   test_packed_models.py
   test_layout_manager.py
 )
+if [ "${1:-}" = torch ]; then
+  shift
+  [ $# -gt 0 ] || set -- 2.10 2.11
+  for version; do
+    (
+      unset CP_PLUGIN_ALL
+      . ci/beside.sh "torch-$version"
+      ! outdated ci/versions.sh || install "torch==$version.*"
+      broken="import sys; from cp_kernels.interpreter import broken; sys.exit(broken())"
+      TRITON_INTERPRET=1 PYTHONPATH=kernels "$python" -c "$broken" || pip_install "numpy<2.4"
+      "$python" -c 'import numpy, torch, triton; print(*(f"{m.__name__} {m.__version__}" for m in (torch, triton, numpy)))'
+      run_tests -n 2 tests/strict tests/fake_cuda tests/core "${tests[@]/#/tests/megatron/}"
+      TRITON_INTERPRET=1 run_tests -n 2 tests/kernels
+    )
+  done
+  exit
+fi
 [ $# -gt 0 ] || set -- 0.17.1 0.18.2
 for version; do
   echo "megatron-core $version"
