@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.metadata import version
 
-import numpy
 import triton
 
 
@@ -24,7 +24,7 @@ def broken() -> str | None:
         _count[(1,)](2)
     except Exception as error:  # of Triton's class for whatever NumPy raised
         return (
-            f"the interpreter of Triton {triton.__version__} does not work with NumPy {numpy.__version__} ({error}); "
+            f"the interpreter of Triton {triton.__version__} does not work with NumPy {version('numpy')} ({error}); "
             'pip install "numpy<2.4", or a newer Triton'
         )
     return None
