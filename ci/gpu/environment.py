@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from pack import described
 from record import Step
 
 from cp_plugin.kernels import backends
@@ -24,7 +25,7 @@ PACKAGES = (
 
 def main() -> None:
     with Step("environment") as step:
-        step.note(machine=machine(step.smoke), versions=versions(), made=made())
+        step.note(machine=machine(step.smoke), versions=versions(), made=made(), **described())
         for name in backends.names():
             if name != "auto":
                 reason = backends.get(name).unsupported(step.device, torch.bfloat16, 128, 128)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pack import anew
 from plan import PLAN
 
 MOST_SHOWN = 40
@@ -29,6 +30,8 @@ def finish(folder: Path, asked: list[str]) -> int:
             steps[name] = _empty(name, finished=False, error="it left nothing")
     found = {"steps": {name: steps[name] for name in PLAN if name in steps}}
     found["asked"] = list(found["steps"])
+    if pack := steps.get("environment", {}).get("pack"):
+        pack["compiled anew"] = anew(pack)
     (folder / "check.json").write_text(json.dumps(found, separators=(",", ":")))
     (folder / "page.md").write_text(page(found))
     for name in PLAN:
@@ -80,7 +83,8 @@ def page(found: Json) -> str:
         f"{made.get('commit', 'not known')}, from the JSON file of the same name. Ratios are medians of calls that "
         f"took turns in one run. Targets are those of the project; a figure that misses one is no error.{several}"
     )
-    facts = [(name, _words(value)) for name, value in (machine | here.get("versions", {})).items()]
+    pack = {name: text for name, text in here.get("pack", {}).items() if isinstance(text, str) and name != "cache"}
+    facts = [(name, _words(value)) for name, value in (machine | here.get("versions", {}) | pack).items()]
     parts = [f"# {machine.get('name', 'Unknown machine')}", introduction, _result(failures(found))]
     parts += ["## Machine and versions", _table(("", ""), facts), "## Correctness", _checks(found)]
     for name, step in found["steps"].items():

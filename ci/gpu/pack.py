@@ -1,0 +1,141 @@
+"""A pack: what ``ci/gpu/check.sh --pack DIR`` uses on a GPU machine without a network. ``ci/gpu/pack.sh`` makes it.
+
+    pack.py make DIR [STEP...]    compile the kernels of these steps (``ahead.py``) with the Triton of this Python
+    pack.py use DIR               unpack them; prints NAME=value lines for the environment of the check
+
+DIR/kernels.tar.xz    Triton's cache: the compiled kernels
+DIR/pack.json         with which Triton, for which GPU, and which kernels
+DIR/wheels            as of ``ci/gpu/wheels.sh``
+DIR/START             the command for the GPU machine
+
+A kernel's key in the cache depends on its source, its specialisation and ``key``, and on no path. But files of the
+cache list others of it by absolute paths, which are rewritten where it is unpacked: in DIR/cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+IMPORTED = [ROOT / part for part in (".", "kernels", "tests", "tests/kernels", "tests/fake_cuda")]
+"""Folders from which ``ahead.py`` imports."""
+CAPABILITY = 90
+"""Of the GPU for which kernels are compiled: Hopper."""
+
+
+def key() -> str:
+    """Hash of what Triton puts into the keys of all kernels: its own files, and ptxas."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.cache import triton_key
+
+    return hashlib.sha256(
+        f"{triton_key()}-{make_backend(GPUTarget('cuda', CAPABILITY, 32)).hash()}".encode()
+    ).hexdigest()
+
+
+def compiled(cache: Path) -> Counter[str]:
+    """Kernel -> number of its specialisations in a cache."""
+    return Counter(file.stem for file in cache.glob("*/*.cubin"))
+
+
+def make(folder: Path, steps: list[str]) -> None:
+    """Compile, and pack what was compiled."""
+    import triton
+
+    parts = os.cpu_count() or 1
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"TRITON_CACHE_DIR": cache, "TRITON_STORE_BINARY_ONLY": "1", "OMP_NUM_THREADS": "1"}
+        paths = [*map(str, IMPORTED), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        with (folder / "make.log").open("w") as log:
+            running = []
+            for part in range(parts):
+                command = [sys.executable, str(HERE / "ahead.py"), str(part), str(parts), *steps]
+                running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            failed = sum(process.wait() != 0 for process in running)
+        if failed or not (kernels := compiled(Path(cache))):
+            sys.exit(f"pack.py: no kernels, or not all: see {folder / 'make.log'}")
+        with tarfile.open(folder / "kernels.tar.xz", "w:xz", preset=9) as archive:
+            for entry in sorted(Path(cache).iterdir()):
+                archive.add(entry, entry.name)
+    told = {
+        "triton": triton.__version__,
+        "key": key(),
+        "capability": CAPABILITY,
+        "kernels": dict(sorted(kernels.items())),
+    }
+    (folder / "pack.json").write_text(json.dumps(told, indent=1) + "\n")
+    (folder / "START").write_text(f"ci/gpu/check.sh --seconds 540 --pack {folder}\n")
+    print(f"{kernels.total()} kernels of Triton {triton.__version__} for sm_{CAPABILITY}")
+
+
+def use(folder: Path) -> dict[str, str]:
+    """Unpack, once: what the check compiles itself is kept beside it. Returns environment variables."""
+    cache = (folder / "cache").resolve()
+    if not cache.exists():
+        new = cache.with_name(f"cache.{os.getpid()}")
+        with tarfile.open(folder / "kernels.tar.xz") as archive:
+            archive.extractall(new, filter="data")
+        for group in new.glob("*/__grp__*.json"):
+            names = json.loads(group.read_text())["child_paths"]
+            here = cache / group.parent.name
+            group.write_text(json.dumps({"child_paths": {name: str(here / name) for name in names}}))
+        new.rename(cache)
+    return {"TRITON_CACHE_DIR": str(cache), "CP_PLUGIN_PACK": str(folder.resolve())}
+
+
+def described() -> dict[str, Any]:
+    """For the step ``environment``: whether the kernels of the pack in use fit this machine; {} without a pack."""
+    folder = os.environ.get("CP_PLUGIN_PACK")
+    if not folder:
+        return {}
+    told = json.loads(Path(folder, "pack.json").read_text())
+    fits = (
+        "its key is that of the Triton here"
+        if told["key"] == key()
+        else "the Triton here has ANOTHER KEY: none is used"
+    )
+    count = sum(told["kernels"].values())
+    text = f"{count} for sm_{told['capability']} by Triton {told['triton']}; {fits}"
+    cache = os.environ["TRITON_CACHE_DIR"]
+    return {"pack": {"packed kernels": text, "cache": cache, "kernels": told["kernels"]}}
+
+
+def anew(pack: dict[str, Any]) -> str:
+    """How many kernels were compiled beside the pack's, by name."""
+    more = compiled(Path(pack["cache"])) - Counter(pack["kernels"])
+    ours = {name: n for name, n in more.items() if name in pack["kernels"]}
+    names = ", ".join(f"{name} {n}" for name, n in sorted(ours.items()))
+    return f"{sum(ours.values())} of ours{f' ({names})' if names else ''}, {more.total() - sum(ours.values())} others"
+
+
+def main() -> int:
+    match sys.argv[1:]:
+        case ["make", folder, *steps]:
+            make(Path(folder), steps)
+        case ["use", folder]:
+            if not Path(folder, "pack.json").exists():
+                print(f"{folder} has no pack.json: ci/gpu/pack.sh {folder} makes a pack", file=sys.stderr)
+                return 2
+            print(*(f"{name}={value}" for name, value in use(Path(folder)).items()), sep="\n")
+        case _:
+            print(__doc__, file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""ci/gpu/pack.py: kernels compiled here, without a GPU, are found in another folder by another install."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACK = str(ROOT / "ci/gpu/pack.py")
+STEP = """
+import torch
+from cp_kernels import permute
+
+def main():
+    x, order = torch.empty(128, 1, 8, 64, device="cuda"), torch.empty(128, dtype=torch.int64, device="cuda")
+    permute.gather_rows((x,), order)
+"""
+
+
+def python(*command: str, paths: list[Path], **environment: str) -> str:
+    """Run with these folders first in the path."""
+    tests = ROOT / "tests"
+    text = os.pathsep.join(map(str, [*paths, ROOT, tests, tests / "kernels", tests / "fake_cuda"]))
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *command], env=env | {"PYTHONPATH": text} | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pack of one kernel."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "tiny_step.py").write_text(STEP)
+    said = python(PACK, "make", str(folder / "pack"), "tiny_step", paths=[folder])
+    assert said.startswith("1 kernels of Triton ")
+    return folder / "pack"
+
+
+def elsewhere(packed: Path, folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The pack in another folder, beside other installs of Triton and of our kernels: paths, and the environment."""
+    moved = shutil.copytree(packed, folder / "moved")
+    (folder / "site").mkdir()
+    (folder / "tiny_step.py").write_text(STEP)
+    (folder / "site/triton").symlink_to(Path(find_spec("triton").origin).parent)
+    shutil.copytree(ROOT / "kernels/cp_kernels", folder / "site/cp_kernels")
+    paths = [folder / "site", folder]
+    lines = python(PACK, "use", str(moved), paths=paths).splitlines()
+    return paths, dict(line.split("=", 1) for line in lines)
+
+
+def told(paths: list[Path], environment: dict[str, str]) -> list[str]:
+    """Run the step again with the pack: whether its key fits, and what was compiled anew."""
+    python(str(ROOT / "ci/gpu/ahead.py"), "0", "1", "tiny_step", paths=paths, **environment)
+    code = "import pack; found = pack.described()['pack']; print(found['packed kernels'], pack.anew(found), sep='\\n')"
+    return python("-c", code, paths=[*paths, ROOT / "ci/gpu"], **environment).splitlines()
+
+
+def test_a_kernel_is_found_in_another_folder_by_another_install(packed: Path, tmp_path: Path) -> None:
+    paths, environment = elsewhere(packed, tmp_path)
+    assert environment["TRITON_CACHE_DIR"] == str(tmp_path / "moved/cache")
+    fits, compiled = told(paths, environment)
+    assert fits.endswith("its key is that of the Triton here") and compiled == "0 of ours, 0 others"
+    again = python(PACK, "use", str(tmp_path / "moved"), paths=paths)
+    assert "TRITON_CACHE_DIR" in again, "a second call of the check goes on with the same cache"
+
+
+def test_a_kernel_that_has_changed_is_compiled_anew(packed: Path, tmp_path: Path) -> None:
+    paths, environment = elsewhere(packed, tmp_path)
+    source = tmp_path / "site/cp_kernels/permute.py"
+    source.write_text(
+        source.read_text().replace("@triton.jit\ndef _permute_kernel(", "\n@triton.jit\ndef _permute_kernel(")
+    )
+    assert told(paths, environment)[1] == "1 of ours (_permute_kernel 1), 0 others"
+
+
+def test_another_triton_is_named(packed: Path, tmp_path: Path) -> None:
+    paths, environment = elsewhere(packed, tmp_path)
+    file = tmp_path / "moved/pack.json"
+    file.write_text(file.read_text().replace('"key": "', '"key": "0'))
+    assert "ANOTHER KEY" in told(paths, environment)[0]
+
+
+def test_the_page_says_whether_the_pack_fits(packed: Path, tmp_path: Path) -> None:
+    paths, _ = elsewhere(packed, tmp_path)
+    (tmp_path / "moved/wheels").mkdir()
+    (tmp_path / "moved/wheels/torch-1-py3-none-any.whl").touch()  # installed already
+    command = ["bash", str(ROOT / "ci/gpu/check.sh"), "--smoke", "--only", "environment", "--pack", f"{tmp_path}/moved"]
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    done = subprocess.run([*command, "--out", f"{tmp_path}/out"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "out/page.md").read_text()
+    assert "| packed kernels | 1 for sm_90 by Triton " in page and "its key is that of the Triton here |" in page
+    assert "| compiled anew | 0 of ours, 0 others |" in page
+
+
+def test_a_folder_without_a_pack_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, PACK, "use", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2 and "has no pack.json: ci/gpu/pack.sh" in done.stderr
