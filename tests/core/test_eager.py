@@ -24,6 +24,9 @@ def test_compile_does_not_trace_into_attention(kind: str, monkeypatch: pytest.Mo
         return look(self, frame, *args, **named)
 
     monkeypatch.setattr(convert_frame.ConvertFrame, "__call__", seen)
+    # With torch 2.10 this stays True after dispatch modes that ended in several threads, and then nothing is compiled.
+    inside = "_is_in_any_mode_without_ignore_compile_internals"
+    monkeypatch.setattr(torch.utils._python_dispatch, inside, False, raising=False)
     cp = ContextParallel("ring" if kind == "softmax" else "lasp2")
     q, k, v = (torch.randn(16, 1, 2, 8, requires_grad=True) for _ in range(3))
 
