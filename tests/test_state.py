@@ -10,6 +10,7 @@ from package_sources import PACKAGE, SOURCES
 EXPLAINED = {
     "megatron/state.py: STATE": "the one State",
     "attention/recompute.py: _local": "of the thread: autograd repeats a forward in threads of its own",
+    "core/mask.py: _READ": "a cache of the numbers in a tensor, for as long as it lives unchanged",
     "core/layout.py: _orders": "a cache of what a function of its arguments returns, with a limit in bytes",
     "huggingface.py: _numbers": "names in the registry of transformers, which has no way to take one out",
     "kernels/blocks.py: _depths": "as ``_orders``: which keys of a tree are at which depth",

@@ -18,6 +18,7 @@ from torch import Tensor
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import Pending, TraceMesh
 from cp_plugin.comm.mesh import Tensors
+from cp_plugin.core.mask import _READ
 from cp_plugin.linear.variants import Heads, LinearAttention, variants
 from cp_plugin.methods import registry as providers
 
@@ -160,8 +161,8 @@ class Linear:
     rank: int = RANK
 
     def __str__(self) -> str:
-        mask = "packed" if self.packed else "causal" if self.causal else "full"
-        return "-".join(part for part in (self.provider, self.variant, self.backend, self.layout, mask) if part)
+        kind = "packed" if self.packed else "causal" if self.causal else "full"
+        return "-".join(part for part in (self.provider, self.variant, self.backend, self.layout, kind) if part)
 
     def context_parallel(self) -> ContextParallel:
         return ContextParallel(
@@ -183,11 +184,18 @@ class Linear:
         q, k, v = leaf(self.tokens, 1, 4, 16), leaf(self.tokens, 1, 2, 16), leaf(self.tokens, 1, 2, 16)
         gate = leaf(self.tokens, 1, 2, 16) if layer.variant.gated else None
         x = layer.prepare(q, k, v, gate)
-        bounds = torch.empty(5, dtype=torch.int32, device=CUDA) if self.packed else None
+        bounds = read_before(0, 1, 7, 9, self.tokens * cp.size) if self.packed else None
         found = cp.linear_attention(x.q, x.k, x.v, x.log_decay, causal=self.causal, scale=x.scale, cu_seqlens=bounds)
         out = layer.finish(found)
         inputs = tuple(y for y in (q, k, v, gate, *layer.parameters()) if y is not None)
         return Result(out, torch.autograd.grad(out, inputs, torch.empty_like(out)), inputs)
+
+
+def read_before(*bounds: int) -> Tensor:
+    """Bounds on the device, whose numbers have been read: an earlier layer has made the host wait for them."""
+    found = torch.empty(len(bounds), dtype=torch.int32, device=CUDA)
+    _READ[found] = (found._version, bounds)
+    return found
 
 
 def softmax_cases() -> Iterator[Softmax]:
