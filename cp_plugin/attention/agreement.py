@@ -1,0 +1,98 @@
+"""Do all ranks make the same call? Settings are compared as digests in the first calls, and rarely after.
+
+Ranks that disagree would not fail, but train on something else: rows of their own, another mask, another length. A
+comparison is one all-gather of 8 bytes per setting and rank, and waits for the device once; between comparisons a call
+costs nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_plugin.comm import GroupMesh, Mesh, ThreadMesh
+from cp_plugin.common.text import ranks_named
+
+FIRST, EVERY = 4, 256
+"""Calls that are compared: so many at first, and every so many."""
+
+
+class Calls:
+    """Counts calls; every rank's counter goes the same way."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def is_compared(self) -> bool:
+        """Whether this call is; counts it."""
+        self.number += 1
+        return self.number <= FIRST or self.number % EVERY == 0
+
+
+def check(mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]]) -> None:
+    """Compare the settings of a call over all ranks, if it is its turn. Collective then.
+
+    Args:
+        settings: name -> a 0-dim int64 tensor, or any value whose ``repr`` tells it from others.
+
+    Raises:
+        ValueError: on every rank, naming each setting that differs, and the ranks on which it does.
+    """
+    if mesh.size == 1 or not isinstance(mesh, GroupMesh | ThreadMesh) or not calls.is_compared():
+        return
+    named = settings()
+    device = next((x.device for x in named.values() if isinstance(x, Tensor)), torch.device("cpu"))
+    device = _device(mesh, device)
+    digests = torch.stack([_digest(x, device) for x in named.values()])
+    table = gathered(mesh, digests[None]).tolist()
+    problems = []
+    for column, name in enumerate(named):
+        ranks_of: dict[int, list[int]] = {}
+        for rank, row in enumerate(table):
+            ranks_of.setdefault(row[column], []).append(rank)
+        if len(ranks_of) > 1:
+            groups = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
+            problems.append(f"{name} ({' and '.join(ranks_named(ranks) for ranks in groups)} disagree)")
+    if problems:
+        mine = {name: x for name, x in named.items() if any(p.startswith(f"{name} (") for p in problems)}
+        shown = ", ".join(f"{name}={_shown(x)}" for name, x in mine.items())
+        raise ValueError(
+            f"context-parallel ranks make different calls: {'; '.join(problems)}. Every rank must pass its part of the "
+            f"same batch, with the same settings. Rank {mesh.index} has {shown}"
+        )
+
+
+def gathered(mesh: Mesh, x: Tensor) -> Tensor:
+    """``[n, ...]`` of every rank, in rank order: ``[size * n, ...]``."""
+    device = x.device
+    parts = [x.to(_device(mesh, device))]
+    with mesh.ledger.phase("agreement"):
+        for axis in reversed(mesh.axes):  # fastest axis first: the order of the flat index
+            parts = list(mesh.all_gather(axis, parts).wait())
+    return parts[0].to(device)
+
+
+def _device(mesh: Mesh, device: torch.device) -> torch.device:
+    """Where a small message can travel from."""
+    if device.type == "cpu" and isinstance(mesh, GroupMesh):
+        from cp_plugin.comm import device_of
+
+        group = next((group for group in mesh.groups.values() if group is not None), None)
+        return torch.device("cpu") if group is None else torch.device(device_of(group))
+    return device
+
+
+def _digest(x: Any, device: torch.device) -> Tensor:
+    if isinstance(x, Tensor):
+        return x.detach().to(device=device, dtype=torch.int64).reshape(())
+    text = repr(x).encode()
+    return torch.tensor(zlib.crc32(text) << 31 | zlib.crc32(text[::-1]), dtype=torch.int64, device=device)
+
+
+def _shown(x: Any) -> str:
+    text = str(x.item()) if isinstance(x, Tensor) else repr(x)
+    return text if len(text) <= 80 else f"{text[:77]}..."

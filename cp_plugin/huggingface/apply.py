@@ -1,0 +1,151 @@
+"""``apply``: divide a model over ranks, after examining whether that can be right; ``undo``."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from cp_plugin.attention.agreement import gathered
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.common.text import ranks_named
+from cp_plugin.huggingface import layers
+from cp_plugin.huggingface.attention import Division, refuse
+from cp_plugin.huggingface.batch import shard
+from cp_plugin.huggingface.comparison import require_same_attention
+from cp_plugin.huggingface.loss import require_next_token_loss
+from cp_plugin.huggingface.model import Forward, refuse_router_losses
+from cp_plugin.huggingface.structure import TOKENS, allowed, output, require_local, require_no_mixing, tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_numbers = count()
+_LAYERS = ("full_attention", "sliding_attention")
+"""``layer_types`` of attention."""
+
+
+def apply(
+    model: PreTrainedModel, cp: ContextParallel, *, linear: ContextParallel | None = None, check: bool = True
+) -> None:
+    """Distribute the model's attention over the ranks of ``cp``; collective. It takes shards only from then on.
+
+    Applied again, it takes the new ``cp``. ``undo``, or ``model.set_attn_implementation("sdpa")``, undoes it.
+
+    Args:
+        model: or a wrapper around one, such as PEFT's.
+        linear: for gated delta nets and short convolutions: a ``ContextParallel`` of linear attention in the layout of
+            ``cp``. None: LASP-2.
+        check: first examine the model with a few tokens: whether anything but attention mixes them or depends on
+            a shard's length (``structure``), whether each layer's attention (``comparison``) and the loss (``loss``)
+            are those of one rank. What these find would be wrong without an error.
+
+    Raises:
+        ImportError: without transformers.
+        ValueError: for a model that is not text only, that cannot exchange its attention, or that fails the checks.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as missing:
+        raise ImportError("needs transformers 5 or newer: pip install 'cp-plugin[huggingface]'") from missing
+    model = _inside(model)
+    undo(model)
+    _refuse_by_name(model)
+    config = model.config
+    name, before = f"cp_plugin_{next(_numbers)}", config._attn_implementation
+    whole = _whole(model, cp)
+    want = _evaluated(model, input_ids=whole) if check else None
+    division = Division(cp, name, before)
+    AttentionInterface.register(name, division.attention)
+    AttentionMaskInterface.register(name, lambda **arguments: division.mask(**arguments))
+    model.forward = forward = Forward(model, division, layers.divide(model, division))
+    try:
+        model.set_attn_implementation(name)
+        if config._attn_implementation != name:
+            raise ValueError(
+                f"{type(model).__name__} does not take its attention from transformers' AttentionInterface"
+            )
+        if check:
+            require_no_mixing(model, division)
+        division.linear = layers.needed(model, cp, linear)
+        if want is not None:
+            _examine(model, division, whole, want)
+    except BaseException:
+        _restore(model, forward)
+        raise
+
+
+def undo(model: PreTrainedModel) -> None:
+    """Give the model its own attention back; nothing if it has it. It then takes whole sequences again."""
+    model = _inside(model)
+    forward = vars(model).get("forward")
+    if isinstance(forward, Forward):
+        _restore(model, forward)
+
+
+def _restore(model: PreTrainedModel, forward: Forward) -> None:
+    for handle in forward.handles:
+        handle.remove()
+    if vars(model).get("forward") is forward:
+        del model.forward
+    if model.config._attn_implementation == forward.division.name:
+        model.set_attn_implementation(forward.division.before)
+
+
+def _inside(model: nn.Module) -> PreTrainedModel:
+    """The transformers model in a wrapper."""
+    from transformers import PreTrainedModel
+
+    for layer in model.modules():
+        if isinstance(layer, PreTrainedModel):
+            return layer
+    raise ValueError(f"{type(model).__name__} is not a transformers model, and has none inside")
+
+
+def _refuse_by_name(model: PreTrainedModel) -> None:
+    config = model.config
+    if config.is_encoder_decoder or config.sub_configs:
+        raise ValueError(f"{type(model).__name__}: only models of text alone, without an encoder, can be divided")
+    refuse_router_losses(config, {})
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
+    mixed = any(True for _ in layers.mixers(model))
+    known = (*_LAYERS, "linear_attention", "conv") if mixed else _LAYERS
+    for kind in kinds:
+        refuse(kind not in known, f"a layer of {kind}")
+
+
+def _examine(model: PreTrainedModel, division: Division, whole: Tensor, want: Tensor) -> None:
+    cp, name = division.cp, type(model).__name__
+    reason = require_local(model, division)
+    lost = [rank for rank, failed in enumerate(gathered(cp.mesh, torch.tensor([reason is not None]))) if failed]
+    if lost:
+        reason = reason or f"the same was found on {ranks_named(lost)}"
+        raise ValueError(f"{name} would compute something else in shards: {reason}")
+    require_same_attention(model, division)
+    require_next_token_loss(model, division)
+    batch = shard(cp, whole)
+    mine = _evaluated(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    got = division.on((0, whole.size(1))).unshard(mine, 1)
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    if not error <= (limit := allowed(want.dtype)):
+        raise ValueError(
+            f"{name} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed {limit:g}): something "
+            "in it mixes tokens by other means than attention"
+        )
+
+
+def _whole(model: PreTrainedModel, cp: ContextParallel) -> Tensor:
+    size = TOKENS * cp.size
+    return tokens(model, cp.layout.padded(size, cp.size) if cp.size > 1 else size)[:1]
+
+
+def _evaluated(model: PreTrainedModel, **batch: Tensor) -> Tensor:
+    training = model.training
+    try:
+        with torch.no_grad():
+            return output(model.eval(), **batch)
+    finally:
+        model.train(training)
+

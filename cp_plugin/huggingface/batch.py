@@ -1,0 +1,174 @@
+"""A rank's part of a batch, as keyword arguments of a causal language model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.core.mask import document_bounds
+from cp_plugin.core.tree import Tree
+from cp_plugin.huggingface.attention import placed, refuse
+from cp_plugin.placement.documents import DOCUMENTS
+
+IGNORED = -100
+"""Label of a token that is not predicted, as in transformers."""
+DIGEST = "cp_digest"
+"""Key of the digests of the whole input and labels, by which the ranks compare their batches."""
+
+
+def shard(
+    cp: ContextParallel,
+    input_ids: Tensor,
+    labels: Tensor | None = None,
+    *,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    attention_mask: Tensor | None = None,
+) -> dict[str, Any]:
+    """This rank's part of a replicated batch, as keyword arguments of a causal language model.
+
+    Packed documents are described as by transformers' ``DataCollatorWithFlattening``: by position_ids that restart, by
+    cu_seq_lens_q, or by both.
+
+    Args:
+        input_ids: int ``[b, s]``.
+        labels: int ``[b, s]``, not shifted; -100 is not counted. None: the input.
+        position_ids: int ``[b, s]`` or ``[1, s]``; wherever they do not go up by one, a document begins. None: from 0
+            in each document.
+        cu_seq_lens_q: int ``[n + 1]``: bounds of the n documents, from 0 to s. None: by position_ids.
+        cu_seq_lens_k: None, or the same.
+        max_length_q, max_length_k: not needed; transformers' collator adds them.
+        attention_mask: None, or ones.
+
+    Returns:
+        ``input_ids``, ``position_ids`` and ``labels`` ``[b, s / size]``, the last shifted over the whole sequence, what
+        keeps the model from shifting them again and from dividing by its own count of tokens, the bounds of documents,
+        and digests of the whole batch.
+
+    Raises:
+        ValueError: for other shapes, padding, documents that differ between rows, or a length that cannot be divided.
+    """
+    labels = input_ids if labels is None else labels
+    if input_ids.dim() != 2 or labels.shape != input_ids.shape:
+        raise ValueError(f"input_ids and labels must be [b, s], got {list(input_ids.shape)} and {list(labels.shape)}")
+    if attention_mask is not None:
+        refuse(not bool(attention_mask.all()), "padding: pack or cut the sequences")
+    bounds = _bounds(input_ids, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    if cp.layout == DOCUMENTS and cp.size > 1 and not bounds:
+        bounds = (0, input_ids.size(1))
+    cp = placed(cp, bounds)
+    if position_ids is None:
+        position_ids = _positions(input_ids.size(1), bounds).to(input_ids.device)
+    following = pad(labels[:, 1:], (0, 1), value=IGNORED)
+    mine = cp.shard(following, 1)
+    batch = {
+        "input_ids": cp.shard(input_ids, 1),
+        "position_ids": cp.shard(position_ids.expand(input_ids.shape), 1),
+        "labels": mine,
+        "shift_labels": mine,
+        "num_items_in_batch": (following != IGNORED).sum(),
+        DIGEST: torch.stack([digest(input_ids), digest(labels)]),
+    }
+    if bounds:
+        batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor(bounds, dtype=torch.int32)
+    return batch
+
+
+def shard_tree(cp: ContextParallel, input_ids: Tensor, tree: Tree, labels: Tensor | None = None) -> dict[str, Any]:
+    """``shard`` for a pack of sequences with common prefixes: an answer is predicted from its prompt and itself.
+
+    A token that several sequences share is computed, and counts in the loss, once; the first token of each answer is
+    predicted from the end of the prompt.
+
+    Args:
+        input_ids: int ``[b, s]``: in each row a pack of the tree's ``s`` tokens, node after node.
+        labels: int ``[b, s]``: each token's own label; -100 is not counted. None: the input.
+
+    Returns:
+        What ``shard`` returns, with the tree for the attention, position_ids that count along paths, labels
+        ``[b, predictions]``, and in ``logits_to_keep`` the tokens that predict them: the end of a prompt once per
+        answer.
+
+    Raises:
+        ValueError: for other shapes, or a length that cannot be divided.
+    """
+    labels = input_ids if labels is None else labels
+    if input_ids.dim() != 2 or input_ids.size(1) != tree.seq_length or labels.shape != input_ids.shape:
+        shapes = f"{list(input_ids.shape)} and {list(labels.shape)}"
+        raise ValueError(f"input_ids and labels must be [b, {tree.seq_length}], the tokens of the tree, got {shapes}")
+    device = input_ids.device
+    rows, targets = tree.predictions(cp.positions(tree.seq_length, device))
+    of_all_ranks = tree.predictions(torch.arange(tree.seq_length, device=device))[1]
+    mine = labels[:, targets]
+    return {
+        "input_ids": cp.shard(input_ids, 1),
+        "position_ids": cp.shard(tree.position_ids().to(device)).expand(input_ids.size(0), -1),
+        "labels": mine,
+        "shift_labels": mine,
+        "num_items_in_batch": (labels[:, of_all_ranks] != IGNORED).sum(),
+        "logits_to_keep": rows,
+        "tree": tree,
+        DIGEST: torch.stack([digest(input_ids), digest(labels)]),
+    }
+
+
+def digest(x: Tensor) -> Tensor:
+    """int64: almost surely another for other integers or shapes; on x's device, without waiting for it."""
+    weights = torch.arange(1, x.numel() + 1, device=x.device) * 0x1E3779B97F4A7C15 + x.size(-1)
+    return ((x.flatten() + 0x2545F491) * (weights ^ (weights >> 31))).sum()
+
+
+def starts(bounds: tuple[int, ...], positions: Tensor) -> Tensor:
+    """The first position of each token's document."""
+    edges = torch.tensor(bounds, device=positions.device)
+    return edges[torch.searchsorted(edges, positions, right=True) - 1]
+
+
+def _positions(seq_length: int, bounds: tuple[int, ...]) -> Tensor:
+    positions = torch.arange(seq_length)
+    return (positions - starts(bounds, positions) if bounds else positions)[None]
+
+
+def _bounds(
+    input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None
+) -> tuple[int, ...]:
+    """Of the documents; empty: one."""
+    seq_length = input_ids.size(1)
+    restarts: tuple[int, ...] = ()
+    if position_ids is not None:
+        if position_ids.dim() != 2 or position_ids.size(0) not in (1, len(input_ids)) or seq_length != position_ids.size(1):
+            raise ValueError(
+                f"position_ids must be those of the whole sequence, {list(input_ids.shape)}, got "
+                f"{list(position_ids.shape)}"
+            )
+        begins = position_ids.diff(dim=1) != 1
+        refuse(not bool((begins == begins[:1]).all()), "documents that begin at other tokens in each row: pack one row")
+        restarts = (0, *(begins[0].nonzero().flatten() + 1).tolist(), seq_length)
+    if cu_seq_lens_q is None:
+        return restarts if len(restarts) > 2 else ()
+    bounds = document_bounds(cu_seq_lens_q, seq_length)
+    if cu_seq_lens_k is not None and document_bounds(cu_seq_lens_k, seq_length) != bounds:
+        raise ValueError("cu_seq_lens_k must be the bounds of cu_seq_lens_q: a token sees its own document")
+    if len(restarts) > 2 and restarts != bounds:
+        raise ValueError(
+            f"position_ids begin documents at {_short(restarts[:-1])}, cu_seq_lens_q at {_short(bounds[:-1])}: they "
+            "must agree"
+        )
+    return bounds if len(bounds) > 2 else ()
+
+
+def _short(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+
+
+def longest(bounds: tuple[int, ...]) -> int:
+    """Tokens of the longest document."""
+    return max(end - start for start, end in pairwise(bounds))

@@ -1,0 +1,283 @@
+"""Layers other than attention that look at other tokens: gated delta nets, short convolutions, rotary positions.
+
+transformers' delta nets and convolutions call functions of their modeling file, such as ``causal_conv1d_fn``. While a
+layer of a divided model runs, these stand for the plugin's own over all ranks. Rotary embeddings whose angles depend on
+the largest position (dynamic NTK, LongRoPE) are also given the largest position of all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.convolution import short_convolution
+from cp_plugin.common.eager import eager
+from cp_plugin.core.mask import document_bounds
+from cp_plugin.huggingface.attention import Division, placed, refuse
+
+_running = threading.local()
+"""``division``: whose layer runs in this thread."""
+
+
+def gated_delta_rule(
+    division: Division,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """``chunk_gated_delta_rule`` of flash-linear-attention: query, key ``[b, s, g, d]``, value ``[b, s, h, e]``."""
+    refuse(initial_state is not None or output_final_state, "a cache of states: training only, with use_cache=False")
+    if use_qk_l2norm_in_kernel:
+        query, key = (_normal(x) for x in (query, key))
+    if division.probe is not None:
+        repeated = (x.sum(-1, keepdim=True).repeat_interleave(value.size(2) // x.size(2), 2) for x in (query, key))
+        return value * (beta * g).unsqueeze(-1).to(value.dtype) + sum(repeated), None
+    if key.size(2) != value.size(2):
+        query, key = (x.repeat_interleave(value.size(2) // x.size(2), 2) for x in (query, key))
+    bounds = _bounds(division, query.size(1), cu_seqlens)
+    out = _linear(division, bounds).linear_attention(
+        *(x.transpose(0, 1) for x in (query, key, value, g)),
+        beta=beta.transpose(0, 1),
+        scale=query.size(-1) ** -0.5 if scale is None else scale,
+        cu_seqlens=torch.tensor(bounds) if bounds else None,
+    )
+    return out.transpose(0, 1), None
+
+
+def convolution(
+    division: Division,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    """``causal_conv1d_fn`` of causal-conv1d: x ``[b, c, s]``, weight ``[c, w]``."""
+    if division.probe is not None:
+        out = x * weight[:, -1:] if bias is None else x * weight[:, -1:] + bias[:, None]
+    else:
+        bounds = _bounds(division, x.size(2), cu_seq_lens_q)
+        rows = x.permute(2, 0, 1)
+        cu_seqlens = torch.tensor(bounds) if bounds else None
+        out = short_convolution(_linear(division, bounds), rows, weight, bias, cu_seqlens=cu_seqlens).permute(1, 2, 0)
+    return out if activation is None else _activation(activation)(out)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": convolution,
+    "chunk_gated_delta_rule": gated_delta_rule,
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+}
+"""Name in a modeling file -> what stands for it."""
+
+
+class _Either:
+    """A function of a modeling file, or the one over all ranks while a layer of a divided model runs."""
+
+    def __init__(self, original: Callable[..., Any], divided: Callable[..., Any]) -> None:
+        self.original, self.divided = original, eager(divided)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        division = getattr(_running, "division", None)
+        if division is None:
+            return self.original(*args, **named)
+        if "hidden_states" in named:
+            named["x"] = named.pop("hidden_states")
+        return self.divided(division, *args, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Either:
+        return self
+
+
+class _Convolution:
+    """The same for a layer that calls its ``nn.Conv1d``, and cuts off what comes after the sequence."""
+
+    def __init__(self, layer: nn.Conv1d) -> None:
+        self.layer = layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        division = getattr(_running, "division", None)
+        if division is None:
+            return nn.Conv1d.forward(self.layer, x)
+        return eager(convolution)(division, x, self.layer.weight.squeeze(1), self.layer.bias)
+
+
+class _Hooks:
+    """Around a layer that mixes tokens."""
+
+    def __init__(self, division: Division) -> None:
+        self.division = division
+
+    def before(self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        _running.division = self.division
+        if self.division.probe is None and "cu_seq_lens_q" not in named:
+            self.division.ignored.add("cu_seq_lens_q")
+
+    def after(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        _running.division = None
+
+
+class _WholeLength:
+    """Around a rotary embedding: one more position, the largest of all ranks, whose angles are then dropped."""
+
+    def __init__(self, division: Division) -> None:
+        self.division = division
+
+    def before(
+        self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def longer(positions: Tensor) -> Tensor:
+            last = positions.new_full((*positions.shape[:-1], 1), self.division.call.last_position)
+            return torch.cat((positions, last), -1)
+
+        if "position_ids" in named:
+            return args, {**named, "position_ids": longer(named["position_ids"])}
+        place = list(inspect.signature(type(layer).forward).parameters).index("position_ids") - 1
+        return (*args[:place], longer(args[place]), *args[place + 1 :]), named
+
+    def after(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return output[..., :-1, :]
+        return tuple(x[..., :-1, :] for x in output)
+
+
+def divide(model: nn.Module, division: Division) -> list[torch.utils.hooks.RemovableHandle]:
+    """Divide these layers of a model, too; the returned handles undo it."""
+    handles = []
+    hooks, positions = _Hooks(division), _WholeLength(division)
+    for layer in mixers(model):
+        _stand_in(vars(sys.modules[type(layer).__module__]))
+        _stand_in(vars(layer))
+        for child in layer.children():
+            if _is_causal(child) and not isinstance(child.forward, _Convolution):
+                child.forward = _Convolution(child)
+        handles.append(layer.register_forward_pre_hook(hooks.before, with_kwargs=True))
+        handles.append(layer.register_forward_hook(hooks.after, always_call=True))
+    for layer in rotary(model):
+        handles.append(layer.register_forward_pre_hook(positions.before, with_kwargs=True))
+        handles.append(layer.register_forward_hook(positions.after))
+    return handles
+
+
+def mixers(model: nn.Module) -> Iterator[nn.Module]:
+    """Layers that call functions which can be divided."""
+    return (layer for layer in model.modules() if not isinstance(layer, nn.ModuleList) and _calls(type(layer)))
+
+
+def rotary(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that make angles of positions: they have no parameters."""
+    for layer in model.modules():
+        if "position_ids" in inspect.signature(type(layer).forward).parameters and not any(True for _ in layer.parameters()):
+            yield layer
+
+
+def needed(model: nn.Module, cp: ContextParallel, linear: ContextParallel | None) -> ContextParallel | None:
+    """The ``ContextParallel`` for a model's linear layers: the one passed, or LASP-2 on the same tokens; None where the
+    model has no such layers. Collective.
+
+    Raises:
+        ValueError: for tokens on which linear attention cannot run, or one on other tokens than ``cp``.
+    """
+    names = sorted({type(layer).__name__ for layer in mixers(model)})
+    if not names:
+        return None
+    if linear is None:
+        if cp.layout.cyclic and cp.size > 1:
+            raise ValueError(
+                f"{', '.join(names)}: linear attention and convolutions need neighbouring tokens on one rank, and the "
+                f"layout is {cp.layout.name}: use zigzag or contiguous, such as "
+                'ContextParallel("ring", layout="zigzag", group=group)'
+            )
+        linear = _on_same_ranks(cp)
+    if linear.provider.kind != "linear":
+        raise ValueError(f"linear: {linear.provider.name!r} is for softmax attention: use lasp2")
+    if (linear.layout, linear.size, linear.index) != (cp.layout, cp.size, cp.index) or linear.numbers != cp.numbers:
+        raise ValueError(
+            f"linear: its tokens are in the layout {linear.layout.name} on {linear.size} ranks, and those of attention "
+            f"in the layout {cp.layout.name} on {cp.size}: use the same layout and ranks"
+        )
+    return linear
+
+
+def _on_same_ranks(cp: ContextParallel) -> ContextParallel:
+    axes = [name for name, n in cp.mesh.axes.items() if n > 1]
+    if not axes:
+        return ContextParallel("lasp2")
+    groups = getattr(cp.mesh, "groups", None)
+    if groups is None:
+        return ContextParallel("lasp2", mesh=cp.mesh, layout=cp.layout.name)
+    group = groups[axes[0]] if len(axes) == 1 else groups.get("all")
+    if group is None:
+        group = dist.new_group(_ranks(cp), use_local_synchronization=True)
+    linear = ContextParallel("lasp2", group=group, layout=cp.layout.name)
+    linear._number(cp.numbers)
+    return linear
+
+
+def _ranks(cp: ContextParallel) -> list[int]:
+    parts = [torch.tensor([dist.get_rank()])]
+    for axis in reversed(cp.mesh.axes):
+        parts = list(cp.mesh.all_gather(axis, parts).wait())
+    return parts[0].tolist()
+
+
+def _linear(division: Division, bounds: tuple[int, ...]) -> ContextParallel:
+    assert division.linear is not None
+    return placed(division.linear, bounds)
+
+
+def _bounds(division: Division, tokens: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    return () if cu_seqlens is None else document_bounds(cu_seqlens, tokens * division.cp.size)
+
+
+def _normal(x: Tensor) -> Tensor:
+    """Of length 1, computed in float32 at least."""
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[name]
+
+
+def _stand_in(names: dict[str, Any]) -> None:
+    for name, divided in _FUNCTIONS.items():
+        if callable(original := names.get(name)) and not isinstance(original, _Either):
+            names[name] = _Either(original, divided)
+
+
+def _calls(kind: type) -> bool:
+    """Whether a method of the class names one of the functions, or its convolution is a causal one."""
+    module = sys.modules.get(kind.__module__)
+    if module is None or not any(name in vars(module) for name in _FUNCTIONS):
+        return False
+    methods = (inspect.unwrap(method) for method in vars(kind).values() if inspect.isfunction(method))
+    return any(name in method.__code__.co_names for method in methods for name in _FUNCTIONS)
+
+
+def _is_causal(layer: nn.Module) -> bool:
+    return (
+        isinstance(layer, nn.Conv1d)
+        and layer.groups == layer.in_channels == layer.out_channels
+        and layer.padding == (layer.kernel_size[0] - 1,)
+        and (layer.stride, layer.dilation) == ((1,), (1,))
+    )

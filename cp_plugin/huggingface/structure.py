@@ -1,0 +1,256 @@
+"""Does anything but attention look at other tokens, or at the length of a shard? Exact in any dtype.
+
+Attention is replaced by a function of each token's own query, key and value, and layers that can be divided by one of
+each token's own input. Then
+
+* a NaN planted in one token must stay there: sums, convolutions, scans and norms over tokens spread it, even those whose
+  weight is still zero;
+* one token exchanged for another must not move the others, as it does where tokens compete for experts;
+* a token must not notice that it is computed in a shard: angles or scales made of the local length or the local index
+  would move it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from cp_plugin.huggingface.attention import Call, Division, refuse_options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOKENS = 16
+_MOST_POSITIONS = 2**20
+
+
+class Alone:
+    """Attention in which a token sees itself only. Keeps queries and keys if asked to."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def mask(self, **arguments: Any) -> None:
+        return None
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        refuse_options(options, 0.0)
+        repeat = query.size(1) // key.size(1)
+        weights = torch.linspace(0.5, 1.5, query.size(3), device=query.device, dtype=query.dtype)
+        self.kept += [x.detach() for x in (query, key)]
+        own = (query * weights).sum(-1, keepdim=True) + (key * weights).sum(-1, keepdim=True).repeat_interleave(repeat, 1)
+        return (own + value.repeat_interleave(repeat, 1)).transpose(1, 2).contiguous()
+
+
+def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
+    """
+    Raises:
+        ValueError: naming the first layer whose output for a token depends on another.
+    """
+    ids = tokens(model, TOKENS)
+    with probing(model, division, Alone()), _without_dropout(model):
+        for training in (False, True):
+            model.train(training)
+            _spreads_nothing(model, ids)
+            _moves_nothing(model, ids)
+
+
+def _spreads_nothing(model: PreTrainedModel, ids: Tensor) -> None:
+    """In row i, token i is NaN."""
+    culprits: list[str] = []
+    own = torch.eye(TOKENS, dtype=torch.bool, device=ids.device)
+
+    def plant(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        if args and isinstance(args[0], Tensor) and args[0].shape == ids.shape and torch.equal(args[0], ids):
+            return output.masked_fill(own.view(*own.shape, *(1,) * (output.dim() - 2)), float("nan"))
+        return None
+
+    def watch(name: str) -> Callable[..., None]:
+        def look(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            first = output[0] if isinstance(output, tuple | list) and output else output
+            if not isinstance(first, Tensor) or first.shape[:2] != own.shape or not first.is_floating_point():
+                return
+            if not culprits and bool((first.flatten(2).isnan().any(-1) & ~own).any()):
+                culprits.append(f"{type(layer).__name__} ({name})")
+
+        return look
+
+    embeddings = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]
+    embeddings += [layer] if (layer := model.get_input_embeddings()) not in embeddings else []
+    handles = [layer.register_forward_hook(plant, prepend=True) for layer in embeddings]
+    handles += [layer.register_forward_hook(watch(name)) for name, layer in model.named_modules() if name]
+    try:
+        nan = output(model, input_ids=ids).flatten(2).isnan().any(-1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if culprits or bool((nan & ~own).any()):
+        where = culprits[0] if culprits else type(model).__name__
+        raise _mixes(model, f"in {where} a token depends on others")
+    if not bool((nan & own).any(1).all()):
+        raise _mixes(model, "an output does not depend on its own token, so that the model cannot be examined")
+
+
+def _moves_nothing(model: PreTrainedModel, ids: Tensor) -> None:
+    """In row i, token i is another one."""
+    vocabulary = model.config.vocab_size
+    other = (ids[0] + 1 + vocabulary // 2) % vocabulary
+    own = torch.eye(TOKENS, dtype=torch.bool, device=ids.device)
+    before, after = (_seeded(model, x) for x in (ids, torch.where(own, other, ids)))
+    moved = (before - after).abs().flatten(2).amax(-1)
+    # a batch of experts that has one token more or less is multiplied in other blocks, which rounds differently
+    rounding = 64 * torch.finfo(before.dtype).eps * before.abs().amax()
+    if bool((moved.masked_fill(own, 0) > rounding).any()):
+        raise _mixes(model, "another token in one place changes the results in other places")
+
+
+def require_local(model: PreTrainedModel, division: Division) -> str | None:
+    """Whether this rank's tokens are computed alike in a shard and in the whole sequence; the reason, if not.
+
+    The positions go as far as any window or length in the config.
+    """
+    cp = division.cp
+    count = TOKENS * cp.size
+    limit = min(_MOST_POSITIONS, _learned_positions(model))
+    for positions in _spread(count, lengths(model.config), limit):
+        ids, alone = tokens(model, count)[:1], Alone()
+        positions = positions.to(ids.device)[None]
+        with probing(model, division, alone):
+            model.eval()
+            division.call = Call(count, int(positions.max()))
+            want = output(model, input_ids=ids, position_ids=positions)
+            before, alone.kept = alone.kept, []
+            got = output(model, input_ids=cp.shard(ids, 1), position_ids=cp.shard(positions, 1))
+        for number, (x, y) in enumerate(zip(before, alone.kept, strict=True)):
+            if (error := _largest(cp.shard(x, 2), y, 3)) > allowed(x.dtype):
+                what = "keys" if number % 2 else "queries"
+                return f"in attention {number // 2 + 1} the {what} of a token {_differ(error, positions, model)}"
+        if (error := _largest(cp.shard(want, 1), got, 2)) > allowed(want.dtype):
+            return f"the results for a token {_differ(error, positions, model)}"
+    return None
+
+
+def _differ(error: float, positions: Tensor, model: PreTrainedModel) -> str:
+    kinds = sorted(rope_types(model.config))
+    rope = f" (rope type {', '.join(kinds)})" if kinds else ""
+    return (
+        f"depend on the length of its shard or its index there: relative error {error:.1e} at positions up to "
+        f"{int(positions.max())}{rope}"
+    )
+
+
+@contextmanager
+def probing(model: PreTrainedModel, division: Division, probe: Any) -> Iterator[None]:
+    """Attention is ``probe`` in the ``with`` block; buffers and modes are as before afterwards."""
+    modes = {layer: layer.training for layer in model.modules()}
+    buffers = [(layer, name, x, x.clone()) for layer in model.modules() for name, x in layer._buffers.items() if x is not None]
+    states = [(layer, dict(vars(layer))) for layer in model.modules() if not any(True for _ in layer.parameters())]
+    division.probe = probe
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        division.probe = None
+        for layer, state in states:
+            for name in vars(layer).keys() - state.keys():
+                delattr(layer, name)
+            vars(layer).update(state)
+        for layer, name, x, kept in buffers:
+            layer._buffers[name] = x.copy_(kept)
+        for layer, mode in modes.items():
+            layer.training = mode
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Drawn numbers would differ where experts have other numbers of tokens."""
+    dropouts = [layer for layer in model.modules() if isinstance(layer, nn.modules.dropout._DropoutNd)]
+    kept = [layer.p for layer in dropouts]
+    for layer in dropouts:
+        layer.p = 0.0
+    try:
+        yield
+    finally:
+        for layer, p in zip(dropouts, kept, strict=True):
+            layer.p = p
+
+
+def output(model: PreTrainedModel, **batch: Tensor) -> Tensor:
+    """Logits, or what a model without a head returns."""
+    return model(**batch, use_cache=False)[0]
+
+
+def tokens(model: PreTrainedModel, count: int) -> Tensor:
+    """Token ids ``[TOKENS, count]``, alike in all rows."""
+    numbers = torch.arange(count, device=model.device) * 7919  # a prime: they differ
+    return (numbers % model.config.vocab_size).expand(TOKENS, -1).contiguous()
+
+
+def lengths(config: Any) -> list[int]:
+    """Windows and lengths in a config at which something may begin."""
+    numbers: set[int] = set()
+
+    def look(values: Any, named: bool) -> None:
+        for key, x in values.items():
+            meant = named or bool(re.search(r"window|chunk|position|length|floor|context|local|scale|block", str(key)))
+            if isinstance(x, dict):
+                look(x, named)
+            elif isinstance(x, int | float) and not isinstance(x, bool) and meant and TOKENS < x <= _MOST_POSITIONS:
+                numbers.add(int(x))
+
+    look({key: x for key, x in vars(config).items() if not key.startswith("_")}, False)
+    return sorted(numbers)
+
+
+def rope_types(config: Any) -> set[str]:
+    """Of all layers of a config."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    several = [x for x in parameters.values() if isinstance(x, dict)] or [parameters]
+    return {str(x.get("rope_type") or x.get("type") or "default") for x in several}
+
+
+def allowed(dtype: torch.dtype) -> float:
+    """Far above rounding."""
+    return 0.05 if dtype.itemsize < 4 else 1e-3
+
+
+def _spread(count: int, ends: list[int], limit: int) -> Iterator[Tensor]:
+    """Increasing positions: without gaps, and beyond each of the lengths."""
+    yield torch.arange(min(count, limit)) if count <= limit else torch.arange(count) % limit
+    reached = {min(limit, 2 * end) for end in ends if count < min(limit, 2 * end)}
+    for end in sorted(reached):
+        positions = torch.linspace(0, end - 1, count).long()
+        if len(positions.unique()) == count:
+            yield positions
+
+
+def _learned_positions(model: nn.Module) -> int:
+    sizes = [
+        layer.num_embeddings - 2  # OPT's begin at 2
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Embedding) and re.search(r"pos|wpe", name)
+    ]
+    return min(sizes, default=_MOST_POSITIONS)
+
+
+def _largest(want: Tensor, got: Tensor, dim: int) -> float:
+    """The largest error of a row, relative to the largest row."""
+    want, got = want.double(), got.double()
+    return ((want - got).norm(dim=dim).max() / want.norm(dim=dim).max().clamp_min(1e-30)).item()
+
+
+def _seeded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return output(model, input_ids=ids).clone()
+
+
+def _mixes(model: PreTrainedModel, how: str) -> ValueError:
+    return ValueError(f"{type(model).__name__} mixes tokens by other means than attention: {how}. It cannot be divided")
