@@ -131,8 +131,8 @@ def _examine(model: PreTrainedModel, division: Division, whole: Tensor, want: Te
     error = ((got.double() - want.double()).norm() / want.double().norm()).item()
     if not error <= (limit := allowed(want.dtype)):
         raise ValueError(
-            f"{name} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed {limit:g}): something "
-            "in it mixes tokens by other means than attention"
+            f"{name} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed {limit:g}): "
+            "something in it mixes tokens by other means than attention"
         )
 
 
@@ -148,4 +148,3 @@ def _evaluated(model: PreTrainedModel, **batch: Tensor) -> Tensor:
             return output(model.eval(), **batch)
     finally:
         model.train(training)
-

@@ -92,7 +92,7 @@ class Division:
         tree: Tree | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """An entry of AttentionInterface: query, key, value ``[b, heads, s / size, d]`` -> ``[b, s / size, heads, d]``."""
+        """An entry of AttentionInterface: ``[b, heads, s / size, d]`` -> ``[b, s / size, heads, d]``."""
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if self.probe is not None:
             options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "s_aux": s_aux, **others}

@@ -144,7 +144,11 @@ def _bounds(
     seq_length = input_ids.size(1)
     restarts: tuple[int, ...] = ()
     if position_ids is not None:
-        if position_ids.dim() != 2 or position_ids.size(0) not in (1, len(input_ids)) or seq_length != position_ids.size(1):
+        if (
+            position_ids.dim() != 2
+            or position_ids.size(0) not in (1, len(input_ids))
+            or seq_length != position_ids.size(1)
+        ):
             raise ValueError(
                 f"position_ids must be those of the whole sequence, {list(input_ids.shape)}, got "
                 f"{list(position_ids.shape)}"

@@ -184,7 +184,9 @@ def mixers(model: nn.Module) -> Iterator[nn.Module]:
 def rotary(model: nn.Module) -> Iterator[nn.Module]:
     """Modules that make angles of positions: they have no parameters."""
     for layer in model.modules():
-        if "position_ids" in inspect.signature(type(layer).forward).parameters and not any(True for _ in layer.parameters()):
+        if "position_ids" in inspect.signature(type(layer).forward).parameters and not any(
+            True for _ in layer.parameters()
+        ):
             yield layer
 
 

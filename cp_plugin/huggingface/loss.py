@@ -25,7 +25,7 @@ def require_next_token_loss(model: PreTrainedModel, division: Division) -> None:
     """Compare losses with cross entropies of the logits from the same call: on one rank, and over all; collective.
 
     Raises:
-        ValueError: for a head with another loss, or one that does not follow ``shift_labels`` or ``num_items_in_batch``.
+        ValueError: for a head with another loss, or one that ignores ``shift_labels`` or ``num_items_in_batch``.
     """
     if "labels" not in inspect.signature(type(model).forward).parameters:
         return
@@ -51,7 +51,9 @@ def require_next_token_loss(model: PreTrainedModel, division: Division) -> None:
         cp = division.on((0, size))
         logits = cp.unshard(result.logits, 1)
         want = _cross_entropy(logits, labels, items or count)
-        _compare(model, losses.sum(), want, f"the losses of {cp.size} ranks, with num_items_in_batch={items}, add up to")
+        _compare(
+            model, losses.sum(), want, f"the losses of {cp.size} ranks, with num_items_in_batch={items}, add up to"
+        )
 
 
 def _alone(model: PreTrainedModel, ids: Tensor, labels: Tensor, count: int) -> None:
@@ -72,7 +74,9 @@ def _alone(model: PreTrainedModel, ids: Tensor, labels: Tensor, count: int) -> N
 
 def _cross_entropy(logits: Tensor, labels: Tensor, items: int) -> Tensor:
     following = pad(labels[:, 1:], (0, 1), value=IGNORED)
-    return cross_entropy(logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="sum") / items
+    return (
+        cross_entropy(logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="sum") / items
+    )
 
 
 def _compare(model: PreTrainedModel, loss: Tensor, want: Tensor, whose: str) -> None:
@@ -83,8 +87,6 @@ def _compare(model: PreTrainedModel, loss: Tensor, want: Tensor, whose: str) -> 
 
 def _not_next_token(model: PreTrainedModel, why: str) -> ValueError:
     return ValueError(
-        f"{type(model).__name__}: its loss is not the mean cross entropy of next tokens, so the ranks' losses do not add "
-        f"up to it: {why}. Use a model ...ForCausalLM, or one without a head and a loss of your own"
+        f"{type(model).__name__}: its loss is not the mean cross entropy of next tokens, so the ranks' losses do not "
+        f"add up to it: {why}. Use a model ...ForCausalLM, or one without a head and a loss of your own"
     )
-
-

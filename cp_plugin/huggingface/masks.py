@@ -1,9 +1,9 @@
 """What a layer may see, read from the mask function that transformers would have expanded.
 
-transformers describes a mask by a function of indices, ``sees(batch, head, query, key)``, and an attention implementation
-registers what it makes of it. Ours evaluates the function at a few positions of the whole sequence, and passes on the
-window found there as a small tensor in the place of the mask. The layer that is given this tensor attends accordingly,
-so windows are followed wherever they are configured: in the layer, the model, or the mask alone.
+transformers describes a mask by a function of indices, ``sees(batch, head, query, key)``, and an attention
+implementation registers what it makes of it. Ours evaluates the function at a few positions of the whole sequence, and
+passes on the window it finds as a small tensor in the place of the mask. The layer that is given this tensor attends
+accordingly, so windows are followed wherever they are configured: in the layer, the model, or the mask alone.
 """
 
 from __future__ import annotations

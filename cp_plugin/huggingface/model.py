@@ -1,4 +1,4 @@
-"""Around a divided model's forward: arguments that would train wrongly are refused, and the layers learn of the call."""
+"""Around a divided model's forward: what would train wrongly is refused, and the layers learn of the call."""
 
 from __future__ import annotations
 
@@ -100,14 +100,16 @@ class Forward:
             )
         if tree is not None and "logits_to_keep" not in parameters:
             raise ValueError(
-                f"{name} takes no logits_to_keep, by which the end of a prompt predicts several answers: it cannot train "
-                "on a tree"
+                f"{name} takes no logits_to_keep, by which the end of a prompt predicts several answers: it cannot "
+                "train on a tree"
             )
         refuse_router_losses(config, named)
         mask = named.get("attention_mask")
         if isinstance(mask, Tensor):
             refuse(mask.dim() != 2, "a mask of your own")
-            refuse(mask.shape != positions.shape, f"an attention_mask of {list(mask.shape)} for {list(positions.shape)}")
+            refuse(
+                mask.shape != positions.shape, f"an attention_mask of {list(mask.shape)} for {list(positions.shape)}"
+            )
             refuse(not bool(mask.all()), "padding: pack or cut the sequences")
         else:
             refuse(mask is not None, "a mask of your own")
@@ -154,7 +156,9 @@ class Forward:
         if named.get("tree") is not None and "tree" in ignored:
             raise ValueError(f"{name} does not pass `tree` on to its attention: it cannot train on one")
         if self.division.call.documents and "cu_seq_lens_q" in ignored:
-            raise ValueError(f"{name} does not pass `cu_seq_lens_q` on to its linear layers: it cannot train on documents")
+            raise ValueError(
+                f"{name} does not pass `cu_seq_lens_q` on to its linear layers: it cannot train on documents"
+            )
         for loss in ("aux_loss", "z_loss", "router_loss"):
             refuse(getattr(output, loss, None) is not None, f"{loss}: each rank would balance its own tokens only")
 

@@ -3,8 +3,8 @@
 Attention is replaced by a function of each token's own query, key and value, and layers that can be divided by one of
 each token's own input. Then
 
-* a NaN planted in one token must stay there: sums, convolutions, scans and norms over tokens spread it, even those whose
-  weight is still zero;
+* a NaN planted in one token must stay there: sums, convolutions, scans and norms over tokens spread it, even those
+  whose weight is still zero;
 * one token exchanged for another must not move the others, as it does where tokens compete for experts;
 * a token must not notice that it is computed in a shard: angles or scales made of the local length or the local index
   would move it.
@@ -45,7 +45,9 @@ class Alone:
         repeat = query.size(1) // key.size(1)
         weights = torch.linspace(0.5, 1.5, query.size(3), device=query.device, dtype=query.dtype)
         self.kept += [x.detach() for x in (query, key)]
-        own = (query * weights).sum(-1, keepdim=True) + (key * weights).sum(-1, keepdim=True).repeat_interleave(repeat, 1)
+        own = (query * weights).sum(-1, keepdim=True) + (key * weights).sum(-1, keepdim=True).repeat_interleave(
+            repeat, 1
+        )
         return (own + value.repeat_interleave(repeat, 1)).transpose(1, 2).contiguous()
 
 
@@ -72,12 +74,16 @@ def _spreads_nothing(model: PreTrainedModel, ids: Tensor) -> None:
             return output.masked_fill(own.view(*own.shape, *(1,) * (output.dim() - 2)), float("nan"))
         return None
 
+    def spread(x: Any) -> bool:
+        if isinstance(x, tuple | list):
+            return any(map(spread, x))
+        if not isinstance(x, Tensor) or x.shape[:2] != own.shape or not x.is_floating_point():
+            return False
+        return bool((x.flatten(2).isnan().any(-1) & ~own).any())
+
     def watch(name: str) -> Callable[..., None]:
-        def look(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            first = output[0] if isinstance(output, tuple | list) and output else output
-            if not isinstance(first, Tensor) or first.shape[:2] != own.shape or not first.is_floating_point():
-                return
-            if not culprits and bool((first.flatten(2).isnan().any(-1) & ~own).any()):
+        def look(layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            if not culprits and spread(output) and not spread((*args, *named.values())):
                 culprits.append(f"{type(layer).__name__} ({name})")
 
         return look
@@ -85,7 +91,9 @@ def _spreads_nothing(model: PreTrainedModel, ids: Tensor) -> None:
     embeddings = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]
     embeddings += [layer] if (layer := model.get_input_embeddings()) not in embeddings else []
     handles = [layer.register_forward_hook(plant, prepend=True) for layer in embeddings]
-    handles += [layer.register_forward_hook(watch(name)) for name, layer in model.named_modules() if name]
+    handles += [
+        layer.register_forward_hook(watch(name), with_kwargs=True) for name, layer in model.named_modules() if name
+    ]
     try:
         nan = output(model, input_ids=ids).flatten(2).isnan().any(-1)
     finally:
@@ -150,7 +158,9 @@ def _differ(error: float, positions: Tensor, model: PreTrainedModel) -> str:
 def probing(model: PreTrainedModel, division: Division, probe: Any) -> Iterator[None]:
     """Attention is ``probe`` in the ``with`` block; buffers and modes are as before afterwards."""
     modes = {layer: layer.training for layer in model.modules()}
-    buffers = [(layer, name, x, x.clone()) for layer in model.modules() for name, x in layer._buffers.items() if x is not None]
+    buffers = [
+        (layer, name, x, x.clone()) for layer in model.modules() for name, x in layer._buffers.items() if x is not None
+    ]
     states = [(layer, dict(vars(layer))) for layer in model.modules() if not any(True for _ in layer.parameters())]
     division.probe = probe
     try:

@@ -266,7 +266,7 @@ def test_finetuning_a_model_that_was_saved(tmp_path: Path, monkeypatch: pytest.M
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
     model_of("LlamaConfig", {}).save_pretrained(tmp_path)
-    example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "finetune.py"))
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "finetune.py"))
     monkeypatch.setattr(sys, "argv", ["finetune.py", "--model", str(tmp_path), "--steps", "4", "--seq-length", "64"])
     run_ranks(example["main"], 4, args=(example["arguments"](),))
 

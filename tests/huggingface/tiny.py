@@ -1,0 +1,134 @@
+"""Tiny transformers models, and their loss and gradients on several ranks and on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_plugin import ContextParallel, huggingface
+from cp_plugin.testing.launch import run_ranks
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
+needs_transformers = pytest.mark.skipif(
+    transformers is None,
+    reason="transformers is not installed: pip install 'cp-plugin[huggingface]' (ci/huggingface.sh)",
+)
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+CONVOLUTION = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """A causal language model of transformers' ``model_type`` kind, always with the same weights."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SMALL | more)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def tokens(length: int = 64, rows: int = 2) -> torch.Tensor:
+    """Token ids ``[rows, length]``."""
+    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+class Trained(NamedTuple):
+    """The loss, summed over ranks, and its gradients by name of the parameter, likewise; float64."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def train(model: Any, batch: dict[str, Any], forward: Callable[..., Any] | None = None) -> Trained:
+    """On this rank alone."""
+    model.zero_grad()
+    loss = (forward or model)(**batch).loss
+    loss.backward()
+    gradients = {
+        name: torch.zeros_like(p, dtype=torch.float64) if p.grad is None else p.grad.double().clone()
+        for name, p in model.named_parameters()
+    }
+    return Trained(loss.item(), gradients)
+
+
+def summed(mine: Trained) -> Trained:
+    """Over the ranks."""
+    loss = torch.tensor(mine.loss, dtype=torch.float64)
+    for x in (loss, *mine.gradients.values()):
+        dist.all_reduce(x)
+    return Trained(loss.item(), mine.gradients)
+
+
+def difference(many: Trained, one: Trained) -> float:
+    """The largest relative difference of the loss or a gradient. Gradients a thousand times smaller than the largest
+    are rounding, as those of decays that let nothing through."""
+    floor = 1e-3 * max(float(x.norm()) for x in one.gradients.values())
+    errors = [abs(many.loss - one.loss) / abs(one.loss)]
+    for name, x in one.gradients.items():
+        errors.append(float((many.gradients[name] - x).norm() / x.norm().clamp_min(floor)))
+    return max(errors)
+
+
+def differs(
+    model: Any,
+    provider: str,
+    ranks: int = 2,
+    whole: dict[str, torch.Tensor] | None = None,
+    packed: dict[str, Any] | None = None,
+    **options: Any,
+) -> float:
+    """How far ``ranks`` ranks are from one.
+
+    Args:
+        whole: the batch on one rank; None: ``tokens()``, their own labels.
+        packed: arguments of ``shard`` for the same batch; None: ``whole``.
+    """
+    whole = {"input_ids": tokens(), "labels": tokens()} if whole is None else whole
+    one = train(model, whole)
+
+    def rank() -> float:
+        cp = ContextParallel(provider, group=dist.group.WORLD, **options)
+        huggingface.apply(model, cp)
+        return difference(summed(train(model, huggingface.shard(cp, **packed or whole))), one)
+
+    return max(run_ranks(rank, ranks, init_process_group=True))
+
+
+def refusal(model: Any, provider: str = "ring", ranks: int = 2, **options: Any) -> str:
+    """What ``apply`` says on every rank; AssertionError if it says nothing."""
+
+    def rank() -> str:
+        try:
+            huggingface.apply(model, ContextParallel(provider, group=dist.group.WORLD, **options))
+        except ValueError as error:
+            return str(error)
+        raise AssertionError("accepted")
+
+    texts = run_ranks(rank, ranks, init_process_group=True)
+    return texts[0]
