@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, pad
 from cp_plugin.attention.agreement import gathered
 from cp_plugin.huggingface.attention import Call, Division
 from cp_plugin.huggingface.batch import IGNORED, shard
-from cp_plugin.huggingface.structure import TOKENS, Alone, probing, tokens
+from cp_plugin.huggingface.structure import TOKENS, Alone, not_next_token, probing, tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,10 +63,10 @@ def _alone(model: PreTrainedModel, ids: Tensor, labels: Tensor, count: int) -> N
             result = model(input_ids=ids, labels=labels, use_cache=False, **more)
             loss, logits = result.loss, result.logits
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise _not_next_token(model, f"calling it with labels fails: {error}") from error
+            raise not_next_token(model, f"calling it with labels fails: {error}") from error
         if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape or loss is None or loss.dim():
             shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise _not_next_token(model, f"for input_ids {list(ids.shape)} its logits are {shape}")
+            raise not_next_token(model, f"for input_ids {list(ids.shape)} its logits are {shape}")
         want = _cross_entropy(logits, labels, items or count)
         how = "" if items is None else f", with num_items_in_batch={items},"
         _compare(model, loss, want, f"its loss on one rank{how} is")
@@ -82,11 +82,4 @@ def _cross_entropy(logits: Tensor, labels: Tensor, items: int) -> Tensor:
 def _compare(model: PreTrainedModel, loss: Tensor, want: Tensor, whose: str) -> None:
     got, expected = loss.item(), want.item()
     if not abs(got - expected) <= _LIMIT * abs(expected):
-        raise _not_next_token(model, f"{whose} {got:.6g}, and the cross entropy of its logits is {expected:.6g}")
-
-
-def _not_next_token(model: PreTrainedModel, why: str) -> ValueError:
-    return ValueError(
-        f"{type(model).__name__}: its loss is not the mean cross entropy of next tokens, so the ranks' losses do not "
-        f"add up to it: {why}. Use a model ...ForCausalLM, or one without a head and a loss of your own"
-    )
+        raise not_next_token(model, f"{whose} {got:.6g}, and the cross entropy of its logits is {expected:.6g}")

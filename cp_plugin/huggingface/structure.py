@@ -58,6 +58,10 @@ def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
     """
     ids = tokens(model, TOKENS)
     with probing(model, division, Alone()), _without_dropout(model):
+        result = output(model, input_ids=ids)
+        if not isinstance(result, Tensor) or result.dim() != 3 or result.shape[:2] != ids.shape:
+            shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise not_next_token(model, f"for input_ids {list(ids.shape)} its output is {shape}")
         for training in (False, True):
             model.train(training)
             _spreads_nothing(model, ids)
@@ -260,6 +264,13 @@ def _seeded(model: PreTrainedModel, ids: Tensor) -> Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return output(model, input_ids=ids).clone()
+
+
+def not_next_token(model: PreTrainedModel, why: str) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__}: its loss is not the mean cross entropy of next tokens, so the ranks' losses do not "
+        f"add up to it: {why}. Use a model ...ForCausalLM, or one without a head and a loss of your own"
+    )
 
 
 def _mixes(model: PreTrainedModel, how: str) -> ValueError:

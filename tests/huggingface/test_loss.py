@@ -1,0 +1,170 @@
+"""The ranks' losses add up to the loss of one rank, or the head is refused by name.
+
+Kind: what the model computes of its logits is never looked at. Heads that ignore ``shift_labels`` or
+``num_items_in_batch``, shift by themselves, predict something other than the next token, or add terms of their own.
+Public reports: Accelerate 3990 and axolotl 3608 (a mean of ranks' means), verl 4250 (labels shifted in each part).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import (
+    EXPERTS,
+    SMALL,
+    difference,
+    model_of,
+    needs_transformers,
+    refusal,
+    summed,
+    tokens,
+    train,
+    transformers,
+)
+from torch.nn.functional import cross_entropy, pad
+
+from cp_plugin import ContextParallel, huggingface
+from cp_plugin.testing.launch import RankError, run_ranks
+
+pytestmark = needs_transformers
+
+
+def labels() -> torch.Tensor:
+    """Most of them on the last rank."""
+    whole = tokens().clone()
+    whole[:, :40] = -100
+    return whole
+
+
+@pytest.mark.parametrize("items", ["given", "none", "of several micro-batches"])
+def test_losses_add_up(items: str) -> None:
+    """With the count of ``shard``, without one, and with the count of an accumulated batch, as ``Trainer`` passes it."""
+    model = model_of("llama")
+    count = int((labels()[:, 1:] != -100).sum())
+    more = {"num_items_in_batch": 3 * count} if items == "of several micro-batches" else {}
+    one = train(model, {"input_ids": tokens(), "labels": labels(), **more})
+
+    def rank() -> float:
+        cp = ContextParallel("ring", group=dist.group.WORLD)
+        huggingface.apply(model, cp)
+        batch = huggingface.shard(cp, tokens(), labels()) | more
+        if items == "none":
+            del batch["num_items_in_batch"]
+        return difference(summed(train(model, batch)), one)
+
+    assert max(run_ranks(rank, 2, init_process_group=True)) <= 1e-5
+
+
+def head(name: str, kind: str = "Llama", **more: Any) -> Any:
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}{name}")(getattr(transformers, f"{kind}Config")(**SMALL | more))
+
+
+@pytest.mark.parametrize("name", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"])
+def test_other_heads_are_refused_by_name(name: str) -> None:
+    text = refusal(head(name))
+    assert f"Llama{name}: its loss is not the mean cross entropy of next tokens" in text, text
+
+
+def test_a_model_without_a_head_has_no_loss_to_check() -> None:
+    model = transformers.AutoModel.from_config(transformers.LlamaConfig(**SMALL))
+
+    def rank() -> torch.Tensor:
+        cp = ContextParallel("ring", group=dist.group.WORLD)
+        huggingface.apply(model, cp)
+        batch = huggingface.shard(cp, tokens())
+        inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
+        return cp.unshard(model(**inputs).last_hidden_state, 1).detach()
+
+    want = model(input_ids=tokens()).last_hidden_state
+    for got in run_ranks(rank, 2, init_process_group=True):
+        assert torch.allclose(got, want, atol=1e-5)
+
+
+def shifting(logits: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
+    """Shifts by itself, as ``WhisperForCausalLM`` and heads from before ``shift_labels`` do."""
+    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def without_count(logits: torch.Tensor, labels: torch.Tensor, shift_labels: Any = None, **others: Any) -> torch.Tensor:
+    """Follows ``shift_labels``, and divides by its own count."""
+    following = pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
+    return cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+
+
+def with_more(logits: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
+    """A term for small logits."""
+    loss = transformers.loss.loss_utils.ForCausalLMLoss(logits, labels, 97, **others)
+    return loss + 1e-2 * logits.float().logsumexp(-1).square().mean()
+
+
+def masked(logits: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
+    """Predicts each token itself."""
+    return transformers.loss.loss_utils.ForMaskedLMLoss(logits, labels, 97, **others)
+
+
+@pytest.mark.parametrize("loss", [shifting, without_count, with_more, masked])
+def test_other_losses_are_refused(loss: Callable[..., torch.Tensor]) -> None:
+    model = model_of("llama")
+    model.loss_function = lambda logits, labels, vocab_size=None, **others: loss(logits, labels, **others)
+    text = refusal(model)
+    assert "LlamaForCausalLM: its loss is not the mean cross entropy of next tokens" in text, text
+
+
+def test_label_smoothing_is_refused() -> None:
+    """Trainer's label smoother takes the labels out, and shifts them once more."""
+    model = model_of("llama")
+
+    def rank() -> None:
+        cp = ContextParallel("ring", group=dist.group.WORLD)
+        huggingface.apply(model, cp)
+        batch = huggingface.shard(cp, tokens())
+        del batch["labels"]
+        with pytest.raises(ValueError, match="label_smoothing_factor=0"):
+            model(**batch)
+
+    run_ranks(rank, 2, init_process_group=True)
+
+
+@pytest.mark.parametrize("how", ["config before", "config after", "argument"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_router_losses_are_refused_at_each_call(kind: str, how: str) -> None:
+    """Kind: settings that are read once, and changed later. The balance loss was summed over ranks, each of local
+    statistics (Megatron-LM 5696 and prime-rl 2828 have the same)."""
+    model = model_of(kind, **EXPERTS, num_local_experts=4, num_experts=4)
+
+    def rank() -> None:
+        cp = ContextParallel("ring", group=dist.group.WORLD)
+        model.config.output_router_logits = how == "config before"
+        huggingface.apply(model, cp)
+        batch = huggingface.shard(cp, tokens())
+        model(**batch)
+        model.config.output_router_logits = how == "config after"
+        model(**batch, output_router_logits=True if how == "argument" else None)
+
+    with pytest.raises(RankError, match="output_router_logits: each rank would balance its own tokens only"):
+        run_ranks(rank, 2, init_process_group=True)
+
+
+def test_a_router_loss_under_another_name_is_refused() -> None:
+    """Planted: the model adds an ``aux_loss`` that no argument asked for."""
+    model = model_of("llama")
+    forward = type(model).forward
+
+    def with_loss(self: Any, *args: Any, **named: Any) -> Any:
+        output = forward(self, *args, **named)
+        output["aux_loss"] = output.logits.mean()
+        return output
+
+    def rank(patch: pytest.MonkeyPatch) -> None:
+        cp = ContextParallel("ring", group=dist.group.WORLD)
+        huggingface.apply(model, cp)
+        patch.setattr(type(model), "forward", with_loss)
+        model(**huggingface.shard(cp, tokens()))
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError, match="aux_loss: each rank would balance"):
+        run_ranks(rank, 2, args=(patch,), init_process_group=True)
