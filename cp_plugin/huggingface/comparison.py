@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +17,11 @@ from torch import Tensor, nn
 
 from cp_plugin.huggingface.attention import Call, Division, refuse, refuse_options
 from cp_plugin.huggingface.masks import Reader, Sight
-from cp_plugin.huggingface.structure import TOKENS, allowed, lengths, output, probing, tokens
+from cp_plugin.huggingface.structure import MOST_TOKENS, TOKENS, WINDOWS, allowed, body, lengths, probing, tokens
+from cp_plugin.placement.documents import DOCUMENTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-MOST_TOKENS = 4096
-"""Longest sequence of the comparison."""
 
 
 class Both:
@@ -73,7 +72,8 @@ class Both:
             causal = getattr(module, "is_causal", True) if options["is_causal"] is None else options["is_causal"]
             window = options.get("sliding_window")
             sight = Sight(None if window is None else window - 1, 0 if causal else None)
-        cp = division.cp
+        whole = (0, q.size(2)) if division.cp.layout == DOCUMENTS else ()
+        sight, cp = replace(sight, documents=whole), division.on(whole)
         shards = (cp.shard(x, 2) for x in (q, k, v))
         mine = division.attend(sight, *shards, scaling=options["scaling"], sink=options.get("s_aux"))
         got = cp.unshard(mine, 1)
@@ -90,19 +90,19 @@ class Both:
 
 
 def require_same_attention(model: PreTrainedModel, division: Division) -> None:
-    """On whole sequences as long as the largest window or length in the config; collective.
+    """On whole sequences as long as the largest window in the config; collective.
 
     Raises:
         ValueError: naming the layer.
     """
     cp, both = division.cp, Both(division, model)
-    longest = max((n for n in lengths(model.config) if n < MOST_TOKENS // 2), default=0)
+    longest = max((n for n in lengths(model.config, WINDOWS) if n <= MOST_TOKENS), default=0)
     size = max(TOKENS * cp.size, longest + longest // 2)
     size = cp.layout.padded(size, cp.size)
     with probing(model, division, both):
         model.eval()
         division.call = Call(size, size - 1)
-        output(model, input_ids=tokens(model, size)[:1])
+        body(model, input_ids=tokens(model, size)[:1])
 
 
 def _own(before: str, module: nn.Module) -> Callable[..., Any]:

@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from cp_plugin.attention.api import ContextParallel
 from cp_plugin.huggingface.attention import Call, Division, refuse_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = 16
+MOST_TOKENS = 4096
+"""Longest length in a config that is examined with as many tokens; beyond it, with positions only."""
 _MOST_POSITIONS = 2**20
 
 
@@ -126,25 +129,25 @@ def _moves_nothing(model: PreTrainedModel, ids: Tensor) -> None:
 def require_local(model: PreTrainedModel, division: Division) -> str | None:
     """Whether this rank's tokens are computed alike in a shard and in the whole sequence; the reason, if not.
 
-    The positions go as far as any window or length in the config.
+    Sequences are as long, and positions go as far, as any window or length in the config.
     """
-    cp = division.cp
-    count = TOKENS * cp.size
     limit = min(_MOST_POSITIONS, _learned_positions(model))
-    for positions in _spread(count, lengths(model.config), limit):
+    for positions in _spread(division.cp, lengths(model.config), limit):
+        count = len(positions)
+        cp, positions = division.on((0, count)), positions.to(model.device)[None]
         ids, alone = tokens(model, count)[:1], Alone()
-        positions = positions.to(ids.device)[None]
+        run = output if count == TOKENS * cp.size else body
         with probing(model, division, alone):
             model.eval()
             division.call = Call(count, int(positions.max()))
-            want = output(model, input_ids=ids, position_ids=positions)
+            want = run(model, input_ids=ids, position_ids=positions)
             before, alone.kept = alone.kept, []
-            got = output(model, input_ids=cp.shard(ids, 1), position_ids=cp.shard(positions, 1))
+            got = run(model, input_ids=cp.shard(ids, 1), position_ids=cp.shard(positions, 1))
         for number, (x, y) in enumerate(zip(before, alone.kept, strict=True)):
-            if (error := _largest(cp.shard(x, 2), y, 3)) > allowed(x.dtype):
+            if not (error := _largest(cp.shard(x, 2), y, 3)) <= allowed(x.dtype):
                 what = "keys" if number % 2 else "queries"
                 return f"in attention {number // 2 + 1} the {what} of a token {_differ(error, positions, model)}"
-        if (error := _largest(cp.shard(want, 1), got, 2)) > allowed(want.dtype):
+        if not (error := _largest(cp.shard(want, 1), got, 2)) <= allowed(want.dtype):
             return f"the results for a token {_differ(error, positions, model)}"
     return None
 
@@ -201,19 +204,28 @@ def output(model: PreTrainedModel, **batch: Tensor) -> Tensor:
     return model(**batch, use_cache=False)[0]
 
 
+def body(model: PreTrainedModel, **batch: Tensor) -> Tensor:
+    """The output before the head, which for many tokens would be large."""
+    return model.base_model(**batch, use_cache=False)[0]
+
+
 def tokens(model: PreTrainedModel, count: int) -> Tensor:
     """Token ids ``[TOKENS, count]``, alike in all rows."""
     numbers = torch.arange(count, device=model.device) * 7919  # a prime: they differ
     return (numbers % model.config.vocab_size).expand(TOKENS, -1).contiguous()
 
 
-def lengths(config: Any) -> list[int]:
-    """Windows and lengths in a config at which something may begin."""
+WINDOWS = r"window|chunk|block|local"
+_LENGTHS = rf"{WINDOWS}|position|length|floor|context|scale"
+
+
+def lengths(config: Any, names: str = _LENGTHS) -> list[int]:
+    """Numbers in a config at which something may begin, of settings with such a name."""
     numbers: set[int] = set()
 
     def look(values: Any, named: bool) -> None:
         for key, x in values.items():
-            meant = named or bool(re.search(r"window|chunk|position|length|floor|context|local|scale|block", str(key)))
+            meant = named or bool(re.search(names, str(key)))
             if isinstance(x, dict):
                 look(x, named)
             elif isinstance(x, int | float) and not isinstance(x, bool) and meant and TOKENS < x <= _MOST_POSITIONS:
@@ -235,11 +247,14 @@ def allowed(dtype: torch.dtype) -> float:
     return 0.05 if dtype.itemsize < 4 else 1e-3
 
 
-def _spread(count: int, ends: list[int], limit: int) -> Iterator[Tensor]:
-    """Increasing positions: without gaps, and beyond each of the lengths."""
-    yield torch.arange(min(count, limit)) if count <= limit else torch.arange(count) % limit
-    reached = {min(limit, 2 * end) for end in ends if count < min(limit, 2 * end)}
-    for end in sorted(reached):
+def _spread(cp: ContextParallel, ends: list[int], limit: int) -> Iterator[Tensor]:
+    """Increasing positions: without gaps, as far as the longest length allows, and with gaps beyond each length."""
+    count = TOKENS * cp.size
+    yield torch.arange(count) % limit
+    longest = max((end for end in ends if end <= MOST_TOKENS), default=0)
+    if count < (long := min(limit, longest + longest // 2)):
+        yield torch.arange(cp.layout.padded(long, cp.size)) % limit
+    for end in sorted({min(limit, 2 * end) for end in ends}):
         positions = torch.linspace(0, end - 1, count).long()
         if len(positions.unique()) == count:
             yield positions

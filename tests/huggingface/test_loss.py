@@ -42,7 +42,7 @@ def labels() -> torch.Tensor:
 
 @pytest.mark.parametrize("items", ["given", "none", "of several micro-batches"])
 def test_losses_add_up(items: str) -> None:
-    """With the count of ``shard``, without one, and with the count of an accumulated batch, as ``Trainer`` passes it."""
+    """With the count of ``shard``, without one, and with that of an accumulated batch, as ``Trainer`` passes it."""
     model = model_of("llama")
     count = int((labels()[:, 1:] != -100).sum())
     more = {"num_items_in_batch": 3 * count} if items == "of several micro-batches" else {}

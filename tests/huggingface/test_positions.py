@@ -1,0 +1,97 @@
+"""Angles and scales are those of the whole sequence.
+
+Kind: whatever is computed from the length of a shard, or from indices in it. Dynamic NTK took each rank's own largest
+position: q_proj was 0.5 to 34 % off, and the rank with the last token was right. LongRoPE changes its factors beyond
+the original length in the same way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from nightly import each_value
+from tiny import differs, model_of, needs_transformers, refusal, tokens, train
+from torch import Tensor, nn
+
+from cp_plugin import ContextParallel, huggingface
+
+pytestmark = needs_transformers
+
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "longrope": {**FACTORS, "factor": 4.0, "original_max_position_embeddings": 100},
+}
+
+
+@each_value
+@pytest.mark.parametrize("provider", ["ring", "striped", "needed"])
+@pytest.mark.parametrize("kind", ["llama", "olmo2", "qwen3"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_every_rope_is_that_of_one_rank(rope: str, kind: str, provider: str) -> None:
+    parameters = {"rope_type": rope, "rope_theta": 1e4, **ROPES[rope]}
+    model = model_of(kind, rope_parameters=parameters, max_position_embeddings=32 if rope == "dynamic" else 128)
+    whole = {"input_ids": tokens(128), "labels": tokens(128)}
+    assert differs(model, provider, 4, whole=whole) <= 2e-5
+
+
+def test_lengths_that_change_leave_the_same_state() -> None:
+    """Dynamic NTK keeps the angles of the longest sequence, until a short one comes."""
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model, other = (model_of("llama", rope_parameters=parameters, max_position_embeddings=32) for _ in range(2))
+    huggingface.apply(other, cp := ContextParallel("ring"))
+    for length in (128, 64, 16, 48):
+        one = train(model, {"input_ids": tokens(length), "labels": tokens(length)})
+        assert train(other, huggingface.shard(cp, tokens(length))).loss == one.loss
+
+
+class Scaled(nn.Module):
+    """Scales its input by something that is computed from the shard."""
+
+    def __init__(self, layer: nn.Module, scale: Any) -> None:
+        super().__init__()
+        self.layer, self.scale = layer, scale
+
+    def forward(self, x: Tensor, *args: Any, **named: Any) -> Tensor:
+        return self.layer(x) * self.scale(x)
+
+
+SCALES = {
+    "logarithm of the length": lambda x: torch.tensor(x.size(1)).log(),
+    "index in the shard": lambda x: 1 + 0.1 * torch.arange(x.size(1))[None, :, None],
+    "length of the longest sequence": lambda x: 1.0 if x.size(1) < 40 else 2.0,
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_planted_local_scales_are_found(name: str) -> None:
+    model = model_of("llama")
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Scaled(attention.q_proj, SCALES[name])
+    text = refusal(model, "striped", 4)
+    assert "would compute something else in shards: in attention 1 the queries" in text, text
+
+
+def test_positions_that_are_not_taken_are_found() -> None:
+    """Planted: angles of the index, whatever the position_ids."""
+    model = model_of("llama")
+    rotary = model.model.rotary_emb
+    forward = type(rotary).forward
+
+    def by_index(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        return forward(self, x, torch.arange(position_ids.size(-1))[None])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(rotary), "forward", by_index)
+        assert "would compute something else in shards" in refusal(model)
