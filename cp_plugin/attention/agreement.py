@@ -8,13 +8,13 @@ costs nothing.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cp_plugin.comm import GroupMesh, Mesh, ThreadMesh
+from cp_plugin.comm import GroupMesh, Ledger, Mesh, ThreadMesh, device_of
 from cp_plugin.common.text import ranks_named
 
 FIRST, EVERY = 4, 256
@@ -26,6 +26,8 @@ class Calls:
 
     def __init__(self) -> None:
         self.number = 0
+        self.ledger = Ledger()
+        """What the comparisons have sent, apart from what attention sends."""
 
     def is_compared(self) -> bool:
         """Whether this call is; counts it."""
@@ -44,11 +46,13 @@ def check(mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]]) -
     """
     if mesh.size == 1 or not isinstance(mesh, GroupMesh | ThreadMesh) or not calls.is_compared():
         return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
     named = settings()
     device = next((x.device for x in named.values() if isinstance(x, Tensor)), torch.device("cpu"))
     device = _device(mesh, device)
     digests = torch.stack([_digest(x, device) for x in named.values()])
-    table = gathered(mesh, digests[None]).tolist()
+    table = gathered(mesh, digests[None], calls.ledger).tolist()
     problems = []
     for column, name in enumerate(named):
         ranks_of: dict[int, list[int]] = {}
@@ -66,21 +70,39 @@ def check(mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]]) -
         )
 
 
-def gathered(mesh: Mesh, x: Tensor) -> Tensor:
-    """``[n, ...]`` of every rank, in rank order: ``[size * n, ...]``."""
-    device = x.device
+def of_call(cp: Any, name: str, tensors: Sequence[Tensor | None], **settings: Any) -> None:
+    """``check`` for a call of a ``ContextParallel``: its settings, and its tensors' shapes and dtypes."""
+
+    def named() -> dict[str, Any]:
+        gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        return {
+            "call": name,
+            "shapes": [None if x is None else (*x.shape, x.dtype) for x in tensors],
+            "gradients": gradients,
+            "provider": cp.provider.name,
+            "layout": cp.layout.name,
+            **settings,
+        }
+
+    check(cp.mesh, cp._calls, named)
+
+
+def gathered(mesh: Mesh, x: Tensor, ledger: Ledger | None = None) -> Tensor:
+    """``[n, ...]`` of every rank, in rank order: ``[size * n, ...]``; recorded in a ledger of its own."""
+    device, usual = x.device, mesh.ledger
     parts = [x.to(_device(mesh, device))]
-    with mesh.ledger.phase("agreement"):
+    mesh.ledger = Ledger() if ledger is None else ledger
+    try:
         for axis in reversed(mesh.axes):  # fastest axis first: the order of the flat index
             parts = list(mesh.all_gather(axis, parts).wait())
+    finally:
+        mesh.ledger = usual
     return parts[0].to(device)
 
 
 def _device(mesh: Mesh, device: torch.device) -> torch.device:
     """Where a small message can travel from."""
     if device.type == "cpu" and isinstance(mesh, GroupMesh):
-        from cp_plugin.comm import device_of
-
         group = next((group for group in mesh.groups.values() if group is not None), None)
         return torch.device("cpu") if group is None else torch.device(device_of(group))
     return device

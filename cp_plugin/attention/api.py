@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.attention import linear, softmax
+from cp_plugin.attention import agreement, autocast, linear, softmax
 from cp_plugin.attention.inputs import check_sink, mask_of, problem_of, typical_call
 from cp_plugin.attention.linear_calls import LinearAttention
 from cp_plugin.attention.recompute import to_be_repeated
@@ -75,6 +75,7 @@ class ContextParallel(LinearAttention):
                 mesh with other axes.
         """
         self._open: Callable[[Problem], None] | None = None
+        self._calls = agreement.Calls()
         if isinstance(provider, providers.Resolved):
             if options or problem not in (None, provider.problem):
                 raise ValueError("a Resolved already has options and a problem: pass neither")
@@ -156,6 +157,7 @@ class ContextParallel(LinearAttention):
             self.options = chosen
 
     @eager
+    @autocast.cast("q", "k", "v")
     def attention(
         self,
         q: Tensor,
@@ -187,15 +189,18 @@ class ContextParallel(LinearAttention):
                 records new ones where gradients are wanted. None: current scaling, without memory.
 
         Returns:
-            ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v and sink, the last as this rank's share of a sum
-            over all ranks. Partial results are accumulated in float32.
+            ``[s, b, h, e]`` in q's dtype, under autocast in its; gradients flow to q, k, v and sink, the last as this
+            rank's share of a sum over all ranks. Partial results are accumulated in float32.
 
         Raises:
-            ValueError: for shapes, dtypes or devices that do not fit, or a problem the provider does not support.
+            ValueError: for shapes, dtypes or devices that do not fit, a problem the provider does not support, or
+                (compared in the first calls, and rarely after) ranks with other settings.
         """
         if scaling is not None and not (torch.is_grad_enabled() or to_be_repeated()):
             scaling = scaling.reader()
         documents = () if cu_seqlens is None else document_bounds(cu_seqlens, q.size(0) * self.size)
+        settings = {"causal": causal, "window": window, "documents": documents, "tree": tree, "scale": scale}
+        agreement.of_call(self, "attention", (q, k, v, sink), **settings)
         tensors = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sink))
         asked = (tensors, causal, window, documents, tree, scale, scaling, self.options)
 

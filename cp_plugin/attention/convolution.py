@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_plugin.attention import agreement, autocast
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Mesh
 from cp_plugin.common.eager import eager
@@ -27,6 +28,7 @@ from cp_plugin.methods.registry import names
 
 
 @eager
+@autocast.cast("x", "weight", "bias")
 def short_convolution(
     cp: ContextParallel,
     x: Tensor,
@@ -62,6 +64,7 @@ def short_convolution(
         raise ValueError(f"x, weight and bias have the shapes {shapes}: they must be [s, b, c], [c, w] and [c]")
     tokens, width = x.size(0) * cp.size, weight.size(1)
     documents = () if cu_seqlens is None else document_bounds(cu_seqlens, tokens)
+    agreement.of_call(cp, "short_convolution", (x, weight, bias), documents=documents)
     plan = _planned(cp.layout, cp.numbers, cp.index, tokens, width, documents, x.device)
     return _Convolution.apply(x, weight, bias, plan, cp.mesh)
 

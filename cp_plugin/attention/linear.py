@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cp_plugin.attention import autocast
 from cp_plugin.attention.recompute import once
 from cp_plugin.comm import Mesh
 from cp_plugin.common.first_order import first_order
@@ -324,6 +325,6 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         saved, n = ctx.saved_tensors, len(Tokens._fields)  # read once: a checkpoint unpacks tensors a single time
         x, kept = Tokens(*saved[:n]), saved[n:]
-        with ctx.mesh.ledger.phase("backward"):
+        with ctx.mesh.ledger.phase("backward"), autocast.off(dout.device.type):
             grads = iter(ctx.scan.backward(dout.to(accumulation_dtype(x.q.dtype)), x, kept))
         return None, None, *(None if y is None else next(grads).to(y.dtype) for y in x[:-1]), None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cp_plugin.attention import linear
+from cp_plugin.attention import agreement, autocast, linear
 from cp_plugin.attention.tokens import Sharding
 from cp_plugin.common.eager import eager
 from cp_plugin.common.recent import Recent
@@ -41,6 +42,7 @@ class LinearAttention(Sharding):
         """ValueError for a provider of another kind."""
 
     @eager
+    @autocast.cast("q", "k", "v")
     def linear_attention(
         self,
         q: Tensor,
@@ -75,7 +77,8 @@ class LinearAttention(Sharding):
                 the provider does not support.
         """
         self._is_for("linear")
-        problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, documents=cu_seqlens is not None)
+        packed = cu_seqlens is not None
+        problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, documents=packed, scale=scale)
         scan, parts = self.scan(problem, q.device)
         documents = self._documents(problem.seq_length, cu_seqlens, q.device)
         return linear.attend(q * scale, k, v, log_decay, beta, scan, parts, self.mesh, documents)
@@ -170,17 +173,10 @@ class LinearAttention(Sharding):
             return None
         return linear.documents_of(self.positions(seq_length, device), cu_seqlens, bounds)
 
-    def _linear_problem(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        beta: Tensor | None,
-        *,
-        causal: bool,
-        documents: bool,
-    ) -> Problem:
+    def _linear_problem(self, *tensors: Any, causal: bool, documents: bool, scale: float = 1.0) -> Problem:
+        """tensors: q, k, v, log_decay and beta."""
+        agreement.of_call(self, "linear_attention", tensors, causal=causal, documents=documents, scale=scale)
+        q, k, v, log_decay, beta = tensors
         problem = self.problem(q, k, v, causal=causal)
         decay, delta = linear.decay_of(log_decay, k), linear.is_delta(beta, k)
         return replace(problem, decay=decay, delta=delta, documents=documents)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.attention import sinks
+from cp_plugin.attention import autocast, sinks
 from cp_plugin.attention.recompute import once
 from cp_plugin.comm import Mesh, Pending
 from cp_plugin.common.first_order import first_order
@@ -66,7 +66,7 @@ class Attention(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
-        with ctx.mesh.ledger.phase("backward"):
+        with ctx.mesh.ledger.phase("backward"), autocast.off(dout.device.type):
             bringing = Pending.done(Queries(dout))  # dout goes where q went
             for move in ctx.moves:
                 bringing = move.bring_q(bringing)

@@ -1,0 +1,55 @@
+"""Autocast, by the rule of torch's own attention and convolutions: their arguments are cast to its dtype.
+
+A model with float32 weights then has q and k in float32 (from RoPE) and v in bfloat16; all become bfloat16. What the
+plugin computes in float32 inside, such as sums and states, stays so: autocast is off there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cast(*names: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Decorate a call: under autocast these of its arguments are cast, except float64, as torch does.
+
+    names: of tensors; the first tells the device.
+    """
+
+    def decorated(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        places = {name: place for place, name in enumerate(inspect.signature(call).parameters) if name in names}
+
+        @wraps(call)
+        def with_cast(*args: Any, **named: Any) -> Tensor:
+            first = named[names[0]] if names[0] in named else args[places[names[0]]]
+            kind = first.device.type
+            if not is_on(kind):
+                return call(*args, **named)
+            dtype = torch.get_autocast_dtype(kind)
+            positional = [_cast(x, dtype) if place in places.values() else x for place, x in enumerate(args)]
+            with off(kind):
+                return call(*positional, **{key: _cast(x, dtype) if key in names else x for key, x in named.items()})
+
+        return with_cast
+
+    return decorated
+
+
+def off(kind: str) -> AbstractContextManager[Any]:
+    """Inside the ``with`` block nothing is cast on such a device, also in a backward that is called under autocast."""
+    return torch.autocast(kind, enabled=False) if is_on(kind) else nullcontext()
+
+
+def is_on(kind: str) -> bool:
+    """Whether arguments on such a device are cast; the meta device has no autocast."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x

@@ -1,0 +1,92 @@
+"""Ranks that make different calls are told so.
+
+Kind: nobody asks whether all ranks do the same. Another mask, scale or length on one rank raised nothing, or ended in a
+message of the wrong size; training went on with a plausible loss. Public report: AutoModel 3359 (ranks of a
+context-parallel group with other rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from nightly import each_value
+
+from cp_plugin import ContextParallel, Tree
+from cp_plugin.attention.agreement import EVERY, FIRST, Calls
+from cp_plugin.attention.convolution import short_convolution
+from cp_plugin.comm import Mesh, run_threads
+
+LENGTH = 32
+
+
+def softmax(cp: ContextParallel, *, tokens: int = LENGTH, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+    q = torch.ones(tokens // cp.size, 1, 4, 8, dtype=dtype)
+    cp.attention(q, q, q, **settings)
+
+
+def linear(cp: ContextParallel, **settings: Any) -> None:
+    q = torch.ones(LENGTH // cp.size, 1, 4, 8)
+    cp.linear_attention(q, q, q, **settings)
+
+
+def convolution(cp: ContextParallel, *, width: int = 4, **settings: Any) -> None:
+    short_convolution(cp, torch.ones(LENGTH // cp.size, 1, 3), torch.ones(3, width), **settings)
+
+
+CALLS: Mapping[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] = {
+    "causal": (softmax, {}, {"causal": False}),
+    "window": (softmax, {"window": (8, 0)}, {"window": (4, 0)}),
+    "scale": (softmax, {}, {"scale": 0.5}),
+    "documents": (softmax, {"cu_seqlens": torch.tensor([0, 8, 32])}, {"cu_seqlens": torch.tensor([0, 12, 32])}),
+    "tree": (softmax, {"tree": Tree((8, 12, 12), (-1, 0, 0))}, {"tree": Tree((12, 8, 12), (-1, 0, 0))}),
+    "shapes": (softmax, {}, {"tokens": 48}),
+    "shapes, by dtype": (softmax, {}, {"dtype": torch.float64}),
+    "causal, linear": (linear, {}, {"causal": False}),
+    "scale, linear": (linear, {}, {"scale": 0.5}),
+    "shapes, convolution": (convolution, {}, {"width": 3}),
+}
+
+
+@each_value
+@pytest.mark.parametrize("other", [0, 2])
+@pytest.mark.parametrize("when", [1, FIRST, EVERY])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_with_other_settings_is_named(name: str, when: int, other: int) -> None:
+    call, usual, different = CALLS[name]
+
+    def rank(mesh: Mesh) -> str:
+        cp = ContextParallel("ring" if call is softmax else "lasp2", mesh=mesh)
+        cp._calls.number = when - 1
+        with pytest.raises(ValueError, match="ranks make different calls") as raised:
+            call(cp, **(different if mesh.index == other else usual))
+        return str(raised.value)
+
+    rest = {0: "ranks 1-3", 2: "ranks 0, 1, 3"}[other]
+    for text in run_threads(rank, {"cp": 4}):
+        assert f"{name.split(',')[0]} ({rest} and rank {other} disagree)" in text, text
+
+
+@pytest.mark.parametrize("call", [softmax, linear, convolution])
+def test_calls_that_agree_are_compared_in_the_first_calls_and_rarely_after(call: Callable[..., None]) -> None:
+    def rank(mesh: Mesh) -> list[int]:
+        cp = ContextParallel("ring" if call is softmax else "lasp2", mesh=mesh)
+        sent = []
+        for number in range(FIRST + 3):
+            if number == FIRST + 2:
+                cp._calls.number = EVERY - 1
+            before = cp._calls.ledger.bytes()
+            call(cp)
+            sent.append(cp._calls.ledger.bytes() - before)
+        return sent
+
+    for sent in run_threads(rank, {"cp": 4}):
+        assert all(0 < n <= 3 * 8 * 16 for n in (*sent[:FIRST], sent[-1])), sent
+        assert sent[FIRST:-1] == [0, 0]
+
+
+def test_one_rank_has_nobody_to_ask() -> None:
+    softmax(ContextParallel("ring"))
+    assert Calls().is_compared()

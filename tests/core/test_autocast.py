@@ -1,0 +1,91 @@
+"""Autocast follows the rule of torch's own attention: all but float64 is cast to its dtype.
+
+Kind: torch functions have autocast rules, and a function of our own has none. Plain torch ignored autocast, and
+``Trainer(bf16=True)`` failed, since RoPE leaves q and k in float32 beside v in bfloat16.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nightly import each_value
+from torch import Tensor
+from torch.nn.functional import conv1d, normalize, pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from cp_plugin import ContextParallel
+from cp_plugin.attention.convolution import short_convolution
+from cp_plugin.comm import Mesh, run_threads
+
+
+def inputs(*dtypes: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = [torch.randn(32, 1, 4, 8, generator=generator).to(dtype) for dtype in dtypes]
+    return [x[0], normalize(x[1], dim=-1), x[2]]
+
+
+MIXTURES = {
+    "float32": (torch.float32,) * 3,
+    "RoPE in float32": (torch.float32, torch.float32, torch.bfloat16),
+    "bfloat16": (torch.bfloat16,) * 3,
+    "float64": (torch.float64,) * 3,
+}
+
+
+@each_value
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("kind", ["softmax", "linear", "delta"])
+def test_the_result_is_that_of_tensors_cast_by_torch(kind: str, mixture: str, dtype: torch.dtype) -> None:
+    """Bit by bit that of arguments cast by hand, outputs and gradients; its dtype is that of torch's own attention."""
+    whole = inputs(*MIXTURES[mixture])
+    with torch.autocast("cpu", dtype):
+        want = scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in whole)).dtype
+
+    def rank(mesh: Mesh) -> None:
+        cp = ContextParallel("ring" if kind == "softmax" else "lasp2", mesh=mesh)
+        beta = torch.full((32 // cp.size, 1, 4), 0.5) if kind == "delta" else None
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return cp.attention(q, k, v) if kind == "softmax" else cp.linear_attention(q, k, v, beta=beta)
+
+        under = [cp.shard(x).requires_grad_() for x in whole]
+        by_hand = [x.detach().to(want).requires_grad_() for x in under]
+        with torch.autocast("cpu", dtype):
+            got = call(*under)
+            got.float().square().sum().backward()  # called under autocast, as some users do
+        expected = call(*by_hand)
+        expected.float().square().sum().backward()
+        assert got.dtype == expected.dtype == want
+        assert torch.equal(got, expected)
+        for a, b in zip(under, by_hand, strict=True):
+            assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad.to(a.dtype))
+
+    run_threads(rank, {"cp": 2})
+
+
+def test_a_convolution() -> None:
+    x, weight, bias = torch.randn(32, 1, 6), torch.randn(6, 4), torch.randn(6)
+    cp = ContextParallel("lasp2")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = short_convolution(cp, x, weight, bias)
+        want = conv1d(pad(x.permute(1, 2, 0), (3, 0)), weight[:, None], bias, groups=6).permute(2, 0, 1)
+    assert got.dtype == want.dtype == torch.bfloat16 and (got - want).abs().max() < 0.1
+
+
+def test_recomputation() -> None:
+    """Autocast is restored when a checkpoint is computed again."""
+    cp = ContextParallel("ring")
+    gradients = []
+    for wrap in (lambda f, *x: f(*x), lambda f, *x: checkpoint(f, *x, use_reentrant=False)):
+        x = [y.requires_grad_() for y in inputs(*MIXTURES["RoPE in float32"])]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = wrap(cp.attention, *x)
+        out.float().square().sum().backward()
+        gradients.append([y.grad for y in x])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_without_autocast_dtypes_must_agree() -> None:
+    with pytest.raises(ValueError, match="must share dtype"):
+        ContextParallel("ring").attention(*inputs(*MIXTURES["RoPE in float32"]))
