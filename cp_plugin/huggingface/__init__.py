@@ -11,5 +11,6 @@ prefixes. Needs transformers 5: pip install 'cp-plugin[huggingface]'.
 
 from cp_plugin.huggingface.apply import apply, undo
 from cp_plugin.huggingface.batch import IGNORED, shard, shard_tree
+from cp_plugin.huggingface.trainer import Collator
 
-__all__ = ["IGNORED", "apply", "shard", "shard_tree", "undo"]
+__all__ = ["IGNORED", "Collator", "apply", "shard", "shard_tree", "undo"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from cp_plugin.attention.agreement import gathered
+from cp_plugin.attention.agreement import Calls, gathered
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.common.text import ranks_named
 from cp_plugin.huggingface import layers
@@ -17,7 +17,7 @@ from cp_plugin.huggingface.batch import shard
 from cp_plugin.huggingface.comparison import require_same_attention
 from cp_plugin.huggingface.loss import require_next_token_loss
 from cp_plugin.huggingface.model import Forward, refuse_router_losses
-from cp_plugin.huggingface.structure import TOKENS, allowed, output, require_local, require_no_mixing, tokens
+from cp_plugin.huggingface.structure import TOKENS, allowed, output, require_local, require_no_mixing, tokens, unchanged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,6 +72,7 @@ def apply(
         division.linear = layers.needed(model, cp, linear)
         if want is not None:
             _examine(model, division, whole, want)
+            forward.calls = Calls()  # the first ones of training are compared
     except BaseException:
         _restore(model, forward)
         raise
@@ -142,9 +143,5 @@ def _whole(model: PreTrainedModel, cp: ContextParallel) -> Tensor:
 
 
 def _evaluated(model: PreTrainedModel, **batch: Tensor) -> Tensor:
-    training = model.training
-    try:
-        with torch.no_grad():
-            return output(model.eval(), **batch)
-    finally:
-        model.train(training)
+    with unchanged(model):
+        return output(model.eval(), **batch)

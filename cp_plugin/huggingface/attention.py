@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.core.tree import Tree
-from cp_plugin.huggingface.masks import Reader, Sight
+from cp_plugin.huggingface.masks import Reader, Sight, unreadable
 from cp_plugin.placement.documents import DOCUMENTS
 
 
@@ -66,15 +66,16 @@ class Division:
         """An entry of AttentionMaskInterface."""
         if self.probe is not None:
             return self.probe.mask(**arguments)
-        refuse(bool(arguments.get("use_vmap")), "a mask function of the model's own")
         refuse(
             arguments["kv_length"] * self.cp.size != self.call.seq_length,
             f"a mask over {arguments['kv_length']} tokens in a shard of {self.call.seq_length // self.cp.size}",
         )
+        if arguments.get("use_vmap"):
+            return unreadable("a mask function of the model's own")
         try:
             sight = self._masks.read(arguments["mask_function"], self.call.seq_length)
         except ValueError as problem:
-            refuse(True, str(problem))
+            return unreadable(str(problem))
         return Sight(sight.left, sight.right, self.call.documents).as_tensor()
 
     def attention(
@@ -122,9 +123,11 @@ class Division:
 
     @staticmethod
     def sight(mask: Tensor) -> Sight:
-        sight = Sight.from_tensor(mask)
-        if sight is None:
-            refuse(True, "a mask of your own")
+        try:
+            sight = Sight.from_tensor(mask)
+        except ValueError as problem:
+            refuse(True, str(problem))
+        refuse(sight is None, "a mask of your own")
         assert sight is not None
         return sight
 

@@ -29,17 +29,18 @@ class Both:
 
     def __init__(self, division: Division, model: PreTrainedModel) -> None:
         self.division, self.model, self.readers, self.layers = division, model, Reader(), 0
-        self.sights: dict[int, tuple[Tensor, Sight]] = {}
+        self.sights: dict[int, tuple[Tensor, Sight | str]] = {}
 
     def mask(self, **arguments: Any) -> Tensor | None:
         """The mask of the model's own attention."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        refuse(bool(arguments.get("use_vmap")), "a mask function of the model's own")
-        try:
-            sight = self.readers.read(arguments["mask_function"], arguments["kv_length"])
-        except ValueError as problem:
-            refuse(True, str(problem))
+        sight: Sight | str = "a mask function of the model's own"
+        if not arguments.get("use_vmap"):
+            try:
+                sight = self.readers.read(arguments["mask_function"], arguments["kv_length"])
+            except ValueError as problem:
+                sight = str(problem)
         expanded = ALL_MASK_ATTENTION_FUNCTIONS[self.division.before](
             **arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         )
@@ -67,6 +68,7 @@ class Both:
         want = own(module, q, k, v, mask_of_q, **options)[0]
         if mask is not None and id(mask) in self.sights:
             sight = self.sights[id(mask)][1]
+            refuse(isinstance(sight, str), str(sight))
         else:
             refuse(mask is not None, "a mask of your own")
             causal = getattr(module, "is_causal", True) if options["is_causal"] is None else options["is_causal"]

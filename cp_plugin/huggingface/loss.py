@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from cp_plugin.attention.agreement import gathered
 from cp_plugin.huggingface.attention import Call, Division
 from cp_plugin.huggingface.batch import IGNORED, shard
-from cp_plugin.huggingface.structure import TOKENS, Alone, not_next_token, probing, tokens
+from cp_plugin.huggingface.structure import TOKENS, Alone, not_next_token, probing, tokens, unchanged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,12 +40,8 @@ def require_next_token_loss(model: PreTrainedModel, division: Division) -> None:
             _alone(model, ids, labels, count)
     batch = shard(division.cp, ids, labels)
     for items in (count, 2 * count, None):
-        with torch.no_grad():
-            modes = model.training
-            try:
-                result = model.eval()(**batch | {"num_items_in_batch": items}, use_cache=False)
-            finally:
-                model.train(modes)
+        with unchanged(model):
+            result = model.eval()(**batch | {"num_items_in_batch": items}, use_cache=False)
         losses = gathered(division.cp.mesh, result.loss.detach().double().view(1))
         cp = division.on((0, size))
         logits = cp.unshard(result.logits, 1)

@@ -20,6 +20,7 @@ from cp_plugin.core.mask import Window
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _SIGN = 0x6D61736B
 """First number of a tensor that stands for a mask."""
+_UNREADABLE = _SIGN + 1
 _ROWS = 256
 """Queries at which a mask function is read where a length is new."""
 
@@ -52,13 +53,25 @@ class Sight:
 
     @classmethod
     def from_tensor(cls, mask: Tensor) -> Sight | None:
-        """The inverse; None for any other tensor."""
+        """The inverse; None for any other tensor.
+
+        Raises:
+            ValueError: for one that stands for a mask which is not a window.
+        """
         if mask.dtype != torch.int64 or mask.shape[:-1] != (1, 1, 1) or mask.numel() < 3:
             return None
         sign, left, right, *documents = mask.flatten().tolist()
+        if sign == _UNREADABLE:
+            raise ValueError(bytes(documents).decode())
         if sign != _SIGN:
             return None
         return cls(None if left == -1 else left, None if right == -1 else right, tuple(documents))
+
+
+def unreadable(reason: str) -> Tensor:
+    """Stands for a mask that is not a window. Only a layer that is given it need mind: some models make masks for
+    kinds of layers that they do not have."""
+    return torch.tensor([_UNREADABLE, 0, 0, *reason.encode()]).view(1, 1, 1, -1)
 
 
 class Reader:

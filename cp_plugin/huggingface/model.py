@@ -80,15 +80,14 @@ class Forward:
         name, config, parameters = type(self.model).__name__, self.model.config, self._parameters()
         positions, tree = named.get("position_ids"), named.get("tree")
         cached = any(named.get(cache) is not None for cache in ("past_key_values", "cache", "cache_params"))
-        if positions is None and (cached or named.get("inputs_embeds") is not None):
-            raise ValueError(
-                "position_ids are missing: give those of this rank's tokens. Prompt tuning and other methods that add "
-                "virtual tokens would add them to every shard: use LoRA, or undo the division"
-            )
         if positions is None or not self._are_here(positions, named, tree):
+            virtual = (
+                ". Prompt tuning and other methods that add virtual tokens would add them to every shard: use LoRA, or "
+                "huggingface.undo(model)"
+            )
             raise ValueError(
                 "position_ids must be those of this rank's tokens: call model(**huggingface.shard(cp, ...)), and pass "
-                "positions of packed documents to shard"
+                "positions of packed documents to shard" + virtual * (cached or named.get("inputs_embeds") is not None)
             )
         refuse(cached, "a cache of keys and values: training only, with use_cache=False")
         if named.get("labels") is not None and named.get("shift_labels") is None:

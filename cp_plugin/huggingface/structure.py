@@ -163,18 +163,27 @@ def _differ(error: float, positions: Tensor, model: PreTrainedModel) -> str:
 
 @contextmanager
 def probing(model: PreTrainedModel, division: Division, probe: Any) -> Iterator[None]:
-    """Attention is ``probe`` in the ``with`` block; buffers and modes are as before afterwards."""
+    """Attention is ``probe`` in the ``with`` block; the model is as before afterwards."""
+    division.probe = probe
+    try:
+        with unchanged(model):
+            yield
+    finally:
+        division.probe = None
+
+
+@contextmanager
+def unchanged(model: PreTrainedModel) -> Iterator[None]:
+    """No gradients in the ``with`` block; buffers, modes and what rotary embeddings keep are as before afterwards."""
     modes = {layer: layer.training for layer in model.modules()}
     buffers = [
         (layer, name, x, x.clone()) for layer in model.modules() for name, x in layer._buffers.items() if x is not None
     ]
     states = [(layer, dict(vars(layer))) for layer in model.modules() if not any(True for _ in layer.parameters())]
-    division.probe = probe
     try:
         with torch.no_grad():
             yield
     finally:
-        division.probe = None
         for layer, state in states:
             for name in vars(layer).keys() - state.keys():
                 delattr(layer, name)

@@ -1,0 +1,212 @@
+"""Batches: all ranks hold parts of the same one, and packs of documents are those of one rank.
+
+Kinds: agreement of ranks is never asked (the stock ``Trainer`` gives each rank rows of its own; AutoModel 3359); packed
+documents known by ``cu_seq_lens_q`` or by positions that restart, which were refused (LlamaFactory 10787).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nightly import each_value
+from tiny import CONVOLUTION, DELTA_NET, EXPERTS, differs, model_of, needs_transformers, tokens, transformers
+
+from cp_plugin import ContextParallel, huggingface
+from cp_plugin.testing.launch import RankError, run_ranks
+
+LENGTHS = (20, 1, 27, 16)
+
+
+def packed() -> dict[str, torch.Tensor]:
+    """One row of four documents, as ``DataCollatorWithFlattening`` makes it."""
+    ids = tokens(64, 1)
+    labels = ids.clone()
+    starts = torch.tensor(LENGTHS).cumsum(0)[:-1]
+    labels[0, [0, *starts.tolist()]] = -100
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def bounds() -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+
+
+PACKS: dict[str, dict[str, Any]] = {
+    "by position_ids": packed(),
+    "by cu_seq_lens_q": {key: x for key, x in packed().items() if key != "position_ids"} | {"cu_seq_lens_q": bounds()},
+    "as a collator says it": packed()
+    | {"cu_seq_lens_q": bounds(), "cu_seq_lens_k": bounds(), "max_length_q": 27, "max_length_k": 27},
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Gemma 3": ("gemma3_text", {"sliding_window": 9}),
+    "dynamic NTK": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 16},
+    ),
+}
+PLACES = {
+    "ring": {},
+    "striped": {},
+    "attention2d": {},
+    "ulysses": {},
+    "all_gather": {},
+    "burst": {},
+    "needed": {"layout": "documents"},
+    "ring ": {"layout": "documents"},
+}
+
+
+@needs_transformers
+@each_value
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("name", MODELS)
+def test_packs_are_those_of_one_rank(name: str, pack: str, place: str) -> None:
+    kind, more = MODELS[name]
+    ranks = 2 if place == "ulysses" else 4
+    assert differs(model_of(kind, **more), place.strip(), ranks, packed(), PACKS[pack], **PLACES[place]) <= 2e-5
+
+
+def documents_alone(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean loss of the documents one by one: transformers' linear layers know no documents on a CPU, and gpt-oss
+    makes its mask without positions."""
+    losses, start = [], 0
+    for length in LENGTHS:
+        ids, labels = (batch[key][:, start : start + length] for key in ("input_ids", "labels"))
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        losses.append(torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="none"))
+        start += length
+    return torch.cat(losses).mean()
+
+
+@needs_transformers
+@each_value
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "documents"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", "gpt_oss"])
+def test_packs_are_their_documents_alone(kind: str, layout: str, pack: str) -> None:
+    """States and convolutions begin anew in each document; or the model, in a transformers that does not pass on the
+    bounds, is refused."""
+    more: dict[str, dict[str, Any]] = {
+        "qwen3_next": {**DELTA_NET, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+        "lfm2": CONVOLUTION,
+        "gpt_oss": {**EXPERTS, "num_local_experts": 4, "sliding_window": 7},
+    }
+    model = model_of(kind, **more[kind])
+    loss = documents_alone(model, packed())
+    want = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
+
+    def rank() -> float:
+        cp = ContextParallel("needed", group=dist.group.WORLD, layout=layout)
+        huggingface.apply(model, cp)
+        model.zero_grad()
+        mine = model(**huggingface.shard(cp, **PACKS[pack])).loss
+        mine.backward()
+        worst, floor = 0.0, 1e-3 * max(float(x.norm()) for x in want)
+        for p, gradient in zip(model.parameters(), want, strict=True):
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+            worst = max(worst, float((p.grad - gradient).norm() / gradient.norm().clamp_min(floor)))
+        return worst
+
+    try:
+        assert max(run_ranks(rank, 4, init_process_group=True)) <= 1e-4
+    except RankError as error:
+        assert "does not pass `cu_seq_lens_q` on to its linear layers" in str(error), error
+        assert tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 10)
+
+
+def test_packs_that_do_not_fit_are_refused() -> None:
+    cp, batch = ContextParallel("ring"), packed()
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        (
+            "position_ids begin documents at 0, 20, 21, 48, cu_seq_lens_q at 0, 8",
+            {"cu_seq_lens_q": torch.tensor([0, 8, 64])},
+        ),
+        ("must increase from 0 to the 64 tokens", {"cu_seq_lens_q": torch.tensor([0, 20, 48])}),
+        ("cu_seq_lens_k must be the bounds", {"cu_seq_lens_q": bounds(), "cu_seq_lens_k": torch.tensor([0, 64])}),
+        ("position_ids must be those of the whole sequence", {"position_ids": batch["position_ids"][:, :32]}),
+        ("cannot do this: padding", {"attention_mask": torch.arange(64)[None] < 60}),
+    ]
+    for message, more in wrong:
+        with pytest.raises(ValueError, match=message):
+            huggingface.shard(cp, **batch | more)
+    two = {key: x.repeat(2, 1) for key, x in batch.items()}
+    two["position_ids"][1] = torch.arange(64)
+    with pytest.raises(ValueError, match="documents that begin at other tokens in each row"):
+        huggingface.shard(cp, **two)
+
+
+@needs_transformers
+def test_bounds_added_to_a_call_are_followed() -> None:
+    """Passed to the model, beside positions of the whole sequence: rotary angles are relative."""
+    model = model_of("llama")
+    one = {key: x for key, x in packed().items()}
+
+    def rank() -> float:
+        from tiny import difference, summed, train
+
+        want = train(model, one)
+        cp = ContextParallel("ring", group=dist.group.WORLD)
+        huggingface.apply(model, cp)
+        batch = huggingface.shard(cp, one["input_ids"], one["labels"])
+        more = {"cu_seq_lens_q": bounds(), "cu_seq_lens_k": bounds(), "max_length_q": 27, "max_length_k": 27}
+        return difference(summed(train(model, batch | more)), want)
+
+    assert max(run_ranks(rank, 2, init_process_group=True)) <= 2e-5
+
+
+DISAGREEMENTS: dict[str, str] = {
+    "other rows": "input_ids",
+    "other labels": "labels",
+    "another length": "shape of position_ids",
+    "other documents": "documents",
+    "evaluation on one rank": "model.training",
+    "a setting of the config": "config",
+    "a count of labels": "num_items_in_batch",
+    "a wrong call": "a call that is refused",
+}
+
+
+@needs_transformers
+@each_value
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree_are_named(what: str, number: int) -> None:
+    model = model_of("llama")
+
+    def rank() -> str:
+        me = dist.get_rank()
+        cp = ContextParallel("ring", group=dist.group.WORLD)
+        huggingface.apply(model, cp)
+        batch = huggingface.shard(cp, tokens())
+        for _ in range(number):
+            model(**batch)
+        if me == 1:
+            if what == "other rows":
+                batch = huggingface.shard(cp, tokens().flip(0))
+            elif what == "other labels":
+                batch = huggingface.shard(cp, tokens(), tokens().flip(0))
+            elif what == "another length":
+                batch = huggingface.shard(cp, tokens(128))
+            elif what == "evaluation on one rank":
+                model.eval()
+            elif what == "a setting of the config":
+                model.config.attention_dropout = 0.5
+            elif what == "a count of labels":
+                batch["num_items_in_batch"] = torch.tensor(7)
+            elif what == "a wrong call":
+                del batch["position_ids"]
+        if what == "other documents":
+            batch["cu_seq_lens_q"] = torch.tensor([0, 20 + 4 * me, 64])
+        with pytest.raises(ValueError) as raised:
+            model(**batch)
+        return str(raised.value)
+
+    texts = run_ranks(rank, 2, init_process_group=True)
+    assert f"{DISAGREEMENTS[what]} (rank 0 and rank 1 disagree)" in texts[0], texts[0]
+    assert "disagree" in texts[1] or what == "a wrong call"
