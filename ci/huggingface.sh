@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . ci/beside.sh huggingface
 if outdated pyproject.toml ci/constraints.txt; then
-  install -c ci/constraints.txt -r <(extras huggingface tokenizers sft)
+  install -c ci/constraints.txt -r <(extras huggingface tokenizers sft) accelerate peft
 fi
 [ $# -gt 0 ] || set -- tests/huggingface tests/test_dataset_tokenizers.py tests/megatron/test_sft.py
 run_tests "$@"

@@ -43,7 +43,7 @@ LISTED = {
         "megatron/models/loading.py",
     ),
     "nemo": ("nemo/*.py",),
-    "transformers": ("huggingface.py",),
+    "transformers": ("huggingface/*.py",),
 }
 """Files whose messages state cause and fix themselves; the page only lists them."""
 _WRITTEN = {

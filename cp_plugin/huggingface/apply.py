@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from cp_plugin.attention.agreement import Calls, gathered
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import ConnectError, MessageError
 from cp_plugin.common.text import ranks_named
 from cp_plugin.huggingface import layers
 from cp_plugin.huggingface.attention import Division, refuse
@@ -56,7 +59,8 @@ def apply(
     config = model.config
     name, before = f"cp_plugin_{next(_numbers)}", config._attn_implementation
     whole = _whole(model, cp)
-    want = _evaluated(model, input_ids=whole) if check else None
+    with _named(model):
+        want = _evaluated(model, input_ids=whole) if check else None
     division = Division(cp, name, before)
     AttentionInterface.register(name, division.attention)
     AttentionMaskInterface.register(name, lambda **arguments: division.mask(**arguments))
@@ -67,12 +71,13 @@ def apply(
             raise ValueError(
                 f"{type(model).__name__} does not take its attention from transformers' AttentionInterface"
             )
-        if check:
-            require_no_mixing(model, division)
-        division.linear = layers.needed(model, cp, linear)
-        if want is not None:
-            _examine(model, division, whole, want)
-            forward.calls = Calls()  # the first ones of training are compared
+        with _named(model):
+            if check:
+                require_no_mixing(model, division)
+            division.linear = layers.needed(model, cp, linear)
+            if want is not None:
+                _examine(model, division, whole, want)
+                forward.calls = Calls()  # the first ones of training are compared
     except BaseException:
         _restore(model, forward)
         raise
@@ -135,6 +140,20 @@ def _examine(model: PreTrainedModel, division: Division, whole: Tensor, want: Te
             f"{name} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed {limit:g}): "
             "something in it mixes tokens by other means than attention"
         )
+
+
+@contextmanager
+def _named(model: PreTrainedModel) -> Iterator[None]:
+    """Errors of a model that cannot be run as it is examined name it; those of memory and of messages stay theirs."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MessageError, ConnectError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be examined, and so not divided: on a few tokens, with other attention, it "
+            f"ends in {type(error).__name__}: {error}"
+        ) from error
 
 
 def _whole(model: PreTrainedModel, cp: ContextParallel) -> Tensor:

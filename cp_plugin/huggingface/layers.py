@@ -246,7 +246,8 @@ def _linear(division: Division, bounds: tuple[int, ...]) -> ContextParallel:
 
 
 def _bounds(division: Division, tokens: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-    return () if cu_seqlens is None else document_bounds(cu_seqlens, tokens * division.cp.size)
+    """Of the documents. Old versions of transformers do not pass them on; ``Forward.after`` then allows one only."""
+    return division.call.documents if cu_seqlens is None else document_bounds(cu_seqlens, tokens * division.cp.size)
 
 
 def _normal(x: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ class Forward:
         name, ignored = type(self.model).__name__, self.division.ignored
         if named.get("tree") is not None and "tree" in ignored:
             raise ValueError(f"{name} does not pass `tree` on to its attention: it cannot train on one")
-        if self.division.call.documents and "cu_seq_lens_q" in ignored:
+        if len(self.division.call.documents) > 2 and "cu_seq_lens_q" in ignored:
             raise ValueError(
                 f"{name} does not pass `cu_seq_lens_q` on to its linear layers: it cannot train on documents"
             )

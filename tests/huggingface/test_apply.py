@@ -236,7 +236,7 @@ def test_wrong_input_is_refused_and_undoing_it_generates(dtype: torch.dtype) -> 
     [
         (
             "BambaConfig",
-            {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32},
+            {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
             "mixes tokens by other means",
         ),
         ("Gemma2Config", {}, "cannot do this: softcap"),

@@ -56,7 +56,7 @@ def test_other_masks_are_refused(function: Callable[..., torch.Tensor], message:
 def test_another_tensor_is_no_window() -> None:
     assert Sight.from_tensor(torch.zeros(1, 1, 1, 8, dtype=torch.int64)) is None
     assert Sight.from_tensor(torch.ones(1, 1, 4, 4)) is None
-    assert Sight.from_tensor(Sight(5).as_tensor() + 1) is None
+    assert Sight.from_tensor(Sight(5).as_tensor() + 2) is None
 
 
 WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
