@@ -1,0 +1,205 @@
+"""Tiny transformers models of every kind: each equals one rank in loss and all gradients, or is refused by name.
+
+    .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples 40                 some, by day
+    .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples 2000 --seed 7      others, by night
+    .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --kind qwen3_next             one family
+
+A case is a decoder family of the installed transformers, switches of its config (windows, rotary embeddings, biases,
+key and value heads, any flag), a dtype, a provider with a layout, 2 or 4 ranks, and rows or a pack of documents. The
+same numbers make the same cases; ``--only NUMBER`` repeats one. Exits with 1 if a case is wrong, or ends in an error
+that is not a refusal. Where transformers itself mixes the documents of a pack, they count one by one.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "tests" / part) for part in ("huggingface", "")]
+
+import tiny
+import torch
+import torch.distributed as dist
+import typer
+
+from cp_plugin import ContextParallel, huggingface
+from cp_plugin.testing.launch import RankError, RankTimeout, run_ranks
+
+LAYOUTS: dict[str, tuple[str | None, ...]] = {
+    "ring": ("contiguous", "zigzag", "documents"),
+    "striped": (None,),
+    "needed": ("contiguous", "zigzag", "documents"),
+    "all_gather": ("zigzag", "striped"),
+    "attention2d": ("zigzag", "striped", "contiguous"),
+    "burst": ("zigzag", "striped"),
+    "ulysses": ("contiguous", "striped"),
+}
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 48}
+    | {"short_factor": [1.0] * 8, "long_factor": [1.5] * 8},
+)
+FLAGS = ("bias", "norm", "tie_", "use_", "parallel", "scale", "rotary")
+"""Parts of the names of flags that are switched."""
+NOT_FLAGS = ("cache", "kernel", "router_logits", "return", "is_encoder", "cross", "bfloat", "quant", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    settings: dict[str, Any]
+    dtype: torch.dtype
+    provider: str
+    layout: str | None
+    ranks: int
+    length: int
+    lengths: tuple[int, ...] = field(default=())
+    """Of packed documents; none: two rows."""
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        ids = tiny.tokens(self.length, 1 if self.lengths else 2)
+        batch = {"input_ids": ids, "labels": ids}
+        if self.lengths:
+            batch["position_ids"] = torch.cat([torch.arange(n) for n in self.lengths])[None]
+            batch["labels"] = ids.masked_fill(batch["position_ids"] == 0, -100)
+        return batch
+
+    def alone(self, model: Any, **batch: Any) -> Any:
+        """The documents one by one: some models make their masks without positions, and mix the documents of a pack."""
+        ids, labels = (batch[key].split(self.lengths, 1) for key in ("input_ids", "labels"))
+        count = (batch["labels"] != -100).sum()
+        losses = [
+            model(input_ids=x, labels=y, num_items_in_batch=count).loss
+            for x, y in zip(ids, labels, strict=True)
+            if x.size(1) > 1
+        ]
+        return SimpleNamespace(loss=sum(losses))
+
+
+def families() -> list[str]:
+    """``model_type`` of every causal language model that transformers knows."""
+    auto = tiny.transformers.models.auto
+    known = auto.configuration_auto.CONFIG_MAPPING
+    return sorted(kind for kind in auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind in known)
+
+
+def case_of(number: int, kinds: list[str]) -> Case:
+    draw = random.Random(number)
+    kind = kinds[number % len(kinds)] if number < len(kinds) else draw.choice(kinds)
+    provider = draw.choice(sorted(LAYOUTS))
+    length = draw.choice((64, 96, 128))
+    lengths: list[int] = []
+    while draw.random() < 0.8 and sum(lengths) < length - 2 and (lengths or draw.random() < 0.4):
+        lengths.append(draw.randint(1, length - sum(lengths) - 1))
+    if lengths:
+        lengths.append(length - sum(lengths))
+    ranks = draw.choice((2, 4))
+    return Case(
+        kind=kind,
+        settings=switched(kind, draw) if number >= len(kinds) else {},
+        dtype=draw.choice((torch.float32, torch.float32, torch.bfloat16)),
+        provider=provider,
+        layout=draw.choice(LAYOUTS[provider]),
+        ranks=2 if provider == "ulysses" else ranks,
+        length=length,
+        lengths=tuple(lengths),
+    )
+
+
+def switched(kind: str, draw: random.Random) -> dict[str, Any]:
+    """Settings of a family that differ from the usual ones."""
+    usual = tiny.transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind]()
+    names = [name for name in vars(usual) if not name.startswith("_")]
+    chosen: dict[str, Any] = {}
+    for name in names:
+        flag = isinstance(getattr(usual, name), bool) and any(part in name for part in FLAGS)
+        if flag and not any(part in name for part in NOT_FLAGS) and draw.random() < 0.3:
+            chosen[name] = draw.random() < 0.5
+    if "sliding_window" in names and draw.random() < 0.6:
+        chosen["sliding_window"] = draw.choice((5, 16, 33, 80))
+    if "num_key_value_heads" in names and draw.random() < 0.4:
+        chosen["num_key_value_heads"] = draw.choice((1, 2, 4))
+    if "max_window_layers" in names:
+        chosen["max_window_layers"] = draw.choice((0, 1, 2))
+    parameters = getattr(usual, "rope_parameters", None)
+    if isinstance(parameters, dict) and "rope_type" in parameters and draw.random() < 0.5:
+        chosen["rope_parameters"] = {"rope_theta": 1e4, **draw.choice(ROPES)}
+        chosen["max_position_embeddings"] = draw.choice((32, 96, 256))
+    return chosen
+
+
+def outcome(case: Case) -> tuple[str, str]:
+    """``equal``, ``refused``, ``not built``, ``too slow`` or ``WRONG``; and what was found."""
+
+    def rank() -> tuple[str, str]:
+        batch = case.batch()
+        try:
+            config = tiny.config_of(case.kind, **case.settings)
+            model, wide = (tiny.built(copy.deepcopy(config), dtype) for dtype in (case.dtype, torch.float32))
+            one = tiny.train(model, batch)
+            exact = tiny.train(wide, batch) if case.dtype == torch.bfloat16 else one
+            alone = tiny.train(wide, batch, partial(case.alone, wide)) if case.lengths else exact
+        except Exception as error:  # on one rank, without us
+            return "not built", f"{type(error).__name__}: {str(error)[-100:]}"
+        if not all(x.isfinite().all() for x in (*one.gradients.values(), *exact.gradients.values())):
+            return "not built", "one rank has gradients that are not finite"
+        try:
+            options = {} if case.layout is None else {"layout": case.layout}
+            cp = ContextParallel(case.provider, group=dist.group.WORLD, **options)
+            huggingface.apply(model, cp)
+            mine = tiny.train(model, huggingface.shard(cp, **batch))
+        except ValueError as error:
+            return "refused", str(error)
+        mine, rounding = tiny.summed(mine), tiny.difference(one, exact)
+        error = min(tiny.difference(mine, exact), tiny.difference(mine, alone))
+        limit = LIMIT if case.dtype == torch.float32 else 4 * rounding + 0.02
+        return ("equal", "") if error <= limit else ("WRONG", f"{error:.1e}, allowed {limit:.1e}")
+
+    try:
+        results = run_ranks(rank, case.ranks, init_process_group=True, timeout=30)
+    except RankTimeout:
+        return "too slow", "30 s"
+    except RankError as error:
+        lines = [line for line in str(error).splitlines() if "Error" in line or "Timeout" in line]
+        return "WRONG", f"not a refusal: {(lines or [str(error)])[-1]}"
+    return max(results, key=lambda result: result[0] == "WRONG")
+
+
+LIMIT = 1e-4
+"""Relative difference in float32. transformers' own delta rule is as far from float64."""
+
+
+def run(
+    examples: Annotated[int, typer.Option(help="cases")] = 40,
+    seed: Annotated[int, typer.Option(help="of the first case; the families come in turn at 0")] = 0,
+    kind: Annotated[str, typer.Option(help="families, with commas")] = "",
+    only: Annotated[int, typer.Option(help="one case")] = -1,
+    verbose: Annotated[bool, typer.Option(help="print every case")] = False,
+) -> None:
+    tiny.transformers.logging.set_verbosity_error()
+    kinds, began, counts = kind.split(",") if kind else families(), time.monotonic(), Counter[str]()
+    first = 1_000_003 * seed
+    for number in [only] if only >= 0 else range(first, first + examples):
+        case = case_of(number, kinds)
+        verdict, what = outcome(case)
+        counts[verdict] += 1
+        if verdict == "WRONG" or verbose or only >= 0:
+            print(f"{number}: {verdict}: {what[:300]}\n    {case}", flush=True)
+    print(f"{sum(counts.values())} cases in {time.monotonic() - began:.0f} s: {dict(counts)}")
+    sys.exit(counts["WRONG"] > 0)
+
+
+if __name__ == "__main__":
+    typer.run(run)
