@@ -15,7 +15,7 @@ pytestmark = needs_transformers
 PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
 
 NEWEST = transformers is not None and tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
-"""Older versions have fewer families behind their AttentionInterface."""
+"""Older versions have fewer families behind AttentionInterface."""
 
 
 def rows(heading: str) -> list[tuple[str, str]]:
@@ -38,17 +38,17 @@ def installed(kind: str) -> None:
 @pytest.mark.parametrize("kind", TRAINED)
 def test_families_are_those_of_one_rank(kind: str) -> None:
     installed(kind)
-    # Phi-MoE draws its experts in training, whatever its config says
     more = {"layer_types": ["conv", "full_attention"]} if kind == "lfm2_moe" else {}
-    model = built(config_of(kind, **more)).train(kind != "phimoe")
-    linear = "delta" in TRAINED[kind]
     whole = {"input_ids": tokens(), "labels": tokens()}
     try:
-        assert differs(model, "ring", whole=whole, layout="zigzag") <= (1e-4 if linear else 2e-5)
-    except RankError as error:
-        if "does not take its attention from" not in str(error) or NEWEST:
+        # Phi-MoE draws its experts in training, whatever its config says
+        model = built(config_of(kind, **more)).train(kind != "phimoe")
+        error = differs(model, "ring", whole=whole, layout="zigzag")
+    except (NotImplementedError, RankError) as refused:
+        if NEWEST or not re.search("does not take its attention|cannot be examined|cannot do this|meta", str(refused)):
             raise
-        pytest.skip(f"transformers {transformers.__version__} has {kind} without its AttentionInterface: it is refused")
+        pytest.skip(f"transformers {transformers.__version__} has {kind} in another build: it is refused by name")
+    assert error <= (1e-4 if "delta" in TRAINED[kind] else 2e-5)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
