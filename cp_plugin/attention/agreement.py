@@ -1,8 +1,8 @@
 """Do all ranks make the same call? Settings are compared as digests in the first calls, and rarely after.
 
-Ranks that disagree would not fail, but train on something else: rows of their own, another mask, another length. A
-comparison is one all-gather of 8 bytes per setting and rank, and waits for the device once; between comparisons a call
-costs nothing.
+Ranks that disagree would not fail, but train on something else: rows of their own, another mask, another length. In a
+comparison 8 bytes per setting and rank go around, and the host waits for the device once; between comparisons a call
+costs nothing. With options that were resolved elsewhere nothing is compared: Megatron's start-up has done so.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.comm import GroupMesh, Ledger, Mesh, ThreadMesh, device_of
+from cp_plugin.comm.every_rank import of_every_rank
 from cp_plugin.common.text import ranks_named
 
 FIRST, EVERY = 4, 256
@@ -24,15 +25,16 @@ FIRST, EVERY = 4, 256
 class Calls:
     """Counts calls; every rank's counter goes the same way."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compared: bool = True) -> None:
         self.number = 0
+        self._compared = compared
         self.ledger = Ledger()
         """What the comparisons have sent, apart from what attention sends."""
 
     def is_compared(self) -> bool:
         """Whether this call is; counts it."""
         self.number += 1
-        return self.number <= FIRST or self.number % EVERY == 0
+        return self._compared and (self.number <= FIRST or self.number % EVERY == 0)
 
 
 def check(mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]]) -> None:
@@ -90,14 +92,11 @@ def of_call(cp: Any, name: str, tensors: Sequence[Tensor | None], **settings: An
 def gathered(mesh: Mesh, x: Tensor, ledger: Ledger | None = None) -> Tensor:
     """``[n, ...]`` of every rank, in rank order: ``[size * n, ...]``; recorded in a ledger of its own."""
     device, usual = x.device, mesh.ledger
-    parts = [x.to(_device(mesh, device))]
     mesh.ledger = Ledger() if ledger is None else ledger
     try:
-        for axis in reversed(mesh.axes):  # fastest axis first: the order of the flat index
-            parts = list(mesh.all_gather(axis, parts).wait())
+        return of_every_rank(mesh, x.to(_device(mesh, device))).flatten(0, 1).to(device)
     finally:
         mesh.ledger = usual
-    return parts[0].to(device)
 
 
 def _device(mesh: Mesh, device: torch.device) -> torch.device:

@@ -75,7 +75,7 @@ class ContextParallel(LinearAttention):
                 mesh with other axes.
         """
         self._open: Callable[[Problem], None] | None = None
-        self._calls = agreement.Calls()
+        self._calls = agreement.Calls(compared=not isinstance(provider, providers.Resolved))
         if isinstance(provider, providers.Resolved):
             if options or problem not in (None, provider.problem):
                 raise ValueError("a Resolved already has options and a problem: pass neither")

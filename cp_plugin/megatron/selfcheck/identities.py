@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm import Mesh
+from cp_plugin.comm.every_rank import of_every_rank
 from cp_plugin.megatron.selfcheck.checked_call import AttentionError, Place
 from cp_plugin.megatron.selfcheck.exact_rows import Rounding
 
@@ -95,7 +95,7 @@ class Identities:
 
     def _judge(self) -> None:
         names = list(self._dots)
-        everyone = over_all_ranks(torch.stack([self._dots[name] for name in names]), self.place.cp.mesh)
+        everyone = of_every_rank(self.place.cp.mesh, torch.stack([self._dots[name] for name in names])).sum(0)
         total = dict(zip(names, everyone, strict=True))
         wrong = []
         for one, other in self.pairs:
@@ -118,21 +118,6 @@ class Identities:
             "a buffer is at fault. Resume from an earlier checkpoint; --cp-check-every 1 also compares rows and names "
             "ranks; --cp-check-every 0 checks nothing"
         )
-
-
-def over_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:
-    """The sum over all ranks, the same to the bit on each.
-
-    Tensors go around each axis of the mesh: its neighbours are connected already, where a collective over Megatron's
-    group would need a communicator of its own.
-    """
-    for axis, size in mesh.axes.items():
-        here, parts = mesh.coordinates[axis], {mesh.coordinates[axis]: x}
-        for step in range(1, size):
-            (x,) = mesh.shift(axis, (x,)).wait()
-            parts[(here - step) % size] = x
-        x = torch.stack([parts[place] for place in range(size)]).sum(0)
-    return x
 
 
 def sums(name: str, x: Tensor, dx: Tensor, shape: Sequence[int]) -> Tensor:
