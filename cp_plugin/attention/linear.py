@@ -23,6 +23,7 @@ from cp_plugin.common.text import shortened
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.problem import Decay, Problem
+from cp_plugin.core.values import dense
 from cp_plugin.linear.kernels import Kernel
 from cp_plugin.linear.passes import Pass
 from cp_plugin.linear.tokens import Tokens
@@ -308,7 +309,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scan: Scan, mesh: Mesh, *tokens: Tensor | None) -> Tensor:
-        x = Tokens(*tokens)  # type: ignore[arg-type]
+        *values, starts = tokens
+        x = Tokens(*(None if y is None else dense(y) for y in values), starts)  # type: ignore[arg-type]
 
         def compute() -> tuple[Tensor, tuple[Tensor, ...]]:
             out, kept = scan.forward(x)
@@ -326,5 +328,5 @@ class _Linear(torch.autograd.Function):
         saved, n = ctx.saved_tensors, len(Tokens._fields)  # read once: a checkpoint unpacks tensors a single time
         x, kept = Tokens(*saved[:n]), saved[n:]
         with ctx.mesh.ledger.phase("backward"), autocast.off(dout.device.type):
-            grads = iter(ctx.scan.backward(dout.to(accumulation_dtype(x.q.dtype)), x, kept))
+            grads = iter(ctx.scan.backward(dense(dout).to(accumulation_dtype(x.q.dtype)), x, kept))
         return None, None, *(None if y is None else next(grads).to(y.dtype) for y in x[:-1]), None

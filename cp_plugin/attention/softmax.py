@@ -14,7 +14,7 @@ from cp_plugin.attention import autocast, sinks
 from cp_plugin.attention.recompute import once
 from cp_plugin.comm import Mesh, Pending
 from cp_plugin.common.first_order import first_order
-from cp_plugin.core.values import KeyValues, Owners, Queries
+from cp_plugin.core.values import KeyValues, Owners, Queries, dense
 from cp_plugin.kernels import fused
 from cp_plugin.methods.moves import Move, bring, no_gradients, nothing_seen, peel
 from cp_plugin.methods.protocol import Attend
@@ -55,6 +55,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, method: Attend, mesh: Mesh) -> Tensor:
         moves, core = peel(method)
+        q, k, v = map(dense, (q, k, v))
         with mesh.ledger.phase("forward"):
             done = once(lambda: attend(q, k, v, sink, moves, core))
         x = [before if other is None else other for before, other in zip((q, k, v), done.brought, strict=True)]
@@ -67,7 +68,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         with ctx.mesh.ledger.phase("backward"), autocast.off(dout.device.type):
-            bringing = Pending.done(Queries(dout))  # dout goes where q went
+            bringing = Pending.done(Queries(dense(dout)))  # dout goes where q went
             for move in ctx.moves:
                 bringing = move.bring_q(bringing)
             dout = bringing.wait().q

@@ -21,6 +21,14 @@ def own(rank: int) -> tuple[int, ...]:
     return (rank,)
 
 
+def dense(x: Tensor) -> Tensor:
+    """``x`` with a dense last dimension, as kernels need it: itself, or a copy of a view that has none.
+
+    torch's flash attention on the CPU reads such a view as if it were dense, without an error.
+    """
+    return x if x.size(-1) <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard(ABC):
     """Tensors of the same tokens that travel together. ``kind(*shard.tensors, owners=...)`` rebuilds one."""

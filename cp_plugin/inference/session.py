@@ -26,7 +26,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import GroupMesh, Mesh
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Window
-from cp_plugin.core.values import Owners, Partial
+from cp_plugin.core.values import Owners, Partial, dense
 from cp_plugin.inference import shard, tree
 from cp_plugin.inference.slots import Chunk, Dealt, Slots
 from cp_plugin.inference.store import Cache, Latent, Packed, Plain
@@ -156,6 +156,7 @@ class Session:
         prefill = isinstance(self._step, Chunk)
         tokens = self._step.stop - self._step.first if prefill else self._step.positions.size(0)
         self._check(tokens, q, k, v)
+        q, k, v = map(dense, (q, k, v))
         cache = self.reserve(layer, k, v, latent)
         scale = q.size(-1) ** -0.5 if scale is None else scale
         kept = (k, v) if latent is None else (latent.rows,)
