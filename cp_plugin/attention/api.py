@@ -74,6 +74,7 @@ class ContextParallel(LinearAttention):
             ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, or a
                 mesh with other axes.
         """
+        self.group = group
         self._open: Callable[[Problem], None] | None = None
         self._calls = agreement.Calls(compared=not isinstance(provider, providers.Resolved))
         if isinstance(provider, providers.Resolved):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import WHOLE, GroupMesh, connect
 from cp_plugin.common.eager import eager
 from cp_plugin.core.layout import Layout
 
@@ -27,9 +28,28 @@ from cp_plugin.core.layout import Layout
 def shift(cp: ContextParallel, x: Tensor, dim: int = 0, by: int = 1) -> Tensor:
     """This rank's tokens of the shifted sequence: ``x`` and the result are shards along ``dim``; differentiable.
 
-    Collective over all ranks; a mesh of several axes needs the process group ``WHOLE``.
+    Collective over all ranks.
+
+    Raises:
+        ValueError: for a ``cp`` made from a mesh of several axes without the process group ``WHOLE``.
     """
+    _meet(cp)
     return _Shift.apply(x, dim % x.dim(), by, cp, "forward")
+
+
+def _meet(cp: ContextParallel) -> None:
+    """See to it that the mesh has a process group of all ranks: the caller's."""
+    mesh = cp.mesh
+    if mesh.size == 1 or not isinstance(mesh, GroupMesh) or WHOLE in mesh.groups:
+        return
+    group = cp.group or next((mesh.groups[axis] for axis, n in mesh.axes.items() if n == mesh.size), None)
+    if group is None:
+        raise ValueError(
+            f"a shift needs a process group of all {mesh.size} ranks, and this mesh has {sorted(mesh.groups)} only: make "
+            f"it with the group {WHOLE!r} too, or pass group= to ContextParallel instead of a mesh"
+        )
+    connect({WHOLE: group}, mesh.watch)  # a shift may be between some of the ranks only
+    mesh.groups[WHOLE] = group
 
 
 class _Shift(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -11,6 +12,7 @@ from cp_plugin.attention.shift import _plan as plan
 from cp_plugin.attention.shift import shift
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import run_ranks
 
 LAYOUTS = [
     (name, layout, extra)
@@ -101,3 +103,29 @@ def test_indices_are_made_once_a_length() -> None:
     run_threads(rank, {"cp": 2})
     found = plan.cache_info()
     assert found.hits >= 2 * 4 and found.misses >= 2 * 49 and found.currsize == found.maxsize == 32
+
+
+def test_process_groups() -> None:
+    """A mesh that ``ContextParallel`` makes has no group of all ranks of its own, but for some providers."""
+    x, dy = torch.randn(2, 16, 3, generator=torch.Generator().manual_seed(0))
+    wanted = torch.cat([x[1:], x.new_zeros(1, 3)]), torch.cat([dy.new_zeros(1, 3), dy[:-1]])
+
+    def rank() -> list[bool]:
+        found = []
+        for name, options in {
+            "striped": {},
+            "lasp2": {},
+            "burst": {"intra_size": 2},
+            "usp": {"head_parallel": 2},
+        }.items():
+            cp = ContextParallel(name, group=dist.group.WORLD, **options)
+            mine = cp.shard(x).requires_grad_()
+            y = shift(cp, mine)
+            y.backward(cp.shard(dy))
+            found += [torch.equal(cp.unshard(got), want) for got, want in zip((y, mine.grad), wanted, strict=True)]
+        mesh = ContextParallel("usp", group=dist.group.WORLD, head_parallel=2).mesh
+        with pytest.raises(ValueError, match="a shift needs a process group of all 4 ranks"):
+            shift(ContextParallel("usp", mesh=mesh, head_parallel=2), x)
+        return [*found, not mesh.ledger.entries()]
+
+    assert run_ranks(rank, 4, init_process_group=True) == [[True] * 9] * 4
