@@ -21,6 +21,7 @@ def eager[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **named: P.kwargs) -> R:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **named)
+        sys.modules["torch._dynamo.eval_frame"].skip_code(call.__code__)  # else it compiles this frame
         if not disabled:
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **named)

@@ -175,6 +175,24 @@ def test_compiled_layers_take_another_length(name: str) -> None:
     torch._dynamo.reset()
 
 
+def test_many_calls_in_a_compiled_layer() -> None:
+    """Their common wrapper is not compiled anew for each kind of call, up to torch's limit and a warning."""
+
+    def layer(x: Tensor) -> Tensor:
+        for settings in ({}, {"causal": False}, {"scale": 0.3}, {"causal": False, "scale": 0.3}):
+            x = softmax.attention(x, x, x, **settings).sin() + linear.linear_attention(x, x, v=x, **settings).cos()
+        x = short_convolution(linear, x.flatten(2), x[0, 0].reshape(16, 1)).view_as(x)
+        x = shift(softmax, x) + shift(softmax, x, by=2)
+        return softmax.shard(softmax.unshard(x)) * softmax.positions(len(x)).view(-1, 1, 1, 1)
+
+    softmax, linear = ContextParallel("ring"), ContextParallel("lasp2")
+    x = torch.randn(16, 1, 2, 8)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+    torch._dynamo.reset()
+
+
 WRONG = {
     "of this rank's length": (torch.tensor([0, 5, 24]), "0 to the 48 tokens"),
     "without a start": (torch.tensor([5, 48]), "0 to the 48 tokens"),
