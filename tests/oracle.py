@@ -77,18 +77,24 @@ class Case:
 
     def reference(self) -> Result:
         """The float64 answer for the inputs rounded to this case's dtype."""
-        q, k, v, dout = (x.double() for x in self.inputs())
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        repeat = self.heads // self.kv_heads
-        scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(repeat, 2)) * self.head_dim**-0.5
+        *inputs, dout = (x.double() for x in self.inputs())
+        sink = self.sinks()
+        leaves = [x.requires_grad_() for x in (*inputs, sink) if x is not None]
+        out = self.outputs(*inputs, sink)
+        return Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+    def outputs(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Attention under this case's mask; scale: of the scores, by default 1 / sqrt(d)."""
+        repeat = q.size(2) // k.size(2)
+        scale = q.size(3) ** -0.5 if scale is None else scale
+        scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(repeat, 2)) * scale
         scores = scores.masked_fill(self.hidden(), -torch.inf)
-        sink, found = self.sinks(), [q, k, v]
         if sink is not None:
-            found.append(sink.requires_grad_())
             scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), -1)
         weights = scores.softmax(-1)[..., : self.seq_length]
-        out = torch.einsum("bhqk,kbhe->qbhe", weights, v.repeat_interleave(repeat, 2))
-        return Result(out.detach(), *torch.autograd.grad(out, found, dout))
+        return torch.einsum("bhqk,kbhe->qbhe", weights, v.repeat_interleave(repeat, 2))
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
