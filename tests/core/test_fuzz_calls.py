@@ -1,0 +1,353 @@
+"""Random calls of plain torch inside random wrappers: each equals one device in float64, or is refused at once.
+
+    ci/fuzz.sh [NUMBER]      a fifth as many; a slice runs with the other tests
+
+What several ranks find, outputs and all gradients, is compared with a plain formula of the whole sequence. Below
+float64 errors may be twice those of one rank without wrappers. A refusal is a ValueError on every rank, by a call that
+has sent nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from call_cases import CALLS, LOSSES, MODES, OFTEN, SHARDED, VIEWS, WRAPPERS, Batch, Function, Trial
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from linear_cases import DECAYS
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from tree_cases import trees
+
+from cp_plugin import ContextParallel, Options
+from cp_plugin.attention.packs import place_documents
+from cp_plugin.comm import run_threads
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import run_ranks
+
+EXAMPLES = max(40, int(os.environ.get("CP_PLUGIN_FUZZ", "0")) // 5)
+FORKED = max(2, EXAMPLES // 100)
+"""Starts of processes, each for ``TOGETHER`` calls."""
+TOGETHER = 5
+
+
+class Refused(Exception):
+    """A ValueError, and the bytes that this call had sent by then."""
+
+
+WITHIN: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "nothing": lambda layer: layer,
+    "DDP": DistributedDataParallel,
+    "FSDP2": fully_shard,
+}
+
+
+class Layer(nn.Module):
+    """A call, of views of leaves, some of which are multiplied by a parameter."""
+
+    def __init__(self, t: Trial, dtype: torch.dtype, call: Callable[[Batch, dict[str, Tensor]], Tensor]) -> None:
+        super().__init__()
+        self.trial, self.call = t, call
+        self.scale = nn.ParameterDict({name: torch.full((4,), 0.875, dtype=dtype) for name in sorted(t.scaled)})
+
+    def forward(self, batch: Batch, *leaves: Tensor) -> Tensor:
+        f: Function = lambda *x: self.of_views(batch, *x)  # noqa: E731
+        for name in self.trial.wrappers:
+            f = WRAPPERS[name](f)
+        return f(*leaves)
+
+    def of_views(self, batch: Batch, *leaves: Tensor) -> Tensor:
+        shapes = CALLS[self.trial.call].shapes(self.trial, batch.tokens)
+        inputs = {}
+        for x, (name, shape) in zip(leaves, shapes.items(), strict=True):
+            x = x * self.scale[name].mean() if name in self.trial.scaled else x
+            inputs[name] = VIEWS[self.trial.views[name]].view(x, shape)
+        y = self.call(batch, inputs)
+        if not self.trial.repeated:
+            return y
+        first = next(iter(inputs))
+        return y + self.call(batch, inputs | {first: inputs[first].sin()})
+
+
+def values(t: Trial, b: Batch) -> dict[str, Tensor]:
+    """Whole leaves in float64, rounded to the dtype."""
+    g = torch.Generator().manual_seed(b.seed)
+    found = {}
+    for name, shape in CALLS[t.call].shapes(t, b.tokens).items():
+        x = torch.randn(shape, generator=g, dtype=torch.float64)
+        if name == "log_decay":
+            x = -x.square() * 10 ** (b.seed % 4 - 2)
+        if name == "beta":
+            x = x.sigmoid()
+        if name == "k" and t.asked.get("delta"):
+            x = F.normalize(x, dim=-1)
+        found[name] = VIEWS[t.views[name]].leaf(x.to(t.dtype).double())
+    return found
+
+
+SHARE = "share of "
+
+
+def trained(
+    t: Trial, cp: ContextParallel | None = None, around: Callable[[nn.Module], nn.Module] = lambda layer: layer
+) -> dict[str, Tensor]:
+    """Outputs and gradients, of whole sequences or (where the name says so) this rank's share of a sum.
+
+    cp: None: by the formula, in float64.
+    """
+    call, dtype = CALLS[t.call], torch.float64 if cp is None else t.dtype
+
+    def here(b: Batch) -> ContextParallel:
+        packed = cp.layout.name == "documents" and b.bounds
+        return place_documents(cp, b.cu_seqlens) if packed else cp
+
+    def of_inputs(b: Batch, x: dict[str, Tensor]) -> Tensor:
+        return call.alone(t, b, x) if cp is None else call.ours(here(b), t, b, x)
+
+    layer = Layer(t, dtype, of_inputs)
+    module = around(layer)
+    found: dict[str, Tensor] = {}
+    backwards = []
+    for n, b in enumerate(t.batches):
+        sent = 0 if cp is None else cp.mesh.ledger.bytes()
+        shapes = call.shapes(t, b.tokens)
+        divided = [x for x in shapes if x in SHARDED and shapes[x][0] == b.tokens and not (cp is None or call.whole)]
+        dims = {x: VIEWS[t.views[x]].dim for x in divided}
+        leaves = {name: x.to(dtype) for name, x in values(t, b).items()}
+        leaves = {name: here(b).shard(x, dims[name]).clone() if name in dims else x for name, x in leaves.items()}
+        for name, x in leaves.items():
+            x.requires_grad_(name in t.wanted and not call.whole)
+        try:
+            with MODES[b.mode]():
+                y = module(b, *leaves.values())
+        except ValueError as error:
+            raise Refused(str(error), cp.mesh.ledger.bytes() - sent) from error
+        found[f"out {n}"] = y.detach() if cp is None or call.whole else here(b).unshard(y.detach())
+        if b.mode == "train" and not call.whole:
+            w = torch.randn(found[f"out {n}"].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+            w = w.to(y.dtype)
+            loss = LOSSES[t.loss](y, w if cp is None else here(b).shard(w))
+
+            def backward(n: int = n, b: Batch = b, loss: Tensor = loss, leaves: Any = leaves, dims: Any = dims) -> None:
+                loss.backward()
+                for name in t.wanted:
+                    grad = leaves[name].grad
+                    assert grad is not None, f"no gradient of {name}"
+                    key = f"d {name} {n}" if name in dims or cp is None else f"{SHARE}d {name} {n}"
+                    found[key] = here(b).unshard(grad, dims[name]) if name in dims else grad
+
+            backwards.append(backward)
+            if t.order == "in turn":
+                backwards.pop()()
+    for backward in backwards[:: -1 if t.order == "last first" else 1]:
+        backward()
+    for name, parameter in layer.scale.items():
+        if parameter.grad is not None:
+            grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            found[f"{SHARE}d scale of {name}"] = grad
+    return found
+
+
+def on_rank(t: Trial, mesh: Any = None, group: Any = None) -> dict[str, Tensor] | Refused:
+    """``trained``, or why not."""
+    size = t.size if mesh is not None or group is not None else 1
+    options = {name: x for name, x in t.options.items() if size > 1 or name != "head_parallel"}
+    cp = ContextParallel(t.provider, mesh=mesh, group=group, problem=t.problem(size), **options)
+    try:
+        return trained(t, cp, WITHIN[t.within] if group is not None else WITHIN["nothing"])
+    except Refused as refused:
+        return refused
+
+
+def judge(t: Trial, ranks: Sequence[dict[str, Tensor] | Refused]) -> str:
+    """``right`` or ``refused``; AssertionError for anything else.
+
+    DDP and FSDP2 average the shares of sums, but do so on every rank: their sum is the same.
+    """
+    refused = [rank for rank in ranks if isinstance(rank, Refused)]
+    if refused:
+        assert len(refused) == len(ranks), f"refused by {len(refused)} of {len(ranks)} ranks: {refused[0]}"
+        assert all(len(why) > 20 and not sent for why, sent in (rank.args for rank in refused)), refused
+        return "refused"
+    exact = trained(replace(t, wrappers=()))
+    plain = [name for name in t.wrappers if "autocast" in name]
+    narrow = t.dtype != torch.float64 or bool(plain)
+    one = on_rank(replace(t, wrappers=tuple(plain))) if narrow else {}
+    assert not isinstance(one, Refused), one
+    missing = {name.removeprefix(SHARE) for name in ranks[0]} ^ {name.removeprefix(SHARE) for name in exact}
+    assert not missing, f"{missing}"
+    size = exact["out 0"].norm().item()
+    for name, got in ranks[0].items():
+        want = exact.get(name.removeprefix(SHARE), exact.get(name))
+        if name.startswith(SHARE):
+            got = sum(rank[name].double() for rank in ranks)
+        assert got.shape == want.shape, f"{name} has the shape {tuple(got.shape)}, not {tuple(want.shape)}"
+        unit = want.norm().item() if want.norm() > 1e-6 * size else size
+        error = (got.double() - want).norm().item() / unit
+        allowed = LIMITS[t.dtype] if not plain else LIMITS[torch.bfloat16]
+        if narrow:
+            allowed = max(allowed, 2 * (one[name].double() - want).norm().item() / unit)
+        assert error <= allowed, f"{name} is off by {error:.1e}, allowed {allowed:.1e}"
+    return "right"
+
+
+LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+"""Relative; of 16 bits, one rounding."""
+
+
+MOST = ["attention", "linear_attention"] * 3
+
+
+@st.composite
+def trials(draw: st.DrawFn, within: Sequence[str] = ("nothing",), size: int | None = None) -> Trial:
+    forked = size is not None
+    call = draw(st.sampled_from([name for name in CALLS if not (forked and CALLS[name].whole)] + MOST))
+    linear = call in ("linear_attention", "short_convolution", "linear_state", "extend_linear")
+    softmax = call in ("attention", "session")
+    kinds = ["linear"] if linear else ["softmax"] if softmax else ["softmax", "linear"]
+    known = [name for kind in kinds for name in providers.names(kind)]
+    provider = draw(st.sampled_from([name for name in known if name != "linear_ring"]))  # it refuses most
+    layouts = providers.get(provider).layouts
+    size = size or draw(st.integers(2, 5))
+    options: dict[str, Any] = {"layout": draw(st.sampled_from(layouts))} if draw(st.booleans()) else {}
+    if softmax or call == "linear_attention":
+        options["backend"] = draw(st.sampled_from(["auto", "reference"]))
+    if softmax and size % 2 == 0 and draw(st.integers(0, 3)) == 0:
+        options["head_parallel"] = 2
+    kv_heads = draw(st.sampled_from([1, 2, size]))
+    bound = st.sampled_from([-1, 0, 1, 5])
+    asked: dict[str, Any] = {"scale": draw(st.none() | st.sampled_from([0.3, 1.0])), "window": None, "causal": True}
+    if softmax:
+        asked |= {"sink": draw(st.booleans()), "window": draw(st.none() | st.tuples(bound, bound))}
+    if linear:
+        asked |= {"decay": draw(st.sampled_from(DECAYS)), "delta": draw(st.booleans())}
+    if call == "attention" or (call == "linear_attention" and not asked["delta"]):
+        asked["causal"] = draw(st.sampled_from([True, True, False]))
+    if call == "short_convolution":
+        asked |= {"width": draw(st.integers(1, 5)), "bias": draw(st.booleans())}
+    if call in ("shift", "unshard"):
+        asked |= {"dim": draw(st.integers(-4, 3)), "by": draw(st.integers(-3, 3))}
+    wrapping = draw(st.lists(st.sampled_from(OFTEN), max_size=2, unique=True))
+    whole = CALLS[call].whole
+    t = Trial(
+        call=call,
+        provider=provider,
+        size=size,
+        dtype=draw(st.sampled_from([torch.float64] * 6 + list(LIMITS)[1:])),
+        kv_heads=kv_heads,
+        heads=kv_heads * draw(st.integers(1, 2)),
+        head_dim=8 * draw(st.integers(1, 2)),
+        v_head_dim=8 * draw(st.integers(1, 2)),
+        rows=draw(st.integers(1, 2)),
+        batches=tuple(draw(st.lists(batches(call, asked, size, layouts), min_size=1, max_size=3))),
+        options=options,
+        asked=asked,
+        wrappers=() if whole else tuple(wrapping),
+        loss=draw(st.sampled_from(sorted(LOSSES))),
+        order=draw(st.sampled_from(["in turn", "in flight", "last first"])),
+    )
+    shapes = CALLS[call].shapes(t, 0)
+    views = {name: draw(st.sampled_from([v for v in VIEWS if len(x) > _least(v)])) for name, x in shapes.items()}
+    wanted = draw(st.sets(st.sampled_from(sorted(shapes)), min_size=1))
+    scaled = draw(st.sets(st.sampled_from(sorted(shapes)), max_size=2))
+    narrow = t.dtype in (torch.float16, torch.bfloat16) or any("autocast" in name for name in wrapping)
+    scaled = frozenset() if whole or narrow else frozenset(scaled)  # the rounding of a sum is not twice another's
+    t = replace(t, views=views, wanted=frozenset(wanted), scaled=scaled, repeated=not whole and draw(st.booleans()))
+    if not forked or not scaled:
+        return t
+    first, *others = t.batches  # DDP and FSDP2 are for training, one backward after the other
+    others = [b for b in others if b.mode != "inference"]
+    of_training = (replace(first, mode="train"), *others)
+    return replace(t, within=draw(st.sampled_from(within)), batches=of_training, order="in turn")
+
+
+def _least(view: str) -> int:
+    return {"plain": 0, "every second": 0, "batch first": 1, "one row": 1, "one head": 2}[view]
+
+
+@st.composite
+def batches(draw: st.DrawFn, call: str, asked: dict[str, Any], size: int, layouts: Sequence[str]) -> Batch:
+    tokens = 2 * size * draw(st.integers(1, 4))
+    found = Batch(tokens=tokens, seed=draw(st.integers(0, 7)), mode=draw(st.sampled_from(["train", *MODES])))
+    if call not in ("attention", "linear_attention", "short_convolution", "linear_state") or draw(st.booleans()):
+        return found
+    if call == "attention" and asked["causal"] and asked["window"] is None and draw(st.booleans()):
+        tree = draw(trees(tokens))
+        return replace(found, tree=(tuple(tree.lengths), tuple(tree.parents)))
+    inner = draw(st.sets(st.integers(1, tokens - 1), max_size=4))
+    return replace(found, bounds=(0, *sorted(inner), tokens))
+
+
+def settles(t: Trial) -> dict[str, int] | None:
+    """The axes of its mesh; None if its options are refused."""
+    try:
+        return providers.settle(t.provider, t.problem(t.size), Options(**t.options)).axes
+    except ValueError as refused:
+        assert len(str(refused)) > 20
+        event(f"{t.call}: refused by settle")
+        return None
+
+
+@given(trials())
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), print_blob=True)
+def test_calls_in_wrappers_equal_one_device_or_are_refused(t: Trial) -> None:
+    axes = settles(t)
+    if axes:
+        torch._dynamo.reset()
+        event(f"{t.call}: {judge(t, run_threads(lambda mesh: on_rank(t, mesh), axes, patience=10))}")
+
+
+@given(st.integers(2, 3).flatmap(lambda n: st.lists(trials(list(WITHIN), n), min_size=TOGETHER, max_size=TOGETHER)))
+@settings(max_examples=FORKED, suppress_health_check=list(HealthCheck), print_blob=True)
+def test_calls_in_wrappers_on_processes(ts: list[Trial]) -> None:
+    def rank() -> list[dict[str, Tensor] | Refused]:
+        return [on_rank(t, group=dist.group.WORLD) for t in fit]
+
+    fit = [t for t in ts if settles(t)]
+    if fit:
+        of_ranks = run_ranks(rank, ts[0].size, init_process_group=True, timeout=120)
+        for t, *ranks in zip(fit, *of_ranks, strict=True):
+            event(f"{t.call}, {t.within}: {judge(t, ranks)}")
+
+
+PLANTED = {
+    "a dense last dimension": ("cp_plugin.attention.softmax.dense", lambda x: x, "out 0 is off"),
+    "a share of a sum": ("cp_plugin.attention.sinks.gradient", lambda sink, *_: sink * 0, "share of d sink 0 is off"),
+    "a refusal": ("cp_plugin.attention.packs.ContextParallel.attention", None, "this is refused"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 8, "v_head_dim": 8, "rows": 1, "dtype": torch.float64}
+    t = Trial(
+        call="attention",
+        provider="ring",
+        size=2,
+        batches=(Batch(tokens=8, seed=0),),
+        asked={"causal": True, "window": None, "scale": None, "sink": True},
+        views={"q": "every second", "k": "plain", "v": "batch first", "sink": "plain"},
+        wanted=frozenset({"q", "sink"}),
+        **sizes,
+    )
+
+    def found() -> str:
+        return judge(t, run_threads(lambda mesh: on_rank(t, mesh), {"cp": 2}))
+
+    assert found() == "right"
+    where, planted, said = PLANTED[fault]
+
+    def late(cp: ContextParallel, q: Tensor, *x: Tensor, **named: Any) -> Tensor:
+        raise ValueError(f"{cp.unshard(q.detach())}: this is refused")
+
+    monkeypatch.setattr(where, planted or late)
+    with pytest.raises(AssertionError, match=said):
+        found()
