@@ -187,14 +187,15 @@ def judge(t: Trial, ranks: Sequence[dict[str, Tensor] | Refused]) -> str:
     size = exact["out 0"].norm().item()
     for name, got in ranks[0].items():
         want = exact.get(name.removeprefix(SHARE), exact.get(name))
-        if name.startswith(SHARE):
-            got = sum(rank[name].double() for rank in ranks)
+        shares = [rank[name].double() for rank in ranks] if name.startswith(SHARE) else []
+        got = sum(shares) if shares else got
         assert got.shape == want.shape, f"{name} has the shape {tuple(got.shape)}, not {tuple(want.shape)}"
         unit = want.norm().item() if want.norm() > 1e-6 * size else size
         error = (got.double() - want).norm().item() / unit
         allowed = LIMITS[t.dtype] if not plain else LIMITS[torch.bfloat16]
         if narrow:
-            allowed = max(allowed, 2 * (one[name].double() - want).norm().item() / unit)
+            rounding = allowed * sum(share.norm().item() for share in shares) / unit  # of each share
+            allowed = max(allowed, 2 * (one[name].double() - want).norm().item() / unit) + rounding
         assert error <= allowed, f"{name} is off by {error:.1e}, allowed {allowed:.1e}"
     return "right"
 
