@@ -84,6 +84,7 @@ class LinearAttention(Sharding):
         return linear.attend(q * scale, k, v, log_decay, beta, scan, parts, self.mesh, documents)
 
     @eager
+    @autocast.cast("k", "v")
     def linear_state(
         self,
         k: Tensor,
@@ -110,6 +111,7 @@ class LinearAttention(Sharding):
         return linear.final_state(k, v, log_decay, beta, parts, self.mesh, documents)
 
     @eager
+    @autocast.cast("q", "k", "v")
     def extend_linear(
         self,
         q: Tensor,

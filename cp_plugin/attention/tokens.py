@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_plugin.attention import autocast
 from cp_plugin.comm import Mesh, coordinates, flat_index
 from cp_plugin.common.eager import eager
 from cp_plugin.core.layout import Layout, Segments
@@ -73,7 +74,8 @@ class Unshard(torch.autograd.Function):
         for axis in reversed(mesh.axes):  # fastest axis first: the order of the flat index
             shards = list(mesh.all_gather(axis, shards).wait())
         by_rank = shards[0].chunk(mesh.size)
-        return layout.unshard([by_rank[numbers.index(n)] for n in range(mesh.size)], 0).movedim(0, dim)
+        with autocast.off(x.device.type):  # it would have an opinion on joining tensors of one dtype
+            return layout.unshard([by_rank[numbers.index(n)] for n in range(mesh.size)], 0).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
