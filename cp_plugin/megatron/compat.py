@@ -6,6 +6,7 @@ sources of the replaced functions in each version.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -120,6 +121,17 @@ def config_for_pretrain(pretrain: Callable[..., None]) -> dict[str, Any]:
 def not_hybrid(slicer: Callable[..., Any]) -> dict[str, bool]:
     """Since 0.18 ``get_batch_on_this_cp_rank`` has a parameter for hybrid context parallelism."""
     return {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(slicer).parameters else {}
+
+
+def whole_samples(args: argparse.Namespace) -> dict[str, int]:
+    """Fields of ``PackedSeqParams`` by which experts balance each sample of a pack by itself (since 0.19).
+
+    None with context parallelism: no rank has whole samples.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    known = "tokens_per_sample" in inspect.signature(PackedSeqParams).parameters
+    return {"tokens_per_sample": args.seq_length} if known and args.context_parallel_size == 1 else {}
 
 
 def inference_mode() -> Any | None:

@@ -10,7 +10,7 @@ import torch
 from harness import MODEL, train
 from megatron.core.packed_seq_params import PackedSeqParams
 from nightly import nightly, one_case, slow
-from parity import check, stock
+from parity import check, compare, stock
 from state_space_kernels import STATES
 from test_masks_in_training import short_documents
 from test_memory_features import OVERLAP, STEPS, same_losses
@@ -120,6 +120,13 @@ def test_the_distributed_optimizer() -> None:
 @pytest.mark.parametrize(("cp", "provider"), [(2, "ring --cp-layout zigzag"), (4, "striped")])
 def test_multi_token_prediction(cp: int, provider: str) -> None:
     _compare("--mtp-num-layers 2 --eod-mask-loss", cp, provider, model=MODEL)
+
+
+def test_experts_balance_each_sample_of_a_pack() -> None:
+    """On one rank: two samples in a pack have the losses and gradients of two packs."""
+    flags = f"{PACKED} --num-experts 4 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1"
+    packed, alone = (stock(1, f"{flags} --micro-batch-size {size}", steps=2, prepare=with_documents) for size in (2, 1))
+    compare(packed, alone, steps=2)
 
 
 def test_a_pack_of_unknown_length() -> None:

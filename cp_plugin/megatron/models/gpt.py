@@ -181,6 +181,7 @@ def _packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         total_tokens=args.micro_batch_size * args.seq_length,
+        **compat.whole_samples(args),
     )
 
 
