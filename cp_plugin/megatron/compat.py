@@ -11,9 +11,12 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cp_plugin.common.versions import MEGATRON_RANGE, version_tuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOVED: Mapping[str, tuple[str, ...]] = {
     "megatron.core.ssm.mamba_context_parallel": ("megatron.core.ops.ssm.mamba2.context_parallel",),
@@ -132,6 +135,16 @@ def whole_samples(args: argparse.Namespace) -> dict[str, int]:
 
     known = "tokens_per_sample" in inspect.signature(PackedSeqParams).parameters
     return {"tokens_per_sample": args.seq_length} if known and args.context_parallel_size == 1 else {}
+
+
+def logged_of_experts(name: str) -> Tensor | None:
+    """Megatron's sums of an expert loss since the last log, by layer; None if none was logged yet."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19
+        entry = moe_utils.get_moe_metrics_tracker().metrics.get(name)
+        return None if entry is None else entry.values
+    return moe_utils.get_moe_layer_wise_logging_tracker().get(name, {}).get("values")
 
 
 def inference_mode() -> Any | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import SGD, train
 from nightly import one_case
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.compat import megatron_version
-from cp_plugin.megatron.patches.loss import _wrong_weights
+from cp_plugin.megatron.patches.loss import _wrong_report, _wrong_weights
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -93,6 +94,10 @@ def _over_all(x: Tensor) -> Tensor:
     return x
 
 
+def _pair(total: Tensor, tokens: Tensor) -> Tensor:
+    return torch.stack([total.detach(), tokens.to(total.dtype)])
+
+
 WRONG = {
     "a mean": (lambda total, tokens, report: (total / tokens, tokens, report), "returns a mean, where", CONTIGUOUS),
     "a mean over the tokens of all ranks": (
@@ -113,6 +118,21 @@ WRONG = {
     "two parts, a mean of this rank": (
         lambda total, tokens, report: (total / tokens, report),
         "returns two parts, with the mean over this rank's own tokens",
+        ZIGZAG,
+    ),
+    "a report of all ranks' sum": (
+        lambda total, tokens, report: (total, tokens, {"lm loss": _pair(_over_all(total), tokens)}),
+        "reports 'lm loss' as a sum over all ranks with this rank's own count: 2 times the loss",
+        CONTIGUOUS,
+    ),
+    "a report of all ranks' count": (
+        lambda total, tokens, report: (total, tokens, report | {"loss": _pair(total, _over_all(tokens))}),
+        "reports 'loss' as this rank's own sum with the count of all ranks: 1/2 of the loss",
+        CONTIGUOUS,
+    ),
+    "a report of this rank": (
+        lambda total, tokens, report: (total, tokens, {"lm loss": total.detach() / tokens}),
+        "reports 'lm loss' as one number, of this rank's tokens alone",
         ZIGZAG,
     ),
 }
@@ -152,6 +172,35 @@ def test_megatron_673_two_parts_over_the_tokens_of_all_ranks() -> None:
 )
 def test_weights_of_tokens(weights: list[float], counts: list[float] | None, says: str) -> None:
     found = _wrong_weights(weights, counts)
+    assert says in found and bool(says) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("losses", "counts", "report", "says"),
+    [
+        ([8.0, 2.0], [4.0, 1.0], ([8.0, 2.0], [4.0, 1.0]), ""),
+        ([8.0, 2.0], [4.0, 1.0], ([10.0, 10.0], [5.0, 5.0]), ""),  # both over all ranks
+        ([8.0, 8.0], [4.0, 4.0], ([8.0, 8.0], [4.0, 4.0]), ""),
+        ([8.0, 0.0], [4.0, 0.0], ([8.0, 0.0], [4.0, 0.0]), ""),
+        ([8.0, 3.0], [4.0, 1.0], ([10.0, 2.0], [4.0, 4.0]), ""),  # something else
+        ([8.0, 3.0], [4.0, 1.0], ([0.4, 0.1], None), ""),
+        ([8.0, 3.0], [4.0, 1.0], ([2.2, 2.2], None), ""),  # averaged by the script
+        ([8.0, 8.0], [4.0, 4.0], ([2.0, 2.0], None), ""),
+        ([0.0, 0.0], [0.0, 0.0], ([0.0, 0.0], [0.0, 0.0]), ""),
+        ([1.5, 0.5], None, ([6.0, 2.0], [2.0, 2.0]), ""),
+        ([8.0, 3.0], [4.0, 1.0], ([11.0, 11.0], [4.0, 1.0]), "2 times the loss"),
+        ([8.0, 0.0], [4.0, 0.0], ([8.0, 8.0], [4.0, 0.0]), "2 times the loss"),
+        ([8.0, 3.0], [4.0, 1.0], ([8.0, 3.0], [5.0, 5.0]), "1/2 of the loss"),
+        ([8.0, 3.0], [4.0, 1.0], ([2.0, 3.0], [1.0, 1.0]), "2.5 for 2.2"),
+        ([8.0, 3.0], [4.0, 1.0], ([2.0, 3.0], None), "of this rank's tokens alone"),
+        ([1.5, 0.5], None, ([8.0, 8.0], [2.0, 2.0]), "2 times the loss"),
+        ([1.5, 0.5], None, ([1.5, 0.5], None), "of this rank's tokens alone"),
+    ],
+)
+def test_reports(
+    losses: list[float], counts: list[float] | None, report: tuple[list[float], list[float] | None], says: str
+) -> None:
+    found = _wrong_report(losses, counts, *report)
     assert says in found and bool(says) == bool(found)
 
 

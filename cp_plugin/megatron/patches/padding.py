@@ -3,7 +3,8 @@
 batch               ``batch.pad_batch`` appends tokens that count in no loss
 attention, states   are causal, so no token sees the padding; in a pack it is one more document
 pipeline stages     are told the padded length
-routers             get a padding mask, so padding counts neither in balancing nor in losses and statistics
+routers             get a padding mask, so padding counts neither in balancing nor in losses and statistics. Their
+                    logged z-loss is that of all tokens, where Megatron averages the means of ranks
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches.patching import Call, around
 
 _LENGTHS = ("seq_length", "decoder_seq_length")
@@ -59,7 +60,14 @@ def replace_router_forward(call: Call) -> Any:
         )
     first = rows * parallel_state.get_tensor_model_parallel_rank() if model.parts > 1 else 0
     padding = cp.positions(tokens, call["input"].device)[first : first + rows] >= tokens - model.padding
-    return call.original(padding_mask=padding.unsqueeze(1).expand(rows, batch))
+    logged = compat.logged_of_experts("z_loss")
+    before = 0 if logged is None else logged.clone()
+    found = call.original(padding_mask=padding.unsqueeze(1).expand(rows, batch))
+    logged = compat.logged_of_experts("z_loss")
+    if logged is not None:
+        weight = (~padding).sum() * (tokens / rows / (tokens - model.padding))  # of this rank in the mean over ranks
+        logged.sub_(before).mul_(weight).add_(before)
+    return found
 
 
 @around
