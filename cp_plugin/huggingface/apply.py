@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cp_plugin.attention.agreement import Calls, gathered
@@ -81,6 +83,19 @@ def apply(
     except BaseException:
         _restore(model, forward)
         raise
+    if cp.size > 1 and cp.mesh.index == 0 and (not dist.is_initialized() or dist.get_rank() == 0):
+        _say_what_sums(cp.size)
+
+
+@cache
+def _say_what_sums(size: int) -> None:
+    """Once in a process: whoever averages gradients trains with a fraction of the loss, without an error."""
+    print(
+        f"cp_plugin: each rank's loss is its summand of the loss, and gradients must be summed over the {size} ranks. "
+        f"DistributedDataParallel and FSDP average them: there, call (loss * {size}).backward(). transformers' Trainer "
+        "does so already",
+        flush=True,
+    )
 
 
 def undo(model: PreTrainedModel) -> None:

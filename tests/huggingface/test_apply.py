@@ -231,6 +231,19 @@ def test_wrong_input_is_refused_and_undoing_it_generates(dtype: torch.dtype) -> 
 
 
 @needs_transformers
+def test_it_says_once_that_gradients_are_summed(capfd: pytest.CaptureFixture[str]) -> None:
+    model = model_of("LlamaConfig", {})
+
+    def rank() -> None:
+        for _ in range(2):
+            huggingface.apply(model, ContextParallel("striped", group=dist.group.WORLD), check=False)
+
+    run_ranks(rank, 2, init_process_group=True)
+    printed = capfd.readouterr().out
+    assert printed.count("DistributedDataParallel and FSDP average them: there, call (loss * 2).backward()") == 1
+
+
+@needs_transformers
 @pytest.mark.parametrize(
     "config, more, message",
     [
