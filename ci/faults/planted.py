@@ -104,6 +104,35 @@ def _average(*_: Any) -> None:
     fused._weight = lambda part, whole: torch.full_like(part, 0.5).unsqueeze(-1)
 
 
+def _roll(key: str, batch: dict[str, Any]) -> None:
+    batch[key] = batch[key].roll(1, 1)
+
+
+def _mask(_: str, batch: dict[str, Any]) -> None:
+    batch["loss_mask"] = batch["loss_mask"].clone()
+    batch["loss_mask"][:, 1::2] = 0
+
+
+def _turn(by: str, given: dict[str, Any]) -> None:
+    given["freqs"] = given["freqs"].roll(int(by), 0)
+
+
+def _scale(factor: str, given: dict[str, Any]) -> None:
+    given["scale"] = float(factor) * (given["scale"] or given["q"].size(-1) ** -0.5)
+
+
+def _window(tokens: str, given: dict[str, Any]) -> None:
+    given["window"] = (int(tokens), 0)
+
+
+def _sink(score: str, given: dict[str, Any]) -> None:
+    given["sink"] = given["q"].new_full((given["q"].size(2),), float(score))
+
+
+def _smaller(which: str, returned: dict[str, Any]) -> None:
+    returned[which] = 0.98 * returned[which]
+
+
 ACTIONS: dict[str, Callable[..., None]] = {
     "kill": lambda _, *rest: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _, *rest: os.kill(os.getpid(), signal.SIGSTOP),
@@ -122,6 +151,13 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "stale": functools.partial(_previous_keys, of_call=True),
     "late": functools.partial(_previous_keys, of_call=False),
     "average": _average,
+    "roll": _roll,
+    "mask": _mask,
+    "turn": _turn,
+    "scale": _scale,
+    "window": _window,
+    "sink": _sink,
+    "smaller": _smaller,
 }
 
 
@@ -194,6 +230,69 @@ def _in_call(number: int, happen: Callable[..., None]) -> None:
     ContextParallel.attention = attention
 
 
+def _at_batch(step: int, happen: Callable[..., None]) -> None:
+    """Pass the sliced batch of each micro-batch."""
+    from cp_plugin.megatron.models import gpt
+
+    get = gpt.get_batch
+
+    def get_batch(*args: Any, **named: Any) -> dict[str, Any]:
+        batch = get(*args, **named)
+        if _step() == step:
+            happen(batch)
+        return batch
+
+    gpt.get_batch = get_batch
+
+
+def _at_rotation(step: int, happen: Callable[..., None]) -> None:
+    """Pass the angles by which a layer rotates its queries or keys."""
+    from megatron.core.transformer import attention, multi_latent_attention
+
+    for module in (attention, multi_latent_attention):
+        rotate = module.apply_rotary_pos_emb
+
+        def rotating(t: Any, freqs: Any, *args: Any, rotate: Any = rotate, **named: Any) -> Any:
+            given = {"freqs": freqs}
+            if _step() == step:
+                happen(given)
+            return rotate(t, given["freqs"], *args, **named)
+
+        module.apply_rotary_pos_emb = rotating
+
+
+def _at_attention(step: int, happen: Callable[..., None]) -> None:
+    """Pass the arguments of softmax attention."""
+    from cp_plugin import ContextParallel
+
+    attend = ContextParallel.attention
+
+    def attention(cp: Any, q: Any, k: Any, v: Any, **named: Any) -> Any:
+        given = named | {"q": q}
+        if _step() == step:
+            happen(given)
+        return attend(cp, given.pop("q"), k, v, **given)
+
+    ContextParallel.attention = attention
+
+
+def _at_returned(step: int, happen: Callable[..., None]) -> None:
+    """Pass the sums of dk and dv that come back from other ranks of a ring."""
+    from cp_plugin.comm import Pending
+    from cp_plugin.methods import ring
+
+    added = ring._added
+
+    def adding(arriving: Any, parts: Any) -> Any:
+        if arriving is None or _step() != step:
+            return added(arriving, parts)
+        returned = dict(zip(("dk", "dv"), arriving.wait(), strict=True))
+        happen(returned)
+        return added(Pending.done((returned["dk"], returned["dv"])), parts)
+
+    ring._added = adding
+
+
 def _at_optimizer(step: int, happen: Callable[..., None]) -> None:
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
@@ -255,6 +354,10 @@ _PLACES: dict[str, Callable[[int, Callable[..., None]], None]] = {
     "gradient": _at_gradient,
     "received": _at_received,
     "call": _in_call,
+    "batch": _at_batch,
+    "rotation": _at_rotation,
+    "attention": _at_attention,
+    "returned": _at_returned,
 }
 
 

@@ -6,10 +6,11 @@ import argparse
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Watch
@@ -61,6 +62,14 @@ class Pack(NamedTuple):
     bounds: torch.Tensor  # first tokens of the documents, and the end: int64, on the CPU
 
 
+class BatchWatch(Protocol):
+    """Is told each micro-batch, and its loss: ``selfcheck.slices``."""
+
+    def sliced(self, batch: Mapping[str, Any], cp: ContextParallel, group: dist.ProcessGroup | None) -> None: ...
+
+    def lost(self, loss: torch.Tensor, output: Any) -> None: ...
+
+
 @dataclass(slots=True)
 class State:
     """The state of this process."""
@@ -74,6 +83,7 @@ class State:
     documents_expected: bool = False  # whether every attention call must have packed documents
     loss_checked: bool = False
     """Whether the weights of tokens in the script's loss were compared over the ranks."""
+    slices: BatchWatch | None = None  # compares slices of checked steps with whole batches
     last_pack: Pack | None = None  # the pack of the last softmax attention call
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's
     replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})

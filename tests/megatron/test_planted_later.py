@@ -11,6 +11,8 @@ from typing import NamedTuple
 import pytest
 from harness import MODEL, SGD, train
 from nightly import one_case, slow
+from test_mla import MLA, YARN
+from test_positions import POSITIONS
 
 from cp_plugin.testing.launch import RankError
 
@@ -39,14 +41,33 @@ class Later(NamedTuple):
 
 def on_rank_1(at: str, step: int, do: str, last: int, alike: bool = False) -> Later:
     """A fault that the check finds in the step ``last``."""
-    found = rf"step {last}, layer 1, .*\. rank 1: out of [1-8] of 8 rows"
+    found = rf"--cp-check-every 1: in step {last}, layer 1, .*\. rank 1: out of [1-8] of 8 rows"
     return Later(Plant(rank=1, at=at, step=step, do=do), TWO, last, found, alike)
 
 
+def in_step_3(at: str, do: str, found: str, flags: str = TWO, rank: int = 1) -> Later:
+    """rank: for sums that come back 0, which has the keys that the other rank's queries see."""
+    return Later(Plant(rank=rank, at=at, step=3, do=do), flags, 3, found)
+
+
+ROWS = r"--cp-check-every 1: in step 3, layer 1, .*\. rank 1: out of [1-8] of 8 rows"
+SUMS = r"--cp-check-every: in step 3, layer 1, the gradients of ring attention .*sum\(%s\) ="
+SLICES = r"--cp-check-every: in step 3, on the \w+ layout, .*%s are not those of the slice on rank 1\."
+TURNED = r"--cp-check-every: in step 3, layer 1, queries or keys are not rotated by .*layout\. rank 1: "
 LATER = {
+    "labels of another token": in_step_3("batch", "roll:labels", SLICES % "labels"),
+    "tokens of another place": in_step_3("batch", "roll:tokens", SLICES % "tokens"),
+    "positions of another token": in_step_3("batch", "roll:position_ids", SLICES % "position_ids"),
+    "a loss mask": in_step_3("batch", "mask", SLICES % "loss_mask .*; weights in the loss"),
+    "angles of the next token": in_step_3("rotation", "turn:1", TURNED),
+    "another softmax scale": in_step_3("attention", "scale:1.2", ROWS),
+    "another window": in_step_3("attention", "window:3", ROWS),
+    "a sink": in_step_3("attention", "sink:0.5", ROWS),
+    "remote dv": in_step_3("returned", "smaller:dv", SUMS % "v . dv", rank=0),
+    "remote dk": in_step_3("returned", "smaller:dk", SUMS % "q . dq", rank=0),
     "keys of an earlier call": on_rank_1("received", 3, "stale", 3),
     "a message of another step of the ring": Later(
-        Plant(rank=2, at="received", step=3, do="late"), FOUR, 3, r"step 3, layer 1, .*rank 2: out of [1-8] of 8 rows"
+        Plant(rank=2, at="received", step=3, do="late"), FOUR, 3, ROWS.replace(". rank 1", ".*rank 2")
     ),
     "merged wrongly in call 22": on_rank_1("call", 22, "average", 20),
     "the sign of an element": on_rank_1("received", 5, "flip:31", 5),
@@ -63,8 +84,8 @@ def test_the_check_in_training_finds_it(name: str, tmp_path: Path, capfd: pytest
         _train(LATER[name], tmp_path, "--cp-check-every 1")
     text, printed = str(raised.value), capfd.readouterr().out
     assert "self-check passed" in printed, "the start-up check has found it"
-    assert re.search(f"AttentionError: --cp-check-every 1: in {LATER[name].found}", text) is not None, text
-    assert len(re.findall(r"^AttentionError|: AttentionError", text, re.MULTILINE)) >= 2, "on each rank of the group"
+    assert re.search(f"(Attention|Batch)Error: {LATER[name].found}", text) is not None, text
+    assert len(re.findall(r"(?:^|: )(?:Attention|Batch)Error", text, re.MULTILINE)) >= 2, "on each rank of the group"
 
 
 @one_case
@@ -73,6 +94,32 @@ def test_without_the_check_it_trains(name: str, tmp_path: Path) -> None:
     losses = _train(LATER[name], tmp_path, "")
     assert (tmp_path / "mark").exists(), "it did not happen"
     assert len(losses) == LATER[name].steps
+
+
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+ROTATIONS = {
+    "interleaved": (ONE_CALL, f"{TWO} --rotary-interleaved --bf16"),
+    "of half a head": (ONE_CALL, f"{TWO} --rotary-percent 0.5"),
+    "interpolated": (ONE_CALL, f"{TWO} --rotary-seq-len-interpolation-factor 2"),
+    "scaled": (ONE_CALL, f"{TWO} --use-rope-scaling"),
+    "recomputed": (ONE_CALL, f"{TWO} {RECOMPUTED}"),
+    "YaRN": (ONE_CALL, f"{TWO} {POSITIONS['YaRN']}"),
+    "latent": (MLA, f"{TWO} --rope-type rope"),
+    "latent, YaRN": (MLA, f"{TWO} {YARN}"),
+    "latent, recomputed, documents": (MLA, f"{TWO} {RECOMPUTED} --dataloader-inter-document-masking"),
+    "documents": (ONE_CALL, f"{TWO} --dataloader-inter-document-masking"),
+}
+
+
+@one_case
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_every_form_of_rotation_is_compared(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, flags = ROTATIONS[name]
+    later = in_step_3("rotation", "turn:1", "", flags)
+    with pytest.raises(RankError) as raised:
+        _train(later, tmp_path, "--cp-check-every 1", model=model)
+    assert "does not compare" not in capfd.readouterr().out
+    assert re.search(f"AttentionError: {TURNED.replace('layer 1', 'layer [12]')}", str(raised.value)), str(raised.value)
 
 
 def test_ranks_of_other_groups_are_ended_too(tmp_path: Path) -> None:

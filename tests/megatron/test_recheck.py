@@ -72,7 +72,9 @@ def _compared(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("flags", RIGHT)
 def test_correct_training_passes(flags: str, capfd: pytest.CaptureFixture[str], model: str = MODEL) -> None:
     train(_ranks(flags), f"{flags} --cp-check-every 1", steps=STEPS, model=model, prepare=_told)
-    lines = _compared(capfd.readouterr().out)
+    text = capfd.readouterr().out
+    assert "--cp-check-every does not compare" not in text, text
+    lines = _compared(text)
     assert {int(step) for _, step, *_ in lines} == set(range(1, STEPS + 1))
     assert {name for name, *_ in lines} == {"out", "dq"}
     assert max(float(error) / float(allowed) for *_, error, allowed in lines) < 0.5, "a limit without room"
@@ -114,7 +116,10 @@ def test_cost_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
     verdicts = 2 * (2 + 8) * 8
     assert [found and int(found[1].replace(",", "")) for found in checked] == [None, keys + verdicts] * 2
     identities = 4 * 4 * 2 * 8  # of q, k, v and out, four sums per key/value head, in float64
-    assert [found and int(found[1].replace(",", "")) for found in around] == [None, identities] * 2
+    slices = (5 * 3 + 5) * 8  # of four entries and the loss: digests of batch, slice, received, and whether it was
+    rotation = 4 * 8
+    total = identities + slices + rotation
+    assert [found and int(found[1].replace(",", "")) for found in around] == [None, total] * 2
     seconds = [re.search(r"; check, seconds: (\S+)", line) for line in lines]
     assert [found is not None and float(found[1]) > 0 for found in seconds] == [False, True] * 2
 

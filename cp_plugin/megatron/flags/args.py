@@ -118,8 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="in every N-th iteration check one call of one layer's attention, and stop on a mismatch: identities that "
         "its output and gradients satisfy by any method, and a few rows of output and query gradient, recomputed from "
-        "separately gathered keys and values. Not checked: evaluation, layers quantized by nvidia-modelopt (it rounds "
-        f"inside). 0: never. Default: the identities alone, every {IDENTITIES_EVERY} iterations",
+        "separately gathered keys and values; also a micro-batch's slices, and the RoPE of one layer. Not checked: "
+        "evaluation, layers quantized by nvidia-modelopt (it rounds inside). 0: never. Default: all but the rows, "
+        f"every {IDENTITIES_EVERY} iterations",
     )
     group.add_argument(
         "--cp-pad-sequence",

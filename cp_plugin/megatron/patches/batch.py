@@ -15,6 +15,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.state import STATE
 
 _BEHIND_THE_END = {"tokens": 0, "labels": 0, "loss_mask": 0, "position_ids": 0, "attention_mask": True}
 """Padding value of each entry; its last dimension is the sequence. An attention mask is True where it hides."""
@@ -38,7 +39,10 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
         )
     runtime.note_batch_sliced()
     batch = pad_batch(call["batch"], cp)
-    return slice_batch(batch, _on_pack(cp, batch))
+    cp = _on_pack(cp, batch)
+    if STATE.slices is not None:
+        STATE.slices.sliced(batch, runtime.between_layers(cp), call["cp_group"])
+    return slice_batch(batch, cp)
 
 
 def _on_pack(cp: ContextParallel, batch: dict[str, Any]) -> ContextParallel:

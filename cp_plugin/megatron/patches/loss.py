@@ -50,6 +50,8 @@ def _of_all_ranks(compute: Callable[..., Any], per_token: bool, output: Tensor) 
     if group.size() == 1:
         return found
     loss, *tokens, report = found
+    if STATE.slices is not None:
+        STATE.slices.lost(loss, output)
     if not torch.is_grad_enabled():
         report = _summed_report(report, group)
     elif not STATE.loss_checked:
@@ -90,7 +92,8 @@ def _check_report(loss: Tensor, tokens: Tensor | None, report: dict[str, Any], g
     for name, x in logged.items():
         pair, others = others[: x.numel()], others[x.numel() :]
         if wrong := _wrong_report(losses, counted, *pair):
-            raise _refusal(f"reports {name!r} as {wrong}")
+            wrong = f"reports {name!r} as {wrong}"
+            raise _refusal(wrong)
 
 
 def _wrong_report(

@@ -160,7 +160,7 @@ def document_of(positions: Tensor, packed: PackedSeqParams) -> Tensor:
     return torch.bucketize(positions, starts.to(positions.device), right=True)
 
 
-def _in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+def in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Each position's offset in its document; padding after the last one counts on from the document's end.
 
     Computed on the device from the current ``cu_seqlens``, whose buffer may get another micro-batch: no caching.
@@ -193,7 +193,7 @@ def replace_apply_rotary_thd(original: Callable[..., Tensor]) -> Callable[..., T
         of_the_pack = freqs.size(0) == tokens if max_seqlen is None else freqs.size(0) > max_seqlen
         places = cp.positions(tokens, freqs.device)
         if not of_the_pack:
-            places = _in_documents(places, cu_seqlens.to(freqs.device))
+            places = in_documents(places, cu_seqlens.to(freqs.device))
         angles = freqs[places.clamp(max=freqs.size(0) - 1)]
         return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *args, **named).squeeze(1)
 

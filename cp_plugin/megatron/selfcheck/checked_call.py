@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,12 +15,27 @@ from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import WHOLE
+from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 
 PHASE = "check"  # phase in the ledger
+CALL = inspect.signature(AnyCoreAttention.forward)
 
 
 class AttentionError(RuntimeError):
     """A step's attention is not that of its queries, keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Which steps are checked."""
+
+    every: int
+    iterations: Callable[[], int]  # the number of finished ones
+
+    def due(self) -> int:
+        """The current step; 0 if it is not checked."""
+        step = self.iterations() + 1
+        return 0 if step % self.every else step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ layout. All ranks of the group share the verdict, and stop.
 
 from __future__ import annotations
 
-import inspect
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -39,15 +38,15 @@ from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.selfcheck import rotation, slices
 from cp_plugin.megatron.selfcheck.attention_pass import TOLERANCE_FP8
-from cp_plugin.megatron.selfcheck.checked_call import AttentionError, Place
+from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Place, Steps
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Softmax, compare
 from cp_plugin.megatron.selfcheck.identities import watch_identities
 from cp_plugin.testing.oracle import not_seen
 
 _ROWS, _SCORES = 8, 1 << 22
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
-_CALL = inspect.signature(AnyCoreAttention.forward)
 
 
 def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> None:
@@ -59,7 +58,10 @@ def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> N
     every = settings.check_every or settings.identities_every
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, AnyCoreAttention)]
     if every:
-        watching = _Watch(layers, every, iterations, rows=settings.check_every > 0)
+        steps = Steps(every, iterations)
+        slices.watch(chunks, steps)
+        rotation.watch(chunks, steps)
+        watching = _Watch(layers, steps, rows=settings.check_every > 0)
         for layer in layers:
             layer.register_forward_pre_hook(watching.before)
             layer.register_forward_hook(watching.after, with_kwargs=True)
@@ -68,10 +70,8 @@ def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> N
 class _Watch:
     """Draw one call of a step, and check its identities and some of its rows."""
 
-    def __init__(
-        self, layers: Sequence[AnyCoreAttention], every: int, iterations: Callable[[], int], *, rows: bool
-    ) -> None:
-        self._layers, self._every, self._iterations, self._rows = layers, every, iterations, rows
+    def __init__(self, layers: Sequence[AnyCoreAttention], steps: Steps, *, rows: bool) -> None:
+        self._layers, self._steps, self._rows = layers, steps, rows
         self._step = 0
         self._draw = random.Random()
         self._layer: AnyCoreAttention | None = None  # the layer of the drawn call, until it is checked
@@ -80,8 +80,8 @@ class _Watch:
 
     def before(self, module: AnyCoreAttention, _: Any) -> None:
         """Forward pre-hook."""
-        step = self._iterations() + 1
-        if step % self._every or not module.training:
+        step = self._steps.due()
+        if not step or not module.training:
             return
         if step != self._step:
             self._step = step
@@ -100,7 +100,7 @@ class _Watch:
             self._earlier -= 1
             return
         self._layer = None
-        call = _CALL.bind(module, *args, **named).arguments
+        call = CALL.bind(module, *args, **named).arguments
         q, k, v = (call[name] for name in ("query", "key", "value"))
         packed = call.get("packed_seq_params")
         place = Place(
