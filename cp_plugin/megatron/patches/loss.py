@@ -84,7 +84,7 @@ def _check_report(loss: Tensor, tokens: Tensor | None, report: dict[str, Any], g
     logged = {name: x for name, x in report.items() if isinstance(x, Tensor) and x.numel() in (1, 2)}
     count = loss.new_ones(()) if tokens is None else tokens.sum()
     values = [loss.sum(), count, *(x for pair in logged.values() for x in pair.flatten())]
-    mine = torch.stack([x.detach().double() for x in values])
+    mine = torch.stack([x.detach().to(loss.device, torch.float64) for x in values])
     everyone = mine.new_empty(group.size() * len(values))
     dist.all_gather_into_tensor(everyone, mine, group=group)
     losses, counts, *others = everyone.view(group.size(), -1).T.tolist()
