@@ -20,6 +20,11 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     packs, their padding, and prediction in them           Megatron 6912, 7238      test_packed_models, test_sft
     padding at the end of a pack taken for tokens          TE 3331, 1930      test_padding, test_sft
     several sequences in a micro-batch                     NeMo 12210 (its tests have two)      test_parity
+    layers that mix tokens      transformers 48491, LlamaFactory 10787      huggingface/test_mixing
+    router losses from one rank's tokens                   Megatron 5696, prime-rl 2828      huggingface/test_loss
+    a mean of ranks' means in a trainer                    Accelerate 3990, axolotl 3608      huggingface/test_loss
+    ranks of one sequence with rows of their own           AutoModel 3359      core/test_agreement
+    gradients as many times too large, or too small        DeepSpeed 5248      huggingface/test_apply says so
 
 Reports about CUDA graphs, NCCL and upstream kernels, which the plugin does not touch, have no test. The others:
 """
