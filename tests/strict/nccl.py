@@ -26,6 +26,7 @@ from strict.buffers import InFlight, Region
 from strict.order import Communicator, Operation, Piece, Trace, check
 from torch import Tensor
 
+from cp_plugin.attention import agreement
 from cp_plugin.comm import GroupMesh, axis_groups, connect
 from cp_plugin.comm import group as mesh_group
 from cp_plugin.comm.threads import Hub, in_turns
@@ -280,7 +281,7 @@ def trace(
         BufferInFlightError: for a buffer touched in flight.
     """
     found = []
-    with modelled():
+    with modelled(), patch.object(agreement, "check", lambda *_: None):  # the numbers of other ranks never come
         for number in range(prod(axes.values())):
             rank = Rank(number=number)
             _run(rank, program, axes, extra, collective if connected else None)

@@ -149,6 +149,13 @@ def installed(scope: Scope = "run") -> list[str]:
     return list(STATE.replaced[scope])
 
 
+def lend(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of Megatron's for the length of a check; returns what sets it back."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
 def original(target: str) -> Any:
     """The symbol as Megatron defines it, replaced or not."""
     for replaced in STATE.replaced.values():

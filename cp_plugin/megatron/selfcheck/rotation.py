@@ -29,7 +29,7 @@ from torch import Tensor
 from cp_plugin.comm.every_rank import of_every_rank
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.patches import packing, patching
 from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Place, Steps
 
 _ROWS = 8
@@ -254,10 +254,7 @@ class _Call:
                 self._keep(t)
             return rotate(t, *args, **named)
 
-        def undo() -> None:
-            latent.apply_rotary_pos_emb = rotate
-
-        latent.apply_rotary_pos_emb, self._undo = rotating, undo
+        self._undo = patching.lend(latent, "apply_rotary_pos_emb", rotating)
 
     def fits(self, x: Tensor, before: Tensor) -> bool:
         """Whether attention has these rows: MLA rotates one key for all heads, and a part of each."""
