@@ -216,12 +216,14 @@ def directly(
     given = [y for y in (q, k, v, log_decay, beta) if y is not None]
     x = _tokens(q, k, v, log_decay, beta, parts, None)
     values = Tokens(*(None if y is None else y.detach() for y in x))
-    found, kept = scan.forward(values)
+    with torch.no_grad():
+        found, kept = scan.forward(values)
     found = found.to(q.dtype).detach().requires_grad_()
     out = _joined(found, q, k, v, parts)
     dfound, *beside = torch.autograd.grad(out, (found, *given), dout, allow_unused=True, materialize_grads=True)
     inner = x.differentiable
-    grads = scan.backward(dfound.to(accumulation_dtype(q.dtype)), values, kept)
+    with torch.no_grad():
+        grads = scan.backward(dfound.to(accumulation_dtype(q.dtype)), values, kept)
     through = torch.autograd.grad(inner, given, [g.to(y.dtype) for g, y in zip(grads, inner, strict=True)])
     return out.detach(), *(a + b for a, b in zip(through, beside, strict=True))
 

@@ -86,7 +86,7 @@ def launches(capability: int) -> Iterator[list[Launch]]:
                 kernel=self.__name__,
                 grid=_checked(grid(given) if callable(grid) else tuple(grid)),
                 ptx=compiled.asm["ptx"],
-                cubin=compiled.asm["cubin"],
+                cubin=compiled.asm.get("cubin", b""),  # a test may leave out the compiler
                 shared=compiled.metadata.shared,
                 types=tuple(kind for _, kind in leaves),
                 memory=tuple(x.untyped_storage()._cdata if isinstance(x, Tensor) else None for x, _ in leaves),
