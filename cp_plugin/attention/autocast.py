@@ -16,25 +16,26 @@ import torch
 from torch import Tensor
 
 
-def cast(*names: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def cast[**P, R](*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a call: under autocast these of its arguments are cast, except float64, as torch does.
 
     names: of tensors; the first tells the device.
     """
 
-    def decorated(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def decorated(call: Callable[P, R]) -> Callable[P, R]:
         places = {name: place for place, name in enumerate(inspect.signature(call).parameters) if name in names}
 
         @wraps(call)
-        def with_cast(*args: Any, **named: Any) -> Tensor:
-            first = named[names[0]] if names[0] in named else args[places[names[0]]]
+        def with_cast(*args: P.args, **named: P.kwargs) -> R:
+            first: Any = named[names[0]] if names[0] in named else args[places[names[0]]]
             kind = first.device.type
             if not is_on(kind):
                 return call(*args, **named)
             dtype = torch.get_autocast_dtype(kind)
-            positional = [_cast(x, dtype) if place in places.values() else x for place, x in enumerate(args)]
+            positional: Any = [_cast(x, dtype) if place in places.values() else x for place, x in enumerate(args)]
+            others: Any = {name: _cast(x, dtype) if name in names else x for name, x in named.items()}
             with off(kind):
-                return call(*positional, **{key: _cast(x, dtype) if key in names else x for key, x in named.items()})
+                return call(*positional, **others)
 
         return with_cast
 

@@ -61,14 +61,15 @@ class Both:
             (torch.randn(x.shape, generator=generator) * std).to(x.device, dtype)
             for x, std in ((query, 3), (key, 1), (value, 1))
         )
+        mask_of_q = mask
         if mask is not None and mask.is_floating_point():
             mask_of_q = mask.to(dtype).clamp_min(torch.finfo(dtype).min)
-        else:
-            mask_of_q = mask
         want = own(module, q, k, v, mask_of_q, **options)[0]
         if mask is not None and id(mask) in self.sights:
-            sight = self.sights[id(mask)][1]
-            refuse(isinstance(sight, str), str(sight))
+            read = self.sights[id(mask)][1]
+            refuse(isinstance(read, str), str(read))
+            assert isinstance(read, Sight)
+            sight = read
         else:
             refuse(mask is not None, "a mask of your own")
             causal = getattr(module, "is_causal", True) if options["is_causal"] is None else options["is_causal"]

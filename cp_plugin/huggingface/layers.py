@@ -166,8 +166,8 @@ def divide(model: nn.Module, division: Division) -> list[torch.utils.hooks.Remov
         _stand_in(vars(sys.modules[type(layer).__module__]))
         _stand_in(vars(layer))
         for child in layer.children():
-            if _is_causal(child) and not isinstance(child.forward, _Convolution):
-                child.forward = _Convolution(child)
+            if isinstance(child, nn.Conv1d) and _is_causal(child) and not isinstance(child.forward, _Convolution):
+                vars(child)["forward"] = _Convolution(child)  # the instance's, which shadows the class's
         handles.append(layer.register_forward_pre_hook(hooks.before, with_kwargs=True))
         handles.append(layer.register_forward_hook(hooks.after, always_call=True))
     for layer in rotary(model):
