@@ -35,9 +35,9 @@ from cp_plugin.testing.launch import run_ranks
 
 EXAMPLES = max(40, int(os.environ.get("CP_PLUGIN_FUZZ", "0")) // 5)
 FORKED = max(2, EXAMPLES // 100)
+"""Starts of processes, each for ``TOGETHER`` calls."""
 BY_DAY = "CP_PLUGIN_FUZZ" not in os.environ
 """The same cases in every run; at night others each time."""
-"""Starts of processes, each for ``TOGETHER`` calls."""
 TOGETHER = 5
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cp_plugin.megatron.rules.rule import Found, Rule, spelled, when
+from cp_plugin.megatron.rules.rule import Found, Rule, nonzero, spelled, when
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
@@ -39,12 +39,8 @@ def _sequences_of_packs(run: Run) -> Found:
     """A pack of several samples is divided as one sequence, so no rank's part is a number of whole samples."""
     args = run.args
     asked = args.num_experts and run.packed and args.micro_batch_size > 1 and "seq_aux_loss" in _kinds(run)
-    lossy = asked and args.context_parallel_size > 1 and spelled(args, ("--moe-aux-loss-coeff",), _nonzero)
+    lossy = asked and args.context_parallel_size > 1 and spelled(args, ("--moe-aux-loss-coeff",), nonzero)
     return when(lossy, packed=run.packed, batch=args.micro_batch_size)
-
-
-def _nonzero(value: float | list[float]) -> bool:
-    return any(value) if isinstance(value, list) else bool(value)
 
 
 RULES = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron.compat import weakens_expert_losses
-from cp_plugin.megatron.rules.rule import Found, Rule, spelled, when
+from cp_plugin.megatron.rules.rule import Found, Rule, nonzero, spelled, when
 from cp_plugin.placement.documents import DOCUMENTS
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _experts(run: Run) -> Found:
     (times the tensor-parallel) size.
     """
     args = run.args
-    given = spelled(args, ("--moe-aux-loss-coeff", "--moe-z-loss-coeff"), _nonzero)
+    given = spelled(args, ("--moe-aux-loss-coeff", "--moe-z-loss-coeff"), nonzero)
     weakened = args.num_experts and args.calculate_per_token_loss and weakens_expert_losses(run.version)
     return when(weakened and given, given=given, layout=_name(run), version=run.version)
 
@@ -85,10 +85,6 @@ def _placed(run: Run) -> bool:
 def _padded_experts(run: Run) -> Found:
     padding = run.padding if _placed(run) and run.args.num_experts else 0
     return when(padding, padding=padding)
-
-
-def _nonzero(value: float | list[float]) -> bool:
-    return any(value) if isinstance(value, list) else bool(value)
 
 
 def _torch_fsdp(run: Run) -> Found:

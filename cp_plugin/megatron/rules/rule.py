@@ -85,6 +85,11 @@ def spelled(args: Any, flags: Iterable[str], wrong: Callable[[Any], Any]) -> str
     return ", ".join(f"{flag} {value}" for flag, value in values.items() if value is not None and wrong(value))
 
 
+def nonzero(value: float | list[float]) -> bool:
+    """Whether a coefficient, or one of several, has an effect."""
+    return any(value) if isinstance(value, list) else bool(value)
+
+
 def shown(value: Any) -> str:
     """A flag's value with a leading space; empty for a switch."""
     return "" if value is True else f" {getattr(value, 'name', value)}"
