@@ -19,7 +19,7 @@ ruff format --check .
 ruff check .
 lint-imports
 
-alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
+alone=(tests/test_cluster.py tests/test_launch.py tests/planner/test_calibrate.py) # they watch clocks and processes
 elsewhere=(tests/te tests/nemo)                    # they have environments of their own
 
 in_parts() { # TEST FILE...: each in the process that it needs
@@ -28,7 +28,7 @@ in_parts() { # TEST FILE...: each in the process that it needs
     case "$file" in
       tests/te/* | tests/nemo/*) echo "LEFT OUT: $file: it has an environment of its own (ci/te.sh, ci/nemo.sh)" ;;
       tests/kernels/*) kernels+=("$file") ;;
-      tests/test_cluster.py | tests/test_launch.py) clocks+=("$file") ;;
+      tests/test_cluster.py | tests/test_launch.py | tests/planner/test_calibrate.py) clocks+=("$file") ;;
       *) others+=("$file") ;;
     esac
   done

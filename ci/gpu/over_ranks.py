@@ -100,10 +100,20 @@ def _rank(each: Callable[[int], Any], cases: range, files: list[Path], devices: 
             try:
                 found = {"found": each(case)}
             except Exception as error:  # of any library
-                said.write(json.dumps({"case": case, "stopped": stopped(error), "at": time.time()}) + "\n")
+                row = {"case": case, "stopped": stopped(error), "at": time.time()}
+                if case > cases[0]:
+                    _wait_for_earlier_cases(case, files, case_s)
+                said.write(json.dumps(row) + "\n")
                 raise
             faulthandler.cancel_dump_traceback_later()
             said.write(json.dumps({"case": case} | found) + "\n")
+
+
+def _wait_for_earlier_cases(case: int, files: list[Path], case_s: float) -> None:
+    """Until every rank has finished the cases before this one: a rank's end stops the others, which may be behind."""
+    until = time.monotonic() + case_s
+    while time.monotonic() < until and any((case - 1 not in _results(file)) for file in files):
+        time.sleep(0.01)
 
 
 def _results(file: Path) -> dict[int, dict[str, Any]]:

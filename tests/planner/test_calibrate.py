@@ -37,14 +37,15 @@ def quick():
 
 
 @pytest.fixture(scope="module")
-def measured(quick) -> tuple[Cluster, float]:
-    """A profile of two ranks, and the seconds of exchanging a megabyte."""
+def measured(quick) -> tuple[Cluster, list[float]]:
+    """A profile of two ranks, and the seconds of exchanging a megabyte, before and after the profile was measured."""
 
-    def rank() -> tuple[Cluster, float]:
-        profile = calibrate.calibrate("here", _HERE, [torch.float32])
+    def rank() -> tuple[Cluster, list[float]]:
         mesh = GroupMesh.from_group({"cp": 2}, dist.group.WORLD)
         links = link_rates.Measured(("one", "one"), _HERE, lambda text: None)
-        return profile, links.sample(mesh, "exchange", "cp", 1_000_000).seconds
+        before = links.sample(mesh, "exchange", "cp", 1_000_000).seconds
+        profile = calibrate.calibrate("here", _HERE, [torch.float32])
+        return profile, [before, links.sample(mesh, "exchange", "cp", 1_000_000).seconds]
 
     return run_ranks(rank, 2, timeout=60, init_process_group=True)[0]
 
@@ -105,7 +106,7 @@ def test_measured_profile(measured, tmp_path: Path):
     assert found.device.shared_by >= 1 and "2 ranks" in found.source
     links = Links(profile, {"cp": 2}, (0, 0))
     predicted = links.cost(Post(0, "exchange", "cp", "cp", 1_000_000, 2, 1, 1), 0).seconds
-    assert predicted / 3 < megabyte < 3 * predicted
+    assert min(megabyte) / 3 < predicted < 3 * max(megabyte)
 
 
 @pytest.mark.parametrize(
