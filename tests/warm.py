@@ -42,6 +42,7 @@ def before_forking() -> None:
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
+    from cp_plugin.megatron import compat
     from cp_plugin.megatron.patches import patching, source
     from cp_plugin.megatron.patches.table import ALWAYS, PROVIDER
 
@@ -59,7 +60,7 @@ def before_forking() -> None:
     patching._WITHOUT_MEGATRON |= BESIDE_MEGATRON
     source.of_object = functools.cache(source.of_object)
     for patch in (*ALWAYS, *PROVIDER):
-        if not patch.in_file and (patch.versions is None or patch.versions(patching.megatron_version())):
+        if not patch.in_file and compat.has(patch.target):
             source.of_object(patching.original(patch.target))
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 

@@ -30,10 +30,29 @@ def doctor(
     everything: Annotated[
         bool, typer.Option("--all", help="also show libraries and kernels that are not available here")
     ] = False,
+    megatron: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="instead: examine a Megatron-LM checkout, or an unpacked wheel"),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="with --megatron: print JSON")] = False,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- FLAGS]", help="with --megatron: the run's flags; without, everything is examined"),
+    ] = None,
 ) -> None:
     """Show what is installed, which attention kernels work here, and how to get what is missing."""
     from cp_plugin.cli.doctor import show
 
+    if megatron is not None:
+        from cp_plugin.cli import doctor_megatron
+
+        with flags.errors_in_one_line():
+            found = doctor_megatron.examine(megatron, words or [])
+        if json_:
+            print(json.dumps(found))
+        elif not doctor_megatron.show(Console(), found, megatron):
+            raise typer.Exit(1)
+        return
     if not show(Console(), everything=everything):
         raise typer.Exit(1)
 

@@ -18,8 +18,8 @@ def activate(argv: Sequence[str] | None = None) -> None:
 
     Raises:
         ModuleNotFoundError: without Megatron.
-        ValueError: for a megatron-core outside the supported range or with unknown sources, and for an unknown or
-            missing ``--cp-device``.
+        ValueError: for a megatron-core outside the supported range, or that breaks a contract of the patches, and for
+            an unknown or missing ``--cp-device``.
     """
     require_megatron()
     from cp_plugin.megatron.cpu import mode as cpu
@@ -30,7 +30,9 @@ def activate(argv: Sequence[str] | None = None) -> None:
         cpu.activate()
     from cp_plugin.megatron import native
     from cp_plugin.megatron.patches import patching
+    from cp_plugin.megatron.state import STATE
 
+    STATE.strict = peek(words, "--cp-unknown-source") == "stop"
     patching.install(native.start_up())
 
 

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,18 @@ if TYPE_CHECKING:
 
 MOVED: Mapping[str, tuple[str, ...]] = {
     "megatron.core.ssm.mamba_context_parallel": ("megatron.core.ops.ssm.mamba2.context_parallel",),
-    "megatron.core.ssm.gated_delta_net.common": ("megatron.core.ops.ssm.gated_delta.common",),
+    "megatron.core.ssm.gated_delta_net.common": (
+        "megatron.core.ops.ssm.gated_delta.common",
+        "megatron.core.ssm.gated_delta_net",
+    ),
+    "megatron.core.ssm.gated_delta_net.gdn": (
+        "megatron.core.ops.ssm.gated_delta.gdn",
+        "megatron.core.ssm.gated_delta_net",
+    ),
 }
-"""Module -> its location in later versions (Megatron-LM #7239)."""
+"""Module -> its locations in other versions: later ones (Megatron-LM #7239), and before 0.19.0."""
+RENAMED: Mapping[str, str] = {"_GDNBase": "GatedDeltaNet"}
+"""Class -> its name in other versions."""
 STATE_SPACES = ("megatron.core.ssm", "megatron.core.ops.ssm")
 """Packages with the layers of Mamba and gated delta net."""
 
@@ -38,19 +48,38 @@ def find(target: str) -> tuple[Any, Any]:
     Raises:
         ValueError: if it is not found.
     """
-    module, _, qualname = target.partition(":")
-    *path, name = qualname.split(".")
-    places = (module, *MOVED.get(module, ()))
-    for owner in map(_module, places):
+    for place in places(target):
+        module, _, qualname = place.partition(":")
+        *path, name = qualname.split(".")
+        owner = _module(module)
         for part in path:
             owner = vars(owner).get(part) if owner is not None else None
         if owner is not None and name in vars(owner):
             return owner, vars(owner)[name]
+    module, _, qualname = target.partition(":")
+    modules = dict.fromkeys(place.partition(":")[0] for place in places(target))
     package = module.partition(".")[0]
     raise ValueError(
-        f"{qualname} is not in {' or '.join(places)}, and cp_plugin needs it: this {package} is newer than this "
+        f"{qualname} is not in {' or '.join(modules)}, and cp_plugin needs it: this {package} is newer than this "
         f"cp_plugin, or was edited. Use an unmodified supported version (megatron-core{MEGATRON_RANGE})"
     )
+
+
+def places(target: str) -> list[str]:
+    """Where any version has a symbol, in the form of ``target``."""
+    module, _, qualname = target.partition(":")
+    first, dot, rest = qualname.partition(".")
+    names = (qualname, *(f"{name}{dot}{rest}" for name in filter(None, [RENAMED.get(first)])))
+    return [f"{place}:{name}" for place, name in product((module, *MOVED.get(module, ())), names)]
+
+
+def has(target: str) -> bool:
+    """Whether this version has a symbol; ``target`` as for ``find``."""
+    try:
+        find(target)
+    except ValueError:
+        return False
+    return True
 
 
 def _module(name: str) -> Any | None:
@@ -92,16 +121,6 @@ def weakens_expert_losses(version: str) -> bool:
 def masks_expert_bias(version: str) -> bool:
     """Since 0.20 routers can mask padding out of the expert bias; before, they fail."""
     return version_tuple(version) >= (0, 20)
-
-
-def asks_for_inference_layers(version: str) -> bool:
-    """Since 0.20 layers of multi-token prediction need classes that exist with Transformer Engine only."""
-    return version_tuple(version) >= (0, 20)
-
-
-def slices_in_several_layouts(version: str) -> bool:
-    """Since a commit of 0.20 (Megatron-LM #6912) a batch may be sliced in several layouts at once."""
-    return version_tuple(version) >= (0, 20) and _module("megatron.core.context_parallel.utils") is not None
 
 
 def parse_before_initialize() -> None:

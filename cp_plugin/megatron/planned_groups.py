@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.planned.command import SECONDS, Planned, Refused, with_arguments
 from cp_plugin.megatron.planned.sizes import from_args
@@ -76,7 +77,7 @@ def _lead(flags: list[str], devices: int, per_node: int) -> tuple[Planned, list[
         if settings.undecided:
             settings = auto.decide(args, settings)
         patching.install([*hooks.START_UP, CREATE_GROUP])
-        hooks.start(settings, checks.model_of(args, settings) if settings.active else None)
+        hooks.start(settings, checks.model_of(args, settings) if settings.active else None, args)
         args.distributed_backend = "gloo"
         return Planned(*from_args(args, settings), settings), args
 
@@ -108,6 +109,7 @@ CREATE_GROUP = Patch(
     target="megatron.core.parallel_state:create_group",
     make=_Maker,
     reason="planned groups, which are counted and have no connections",
+    contract=wraps("ranks", "group_desc", "backend", "pg_options", "use_local_synchronization"),
 )
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.cpu.cuda_surface import gloo_only
 from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.patching import Patch
 
 _MODEL = {
@@ -61,6 +62,7 @@ WARM_UP = Patch(
     "megatron.bridge.training.initialize:_warmup_jit_function",
     cpu.no_warm_up,
     "a warm-up that draws random numbers before the weights",
+    wraps(),
     known={"2466f8d972ce4e2b": ("0.6.2",)},
     package="megatron-bridge",
 )
@@ -68,6 +70,7 @@ TE_ATTENTION = Patch(
     "megatron.core.extensions.transformer_engine:TEDotProductAttention",
     lambda original: _NotOnCpu,
     "Bridge's rebinding of process groups asks which modules are of this class",
+    wraps(),
     only_in="megatron.core.extensions.transformer_engine",
     in_file=True,
 )

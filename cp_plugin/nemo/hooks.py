@@ -27,6 +27,7 @@ from cp_plugin.megatron.flags.args import UPSTREAM, Settings
 from cp_plugin.megatron.layers import groups, spec
 from cp_plugin.megatron.patches import hooks as megatrons
 from cp_plugin.megatron.patches import patching, rope
+from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.patching import Call, Patch, around
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.selfcheck import audit, recheck
@@ -72,7 +73,7 @@ def prepare(config: Any, ours: Mapping[str, Any], planned: tuple[str, ...] = ())
             checks.count_tokens(given, settings)
         model = checks.after(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
         arguments.write_back(given, config)
-    megatrons.start(settings, model)
+    megatrons.start(settings, model, given)
     config.model.transformer_layer_spec = spec.with_core_attention(config.model.transformer_layer_spec)
     STATE.compared = given
     patching.install(BRIDGE)
@@ -154,13 +155,20 @@ def _install_pg_collection(call: Call) -> None:
 
 
 BRIDGE = tuple(
-    Patch(target, make, reason, known={known: ("0.6.2",)}, package="megatron-bridge")
-    for target, make, reason, known in (
-        ("megatron.bridge.training.setup:setup", _setup, "audit and self-check of the model", "76a61c05fc1e2c30"),
+    Patch(target, make, reason, contract, known={known: ("0.6.2",)}, package="megatron-bridge")
+    for target, make, reason, contract, known in (
+        (
+            "megatron.bridge.training.setup:setup",
+            _setup,
+            "audit and self-check of the model",
+            wraps("state"),
+            "76a61c05fc1e2c30",
+        ),
         (
             "megatron.bridge.training.eval_context_parallel_rebinding:install_pg_collection",
             _install_pg_collection,
             "process groups of an evaluation",
+            wraps("target"),
             "579c1f7d8d923e9d",
         ),
     )

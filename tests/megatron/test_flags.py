@@ -27,7 +27,8 @@ def test_help_group(adapter: None) -> None:
     expected = """
         --cp-provider --cp-cluster --cp-layout --cp-backend --cp-grid --cp-head-groups --cp-intra-size --cp-backward
         --cp-head-parallel --cp-fp8 --cp-gradient-dtype --cp-linear-attention --cp-layer-pattern --cp-linear-provider
-        --cp-device --cp-selfcheck --cp-check-every --cp-pad-sequence --cp-log-traffic --cp-recompute-attention
+        --cp-device --cp-selfcheck --cp-unknown-source --cp-check-every --cp-pad-sequence --cp-log-traffic
+        --cp-recompute-attention
     """
     assert flags == expected.split()
     text = " ".join(parser.format_help().split())
@@ -39,8 +40,9 @@ def test_help_group(adapter: None) -> None:
 
 
 def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
-    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron import compat, runtime
     from cp_plugin.megatron.patches import hooks, patching
+    from cp_plugin.megatron.patches.run import Run
 
     args = validated(
         f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-log-traffic --cp-check-every 100"
@@ -52,8 +54,14 @@ def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.
         check_every=100,
         log_traffic=True,
     )
-    patches = patching.of_this_version([*hooks.START_UP, *hooks.PROVIDER, *hooks.RECOMPUTE])
-    assert patching.installed() == [patch.target for patch in patches]
+    run = Run(settings=runtime.settings(), args=args)
+    patches = [*hooks.START_UP, *(patch for patch in hooks.OF_RUN if patch.when(run))]
+    assert patching.installed() == [patch.target for patch in patches if compat.has(patch.target)]
+    assert any("training_log" in target for target in patching.installed()), "as --cp-log-traffic asks"
+    unneeded = ("mtp_loss", "checkpoint", "moe", "ssm", "finalize_model_grads")
+    assert [t for t in patching.installed() if any(t.endswith(x) or f".{x}" in t for x in unneeded)] == [
+        "megatron.training.checkpointing:_load_base_checkpoint"
+    ]
     assert runtime.kinds() == ["softmax"]
     assert args.cp_comm_type == ["p2p"]
     assert "--calculate-per-token-loss" not in capsys.readouterr().out

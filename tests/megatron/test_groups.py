@@ -184,11 +184,8 @@ def _again() -> list[dict[str, Any]]:
     from cp_plugin.megatron import runtime
 
     mpu = _initialize(Settings(provider="ring"), context_parallel_size=4)
-    old = mpu.get_context_parallel_group()
     seen = [_describe(runtime.context_parallel())]
     mpu.destroy_model_parallel()
-    with pytest.raises(ValueError, match=r"no process groups for the context-parallel ranks \[0, 1, 2, 3\]"):
-        runtime.context_parallel(old)
     mpu.initialize_model_parallel(context_parallel_size=2, order="tp-cp-ep-pp-dp")
     return [*seen, _describe(runtime.context_parallel())]
 

@@ -1,22 +1,27 @@
-"""Patching: fingerprints, replacement by identity, refusals, undo."""
+"""Patching: known sources, contracts of others, replacement by identity, refusals, undo."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import inspect
+import json
 import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cp_plugin.common.versions import megatron_supported
-from cp_plugin.megatron.patches import digest, patching
+from cp_plugin.megatron import compat
+from cp_plugin.megatron.patches import difference, digest, patching
 from cp_plugin.megatron.patches import source as sources
+from cp_plugin.megatron.patches.contract import Contract, replaces, wraps
 from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 from cp_plugin.megatron.patches.patching import Patch
+from cp_plugin.megatron.state import STATE
 
 SOURCE = '''
 def slow(x: int) -> int:
@@ -47,8 +52,13 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: None) -> I
     sys.modules.pop("somelib", None)
 
 
-def _patch(target: str = "somelib:slow", make: Callable = lambda original: lambda x: original(x) * 10):
-    return Patch(target=target, make=make, reason="a test")
+def _patch(
+    target: str = "somelib:slow",
+    make: Callable = lambda original: lambda x: original(x) * 10,
+    contract: Contract = wraps(),  # noqa: B008  (frozen)
+    **more: Any,
+) -> Patch:
+    return Patch(target=target, make=make, reason="a test", contract=contract, **more)
 
 
 @pytest.mark.parametrize(
@@ -82,26 +92,44 @@ def test_every_patched_symbol_of_the_installed_megatron_is_known(adapter: None) 
     patching.undo()
     root = Path(inspect.getfile(sys.modules["megatron.core.package_info"])).parents[2]
     here = patching.megatron_version()
-    for target in [target for target, has in digest.targets().items() if has is None or has(here)]:
-        written = sources.of_file(root, target)
+    for target in [target for target in digest.targets() if compat.has(target)]:
+        written = sources.of_file(root, next(place for place in compat.places(target) if _in_tree(root, place)))
         assert here in FINGERPRINTS[target][written]
-        if target != digest.OF_BRIDGE:  # no class without Transformer Engine
+        if "TEDotProductAttention" not in target:  # no class without Transformer Engine
             assert sources.of_object(patching.original(target)) == written, "read from the object and from the file"
 
 
-def test_the_table_names_every_supported_minor_version(adapter: None) -> None:
-    targets = digest.targets()
-    assert list(FINGERPRINTS) == list(targets)
+def _in_tree(root: Path, target: str) -> bool:
+    try:
+        sources.in_file(root, target)
+    except ValueError:
+        return False
+    return True
+
+
+def test_the_table_has_the_supported_versions() -> None:
+    assert list(FINGERPRINTS) == digest.targets()
+    lines = json.loads(difference.LINES.read_text())
     for target, digests in FINGERPRINTS.items():
         versions = [version for listed in digests.values() for version in listed]
         released = [version for version in versions if version != "0.20.0"]  # several commits of which are known
         assert len(released) == len(set(released)), target
-        assert all(len(listed) == len(set(listed)) for listed in digests.values()), target
-        having = {
-            minor for minor in ("0.17", "0.18", "0.19", "0.20") if (has := targets[target]) is None or has(f"{minor}.0")
-        }
-        assert {version.rpartition(".")[0] for version in versions} == having, target
         assert all(map(megatron_supported, versions))
+        assert lines[target].keys() <= digests.keys()
+
+
+def test_the_tool_loses_nothing_that_is_known(tmp_path: Path) -> None:
+    """Neither versions of which no tree is at hand, nor their lines."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 3\nPRE_RELEASE = ''\n")
+    (core / "some.py").write_text(SOURCE)
+    known = {"megatron.core.some:slow": {"0" * 16: ("0.17.0",)}, "megatron.core.gone:old": {"1" * 16: ("0.17.0",)}}
+    lines = {"megatron.core.some:slow": {"0" * 16: "abcde"}}
+    found, texts = digest.added(known, lines, [tmp_path], ["megatron.core.some:slow", "megatron.core.other:new"])
+    new = sources.of_file(tmp_path, "megatron.core.some:slow")
+    assert found == {"megatron.core.some:slow": {"0" * 16: ["0.17.0"], new: ["0.19.3"]}, "megatron.core.other:new": {}}
+    assert texts["megatron.core.some:slow"].keys() == {"0" * 16, new}
 
 
 def _held_by_megatron() -> set[str]:
@@ -125,7 +153,7 @@ def test_nothing_of_megatrons_is_replaced_outside_of_the_table(validated: Callab
     validated("--context-parallel-size 4 --cp-provider ring --cp-linear-attention gla --cp-layer-pattern LN")
     held = _held_by_megatron()
     own = {target for scope in ("run", "process") for target in patching.installed(scope)}
-    assert len(own) >= 20 and own <= FINGERPRINTS.keys()
+    assert len(own) >= 15 and own <= FINGERPRINTS.keys()
     assert own <= held, own - held
     names = {target.rpartition(":")[2] for target in own}
     assert {place for place in held if place.rpartition(":")[2] not in names} == set()
@@ -196,20 +224,128 @@ def test_a_method_is_replaced_on_its_class(library: types.ModuleType) -> None:
     assert provider.answer() == 1
 
 
-def test_an_unknown_source_is_refused_and_nothing_is_replaced(
-    library: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def unknown(library: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The library, whose sources nobody has compared."""
+    for target in ("somelib:slow", "somelib:Provider.answer"):
+        monkeypatch.setitem(patching.FINGERPRINTS, target, {"0" * 16: ("0.18.0", "0.19.2")})
+    return library
+
+
+def test_an_unknown_source_starts_if_its_contract_holds(
+    unknown: types.ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(patching.FINGERPRINTS, "somelib:Provider.answer", {"0" * 16: ("0.18.0", "0.19.2")})
-    version = patching.megatron_version()
-    with pytest.raises(
-        ValueError, match=rf"somelib:Provider.answer of megatron-core {version}.*known for 0.18.0, 0.19.2"
+    patching.install([_patch(contract=wraps("x")), _patch("somelib:Provider.answer", lambda original: original)])
+    assert unknown.slow(1) == 20
+    patching.tell_unknown()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("cp_plugin: 2 functions of this megatron-core") and line.endswith(": slow, Provider.answer")
+    patching.undo()
+    assert STATE.unknown == []
+
+
+def test_all_broken_contracts_are_named_and_nothing_is_replaced(unknown: types.ModuleType) -> None:
+    bad = [
+        _patch(contract=wraps("batch", "group"), otherwise="ranks would keep other tokens"),
+        _patch(
+            "somelib:Provider.answer", lambda original: original, replaces(probe=lambda a, b: "it answers 1, not 2")
+        ),
+        _patch("somelib:gone", lambda original: original),
+    ]
+    with pytest.raises(ValueError, match="cannot run on this megatron-core") as error:
+        patching.install(bad)
+    message = str(error.value)
+    for part in (
+        "somelib:slow (a test): it has no parameter batch, group.",
+        "If it ran, ranks would keep other tokens.",
+        "somelib:Provider.answer (a test): it answers 1, not 2.",
+        "gone is not in somelib",
+        "--cp-provider upstream",
     ):
-        patching.install([_patch(), _patch("somelib:Provider.answer")])
-    assert library.slow(1) == 2
+        assert part in message
+    assert unknown.slow(1) == 2
     assert patching.installed() == []
 
 
-def test_a_symbol_that_another_extension_replaced_is_refused(library: types.ModuleType) -> None:
+def test_an_unknown_source_is_refused_where_the_flag_asks_for_it(
+    unknown: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(STATE, "strict", True)
+    with pytest.raises(ValueError, match="--cp-unknown-source stop does not allow"):
+        patching.install([_patch()])
+
+
+def test_what_only_packs_need_stops_packs_only(unknown: types.ModuleType) -> None:
+    patching.install([_patch(contract=wraps("batch"), late=True), _patch("somelib:gone", late=True)])
+    assert patching.installed() == [] and unknown.slow(1) == 2
+    with pytest.raises(ValueError, match=r"(?s)this batch has packed documents.*somelib:slow"):
+        patching.allow_packs()
+    patching.undo()
+    patching.allow_packs()
+
+
+def test_a_symbol_that_is_not_in_every_version_may_be_absent(library: types.ModuleType) -> None:
+    patching.install([_patch("somelib:gone", required=False), _patch("somelib.nowhere:gone", required=False)])
+    assert patching.installed() == []
+
+
+def test_a_probe_runs_on_the_first_rank_only(unknown: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = _patch(contract=wraps(probe=lambda original, replacement: "other"))
+    monkeypatch.setenv("RANK", "1")
+    assert patching.examine(patch).state == "checked"
+    monkeypatch.setenv("RANK", "0")
+    assert patching.examine(patch).broken == "other"
+
+
+def test_a_probe_that_fails_breaks_the_contract(unknown: types.ModuleType) -> None:
+    found = patching.examine(_patch(contract=replaces("x", probe=lambda original, replacement: 1 / 0)))
+    assert found.broken == "its probe ended in ZeroDivisionError: division by zero"
+    assert "no probe" in str(patching.examine(_patch(contract=replaces("x", probe=None))).broken)
+
+
+def test_a_parameter_that_a_later_version_adds(unknown: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a function that is replaced: its default is what the replacement does; other values are refused."""
+
+    def slow(x: int, y: int = 3, *, mode: str = "plain") -> int:
+        return x + y
+
+    def required(x: int, y: int) -> int:
+        return x + y
+
+    contract = replaces("x", probe=lambda original, replacement: None)
+    monkeypatch.setattr(unknown, "slow", slow)
+    patching.install([_patch(contract=contract)])
+    assert unknown.slow(1) == unknown.slow(1, mode="plain") == unknown.slow(1, y=3) == 40
+    with pytest.raises(ValueError, match="somelib:slow was called with mode='other', a parameter that this Megatron"):
+        unknown.slow(1, mode="other")
+    patching.undo()
+    monkeypatch.setattr(unknown, "slow", required)
+    assert "it requires y" in str(patching.examine(_patch(contract=contract)).broken)
+
+
+def test_a_difference_shows_new_lines_and_counts_those_that_are_gone() -> None:
+    def tree(text: str) -> ast.AST:
+        return ast.parse(text).body[0]
+
+    old = "def f(x):\n    a = 1\n    b = 2\n    c = 3\n    return a + b + c + x\n"
+    new = old.replace("    b = 2\n", "    b = 5  # another\n")
+    known = {"k" * 16: ("0.18.0", "0.19.2"), "l" * 16: ("0.17.0",)}
+    lines = {"m:f": {"k" * 16: difference.hashes(tree(old)), "l" * 16: difference.hashes(tree("def f():\n    pass\n"))}}
+    shown = difference.between("m:f", tree(new), known, lines)
+    assert shown.splitlines() == [
+        "--- megatron-core 0.19.2",
+        "+++ m:f",
+        "@@ line 1 of 5 @@",
+        "  def f(x):",
+        "      a = 1",
+        "- (1 line of megatron-core 0.19.2)",
+        "+     b = 5",
+        "      c = 3",
+        "      return a + b + c + x",
+    ]
+
+
+def test_a_symbol_that_another_extension_replaced_is_wrapped_in_turn(library: types.ModuleType) -> None:
     original = library.slow
 
     @functools.wraps(original)
@@ -217,8 +353,12 @@ def test_a_symbol_that_another_extension_replaced_is_refused(library: types.Modu
         return original(x) - 1
 
     library.slow = somebody_elses
-    with pytest.raises(ValueError, match="another extension"):
-        patching.install([_patch()])
+    patching.install([_patch(contract=wraps("x"))])
+    assert library.slow(1) == 10 and STATE.unknown == ["somelib:slow"]
+    patching.undo()
+    changed = replaces("x", probe=lambda a, b: None if a(1) == 2 else "another value")
+    with pytest.raises(ValueError, match="another value"):
+        patching.install([_patch(contract=changed)])
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.21.0", "0.21.0rc1", "1.0.0"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -199,21 +200,23 @@ def test_a_batch_that_may_be_asked_for_in_several_layouts(
         get_batches(_batch(), "contiguous", False, "group")
 
 
-def test_an_unknown_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron import compat
+def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin.megatron.patches import batch, patching
     from cp_plugin.megatron.patches.table import PROVIDER
 
     name = "megatron.core.context_parallel.utils"
     newer = ModuleType(name)
-    newer.get_batches_on_this_cp_rank = _get_batches
+    newer.get_batches_on_this_cp_rank = lambda batch, layouts: {name: dict(batch) for name in layouts}
     monkeypatch.setitem(sys.modules, name, newer)
-    assert [compat.slices_in_several_layouts(version) for version in ("0.19.2", "0.20.0")] == [False, True]
-    monkeypatch.setattr(patching, "megatron_version", lambda: "0.20.0")
     (patch,) = [patch for patch in PROVIDER if patch.make is batch.replace_get_batches]
-    with pytest.raises(ValueError, match=r"utils:get_batches_on_this_cp_rank of megatron-core 0\.20\.0 has a source"):
+    with pytest.raises(ValueError, match="it has no parameter boundary_layout, additional_layouts"):
         patching.install([patch])
-    assert newer.get_batches_on_this_cp_rank is _get_batches
+    known = functools.partial(_get_batches)  # another object than this module's own, which would be replaced, too
+    newer.get_batches_on_this_cp_rank = known
+    patching.install([patch])
+    assert newer.get_batches_on_this_cp_rank is not known
+    patching.undo()
+    assert newer.get_batches_on_this_cp_rank is known
 
 
 def test_batches_that_are_refused_and_one_without_tokens(on_rank: Callable[[ContextParallel], list[Any]]) -> None:

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 from cp_plugin.megatron.flags.args import DEVICES
 from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.patching import Call, Patch, around
 from cp_plugin.megatron.state import STATE
 
@@ -270,22 +270,30 @@ PATCHES = (
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         make=_allow_sequence_parallel,
         reason="sequence parallelism with torch's norms",
+        contract=wraps("config"),
+        otherwise="gradients of norms would not be summed over the tensor-parallel ranks",
     ),
     Patch(
         target="megatron.training.initialize:_warmup_jit_function",
         make=no_warm_up,
         reason="a warm-up that draws random numbers before the weights",
+        contract=wraps(),
+        otherwise="initial weights would depend on the number of ranks",
+        required=False,
     ),
     Patch(
         target="megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
         make=lambda original: lambda module: False,
         reason="layers for inference, whose classes Megatron lacks without Transformer Engine",
-        versions=compat.asks_for_inference_layers,
+        contract=wraps(),
+        required=False,
     ),
     Patch(
         target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
         make=replace_dot_product_attention,
         reason="packed documents on one rank",
+        contract=wraps("query", "key", "value"),
+        otherwise="tokens would attend to other documents than their own",
     ),
 )
 

@@ -21,6 +21,7 @@ from cp_plugin.placement.layouts import get_layout
 
 UPSTREAM = "upstream"
 SELFCHECKS = ("once", "off")
+UNKNOWN_SOURCES = ("check", "stop")
 IDENTITIES_EVERY = 100  # iterations
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -114,6 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help=f"compare a tiny batch with one rank before training: {', '.join(SELFCHECKS)}. Default: once",
     )
     group.add_argument(
+        "--cp-unknown-source",
+        metavar="WHAT",
+        help=f"where a function of Megatron that the plugin replaces differs from the releases that were compared: "
+        f"{', '.join(UNKNOWN_SOURCES)}. Default: check, which starts if what the plugin relies on still holds",
+    )
+    group.add_argument(
         "--cp-check-every",
         metavar="N",
         help="in every N-th iteration check one call of one layer's attention, and stop on a mismatch: identities that "
@@ -161,7 +168,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         ValueError: for unknown names (with the valid ones), unreadable values, kinds of attention without a common
             layout, and flags that would do nothing.
     """
-    names = {"--cp-device": DEVICES, "--cp-selfcheck": SELFCHECKS}
+    names = {"--cp-device": DEVICES, "--cp-selfcheck": SELFCHECKS, "--cp-unknown-source": UNKNOWN_SOURCES}
     names["--cp-provider"] = (UPSTREAM, AUTO, *providers.names())
     for flag, valid in names.items():
         if (value := getattr(args, linear_flags.attribute(flag), None)) is not None:

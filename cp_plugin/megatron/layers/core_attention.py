@@ -33,7 +33,7 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling as scaling
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.patches import packing, patching
 from cp_plugin.megatron.rules import layers as rules
 from cp_plugin.megatron.state import STATE, Pack
 from cp_plugin.methods.protocol import Kind
@@ -57,6 +57,7 @@ class AnyCoreAttention(MegatronModule):
         num_splits: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **more: Any,
     ) -> None:
         """
         Args: those of Megatron's core attention classes; ``cp_comm_type`` (Transformer Engine's) and ``num_splits``
@@ -64,11 +65,13 @@ class AnyCoreAttention(MegatronModule):
             k_channels, v_channels: head sizes of keys and values; None: the model's.
             softmax_scale: None: ``d ** -0.5``. ``apply_query_key_layer_scaling`` changes nothing: it only protects
                 half-precision scores, and these are float32.
+            more: arguments of a later Megatron, which must be None or False.
 
         Raises:
             ValueError: for a layer that the plugin does not support.
         """
         super().__init__(config=config)
+        rules.refuse_more(layer_number, more)
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
@@ -112,13 +115,15 @@ class AnyCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         num_splits: int | None = None,
+        **more: Any,
     ) -> Tensor:
         """Attend; ``attn_mask_type`` (causal or none), the layer's window and packed documents make the mask.
 
         Raises:
             ValueError: for an attention bias, a mask tensor (even a causal one), a key/value cache, shapes that the
-                layout cannot divide, or a batch that was not sliced in the layout.
+                layout cannot divide, a batch that was not sliced in the layout, or arguments of a later Megatron.
         """
+        rules.refuse_more(self.layer_number, more)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         call = query, key, attention_mask, mask_type, attention_bias, packed_seq_params
         rules.check_call(self.layer_number, runtime.settings(), *call)
@@ -129,6 +134,7 @@ class AnyCoreAttention(MegatronModule):
         if packed_seq_params is None:
             runtime.require_documents(self.layer_number)
             return self.attend(cp, query, key, value, causal=causal).flatten(2)
+        patching.allow_packs()
         bounds = packing.bounds(packed_seq_params, query.size(0) * cp.size)
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         return self.attend(cp, query, key, value, causal=causal, cu_seqlens=bounds).squeeze(1).flatten(1)

@@ -22,9 +22,14 @@ from cp_plugin.megatron.patches.patching import Call, around
 SPEC = "megatron.core.post_training.modelopt.gpt.model_specs:get_gpt_modelopt_spec"
 
 
+def found() -> bool:
+    """Whether nvidia-modelopt is installed."""
+    return util.find_spec("modelopt") is not None
+
+
 def register() -> None:
     """Register the plugin's attention with nvidia-modelopt; with a release that cannot convert it, as refused."""
-    if util.find_spec("modelopt") is None:
+    if not found():
         return
     try:
         registry = import_module("modelopt.torch.quantization.nn").QuantModuleRegistry

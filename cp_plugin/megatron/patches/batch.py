@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -37,11 +39,36 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
             "the training script slices its batch with use_contiguous_cp=True, and this model computes in the "
             f"{layout.name} layout: pass it only where the configuration has linear_cp_layout 'contiguous'"
         )
+    return _slice(call["batch"], cp, call["cp_group"])
+
+
+@around
+def replace_get_thd_batch(call: Call) -> tuple[dict[str, Any], Any]:
+    """Slice a packed batch by the layout after ``get_thd_batch_on_this_cp_rank`` has made its ``PackedSeqParams``.
+
+    Raises:
+        ValueError: for another number of ranks than the context-parallel group's.
+    """
+    group = parallel_state.get_context_parallel_group()
+    cp = runtime.context_parallel(group)
+    if call["cp_size"] not in (None, cp.size):
+        raise ValueError(
+            f"the training script slices a packed batch for {call['cp_size']} ranks, and context parallelism is over "
+            f"{cp.size}: groups that change from batch to batch are not supported"
+        )
+    bounds = {name: call[name] for name in ("cu_seqlens", "cu_seqlens_padded")}
+    batch, packed = call.original(cp_size=1, cp_rank=0)
+    sliced = _slice({**batch, **bounds}, cp, group)
+    return {name: value for name, value in sliced.items() if name in batch}, packed
+
+
+def _slice(batch: dict[str, Any], cp: ContextParallel, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Pad and slice a batch, in place."""
     runtime.note_batch_sliced()
-    batch = pad_batch(call["batch"], cp)
+    batch = pad_batch(batch, cp)
     cp = _on_pack(cp, batch)
     if STATE.slices is not None:
-        STATE.slices.sliced(batch, runtime.between_layers(cp), call["cp_group"])
+        STATE.slices.sliced(batch, runtime.between_layers(cp), group)
     return slice_batch(batch, cp)
 
 

@@ -1,48 +1,54 @@
-"""Generates ``fingerprints.py``: hashes of the source of every replaced symbol, in every supported version.
+"""Generates ``fingerprints.py`` and ``known_lines.json``: the sources of every replaced symbol that were compared.
 
     python -m cp_plugin.megatron.patches.digest DIRECTORY...
 
 Each DIRECTORY holds a ``megatron`` package (an unpacked wheel, or a Megatron-LM checkout), which is read, not imported.
+Its sources are added to those that are known already; nothing that is known is lost.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cp_plugin.megatron.compat import MOVED
-from cp_plugin.megatron.patches.source import of_file
+from cp_plugin.common.versions import version_tuple
+from cp_plugin.megatron import compat
+from cp_plugin.megatron.patches import difference, source
+from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
+
+Known = Mapping[str, Mapping[str, Sequence[str]]]
+"""Symbol -> fingerprint -> versions."""
+Lines = Mapping[str, Mapping[str, str]]
+"""Symbol -> fingerprint -> hashes of its lines."""
 
 _HEAD = '''"""Source fingerprints of the Megatron-Core symbols that the plugin replaces. Generated, do not edit:
 
     python -m cp_plugin.megatron.patches.digest DIRECTORY...
 
-with one directory per supported version that holds its ``megatron`` package.
+which adds the sources of directories with a ``megatron`` package.
 """
 
 from __future__ import annotations
 
 # symbol -> fingerprint -> the megatron-core versions whose source has it
 FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {'''
-OF_BRIDGE = "megatron.core.extensions.transformer_engine:TEDotProductAttention"
-"""Replaced by ``cp_plugin.nemo.cpu``."""
 
 
-def targets() -> dict[str, Callable[[str], bool] | None]:
-    """Every symbol of Megatron-Core that the plugin replaces in any mode -> whether a version has it; None: all do."""
+def targets() -> list[str]:
+    """Every symbol of Megatron-Core that the plugin replaces in any mode, or compares its own with."""
     from cp_plugin.megatron import planned_groups
     from cp_plugin.megatron.cpu import mode, wheel
-    from cp_plugin.megatron.patches.hooks import HYBRID_MODEL, START_UP
-    from cp_plugin.megatron.patches.table import DELTA_NET, HYBRID, LINEAR, PADDING, PROVIDER, RECOMPUTE, SCALING
+    from cp_plugin.megatron.patches.hooks import OF_RUN, START_UP
     from cp_plugin.megatron.planned import command as planned
 
-    of_run = (*START_UP, *PROVIDER, *RECOMPUTE, *PADDING, *SCALING, *LINEAR, *HYBRID, *DELTA_NET, HYBRID_MODEL)
     elsewhere = (*mode.PATCHES, wheel.COMPILE, planned.TE_VERSION, planned_groups.CREATE_GROUP)
-    return {patch.target: patch.versions for patch in (*of_run, *elsewhere)} | {OF_BRIDGE: None}
+    patches = (*START_UP, *OF_RUN, *elsewhere)
+    return [*dict.fromkeys(name for patch in patches for name in (patch.target, *patch.contract.also))]
 
 
 def version_of(root: Path) -> str:
@@ -55,17 +61,29 @@ def version_of(root: Path) -> str:
     return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts['PRE_RELEASE']}"
 
 
-def table(roots: Iterable[Path], targets: Mapping[str, Callable[[str], bool] | None]) -> str:
-    """The text of ``fingerprints.py`` for these source trees."""
-    known: dict[str, dict[str, list[str]]] = {target: {} for target in targets}
+def added(known: Known, lines: Lines, roots: Iterable[Path], names: Sequence[str]) -> tuple[Known, Lines]:
+    """What is known of these symbols, with the sources of these trees."""
+    known = {name: {digest: list(versions) for digest, versions in known.get(name, {}).items()} for name in names}
+    lines = {
+        name: {digest: text for digest, text in lines.get(name, {}).items() if digest in known[name]} for name in names
+    }
     for root in sorted(roots, key=version_of):
         version = version_of(root)
-        for target, has in targets.items():
-            if has is not None and not has(version):
+        for name in names:
+            node = _of_tree(root, name)
+            if node is None:
                 continue
-            versions = known[target].setdefault(_of_tree(root, target), [])
+            digest = source.digest(node)
+            versions = known[name].setdefault(digest, [])
             if version not in versions:
                 versions.append(version)
+                versions.sort(key=version_tuple)
+            lines[name][digest] = difference.hashes(node)
+    return known, lines
+
+
+def written(known: Known) -> str:
+    """The text of ``fingerprints.py``."""
     lines = [_HEAD]
     for target, digests in known.items():
         if not digests:
@@ -80,24 +98,25 @@ def table(roots: Iterable[Path], targets: Mapping[str, Callable[[str], bool] | N
     return "\n".join(lines) + "\n"
 
 
-def _of_tree(root: Path, target: str) -> str:
-    """The fingerprint of a symbol, in whichever module a source tree has it."""
-    module, _, name = target.partition(":")
-    *places, last = (f"{place}:{name}" for place in (module, *MOVED.get(module, ())))
-    for place in places:
+def _of_tree(root: Path, target: str) -> ast.AST | None:
+    """A symbol in whichever module a source tree has it; None: nowhere."""
+    for place in compat.places(target):
         with suppress(ValueError):
-            return of_file(root, place)
-    return of_file(root, last)
+            return source.in_file(root, place)
+    return None
 
 
 def main(argv: Sequence[str]) -> int:
     if not argv:
         print("usage: python -m cp_plugin.megatron.patches.digest DIRECTORY...", file=sys.stderr)
         return 2
-    replaced = targets()
-    path = Path(__file__).with_name("fingerprints.py")
-    path.write_text(table([Path(root) for root in argv], replaced), encoding="utf-8")
-    print(f"{path.name}: {len(replaced)} symbols of {len(argv)} source trees")
+    names = targets()
+    old = json.loads(difference.LINES.read_text(encoding="utf-8")) if difference.LINES.exists() else {}
+    known, lines = added(FINGERPRINTS, old, [Path(root) for root in argv], names)
+    Path(__file__).with_name("fingerprints.py").write_text(written(known), encoding="utf-8")
+    difference.LINES.write_text(json.dumps(lines, indent=0) + "\n", encoding="utf-8")
+    new = sum(len(known[name].keys() - FINGERPRINTS.get(name, {}).keys()) for name in names)
+    print(f"{len(names)} symbols, {len(argv)} source trees: {new} new sources")
     return 0
 
 

@@ -2,7 +2,7 @@
 
     python -m cp_plugin.megatron.patches.digest DIRECTORY...
 
-with one directory per supported version that holds its ``megatron`` package.
+which adds the sources of directories with a ``megatron`` package.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "6014f4f296f309c7": ("0.18.0", "0.18.1", "0.18.2"),
         "b4c2c07f52edda66": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
     },
-    "megatron.training.arguments:parse_args": {
-        "e9e9e8c3f2923b41": ("0.17.0", "0.17.1"),
-        "ca312c0f4a29e20c": ("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
-    },
     "megatron.training.arguments:validate_args": {
         "dc4a8ae29bd22ead": ("0.17.0",),
         "c072bb24a2311a13": ("0.17.1",),
@@ -25,6 +21,7 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "ced3bb751a2448ec": ("0.18.2",),
         "d5b1799666842d87": ("0.19.0", "0.19.1", "0.19.2"),
         "09aaa53dcbe5fee2": ("0.20.0",),
+        "b9e2e64d21fca187": ("0.20.0",),
     },
     "megatron.core.parallel_state:initialize_model_parallel": {
         "3e273608ce6805de": ("0.17.0", "0.17.1"),
@@ -37,16 +34,14 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "b3911ee2290b0113": ("0.19.0", "0.19.1", "0.19.2"),
         "f363d0ac552e2177": ("0.20.0",),
     },
-    "megatron.core.parallel_state:destroy_model_parallel": {
-        "2c0e4b2387b6ef86": ("0.17.0", "0.17.1"),
-        "a60b57b9c358d006": ("0.18.0", "0.18.1", "0.18.2"),
-        "2da040666a30f38e": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
-    },
     "megatron.core.utils:get_batch_on_this_cp_rank": {
         "c80146f9f017dbae": ("0.17.0", "0.17.1"),
         "f377981828801b84": ("0.18.0", "0.18.1", "0.18.2"),
         "ce0d9e1bf2bebd6f": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
         "ae3ad941aa6b5ef5": ("0.20.0",),
+    },
+    "megatron.core.utils:get_thd_batch_on_this_cp_rank": {
+        "162e854da22b8e50": ("0.17.0", "0.17.1"),
     },
     "megatron.core.context_parallel.utils:get_batches_on_this_cp_rank": {},
     "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank": {
@@ -63,7 +58,7 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "megatron.core.transformer.multi_token_prediction:roll_tensor": {
         "5099cbc59d1e8d8a": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2"),
-        "abaa6b57695c24ca": ("0.19.0", "0.19.1", "0.19.2"),
+        "abaa6b57695c24ca": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
         "2fee00acb0a397ce": ("0.20.0",),
     },
     "megatron.core.transformer.multi_token_prediction:process_mtp_loss": {
@@ -79,8 +74,19 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.core.models.backends:LocalSpecProvider.core_attention": {
         "71ca4456c62e8dc0": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
     },
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__": {
+        "50df7938ff943a1e": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
+    },
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward": {
+        "ca9d42c58de33f7c": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
+    },
     "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention": {
         "ad0825788aa430b8": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
+    },
+    "megatron.core.extensions.transformer_engine:TEDotProductAttention": {
+        "5c04c70bc38b7dff": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2"),
+        "ca290534ee29c862": ("0.19.0", "0.19.1", "0.19.2"),
+        "958c867333dfae99": ("0.20.0",),
     },
     "megatron.core.post_training.modelopt.gpt.model_specs:get_gpt_modelopt_spec": {
         "c8fd3041e407e968": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
@@ -90,6 +96,7 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "44f876faedbdf2ab": ("0.18.0", "0.18.1", "0.18.2"),
         "aa31564ce620a0ae": ("0.19.0", "0.19.1", "0.19.2"),
         "449dba1c7b349b65": ("0.20.0",),
+        "e28e647c665ade21": ("0.20.0",),
     },
     "megatron.training.training:training_log": {
         "43ff41901a26f7f4": ("0.17.0", "0.17.1"),
@@ -139,10 +146,13 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "megatron.core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens": {
         "c5efe596ee37ba12": ("0.19.0", "0.19.1", "0.19.2", "0.20.0"),
+        "f45acc57ae4e103f": ("0.18.0", "0.18.1", "0.18.2"),
     },
     "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward": {
         "97fb3a155e124261": ("0.19.0", "0.19.1", "0.19.2"),
         "7248af57d78e7739": ("0.20.0",),
+        "9be483b5c9d2bf08": ("0.17.0", "0.17.1"),
+        "1f87ff13163eeb23": ("0.18.0", "0.18.1", "0.18.2"),
     },
     "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": {
         "f4f31bb8a33941cd": ("0.18.0", "0.18.1", "0.18.2"),
@@ -160,9 +170,6 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear": {
         "524ef3b2a09812c8": ("0.20.0",),
     },
-    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward": {
-        "ca9d42c58de33f7c": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
-    },
     "megatron.core.datasets.utils:compile_helpers": {
         "d1702325a991c54e": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
     },
@@ -171,10 +178,5 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "megatron.core.parallel_state:create_group": {
         "012b56305cd94761": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0"),
-    },
-    "megatron.core.extensions.transformer_engine:TEDotProductAttention": {
-        "5c04c70bc38b7dff": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2"),
-        "ca290534ee29c862": ("0.19.0", "0.19.1", "0.19.2"),
-        "958c867333dfae99": ("0.20.0",),
     },
 }

@@ -1,9 +1,7 @@
 """Hooks into Megatron's argument parsing, and installation of the patches that a run needs.
 
 ``START_UP`` is always in place: it adds the flags, checks them and compares them between ranks, and does not change a
-training. ``PROVIDER`` is installed once the arguments of a run with a provider are valid, with ``RECOMPUTE``,
-``PADDING`` for padded sequences, ``SCALING`` for FP8 kernels, ``LINEAR`` for linear attention, and ``DELTA_NET`` for
-gated delta net by a provider of ours.
+training. The patches that a run needs (``table``) are installed once its arguments are valid.
 """
 
 from __future__ import annotations
@@ -16,17 +14,20 @@ from contextlib import contextmanager
 
 import torch
 
-from cp_plugin.megatron import compat, runtime
+from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.layers import modelopt, spec
+from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.models import vocabulary
 from cp_plugin.megatron.patches import patching, rope
+from cp_plugin.megatron.patches.contract import wraps
+from cp_plugin.megatron.patches.hybrid_model import HYBRID_MODEL
 from cp_plugin.megatron.patches.patching import Call, Patch, around
-from cp_plugin.megatron.patches.table import ALWAYS, DELTA_NET, HYBRID, LINEAR, PADDING, PROVIDER, RECOMPUTE, SCALING
+from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.patches.table import ALWAYS, OF_TABLE
 from cp_plugin.megatron.rules import checks
-from cp_plugin.megatron.state import Model
+from cp_plugin.megatron.state import STATE, Model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -42,15 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def validation(parsed: argparse.Namespace) -> Iterator[None]:
     """Around Megatron's validation: check the flags before and after, then start what they ask for."""
     settings = args.settings_from(parsed)
+    STATE.strict = getattr(parsed, "cp_unknown_source", None) == "stop"
     vocabulary.check(parsed)
     if cpu.active():
         cpu.check_flags(parsed)
         checks.need_provider_on_cpu(parsed, settings)
     if not settings.active:
-        start(settings)
+        start(settings, None, parsed)
         yield
-        if cpu.active() and parsed.hybrid_layer_pattern:
-            patching.install([HYBRID_MODEL])
         return
     checks.before(parsed, settings)
     with checks.lift_divisor(parsed, settings):
@@ -60,13 +60,11 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
 
         settings = auto.decide(parsed, settings, may_leave=True)
         if not settings.active:
-            start(settings)
+            start(settings, None, parsed)
             return
         checks.count_tokens(parsed, settings)
     model = checks.after(parsed, settings, _device())
-    if parsed.hybrid_layer_pattern:
-        patching.install([*HYBRID, HYBRID_MODEL])
-    start(settings, model)
+    start(settings, model, parsed)
 
 
 def _device() -> torch.device:
@@ -78,13 +76,8 @@ def _device() -> torch.device:
 
 @around
 def _add_arguments(call: Call) -> argparse.ArgumentParser:
-    return add_arguments(call.original())
-
-
-@around
-def _parse_args(call: Call) -> argparse.Namespace:
     args.refuse_yaml(sys.argv[1:])
-    return call.original()
+    return add_arguments(call.original())
 
 
 @around
@@ -93,54 +86,43 @@ def _validate_args(call: Call) -> argparse.Namespace:
         return call.original()
 
 
-def start(settings: Settings, model: Model | None = None) -> None:
+def start(settings: Settings, model: Model | None = None, parsed: argparse.Namespace | None = None) -> None:
     """Make these the settings of the process, and install the patches they need.
 
-    model: the resolved attention; None: no flags described one.
+    Args:
+        model: the resolved attention; None: no flags described one.
+        parsed: Megatron's arguments; None: unknown, so that all patches of a provider are installed.
+
+    Raises:
+        ValueError: if a contract is broken.
     """
     runtime.configure(settings, model)
-    patches: list[patching.Patch] = []
+    run = Run(settings=settings, args=parsed)
+    patching.install([patch for patch in OF_RUN if patch.when(run)])  # at once: each call scans all modules
     if settings.active:
-        patches += PROVIDER
-        if not settings.recompute_attention:
-            patches += RECOMPUTE
-        if settings.pad_sequence:
-            patches += PADDING
-        if settings.options.fp8 == "compute":
-            patches += SCALING
-    if settings.linear is not None:
-        patches += LINEAR
-    if settings.delta_net is not None:
-        patches += DELTA_NET
-    patching.install(patches)  # at once: each call scans all modules
-    if settings.active:
+        patching.tell_unknown()
         modelopt.register()
     rope.forget_cached_embeddings()
 
 
-@around
-def replace_model_init(call: Call) -> None:
-    """Give ``HybridModel`` the plugin's core attention, and on the CPU a spec without Transformer Engine."""
-    stack = call["hybrid_stack_spec"]
-    if cpu.active():
-        from cp_plugin.megatron.models import hybrid  # imports much of Megatron
-
-        stack = hybrid.on_cpu(stack, call["config"])
-    call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
-
-
-HYBRID_MODEL = Patch(
-    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
-    replace_model_init,
-    "attention of the spec of hybrid models, which on the CPU is not that of Transformer Engine",
-    versions=compat.has_hybrid_models,
-)
-
 COMMAND_LINE = (
-    Patch("megatron.training.arguments:add_megatron_arguments", _add_arguments, "the plugin's flags"),
-    Patch("megatron.training.arguments:parse_args", _parse_args, "flags that a YAML file would drop"),
-    Patch("megatron.training.arguments:validate_args", _validate_args, "checks of the flags"),
+    Patch(
+        "megatron.training.arguments:add_megatron_arguments",
+        _add_arguments,
+        "the plugin's flags, and a refusal of a YAML file that would drop them",
+        wraps(),
+        otherwise="the plugin's flags would be unknown",
+    ),
+    Patch(
+        "megatron.training.arguments:validate_args",
+        _validate_args,
+        "checks of the flags",
+        wraps("args"),
+        otherwise="flags that do not fit would be found by a crash, or not at all",
+    ),
 )
 """Not needed where Megatron has a hook for extensions: see ``native``."""
 
 START_UP = (*COMMAND_LINE, *ALWAYS)
+OF_RUN = (*OF_TABLE, HYBRID_MODEL)
+"""Installed once the flags are valid: those whose ``when`` is true of the run."""

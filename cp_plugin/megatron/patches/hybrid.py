@@ -32,6 +32,7 @@ from cp_plugin.megatron.patches import delta_net, packing
 from cp_plugin.megatron.patches.patching import Call, around, installed
 
 REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
+PACKED_ORDER = "megatron.core.ssm.gated_delta_net.common:_build_thd_cp_a2a_perm"
 
 
 @around

@@ -108,8 +108,7 @@ def roll_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.d
 def _context_parallel(group: dist.ProcessGroup) -> ContextParallel:
     """With Megatron's group for the shift, where the provider has no group of all ranks."""
     cp = runtime.context_parallel(group)
-    assert isinstance(cp.mesh, GroupMesh)
-    if WHOLE not in cp.mesh.groups:
+    if isinstance(cp.mesh, GroupMesh) and WHOLE not in cp.mesh.groups:
         connect({WHOLE: group}, cp.mesh.watch)  # a shift may be between some of the ranks only
         cp.mesh.groups[WHOLE] = group
     return cp

@@ -29,6 +29,8 @@ from cp_plugin.attention.packs import place_lengths
 from cp_plugin.megatron import runtime
 from cp_plugin.placement.documents import DOCUMENTS
 
+ROPE = "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"
+
 
 @dataclass(frozen=True, slots=True)
 class _Kept:

@@ -1,18 +1,20 @@
-"""Patching: replaces symbols of Megatron-Core whose source is known.
+"""Patching: replaces symbols of Megatron-Core.
 
-A ``Patch`` names a symbol and makes its replacement from the original. All originals are first compared with the
-fingerprints of the supported versions; an unknown source is an error. A function is replaced in every imported module
-that holds it, under any name, since Megatron and users' scripts import by value; modules imported later find the
-replacement in the symbol's own module. Patches of a run and of the process (such as CPU mode's) are undone separately.
+A ``Patch`` names a symbol and makes its replacement from the original. Sources that were compared when this release was
+made are taken as they are (``fingerprints``); of any other one the patch's ``contract`` must hold. A function is
+replaced in every imported module that holds it, under any name, since Megatron and users' scripts import by value;
+modules imported later find the replacement in the symbol's own module. Patches of a run and of the process (such as CPU
+mode's) are undone separately.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -20,8 +22,10 @@ from typing import Any
 
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.compat import find, megatron_version
-from cp_plugin.megatron.patches import source
+from cp_plugin.megatron.patches import difference, source
+from cp_plugin.megatron.patches.contract import Contract
 from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
+from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.state import STATE, Place, Scope
 
 _WITHOUT_MEGATRON = frozenset(
@@ -43,15 +47,23 @@ class Patch:
     make: Callable[[Any], Any]
     """original -> replacement."""
     reason: str
-    """Shown in the start-up audit."""
+    """What for; shown in the start-up audit."""
+    contract: Contract
+    """What it relies on in the original."""
     _: KW_ONLY
+    otherwise: str = ""
+    """What would go wrong if the contract were broken."""
+    when: Callable[[Run], bool] = lambda run: True
+    """Whether a run needs it."""
+    late: bool = False
+    """Needed only where a script packs documents: if its contract is broken, such a script is stopped, and no other."""
+    required: bool = True
+    """Whether every version has the symbol; otherwise there is nothing to replace where it is absent."""
     known: Mapping[str, Sequence[str]] | None = None
     """Fingerprint -> versions, for symbols of other packages; None: ``FINGERPRINTS``."""
     package: str = "megatron-core"
     only_in: str | None = None
     """The only module where it is replaced; None: all that hold it."""
-    versions: Callable[[str], bool] | None = None
-    """Whether a version of the package needs the patch; None: all do."""
     in_file: bool = False
     """Compare the source in the module's file, since this process has another object under the name."""
 
@@ -98,36 +110,129 @@ def around(replacement: Callable[[Call], Any]) -> Callable[[Callable[..., Any]],
     return make
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What is found of one patch in this Megatron."""
+
+    patch: Patch
+    owner: Any = None
+    original: Any = None
+    replacement: Any = None
+    known: bool = False
+    """Whether its source was compared when this release was made."""
+    broken: str | None = None
+    """How the contract is broken."""
+
+    @property
+    def state(self) -> str:
+        if self.original is None and not self.patch.required:
+            return "absent"
+        return "broken" if self.broken else "known" if self.known else "checked"
+
+
 def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
     """Replace the symbols, all or none; patches already in place stay.
 
     Raises:
-        ValueError: for a megatron-core outside the supported range, a missing symbol, or an unknown source.
+        ValueError: for a megatron-core outside the supported range, and for broken contracts, all of them.
     """
     check_version()
-    here = of_this_version(patches)
-    new = [patch for patch in here if not any(patch.target in replaced for replaced in STATE.replaced.values())]
-    found = [(patch, *find(patch.target)) for patch in new]
-    for patch, _, original in found:
-        _check_source(patch, original)
-    holders = _holders([original for _, owner, original in found if not isinstance(owner, type)])
+    new = [patch for patch in patches if not any(patch.target in replaced for replaced in STATE.replaced.values())]
+    findings = [found for patch in new if (found := examine(patch)).state != "absent"]
+    broken = [found for found in findings if found.broken]
+    if now := [found for found in broken if not found.patch.late]:
+        raise ValueError(refusal(now))
+    STATE.refused |= {found.patch.target: refusal([found]) for found in broken}
+    findings = [found for found in findings if not found.broken]
+    STATE.unknown += [found.patch.target for found in findings if not found.known]
+    holders = _holders([found.original for found in findings if not isinstance(found.owner, type)])
     made: dict[str, list[Place]] = {}
-    for patch, owner, original in found:
-        name = patch.target.rpartition(":")[2].rpartition(".")[2]
-        places = [(owner, name)] if isinstance(owner, type) else holders[id(original)]
-        if patch.only_in is not None:
-            places = [(module, name) for module, name in places if module.__name__ == patch.only_in]
-        replacement = patch.make(original)
-        made[patch.target] = [Place(where, name, original, replacement) for where, name in places]
+    for found in findings:
+        target, name = found.patch.target, found.patch.target.rpartition(":")[2].rpartition(".")[2]
+        places = [(found.owner, name)] if isinstance(found.owner, type) else holders[id(found.original)]
+        if found.patch.only_in is not None:
+            places = [(module, name) for module, name in places if module.__name__ == found.patch.only_in]
+        made[target] = [Place(where, name, found.original, found.replacement) for where, name in places]
     for target, places in made.items():
         STATE.replaced[scope][target] = places
         for place in places:
             setattr(place.owner, place.name, place.replacement)
 
 
+def examine(patch: Patch, *, probing: bool | None = None) -> Finding:
+    """Find a patch's symbol, and compare its source or check the contract.
+
+    Args:
+        probing: whether to run the contract's probe; None: on the first rank.
+    """
+    try:
+        owner, original = find(patch.target)
+    except ValueError as error:
+        return Finding(patch=patch, broken=str(error) if patch.required else None)
+    replacement = patch.make(original)
+    found = Finding(patch=patch, owner=owner, original=original, replacement=replacement)
+    if _is_known(patch, original):
+        return replace(found, known=True)
+    if STATE.strict:
+        return replace(found, broken="its source is unknown, which --cp-unknown-source stop does not allow")
+    if probing is None:
+        probing = os.environ.get("RANK", "0") == "0"
+    plain = original.__func__ if isinstance(original, staticmethod) else original
+    broken = patch.contract.broken(plain, replacement, probing=probing)
+    if broken is None:
+        replacement = patch.contract.guarded(patch.target, plain, replacement)
+    return replace(found, broken=broken, replacement=replacement)
+
+
+def refusal(findings: Sequence[Finding]) -> str:
+    """What differs, what would go wrong, and what to do, of all broken contracts."""
+    packages = " and ".join(dict.fromkeys(f"{f.patch.package} {_release(f.patch.package)}" for f in findings))
+    lines = [f"cp_plugin cannot run on this {packages}, since functions that it builds on do something else here:"]
+    for number, found in enumerate(findings, 1):
+        patch = found.patch
+        lines.append(f"  {number}. {patch.target} ({patch.reason}): {found.broken}.")
+        lines.append(f"     If it ran, {patch.otherwise}." if patch.otherwise else "")
+        lines += [f"     {line}" for line in _difference(found).splitlines()]
+    lines.append(
+        "Use a Megatron without these changes, a cp_plugin release that knows them, or --cp-provider upstream; "
+        "cp-plugin doctor --megatron DIR checks a checkout without starting anything"
+    )
+    return "\n".join(line for line in lines if line)
+
+
+def _difference(found: Finding) -> str:
+    if found.original is None or found.patch.known is not None:
+        return ""
+    try:
+        return difference.from_nearest(
+            found.patch.target, source.definition(found.original), FINGERPRINTS.get(found.patch.target, {})
+        )
+    except (OSError, TypeError, SyntaxError):
+        return ""
+
+
+def tell_unknown() -> None:
+    """Print, once, which replaced functions have an unknown source."""
+    if STATE.unknown and os.environ.get("RANK", "0") == "0":
+        names = ", ".join(target.rpartition(":")[2] for target in STATE.unknown)
+        print(
+            f"cp_plugin: {len(STATE.unknown)} functions of this megatron-core {megatron_version()} differ from the "
+            f"releases that cp_plugin knows; their behaviour was checked, and the self-check follows: {names}",
+            flush=True,
+        )
+
+
+def allow_packs() -> None:
+    """ValueError if packed documents need a symbol that was not replaced, because its contract is broken."""
+    for message in STATE.refused.values():
+        raise ValueError(f"this batch has packed documents. {message}")
+
+
 def undo(scope: Scope = "run") -> None:
     """Restore every original, in reverse order."""
     active = STATE.replaced[scope]
+    STATE.unknown = [target for target in STATE.unknown if target not in active]
+    STATE.refused.clear()
     firsts = [places[0] for places in active.values() if not isinstance(places[0].owner, type)]
     holders = _holders([first.replacement for first in firsts])  # includes modules imported meanwhile
     while active:
@@ -137,11 +242,6 @@ def undo(scope: Scope = "run") -> None:
                 setattr(place.owner, place.name, place.original)
         for owner, name in holders.get(id(places[0].replacement), ()):
             setattr(owner, name, places[0].original)
-
-
-def of_this_version(patches: Sequence[Patch]) -> list[Patch]:
-    """The patches that the installed versions need."""
-    return [patch for patch in patches if patch.versions is None or patch.versions(_release(patch.package))]
 
 
 def installed(scope: Scope = "run") -> list[str]:
@@ -187,26 +287,29 @@ def check_version() -> None:
         )
 
 
-def _check_source(patch: Patch, original: Any) -> None:
+def _is_known(patch: Patch, original: Any) -> bool:
+    """Whether the sources of a symbol, and of what its probe is about, were compared with the plugin's."""
     known = FINGERPRINTS.get(patch.target, {}) if patch.known is None else patch.known
     try:
-        if patch.in_file:
-            module = patch.target.partition(":")[0]
-            root = Path(str(sys.modules[module].__file__)).parents[module.count(".")]
-            found = source.of_file(root, patch.target)
-        else:
-            found = source.of_object(original)
-    except (OSError, TypeError) as error:
-        found = f"unreadable ({error})"
-    if found not in known:
-        versions = sorted({version for listed in known.values() for version in listed})
-        raise ValueError(
-            f"{patch.target} of {patch.package} {_release(patch.package)} has a source that cp_plugin does not know "
-            f"(fingerprint {found}; known for {', '.join(versions) or 'no version'}), and cp_plugin replaces it: "
-            f"{patch.reason}. Either this {patch.package} is newer than this cp_plugin, or it was edited, or another "
-            f"extension has replaced the symbol first. Use an unmodified supported {patch.package}, or compare the "
-            "sources and regenerate the table with `python -m cp_plugin.megatron.patches.digest`"
-        )
+        found = _in_file(patch.target) if patch.in_file else source.of_object(original)
+        others = {target: _of_original(target) for target in patch.contract.also}
+    except (OSError, TypeError, ValueError):  # no source
+        return False
+    return found in known and all(digest in FINGERPRINTS.get(target, {}) for target, digest in others.items())
+
+
+def _of_original(target: str) -> str:
+    symbol = original(target)
+    try:
+        return source.of_object(symbol)
+    except TypeError:  # a stand-in, as for classes of Transformer Engine without it
+        return _in_file(target)
+
+
+def _in_file(target: str) -> str:
+    module = target.partition(":")[0]
+    root = Path(str(sys.modules[module].__file__)).parents[module.count(".")]
+    return source.of_file(root, target)
 
 
 def _holders(symbols: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:

@@ -23,13 +23,23 @@ def of_object(symbol: Any) -> str:
     Raises:
         OSError, TypeError: if there is no Python source.
     """
+    return digest(definition(symbol))
+
+
+def definition(symbol: Any) -> ast.AST:
+    """The syntax tree of a live function or class; errors as ``of_object``."""
     function = symbol.__func__ if isinstance(symbol, staticmethod) else symbol
     source = inspect.getsource(function.__code__ if isinstance(function, FunctionType) else function)
-    return _digest(ast.parse(textwrap.dedent(source)).body[0])
+    return ast.parse(textwrap.dedent(source)).body[0]
 
 
 def of_file(root: Path, target: str) -> str:
-    """The fingerprint of ``"package.module:qualified.name"`` in the source tree under ``root``.
+    """The fingerprint of ``"package.module:qualified.name"`` in the source tree under ``root``; as ``in_file``."""
+    return digest(in_file(root, target))
+
+
+def in_file(root: Path, target: str) -> ast.AST:
+    """The syntax tree of ``"package.module:qualified.name"`` in the source tree under ``root``.
 
     Raises:
         ValueError: if the module or the name is not there.
@@ -46,7 +56,7 @@ def of_file(root: Path, target: str) -> str:
         if len(found) != 1:
             raise ValueError(f"{path} defines {name!r} {len(found)} times, needed exactly once")
         node = found[0]
-    return _digest(node)
+    return node
 
 
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -64,7 +74,8 @@ def _defines(node: ast.AST, name: str) -> bool:
     return isinstance(node, _DEFINITION) and node.name == name
 
 
-def _digest(node: ast.AST) -> str:
+def digest(node: ast.AST) -> str:
+    """A definition's fingerprint."""
     return hashlib.sha256(_canonical(node).encode()).hexdigest()[:_LENGTH]
 
 

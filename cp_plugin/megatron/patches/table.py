@@ -1,14 +1,30 @@
-"""The symbols of Megatron-Core that a run replaces, with what and why; ``hooks`` installs them.
+"""The symbols of Megatron-Core that a run replaces: why, by which contract, and when; ``hooks`` installs them.
 
-CPU mode, the wheel's compiled dataset helper and the planner's processes replace a few more: see ``digest.targets``.
+Megatron's interfaces come first where they serve: a spec provider's core attention, and the hook for extensions that
+``native`` uses. What has no interface is wrapped, or replaced, by the contract beside it (``contract``); ``otherwise``
+says what would go wrong, silently, if the contract were broken. CPU mode, the wheel's compiled dataset helper and the
+planner's processes replace a few more: see ``digest.targets``.
 """
 
 from __future__ import annotations
 
-from cp_plugin.megatron import compat
 from cp_plugin.megatron.layers import fp8_scaling, gate, modelopt, spec
-from cp_plugin.megatron.patches import batch, delta_net, flops, hybrid, loss, mtp, packing, padding, recompute, rope
+from cp_plugin.megatron.patches import (
+    batch,
+    delta_net,
+    flops,
+    hybrid,
+    loss,
+    mtp,
+    packing,
+    padding,
+    probes,
+    recompute,
+    rope,
+)
+from cp_plugin.megatron.patches.contract import registers, replaces, wraps
 from cp_plugin.megatron.patches.patching import Patch
+from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.selfcheck import step_traffic
 from cp_plugin.megatron.startup import checkpoint, lifecycle
 
@@ -17,103 +33,238 @@ ALWAYS = (
         "megatron.core.parallel_state:initialize_model_parallel",
         lifecycle.replace_initialize_model_parallel,
         "comparison of the ranks' flags, and process groups",
+        wraps("distributed_timeout_minutes"),
+        otherwise="ranks with other flags than their peers would wait for each other for ever",
     ),
     Patch(
         "megatron.training.checkpointing:_load_base_checkpoint",
         checkpoint.replace_load_base_checkpoint,
         "settings that a checkpoint was saved with",
+        wraps("load_dir", "args", "rank0", "sharded_state_dict"),
+        otherwise="a checkpoint of other layers would be loaded as if it were of these",
     ),
 )
 
+
+def _provider(run: Run) -> bool:
+    return run.settings.active
+
+
+def _mtp(run: Run) -> bool:
+    return run.settings.active and run.has("mtp_num_layers")
+
+
+def _recompute(run: Run) -> bool:
+    return run.settings.active and not run.settings.recompute_attention and run.has("recompute_granularity")
+
+
+def _states(run: Run) -> bool:
+    """Mamba, or gated delta net by Megatron's own all-to-all."""
+    return run.settings.active and run.hybrid
+
+
+def _gated_delta_net(run: Run) -> bool:
+    return _states(run) and "G" in run.pattern and run.settings.delta_net is None
+
+
 PROVIDER = (
     Patch(
-        "megatron.core.parallel_state:destroy_model_parallel",
-        lifecycle.replace_destroy_model_parallel,
-        "process groups",
+        "megatron.core.utils:get_batch_on_this_cp_rank",
+        batch.replace_get_batch,
+        "layout of the batch",
+        replaces(
+            "batch",
+            optional=(
+                "cp_group",
+                "is_hybrid_cp",
+                "hybrid_cp_group_func",
+                "use_per_sequence_balancing",
+                "use_contiguous_cp",
+            ),
+            probe=probes.batch,
+        ),
+        otherwise="ranks would train on other tokens than their angles and masks are for",
+        when=_provider,
     ),
-    Patch("megatron.core.utils:get_batch_on_this_cp_rank", batch.replace_get_batch, "layout of the batch"),
+    Patch(
+        "megatron.core.utils:get_thd_batch_on_this_cp_rank",
+        batch.replace_get_thd_batch,
+        "layout of packed batches, which some versions slice by a function of their own",
+        wraps("batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", probe=probes.packed_batch),
+        otherwise="ranks would train on other tokens of a pack than their angles and masks are for",
+        when=_provider,
+        late=True,
+        required=False,
+    ),
     Patch(
         "megatron.core.context_parallel.utils:get_batches_on_this_cp_rank",
         batch.replace_get_batches,
         "layout of the batch, where a script may ask for several",
-        versions=compat.slices_in_several_layouts,
+        wraps("boundary_layout", "additional_layouts", "use_per_sequence_balancing"),
+        otherwise="ranks would train on other tokens than their angles and masks are for",
+        when=_provider,
+        required=False,
     ),
     Patch(
         "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
         rope.replace_get_pos_emb,
         "layout of RoPE",
+        replaces("pos_emb", "seq_dim", "cp_group", probe=probes.rope),
+        otherwise="tokens would be rotated by other tokens' angles",
+        when=_provider,
     ),
     Patch(
         "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",
         rope.replace_set_cos_sin_cache,
         "a table of YaRN angles that belongs to another length",
+        wraps(probe=probes.yarn_table),
+        otherwise="tokens would be rotated by angles of another length",
+        when=lambda run: run.settings.active and run.has("multi_latent_attention", "yarn"),
     ),
     Patch(
-        "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
+        packing.ROPE,
         packing.replace_apply_rotary_thd,
         "layout of RoPE, packed documents",
+        replaces(
+            "t",
+            "cu_seqlens",
+            "freqs",
+            "cp_group",
+            optional=(
+                "rotary_interleaved",
+                "mla_rotary_interleaved",
+                "multi_latent_attention",
+                "mscale",
+                "max_seqlen",
+                "inverse",
+            ),
+            probe=probes.rope_of_packs,
+        ),
+        otherwise="tokens of packed documents would be rotated by other tokens' angles",
+        when=_provider,
+        late=True,
     ),
     Patch(
         "megatron.core.transformer.multi_token_prediction:roll_tensor",
         mtp.replace_roll_tensor,
         "layout of multi-token prediction",
+        replaces(
+            "tensor", "shifts", "dims", "cp_group", "packed_seq_params", optional=("return_sum",), probe=probes.roll
+        ),
+        otherwise="multi-token prediction would learn other tokens than the next ones",
+        when=_mtp,
     ),
     Patch(
         "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
         mtp.replace_process_mtp_loss,
         "token counts of multi-token prediction",
+        wraps("labels", "loss_mask", "cp_group", "packed_seq_params", "config", probe=probes.mtp_loss),
+        otherwise="the loss of multi-token prediction would weigh tokens by the rank that holds them",
+        when=_mtp,
     ),
     Patch(
         "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
         loss.replace_calc_loss,
         "token counts of the loss",
+        wraps("loss_func", "config", "collect_non_loss_data", probe=probes.calc_loss),
+        otherwise="the loss would weigh tokens by the rank that holds them",
+        when=_provider,
     ),
     Patch(
         "megatron.core.models.backends:LocalSpecProvider.core_attention",
         spec.replace_core_attention,
         "attention of the local spec",
+        registers(
+            probe=probes.core_attention,
+            also=(
+                "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+                "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+            ),
+        ),
+        otherwise="attention would compute something else than on one rank",
+        when=_provider,
     ),
     Patch(
         "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention",
         spec.replace_core_attention,
         "attention of the Transformer Engine spec",
+        registers(
+            probe=probes.te_attention,
+            also=("megatron.core.extensions.transformer_engine:TEDotProductAttention",),
+        ),
+        otherwise="attention would compute something else than on one rank",
+        when=_provider,
     ),
-    Patch(modelopt.SPEC, modelopt.replace_gpt_spec, "attention of the spec for nvidia-modelopt"),
+    Patch(
+        modelopt.SPEC,
+        modelopt.replace_gpt_spec,
+        "attention of the spec for nvidia-modelopt",
+        wraps(),
+        otherwise="a quantised model would keep Megatron's own attention",
+        when=lambda run: run.settings.active and modelopt.found(),
+    ),
     Patch(
         "megatron.training.training:setup_model_and_optimizer",
         lifecycle.replace_setup_model_and_optimizer,
         "audit and self-check of the model",
+        wraps(),
+        otherwise="a model with other attention than the provider's would train",
+        when=_provider,
     ),
     Patch(
         "megatron.training.training:training_log",
         step_traffic.replace_training_log,
         "traffic at each log interval (--cp-log-traffic)",
+        wraps("iteration"),
+        otherwise="the traffic would be logged for other iterations",
+        when=lambda run: run.settings.active and run.settings.log_traffic,
     ),
 )
 
 RECOMPUTE = tuple(
-    Patch(target, recompute.replace_checkpoint, "attention's results in recomputation")
+    Patch(
+        target,
+        recompute.replace_checkpoint,
+        "attention's results in recomputation",
+        wraps(),
+        otherwise="attention would be computed, and its keys sent, twice",
+        when=_recompute,
+    )
     for target in (
         "megatron.core.tensor_parallel.random:checkpoint",
         "megatron.core.extensions.transformer_engine:te_checkpoint",
     )
 )
 
+
+def _padded(run: Run) -> bool:
+    return run.settings.active and run.settings.pad_sequence
+
+
 PADDING = (
     Patch(
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         padding.replace_get_forward_backward_func,
         "length of padded sequences",
+        wraps(),
+        otherwise="pipeline stages would wait for tensors of another length",
+        when=_padded,
     ),
     Patch(
         "megatron.core.transformer.moe.router:TopKRouter.forward",
         padding.replace_router_forward,
         "padding, which experts do not balance",
+        wraps("input", "padding_mask"),
+        otherwise="experts would be balanced for padding, too",
+        when=lambda run: _padded(run) and run.has("num_experts"),
     ),
     Patch(
         "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
         padding.replace_token_counts,
         "token counts of experts in padded sequences",
+        wraps("reduce_group", probe=probes.token_counts),
+        otherwise="losses of experts would weigh tokens by the rank that holds them",
+        when=lambda run: _padded(run) and run.has("num_experts"),
     ),
 )
 
@@ -122,6 +273,9 @@ SCALING = (
         "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
         fp8_scaling.replace_finalize_model_grads,
         "scales of FP8 attention",
+        wraps("model"),
+        otherwise="ranks would scale the same keys differently",
+        when=lambda run: run.settings.active and run.settings.options.fp8 == "compute",
     ),
 )
 
@@ -130,32 +284,61 @@ LINEAR = (
         "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors",
         gate.replace_get_query_key_value,
         "gate of gated linear attention",
+        wraps("hidden_states"),
+        otherwise="gated linear attention would train without its gate",
+        when=lambda run: run.settings.linear is not None and run.settings.linear.kind.gated,
     ),
     Patch(
         "megatron.training.training:num_floating_point_operations",
         flops.replace_num_floating_point_operations,
         "floating point operations of linear layers",
+        wraps("args", "batch_size"),
+        otherwise="the throughput that is logged would be that of quadratic attention",
+        when=lambda run: run.settings.linear is not None,
     ),
 )
 
 HYBRID = (
-    Patch(hybrid.REORDER, hybrid.replace_undo, "layout of Mamba and gated delta net"),
+    Patch(
+        hybrid.REORDER,
+        hybrid.replace_undo,
+        "layout of Mamba and gated delta net",
+        replaces("input_", "cp_size", "packed_seq_params", probe=probes.order_of_states),
+        otherwise="states would see the tokens in another order",
+        when=_states,
+    ),
     Patch(
         "megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing",
         hybrid.replace_redo,
         "layout of Mamba and gated delta net, on the way back",
+        replaces("input_", "cp_size", "packed_seq_params", probe=probes.order_of_states),
+        otherwise="layers after states would see the tokens in another order",
+        when=_states,
     ),
     Patch(
-        "megatron.core.ssm.gated_delta_net.common:_build_thd_cp_a2a_perm",
+        hybrid.PACKED_ORDER,
         hybrid.replace_packed_order,
         "layout of gated delta net, packed documents",
-        versions=compat.builds_gated_delta_net,
+        replaces("cu_seqlens", "cp_size", "t_global", probe=probes.order_of_packs),
+        otherwise="gated delta net would see the tokens of a pack in another order",
+        when=_gated_delta_net,
+        late=True,
     ),
     Patch(
         "megatron.core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens",
         hybrid.replace_resolve_cu_seqlens,
         "packed documents of any length in gated delta net",
-        versions=compat.builds_gated_delta_net,
+        replaces(
+            "cu_seqlens_padded",
+            "cu_seqlens_actual",
+            "total_seq_len",
+            "name",
+            optional=("cp_size",),
+            probe=probes.bounds_of_packs,
+        ),
+        otherwise="states would leak from one document of a pack into the next",
+        when=_gated_delta_net,
+        late=True,
     ),
 )
 
@@ -164,6 +347,28 @@ DELTA_NET = (
         delta_net.FORWARD,
         delta_net.replace_forward,
         "context parallelism of gated delta net",
-        versions=compat.builds_gated_delta_net,
+        replaces(
+            "hidden_states",
+            "packed_seq_params",
+            "inference_context",
+            "inference_params",
+            optional=(
+                "attention_mask",
+                "key_value_states",
+                "attention_bias",
+                "rotary_pos_emb",
+                "rotary_pos_cos",
+                "rotary_pos_sin",
+                "rotary_pos_cos_sin",
+                "sequence_len_offset",
+                "yarn_mscale",
+                "kwargs",
+            ),
+            probe=None,
+        ),
+        otherwise="gated delta net would compute something else than on one rank",
+        when=lambda run: run.settings.delta_net is not None,
     ),
 )
+
+OF_TABLE = (*PROVIDER, *RECOMPUTE, *PADDING, *SCALING, *LINEAR, *HYBRID, *DELTA_NET)

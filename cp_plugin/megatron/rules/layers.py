@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -209,6 +210,16 @@ CALL = (
 def check_layer(rules: tuple[Rule, ...], layer: Layer) -> None:
     """ValueError for everything unsupported in a layer."""
     refuse(rules, layer, prefix=f"{layer.settings.asked} does not support ")
+
+
+def refuse_more(layer_number: int, more: Mapping[str, Any]) -> None:
+    """ValueError for arguments of a later Megatron that ask for something."""
+    for name, value in more.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"layer {layer_number}: this Megatron hands {name}={value!r} to attention, which cp_plugin does not "
+                "know: use a Megatron without it, or --cp-provider upstream"
+            )
 
 
 def check_call(layer_number: int, settings: Settings, *call: Any) -> None:

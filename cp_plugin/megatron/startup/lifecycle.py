@@ -16,6 +16,8 @@ from cp_plugin.megatron.state import STATE
 @around
 def replace_initialize_model_parallel(call: Call) -> None:
     """Replacement for ``initialize_model_parallel``: compare the ranks' flags, create the plugin's groups."""
+    STATE.by_ranks.clear()  # of groups that were destroyed meanwhile
+    rope.forget_cached_embeddings()
     failures.watch(60.0 * call["distributed_timeout_minutes"])
     agreement.require()
     checkpoint.look()
@@ -27,20 +29,12 @@ def replace_initialize_model_parallel(call: Call) -> None:
 
 
 @around
-def replace_destroy_model_parallel(call: Call) -> None:
-    """Replacement for ``destroy_model_parallel``: also forget the plugin's groups."""
-    call.original()
-    STATE.by_ranks.clear()
-    rope.forget_cached_embeddings()
-
-
-@around
 def replace_setup_model_and_optimizer(call: Call) -> Any:
     """Replacement for ``setup_model_and_optimizer``: audit and self-check before training."""
     result = call.original()
     chunks = result[0]
     audit.run(chunks)
-    if runtime.settings().selfcheck:
+    if runtime.settings().selfcheck or STATE.unknown:
         first_batch.run(chunks)
     recheck.watch(chunks, _iterations)
     runtime.expect_documents()

@@ -1,0 +1,107 @@
+"""Which functions of a Megatron a run would replace, and whether each is as the plugin needs it; starts nothing.
+
+    python -m cp_plugin.megatron.patches.doctor DIR [Megatron's and the plugin's flags]
+
+prints one JSON object. ``cp-plugin doctor --megatron`` runs it in a process of its own, since Megatron is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def examined(folder: str, words: Sequence[str]) -> dict[str, Any]:
+    """Import Megatron from a checkout and examine the patches of a run.
+
+    Args:
+        folder: with a ``megatron`` package.
+        words: flags of the run; none: a GPT model with a provider, and what any other run would replace.
+
+    Returns:
+        ``version``, and ``symbols``: target, contract, state (known, checked, absent, broken), what for, whether this
+        run needs it, whether only packs do, and how it is broken.
+
+    Raises:
+        ValueError: if there is no ``megatron`` package, it is outside of the supported range, or flags are wrong.
+    """
+    root = Path(folder).resolve()
+    if not (root / "megatron" / "core").is_dir():
+        raise ValueError(
+            f"--megatron {folder}: no megatron/core there; give a Megatron-LM checkout, or an unpacked wheel"
+        )
+    sys.path.insert(0, str(root))
+    from cp_plugin.common.versions import require_megatron
+    from cp_plugin.megatron.flags.args import Settings, peek
+
+    require_megatron()
+    from cp_plugin.megatron.cpu import mode as cpu
+
+    if cpu.decide(peek(words, "--cp-device") or "auto"):
+        cpu.activate()
+    from cp_plugin.megatron import compat
+    from cp_plugin.megatron.patches import patching
+    from cp_plugin.megatron.patches.hooks import OF_RUN, START_UP
+    from cp_plugin.megatron.patches.run import Run
+    from cp_plugin.megatron.state import STATE
+
+    patching.check_version()
+    STATE.strict = peek(words, "--cp-unknown-source") == "stop"
+    run = _run(words) if words else Run(settings=Settings(provider="ring"), args=argparse.Namespace())
+    process = [*START_UP, *(cpu.PATCHES if cpu.active() else ())]
+    rows = [_row(patch, needed=True) for patch in process]
+    rows += [_row(patch, needed=needed) for patch in OF_RUN if (needed := patch.when(run)) or not words]
+    return {"version": compat.megatron_version(), "symbols": rows}
+
+
+def _run(words: Sequence[str]) -> Any:
+    """The run that these flags describe, without Megatron's validation."""
+    from megatron.training import arguments
+
+    from cp_plugin.megatron.flags import args
+    from cp_plugin.megatron.patches.run import Run
+
+    before, sys.argv = sys.argv, ["doctor", *words]
+    try:
+        parsed: argparse.Namespace = arguments.parse_args(args.add_arguments)
+    finally:
+        sys.argv = before
+    return Run(settings=args.settings_from(parsed), args=parsed)
+
+
+def _row(patch: Any, *, needed: bool) -> dict[str, Any]:
+    from cp_plugin.megatron.patches import patching
+
+    if any(patch.target in replaced for replaced in patching.STATE.replaced.values()):
+        state, broken = "known", ""  # CPU mode's, in place by now
+        if patch.target in patching.STATE.unknown:
+            state = "checked"
+    else:
+        found = patching.examine(patch, probing=True)
+        state, broken = found.state, found.broken or ""
+        if broken and found.original is not None:
+            broken = patching.refusal([found])
+    row = {"symbol": patch.target, "contract": patch.contract.form, "state": state}
+    return row | {"for": patch.reason, "needed": needed, "late": patch.late, "broken": broken}
+
+
+def main(argv: Sequence[str]) -> int:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):  # CPU mode's notice, Megatron's warnings
+            found = examined(argv[0], argv[1:])
+    except ValueError as error:
+        print(json.dumps({"error": str(error)}))
+        return 2
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
