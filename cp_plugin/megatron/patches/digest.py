@@ -1,9 +1,10 @@
 """Generates ``fingerprints.py`` and ``known_lines.json``: the sources of every replaced symbol that were compared.
 
-    python -m cp_plugin.megatron.patches.digest DIRECTORY...
+    python -m cp_plugin.megatron.patches.digest [--only SYMBOL] DIRECTORY...
 
 Each DIRECTORY holds a ``megatron`` package (an unpacked wheel, or a Megatron-LM checkout), which is read, not imported.
-Its sources are added to those that are known already; nothing that is known is lost.
+Its sources are added to those that are known already; nothing that is known is lost. Add only what was compared: a known
+source is not checked at start-up.
 """
 
 from __future__ import annotations
@@ -61,15 +62,17 @@ def version_of(root: Path) -> str:
     return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts['PRE_RELEASE']}"
 
 
-def added(known: Known, lines: Lines, roots: Iterable[Path], names: Sequence[str]) -> tuple[Known, Lines]:
-    """What is known of these symbols, with the sources of these trees."""
+def added(
+    known: Known, lines: Lines, roots: Iterable[Path], names: Sequence[str], only: str | None = None
+) -> tuple[Known, Lines]:
+    """What is known of these symbols, with the sources of these trees; of one symbol only, if it is named."""
     known = {name: {digest: list(versions) for digest, versions in known.get(name, {}).items()} for name in names}
     lines = {
         name: {digest: text for digest, text in lines.get(name, {}).items() if digest in known[name]} for name in names
     }
     for root in sorted(roots, key=version_of):
         version = version_of(root)
-        for name in names:
+        for name in names if only is None else [only]:
             node = _of_tree(root, name)
             if node is None:
                 continue
@@ -107,16 +110,17 @@ def _of_tree(root: Path, target: str) -> ast.AST | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    if not argv:
-        print("usage: python -m cp_plugin.megatron.patches.digest DIRECTORY...", file=sys.stderr)
-        return 2
+    only, roots = (argv[1], argv[2:]) if argv[:1] == ["--only"] and len(argv) > 1 else (None, argv)
     names = targets()
+    if not roots or only not in (None, *names):
+        print("usage: python -m cp_plugin.megatron.patches.digest [--only SYMBOL] DIRECTORY...", file=sys.stderr)
+        return 2
     old = json.loads(difference.LINES.read_text(encoding="utf-8")) if difference.LINES.exists() else {}
-    known, lines = added(FINGERPRINTS, old, [Path(root) for root in argv], names)
+    known, lines = added(FINGERPRINTS, old, [Path(root) for root in roots], names, only)
     Path(__file__).with_name("fingerprints.py").write_text(written(known), encoding="utf-8")
     difference.LINES.write_text(json.dumps(lines, indent=0) + "\n", encoding="utf-8")
     new = sum(len(known[name].keys() - FINGERPRINTS.get(name, {}).keys()) for name in names)
-    print(f"{len(names)} symbols, {len(argv)} source trees: {new} new sources")
+    print(f"{len(names)} symbols, {len(roots)} source trees: {new} new sources")
     return 0
 
 

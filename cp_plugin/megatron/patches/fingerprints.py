@@ -153,6 +153,8 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "7248af57d78e7739": ("0.20.0",),
         "9be483b5c9d2bf08": ("0.17.0", "0.17.1"),
         "1f87ff13163eeb23": ("0.18.0", "0.18.1", "0.18.2"),
+        "27710724d13d2da9": ("0.19.0",),
+        "0c8c22b3ece040d6": ("0.20.0",),
     },
     "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__": {
         "f4f31bb8a33941cd": ("0.18.0", "0.18.1", "0.18.2"),

@@ -111,6 +111,7 @@ COMMAND_LINE = (
         _add_arguments,
         "the plugin's flags, and a refusal of a YAML file that would drop them",
         wraps(),
+        called_by="Megatron's parser, where it has no hook for extensions (native)",
         otherwise="the plugin's flags would be unknown",
     ),
     Patch(
@@ -118,6 +119,7 @@ COMMAND_LINE = (
         _validate_args,
         "checks of the flags",
         wraps("args"),
+        called_by="Megatron's parser, where it has no hook for extensions (native)",
         otherwise="flags that do not fit would be found by a crash, or not at all",
     ),
 )

@@ -25,6 +25,7 @@ HYBRID_MODEL = Patch(
     replace_init,
     "attention of the spec of hybrid models, which on the CPU is not that of Transformer Engine",
     wraps("hybrid_stack_spec", "config"),
+    called_by="the model builder, with a spec that names Megatron's classes",
     otherwise="a hybrid model would keep Megatron's own attention",
     when=lambda run: run.hybrid and (run.settings.active or cpu.active()),
 )

@@ -51,6 +51,8 @@ class Patch:
     contract: Contract
     """What it relies on in the original."""
     _: KW_ONLY
+    called_by: str = ""
+    """Who names the symbol directly, so that no interface of Megatron's serves instead; empty: it is an interface."""
     otherwise: str = ""
     """What would go wrong if the contract were broken."""
     when: Callable[[Run], bool] = lambda run: True
