@@ -3,8 +3,8 @@
     python -m cp_plugin.megatron.patches.digest [--only SYMBOL] DIRECTORY...
 
 Each DIRECTORY holds a ``megatron`` package (an unpacked wheel, or a Megatron-LM checkout), which is read, not imported.
-Its sources are added to those that are known already; nothing that is known is lost. Add only what was compared: a known
-source is not checked at start-up.
+Its sources are added to those that are known already; nothing that is known is lost. Add only what was compared by a
+person: a known source is not checked at start-up.
 """
 
 from __future__ import annotations
