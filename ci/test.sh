@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lint and tests, in an environment of their own. Usage: ci/test.sh [--changed [BASE] | --all | pytest arguments]
 #
-#   ci/test.sh                    what every change needs: 10 minutes on two cores, once .venv is there
+#   ci/test.sh                    what every change needs: 10 minutes on two cores, once .venv is there; with it, the
+#                                 example of transformers' Trainer in an environment of its own (ci/huggingface.sh)
 #   ci/test.sh --changed [BASE]   the part of it that imports or names what differs from BASE (ci/changed.py)
 #   ci/test.sh --all              also the tests marked slow, and in short form what needs an environment or a clock of
 #                                 its own: planted faults in trainings, other versions of megatron-core, the native hook,
@@ -22,12 +23,15 @@ lint-imports
 alone=(tests/test_cluster.py tests/test_launch.py tests/planner/test_calibrate.py) # they watch clocks and processes
 elsewhere=(tests/te tests/nemo)                    # they have environments of their own
 
+trainer() { bash ci/huggingface.sh tests/huggingface/test_trainer.py -k example; }
+
 in_parts() { # TEST FILE...: each in the process that it needs
   local file kernels=() clocks=() others=()
   for file; do
     case "$file" in
       tests/te/* | tests/nemo/*) echo "LEFT OUT: $file: it has an environment of its own (ci/te.sh, ci/nemo.sh)" ;;
       tests/kernels/*) kernels+=("$file") ;;
+      tests/huggingface/test_trainer.py) trainer ;;
       tests/test_cluster.py | tests/test_launch.py | tests/planner/test_calibrate.py) clocks+=("$file") ;;
       *) others+=("$file") ;;
     esac
@@ -62,14 +66,15 @@ case "${1:-}" in
     ;;
 esac
 apart=(tests/kernels "${elsewhere[@]}" "${alone[@]}")
-kernels="$(mktemp)"
-trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$kernels"' EXIT
-TRITON_INTERPRET=1 python -m pytest --durations=5 tests/kernels >"$kernels" 2>&1 & # beside the others, which wait at times
+logs="$(mktemp -d)" beside=() # processes beside the others, which wait at times
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -r "$logs"' EXIT
+TRITON_INTERPRET=1 python -m pytest --durations=5 tests/kernels >"$logs/kernels" 2>&1 & beside+=($!)
+if [ "${1:-}" != --all ]; then trainer >"$logs/trainer" 2>&1 & beside+=($!); fi # --all runs all of tests/huggingface
 failed=0
 # Whole files, in the order of tests/conftest.py: the longest first, so that no process is left with one at the end.
 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 "${apart[@]/#/--ignore=}" || failed=1
-wait $! || failed=1
-cat "$kernels"
+for process in "${beside[@]}"; do wait "$process" || failed=1; done
+cat "$logs"/*
 python -m pytest --durations=5 "${alone[@]}" || failed=1
 echo "ci/test.sh: $SECONDS s"
 [ "$failed" = 0 ] || exit 1

@@ -170,7 +170,8 @@ def test_scripts_can_be_read_by_bash_and_run_what_they_say() -> None:
     for name in {command.words[0] for command in fenced() if not command.script}:
         assert not name.endswith(".sh") or os.access(ROOT / name, os.X_OK), f"{name} is printed, and not executable"
     text = (ROOT / "ci" / "test.sh").read_text()
-    for line in ("ruff format --check .", "ruff check .", "lint-imports", 'pytest "$@"'):
+    trainer = "ci/huggingface.sh tests/huggingface/test_trainer.py -k example"
+    for line in ("ruff format --check .", "ruff check .", "lint-imports", 'pytest "$@"', trainer):
         assert line in text
 
 
