@@ -22,7 +22,17 @@ from cp_plugin.huggingface.batch import shard
 from cp_plugin.huggingface.comparison import require_same_attention
 from cp_plugin.huggingface.loss import require_next_token_loss
 from cp_plugin.huggingface.model import Forward, refuse_router_losses
-from cp_plugin.huggingface.structure import TOKENS, allowed, output, require_local, require_no_mixing, tokens, unchanged
+from cp_plugin.huggingface.structure import (
+    TOKENS,
+    allowed,
+    apart,
+    coarsest,
+    output,
+    require_local,
+    require_no_mixing,
+    tokens,
+    unchanged,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,8 +159,9 @@ def _examine(model: PreTrainedModel, division: Division, whole: Tensor, want: Te
     batch = shard(cp, whole)
     mine = _evaluated(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
     got = division.on((0, whole.size(1))).unshard(mine, 1)
-    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
-    if not error <= (limit := allowed(want.dtype)):
+    dtype = coarsest(model)
+    error = apart(want, got, 2, dtype)
+    if not error <= (limit := allowed(dtype)):
         raise ValueError(
             f"{name} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed {limit:g}): "
             "something in it mixes tokens by other means than attention"

@@ -64,7 +64,7 @@ class Scaled(nn.Module):
         self.layer, self.scale = layer, scale
 
     def forward(self, x: Tensor, *args: Any, **named: Any) -> Tensor:
-        return self.layer(x) * self.scale(x)
+        return (self.layer(x) * self.scale(x)).to(x.dtype)
 
 
 SCALES = {
@@ -74,9 +74,10 @@ SCALES = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SCALES)
-def test_planted_local_scales_are_found(name: str) -> None:
-    model = model_of("llama")
+def test_planted_local_scales_are_found(name: str, dtype: torch.dtype) -> None:
+    model = model_of("llama", dtype)
     attention = model.model.layers[0].self_attn
     attention.q_proj = Scaled(attention.q_proj, SCALES[name])
     text = refusal(model, "striped", 4)

@@ -153,6 +153,30 @@ SIZES: dict[str, Any] = {
     **{"use_cache": False, "attention_chunk_size": 32, "max_position_embeddings": 256, "n_positions": 256},
 }
 
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
+    "mamba2": {"num_heads": 8},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 2, "laurel_rank": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "attention_hidden_size": 128},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 32, "num_key_value_heads": 4},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "qwen4_exp_text": {
+        **{"layer_types": ["linear_attention"] * 2, "hc_lowrank": 8, "ple_layer_ids": [1], "ngram_vocab_size_base": 50},
+        **{"split_ngram_parts": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": 16, "indexer_compress_ratio": 4},
+    },
+    "plbart": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
+    "whisper": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
+}
+"""Of families that those above do not fit."""
+
 
 def config_of(kind: str, **more: Any) -> Any:
     """A tiny config of any ``model_type``: the settings it has, of those above, without anything random in training.
@@ -164,7 +188,7 @@ def config_of(kind: str, **more: Any) -> Any:
     usual = kinds[kind]()
     if "layer_types" in vars(usual) and usual.layer_types and "layer_types" not in more:
         more["layer_types"] = _first(usual.layer_types)
-    chosen = {name: x for name, x in SIZES.items() if hasattr(usual, name)}
+    chosen = {name: x for name, x in SIZES.items() if _has(usual, name)} | OWN_SIZES.get(kind, {})
     chosen["pad_token_id"] = 0  # some configs of transformers 5.0 have none by default
     chosen |= {name: 0.0 for name in vars(usual) if any(part in name for part in DRAWS) and name not in chosen}
     failure: Exception | None = None
@@ -184,6 +208,14 @@ def config_of(kind: str, **more: Any) -> Any:
             failure = error
     assert failure is not None
     raise failure
+
+
+def _has(config: Any, name: str) -> bool:
+    """Also for a setting of each layer, which cannot be read from the whole config."""
+    try:
+        return hasattr(config, name)
+    except Exception:
+        return True
 
 
 def _first(kinds: list[str]) -> list[str]:
