@@ -11,20 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tiny import needs_transformers, transformers
 
 from cp_plugin import ContextParallel, Options, Tree, huggingface
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError, run_ranks
 
-try:
-    import transformers
-except ImportError:
-    transformers = None
-needs_transformers = pytest.mark.skipif(
-    transformers is None,
-    reason="transformers is not installed: pip install 'cp-plugin[huggingface]' (ci/huggingface.sh)",
-)
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,

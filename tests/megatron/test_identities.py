@@ -16,6 +16,7 @@ from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.megatron.selfcheck.exact_rows import Rounding
 from cp_plugin.methods import registry as providers
+from cp_plugin.methods.gradient_dtype import GRADIENT_DTYPE
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -72,7 +73,8 @@ def drawn(seed: int) -> Case:
             call["cu_seqlens"] = torch.tensor([0, *inside, s])
         if draw.random() < 0.3:
             call["sink"] = torch.randn(h, generator=generator).to(dtype)
-    return Case(provider, ranks, dtype, x, call, {"gradient_dtype": "model"} if not linear and seed % 5 == 0 else {})
+    narrow = GRADIENT_DTYPE in providers.get(provider).options and seed % 5 == 0
+    return Case(provider, ranks, dtype, x, call, {"gradient_dtype": "model"} if narrow else {})
 
 
 def totals(case: Case, spoil: Callable[[int, dict[str, Tensor]], None] | None = None) -> dict[str, Tensor] | None:

@@ -49,6 +49,11 @@ class Place:
     draw: random.Random  # in the same state on all ranks of the group
     tp_rank: int = 0
 
+    @property
+    def hops(self) -> int:
+        """Roundings of a gradient that is summed between ranks."""
+        return self.cp.size if self.cp.options.gradient_dtype == "model" else 0
+
     def of_all_ranks(self, x: Tensor) -> list[Tensor]:
         """Every rank's tensor; collective over the group."""
         if self.group is None or self.group.size() == 1:

@@ -31,7 +31,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm.every_rank import of_every_rank
 from cp_plugin.megatron.selfcheck.checked_call import AttentionError, Place
 from cp_plugin.megatron.selfcheck.exact_rows import Rounding
@@ -54,17 +53,15 @@ def watch_identities(place: Place, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     with_grad = {name for name, x in tensors.items() if x.requires_grad and single}
     pairs = [pair for pair in (_LINEAR if linear else _SOFTMAX) if with_grad.issuperset(pair)]
     shape = (k.size(0), 1, k.size(1)) if packed and k.dim() == 3 else k.shape[:3]
-    identities = Identities(place, pairs, tuple(shape), rounding_of(place.cp, q, linear=linear))
+    identities = Identities(place, pairs, tuple(shape), rounding_of(place, q))
     for name in {name for pair in pairs for name in pair}:
         tensors[name].register_hook(partial(identities.add, name, tensors[name].detach()))
 
 
-def rounding_of(cp: ContextParallel, q: Tensor, *, linear: bool) -> Rounding:
+def rounding_of(place: Place, q: Tensor) -> Rounding:
     """Of this call; payloads and products in FP8 (e4m3) have three bits of mantissa."""
-    if linear:
-        return Rounding.of(q.dtype, cuda=q.is_cuda)
-    found = Rounding.of(q.dtype, cuda=q.is_cuda, hops=cp.size if cp.options.gradient_dtype == "model" else 0)
-    return found if cp.options.fp8 is None else replace(found, unit=2.0**-4)
+    found = Rounding.of(q.dtype, cuda=q.is_cuda, hops=place.hops)
+    return found if place.cp.options.fp8 is None else replace(found, unit=2.0**-4)
 
 
 class Identities:

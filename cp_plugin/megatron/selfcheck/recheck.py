@@ -274,10 +274,9 @@ class SoftmaxRows(Rows):
 
     @property
     def rounding(self) -> Rounding:
-        cp = self.place.cp
-        limit = None if cp.options.fp8 is None else TOLERANCE_FP8[cp.options.fp8]
-        hops = cp.size if cp.options.gradient_dtype == "model" else 0
-        return Rounding.of(self.q.dtype, cuda=self.q.is_cuda, of_norm=limit, hops=hops)
+        fp8 = self.place.cp.options.fp8
+        limit = None if fp8 is None else TOLERANCE_FP8[fp8]
+        return Rounding.of(self.q.dtype, cuda=self.q.is_cuda, of_norm=limit, hops=self.place.hops)
 
     def exact(self, keys: Sequence[Tensor]) -> Softmax:
         k, v = keys
