@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is too long for every change, each step to its end, and a summary; exit status 1 if any step failed.
 # Usage: ci/nightly.sh [STEP...]     (default: all of cluster ratios faults saves te tests kernels parity mutants fuzz
-# inputs soak exact torch megatron_main)
+# inputs models soak exact torch megatron_main)
 #
 # What ci/test.sh --all runs is left to it: other environments and versions, the release, and in `tests` and `kernels`
 # every test that is no longer at night. `product`, by name only, runs the tests in all cases of their parameters instead
@@ -9,12 +9,13 @@
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
 # FUZZ              random configurations (default 10000)
 # INPUTS            generated command lines and files (default 20000)
+# MODELS            tiny models of transformers (default 2000), others every night
 # HISTORY           the file of ratios to add to (default out/perf/history.jsonl)
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 in_turn=(cluster ratios faults saves te tests) # they watch clocks, or use every processor
-in_pairs=(kernels parity mutants fuzz inputs soak exact torch megatron_main)
+in_pairs=(kernels parity mutants fuzz inputs models soak exact torch megatron_main)
 [ $# -gt 0 ] || set -- "${in_turn[@]}" "${in_pairs[@]}"
 turns=() pairs=()
 for name; do
@@ -49,6 +50,11 @@ ratios() {
   "$python" ci/perf/ratios.py --history "$history" && "$python" ci/perf/history.py "$history" "$out/history.svg"
 }
 
+models() {
+  bash ci/huggingface.sh tests/huggingface &&
+    .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples "${MODELS:-2000}" --seed "$(date +%Y%m%d)"
+}
+
 run() { # STEP
   local apart=(tests/kernels tests/te tests/nemo tests/test_cluster.py tests/test_launch.py) rest=(--beyond-all)
   case "$1" in
@@ -80,6 +86,7 @@ run() { # STEP
     mutants) step mutants bash ci/mutants.sh -n 2 ;; # ci/test.sh --all shows that they pass without a bug
     fuzz) step fuzz bash ci/fuzz.sh "${FUZZ:-10000}" ;;
     inputs) step inputs "$python" ci/faults/fuzz_inputs.py --examples "${INPUTS:-20000}" ;;
+    models) step models models ;;
     soak) step soak "$python" ci/faults/soak.py --steps 2500 ;;
     exact) step exact "$python" ci/perf/exact.py ;;
     torch) step torch env -u CP_PLUGIN_NIGHTLY bash ci/versions.sh torch ;;
@@ -92,7 +99,7 @@ run() { # STEP
       ;;
   esac
 }
-export -f note step ratios run
+export -f note step ratios models run
 
 for name in "${turns[@]}"; do run "$name"; done
 printf '%s\0' "${pairs[@]}" | xargs -0 -r -n 1 -P 2 bash -uo pipefail -c 'run "$1"' run
