@@ -53,7 +53,7 @@ ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
     {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 48}
-    | {"short_factor": [1.0] * 8, "long_factor": [1.5] * 8},
+    | {"short_factor": 1.0, "long_factor": 1.5},
 )
 FLAGS = ("bias", "norm", "tie_", "use_", "parallel", "scale", "rotary")
 """Parts of the names of flags that are switched."""
@@ -107,10 +107,11 @@ class Case:
 
 
 def families() -> list[str]:
-    """``model_type`` of every causal language model that transformers knows."""
+    """``model_type`` of every causal language model of text alone that transformers knows; others are refused."""
     auto = tiny.transformers.models.auto
     known = auto.configuration_auto.CONFIG_MAPPING
-    return sorted(kind for kind in auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind in known)
+    kinds = [kind for kind in auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind in known]
+    return sorted(kind for kind in kinds if not known[kind].sub_configs)
 
 
 def case_of(number: int, kinds: list[str]) -> Case:
@@ -156,7 +157,10 @@ def switched(kind: str, draw: random.Random) -> dict[str, Any]:
         chosen["max_window_layers"] = draw.choice((0, 1, 2))
     parameters = usual.get("rope_parameters")
     if isinstance(parameters, dict) and "rope_type" in parameters and draw.random() < 0.5:
-        chosen["rope_parameters"] = {"rope_theta": 1e4, **draw.choice(ROPES)}
+        part = parameters.get("partial_rotary_factor", 1.0)
+        pairs = int(part * tiny.SIZES["qk_rope_head_dim" if "qk_rope_head_dim" in names else "head_dim"]) // 2
+        rope = {key: [x] * pairs if key.endswith("_factor") else x for key, x in draw.choice(ROPES).items()}
+        chosen["rope_parameters"] = {**parameters, "rope_theta": 1e4, **rope}
         chosen["max_position_embeddings"] = draw.choice((32, 96, 256))
     return chosen
 
