@@ -1,0 +1,203 @@
+"""One training of ``replay.py``, on forked CPU ranks, with the Megatron that PYTHONPATH names first.
+
+    replay_case.py TREE CASE start    two context-parallel ranks, to the end of the first step
+    replay_case.py TREE CASE train    two steps on two context-parallel ranks, compared with one rank
+
+The last line that it prints is JSON: see ``Result``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+MODEL = (
+    "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --seq-length 64 "
+    "--max-position-embeddings 64 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --micro-batch-size 1 "
+    "--global-batch-size 2 --lr 0.05 --lr-decay-style constant --optimizer sgd --sgd-momentum 0 --weight-decay 0 "
+    "--clip-grad 1e9 --log-interval 1 --eval-iters 0 --eval-interval 1000 --train-iters 2 --calculate-per-token-loss "
+    "--cp-device cpu"
+)
+STATES = (
+    "--mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-heads 4 --mamba-num-groups 2 "
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 4"
+)
+STACK = f"--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec {STATES} --hybrid-layer-pattern"
+DIVIDED = "--context-parallel-size 2 --cp-provider striped"
+PACKS_BY_FLAG = "--dataloader-inter-document-masking"
+LOSS, GRADIENT = 1e-5, 1e-4
+"""Limits of relative differences, as in ``tests/megatron/parity.py``: losses and gradient norms; a gradient."""
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A tiny model and the script that trains it."""
+
+    flags: str
+    script: str = "pretrain_gpt.py"
+    """In the tree."""
+    holds: tuple[str, str] = ("pretrain_gpt.py", "")
+    """(file, text): a tree has the model if this file of it contains this text."""
+    packed: bool = False
+    trained: bool = False
+
+    def known_to(self, tree: Path) -> bool:
+        file, text = self.holds
+        return _contains(tree / file, text) and (tree / self.script).is_file()
+
+    def of(self, tree: Path) -> tuple[Path, str]:
+        """The script and its flags in this tree; before Megatron packed documents by a flag, a script does."""
+        if not self.packed:
+            return tree / self.script, self.flags
+        if _contains(tree / "megatron/training/arguments.py", PACKS_BY_FLAG.removeprefix("--")):
+            return tree / self.script, f"{self.flags} {PACKS_BY_FLAG}"
+        return HERE / "packed_gpt.py", f"{self.flags} --sft"
+
+
+CASES = {
+    "gpt": Case(flags="--num-layers 2"),
+    "packed": Case(flags="--num-layers 2", packed=True, trained=True),
+    "moe": Case(flags="--num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"),
+    "hybrid": Case(
+        flags=f"{STACK} M*-",
+        script="pretrain_hybrid.py",
+        holds=("megatron/core/models/hybrid/hybrid_model.py", "class HybridModel"),
+        trained=True,
+    ),
+    "delta net": Case(
+        flags=f"{STACK} MG*-",
+        script="pretrain_hybrid.py",
+        holds=("megatron/core/models/hybrid/hybrid_block.py", "gdn_layer"),
+        trained=True,
+    ),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What became of a case on one commit."""
+
+    state: str
+    """passed; refused: by a message of the plugin; failed: by anything else; alone: fails on one rank without a
+    provider, too; differs: from one rank."""
+    message: str = ""
+    losses: list[float] | None = None
+    """Of both steps, with context parallelism; this and the largest relative differences below: trainings only."""
+    loss: float | None = None
+    norm: float | None = None
+    gradient: float | None = None
+
+
+def run(tree: Path, name: str, what: str) -> Result:
+    """Start or train a case in this process, which has imported no Megatron yet."""
+    sys.path[:0] = [str(ROOT / "ci" / "parity"), str(ROOT / "tests" / "megatron"), str(ROOT / "tests")]
+    from cp_plugin.testing.launch import RankError, run_ranks
+
+    script, flags = CASES[name].of(tree)
+    try:
+        from cp_plugin.megatron import activate
+
+        activate(["--cp-device", "cpu"])
+        import torch._dynamo  # noqa: F401  (every rank's first step would import it)
+    except Exception as error:
+        return _ended(f"{type(error).__name__}: {error}")
+
+    def ranks(number: int, flags: str) -> list[Any] | Result:
+        words = f"{MODEL} {flags}".split()
+        try:
+            return run_ranks(_rank, number, args=(script, words, what == "start"), timeout=TIMEOUT_S)
+        except RankError as error:
+            return _ended(error.traceback)
+
+    got = ranks(2, f"{flags} {DIVIDED}")
+    if isinstance(got, Result):
+        if got.state == "failed" and isinstance(ranks(1, flags), Result):
+            got.state = "alone"
+        return got
+    if what == "start":
+        return Result(state="passed")
+    want = ranks(1, flags)
+    return want if isinstance(want, Result) else _compared(got, want)
+
+
+def _rank(script: Path, words: list[str], once: bool) -> Any:
+    import state_space_kernels
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+    from recording import Record, record_into
+
+    MockGPTLowLevelDataset.max_sequence_length = 40  # documents end inside a sequence
+    state_space_kernels.install()
+    record = Record()
+    record_into(record)
+    if once:
+        _stop_after_a_step()
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+    return record
+
+
+def _stop_after_a_step() -> None:
+    from megatron.training import training
+
+    step = training.train_step
+
+    def one_step(*args: Any, **named: Any) -> None:
+        step(*args, **named)
+        sys.exit(0)
+
+    training.train_step = one_step
+
+
+def _compared(got: list[Any], want: list[Any]) -> Result:
+    from comparing import gap
+
+    try:
+        found = gap(got, want)
+    except ValueError as error:
+        return Result(state="differs", message=str(error))
+    losses = next(record.losses for record in got if record.losses)
+    right = found.loss <= LOSS and found.norm <= LOSS and found.grad <= GRADIENT
+    return Result(
+        state="passed" if right else "differs",
+        message="" if right else f"beyond {LOSS:.0e} (loss, gradient norm) or {GRADIENT:.0e} ({found.where})",
+        losses=losses,
+        loss=found.loss,
+        norm=found.norm,
+        gradient=found.grad,
+    )
+
+
+def _ended(report: str) -> Result:
+    """Of a report that ends with an exception, as a traceback does."""
+    found = list(re.finditer(r"^[\w.]+(?:Error|Exception): ", report, re.MULTILINE))
+    message = report[found[-1].start() :].rstrip() if found else report.strip()
+    refused = re.match(r"cp_plugin\.|ValueError: (?s:.*)(cp_plugin|--cp-)", message) is not None
+    return Result(state="refused" if refused else "failed", message=message.removeprefix("ValueError: "))
+
+
+def _contains(file: Path, text: str) -> bool:
+    return file.is_file() and text in file.read_text(encoding="utf-8", errors="replace")
+
+
+def main(argv: list[str]) -> int:
+    tree, name, what = argv
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    print(json.dumps(asdict(run(Path(tree), name, what))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,256 @@
+"""The replay of a history of Megatron-LM, on a made-up repository: no Megatron is trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "ci" / "megatron"
+VERSIONS = {"2026-03-01": "0.16.0rc0", "2026-03-02": "0.17.0", "2026-03-03": "0.18.0", "2026-03-04": "0.19.0"}
+HYBRID = "megatron/core/models/hybrid"
+FILES = {
+    "0.16.0rc0": {"pretrain_gpt.py": "", "tests/long.py": ""},
+    "0.18.0": {"pretrain_hybrid.py": "", f"{HYBRID}/hybrid_model.py": "class HybridModel: ..."},
+    "0.19.0": {
+        f"{HYBRID}/hybrid_block.py": "gdn_layer = None",
+        "megatron/training/arguments.py": "'--dataloader-inter-document-masking'",
+    },
+}
+"""What each version adds."""
+
+
+@pytest.fixture
+def replay(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    import replay
+
+    return replay
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bare clone with one commit a day, oldest first, and a merged branch, whose commits do not count."""
+    work, bare = (tmp_path_factory.mktemp(name) for name in ("work", "bare"))
+    git(work, "init", "-q", "-b", "main")
+    for date, version in VERSIONS.items():
+        numbers, rc = version.removesuffix("rc0").split("."), "rc0" if version.endswith("rc0") else ""
+        names = ("MAJOR", "MINOR", "PATCH")
+        info = "".join(f"{name} = {number}\n" for name, number in zip(names, numbers, strict=True))
+        files = {"megatron/core/package_info.py": f"{info}PRE_RELEASE = '{rc}'\n"}
+        files |= {"megatron/core/datasets/utils.py": ""} | FILES.get(version, {})
+        for name, text in files.items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            (work / name).write_text(text)
+        commit(work, date, f"of {version}")
+        if version == "0.17.0":
+            git(work, "checkout", "-q", "-b", "side")
+            (work / "side.py").write_text("")
+            commit(work, date, "on a branch")
+            git(work, "checkout", "-q", "main")
+            git(work, *identity(date), "merge", "-q", "--no-ff", "-m", "of a branch", "side", date=date)
+    git(bare, "clone", "-q", "--bare", str(work), ".")
+    return bare
+
+
+def identity(date: str) -> list[str]:
+    return ["-c", "user.name=a", "-c", "user.email=a@b"]
+
+
+def commit(folder: Path, date: str, subject: str) -> None:
+    git(folder, "add", "--all")
+    git(folder, *identity(date), "commit", "-q", "-m", subject, date=date)
+
+
+def git(folder: Path, *words: str, date: str = "2026-03-01") -> str:
+    dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), f"{date}T12:00:00Z")
+    done = subprocess.run(
+        ["git", "-C", str(folder), *words], env=os.environ | dates, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def main(replay: ModuleType, repo: Path, *words: str) -> int:
+    return replay.main(["--repo", str(repo), *words])
+
+
+def trained(replay: ModuleType, monkeypatch: pytest.MonkeyPatch, **states: str) -> list[tuple[str, str, str]]:
+    """Stand in for the processes; returns (version, case, kind) of each as they run. states: case -> not passed."""
+    ran: list[tuple[str, str, str]] = []
+
+    def run(tree: Path, name: str, kind: str) -> dict[str, Any]:
+        assert not (tree / "tests").exists(), "only the package and the scripts are unpacked"
+        ran.append((replay.version_of(tree), name, kind))
+        state = states.get(name.replace(" ", "_"), "passed")
+        numbers = {"loss": 2e-7, "norm": 0.0} if kind == "train" and state == "passed" else {}
+        return {"state": state, "message": "" if state == "passed" else f"why {name} did not", **numbers}
+
+    monkeypatch.setattr(replay, "run", run)
+    return ran
+
+
+def test_every_second_commit_of_the_first_parents_is_started_once(
+    replay: ModuleType,
+    repo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ran, out = trained(replay, monkeypatch, hybrid="refused"), tmp_path / "new" / "replay.json"
+    words = ("--since", "2026-02-01", "--every", "2", "--out", str(out))
+    assert main(replay, repo, *words) == 0
+    old, new = ["gpt", "packed", "moe"], ["gpt", "packed", "moe", "hybrid", "delta net"]
+    assert ran == [("0.17.0", name, "start") for name in old] + [("0.19.0", name, "start") for name in new]
+    written = json.loads(out.read_text())["commits"]
+    assert [entry["version"] for entry in written.values()] == ["0.16.0rc0", "0.17.0", "0.19.0"]
+    assert [entry["subject"] for entry in written.values()] == ["of 0.16.0rc0", "of a branch", "of 0.19.0"]
+    assert [entry["date"] for entry in written.values()] == ["2026-03-01", "2026-03-02", "2026-03-04"]
+    told = capsys.readouterr().out
+    assert "2 of 3 commits are of megatron-core" in told
+    assert "gpt: 2 of 2 start" in told and "hybrid: 0 of 1 start" in told
+    newest = git(repo, "rev-parse", "HEAD")
+    assert f"why hybrid did not\n    {newest[:10]} (hybrid)" in told
+
+    assert main(replay, repo, *words) == 0 and len(ran) == len(old) + len(new), "all are known"
+    assert "3 commits, 3 of them in" in capsys.readouterr().out
+    assert main(replay, repo, *words, "--train") == 0
+    assert ("0.19.0", "packed", "train") in ran and ("0.19.0", "gpt", "train") not in ran
+    told = capsys.readouterr().out
+    assert "packed, trained: 2 of 2 as one rank" in told and "hybrid, trained: 0 of 1 as one rank" in told
+    assert "2e-07" in told
+
+
+def test_a_run_that_is_cut_off_is_continued(
+    replay: ModuleType, repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, examine, begun = tmp_path / "replay.json", replay.examine, []
+    trained(replay, monkeypatch)
+
+    def cut_off(repo: Path, commit: str, *more: Any) -> Any:
+        begun.append(commit)
+        if len(begun) > 2:
+            raise KeyboardInterrupt
+        return examine(repo, commit, *more)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(replay, "examine", cut_off)
+        main(replay, repo, "--since", "2026-02-01", "--out", str(out))
+    assert list(json.loads(out.read_text())["commits"]) == begun[:2]
+    ran = trained(replay, monkeypatch)
+    assert main(replay, repo, "--since", "2026-02-01", "--out", str(out)) == 0
+    assert len(json.loads(out.read_text())["commits"]) == 5 and {version for version, *_ in ran} >= {"0.18.0"}
+
+
+def test_commits_by_name_are_ordered_by_date(replay: ModuleType, repo: Path) -> None:
+    found = replay.chosen(repo, None, 1, ["HEAD", "HEAD~1", "main"])
+    assert found == [git(repo, "rev-parse", name) for name in ("HEAD~1", "HEAD")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--since", "2027-01-01"], "--since 2027-01-01: no commit of"),
+        (["abcdef1234"], "abcdef1234:"),
+        ([], "give --since DATE, or names of commits"),
+        (["HEAD", "--since", "2026-01-01"], "and not both"),
+        (["HEAD", "--out", __file__], "not a file of this program"),
+    ],
+)
+def test_bad_input_is_named_at_once(
+    replay: ModuleType, repo: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(replay, repo, *words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("replay.py: ") and message in told and told.count("\n") == 1
+
+
+def test_other_repositories_are_refused(replay: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(replay, tmp_path / "none", "HEAD") == 2
+    git(tmp_path, "init", "-q", "-b", "main")
+    (tmp_path / "file").write_text("")
+    commit(tmp_path, "2026-03-01", "of something else")
+    assert main(replay, tmp_path, "HEAD") == 2
+    none, other = capsys.readouterr().err.splitlines()
+    assert "no git repository" in none and "it is not of Megatron-LM" in other
+    with pytest.raises(SystemExit):
+        main(replay, tmp_path, "HEAD", "--every", "0")
+    assert "'0' is not a positive number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print('of Megatron'); print(json.dumps({'state': 'passed', 'message': ''}))", ("passed", "")),
+        ("print(json.dumps({'state': 'failed', 'message': os.environ['PYTHONPATH'].split(':')[0]}))", None),
+        ("sys.exit('no module named torch')", ("failed", "no module named torch")),
+        ("os._exit(9)", ("failed", "exit status 9")),
+        ("time.sleep(60)", ("failed", "no result after 5 s")),
+    ],
+)
+def test_whatever_a_process_does_is_a_result(
+    replay: ModuleType,
+    program: str,
+    expected: tuple[str, str] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "case.py").write_text(f"import json, os, sys, time\n{program}\n")
+    monkeypatch.setattr(replay.replay_case, "__file__", str(tmp_path / "case.py"))
+    monkeypatch.setattr(replay, "TIMEOUT_S", 5)
+    found = replay.run(tmp_path, "gpt", "start")
+    assert (found["state"], found["message"]) == (expected or ("failed", str(tmp_path)))
+    assert found["seconds"] > 0
+
+
+def test_unknown_sources_are_read_from_a_refusal(replay: ModuleType) -> None:
+    from cp_plugin.megatron.patches.patching import Patch, _check_source
+
+    patch = Patch("argparse:ArgumentParser.parse_args", lambda f: f, "flags", known={})
+    with pytest.raises(ValueError) as refused:
+        _check_source(patch, main)
+    assert replay.unknown(str(refused.value)) == ["argparse:ArgumentParser.parse_args"]
+    assert replay.unknown("--cp-provider striped does not support G") == []
+
+
+REPORTS = {
+    "Traceback (most recent call last):\n  File 'a'\nValueError: --cp-provider ring:\nline two": (
+        "refused",
+        "--cp-provider ring:\nline two",
+    ),
+    "KeyError: 'a'\n\nDuring handling:\n\nValueError: cp_plugin needs it": ("refused", "cp_plugin needs it"),
+    "cp_plugin.megatron.selfcheck.checked_call.AttentionError: layer 1": (
+        "refused",
+        "cp_plugin.megatron.selfcheck.checked_call.AttentionError: layer 1",
+    ),
+    "  raise\nValueError: only supports all_gather": ("failed", "only supports all_gather"),
+    "  File 'cp_plugin/x.py'\nTypeError: unexpected keyword": ("failed", "TypeError: unexpected keyword"),
+    "rank 1 was ended by signal 9": ("failed", "rank 1 was ended by signal 9"),
+}
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_refusals_of_the_plugin_are_told_from_failures(replay: ModuleType, report: str) -> None:
+    found = replay.replay_case._ended(report)
+    assert (found.state, found.message) == REPORTS[report]
+
+
+def test_documents_are_packed_by_a_flag_where_there_is_one(replay: ModuleType, repo: Path, tmp_path: Path) -> None:
+    case = replay.CASES["packed"]
+    before, since = tmp_path / "before", tmp_path / "since"
+    replay.unpack(repo, "HEAD~1", before)
+    replay.unpack(repo, "HEAD", since)
+    assert case.of(before) == (FOLDER / "packed_gpt.py", f"{case.flags} --sft")
+    assert case.of(since) == (since / "pretrain_gpt.py", f"{case.flags} --dataloader-inter-document-masking")
+
+
+def test_the_file_of_a_case_names_no_megatron(replay: ModuleType) -> None:
+    """The parent imports it, whose Megatron is none of the commits'."""
+    code = "import sys, replay_case; print([m for m in sys.modules if m.startswith(('megatron', 'torch'))])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
