@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,10 +14,16 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "ci" / "megatron"
-VERSIONS = {"2026-03-01": "0.16.0rc0", "2026-03-02": "0.17.0", "2026-03-03": "0.18.0", "2026-03-04": "0.19.0"}
+VERSIONS = {
+    "2026-02-20": "0.15.0",
+    "2026-03-01": "0.16.0rc0",
+    "2026-03-02": "0.17.0",
+    "2026-03-03": "0.18.0",
+    "2026-03-04": "0.19.0",
+}
 HYBRID = "megatron/core/models/hybrid"
 FILES = {
-    "0.16.0rc0": {"pretrain_gpt.py": "", "tests/long.py": ""},
+    "0.15.0": {"pretrain_gpt.py": "", "tests/long.py": ""},
     "0.18.0": {"pretrain_hybrid.py": "", f"{HYBRID}/hybrid_model.py": "class HybridModel: ..."},
     "0.19.0": {
         f"{HYBRID}/hybrid_block.py": "gdn_layer = None",
@@ -135,6 +142,7 @@ def test_a_run_that_is_cut_off_is_continued(
     def cut_off(repo: Path, commit: str, *more: Any) -> Any:
         begun.append(commit)
         if len(begun) > 2:
+            time.sleep(0.5 * (len(begun) - 3))
             raise KeyboardInterrupt
         return examine(repo, commit, *more)
 
@@ -142,9 +150,32 @@ def test_a_run_that_is_cut_off_is_continued(
         patch.setattr(replay, "examine", cut_off)
         main(replay, repo, "--since", "2026-02-01", "--out", str(out))
     assert list(json.loads(out.read_text())["commits"]) == begun[:2]
+    assert len(begun) < 6, "the rest is not begun any more"
     ran = trained(replay, monkeypatch)
     assert main(replay, repo, "--since", "2026-02-01", "--out", str(out)) == 0
-    assert len(json.loads(out.read_text())["commits"]) == 5 and {version for version, *_ in ran} >= {"0.18.0"}
+    assert len(json.loads(out.read_text())["commits"]) == 6 and {version for version, *_ in ran} >= {"0.18.0"}
+
+
+def test_a_training_that_differs_has_started(
+    replay: ModuleType,
+    repo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trained(replay, monkeypatch, packed="differs", hybrid="refused")
+    rows = [("a:f", "known", ""), ("a:g", "holds", ""), ("a:h", "broken", "h has no parameter x")]
+    found = [dict(zip(("symbol", "state", "message"), row, strict=True)) for row in rows]
+    monkeypatch.setattr(replay, "contracts", lambda tree: found)
+    out = tmp_path / "replay.json"
+    assert main(replay, repo, "HEAD", "--train", "--out", str(out)) == 0
+    told = capsys.readouterr().out
+    assert "packed: 1 of 1 start" in told and "packed, trained: 0 of 1 as one rank" in told
+    assert "hybrid: 0 of 1 start" in told
+    (entry,) = json.loads(out.read_text())["commits"].values()
+    assert entry["contracts"] == found and entry["unknown"] == ["a:g", "a:h"]
+    head, row = told.split("\n\n")[1].splitlines()
+    assert head.split()[-2:] == ["unknown", "broken"] and row.split()[-2:] == ["2", "1"]
 
 
 def test_commits_by_name_are_ordered_by_date(replay: ModuleType, repo: Path) -> None:
