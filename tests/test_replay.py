@@ -261,6 +261,14 @@ REPORTS = {
     ),
     "  raise\nValueError: only supports all_gather": ("failed", "only supports all_gather"),
     "  File 'cp_plugin/x.py'\nTypeError: unexpected keyword": ("failed", "TypeError: unexpected keyword"),
+    "ModuleNotFoundError: No module named 'omegaconf'": (
+        "lacks",
+        "ModuleNotFoundError: No module named 'omegaconf'",
+    ),
+    "ModuleNotFoundError: No module named 'megatron.core.moved'": (
+        "failed",
+        "ModuleNotFoundError: No module named 'megatron.core.moved'",
+    ),
     "rank 1 was ended by signal 9": ("failed", "rank 1 was ended by signal 9"),
 }
 

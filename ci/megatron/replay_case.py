@@ -39,6 +39,11 @@ PACKS_BY_FLAG = "--dataloader-inter-document-masking"
 LOSS, GRADIENT = 1e-5, 1e-4
 """Limits of relative differences, as in ``tests/megatron/parity.py``: losses and gradient norms; a gradient."""
 TIMEOUT_S = 300.0
+_ENDS = {
+    "refused": r"cp_plugin\.|ValueError: .*(cp_plugin|--cp-)",
+    "lacks": "ModuleNotFoundError: No module named '(?!megatron|cp_)",
+}
+"""State -> how the last exception begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +95,8 @@ class Result:
     """What became of a case on one commit."""
 
     state: str
-    """passed; refused: by a message of the plugin; failed: by anything else; alone: fails on one rank without a
-    provider, too; differs: from one rank."""
+    """passed; refused: by a message of the plugin; differs: from one rank; lacks: a package that this Megatron imports;
+    alone: fails on one rank without a provider, too; failed: by anything else."""
     message: str = ""
     losses: list[float] | None = None
     """Of both steps, with context parallelism; this and the largest relative differences below: trainings only."""
@@ -184,8 +189,8 @@ def _ended(report: str) -> Result:
     """Of a report that ends with an exception, as a traceback does."""
     found = list(re.finditer(r"^[\w.]+(?:Error|Exception): ", report, re.MULTILINE))
     message = report[found[-1].start() :].rstrip() if found else report.strip()
-    refused = re.match(r"cp_plugin\.|ValueError: (?s:.*)(cp_plugin|--cp-)", message) is not None
-    return Result(state="refused" if refused else "failed", message=message.removeprefix("ValueError: "))
+    state = next((state for state, pattern in _ENDS.items() if re.match(pattern, message, re.DOTALL)), "failed")
+    return Result(state=state, message=message.removeprefix("ValueError: "))
 
 
 def _contains(file: Path, text: str) -> bool:
