@@ -9,13 +9,14 @@ from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.problem import Problem
 from cp_plugin.planner.candidates import Candidate, linear_candidates
 from cp_plugin.planner.machine import kernel_time
-from cp_plugin.planner.machine.events import Event, Post, Seconds
+from cp_plugin.planner.machine.events import Post, Seconds
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.inferred import CPU
 from cp_plugin.planner.machine.links import place
 from cp_plugin.planner.packs import pairs
-from cp_plugin.planner.trace.program import Program
-from cp_plugin.planner.trace.timeline import Ranks, Timeline, links_of, run, simulate
+from cp_plugin.planner.trace.program import program
+from cp_plugin.planner.trace.stock import stock_program
+from cp_plugin.planner.trace.timeline import Ranks, Timeline, links_of, simulate
 from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.iteration import Iteration, iteration
 from cp_plugin.planner.training.model import LINEAR, Model
@@ -102,11 +103,10 @@ def simulated(
     timelines = {}
     for number, (letter, one) in enumerate(each.items()):
         some = "busiest" if number else ranks
-        found = simulate(one.setup, one.setup.problem, cluster=cluster, stride=stride, ranks=some)
-        if one.upstream:
-            programs = {rank: _as_sent(of) for rank, of in found.programs.items()}
-            found = run(one.setup, programs, cluster, stride)
-        timelines[letter] = found
+        trace = stock_program if one.upstream else program
+        timelines[letter] = simulate(
+            one.setup, one.setup.problem, cluster=cluster, stride=stride, ranks=some, trace=trace
+        )
     return timelines
 
 
@@ -194,20 +194,3 @@ def on(problem: Problem, cluster: Cluster, stride: int) -> Problem:
     """The problem with the hosts of its ranks and the network between them."""
     hosts = tuple(f"node{n}" for n in place(problem.size, cluster, stride))
     return replace(problem, hosts=hosts, network="gloo" if cluster.device.name == CPU else "nccl")
-
-
-def _as_sent(of: Program) -> Program:
-    """An upstream method's program with dk and dv in the dtype of k and v, as Transformer Engine sends them.
-
-    Ours are float32: twice the bytes of the keys and values sent before them. The ledger stays that of ours.
-    """
-    exchanged = [e.nbytes for e in of.backward if isinstance(e, Post) and e.verb == "exchange"]
-    least_exchanged = min(exchanged, default=0)
-
-    def narrowed(event: Event) -> Event:
-        if not isinstance(event, Post) or event.verb == "all_to_all":
-            return event
-        wide = event.verb == "reduce_scatter" or (event.verb == "exchange" and event.nbytes > least_exchanged)
-        return event._replace(nbytes=event.nbytes // 2) if wide else event
-
-    return replace(of, backward=tuple(map(narrowed, of.backward)))

@@ -29,6 +29,8 @@ from cp_plugin.planner.trace.sharing import SharedSimulation
 from cp_plugin.planner.trace.simulation import WAITING, Simulation, Span
 
 Ranks = Literal["busiest", "few", "all"]
+Trace = Callable[..., Program]
+"""``program``, or another that makes one rank's program of a setup, a rank and ``tiled``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,7 @@ def simulate(
     cluster: Cluster,
     stride: int = 1,
     ranks: Ranks = "few",
+    trace: Trace = program,
 ) -> Timeline:
     """Simulate one attention call of a provider.
 
@@ -125,6 +128,7 @@ def simulate(
         stride: devices between context-parallel ranks: the tensor-parallel size.
         ranks: ``all``; or, with peers assumed in step, ``few``: first, middle and last; or ``busiest``: one where work
             is even, else first and last; for packed documents the ones that compute most and send most.
+        trace: makes the program of a rank.
 
     Raises:
         ValueError: for options or a problem that the provider does not support, or a dtype without rates.
@@ -139,13 +143,15 @@ def simulate(
     chosen: Iterable[int] = range(size) if ranks == "all" else ends(setup)
     if ranks == "few":
         chosen = sorted({0, size // 2, size - 1, *chosen})
-    programs = programs_of(setup, chosen, tiled=cluster.device.shared_by > 0)
+    programs = programs_of(setup, chosen, tiled=cluster.device.shared_by > 0, trace=trace)
     return run(setup, programs, cluster, stride)
 
 
-def programs_of(setup: Setup, ranks: Iterable[int], *, tiled: bool = False) -> dict[int, Program]:
+def programs_of(
+    setup: Setup, ranks: Iterable[int], *, tiled: bool = False, trace: Trace = program
+) -> dict[int, Program]:
     """Programs of these ranks, completed by ``complete`` unless documents are packed."""
-    make = partial(program, setup, tiled=tiled)
+    make = partial(trace, setup, tiled=tiled)
     if setup.problem.bounds:
         return {rank: make(rank) for rank in ranks}
     return complete(setup.problem.size, ranks, make)

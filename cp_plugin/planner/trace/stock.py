@@ -1,0 +1,200 @@
+"""Programs of stock Megatron's methods, which run in Transformer Engine.
+
+p2p, a2a and a2a+p2p make the moves of ring, Ulysses and USP: theirs are our methods' programs, with the gradients of
+keys and values in the model's dtype. Its all-gather is traced here in Transformer Engine's own order
+(``AttnFuncWithCPAndKVAllGather`` of 2.20, sequence-first tensors, cuDNN's kernels), which is not ours:
+
+    forward    gather k, wait, gather v, wait; k and v into sequence order, a pass over the whole sequence each
+               attention of the rank's two chunks on two streams, each over a slice of the gathered keys
+               the chunks' outputs are copied together
+    backward   dk, dv of the whole sequence zeroed; k and v gathered and reordered again, as above
+               attention of the two chunks; dq copied, the slices of dk, dv added to the whole
+               dk and dv into the ranks' order, a pass each; scatter dk, wait, scatter dv, wait
+
+A window shortens the slices, never the gathers, the reorderings and the scatters. Packed documents (``thd``) take no
+slices: both chunks' dk and dv are as long as the pack. Assumed in stock's favour: the chunks' kernels fill the device
+as one would, and the shorter chunk's copies and sums hide behind the longer one's kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.attention import calls
+from cp_plugin.attention.setups import Setup
+from cp_plugin.comm import Pending
+from cp_plugin.comm.over import Over
+from cp_plugin.common.without_data import empty
+from cp_plugin.core.dtypes import dtype_name
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.problem import Problem
+from cp_plugin.core.tiles import tiles
+from cp_plugin.kernels.recording import results
+from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Post, Shape
+from cp_plugin.planner.trace.memory import Peaks
+from cp_plugin.planner.trace.program import Program, Seen, program, traced
+from cp_plugin.testing.traffic import by_phase_and_axis
+
+_AXIS = "cp"
+
+
+def stock_program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
+    """Trace one rank of stock Megatron's method that moves what the setup's provider does.
+
+    Args:
+        tiled: as for ``program``.
+
+    Raises:
+        ValueError: for a setup that cannot run, with its reason.
+    """
+    if setup.provider.name == "all_gather":
+        return _gathered(setup, index)
+    return _as_sent(program(setup, index, tiled=tiled))
+
+
+def _gathered(setup: Setup, index: int) -> Program:
+    problem = setup.problem
+    shapes = calls.shapes(problem, problem.seq_length // problem.size)
+    q, k, v, dout = (x.new_empty(x.shape) for x in (shapes.q, shapes.k, shapes.v, shapes.dout))
+    with traced(setup, index) as seen:
+        call, meter = _AllGather(seen, problem, index), seen.meter
+        out, lses = call.forward(q, k, v)
+        marks = len(seen.events), meter.peak
+        meter.peak = meter.live
+        with seen.cp.mesh.ledger.phase("backward"):
+            gradients = call.backward(dout, q, k, v, out, lses)
+        peaks = Peaks(marks[1], meter.peak)
+        del out, gradients
+    return Program(
+        forward=tuple(seen.events[: marks[0]]),
+        backward=tuple(seen.events[marks[0] :]),
+        sent=by_phase_and_axis(seen.cp.mesh),
+        peaks=peaks,
+    )
+
+
+class _Chunk(NamedTuple):
+    """One of a rank's two chunks of every document, and the slice of the keys that its kernel is given."""
+
+    rows: Segments
+    keys: range
+
+
+class _AllGather:
+    """One call, on tensors without data: ``q`` is ``[s, b, h, d]``, ``k`` and ``v`` have the key/value heads."""
+
+    def __init__(self, seen: Seen, problem: Problem, index: int) -> None:
+        self._mesh, self._events = seen.cp.mesh, seen.events
+        self._problem, self._mask = problem, problem.mask()
+        self._chunks = [self._chunk(n) for n in (index, 2 * problem.size - 1 - index)]
+        self._order = torch.empty(2 * problem.size, dtype=torch.int32, device="meta")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """out ``[s, b, h, e]`` and the chunks' lse."""
+        keys, values = (self._in_order(x) for x in self._gather(k, v))
+        out = results(q, v)[0]
+        self._zeros(out.shape)  # whatever the layout, though only packed documents need it
+        each = [results(self._part(q), values) for _ in self._chunks]
+        self._attend("forward", q)
+        self._copied(each[-1][0])
+        del keys, values
+        return out, [lse for _, lse in each]
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lses: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of the rank's tokens, in the model's dtype."""
+        size = self._problem.size
+        dq = torch.empty_like(q)
+        dk, dv = (self._zeros((size * x.size(0), *x.shape[1:])) for x in (k, v))
+        keys, values = (self._in_order(x) for x in self._gather(k, v))
+        self._pass(dout, out, *lses)  # delta
+        each = [
+            (torch.empty_like(self._part(q)), *(torch.empty_like(self._slice(x, chunk)) for x in (keys, values)))
+            for chunk in self._chunks
+        ]
+        self._attend("backward", q)
+        self._copied(each[-1][0])
+        for whole, part in zip((dk, dv), each[-1][1:], strict=True):
+            self._slice(whole, self._chunks[-1]).add_(part)
+        del each, keys, values
+        dk, dv = self._in_order(dk), self._in_order(dv)
+        sums = _Narrow(self._mesh)
+        return dq, *(sums.reduce_scatter(_AXIS, (x,)).wait()[0] for x in (dk, dv))
+
+    def _chunk(self, number: int) -> _Chunk:
+        """The chunk of that number, of twice as many as ranks."""
+        p = self._problem
+        ends = p.bounds or (0, p.seq_length)
+        each = [(start, (end - start) // (2 * p.size)) for start, end in pairwise(ends)]
+        rows = tuple(range(start + number * n, start + (number + 1) * n) for start, n in each)
+        if p.bounds:
+            return _Chunk(rows, range(p.seq_length))
+        left, right = self._mask.left, self._mask.right
+        first = 0 if left is None else max(0, rows[0].start - left)
+        end = p.seq_length if right is None else min(p.seq_length, rows[0].stop + right)
+        return _Chunk(rows, range(first, end))
+
+    def _gather(self, *tensors: Tensor) -> list[Tensor]:
+        """One after the other: each has arrived before the next is sent."""
+        return [self._mesh.all_gather(_AXIS, (x,)).wait()[0] for x in tensors]
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """Chunks of all ranks from the ranks' order into the sequence's, or back: a pass over all of them."""
+        return x.unflatten(0, (2 * self._problem.size, -1)).index_select(0, self._order).flatten(0, 1)
+
+    def _part(self, x: Tensor) -> Tensor:
+        """A kernel's rows: those of one chunk; of packed documents all, of which it computes a chunk's."""
+        return x if self._problem.bounds else x[: x.size(0) // 2]
+
+    def _slice(self, x: Tensor, chunk: _Chunk) -> Tensor:
+        return x[chunk.keys.start : chunk.keys.stop]
+
+    def _attend(self, direction: Direction, q: Tensor) -> None:
+        """Both chunks' kernels, on two streams."""
+        p = self._problem
+        found = (t for chunk in self._chunks for t in tiles(chunk.rows, (chunk.keys,), self._mask))
+        shapes = tuple(Shape(len(t.q), len(t.k), t.diagonal) for t in found)
+        heads, kind = q.size(1) * q.size(2), dtype_name(q.dtype)
+        self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind))
+
+    def _copied(self, part: Tensor) -> None:
+        """A chunk's result is copied to its place in the whole: half a rank's rows, of packed documents too."""
+        self._pass(part, part, share=2 if self._problem.bounds else 1)
+
+    def _zeros(self, shape: Sequence[int]) -> Tensor:
+        found = empty(shape, self._problem.dtype)
+        self._pass(found)
+        return found
+
+    def _pass(self, *tensors: Tensor, share: int = 1) -> None:
+        self._events.append(Memory(sum(x.numel() * x.element_size() for x in tensors) // share, 1))
+
+
+class _Narrow(Over):
+    """A mesh on which sums travel and arrive in the dtype in which they are given."""
+
+    def reduce_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
+        return self._sum_and_scatter(axis, tensors)
+
+
+def _as_sent(of: Program) -> Program:
+    """A program with dk and dv in the dtype of k and v, as Transformer Engine sends them.
+
+    Ours are float32: twice the bytes of the keys and values sent before them. The ledger stays that of ours.
+    """
+    exchanged = [e.nbytes for e in of.backward if isinstance(e, Post) and e.verb == "exchange"]
+    least_exchanged = min(exchanged, default=0)
+
+    def narrowed(event: Event) -> Event:
+        if not isinstance(event, Post) or event.verb == "all_to_all":
+            return event
+        wide = event.verb == "reduce_scatter" or (event.verb == "exchange" and event.nbytes > least_exchanged)
+        return event._replace(nbytes=event.nbytes // 2) if wide else event
+
+    return Program(forward=of.forward, backward=tuple(map(narrowed, of.backward)), sent=of.sent, peaks=of.peaks)
