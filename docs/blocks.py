@@ -22,6 +22,7 @@ import recorded_tables
 import support
 import wins_page
 from evidence import situations
+from evidence.regimes import CANONICAL, sentence
 
 from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
 from cp_plugin.cli.draw.traffic import priced, typical
@@ -206,6 +207,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "versions": support.versions_table,
     "choose": situations.table,
     "wins": wins_page.front,
+    "canonical": lambda: sentence(CANONICAL),
     "papers": published_rows.summary,
     "kernel-calls": kernel_tables.calls_table,
     "kernel-order": kernel_tables.order_table,

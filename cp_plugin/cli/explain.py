@@ -115,7 +115,7 @@ def _chosen(asked: Asked) -> Setup:
 
     found = search(asked.model, asked.shapes, asked.cluster)
     best = next((p for p in found.found if not p.candidate.upstream), found.best)
-    why = f"the planner's choice among {found.tried} configurations; ties go to the fewest bytes (cp-plugin plan)"
+    why = f"the planner's choice among {found.tried} configurations; of methods that tie, the simplest (cp-plugin plan)"
     return replace(best.candidate.setup, why=(why, *best.candidate.setup.why))
 
 

@@ -36,7 +36,9 @@ _SeqLength = Annotated[int | None, typer.Option(help=f"tokens of one sequence; d
 _Tensor = Annotated[int | None, typer.Option(help="tensor-parallel ranks; default: the best")]
 _Pipeline = Annotated[int | None, typer.Option(help="pipeline stages; default: the best")]
 _Context = Annotated[int | None, typer.Option("--context", help="context-parallel ranks; default: the best")]
-_GlobalBatch = Annotated[int | None, typer.Option(help="sequences of an iteration; default: one per data rank")]
+_GlobalBatch = Annotated[
+    int | None, typer.Option(help="sequences of an iteration; default: one per data rank, at most 16M tokens")
+]
 _Fp8 = Annotated[bool, typer.Option("--fp8", help="also with payloads in FP8")]
 _Memory = Annotated[float | None, typer.Option(help="GB of a device that may be used; default: all")]
 _Prefill = Annotated[
@@ -232,6 +234,7 @@ def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: 
     """Search the fastest training."""
     from cp_plugin.planner.asked import Fixed, fitting, recomputation
     from cp_plugin.planner.candidates import Allowed
+    from cp_plugin.planner.search import WORTH
     from cp_plugin.planner.search import plan as search
 
     given.check()
@@ -252,6 +255,8 @@ def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: 
             fp8=(None, "comm") if given.fp8 else (None,),
             limit=limit,
             allowed=Allowed(options=options),
+            worth=WORTH,
+            apart=not given.megatron and recompute is None,
             progress=lambda text: status.update(f"simulating {text}"),
         )
 

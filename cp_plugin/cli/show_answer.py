@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.cli.show_plan import ERROR, chosen
+from cp_plugin.cli.show_plan import chosen, errors, over
 from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
-from cp_plugin.planner.search import KNOWN_ERROR, over
+from cp_plugin.planner.errors import KNOWN_ERROR
 from cp_plugin.planner.serving.cost import LAUNCHES, Prefill
 from cp_plugin.planner.serving.search import Answer
 
@@ -28,14 +28,15 @@ def print_answer(console: Console, found: Answer) -> None:
     title = f"{_asked(found)}: predicted"
     if found.prefills:
         first = found.prefills[0]
-        print_table(console, title, _COLUMNS, [(_cells(found, one), "bold" * (one is first)) for one in found.prefills])
+        rows = [(_cells(found, n), "bold" * (n == 0)) for n in range(len(found.prefills))]
+        print_table(console, title, _COLUMNS, rows)
         print_lines(console, *(f"{name} cannot: {reason}" for name, reason in found.cannot.items()), style="dim")
         if first.setup is not None:
             print_lines(console, f"\nflags: {as_flags(first.setup)}\n", style="bold green", whole=True)
     else:
         print_lines(console, title)
     print_lines(console, *_lines(found))
-    print_lines(console, _COUNTED, ERROR, style="dim")
+    print_lines(console, _COUNTED, errors(_name(one) for one in found.prefills), style="dim")
 
 
 def as_json(found: Answer) -> dict[str, Any]:
@@ -101,15 +102,20 @@ def _asked(found: Answer) -> str:
     )
 
 
-def _cells(found: Answer, one: Prefill) -> tuple[str, ...]:
+def _cells(found: Answer, number: int) -> tuple[str, ...]:
+    one = found.prefills[number]
     return (
-        one.setup.provider.name if one.setup else _ALONE,
+        _name(one),
         chosen(one.setup) if one.setup else "",
         in_seconds(one.seconds),
-        over(one.seconds, found.fastest, alone=found.tied == 1),
+        over(one.seconds, found.fastest, number, found.tied),
         in_bytes(one.sent),
         _length(found.memory.longest(found.asked.multiple, one.working)),
     )
+
+
+def _name(one: Prefill) -> str:
+    return one.setup.provider.name if one.setup else _ALONE
 
 
 def _lines(found: Answer) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,30 +11,66 @@ from rich.console import Console
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
+from cp_plugin.common.text import in_words as words
+from cp_plugin.core.options import Options
+from cp_plugin.methods import registry as providers
+from cp_plugin.planner.candidates import DEFAULT
+from cp_plugin.planner.errors import KNOWN_ERROR, off_by, typical_error
+from cp_plugin.planner.errors import in_words as errors_in_words
 from cp_plugin.planner.packs import balance, padded
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, Plan, over
-from cp_plugin.planner.training.parallel import Parallel
+from cp_plugin.planner.search import Plan
+from cp_plugin.planner.stock_rules import VERSION
+from cp_plugin.planner.stock_rules import needed as rules_for
+from cp_plugin.planner.training.model import LINEAR
+from cp_plugin.planner.training.parallel import KEPT, Parallel, problem
 
 _COLUMNS = ("method", "chosen", "takes", "x best", "sends", "memory")
-ERROR = f"{KNOWN}: half of the published pairs of methods are predicted within that; seconds are off by more"
-"""The uncertainty of predictions."""
-_SHORT = {"head parallel": "heads", "head groups": "groups", "intra size": "inner", "backward": "send", "grid ": ""}
+_WORDS = {
+    "grid": "{} grid",
+    "intra_size": "inner rings of {}",
+    "head_parallel": "heads over {}",
+    "head_groups": "{} groups of heads",
+    "fp8": "FP8 messages",
+    "gradient_dtype": "sums in the {}'s dtype",
+    "backward": "{} sent back",
+}
+"""Option -> what choosing a value means."""
+_USUAL = {"grid": (1, 1), "intra_size": 1, "head_parallel": 1, "head_groups": 1, "backward": "kv"}
+"""Option -> the value that says nothing."""
 
 
 def print_plan(console: Console, plan: Plan) -> None:
     """A row per method, the flags to paste, and the reasons."""
     best, shape = plan.best, plan.best.parallel
-    rows = [(_cells(plan, i), "bold" if i == 0 else "") for i in range(len(plan.found))]
-    title = (
-        f"{plan.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.cluster.device.name} "
-        f"({plan.cluster.name}), {in_words(shape)}: predicted"
-    )
-    print_table(console, title, _COLUMNS, rows)
+    asked = f"{plan.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.cluster.device.name}"
+    asked += f" ({plan.cluster.name}), batch {shape.global_batch}: predicted"
+    by_shape: dict[str, list[Priced]] = {}
+    for one in plan.found:
+        by_shape.setdefault(sizes(one.parallel), []).append(one)
+    print_lines(console, asked)
+    for which, some in by_shape.items():
+        rows = [(_cells(plan, one, some[0]), "bold" if one is best else "") for one in some]
+        print_table(console, f"{which}, {recomputes(some[0].parallel)}", _COLUMNS, rows)
     legend = "takes: one iteration; x best: of the fastest's time; sends: one device, in one layer's attention"
-    print_lines(console, legend, ERROR, *packed(shape), *_not_shown(plan), style="dim")
+    off = errors(p.provider for p in plan.found)
+    print_lines(console, legend, off, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     print_lines(console, f"\nflags: {flags(best)}\n", style="bold green", whole=True)
     print_lines(console, *why(plan))
+
+
+def errors(providers: Iterable[str]) -> str:
+    """How far predictions are off, for the legend of a table or above a single one."""
+    return f"{errors_in_words(providers)}: the median of a predicted ratio; seconds are off by more"
+
+
+def stock_rules(plan: Plan) -> Iterator[str]:
+    """What stock Megatron can do of what the model asks for, and since when."""
+    letters = set(plan.model.attention_pattern) - {LINEAR}
+    asked = [problem(plan.model, plan.best.parallel, letter) for letter in sorted(letters)]
+    rules = dict.fromkeys(rule for one in asked for rule in rules_for(one))
+    if rules and plan.best.parallel.context > 1:
+        yield f"upstream, with Transformer Engine {VERSION}: {'; '.join(map(str, rules))}"
 
 
 def packed(p: Parallel) -> Iterator[str]:
@@ -67,27 +103,54 @@ def why(plan: Plan) -> Iterator[str]:
         yield f"  {reason}"
     if plan.tied > 1:
         names = ", ".join(p.candidate.name for p in plan.found[1 : plan.tied])
-        yield (
-            f"tie: {names} take as long within {KNOWN_ERROR:.0%}, no more than predictions are off; "
-            f"{best.candidate.name} sends fewest bytes"
-        )
+        yield f"tie: {names} take as long within the typical error of predictions; {_simplest(plan)}"
     for other in plan.found[plan.tied :]:
-        parts = []
-        if other.repeats > 0.005 * total:
-            parts.append(
-                "repeats attention under recomputation, as stock Megatron does "
-                f"({other.without_repeats / plan.fastest:.2f}x where memory allows not to)"
-            )
-        if other.waits_s > 1.1 * best.waits_s:
-            parts.append(f"waits {in_seconds(other.waits_s)} in each layer")
-        computing = _computing(other) / _computing(best)
-        if computing > 1.01:
-            parts.append(f"keeps its busiest device computing {computing:.2f}x as long")
-        if other.sent > 1.05 * best.sent:
-            parts.append(f"sends {other.sent / max(1, best.sent):.1f}x as much")
-        slower = other.iteration.seconds / plan.fastest
-        yield f"{other.candidate.name} takes {slower:.2f}x {KNOWN}: {', '.join(parts) or 'a little of everything'}"
+        reasons = ", ".join(_slower(plan, other)) or "a little of everything"
+        yield f"{other.candidate.name} takes {_beaten(plan, other)}: {reasons}"
     yield f"{plan.simulated} of {plan.tried} configurations simulated; those not shown are slower even at best"
+
+
+def _beaten(plan: Plan, other: Priced) -> str:
+    """``1.24x of ring's time (typical error 13 %)``: beside the method that is most clearly faster."""
+    by = plan.beating(other)
+    if by is None:  # what fits the memory is not beside what does not
+        return f"{other.iteration.seconds / plan.fastest:.2f}x of the fastest's time"
+    ratio = other.iteration.seconds / by.iteration.seconds
+    return f"{ratio:.2f}x of {by.candidate.name}'s time ({off_by(other.provider, by.provider)})"
+
+
+def _slower(plan: Plan, other: Priced) -> Iterator[str]:
+    """What makes a method slower than the winner."""
+    best = plan.best
+    if other.repeats > 0.005 * best.iteration.seconds:
+        yield (
+            "repeats attention under recomputation, as stock Megatron does "
+            f"({other.without_repeats / plan.fastest:.2f}x where memory allows not to)"
+        )
+    if sizes(other.parallel) != sizes(best.parallel):
+        yield f"even with {sizes(other.parallel)}, which suits it best"
+        return
+    if other.waits_s > 1.1 * best.waits_s:
+        yield f"waits {in_seconds(other.waits_s)} in each layer"
+    computing = _computing(other) / _computing(best)
+    if computing > 1.01:
+        yield f"keeps its busiest device computing {computing:.2f}x as long"
+    if other.sent > 1.05 * best.sent:
+        yield f"sends {other.sent / max(1, best.sent):.1f}x as much"
+
+
+def _simplest(plan: Plan) -> str:
+    """Why the winner is named rather than what ties with it."""
+    best, others = plan.best, plan.found[1 : plan.tied]
+    if best.candidate.upstream and not all(p.candidate.upstream for p in others):
+        return f"{best.candidate.name} is named because stock Megatron has it: nothing is replaced"
+    if best.candidate.name == DEFAULT:
+        return f"{best.candidate.name} is named because it is Megatron's default"
+    if any(len(p.candidate.flags.split()) > len(best.candidate.flags.split()) for p in others):
+        return f"{best.candidate.name} is named because it has the fewest flags"
+    if any(p.sent > best.sent for p in others):
+        return f"{best.candidate.name} is named because it sends the fewest bytes"
+    return f"{best.candidate.name} is named because it is the fastest by a hair"
 
 
 def _not_shown(plan: Plan) -> Iterator[str]:
@@ -104,12 +167,14 @@ def _not_shown(plan: Plan) -> Iterator[str]:
 def flags(priced: Priced) -> str:
     """The flags for Megatron's command line."""
     p = priced.parallel
-    sizes = f"--tensor-model-parallel-size {p.tensor} --pipeline-model-parallel-size {p.pipeline} "
-    sizes += f"--context-parallel-size {p.context}"
-    sizes += " --sequence-parallel" if p.sequence_parallel and p.tensor > 1 else ""
+    axes = f"--tensor-model-parallel-size {p.tensor} --pipeline-model-parallel-size {p.pipeline} "
+    axes += f"--context-parallel-size {p.context}"
+    axes += " --sequence-parallel" if p.sequence_parallel and p.tensor > 1 else ""
     again = "" if p.recompute == "none" else f" --recompute-granularity {p.recompute}"
+    if p.recompute == "selective" and p.recompute_modules == KEPT:
+        again += f" --recompute-modules {' '.join(KEPT)}"
     again += " --recompute-method uniform --recompute-num-layers 1" if p.recompute == "full" else ""
-    return f"{sizes}{again} {priced.candidate.flags}" if p.context > 1 else f"{sizes}{again}"
+    return f"{axes}{again} {priced.candidate.flags}" if p.context > 1 else f"{axes}{again}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -132,10 +197,20 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def in_words(p: Parallel) -> str:
-    """``tensor 2 x context 8 x data 4, recomputation full``."""
-    sizes = {"tensor": p.tensor, "context": p.context, "pipeline": p.pipeline, "expert": p.expert, "data": p.data}
-    shown = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1) or "one device"
-    return f"{shown}, batch {p.global_batch}" + ("" if p.recompute == "none" else f", recomputation {p.recompute}")
+    """``tensor 2 x context 8 x data 4, batch 4, recomputes all layers``."""
+    return f"{sizes(p)}, batch {p.global_batch}, {recomputes(p)}"
+
+
+def sizes(p: Parallel) -> str:
+    """``tensor 2 x context 8 x data 4``; sizes of 1 are left out."""
+    axes = {"tensor": p.tensor, "context": p.context, "pipeline": p.pipeline, "expert": p.expert, "data": p.data}
+    return " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or "one device"
+
+
+def recomputes(p: Parallel) -> str:
+    """``recomputes layernorm mlp``."""
+    modules = f"recomputes {' '.join(p.recompute_modules)}"
+    return {"none": "recomputes nothing", "selective": modules, "full": "recomputes all layers"}[p.recompute]
 
 
 def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
@@ -150,6 +225,7 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
         "context": p.context,
         "data": p.data,
         "recompute": p.recompute,
+        "recompute_modules": list(p.recompute_modules) if p.recompute == "selective" else [],
         "seconds": priced.iteration.seconds,
         "parts": dict(priced.iteration.parts),
         "repeated_attention_s": priced.repeats,
@@ -160,30 +236,50 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
         "attention_sent": priced.sent,
         "balance": balance(priced.candidate.setup) if p.documents and p.context > 1 else None,
         "memory": priced.footprint.parts,
+        "typical_error": typical_error(priced.provider),
         "fits": plan.fits(priced),
     }
 
 
-def _cells(plan: Plan, number: int) -> tuple[str, ...]:
-    priced = plan.found[number]
+def _cells(plan: Plan, priced: Priced, first: Priced) -> tuple[str, ...]:
+    """A row of a table whose first row is ``first``."""
+    again = recomputes(priced.parallel)
     seconds, sends = priced.iteration.seconds, " fp8" if priced.candidate.setup.options.fp8 else ""
     return (
         priced.candidate.name + sends,
-        chosen(priced.candidate.setup),
+        chosen(priced.candidate.setup) + (f", {again}" if again != recomputes(first.parallel) else ""),
         in_seconds(seconds),
-        over(seconds, plan.fastest, alone=plan.tied == 1),
+        over(seconds, plan.fastest, plan.found.index(priced), plan.tied),
         in_bytes(priced.sent),
         in_bytes(priced.footprint.total),
     )
 
 
+def over(seconds: float, fastest: float, number: int, tied: int) -> str:
+    """The ratio to the fastest, such as ``1.24x``, or ``tie``, of which the first is the simplest.
+
+    Args:
+        number: its row, from 0.
+        tied: how many of the first rows tie.
+    """
+    if number >= tied or tied == 1:
+        return f"{seconds / fastest:.2f}x"
+    return "tie" if number else "tie, simplest"
+
+
 def chosen(setup: Setup) -> str:
-    """``zigzag, 8x2, heads 4, groups 8``: abbreviated for a terminal; the flags are complete."""
-    told = replace(setup, options=replace(setup.options, fp8=None, gradient_dtype=None))
-    words = f"{setup.layout}, {told}".removesuffix(", ").replace(", backward kv", "")
-    for long, short in _SHORT.items():
-        words = words.replace(long, short)
-    return words
+    """``zigzag, 8x2 grid, heads over 4``: for a terminal; the flags are complete."""
+    return ", ".join(filter(None, [setup.layout, options(replace(setup.options, fp8=None, gradient_dtype=None))]))
+
+
+def options(given: Options) -> str:
+    """``8x2 grid, heads over 4``, without what says nothing."""
+    found = providers.in_order(replace(given, layout=None, backend="auto"))
+    return ", ".join(
+        _WORDS.get(name, f"{name.replace('_', ' ')} {{}}").format(words(value))
+        for name, value in found.items()
+        if value != _USUAL.get(name)
+    )
 
 
 def _computing(priced: Priced) -> float:

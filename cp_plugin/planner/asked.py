@@ -16,6 +16,8 @@ from cp_plugin.planner.training.parallel import RECOMPUTE, Parallel, Recompute, 
 FromFlags = Callable[[list[str], int], tuple[Model, Parallel]]
 """Parses Megatron's flags for a number of devices; ValueError with Megatron's own message."""
 _PIPELINES = (1, 2, 4, 8, 16)
+MOST = 2**24
+"""Tokens of an iteration where no batch is given: no published long-context training takes more at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,8 @@ def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Aske
 
     Args:
         limit: bytes per device.
-        global_batch: sequences per iteration; None: one per data-parallel rank of the shape with the most.
+        global_batch: sequences per iteration; None: one per data-parallel rank of the shape with the most, but no more
+            than ``MOST`` tokens.
 
     Raises:
         ValueError: for a batch that no shape can divide.
@@ -91,7 +94,7 @@ def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Aske
     shapes = list(found.values()) or list(asked.shapes)
     if len(shapes) == 1 and global_batch is None:
         return replace(asked, shapes=shapes, reserve=reserve)
-    batch = global_batch or max(shape.data for shape in shapes)
+    batch = global_batch or _batch(shapes)
     dividing, more = (
         [replace(shape, global_batch=batch) for shape in some if batch % shape.data == 0] for some in (shapes, reserve)
     )
@@ -99,6 +102,11 @@ def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Aske
         sizes = ", ".join(str(n) for n in sorted({shape.data for shape in shapes}))
         raise ValueError(f"--global-batch {batch} cannot be divided over {sizes} data-parallel ranks")
     return replace(asked, shapes=dividing, reserve=more)
+
+
+def _batch(shapes: Sequence[Parallel]) -> int:
+    every = {shape.data for shape in shapes}
+    return max((n for n in every if n * shapes[0].seq_length <= MOST), default=min(every))
 
 
 def recomputation(name: str | None) -> Recompute | None:

@@ -18,10 +18,17 @@ from cp_plugin.methods.protocol import Provider
 from cp_plugin.methods.ulysses import heads_do_not_divide
 from cp_plugin.placement import layouts
 from cp_plugin.placement.documents import DOCUMENTS
+from cp_plugin.planner import stock_rules
 from cp_plugin.planner.packs import in_each
 
 _BASELINES = ("linear_ring",)
 """Never chosen: quadratic work for linear attention."""
+STOCK = "upstream"
+"""Stock Megatron without context parallelism; with it, followed by its ``--cp-comm-type``."""
+DEFAULT = f"{STOCK} p2p"
+"""Megatron's default."""
+_ALONE = "all_gather"
+"""On one rank it is the kernel alone."""
 _SPARSE = ("needed",)
 """Considered only where a window or documents leave keys unseen."""
 
@@ -38,7 +45,7 @@ class Candidate:
 
     @property
     def upstream(self) -> bool:
-        return self.name.startswith("upstream")
+        return self.name.startswith(STOCK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,25 +70,22 @@ class _Upstream:
     comm_type: str
     provider: str
     options: Options = field(default_factory=lambda: Options(layout="zigzag"))
-    windows: bool = False
-    sinks: bool = False
-    """Whether Transformer Engine supports it with sliding windows, and with attention sinks."""
     head_ranks: int = 1
     """Size of its all-to-all. Transformer Engine does not replicate KV heads: they must divide, too."""
 
     def can(self, problem: Problem) -> bool:
         ranks = self.head_ranks
         divides = problem.heads % ranks == 0 and problem.kv_heads % ranks == 0
-        return divides and (self.windows or problem.window is None) and (self.sinks or not problem.sink)
+        return divides and stock_rules.can(self.comm_type, problem)
 
 
 def _upstream(problem: Problem) -> list[_Upstream]:
-    """The methods of Megatron that support the problem's windows, sinks and head counts."""
+    """The methods of Megatron that support the problem's mask and head counts."""
     gathered = Options(layout="zigzag", head_groups=1)
     found = [
         _Upstream(comm_type="p2p", provider="ring"),
-        _Upstream(comm_type="all_gather", provider="all_gather", options=gathered, windows=True),
-        _Upstream(comm_type="a2a", provider="ulysses", windows=True, sinks=True, head_ranks=problem.size),
+        _Upstream(comm_type="all_gather", provider="all_gather", options=gathered),
+        _Upstream(comm_type="a2a", provider="ulysses", head_ranks=problem.size),
     ]
     for ranks in _divisors(problem.size)[1:-1]:
         options = Options(layout="zigzag", head_parallel=ranks)
@@ -90,8 +94,8 @@ def _upstream(problem: Problem) -> list[_Upstream]:
 
 
 def upstream_names(problem: Problem) -> set[str]:
-    """Names of Megatron's methods that support the problem's windows, sinks and head counts."""
-    return {f"upstream {one.comm_type}" for one in _upstream(problem)}
+    """Names of Megatron's methods that support the problem's mask and head counts."""
+    return {f"{STOCK} {one.comm_type}" for one in _upstream(problem)}
 
 
 def candidates(
@@ -113,8 +117,11 @@ def candidates(
             if setup.reason is None:
                 shared = setup.options.head_parallel
                 sizes = f" --hierarchical-context-parallel-sizes {shared} {theirs.size // shared}" if shared else ""
-                name, flags = f"upstream {one.comm_type}", f"--cp-comm-type {one.comm_type}{sizes}"
+                name, flags = f"{STOCK} {one.comm_type}", f"--cp-comm-type {one.comm_type}{sizes}"
                 found.setdefault(name, []).append(Candidate(name=name, setup=setup, flags=flags))
+    elif kind == "softmax":
+        alone = settled_or_reason(providers.get(_ALONE), problem, Options())
+        found[STOCK] = [Candidate(name=STOCK, setup=alone, flags="")]
     return {name: [c for c in _distinct(some) if allowed.suits(c)] for name, some in found.items()}
 
 

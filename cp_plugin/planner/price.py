@@ -40,6 +40,11 @@ class Priced:
     """Seconds per iteration in which recomputation repeats attention: stock Megatron does, we keep its output."""
 
     @property
+    def provider(self) -> str:
+        """Of ours: of stock Megatron's methods the one that moves the same data."""
+        return self.candidate.setup.provider.name
+
+    @property
     def without_repeats(self) -> float:
         """Seconds of an iteration if recomputation left attention out."""
         return self.iteration.seconds - self.repeats
@@ -153,6 +158,8 @@ def trained(candidate: Candidate, parallel: Parallel) -> Parallel:
     """The shape as the candidate trains it: stock Megatron recomputes attention, and pads each document."""
     if not candidate.upstream:
         return parallel
+    if candidate.setup.problem.size == 1:
+        return replace(parallel, recompute_attention=True)
     tokens = candidate.setup.problem.seq_length
     return replace(parallel, recompute_attention=True, seq_length=tokens, documents=())
 

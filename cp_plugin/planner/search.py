@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cp_plugin.common.text import in_bytes
 from cp_plugin.core.problem import Fp8
-from cp_plugin.planner.candidates import ALL, Allowed, Candidate, refusals, variants
+from cp_plugin.planner.candidates import ALL, DEFAULT, Allowed, Candidate, refusals, variants
 from cp_plugin.planner.division import Division
+from cp_plugin.planner.errors import KNOWN_ERROR, beating, tie
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.price import Priced, priced, trained
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.iteration import iteration
 from cp_plugin.planner.training.model import Model
-from cp_plugin.planner.training.parallel import Parallel
+from cp_plugin.planner.training.parallel import Parallel, kept
 
 _PATIENCE = 4000
 """Simulated events without improvement after which the rest of a method is skipped."""
 _LONG = 600
 """Events of a long program, such as a large ring's, of which two without improvement are enough."""
+WORTH = KNOWN_ERROR / 2
+"""Potential gain for which another shape is tried where the two sides are compared."""
 Progress = Callable[[str], None]
 _HOPELESS = 1.5
 """Methods whose lower bound is this many times the best are not simulated."""
-KNOWN_ERROR = 0.10
-"""Median error of a predicted ratio of two methods over the published pairs (``python ci/papers``). Methods within it
-are a tie, which the fewest bytes win."""
-KNOWN = f"± {KNOWN_ERROR:.0%}"
-
-
-def tie(seconds: float, others: float) -> bool:
-    """Whether predictions cannot tell the two apart."""
-    return bool(max(seconds, others) <= (1 + KNOWN_ERROR) * min(seconds, others))
-
-
-def over(seconds: float, fastest: float, *, alone: bool) -> str:
-    """The ratio to the fastest with its error, such as ``1.24x ± 10%``, or ``tie``.
-
-    Args:
-        alone: nothing ties with the fastest.
-    """
-    if not tie(seconds, fastest):
-        return f"{seconds / fastest:.2f}x {KNOWN}"
-    return "1.00x" if alone else "tie"
 
 
 class Lost(NamedTuple):
@@ -63,10 +46,10 @@ class Plan:
     limit: float
     """Bytes of device memory."""
     found: Sequence[Priced]
-    """Each method's best candidate: those that tie with the fastest, fewest bytes first, then the others, fastest
-    first. What does not fit the memory comes last."""
+    """Each method's best candidate: those that tie, simplest first, then the others, fastest first. What does not fit
+    the memory comes last."""
     tied: int
-    """How many of these tie, the winner included."""
+    """How many of these tie, the winner included: no other is faster by more than is typical of predictions."""
     lost: Sequence[Lost]
     cannot: Mapping[str, str]
     """Provider -> why it cannot run this at all."""
@@ -76,13 +59,17 @@ class Plan:
 
     @property
     def best(self) -> Priced:
-        """The winner: of those that tie with the fastest, the one that sends fewest bytes."""
+        """The winner: the simplest of those that tie."""
         return self.found[0]
 
     @property
     def fastest(self) -> float:
         """Seconds of the fastest of those that tie."""
-        return min(priced.iteration.seconds for priced in self.found[: self.tied])
+        return min(p.iteration.seconds for p in self.found[: self.tied])
+
+    def beating(self, priced: Priced) -> Priced | None:
+        """Of those that tie the one most clearly faster than another method; None: that ties, too."""
+        return _beating(priced, self.found[: self.tied])
 
     def fits(self, priced: Priced) -> bool:
         return priced.footprint.total <= self.limit
@@ -99,6 +86,7 @@ def plan(
     allowed: Allowed = ALL,
     hopeless: float = _HOPELESS,
     worth: float = KNOWN_ERROR,
+    apart: bool = False,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """Find each method's best candidate in the best of the shapes.
@@ -114,6 +102,8 @@ def plan(
         allowed: restrictions. Where nothing satisfies them, ``found`` is empty.
         hopeless: methods whose lower bound is this many times the best are not simulated.
         worth: potential gain for which another shape is tried; 0: the fastest shape is found.
+        apart: stock Megatron's methods have a best shape of their own, and every method may also recompute ``KEPT``
+            alone, with which stock keeps attention's output, too.
         progress: called with a description of each candidate before it is priced.
 
     Raises:
@@ -123,22 +113,69 @@ def plan(
     fitting = [shape for shape in shapes if footprint(model, shape).total <= limit]
     if not fitting:
         raise ValueError(_what_would_fit(model, shapes, cluster, limit))
-    best: _Search | None = None
-    searches: list[_Search] = []
-    for some in (fitting, reserve):
-        if some and best is None:
-            divided = zip(some, Division.each(model, some, cluster, fp8, allowed), strict=True)
-            here = [_Search(model, shape, division, limit, hopeless, progress) for shape, division in divided]
-            best, searches = _fastest(here, worth), [*searches, *here]
-    best = best or min(searches, key=lambda s: s.per_token)
-    return best.plan(sum(s.tried for s in searches), sum(s.simulated for s in searches))
+    chosen, every = [], []
+    for side in _sides(allowed) if apart else [allowed]:
+        best: _Search | None = None
+        searches: list[_Search] = []
+        for some in (fitting, reserve):
+            if some and best is None:
+                divided = zip(some, Division.each(model, some, cluster, fp8, side), strict=True)
+                here = [
+                    _Search(model, kept(shape) if apart else [shape], division, limit, hopeless, progress)
+                    for shape, division in divided
+                ]
+                best, searches = _fastest(here, worth), [*searches, *here]
+        chosen.append(best or min(searches, key=lambda s: s.per_token))
+        every += searches
+    return _answer(chosen, sum(s.tried for s in every), sum(s.simulated for s in every))
+
+
+def _sides(allowed: Allowed) -> list[Allowed]:
+    """Our methods, and stock Megatron's."""
+    suits = allowed.suits
+    return [
+        replace(allowed, suits=lambda c: not c.upstream and suits(c)),
+        replace(allowed, suits=lambda c: c.upstream and suits(c)),
+    ]
+
+
+def _answer(searches: Sequence[_Search], tried: int, simulated: int) -> Plan:
+    """The methods of these searches, one search for each side or one for all."""
+    for search in searches:
+        search.finish()
+    rank, division, limit = searches[0].rank, searches[0].division, searches[0].limit
+    found = sorted((p for search in searches for p in search.priced.values()), key=rank)
+    able = [p for p in found if (p.footprint.total <= limit) == (found[0].footprint.total <= limit)]
+    tying = [p for p in able if _beating(p, able) is None]
+    found = [*sorted(tying, key=_simplicity), *(p for p in found if p not in tying)]
+    lost = [Lost(name, bound) for s in searches for name, bound in s.bounds.items() if name not in s.priced]
+    return Plan(
+        model=searches[0].model,
+        cluster=division.cluster,
+        limit=limit,
+        found=found,
+        tied=len(tying),
+        lost=sorted(lost, key=lambda one: one.seconds),
+        cannot=refusals(division.problems[division.main]) if division.softmax else {},
+        tried=max(tried, sum(s.tried for s in searches)),
+        simulated=max(simulated, sum(s.simulated for s in searches)),
+    )
+
+
+def simplest(some: Sequence[Priced]) -> Priced:
+    """Of those that tie; memory is not looked at."""
+    return min((p for p in some if _beating(p, some) is None), key=_simplicity)
+
+
+def _beating(priced: Priced, others: Iterable[Priced]) -> Priced | None:
+    return beating(priced, others, lambda p: p.iteration.seconds, lambda p: p.provider)
 
 
 def _fastest(searches: Sequence[_Search], worth: float) -> _Search | None:
     """The search whose best candidate is the fastest that fits; None if nothing fits."""
     least = min(search.per_token for search in searches)
     best: tuple[_Search, Priced] | None = None
-    for search in sorted(searches, key=lambda s: (0, s.shape.context) if tie(s.per_token, least) else (1, s.per_token)):
+    for search in sorted(searches, key=lambda s: (0, s.context) if tie(s.per_token, least) else (1, s.per_token)):
         if best is not None and (1 + worth) * search.per_token >= 1 / best[1].tokens_per_s:
             continue
         for found in search.best():
@@ -152,19 +189,22 @@ class _Search:
     """Search over the candidates of one shape."""
 
     model: Model
-    shape: Parallel
+    shapes: Sequence[Parallel]
+    """The shape, with each recomputation to choose from."""
     division: Division
     limit: float
     hopeless: float
     progress: Progress
 
     def __post_init__(self) -> None:
-        self._priced: dict[str, Priced] = {}
-        self._bounds: dict[str, float] = {}
+        self.priced: dict[str, Priced] = {}
+        """Method -> its best candidate."""
+        self.bounds: dict[str, float] = {}
         self._seen: dict[int, Priced] = {}
         self.tried = self.simulated = 0
-        model, shape, division = self.model, self.shape, self.division
-        seconds = iteration(model, shape, division.cluster, division.alone).seconds
+        model, division, shape = self.model, self.division, self.shapes[0]
+        self.context = shape.context
+        seconds = min(iteration(model, some, division.cluster, division.alone).seconds for some in self.shapes)
         self.per_token = seconds * shape.devices / (shape.global_batch * shape.seq_length)
         """Lower bound over all methods: seconds per token and device."""
 
@@ -174,37 +214,19 @@ class _Search:
         self.tried = sum(map(len, ordered.values()))
         best = math.inf
         for name, some in sorted(ordered.items(), key=lambda item: item[1][0][0]):
-            self._bounds[name] = some[0][0]
+            self.bounds[name] = some[0][0]
             if some[0][0] > self.hopeless * best:
                 continue
             found = self._best_of(some)
-            self._priced[name] = found
+            self.priced[name] = found
             if self.fits(found):
                 best = min(best, found.iteration.seconds)
             yield found
 
-    def plan(self, tried: int, simulated: int) -> Plan:
-        """The result, after ``best`` is exhausted."""
-        division = self.division
-        if not self._priced:
+    def finish(self) -> None:
+        """Price every method, unless ``best`` was exhausted."""
+        if not self.priced:
             list(self.best())
-        found = sorted(self._priced.values(), key=self._rank)
-        tied = sum(
-            self.fits(p) == self.fits(found[0]) and tie(p.iteration.seconds, found[0].iteration.seconds) for p in found
-        )
-        found[:tied] = sorted(found[:tied], key=lambda p: (p.sent, len(p.candidate.setup.options.chosen)))
-        lost = [Lost(name, bound) for name, bound in self._bounds.items() if name not in self._priced]
-        return Plan(
-            model=self.model,
-            cluster=division.cluster,
-            limit=self.limit,
-            found=found,
-            tied=tied,
-            lost=sorted(lost, key=lambda one: one.seconds),
-            cannot=refusals(division.problems[division.main]) if division.softmax else {},
-            tried=max(tried, self.tried),
-            simulated=max(simulated, self.simulated),
-        )
 
     def _ordered(self, some: Sequence[tuple[Candidate, Seconds]]) -> list[tuple[float, Candidate]]:
         """With lower bounds, lowest first; of equals the largest head axis, which exchanges least often."""
@@ -214,7 +236,8 @@ class _Search:
     def _bound(self, candidate: Candidate, seconds: Seconds) -> float:
         """Lower bound on an iteration, given that on an attention call."""
         every = {**self.division.alone, self.division.main: seconds}
-        return iteration(self.model, trained(candidate, self.shape), self.division.cluster, every).seconds
+        cluster = self.division.cluster
+        return min(iteration(self.model, trained(candidate, s), cluster, every).seconds for s in self.shapes)
 
     def _best_of(self, some: Sequence[tuple[float, Candidate]]) -> Priced:
         """The best candidate of one method, then of its variants."""
@@ -225,30 +248,39 @@ class _Search:
                 break
             found = self._price(candidate)
             in_vain.append(found.events)
-            if best is None or self._rank(found) < self._rank(best):
+            if best is None or self.rank(found) < self.rank(best):
                 best, in_vain = found, []
         assert best is not None
         near = variants(best.candidate, self.division.allowed)
         self.tried += len(near)
         bounds = ((self._bound(c, self.division.least(c)), c) for c in near)
         others = [self._price(c) for bound, c in bounds if bound < best.iteration.seconds]
-        return min((best, *others), key=self._rank)
+        return min((best, *others), key=self.rank)
 
     def _price(self, candidate: Candidate) -> Priced:
         self.progress(f"{candidate.name} {candidate.setup}")
         timelines = self.division.timelines(candidate)
         key = id(timelines)
         if key not in self._seen:
-            self._seen[key] = priced(candidate, timelines, self.model, self.shape, self.division.cluster)
+            cluster = self.division.cluster
+            every = (priced(candidate, timelines, self.model, shape, cluster) for shape in self.shapes)
+            self._seen[key] = min(every, key=self.rank)
             self.simulated += 1
         return replace(self._seen[key], candidate=candidate)
 
-    def _rank(self, priced: Priced) -> tuple[bool, float]:
+    def rank(self, priced: Priced) -> tuple[bool, float]:
         """What fits first, then what is faster."""
         return not self.fits(priced), priced.iteration.seconds
 
     def fits(self, priced: Priced) -> bool:
         return priced.footprint.total <= self.limit
+
+
+def _simplicity(priced: Priced) -> tuple[bool, bool, int, int, float]:
+    """Stock Megatron before ours, its default first; then fewer flags, fewer bytes, and less time."""
+    one = priced.candidate
+    ours, other = not one.upstream, one.name != DEFAULT
+    return ours, other, len(one.flags.split()), priced.sent, priced.iteration.seconds
 
 
 def _enough(in_vain: Sequence[int], bound: float, best: float) -> bool:

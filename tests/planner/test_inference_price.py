@@ -22,9 +22,10 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.inference import shard, tree
 from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.methods import registry as providers
+from cp_plugin.planner.candidates import as_flags
+from cp_plugin.planner.errors import KNOWN_ERROR
 from cp_plugin.planner.machine.events import Memory, Products
 from cp_plugin.planner.machine.hardware import Cluster
-from cp_plugin.planner.search import KNOWN_ERROR
 from cp_plugin.planner.serving import cost as inference
 from cp_plugin.planner.serving.cost import Asked, decode, memory, prefill, summed
 from cp_plugin.planner.serving.search import answer
@@ -187,7 +188,8 @@ def test_order_of_an_answer() -> None:
     names = [one.setup.provider.name for one in found.prefills if one.setup is not None]
     assert set(names) | set(found.cannot) == set(providers.names()) - {"needed"}  # a prompt has no window here
     tied, slower = found.prefills[: found.tied], found.prefills[found.tied :]
-    assert [one.sent for one in tied] == sorted(one.sent for one in tied)
+    words = [(len(as_flags(one.setup).split()), one.sent) for one in tied if one.setup is not None]
+    assert len(words) == len(tied) and words == sorted(words)
     times = [one.seconds for one in slower]
     assert times == sorted(times) and all(seconds > (1 + KNOWN_ERROR) * found.fastest for seconds in times)
     assert all(one.working[1] > 0 for one in found.prefills)

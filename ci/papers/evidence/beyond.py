@@ -26,7 +26,7 @@ from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.iteration import iteration
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.planner.training.parallel import Parallel, problem
-from evidence.situations import all_share_one
+from evidence.regimes import all_share_one
 
 CLUSTERS = ("dgx-h100", "h100-1-per-node")
 KV_HEADS = {"MHA 32:32": 32, "GQA 32:8": 8, "GQA 32:4": 4}

@@ -1,27 +1,40 @@
-"""Comparison with stock Megatron by regime, for ``docs/wins.md`` and the README.
+"""Comparison with stock Megatron by regime, for ``docs/wins.md``, ``docs/choose.md`` and the README.
 
-Three ways: with the same recomputation; as commonly run, where stock Megatron repeats attention and its messages under
-full recomputation; and with each side's own best shape and recomputation.
+The answer to an example is that of ``cp-plugin plan``: the simplest of what ties, stock Megatron first, each side in
+its own best shape and recomputation. Beside it, in one fixed shape: with the same recomputation, and as commonly run,
+where stock repeats attention and its messages under full recomputation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from cp_plugin.cli.packs import in_sequence
+from cp_plugin.cli.packs import in_sequence, packed
+from cp_plugin.cli.show_plan import options, recomputes, sizes
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8
-from cp_plugin.planner.asked import Fixed, of_name
-from cp_plugin.planner.candidates import Allowed, Candidate
+from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
+from cp_plugin.planner.candidates import STOCK, Allowed
+from cp_plugin.planner.errors import off_by, tie, typical_error
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, plan, tie
+from cp_plugin.planner.search import WORTH, Plan, plan, simplest
 from cp_plugin.planner.training.model import WINDOW, Model, model
 from cp_plugin.planner.training.parallel import Parallel
-from evidence.situations import KEPT, all_share_one
+
+
+def all_share_one(devices: int, tokens: int, tensor: int = 1) -> Parallel:
+    """One sequence over all devices, full recomputation."""
+    return Parallel(
+        devices=devices,
+        tensor=tensor,
+        sequence_parallel=tensor > 1,
+        context=devices // tensor,
+        seq_length=tokens,
+        recompute="full",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +47,7 @@ class Regime:
     devices: int = 64
     tokens: int = 2**20
     tensor: int = 1
+    """In the fixed shape."""
     card: str = ""
     """Overrides the cluster's network cards."""
     fp8: tuple[Fp8 | None, ...] = (None,)
@@ -50,9 +64,8 @@ class Regime:
     @property
     def example(self) -> str:
         """Description of the example."""
-        tensor = f", tensor {self.tensor}" if self.tensor > 1 else ""
         where = f", `{self.cluster}`" if self.cluster != "dgx-h100" else ""
-        return f"{self.model}, {self.devices:,} GPUs{where}{tensor}, {self.tokens >> 10:,}k tokens"
+        return f"{self.model}, {self.devices:,} GPUs{where}, {self.tokens >> 10:,}k tokens"
 
     @property
     def trained(self) -> Model:
@@ -70,12 +83,17 @@ class Regime:
         return replace(all_share_one(self.devices, self.tokens, self.tensor), documents=self.lengths)
 
     @property
-    def shapes(self) -> list[Parallel]:
-        """All divisions of ``BATCH`` tokens per iteration, with all recomputation modes."""
-        every = of_name(self.model, self.devices, self.tokens, self.machine, Fixed()).shapes
-        batch, documents = max(1, BATCH // self.tokens), self.lengths
-        some = [replace(s, global_batch=batch, documents=documents) for s in every if batch % s.data == 0]
-        return some + [replace(s, recompute_modules=KEPT) for s in some if s.recompute == "selective"]
+    def asked(self) -> Asked:
+        """What ``cp-plugin plan`` asks: every division over the devices."""
+        asked = packed(of_name(self.model, self.devices, self.tokens, self.machine, Fixed()), self.documents or None)
+        return fitting(replace(asked, model=self.trained), self.machine.device.memory_bytes)
+
+    @property
+    def command(self) -> list[str]:
+        """Of ``cp-plugin``, for an example without a window and another card."""
+        asked = ["plan", "--model", self.model, "--cluster", self.cluster, "--devices", str(self.devices)]
+        asked += ["--seq-length", str(self.tokens)]
+        return asked + (["--documents", self.documents] if self.documents else [])
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -85,10 +103,6 @@ class Regime:
 
 SLOW = "roce100"
 """100 instead of 400 Gb/s."""
-BATCH = 2**24
-"""Tokens per iteration where each side has its own best shape."""
-WORTH = KNOWN_ERROR / 2
-"""Shapes closer to the best than this are equivalent."""
 REGIMES = (
     Regime(name="long sequence, fast links", front=True),
     Regime(name="the same, equal heads", model="llama2-7b"),
@@ -140,9 +154,16 @@ REGIMES = (
 )
 
 
+CANONICAL = REGIMES[0]
+"""The example of the README, ``docs/choose.md`` and ``docs/wins.md``."""
+CONSTRAINT = "all parallel sizes and the recomputation free, one sequence per data-parallel rank, at most 16M tokens"
+"""On every answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Our best, and stock Megatron's best with the same recomputation and as commonly run."""
+    """In the fixed shape: the simplest of our methods that tie, and stock Megatron's best with the same recomputation
+    and as commonly run."""
 
     ours: Priced
     same: Priced
@@ -161,7 +182,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Our best and stock Megatron's best, each in its own best shape."""
+    """The simplest of each side's methods that tie, each side in its own best shape."""
 
     ours: Priced
     stock: Priced
@@ -173,23 +194,26 @@ class Apart:
 
 
 @cache
-def apart(regime: Regime) -> Apart:
-    """Each side with its own parallelism and recomputation; ValueError if nothing fits the memory.
-
-    Without context parallelism both sides are the same, except for repeated attention.
-    """
-
-    def best(shapes: list[Parallel], suits: Callable[[Candidate], bool]) -> Priced:
-        allowed = Allowed(options=regime.options, suits=suits)
-        found = plan(regime.trained, shapes, regime.machine, fp8=regime.fp8, allowed=allowed, worth=WORTH)
-        return max(filter(found.fits, found.found), key=lambda p: p.tokens_per_s)
-
-    shapes = regime.shapes
-    repeating = [replace(shape, recompute_attention=True) for shape in shapes]
-    return Apart(
-        best(shapes, lambda one: not one.upstream),
-        best(repeating, lambda one: one.upstream or one.setup.problem.size == 1),
+def answer(regime: Regime) -> Plan:
+    """What ``cp-plugin plan`` says; ValueError if nothing fits the memory."""
+    asked, allowed = regime.asked, Allowed(options=regime.options)
+    return plan(
+        asked.model,
+        asked.shapes,
+        asked.cluster,
+        reserve=asked.reserve,
+        fp8=regime.fp8,
+        allowed=allowed,
+        worth=WORTH,
+        apart=True,
     )
+
+
+def apart(regime: Regime) -> Apart:
+    """Each side of the answer; ValueError if nothing fits the memory."""
+    found = answer(regime)
+    ours, stock = sides([p for p in found.found if found.fits(p)])
+    return Apart(simplest(ours), simplest(stock))
 
 
 @cache
@@ -199,13 +223,46 @@ def beside(regime: Regime) -> Beside:
     found = plan(
         regime.trained, [regime.shape], regime.machine, fp8=regime.fp8, allowed=allowed, hopeless=math.inf
     ).found
-    ours = min((p for p in found if not p.candidate.upstream), key=lambda p: p.iteration.seconds)
-    theirs = [p for p in found if p.candidate.upstream]
-    return Beside(ours, min(theirs, key=lambda p: p.without_repeats), min(theirs, key=lambda p: p.iteration.seconds))
+    ours, stock = sides(found)
+    run = min(stock, key=lambda p: p.iteration.seconds)
+    return Beside(simplest(ours), min(stock, key=lambda p: p.without_repeats), run)
 
 
-def verdict(ratio: float) -> str:
-    """Format upstream's time over ours; within the known error a tie, below it a loss."""
-    if tie(ratio, 1.0):
+def sides(found: list[Priced]) -> tuple[list[Priced], list[Priced]]:
+    """Our methods, and stock Megatron's."""
+    return [p for p in found if not p.candidate.upstream], [p for p in found if p.candidate.upstream]
+
+
+def verdict(ratio: float, *providers: str) -> str:
+    """Format upstream's time over ours; within the typical error of these providers a tie, below it a loss."""
+    if tie(ratio, 1.0, typical_error(*providers)):
         return f"tie ({ratio:.2f}x)"
-    return f"**{ratio:.2f}x** {KNOWN}" if ratio > 1 else f"loss: {ratio:.2f}x {KNOWN}"
+    return f"**{ratio:.2f}x**" if ratio > 1 else f"loss: {ratio:.2f}x"
+
+
+def named(priced: Priced) -> str:
+    """``stock `p2p```, or a method of ours with its options."""
+    one = priced.candidate
+    if one.name == STOCK:
+        return "stock, without context parallelism"
+    chosen = options(replace(one.setup.options, layout=None))
+    words = f"`{one.name.removeprefix(STOCK).strip()}`" + (f" {chosen}" if chosen else "")
+    return f"stock {words}" if one.upstream else words
+
+
+def shaped(priced: Priced) -> str:
+    """``tensor 8 x context 8, recomputes layernorm mlp``."""
+    return f"{sizes(priced.parallel)}, {recomputes(priced.parallel)}"
+
+
+def sentence(regime: Regime) -> str:
+    """The answer in a sentence, with its constraint."""
+    found, best = answer(regime), answer(regime).best
+    other = simplest(sides(found.found)[not best.candidate.upstream])
+    slower = other.iteration.seconds / best.iteration.seconds
+    ties = tie(slower, 1.0, typical_error(other.provider, best.provider))
+    word = "ties" if ties else f"takes {slower:.2f}x"
+    return (
+        f"{regime.example} ({CONSTRAINT}): **{named(best)}**, {shaped(best)}. {named(other)}, {shaped(other)}, {word} "
+        f"({off_by(other.provider, best.provider)}). Predicted."
+    )

@@ -23,6 +23,7 @@ from evidence.score import (
     over_baseline,
     pairs,
     ratio_error,
+    stands_for,
 )
 from evidence.stacks import PARAMETERS, SHARED
 
@@ -85,7 +86,8 @@ def style(p: Predicted) -> str:
 def page(found: Reproduction) -> str:
     """The page in Markdown, without its head."""
     aims = "\n".join(f"- {aim}" for aim in found.aims)
-    tables = (_markdown(_errors(found)), worth(found), _markdown(_methods(found)), _markdown(_shared(found)))
+    methods = (_methods(found), _by_provider(found), _shared(found))
+    tables = (_markdown(_errors(found)), worth(found), *map(_markdown, methods))
     return "\n\n".join([aims, *tables, *(section(found, name) for name in found.names)])
 
 
@@ -152,6 +154,18 @@ def _methods(found: Reproduction) -> list[Cells]:
         speedups = (over_baseline(part.times, way) for way in ways)
         shown = (*map(_share, orders), *("" if x is None else _percent(x) for x in ratios), *map(_share, speedups))
         rows.append((part.title, *shown))
+    return rows
+
+
+def _by_provider(found: Reproduction) -> list[Cells]:
+    """Errors of ratios, by the provider of ours that is in them."""
+    ways: tuple[Way, ...] = ("zero fit", "a paper left out")
+    rows: list[Cells] = [("ratios with", "pairs", "off by", f"off by, {ways[1]}")]
+    every = pairs(found.times, ways[0])
+    for name in sorted({stands_for(p.row) for pair in every for p in pair} - {""}):
+        own = sum(any(stands_for(p.row) == name for p in pair) for pair in every)
+        errors = (ratio_error(found.times, way, name) for way in ways)
+        rows.append((f"`{name}`", str(own), *("" if x is None else _percent(x) for x in errors)))
     return rows
 
 

@@ -9,13 +9,15 @@ from math import log2
 from statistics import median
 from typing import Literal, get_args
 
-from evidence.data import Row
+from evidence.data import Row, method
 
 Way = Literal["zero fit", "a table left out", "a paper left out", "copied: same table", "copied: another table"]
 """By the planner, with the machine as assumed or fitted to other tables or papers; or by copying the published figure
 of the most similar row of the same or another table."""
 WAYS: tuple[Way, ...] = get_args(Way)
 PLANNER, COPIED = WAYS[:3], WAYS[3:]
+_OVERLAPPED = "-overlapped"
+"""Of a method that only the papers' predictions have: ``overlapped.py``."""
 DIFFERENT = 0.10
 """Methods closer than this are not ranked."""
 
@@ -91,13 +93,24 @@ def over_baseline(predicted: Iterable[Predicted], way: Way) -> Share:
     return Share(sum(found), len(found))
 
 
-def ratio_error(predicted: Iterable[Predicted], way: Way) -> float | None:
-    """Median error of the ratio of two methods, faster over slower."""
+def ratio_error(predicted: Iterable[Predicted], way: Way, provider: str = "") -> float | None:
+    """Median error of the ratio of two methods, faster over slower; None without pairs.
+
+    Args:
+        provider: of the pairs in which it stands for one of the methods; empty: of all.
+    """
     errors = []
     for pair in pairs(predicted, way):
+        if provider and all(stands_for(p.row) != provider for p in pair):
+            continue
         slow, fast = sorted(pair, key=_published)
         errors.append(abs(fast.values[way] / slow.values[way] * _published(slow) / _published(fast) - 1))
     return median(errors) if errors else None
+
+
+def stands_for(row: Row) -> str:
+    """The provider of ours that stands for a row's method; empty: none."""
+    return method(row, row.method).provider.removesuffix(_OVERLAPPED)
 
 
 def neighbours(row: Row, rows: Sequence[Row]) -> dict[Way, float]:

@@ -32,10 +32,11 @@ from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.megatron.rules import checks
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.candidates import Allowed, Candidate, upstream_names, without_sums
+from cp_plugin.planner.errors import in_words, off_by
 from cp_plugin.planner.machine import hardware, inferred
 from cp_plugin.planner.machine.inferred import Inferred
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import KNOWN, KNOWN_ERROR, Plan, over, plan
+from cp_plugin.planner.search import Plan, plan
 from cp_plugin.planner.training.model import Model
 from cp_plugin.planner.training.parallel import Parallel
 
@@ -113,9 +114,8 @@ class _Answer:
 
     @property
     def stock_is_enough(self) -> bool:
-        """Whether the plugin's gain is within the prediction error."""
-        fastest = self.found.fastest
-        return self.stock is not None and self.stock.iteration.seconds <= (1 + KNOWN_ERROR) * fastest
+        """Whether the plugin's gain is within the typical error of predictions."""
+        return self.stock is not None and self.found.beating(self.stock) is None
 
 
 def pack_of(args: argparse.Namespace, tokens: int) -> Packed | None:
@@ -245,13 +245,14 @@ def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
     )
     parts = [f"{best.candidate.name} ({chosen}): predicted {_ms(best)} ms per attention call"]
     if tied:
-        parts.append(f"a tie ({KNOWN}) with {_each(tied)}, which send no fewer bytes")
+        parts.append(f"the simplest of a tie with {_each(tied)}")
     if slower:
-        least = over(slower[0].iteration.seconds, found.fastest, alone=True)
-        parts.append(f"iterations take {least} or more with {_each(slower)}")
+        least = slower[0].iteration.seconds / found.fastest
+        parts.append(f"iterations take {least:.2f}x or more with {_each(slower)}")
     if found.lost:
-        parts.append(f"others take at least {found.lost[0].seconds / found.fastest:.2f}x {KNOWN}")
+        parts.append(f"others take at least {found.lost[0].seconds / found.fastest:.2f}x")
     parts += [] if stock is None else [f"{stock.candidate.name} {_ms(stock)}"]
+    parts.append(in_words(p.provider for p in (*found.found, *filter(None, [stock]))))
     yield "; ".join(parts)
     yield f"planned for {answer.cluster.how}"
     yield f"the same without the planner: {best.candidate.flags}"
@@ -271,10 +272,13 @@ def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
 
 
 def _beside_ours(answer: _Answer) -> str:
-    """Stock Megatron's iteration time: ``a tie (± 10%)``, or ``0.85x ± 10% of the others' time``."""
-    assert answer.stock is not None
-    ratio = over(answer.stock.iteration.seconds, answer.found.fastest, alone=False)
-    return f"a tie ({KNOWN})" if ratio == "tie" else f"{ratio} of the others' time"
+    """Stock Megatron's iteration time: ``a tie (typical error 10 %)``, or ``1.24x as long (typical error 10 %)``."""
+    stock, found = answer.stock, answer.found
+    assert stock is not None
+    by = found.beating(stock)
+    if by is None:
+        return f"a tie ({off_by(stock.provider, min(found.found, key=lambda p: p.iteration.seconds).provider)})"
+    return f"{stock.iteration.seconds / by.iteration.seconds:.2f}x as long ({off_by(stock.provider, by.provider)})"
 
 
 def _each(some: Sequence[Priced]) -> str:

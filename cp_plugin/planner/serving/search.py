@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cp_plugin.common.text import in_bytes
-from cp_plugin.planner.candidates import Candidate, candidates, refusals
+from cp_plugin.planner.candidates import Candidate, as_flags, candidates, refusals
+from cp_plugin.planner.errors import beating
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.price import least
-from cp_plugin.planner.search import tie
 from cp_plugin.planner.serving.cost import Asked, Decode, Memory, Prefill, chunk_timeline, decode, memory, prefill
 from cp_plugin.planner.training.model import Model
 from cp_plugin.planner.training.parallel import Parallel, check
@@ -25,8 +25,7 @@ class Answer:
     decode: Decode | None
     """None: not requested."""
     prefills: Sequence[Prefill]
-    """One per provider: those that tie with the fastest, fewest bytes first; then the others, fastest first. Empty: not
-    requested."""
+    """One per provider: those that tie, simplest first; then the others, fastest first. Empty: not requested."""
     cannot: Mapping[str, str]
     """Provider -> why it cannot run this at all."""
 
@@ -38,7 +37,7 @@ class Answer:
     @property
     def tied(self) -> int:
         """Number of leading ``prefills`` that tie."""
-        return sum(tie(one.seconds, self.fastest) for one in self.prefills)
+        return sum(_ties(one, self.prefills) for one in self.prefills)
 
 
 def answer(asked: Asked, *, limit: float | None = None, prefills: bool = True, decodes: bool = True) -> Answer:
@@ -121,9 +120,18 @@ def _prefills(asked: Asked) -> list[Prefill]:
 
 def _ties_first(found: Sequence[Prefill]) -> list[Prefill]:
     found = sorted(found, key=lambda p: p.seconds)
-    tied = sum(tie(p.seconds, found[0].seconds) for p in found)
-    by_bytes = sorted(found[:tied], key=lambda p: (p.sent, len(p.setup.options.chosen) if p.setup else 0))
-    return by_bytes + found[tied:]
+    tying = [p for p in found if _ties(p, found)]
+    return [*sorted(tying, key=_simplicity), *(p for p in found if p not in tying)]
+
+
+def _ties(one: Prefill, found: Sequence[Prefill]) -> bool:
+    names = {id(p): p.setup.provider.name if p.setup else "" for p in (one, *found)}
+    return beating(one, found, lambda p: p.seconds, lambda p: names[id(p)]) is None
+
+
+def _simplicity(one: Prefill) -> tuple[int, int]:
+    """Fewer flags, then fewer bytes."""
+    return len(as_flags(one.setup).split()) if one.setup else 0, one.sent
 
 
 def _best(asked: Asked, some: Sequence[Candidate], letter: str) -> Candidate:

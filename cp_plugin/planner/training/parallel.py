@@ -20,6 +20,8 @@ ZERO = (0, 1, 2, 3)
 DTYPES = ("bfloat16", "float16", "float32")
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """Choices of Megatron's ``--recompute-modules``."""
+KEPT = ("layernorm", "mlp")
+"""Those with which stock Megatron drops most of a layer but keeps attention's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,13 @@ class Parallel:
         if self.recompute != "full":
             return layers[:0]
         return layers[: self.recompute_layers or None]
+
+
+def kept(parallel: Parallel) -> list[Parallel]:
+    """The shape, and if it recomputes anything also the one that recomputes ``KEPT`` alone."""
+    if parallel.recompute == "none":
+        return [parallel]
+    return [parallel, replace(parallel, recompute="selective", recompute_modules=KEPT)]
 
 
 def problem(model: Model, parallel: Parallel, letter: str = SOFTMAX) -> Problem:

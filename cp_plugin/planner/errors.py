@@ -1,0 +1,54 @@
+"""How far predictions are typically off.
+
+Medians of the error of a predicted ratio of two methods' times, over the published pairs in the same setting, with
+nothing fitted (``python ci/papers``, ``docs/papers.md``), rounded up. Half of all ratios are off by more: no bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+KNOWN_ERROR = 0.10
+"""Over all pairs."""
+OWN = {"attention2d": 0.28, "ring": 0.13, "striped": 0.13, "burst": 0.12}
+"""Provider -> over the pairs that it is in, where that is more."""
+
+
+def typical_error(*providers: str) -> float:
+    """Of a ratio of these providers' times: that of the one predicted worst."""
+    return max(OWN.get(name, KNOWN_ERROR) for name in providers)
+
+
+def tie(seconds: float, others: float, error: float = KNOWN_ERROR) -> bool:
+    """Whether predictions cannot tell the two apart: they differ by less than is typical of predictions."""
+    return bool(max(seconds, others) <= (1 + error) * min(seconds, others))
+
+
+def beating[T](one: T, others: Iterable[T], seconds: Callable[[T], float], provider: Callable[[T], str]) -> T | None:
+    """Of the others the one most clearly faster; None: ``one`` ties with all that are predicted faster.
+
+    Args:
+        seconds, provider: of each of them.
+    """
+
+    def margin(other: T) -> float:
+        return seconds(one) / seconds(other) / (1 + typical_error(provider(one), provider(other)))
+
+    clearest = max(others, key=margin)
+    return clearest if margin(clearest) > 1 + 1e-9 else None
+
+
+def in_words(providers: Iterable[str]) -> str:
+    """``typical error 10 %; attention2d 28 %``: of all, and of those of the providers that are predicted worse."""
+    own = {name: OWN[name] for name in providers if name in OWN}
+    worse = sorted(own, key=lambda name: -own[name])
+    return "; ".join([f"typical error {_percent(KNOWN_ERROR)}", *(f"{name} {_percent(own[name])}" for name in worse)])
+
+
+def off_by(*providers: str) -> str:
+    """``typical error 28 %``: of a ratio of these providers' times."""
+    return f"typical error {_percent(typical_error(*providers))}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

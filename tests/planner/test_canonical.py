@@ -1,0 +1,46 @@
+"""One question, one answer: README, ``docs/choose.md``, ``docs/wins.md`` and ``cp-plugin plan`` agree."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from evidence import regimes
+from evidence.regimes import CANONICAL
+from typer.testing import CliRunner
+
+from cp_plugin.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/choose.md", "docs/wins.md")
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, object]:
+    """The answer of the command, as JSON."""
+    done = CliRunner().invoke(app, [*CANONICAL.command, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)["methods"][0]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_example_has_one_answer(planned: dict[str, object], page: str) -> None:
+    """The sentence with its constraint, and every row of a table for the example, name the method of the command."""
+    text = (ROOT / page).read_text()
+    assert regimes.sentence(CANONICAL) in text, f"{page}: run python docs/generate.py"
+    rows = [line for line in text.splitlines() if line.startswith(f"| {CANONICAL.name} | {CANONICAL.example} |")]
+    assert len(rows) == 1, f"{page} has no row for the example"
+    named = str(planned["method"]).replace("upstream ", "stock `") + "`"
+    assert re.search(r"^\| [^|]+ \| [^|]+ \| (.+?) \|", rows[0])[1] == named  # type: ignore[index]
+
+
+def test_the_sentence_is_the_commands_answer(planned: dict[str, object]) -> None:
+    told, sizes = regimes.sentence(CANONICAL), ("tensor", "context", "pipeline", "data")
+    shape = " x ".join(f"{name} {planned[name]}" for name in sizes if planned[name] != 1)
+    again = {"none": "nothing", "selective": " ".join(planned["recompute_modules"]), "full": "all layers"}  # type: ignore[arg-type]
+    first, second = told.split("**. ")
+    assert first.partition(", ")[2] and regimes.CONSTRAINT in told and "typical error" in told
+    assert second.startswith(f"`{regimes.apart(CANONICAL).ours.candidate.name}`")
+    assert f"**, {shape}, recomputes {again[str(planned['recompute'])]}. `" in told

@@ -1,0 +1,164 @@
+"""Stock Megatron's methods as Transformer Engine runs them: what is launched, copied, sent and waited for.
+
+Nothing is measured: sizes of the passes follow from those of the tensors, and the order from Transformer Engine's code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from cp_plugin.core.problem import Problem
+from cp_plugin.planner import stock_rules
+from cp_plugin.planner.candidates import Candidate, candidates
+from cp_plugin.planner.machine.events import Event, Memory, Post, Wait
+from cp_plugin.planner.machine.hardware import cluster
+from cp_plugin.planner.packs import in_each
+from cp_plugin.planner.price import least, simulated
+from cp_plugin.planner.trace.program import Program, program
+from cp_plugin.planner.trace.stock import stock_program
+
+SIZE, TOKENS = 8, 2**15
+DENSE = Problem(size=SIZE, heads=8, kv_heads=2, seq_length=TOKENS)
+WINDOW = replace(DENSE, window=(1023, 0))
+ENDS = (0, 10_000, 10_100, 30_000, TOKENS)
+PACKED = replace(DENSE, bounds=ENDS, documents=True)
+FAST = cluster("dgx-h100")
+MASKS = pytest.mark.parametrize("problem", [DENSE, WINDOW, PACKED], ids=["dense", "window", "packed"])
+
+
+def gathering(problem: Problem) -> Candidate:
+    (found,) = candidates(problem)["upstream all_gather"]
+    return found
+
+
+def traced(problem: Problem, index: int = 3) -> tuple[Program, Problem]:
+    one = gathering(problem)
+    return stock_program(one.setup, index), one.setup.problem
+
+
+def passes(events: tuple[Event, ...]) -> list[int]:
+    """Bytes of the passes over memory between two other events."""
+    found, sums = [], 0
+    for event in events:
+        if isinstance(event, Memory):
+            sums += event.nbytes
+        else:
+            found.append(sums)
+            sums = 0
+    return [*found, sums]
+
+
+def kinds(events: tuple[Event, ...]) -> list[str]:
+    """Without passes over memory."""
+    return [e.verb if isinstance(e, Post) else type(e).__name__ for e in events if not isinstance(e, Memory)]
+
+
+@MASKS
+def test_nothing_runs_beside_a_message(problem: Problem) -> None:
+    """Each gather and each scatter is waited for before anything else is launched or sent."""
+    found, _ = traced(problem)
+    gathers, scatters = ["all_gather", "Wait"] * 2, ["reduce_scatter", "Wait"] * 2
+    assert kinds(found.forward) == [*gathers, "Attention"]
+    assert kinds(found.backward) == [*gathers, "Attention", *scatters]
+    for events in (found.forward, found.backward):
+        for event, after in pairwise(events):
+            assert not isinstance(event, Post) or after == Wait(event.number)
+
+
+@MASKS
+def test_bytes_of_messages_and_passes(problem: Problem) -> None:
+    """Whole keys and values are gathered, reordered, zeroed and scattered, whatever the mask; gradients in bfloat16."""
+    found, p = traced(problem)
+    whole = p.seq_length * p.kv_heads * p.head_dim * 2
+    queries = p.seq_length // SIZE * p.heads * p.head_dim * 2
+    ids, lse = 2 * SIZE * 4, p.seq_length // SIZE * p.heads * 4
+    posts = [e for e in (*found.forward, *found.backward) if isinstance(e, Post)]
+    assert [post.nbytes for post in posts] == [whole // SIZE * (SIZE - 1)] * 6
+    in_order = 2 * (2 * whole + ids)
+    assert passes(found.forward) == [0, 0, 0, 0, in_order + queries, queries]
+    # the slice that the longer chunk's kernel was given, read twice and written once, for keys and values
+    own = p.seq_length if p.bounds else slice_of(p, 2 * SIZE - 1 - 3)
+    added = 2 * 3 * whole * own // p.seq_length
+    statistics = 2 * lse if p.bounds else lse
+    before, copied = 2 * whole, queries
+    expected = [before, 0, 0, 0, in_order + 2 * queries + statistics, copied + added + in_order, 0, 0, 0, 0]
+    assert passes(found.backward) == expected
+
+
+def slice_of(problem: Problem, number: int) -> int:
+    """Keys from the first that the chunk's first query sees to its last."""
+    chunk = problem.seq_length // (2 * SIZE)
+    seen = problem.window[0] if problem.window is not None else problem.seq_length
+    return (number + 1) * chunk - max(0, number * chunk - seen)
+
+
+@MASKS
+def test_kernels_see_what_the_mask_shows(problem: Problem) -> None:
+    """As many pairs, over all ranks, as our own method."""
+    one = gathering(problem)
+    ours, theirs = (sum(make(one.setup, i).pairs() for i in range(SIZE)) for make in (program, stock_program))
+    assert ours == theirs > 0
+
+
+@MASKS
+def test_takes_longer_than_ours_and_no_less_than_its_bound(problem: Problem) -> None:
+    one = gathering(problem)
+    theirs = simulated({"N": one}, FAST, 1)["N"]
+    ours = simulated({"N": replace(one, name="all_gather")}, FAST, 1)["N"]
+    bound = least(one, FAST, 1)
+    assert theirs.forward_s > ours.forward_s
+    assert bound.forward <= theirs.forward_s and bound.backward <= theirs.backward_s
+    copies = {name: max(t.forward.total("memory").values()) for name, t in (("theirs", theirs), ("ours", ours))}
+    assert copies["theirs"] > copies["ours"]
+
+
+def test_a_window_spares_stock_no_copy() -> None:
+    """So its share of the call is larger: why gains with windows were told too small."""
+    dense, window = (simulated({"N": gathering(p)}, FAST, 1)["N"] for p in (DENSE, WINDOW))
+    moved = [t.forward.total("memory")[r] + t.forward.total("waiting")[r] for t in (dense, window) for r in t.programs]
+    assert moved[0] == pytest.approx(moved[1], rel=0.01)
+    assert moved[1] / window.forward_s > 2 * moved[0] / dense.forward_s
+
+
+def test_peaks_hold_the_copies() -> None:
+    """Forward: k and v gathered, and one of them reordered; backward: their gradients, and the kernel's, too."""
+    found, p = traced(DENSE, SIZE - 1)
+    whole = p.seq_length * p.kv_heads * p.head_dim * 2
+    assert found.peaks.forward >= 3 * whole and found.peaks.backward >= 6 * whole
+
+
+def test_other_methods_move_what_ours_do() -> None:
+    """With gradients of keys and values half as wide."""
+    found = candidates(replace(DENSE, kv_heads=8))
+    for name in ("upstream p2p", "upstream a2a", "upstream a2a+p2p"):
+        setup = found[name][0].setup
+        ours, theirs = program(setup, 0), stock_program(setup, 0)
+        assert ours.forward == theirs.forward and len(ours.backward) == len(theirs.backward)
+        changed = [(a, b) for a, b in zip(ours.backward, theirs.backward, strict=True) if a != b]
+        assert all(isinstance(a, Post) and isinstance(b, Post) and a.nbytes == 2 * b.nbytes for a, b in changed)
+        assert bool(changed) == ("p2p" in name)
+
+
+def test_rules_name_their_versions_and_decide_the_candidates() -> None:
+    """What a rule does not name is not planned."""
+    for rule in stock_rules.RULES:
+        assert rule.what in str(rule) and set(rule.since) <= set(stock_rules.COMM_TYPES)
+        assert all(version in str(rule) for version in rule.since.values())
+        newest = max(tuple(map(int, version.split("."))) for version in rule.since.values())
+        assert newest <= tuple(map(int, stock_rules.VERSION.split(".")))
+    for problem, rule in (
+        (WINDOW, stock_rules.WINDOWS),
+        (replace(DENSE, sink=True), stock_rules.SINKS),
+        (PACKED, stock_rules.DOCUMENTS),
+    ):
+        found = candidates(replace(problem, kv_heads=8))
+        offered = {name.split()[1] for name, some in found.items() if name.startswith("upstream ") and some}
+        assert offered == set(rule.since)
+
+
+def test_documents_are_padded_before_they_are_gathered() -> None:
+    theirs = gathering(PACKED).setup.problem
+    assert theirs.seq_length == in_each(PACKED).seq_length > TOKENS
