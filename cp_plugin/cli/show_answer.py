@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.cli.show_plan import chosen, errors, over
+from cp_plugin.cli.show_plan import chosen, over
 from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
-from cp_plugin.planner.errors import KNOWN_ERROR
+from cp_plugin.planner.errors import KNOWN_ERROR, legend
 from cp_plugin.planner.serving.cost import LAUNCHES, Prefill
 from cp_plugin.planner.serving.search import Answer
 
@@ -36,7 +36,7 @@ def print_answer(console: Console, found: Answer) -> None:
     else:
         print_lines(console, title)
     print_lines(console, *_lines(found))
-    print_lines(console, _COUNTED, errors(_name(one) for one in found.prefills), style="dim")
+    print_lines(console, _COUNTED, legend(_name(one) for one in found.prefills), style="dim")
 
 
 def as_json(found: Answer) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.cli.show_plan import errors, packed
+from cp_plugin.cli.show_plan import packed
 from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
-from cp_plugin.planner.errors import typical_error
+from cp_plugin.planner.errors import legend, typical_error
 from cp_plugin.planner.explain import RESOURCES, Explanation, split, spread
 from cp_plugin.planner.training.footprint import Footprint
 from cp_plugin.planner.training.iteration import Iteration
@@ -32,7 +32,7 @@ def print_explanation(console: Console, e: Explanation) -> None:
     setup = e.timeline.setup
     print_lines(console, *_heading(e))
     print_lines(console, f"flags: {as_flags(setup)}", whole=True)
-    print_lines(console, *(f"  {reason}" for reason in setup.why), errors([setup.provider.name]), "")
+    print_lines(console, *(f"  {reason}" for reason in setup.why), legend([setup.provider.name]), "")
     ranks = ", ".join(map(str, e.timeline.programs))
     whole = len(e.timeline.programs) == e.timeline.setup.problem.size
     which = "over all ranks" if whole else f"over ranks {ranks}, which stand for all (--every-rank: all)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.candidates import DEFAULT
 from cp_plugin.planner.errors import KNOWN_ERROR, off_by, typical_error
-from cp_plugin.planner.errors import in_words as errors_in_words
+from cp_plugin.planner.errors import legend as legend_of_errors
 from cp_plugin.planner.packs import balance, padded
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import Plan
@@ -53,15 +53,10 @@ def print_plan(console: Console, plan: Plan) -> None:
         rows = [(_cells(plan, one, some[0]), "bold" if one is best else "") for one in some]
         print_table(console, f"{which}, {recomputes(some[0].parallel)}", _COLUMNS, rows)
     legend = "takes: one iteration; x best: of the fastest's time; sends: one device, in one layer's attention"
-    off = errors(p.provider for p in plan.found)
+    off = legend_of_errors(p.provider for p in plan.found)
     print_lines(console, legend, off, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     print_lines(console, f"\nflags: {flags(best)}\n", style="bold green", whole=True)
     print_lines(console, *why(plan))
-
-
-def errors(providers: Iterable[str]) -> str:
-    """How far predictions are off, for the legend of a table or above a single one."""
-    return f"{errors_in_words(providers)}: the median of a predicted ratio; seconds are off by more"
 
 
 def stock_rules(plan: Plan) -> Iterator[str]:

@@ -12,6 +12,8 @@ KNOWN_ERROR = 0.10
 """Over all pairs."""
 OWN = {"attention2d": 0.28, "ring": 0.13, "striped": 0.13, "burst": 0.12}
 """Provider -> over the pairs that it is in, where that is more."""
+SECONDS = 0.25
+"""Of an absolute time."""
 
 
 def typical_error(*providers: str) -> float:
@@ -43,6 +45,11 @@ def in_words(providers: Iterable[str]) -> str:
     own = {name: OWN[name] for name in providers if name in OWN}
     worse = sorted(own, key=lambda name: -own[name])
     return "; ".join([f"typical error {_percent(KNOWN_ERROR)}", *(f"{name} {_percent(own[name])}" for name in worse)])
+
+
+def legend(providers: Iterable[str]) -> str:
+    """How far predictions are off, for below a table or above a single one."""
+    return f"{in_words(providers)}: the median of a predicted ratio; of seconds {_percent(SECONDS)}"
 
 
 def off_by(*providers: str) -> str:

@@ -39,7 +39,7 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli import plan as plan_command
 from cp_plugin.cli.app import app
-from cp_plugin.planner.errors import KNOWN_ERROR, OWN
+from cp_plugin.planner.errors import KNOWN_ERROR, OWN, SECONDS
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.events import Attention, Shape
 from cp_plugin.planner.training.model import models
@@ -321,6 +321,7 @@ def test_other_pages_and_the_planner_quote_the_page() -> None:
     )
     found = re.search(r"pairs\): median error ([\d.]+) % with zero fit", page)
     assert found is not None and math.ceil(float(found[1])) / 100 == KNOWN_ERROR
+    assert math.ceil(float(absolute[1].removesuffix(" %"))) / 100 == SECONDS
     every = re.findall(r"^\| `(\w+)` \| \d+ \| ([\d.]+) % \|", page, re.M)
     own = {name: math.ceil(float(error)) / 100 for name, error in every}
     assert len(own) > 5 and {name: error for name, error in own.items() if error > KNOWN_ERROR} == OWN

@@ -14,6 +14,7 @@ from cp_plugin.cli.examples.dry_run import NOT_CHECKED, DryRun
 from cp_plugin.cli.show_explained import print_memory, print_parts, print_sent
 from cp_plugin.cli.terminal import Cells, print_lines, print_table, print_verdict
 from cp_plugin.common.text import in_bytes, in_seconds
+from cp_plugin.planner.errors import SECONDS
 
 
 def print_examples(console: Console, examples: Iterable[Example]) -> None:
@@ -51,7 +52,8 @@ def print_dry_run(console: Console, run: DryRun) -> None:
     print_sent(console, title, sorted(p.sent.items(), key=str))
     _line(console, "")
     title = (
-        f"One iteration, predicted: {in_seconds(p.priced.iteration.seconds)}, {p.tokens_per_s:,.0f} tokens/s, "
+        f"One iteration, predicted (typical error {SECONDS:.0%}): {in_seconds(p.priced.iteration.seconds)}, "
+        f"{p.tokens_per_s:,.0f} tokens/s, "
         f"{p.utilisation:.1%} of the GPU's rate for large matrices"
     )
     print_parts(console, title, p.priced.iteration)
