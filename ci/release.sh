@@ -44,7 +44,7 @@ command="$(dirname "$python")/cp-plugin"
 run import "$python" -c "import cp_plugin, sys; assert cp_plugin.__file__.startswith(sys.prefix); print(cp_plugin.__version__)"
 run doctor "$command" doctor
 run traffic "$command" traffic
-run verify "$command" verify --size 2 --provider ring --dtype float32
+run verify "$command" verify --ranks 2 --provider ring --dtype float32
 run plan "$command" plan --model llama3-8b --cluster dgx-h100 --devices 8 --seq-length 32768
 run pretrain_gpt "$python" -m cp_plugin.pretrain_gpt --nproc 2 --help
 run torch_attention "$python" "$root/examples/torch_attention.py"

@@ -116,7 +116,7 @@ def _sketch(path: str) -> str:
 def _drawing(name: str) -> str:
     provider, size, options = _SHOWN[name]
     chosen = " ".join(f"--{key.replace('_', '-')} {in_words(value)}" for key, value in options.items())
-    command = f"cp-plugin draw {name}.svg --provider {provider} --ranks {size} {chosen}".strip()
+    command = f"cp-plugin draw --provider {provider} --plot {name}.svg --ranks {size} {chosen}".strip()
     return (
         f"![{provider} on {size} ranks: who holds which tokens, who computes which block of the attention matrix, and "
         f"the work of each step](../images/methods/{name}.svg)\n\n`{command}`"
@@ -181,7 +181,7 @@ def _check(name: str) -> str:
     usual = priced(name, Problem(size=64, heads=32, kv_heads=8)).setup.reason is None
     return (
         f"```bash\ncp-plugin verify --provider {name}\n"
-        f"cp-plugin traffic --provider {name}{'' if usual else ' --size 8'}\n```"
+        f"cp-plugin traffic --provider {name}{'' if usual else ' --ranks 8'}\n```"
     )
 
 

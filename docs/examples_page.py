@@ -30,7 +30,7 @@ from cp_plugin.cli.examples.config import BASE, Example, examples, load
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "examples.md"
-RECORDS = {"dry-run.txt": ("--dry-run",), "scaled.txt": ("--scaled", "8")}
+RECORDS = {"dry-run.txt": ("--dry-run",), "scaled.txt": ("--scaled",)}
 """File -> the options of the command whose output it has."""
 _EXPECTED = "## What to expect\n\n"
 _DRY_RUN, _SCALED = "flags, process groups, memory and time of", "a few real steps on 8 CPU ranks, against one"
@@ -57,7 +57,7 @@ def readme(example: Example, expectation: str) -> str:
         _fenced(
             {
                 f"cp-plugin example {name} --dry-run": f"{_DRY_RUN} {config.cluster.devices} GPUs",
-                f"cp-plugin example {name} --scaled 8": _SCALED,
+                f"cp-plugin example {name} --scaled": _SCALED,
             }
         ),
         _fenced(_launches(example)),
@@ -102,7 +102,7 @@ def overview() -> str:
         {
             "cp-plugin example": "all of them",
             "cp-plugin example attention2d-64xa100 --dry-run": f"{_DRY_RUN} 64 GPUs",
-            "cp-plugin example attention2d-64xa100 --scaled 8": _SCALED,
+            "cp-plugin example attention2d-64xa100 --scaled": _SCALED,
             "cp-plugin example attention2d-64xa100 --print sbatch": "its Slurm script",
         }
     )

@@ -58,7 +58,7 @@ def main() -> int:
     training.print_losses(console, one, many, ("CP 1", f"CP {chosen.ranks}"))
     picture = plot(one, many, chosen)
     console.print(f"plot: {picture}\nlogs: {chosen.out}/cp*.log", highlight=False, soft_wrap=True)
-    ask = f'cp-plugin generate --load {saved} --bytes --prompt "def main" --nproc {chosen.ranks}'
+    ask = f'cp-plugin generate --load {saved} --bytes --prompt "def main" --ranks {chosen.ranks}'
     console.print(f"generate text: {ask}", markup=False, highlight=False, soft_wrap=True)
     return verdict(console, one, many, chosen)
 

@@ -29,7 +29,7 @@ from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import price
 
 _SHAPE = ("--seq-length", "512", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--rounds", "1")
-_TWO = ("--size", "2", "--device", "cpu", *_SHAPE)
+_TWO = ("--ranks", "2", "--device", "cpu", *_SHAPE)
 _PROBLEM = Problem(size=4, heads=6, kv_heads=2, head_dim=8, seq_length=512, dtype=torch.float32)
 
 
@@ -210,8 +210,8 @@ def test_ranks_are_not_started_twice(rank: str, flags: tuple[str, ...], monkeypa
     """Output files are checked on the first rank only: another host need not have their folder."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    done = command("--size", "2", "--device", "cpu", *flags)
-    assert done.exit_code == 2 and "--size 2: 8 ranks have been started: leave --size out" in done.output
+    done = command("--ranks", "2", "--device", "cpu", *flags)
+    assert done.exit_code == 2 and "--ranks 2: torchrun has started 8 ranks already; leave --ranks out" in done.output
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def command(*args: str) -> Result:
 
 
 def test_three_ranks_are_right_and_timed_and_send_the_formula(tmp_path: Path) -> None:
-    done = command("--size", "3", *_SHAPE, "--json", str(tmp_path / "a.json"))
+    done = command("--ranks", "3", *_SHAPE, "--json", str(tmp_path / "a.json"))
     assert done.exit_code == 0, done.output
     assert "PASS: 2 of 2 timed, 2 sent the bytes of the formula" in done.output
     (length,) = json.loads((tmp_path / "a.json").read_text())["lengths"]
@@ -46,7 +46,7 @@ def test_three_ranks_are_right_and_timed_and_send_the_formula(tmp_path: Path) ->
 def test_a_wrong_decode_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = shard._hidden
     monkeypatch.setattr(shard, "_hidden", lambda held, positions, window: hidden(held, positions - 1, window))
-    done = command("--size", "2", *_SHAPE)
+    done = command("--ranks", "2", *_SHAPE)
     assert done.exit_code == 1 and "WRONG: decode" in done.output and "2 WRONG, not timed" in done.output
 
 
@@ -64,10 +64,10 @@ def test_bytes_that_differ_from_the_formula_are_a_failure() -> None:
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--mask causal", "--mask causal does nothing with --decode"),
-        ("--window 0", "--window 0 does nothing with --decode"),
-        ("--cluster cpu", "--cluster cpu does nothing with --decode"),
-        ("--decay key", "--decay key does nothing with --decode"),
+        ("--mask causal", "--mask causal has no effect on --decode"),
+        ("--window 0", "--window 0 has no effect on --decode"),
+        ("--cluster cpu", "--cluster cpu has no effect on --decode"),
+        ("--decay key", "--decay key has no effect on --decode"),
         ("--provider torch-ring", "a peer cannot decode here"),
         ("--provider lasp2", "linear attention decodes without messages"),
         ("--provider ring --provider ring", "every provider once"),

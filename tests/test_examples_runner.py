@@ -223,9 +223,9 @@ def test_few_ranks_of_the_same_shape(folder: Callable[..., str]) -> None:
     fp8 = scaled(command(example, "fp8"), 4)
     assert fp8.tolerance == HALF and {"--bf16", "--cp-fp8"} <= set(fp8.many.flags)
     assert "--bf16" in fp8.one.flags and "--cp-fp8" not in fp8.one.flags
-    with pytest.raises(ValueError, match="--scaled 1: use a multiple of 1, and at least 2"):
+    with pytest.raises(ValueError, match="--ranks 1: use a multiple of 1, and at least 2"):
         scaled(command(example), 1)
-    with pytest.raises(ValueError, match=r"--scaled 6: "):
+    with pytest.raises(ValueError, match=r"--ranks 6: "):
         scaled(command(example), 6)
 
 
@@ -335,7 +335,7 @@ def test_the_list_and_one_of_it() -> None:
         status, text = invoke(name)
         example = load(name)
         assert status == 0 and example.config.title in text and all(v in text for v in example.variants)
-        assert f"cp-plugin example {name} --dry-run" in text
+        assert f"Next: cp-plugin example {name}" in text and "--dry-run" in text
         status, text = invoke(name, "--print", "flags")
         assert status == 0 and text.split() == command(example).flags
 
@@ -343,14 +343,14 @@ def test_the_list_and_one_of_it() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--dry-run"], "which example?"),
+        (["--dry-run"], "NAME is missing"),
         (["lasp2-64xa100", "--nodes", "2"], "these options have no effect on their own: add --dry-run"),
         (["lasp2-64xa100", "--dry-run", "--print", "sh"], "choose one of --dry-run"),
         (["lasp2-64xa100", "--dry-run", "--steps", "9"], "--steps 9 is for --scaled"),
         (["lasp3-64xa100", "--dry-run"], "did you mean lasp2-64xa100"),
         (["lasp2-64xa100", "--print", "flags", "--seq-length", "3000"], "nearest: 2048"),
         (["lasp2-64xa100", "--print", "flags", "--grid", "8"], "write rows x columns"),
-        (["burst-8xa100", "--scaled", "1" + "0" * 30], "give at most 1,000,000 ranks"),
+        (["burst-8xa100", "--scaled", "--ranks", "1" + "0" * 30], "give at most 1,000,000 ranks"),
         (["burst-8xa100", "--dry-run", "--nodes", "1" + "0" * 30], "--per-node 8: give at most 1,000,000 GPUs"),
         (["attention2d-64xa100", "--dry-run", "--provider", "auto"], "--provider auto: unknown"),
     ],

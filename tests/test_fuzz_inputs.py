@@ -11,12 +11,12 @@ from warm import python
 FAULTS = Path(__file__).parents[1] / "ci" / "faults"
 PLANTED = {
     "traceback": (
-        "fuzz_commands.traffic({'--size': '4'}, False)",
+        "fuzz_commands.traffic({'--ranks': '4'}, False)",
         "patch('cp_plugin.testing.traffic.price', lambda *_: 1 / 0)",
         "ZeroDivisionError",
     ),
     "another size": (
-        "fuzz_commands.traffic({'--size': '4', '--heads': '8'}, False)",
+        "fuzz_commands.traffic({'--ranks': '4', '--heads': '8'}, False)",
         "patch('cp_plugin.cli.tables.asdict', lambda _: {'size': 4, 'heads': 7})",
         "heads was read as 7",
     ),
@@ -26,7 +26,7 @@ PLANTED = {
         "--grid was read as 1x4",
     ),
     "a size below 1": (
-        "fuzz_commands.calibrate({'--size': '3'}, OUT)",
+        "fuzz_commands.calibrate({'--ranks': '3'}, OUT)",
         "patch('cp_plugin.testing.ranks.number_of_ranks', lambda size: 4)",
         "size was read as 4",
     ),

@@ -44,7 +44,7 @@ _TRAINING = (
 TRAINING = _TRAINING.split()
 """Replaces ``<your Megatron flags>``."""
 SMALLER = {
-    r"cp-plugin verify\b": "--provider ring --dtype bfloat16 --heads 16 --kv-heads 8 --head-dim 8 --batch 1 --causal",
+    r"cp-plugin verify\b": "--provider ring --dtype bfloat16 --heads 16 --kv-heads 8 --head-dim 8 --mask causal",
     r"cp-plugin traffic --measure": "--provider ring",  # of all providers: tests/core/test_traffic.py
     r"cp-plugin bench --decode": "--provider ring",  # of all: tests/test_bench_decode.py
 }
@@ -300,7 +300,7 @@ def _with_flags(words: list[str]) -> list[str]:
 
 
 def _pairs(options: str) -> list[list[str]]:
-    """``--dtype float32 --causal`` -> [[--dtype, float32], [--causal]]."""
+    """``--dtype float32 --decode`` -> [[--dtype, float32], [--decode]]."""
     return [part.split() for part in re.split(r" (?=--)", options)] if options else []
 
 

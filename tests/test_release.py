@@ -170,9 +170,9 @@ except ModuleNotFoundError as error:
 @slow
 def test_without_megatron(tmp_path: Path) -> None:
     works = (
-        "traffic --size 4",
-        "verify --size 2 --provider ring --dtype float32 --causal --kv-heads 8",
-        f"draw {tmp_path}/layouts.svg",
+        "traffic --ranks 4",
+        "verify --ranks 2 --provider ring --dtype float32 --mask causal --kv-heads 8",
+        f"draw --plot {tmp_path}/layouts.svg",
         "plan --model llama3-8b --cluster dgx-h100 --devices 8 --seq-length 32768",
     )
     refused = "plan --cluster dgx-h100 --devices 8 -- --num-layers 2"

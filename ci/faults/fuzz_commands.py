@@ -41,8 +41,7 @@ USUAL = {
     "--v-head-dim": numbers(0, 16, 128),
     "--batch": numbers(1, 2),
     "--seq-length": numbers(64, 512, 1024, 8192, 131072),
-    "--size": numbers(2, 4, 8, 16),
-    "--ranks": numbers(1, 2, 4, 8),
+    "--ranks": numbers(1, 2, 4, 8, 16),
     "--provider": PROVIDERS,
     "--layout": LAYOUTS,
     "--dtype": DTYPES,
@@ -97,7 +96,12 @@ def traffic(flags: dict[str, str], measure: bool) -> Outcome:
         ended = call(line)
     if ended.outcome == "accepted" and not ended.stopped:
         told = json.loads(ended.out)
-        same_numbers(line, flags, told["problem"], ("size", "heads", "kv_heads", "head_dim", "seq_length", "batch"))
+        same_numbers(
+            line,
+            flags,
+            told["problem"] | {"ranks": told["problem"]["size"]},
+            ("ranks", "heads", "kv_heads", "head_dim", "seq_length", "batch"),
+        )
         for row in told["rows"]:
             same_options(line, flags, row["chosen"] | {"grid": _grid(row["chosen"].get("grid"))})
     return ended.outcome
@@ -109,7 +113,7 @@ def verify(flags: dict[str, str]) -> Outcome:
     with patch("cp_plugin.testing.verify.make_case"), stopped_at("cp_plugin.testing.verify.on_ranks") as begin:
         ended = call(line)
     for setup in begin.call_args.args[0] if ended.stopped else ():
-        same_numbers(line, flags, _fields(setup.problem), ("size", "heads", "kv_heads", "seq_length", "batch"))
+        same_numbers(line, flags, _fields(setup.problem), ("ranks", "heads", "kv_heads", "seq_length", "batch"))
         same_options(line, flags, setup.options.chosen | {"grid": _grid(setup.options.grid)})
     return ended.outcome
 
@@ -126,7 +130,7 @@ def bench(flags: dict[str, str]) -> Outcome:
             raise Found(f"cp-plugin {line}: a timeout of {timeout}")
         for plan in plans:
             held = _fields(plan.case.problem)
-            same_numbers(line, flags, held, ("size", "heads", "kv_heads", "head_dim", "seq_length", "batch"))
+            same_numbers(line, flags, held, ("ranks", "heads", "kv_heads", "head_dim", "seq_length", "batch"))
     return ended.outcome
 
 
@@ -137,7 +141,7 @@ def calibrate(flags: dict[str, str], out: str) -> Outcome:
         ended = call(line)
     if ended.stopped:
         (_, size), timeout = begin.call_args.args, begin.call_args.kwargs["timeout"]
-        same_numbers(line, flags, {"size": size}, ("size",))
+        same_numbers(line, flags, {"ranks": size}, ("ranks",))
         if not 1 <= timeout < float("inf"):
             raise Found(f"cp-plugin {line}: a timeout of {timeout}")
     return ended.outcome
@@ -149,7 +153,7 @@ def draw(flags: dict[str, str], switches: list[str], path: str) -> Outcome:
         for picture in ("method", "layouts", "traffic"):
             inside.enter_context(stopped_at(f"cp_plugin.cli.draw.{picture}.new_figure"))
         inside.enter_context(contextlib.chdir(inside.enter_context(tempfile.TemporaryDirectory())))
-        return call(["draw", path, *switches, *spelled(flags)]).outcome
+        return call(["draw", "--plot", path, *switches, *spelled(flags)]).outcome
 
 
 def plan(model: str, flags: dict[str, str], wholly: int) -> Outcome:
@@ -201,7 +205,8 @@ def _same_shapes(line: list[str], flags: Mapping[str, str], shapes: list[dict[st
 
 
 def _fields(problem: Any) -> dict[str, Any]:
-    return {name: getattr(problem, name) for name in ("size", "heads", "kv_heads", "head_dim", "seq_length", "batch")}
+    names = ("heads", "kv_heads", "head_dim", "seq_length", "batch")
+    return {"ranks": problem.size} | {name: getattr(problem, name) for name in names}
 
 
 def _grid(grid: Sequence[int] | None) -> str | None:
@@ -211,7 +216,7 @@ def _grid(grid: Sequence[int] | None) -> str | None:
 def kinds() -> list[Kind]:
     wholly = st.integers(0, SEARCHED - 1)
     of_bench = {"provider": CONTESTANTS, "cluster": names("dgx-h100", "dgx-a100", "none.toml"), "json": names("x.json")}
-    switches = st.lists(st.sampled_from(["--sent", "--full"]), unique=True)
+    switches = st.lists(st.sampled_from(["--sent", "--mask=full"]), unique=True)
     files = names("x.svg", "x.png", "x.gif", "none/x.svg", "x")
     texts = st.dictionaries(
         st.sampled_from(["a.txt", "b.jsonl", "c.md", "d.txt.gz"]),

@@ -278,8 +278,8 @@ def launching(line: list[str]) -> Outcome:
 
 
 def kinds() -> list[Kind]:
-    ways = st.sampled_from([["--dry-run"], ["--print=flags"], ["--print=sh"], ["--print=sbatch"], ["--scaled=4"], []])
-    scaled = numbers(4, 8).map(lambda n: [f"--scaled={n}"])
+    ways = st.sampled_from([["--dry-run"], ["--print=flags"], ["--print=sh"], ["--print=sbatch"], ["--scaled"], []])
+    scaled = numbers(4, 8).map(lambda n: ["--scaled", f"--ranks={n}"])
     sizes = words({"--nodes": numbers(1, 2, 8), "--per-node": numbers(4, 8)}, 2)
     more = st.lists(
         st.sampled_from(["--train-iters", "10", "--num-layers=-1", "x", "--", "--seq-length", "8"]), max_size=2

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from cp_plugin.cli import flags, packs
+from cp_plugin import __version__
+from cp_plugin.cli import files, flags, output, packs, shell
 from cp_plugin.cli.bench.cli import bench
 from cp_plugin.cli.calibrate import calibrate
 from cp_plugin.cli.dataset import dataset
@@ -18,17 +17,32 @@ from cp_plugin.cli.examples.cli import example
 from cp_plugin.cli.explain import explain
 from cp_plugin.cli.generate import EVERYTHING, generate
 from cp_plugin.cli.plan import plan
+from cp_plugin.cli.terminal import new_console
 from cp_plugin.core.options import Options
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Context parallelism for Megatron-LM, NeMo and torch."
-)
+app = shell.new_app(help="Context parallelism for Megatron-LM, NeMo, transformers and plain PyTorch.")
 
 
-@app.command()
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{shell.PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _program(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
 def doctor(
     everything: Annotated[
-        bool, typer.Option("--all", help="also show libraries and kernels that are not available here")
+        bool, typer.Option("--all", help="also list libraries and kernels that are not available here")
     ] = False,
     megatron: Annotated[
         str | None,
@@ -46,92 +60,102 @@ def doctor(
     if megatron is not None:
         from cp_plugin.cli import doctor_megatron
 
-        with flags.errors_in_one_line():
-            found = doctor_megatron.examine(megatron, words or [])
+        found = doctor_megatron.examine(megatron, words or [])
         if json_:
             print(json.dumps(found))
-        elif not doctor_megatron.show(Console(), found, megatron):
+        elif not doctor_megatron.show(new_console(), found, megatron):
             raise typer.Exit(1)
         return
-    if not show(Console(), everything=everything):
+    if not show(new_console(), everything=everything):
         raise typer.Exit(1)
 
 
-@app.command()
 @flags.provider_options(without=("backend", "fp8", "gradient_dtype"))
 def draw(
-    path: Annotated[Path, typer.Argument(help="picture to write; PNG, SVG or PDF by its suffix")],
-    provider: Annotated[str | None, typer.Option(help="draw this provider; without it, the token layouts")] = None,
+    plot: Annotated[Path, typer.Option(help="picture to write: PNG, SVG or PDF, by its suffix")],
+    provider: Annotated[
+        str | None, typer.Option(metavar="NAME", help="method to draw; default: a ring on every token layout")
+    ] = None,
     ranks: Annotated[int, typer.Option(min=1, max=8, help="context-parallel ranks")] = 4,
-    sent: Annotated[bool, typer.Option("--sent", help="draw the bytes it sends, on 8 and 64 ranks")] = False,
-    full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
+    sent: Annotated[bool, typer.Option("--sent", help="draw the bytes that are sent, on 8 and on 64 ranks")] = False,
+    mask: Annotated[flags.Mask, typer.Option(help="attention mask")] = flags.Mask.causal,
     documents: Annotated[
         str | None,
-        typer.Option(help="with --provider needed: the fetched keys of a pack of such lengths, as 24,14,10,8,5,3"),
+        typer.Option(
+            metavar="LENGTHS",
+            help="with --provider needed: the keys fetched for a pack of these documents, such as 24,14,10,8,5,3",
+        ),
     ] = None,
     *,
     options: Options,
 ) -> None:
-    """Draw which rank holds and computes what, and how long it takes: a provider, or a ring on every layout."""
+    """Draw which rank holds and computes what, and for how long: for one provider, or for a ring on every layout."""
     from cp_plugin.cli.draw import draw_documents, draw_layouts, draw_method, draw_traffic
 
     with flags.errors_in_one_line():
-        flags.check_output(path, "picture", flags.PICTURES)
+        files.check_output(plot, "picture", files.PICTURES, "--plot")
+        full = mask is flags.Mask.full
         chosen = {"layout": options.layout, **options.chosen}
         if documents is not None:
             if provider != "needed" or sent or full or options != Options():
                 raise ValueError(f"--documents {documents} needs --provider needed, and goes with --ranks alone")
-            draw_documents(path, packs.lengths(documents), ranks)
+            draw_documents(plot, packs.lengths(documents), ranks)
         elif provider is None:
             if sent or full or options != Options():
-                raise ValueError("--sent, --full and the options of a provider need --provider")
-            draw_layouts(path, ranks, tokens=8 * ranks)
+                raise ValueError("--sent, --mask full and the options of a provider need --provider")
+            draw_layouts(plot, ranks, tokens=8 * ranks)
         elif sent:
-            draw_traffic(path, provider, **chosen)
+            draw_traffic(plot, provider, **chosen)
         else:
-            draw_method(path, provider, ranks, causal=not full, **chosen)
-    typer.echo(f"wrote {path}")
+            draw_method(plot, provider, ranks, causal=not full, **chosen)
+    typer.echo(f"wrote {plot}")
 
 
-@app.command()
 @flags.provider_options(without=("layout", "backend"))
 def traffic(
     provider: flags.Providers = None,
-    size: Annotated[int | None, typer.Option(min=1, max=65536, help="ranks; default: 64, or 4 with --measure")] = None,
-    heads: Annotated[int, typer.Option(help="query heads of a rank")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="key/value heads of a rank")] = 8,
-    head_dim: int = 128,
-    v_head_dim: flags.ValueDim = 0,
-    seq_length: Annotated[int | None, typer.Option(help="default: 131072, or 32 a rank with --measure")] = None,
-    batch: int = 1,
-    dtype: flags.Dtype = flags.Dtype.bfloat16,
-    full: Annotated[bool, typer.Option("--full", help="without a causal mask")] = False,
-    window: Annotated[int | None, typer.Option(min=1, help="sliding window: previous tokens that a token sees")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=65536, help="context-parallel ranks; default: 64, or 4 with --measure")
+    ] = None,
+    heads: flags.Heads = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="key/value heads, counted like --heads")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="size of a head")] = 128,
+    v_head_dim: flags.ValueDim = None,
+    seq_length: Annotated[
+        int | None, typer.Option(help="tokens of one sequence; default: 131072, or 32 per rank with --measure")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="sequences per batch")] = 1,
+    dtype: Annotated[flags.Dtype, typer.Option(help="element type of q, k and v")] = flags.Dtype.bfloat16,
+    mask: Annotated[flags.Mask, typer.Option(help="attention mask")] = flags.Mask.causal,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="sliding window: how many preceding tokens a token sees")
+    ] = None,
     documents: packs.Documents = None,
     *,
     options: Options,
-    decay: Annotated[flags.Decays, typer.Option(help="of linear attention: per head, token, or key dimension")] = (
+    decay: Annotated[flags.Decays, typer.Option(help="granularity of the decay of linear attention")] = (
         flags.Decays.none
     ),
     measure: Annotated[
-        bool, typer.Option("--measure", help="run on Gloo ranks here; compare with the formula")
+        bool, typer.Option("--measure", help="run on CPU ranks here and compare their bytes with the formula")
     ] = False,
-    as_json: flags.AsJson = False,
+    as_json: output.AsJson = None,
 ) -> None:
-    """Show the bytes that a rank sends for one attention call, along each mesh axis, forward and backward."""
+    """Show how many bytes a rank sends in one attention call, along each mesh axis, forward and backward."""
     from cp_plugin.cli.tables import print_traffic, print_why, traffic_as_json
     from cp_plugin.core.problem import Problem
     from cp_plugin.testing.traffic import compare, price
 
     with flags.errors_in_one_line():
-        size = size if size is not None else 4 if measure else 64
+        size = ranks if ranks is not None else 4 if measure else 64
+        full = mask is flags.Mask.full
         tokens = seq_length if seq_length is not None else 32 * size if measure else 131072
         problem = Problem(
             size=size,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            v_head_dim=v_head_dim,
+            v_head_dim=v_head_dim or 0,
             seq_length=tokens,
             batch=batch,
             dtype=flags.torch_dtype(dtype),
@@ -142,11 +166,12 @@ def traffic(
         )
         rows = price(provider or (), problem, options)
         measured = compare(rows) if measure else None
-    if as_json:
-        print(json.dumps(traffic_as_json(problem, rows, measured), indent=2))
-    else:
-        print_traffic(Console(), problem, rows, measured)
-        print_why(Console(), [row.setup for row in rows] if provider else [])
+
+    def print_tables() -> None:
+        print_traffic(new_console(), problem, rows, measured)
+        print_why(new_console(), [row.setup for row in rows] if provider else [])
+
+    output.show(as_json, lambda: traffic_as_json(problem, rows, measured), print_tables)
     differing = [text for text in measured or () if text is not None]
     if measure:
         ran = sum(bool(row.ranks) for row in rows)
@@ -155,30 +180,34 @@ def traffic(
         raise typer.Exit(1)
 
 
-@app.command()
 @flags.provider_options()
 def verify(
     provider: flags.Providers = None,
-    size: Annotated[int, typer.Option(min=1, help="ranks")] = 4,
-    device: flags.Device = flags.Device.auto,
+    ranks: Annotated[int, typer.Option(min=1, help="ranks to start here")] = 4,
+    device: flags.Devices = flags.Device.auto,
     dtype: Annotated[
         list[flags.Dtype] | None,
-        typer.Option(help="default: float32 and bfloat16; bfloat16 with --fp8 or --gradient-dtype model"),
+        typer.Option(
+            help="repeatable; default: float32 and bfloat16; bfloat16 with --fp8 or --gradient-dtype model",
+        ),
     ] = None,
-    heads: Annotated[int, typer.Option(help="query heads of a rank")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="default: both as many as query heads, and a quarter")] = None,
-    head_dim: int = 32,
-    v_head_dim: flags.ValueDim = 0,
-    seq_length: Annotated[int | None, typer.Option(help="default: 32 a rank")] = None,
-    batch: int = 2,
-    causal: Annotated[bool | None, typer.Option("--causal/--full", help="the mask; default: both")] = None,
+    heads: flags.Heads = 8,
+    kv_heads: Annotated[
+        int | None,
+        typer.Option(min=1, help="key/value heads, counted like --heads; default: as many, then a quarter of them"),
+    ] = None,
+    head_dim: Annotated[int, typer.Option(min=1, help="size of a head")] = 32,
+    v_head_dim: flags.ValueDim = None,
+    seq_length: Annotated[int | None, typer.Option(help="tokens of one sequence; default: 32 per rank")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="sequences per batch")] = 2,
+    mask: Annotated[flags.Mask | None, typer.Option(help="attention mask; default: both")] = None,
     *,
     options: Options,
     decode: Annotated[
         bool,
         typer.Option("--decode", help="verify generation: prompts, then token by token; with --fp8 comm, an FP8 cache"),
     ] = False,
-    as_json: flags.AsJson = False,
+    as_json: output.AsJson = None,
 ) -> None:
     """Run providers on this machine's devices, forward and backward, and compare with attention on one device."""
     from cp_plugin.cli.tables import print_verified, verified_as_json
@@ -190,33 +219,34 @@ def verify(
     with flags.errors_in_one_line():
         where = flags.device_name(device)
         if decode:
-            generation.refuse(causal, options)
+            generation.refuse(mask, options)
         half = options.fp8 is not None or options.gradient_dtype == "model"
         dtypes = dtype or [flags.Dtype.float32, flags.Dtype.bfloat16][half:]
-        masks = [True] if decode else [True, False] if causal is None else [causal]
+        masks = [flags.Mask.causal] if decode else list(flags.Mask) if mask is None else [mask]
         fewer = heads // 4 if heads % 4 == 0 else 1
         problems = [
             Problem(
-                size=size,
+                size=ranks,
                 heads=heads,
                 kv_heads=g,
                 head_dim=head_dim,
-                v_head_dim=v_head_dim,
-                seq_length=32 * size if seq_length is None else seq_length,
+                v_head_dim=v_head_dim or 0,
+                seq_length=32 * ranks if seq_length is None else seq_length,
                 batch=batch,
                 dtype=flags.torch_dtype(name),
-                causal=mask,
+                causal=sees is flags.Mask.causal,
                 network=network_between(where),
             )
-            for name, mask, g in itertools.product(dtypes, masks, [heads, fewer] if kv_heads is None else [kv_heads])
+            for name, sees, g in itertools.product(dtypes, masks, [heads, fewer] if kv_heads is None else [kv_heads])
         ]
         planned = (generation if decode else training).plan(provider or (), problems, options)
         results = generation.verify(planned, where) if decode else training.verify(planned, where)
-    if as_json:
-        print(json.dumps(verified_as_json(planned, results), indent=2))
-    else:
-        title = f"{size} ranks on {where}{', prefill and decode' * decode}, against attention on one device"
-        print_verified(Console(), title, planned, results, decode=decode)
+    title = f"{ranks} ranks on {where}{', prefill and decode' * decode}, against attention on one device"
+    output.show(
+        as_json,
+        lambda: verified_as_json(planned, results),
+        lambda: print_verified(new_console(), title, planned, results, decode=decode),
+    )
     good = sum(result.ok for result in results)
     refused = len(planned) - len(results)
     text = f"{good} of {len(results)} within limits" + (
@@ -225,20 +255,22 @@ def verify(
     _verdict(good == len(results) > 0, text, as_json)
 
 
-app.command()(bench)
-app.command()(calibrate)
-app.command()(dataset)
-app.command(context_settings={"allow_extra_args": True})(example)
-app.command()(explain)
-app.command(context_settings=EVERYTHING)(generate)
-app.command(context_settings={"allow_extra_args": True})(plan)
+for _command in (doctor, draw, traffic, verify, bench, calibrate, dataset, explain):
+    shell.register(app, _command)
+for _command in (example, plan):
+    shell.register(app, _command, allow_extra_args=True)
+shell.register(app, generate, **EVERYTHING)
 
 
-def _verdict(ok: bool, text: str, quiet: bool) -> None:
-    """Print the verdict unless quiet; exit with status 1 on failure."""
+def _verdict(ok: bool, text: str, as_json: Path | None) -> None:
+    """Print the verdict, unless only JSON is printed; exit with status 1 on failure."""
     from cp_plugin.cli.terminal import print_verdict
 
-    if not quiet:
+    if not output.only_json(as_json):
         print_verdict(ok, text)
     if not ok:
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -7,63 +7,64 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cp_plugin.cli import flags
+from cp_plugin.cli import files, flags
+from cp_plugin.cli.terminal import new_console
 
 if TYPE_CHECKING:
     from cp_plugin.planner.machine.hardware import Cluster
 
 
 def calibrate(
-    out: Annotated[Path, typer.Argument(help="profile to write, a .toml file")],
-    size: flags.ForkedRanks = None,
-    device: flags.Device = flags.Device.auto,
+    file: Annotated[Path, typer.Argument(help="profile to write, a .toml file")],
+    ranks: flags.ForkedRanks = None,
+    device: flags.Devices = flags.Device.auto,
     dtype: Annotated[
         list[flags.Dtype] | None,
-        typer.Option(help="of attention; repeatable; default: bfloat16 and float16 (float32 and bfloat16 on the CPU)"),
+        typer.Option(help="repeatable; default: bfloat16 and float16; float32 and bfloat16 on the CPU"),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="of attention; default: 128 (64 on the CPU)")] = None,
-    name: Annotated[str | None, typer.Option(help="of the cluster; default: the file's")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="size of a head; default: 128, 64 on the CPU")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="name of the cluster; default: the file's")] = None,
     timeout: flags.Timeout = 1800,
 ) -> None:
     """Measure the kernels and links of the machines that the ranks run on, and write a profile for the planner.
 
-    Without torchrun it forks ranks on this machine; under torchrun every rank runs it:
+    Starts ranks on this machine, unless torchrun has started them on all machines:
+
     torchrun --nnodes 2 --nproc-per-node 8 --no-python cp-plugin calibrate mine.toml
     """
     import torch
     import torch.distributed as dist
-    from rich.console import Console
 
     from cp_plugin.planner.calibration.calibrate import calibrate as measure
     from cp_plugin.planner.machine import hardware
-    from cp_plugin.testing import ranks
+    from cp_plugin.testing import ranks as started
 
     with flags.errors_in_one_line():
-        if ranks.is_first():
-            flags.check_output(out, "profile", (".toml",))
-        flags.check_forked(size, timeout)
-        where, count = flags.device_name(device), ranks.number_of_ranks(size)
+        if started.is_first():
+            files.check_output(file, "profile", (".toml",))
+        flags.check_forked(ranks, timeout)
+        where, count = flags.device_name(device), started.number_of_ranks(ranks)
         if count < 2:
-            given = f"--size {size}" if size is not None else "one rank under torchrun"
+            given = f"--ranks {ranks}" if ranks is not None else "one rank under torchrun"
             raise ValueError(f"{given}: one rank has no links to measure; use two or more")
-        here = ranks.start(where, count)
+        here = started.start(where, count)
         dtypes = [flags.torch_dtype(d) for d in dtype or ()]
 
         def rank(mine: torch.device) -> Cluster:
-            console = Console(stderr=True, quiet=dist.get_rank() != 0)
+            console = new_console(stderr=True, quiet=dist.get_rank() != 0)
             with console.status("calibrating") as status:
-                return measure(name or out.stem, mine, dtypes, head_dim, shown=status.update)
+                return measure(name or file.stem, mine, dtypes, head_dim, shown=status.update)
 
-        found = ranks.run(rank, count, where, timeout, here)
-        if ranks.is_first():
+        found = started.run(rank, count, where, timeout, here)
+        if started.is_first():
             try:
-                hardware.save(found, out)
+                hardware.save(found, file)
             except OSError as error:
-                raise ValueError(f"{out} cannot be written: {error.strerror}") from None
-            _show(found, out)
+                raise ValueError(f"{file} cannot be written: {error.strerror}") from None
+            _show(found, file)
 
 
-def _show(found: Cluster, out: Path) -> None:
+def _show(found: Cluster, file: Path) -> None:
     kernels = (
         f"{dtype} {k.forward.flops_per_s / 1e12:.3g} forward, {k.backward.flops_per_s / 1e12:.3g} backward"
         for dtype, k in found.device.attention.items()
@@ -73,4 +74,4 @@ def _show(found: Cluster, out: Path) -> None:
     for where, link in links:
         typer.echo(f"{where}: {link.bytes_per_s / 1e9:.3g} GB/s, {link.latency_s * 1e6:.3g} us")
     typer.echo(f"{found.per_node} ranks and {found.nics} network cards on a node")
-    typer.echo(f"wrote {out}: use it as --cluster {out}")
+    typer.echo(f"wrote {file}: use it as --cluster {file}")

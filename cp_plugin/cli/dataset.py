@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import shlex
 import signal
 import sys
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from cp_plugin.cli import flags
+from cp_plugin.cli import flags, output
+from cp_plugin.cli.terminal import new_console
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.dataset.recipe import Description, Recipe
@@ -33,31 +32,39 @@ def dataset(
         list[Path] | None, typer.Argument(help="files and folders; default: Python's standard library")
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(help="bytes, huggingface:NAME_OR_PATH, sentencepiece:FILE or tiktoken:FILE")
+        str, typer.Option(metavar="KIND", help="bytes, huggingface:NAME_OR_PATH, sentencepiece:FILE or tiktoken:FILE")
     ] = "bytes",
     suffix: Annotated[
-        str | None, typer.Option(help="suffixes of the files to take from folders, comma-separated")
+        str | None,
+        typer.Option(metavar="SUFFIXES", help="file suffixes to take from folders, comma-separated, such as .txt,.md"),
     ] = None,
-    json_key: Annotated[str, typer.Option(help="key of the text in each line of a .jsonl file")] = "text",
+    json_key: Annotated[
+        str, typer.Option(metavar="KEY", help="key of the text in each line of a .jsonl file")
+    ] = "text",
     append_eod: Annotated[
-        bool, typer.Option("--append-eod/--no-append-eod", help="an end-of-document token after every document")
+        bool,
+        typer.Option(
+            "--append-eod/--no-append-eod", help="whether to end every document with an end-of-document token"
+        ),
     ] = True,
     vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="vocabulary of the model; a tokenizer with more ids is refused")
+        int | None, typer.Option(min=1, help="vocabulary size of the model; a tokenizer with more ids is refused")
     ] = None,
     max_bytes: Annotated[
-        int | None, typer.Option(min=1, help="stop before the file that would exceed this many")
+        int | None, typer.Option(min=1, help="stop before the file that would exceed this many bytes")
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="processes; default: one per CPU core")] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="skip what cannot be read, and count it")] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="skip files that cannot be read, and count them")
+    ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="overwrite an existing dataset, whatever it was built from")
     ] = False,
-    as_json: flags.AsJson = False,
+    as_json: output.AsJson = None,
 ) -> None:
-    """Build a Megatron dataset from text files, folders and .jsonl, gzipped or not; print the flags to train on it.
+    """Build a Megatron dataset from text and .jsonl files, gzipped or not, and print the flags to train on it.
 
-    The dataset appears only when complete. After ``--``: more of Megatron's tokenizer flags.
+    The dataset appears only when it is complete. Megatron's tokenizer flags may follow after ``--``.
     """
     from cp_plugin.megatron.dataset.build import build
     from cp_plugin.megatron.dataset.recipe import Recipe
@@ -77,12 +84,9 @@ def dataset(
             skip_bad=skip_bad or not given,  # the standard library has files that are unreadable on purpose
             max_bytes=max_bytes,
         )
-        console = None if as_json else Console(stderr=True)
+        console = None if output.only_json(as_json) else new_console(stderr=True)
         done = build(prefix, recipe, workers=workers, fresh=fresh, vocab_size=vocab_size, console=console)
-    if as_json:
-        print(json.dumps(asdict(done), indent=1))
-    else:
-        _show(done, recipe)
+    output.show(as_json, lambda: asdict(done), lambda: _show(done, recipe))
 
 
 def _suffixes(text: str) -> tuple[str, ...]:

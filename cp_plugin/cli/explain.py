@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.cli import flags, packs
+from cp_plugin.cli import files, flags, output, packs
 from cp_plugin.cli.tables import settings
+from cp_plugin.cli.terminal import new_console
 from cp_plugin.common.text import in_seconds
 from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
@@ -25,25 +24,31 @@ if TYPE_CHECKING:
 
 @flags.provider_options(without=("backend",))
 def explain(
-    model: Annotated[str, typer.Option(help="a model of the catalogue, such as llama3-8b")],
-    cluster: Annotated[str, typer.Option(help="a packaged cluster, such as dgx-h100, or a file that calibrate wrote")],
-    provider: Annotated[str | None, typer.Option(help="context-parallel method; default: the planner's choice")] = None,
-    devices: Annotated[int | None, typer.Option(help="total; default: one node, or what the sizes need")] = None,
+    model: Annotated[str, flags.MODEL],
+    cluster: Annotated[str, flags.CLUSTER],
+    provider: Annotated[
+        str | None, typer.Option(metavar="NAME", help="context-parallel method; default: the planner's choice")
+    ] = None,
+    devices: flags.TotalDevices = None,
     seq_length: Annotated[int, typer.Option(help="tokens of one sequence")] = 131072,
     documents: packs.Documents = None,
     tensor: Annotated[int, typer.Option(min=1, help="tensor-parallel ranks")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="pipeline stages")] = 1,
     context: Annotated[int | None, typer.Option(help="context-parallel ranks; default: all remaining devices")] = None,
     recompute: flags.Recompute = None,
-    global_batch: Annotated[int | None, typer.Option(help="sequences per iteration")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(help="sequences per iteration; default: one per data rank")
+    ] = None,
     per_node: flags.PerNode = None,
     nics: flags.Nics = None,
     *,
     options: Options,
     every_rank: Annotated[
-        bool, typer.Option("--every-rank", help="simulate every rank instead of three that stand for all")
+        bool, typer.Option("--every-rank", help="simulate every rank, not only three that stand for all")
     ] = False,
-    picture: Annotated[Path | None, typer.Option(help="draw the timeline to this file: PNG, SVG or PDF")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw the timeline to this file: PNG, SVG or PDF, by its suffix")
+    ] = None,
     chakra: Annotated[
         Path | None,
         typer.Option(
@@ -51,9 +56,9 @@ def explain(
             help="simulate every rank and write Chakra execution traces, for ASTRA-sim, to this folder",
         ),
     ] = None,
-    as_json: flags.AsJson = False,
+    as_json: output.AsJson = None,
 ) -> None:
-    """Show where the time of one configuration goes, what limits it, and its memory."""
+    """Show where the time of one configuration goes, what limits it, and the memory it needs."""
     from cp_plugin.cli.show_explained import as_json as in_json
     from cp_plugin.cli.show_explained import print_explanation
     from cp_plugin.planner.asked import Fixed, recomputation
@@ -63,13 +68,13 @@ def explain(
     from cp_plugin.planner.trace import chakra as traces
 
     with flags.errors_in_one_line("--context"):
-        if picture is not None:
-            flags.check_output(picture, "picture", flags.PICTURES, "--picture")
+        if plot is not None:
+            files.check_output(plot, "picture", files.PICTURES, "--plot")
         if chakra is not None:
-            flags.make_folder("--chakra", chakra)
+            files.make_folder("--chakra", chakra)
         if provider is None and options != Options():
             given = ", ".join(f"--{name.replace('_', '-')}" for name in providers.in_order(options))
-            raise ValueError(f"{given}: the options of a method need --provider")
+            raise ValueError(f"{given}: a method's options need --provider")
         flags.check_sizes(
             {"--devices": devices, "--context": context, "--global-batch": global_batch}
             | {"--per-node": per_node, "--nics": nics}
@@ -79,16 +84,14 @@ def explain(
         asked = packs.packed(_asked(model, machine, devices, seq_length, fixed, global_batch), documents)
         setup = _chosen(asked) if provider is None else _asked_for(asked, provider, options)
         found = look_into(asked.model, asked.shapes[0], setup, asked.cluster, every=every_rank or chakra is not None)
-        if picture is not None:
-            _draw(picture, found)
+        if plot is not None:
+            _draw(plot, found)
         if chakra is not None:
             traces.write(chakra, found.timeline, found.parallel.tensor)
-    if as_json:
-        print(json.dumps(in_json(found), indent=2))
-    else:
-        print_explanation(Console(), found)
-        if picture is not None:
-            typer.echo(f"wrote {picture}")
+    output.show(as_json, lambda: in_json(found), lambda: print_explanation(new_console(), found))
+    if not output.only_json(as_json):
+        if plot is not None:
+            typer.echo(f"wrote {plot}")
         if chakra is not None:
             typer.echo(f"wrote {chakra}/forward.*.et, backward.*.et and groups.json")
     if not found.fits:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import wraps
-from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import torch
@@ -50,35 +48,53 @@ class Decays(StrEnum):
     key = "key"
 
 
+class Mask(StrEnum):
+    """Which tokens a token sees: those up to itself, or all."""
+
+    causal = "causal"
+    full = "full"
+
+
 Providers = Annotated[
-    list[str] | None, typer.Option("--provider", help="context-parallel method; repeat for several; default: all")
+    list[str] | None,
+    typer.Option("--provider", metavar="NAME", help="context-parallel method; repeatable; default: all"),
 ]
-ValueDim = Annotated[int, typer.Option(help="size of a value head; 0: as --head-dim")]
-Recompute = Annotated[str | None, typer.Option(help="none, selective, full; default: as little as memory allows")]
-PerNode = Annotated[int | None, typer.Option(help="devices of a node; default: the cluster's")]
-Nics = Annotated[int | None, typer.Option(help="network cards of a node; default: the cluster's")]
-ForkedRanks = Annotated[int | None, typer.Option(help="ranks to fork here (default: 4); not under torchrun")]
-Timeout = Annotated[float, typer.Option(min=1, help="seconds for the whole run, if ranks are forked")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
+MODEL = typer.Option(metavar="NAME", help="a model of the catalogue, such as llama3-8b")
+CLUSTER = typer.Option(
+    metavar="NAME", help="a packaged cluster, such as dgx-h100, or a file written by cp-plugin calibrate"
+)
+TotalDevices = Annotated[
+    int | None, typer.Option(help="devices in total; default: one node, or as many as the sizes need")
+]
+Devices = Annotated[Device, typer.Option(help="device to run on; auto: CUDA where there is one")]
+Heads = Annotated[int, typer.Option(min=1, help="query heads of the model, divided by its tensor-parallel size")]
+ValueDim = Annotated[int | None, typer.Option(min=1, help="size of a value head; default: --head-dim")]
+Recompute = Annotated[
+    str | None, typer.Option(metavar="NAME", help="none, selective or full; default: the least that memory allows")
+]
+PerNode = Annotated[int | None, typer.Option(help="devices per node; default: the cluster's")]
+Nics = Annotated[int | None, typer.Option(help="network cards per node; default: the cluster's")]
+ForkedRanks = Annotated[int | None, typer.Option(help="ranks to start here; default: 4; not under torchrun")]
+Timeout = Annotated[float, typer.Option(min=1, help="time limit in seconds for ranks that are started here")]
 
 
-def in_our_flags(text: str, size: str = "--size") -> str:
-    """Replace the flags of a training in a message by those of a command; ``size``: its flag for the ranks."""
-    return text.replace("--context-parallel-size", size).replace("--cp-", "--")
+def in_our_flags(text: str, ranks: str = "--ranks") -> str:
+    """Replace Megatron's flags in a message by those of a command; ``ranks``: its flag for the number of ranks."""
+    return text.replace("--context-parallel-size", ranks).replace("--cp-", "--")
 
 
 @contextmanager
-def errors_in_one_line(size: str = "--size", *, translated: bool = True) -> Iterator[None]:
+def errors_in_one_line(ranks: str = "--ranks", *, translated: bool = True) -> Iterator[None]:
     """User errors: one line on stderr and exit status 2. A failed rank: its report and exit status 1.
 
     Args:
-        size: the command's flag for the ranks.
-        translated: whether the command has flags of its own where a message names those of a training.
+        ranks: the command's flag for the number of ranks.
+        translated: whether the command has flags of its own where a message names Megatron's.
     """
     try:
         yield
     except ValueError as error:
-        typer.echo(f"error: {in_our_flags(str(error), size) if translated else error}", err=True)
+        typer.echo(f"error: {in_our_flags(str(error), ranks) if translated else error}", err=True)
         raise typer.Exit(2) from None
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "megatron":
@@ -155,32 +171,9 @@ def refuse(given: Mapping[str, object], reason: str) -> None:
 
 def check_forked(ranks: int | None, seconds: float) -> None:
     """ValueError for less than one rank, or a time limit that is not finite."""
-    check_sizes({"--size": ranks})
+    check_sizes({"--ranks": ranks})
     if not math.isfinite(seconds):
         raise ValueError(f"--timeout {seconds}: write seconds, such as 3600")
-
-
-PICTURES = (".svg", ".png", ".pdf")
-
-
-def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), flag: str = "") -> None:
-    """ValueError for an unwritable file or a wrong suffix; ``kind`` of file and ``flag``: for the message."""
-    if not path.name:
-        example = f"{kind}{suffixes[0] if suffixes else ''}"
-        raise ValueError(f"{f'{flag} {path}'.strip()}: name the {kind} to write, such as {example}")
-    if suffixes and path.suffix not in suffixes:
-        listed = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
-        raise ValueError(f"{path}: {kind}s are {listed} files; write {path.with_suffix(suffixes[0])}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written: name a file in a folder that exists and is yours")
-
-
-def make_folder(flag: str, path: Path) -> None:
-    """Create a folder unless it exists; ValueError if that fails."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: cannot create this folder: {error.strerror}") from None
 
 
 def changes(per_node: int | None, nics: int | None) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import warnings
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cp_plugin.cli import flags
+from cp_plugin.cli import flags, output
 from cp_plugin.cli.streamed import Streamed
+from cp_plugin.cli.terminal import new_console, print_lines
 from cp_plugin.common.text import in_bytes
 from cp_plugin.testing.launch import exit_status, run_ranks
 from cp_plugin.testing.ranks import under_torchrun
@@ -30,33 +30,35 @@ EVERYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def generate(
     context: typer.Context,
-    prompt: Annotated[list[str], typer.Option(help="a text to continue; repeatable")],
-    load: Annotated[Path, typer.Option(help="folder of a Megatron checkpoint, saved by any number of ranks")],
-    nproc: Annotated[int | None, typer.Option(min=1, help="ranks to start here; leave it out under torchrun")] = None,
-    ckpt_step: Annotated[int | None, typer.Option(help="iteration of the checkpoint; default: the latest")] = None,
-    new_tokens: Annotated[int, typer.Option(help="tokens to generate")] = 64,
-    as_bytes: Annotated[bool, typer.Option("--bytes", help="tokens are bytes (cp-plugin dataset's default)")] = False,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="sample from the k most likely tokens; 0: no limit")] = 0,
-    top_p: Annotated[float, typer.Option(help="sample from the most likely tokens of this total probability")] = 1.0,
-    sample_seed: Annotated[int, typer.Option(help="random seed of the sampling")] = 0,
-    chunk: Annotated[
-        int | None, typer.Option(help="tokens of a prompt to prefill at a time; default: all at once")
+    prompt: Annotated[list[str], typer.Option(help="text to continue; repeatable")],
+    load: Annotated[Path, typer.Option(metavar="FOLDER", help="Megatron checkpoint, saved by any number of ranks")],
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="ranks to start here; default: 1; not under torchrun")
     ] = None,
+    ckpt_step: Annotated[int | None, typer.Option(help="iteration of the checkpoint; default: the latest")] = None,
+    new_tokens: Annotated[int, typer.Option(help="tokens to generate per prompt")] = 64,
+    as_bytes: Annotated[
+        bool, typer.Option("--bytes", help="tokens are bytes, as cp-plugin dataset writes them by default")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="of sampling; 0: always the most likely token")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="sample from the k most likely tokens; 0: no limit")] = 0,
+    top_p: Annotated[float, typer.Option(help="sample from the most likely tokens with this total probability")] = 1.0,
+    sample_seed: Annotated[int, typer.Option(help="random seed for sampling")] = 0,
+    chunk: Annotated[int | None, typer.Option(help="tokens of the prompt to prefill at a time; default: all")] = None,
     fp8_cache: Annotated[
-        bool, typer.Option("--fp8-cache", help="keep keys and values in FP8, a byte per element")
+        bool, typer.Option("--fp8-cache", help="keep keys and values in FP8, one byte per element")
     ] = False,
     ignore_eod: Annotated[bool, typer.Option("--ignore-eod", help="go on after the end of a document")] = False,
     own_flags: Annotated[
-        bool, typer.Option("--own-flags", help="take no flags from the checkpoint; all of the model's are given here")
+        bool, typer.Option("--own-flags", help="take no flags from the checkpoint; all of them are given here")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="show what Megatron prints")] = False,
-    as_json: flags.AsJson = False,
+    as_json: output.AsJson = None,
 ) -> None:
     """Continue prompts with a trained model. All other flags are Megatron's and the plugin's.
 
-    The model's flags come from the checkpoint. Ranks beyond tensor parallelism are context-parallel: the provider
-    prefills the prompt, and keys and values stay sharded over the ranks.
+    The model's flags come from the checkpoint. All ranks that tensor parallelism leaves are context-parallel: the
+    provider prefills the prompt, and keys and values stay sharded over the ranks.
     """
     from cp_plugin.inference.request import Request, Sampling
 
@@ -71,10 +73,10 @@ def generate(
             fp8_cache=fp8_cache,
             ignore_end=ignore_eod,
         )
-        if (started := under_torchrun()) and nproc is not None:
-            raise ValueError(f"--nproc {nproc}: torchrun has started the ranks already; leave it out")
+        if (started := under_torchrun()) and ranks is not None:
+            raise ValueError(f"--ranks {ranks}: torchrun has started the ranks already; leave it out")
         if not load.is_dir():
-            raise ValueError(f"--load {load}: there is no such folder")
+            raise ValueError(f"--load {load}: no such folder; name the one that --save wrote")
     saved = None if own_flags else (load, ckpt_step)
     more = ["--load", str(load), *([] if ckpt_step is None else ["--ckpt-step", str(ckpt_step)])]
     rank = partial(_rank, request, saved, more, context.args, as_json=as_json, verbose=verbose)
@@ -84,9 +86,9 @@ def generate(
         mistakes = [rank()]
     else:
         mistakes = []
-        forked = partial(run_ranks, rank, nproc or 1, timeout=None, pass_on_sigterm=True)
+        forked = partial(run_ranks, rank, ranks or 1, timeout=None, pass_on_sigterm=True)
         with flags.errors_in_one_line(translated=False):
-            status = exit_status(nproc or 1, lambda: mistakes.extend(forked()))
+            status = exit_status(ranks or 1, lambda: mistakes.extend(forked()), flag="--ranks")
         if status:
             raise typer.Exit(status)
     if mistakes[0] is not None:
@@ -108,7 +110,7 @@ def _rank(
     more: list[str],
     rest: list[str],
     *,
-    as_json: bool,
+    as_json: Path | None,
     verbose: bool,
 ) -> str | None:
     """Generate on this rank; return a user error, if there is one."""
@@ -123,7 +125,7 @@ def _rank(
             tokens = text.Tokens(request.as_bytes)
             prompts = text.encode(request, tokens)
             text.require_agreement(request, prompts)
-        streamed = Streamed(prompts, tokens.decode, quiet=as_json or not first)
+        streamed = Streamed(prompts, tokens.decode, quiet=output.only_json(as_json) or not first)
         for step in text.write(model, prompts, request, tokens):
             if not isinstance(step, Report):
                 streamed.add(step)
@@ -156,16 +158,16 @@ def _quiet(wanted: bool) -> Iterator[None]:
         os.close(nowhere)
 
 
-def _report(report: Report, tokens: Tokens, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"texts": [tokens.decode(text) for text in report.tokens], **asdict(report)}), flush=True)
-        return
+def _report(report: Report, tokens: Tokens, *, as_json: Path | None) -> None:
     per_second = len(report.tokens) * report.decoded / report.decode_s if report.decode_s else 0.0
-    print(
+    measured = (
         f"\nprefill: {report.prompt_tokens} tokens in {report.prefill_s:.2f} s "
         f"({report.prompt_tokens / report.prefill_s:,.0f} tokens/s); decode: {per_second:,.1f} tokens/s; "
         f"cache: {in_bytes(max(report.cache_bytes))} on each of {len(report.cache_bytes)} ranks; "
-        f"peak memory: {in_bytes(max(report.memory_bytes))} per rank",
-        file=sys.stderr,
-        flush=True,
+        f"peak memory: {in_bytes(max(report.memory_bytes))} per rank"
+    )
+    output.show(
+        as_json,
+        lambda: {"texts": [tokens.decode(text) for text in report.tokens], **asdict(report)},
+        lambda: print_lines(new_console(stderr=True), measured),
     )

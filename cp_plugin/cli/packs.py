@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 Documents = Annotated[
     str | None,
     typer.Option(
+        metavar="LENGTHS",
         help="packed documents: a file with their lengths in tokens, lengths such as 600,200,224, or a distribution: "
-        "chat, code, long, pile, prolong64k, prolong512k"
+        "chat, code, long, pile, prolong64k, prolong512k",
     ),
 ]
 
@@ -73,7 +74,7 @@ def _read(text: str) -> list[str]:
             f"--documents {text}: there is no such file{did_you_mean(text, names) or '.'} Write a file, lengths such "
             f"as 600,200,224, or one of {', '.join(names)}"
         ) from None
-    wrong = [f"{word!r} is no length" for word in words if not _is_length(word)] or ["it is empty"] * (not words)
+    wrong = [f"{word!r} is not a length" for word in words if not _is_length(word)] or ["it is empty"] * (not words)
     if wrong:
         raise ValueError(f"--documents {text}: {wrong[0]}: write the tokens of one document, 1 or more, on each line")
     return words

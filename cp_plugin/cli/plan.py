@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
 
-from cp_plugin.cli import flags, packs
+from cp_plugin.cli import flags, output, packs
+from cp_plugin.cli.terminal import new_console
 from cp_plugin.core.options import Options
 
 if TYPE_CHECKING:
@@ -26,33 +24,33 @@ if TYPE_CHECKING:
 _GB = 1e9
 _TOKENS = 131072
 """Of a sequence, unless it is given."""
+_OWN = "conflicts with Megatron's flags, which have their own"
 
-_Model = Annotated[str | None, typer.Option(help="a model of the catalogue, such as llama3-8b")]
-_Cluster = Annotated[
-    str | None, typer.Option(help="a packaged cluster, such as dgx-h100, or a file that calibrate wrote")
-]
-_Devices = Annotated[int | None, typer.Option(help="total; default: one node, or what the sizes need")]
 _SeqLength = Annotated[int | None, typer.Option(help=f"tokens of one sequence; default: {_TOKENS}")]
 _Tensor = Annotated[int | None, typer.Option(help="tensor-parallel ranks; default: the best")]
 _Pipeline = Annotated[int | None, typer.Option(help="pipeline stages; default: the best")]
 _Context = Annotated[int | None, typer.Option("--context", help="context-parallel ranks; default: the best")]
 _GlobalBatch = Annotated[
-    int | None, typer.Option(help="sequences of an iteration; default: one per data rank, at most 16M tokens")
+    int | None, typer.Option(help="sequences per iteration; default: one per data rank, at most 16M tokens")
 ]
-_Fp8 = Annotated[bool, typer.Option("--fp8", help="also with payloads in FP8")]
-_Memory = Annotated[float | None, typer.Option(help="GB of a device that may be used; default: all")]
+_Fp8 = Annotated[bool, typer.Option("--fp8", help="also consider payloads in FP8")]
+_Memory = Annotated[float | None, typer.Option(metavar="GB", help="usable memory per device; default: all of it")]
 _Prefill = Annotated[
-    bool, typer.Option("--prefill", help="instead: price the prefill of a prompt of --seq-length tokens")
+    bool, typer.Option("--prefill", help="price the prefill of a prompt of --seq-length tokens instead")
 ]
 _Decode = Annotated[
-    bool, typer.Option("--decode", help="instead: price a decode step after such a prompt; with --prefill: both")
+    bool, typer.Option("--decode", help="price a decode step after such a prompt instead; with --prefill: both")
 ]
-_Chunk = Annotated[int | None, typer.Option(min=1, help="with --prefill: tokens of a prompt at a time; default: all")]
+_Chunk = Annotated[int | None, typer.Option(min=1, help="with --prefill: tokens of the prompt at a time; default: all")]
 _Reproduce = Annotated[
     list[str] | None,
-    typer.Option(help="instead: published figures beside predicted ones; a paper's name, or all; repeatable"),
+    typer.Option(
+        metavar="PAPER", help="compare a paper's figures with predicted ones instead; all: every paper; repeatable"
+    ),
 ]
-_Plots = Annotated[Path | None, typer.Option(help="with --reproduce: a folder for a picture of each paper")]
+_Plot = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="with --reproduce: draw a picture for each paper in this folder")
+]
 
 
 class _Given(NamedTuple):
@@ -81,13 +79,13 @@ class _Given(NamedTuple):
         sizes = {"--devices": self.devices, "--seq-length": self.seq_length, "--global-batch": self.global_batch}
         flags.check_sizes(parallel | sizes | {f"--{name.replace('_', '-')}": n for name, n in self.changes.items()})
         if self.memory is not None and not 0 < self.memory < math.inf:
-            raise ValueError(f"--memory {self.memory}: write GB of a device, such as 80")
+            raise ValueError(f"--memory {self.memory}: write GB per device, such as 80")
         if self.model is not None and self.megatron:
             raise ValueError(f"--model {self.model} and Megatron's flags ({self.megatron[0]} ...): give one of the two")
         if self.model is None and not self.megatron:
             raise ValueError("--model is missing: give a name, such as llama3-8b, or Megatron's flags after --")
         if self.megatron:
-            flags.refuse(parallel | {"--seq-length": self.seq_length}, "beside Megatron's flags, which have their own")
+            flags.refuse(parallel | {"--seq-length": self.seq_length}, _OWN)
 
     @property
     def tokens(self) -> int:
@@ -124,9 +122,9 @@ class _Given(NamedTuple):
 @flags.provider_options(only=("gradient_dtype",))
 def plan(
     context: typer.Context,
-    model: _Model = None,
-    cluster: _Cluster = None,
-    devices: _Devices = None,
+    model: Annotated[str | None, flags.MODEL] = None,
+    cluster: Annotated[str | None, flags.CLUSTER] = None,
+    devices: flags.TotalDevices = None,
     seq_length: _SeqLength = None,
     documents: packs.Documents = None,
     tensor: _Tensor = None,
@@ -142,15 +140,16 @@ def plan(
     decode: _Decode = False,
     chunk: _Chunk = None,
     reproduce: _Reproduce = None,
-    plots: _Plots = None,
-    as_json: flags.AsJson = False,
+    plot: _Plot = None,
+    as_json: output.AsJson = None,
     *,
     options: Options,
 ) -> None:
     """Find the fastest context-parallel method for a model on a cluster, and the flags that enable it.
 
-    Name a model (``--model llama3-8b``), or give a training's own flags after ``--``; Megatron parses and checks them.
-    With ``--prefill`` or ``--decode``: time and memory of inference instead of training.
+    Name a model (--model llama3-8b), or write your Megatron flags after ``--``; Megatron parses and checks them.
+
+    With --prefill or --decode: time and memory of inference instead of training.
     """
     from cp_plugin.cli import show_answer, show_plan
 
@@ -161,29 +160,26 @@ def plan(
     with flags.errors_in_one_line():
         if reproduce:
             if as_json:
-                raise ValueError("--json with --reproduce: it has tables and pictures only; leave --json out")
-            raise typer.Exit(not _reproduced(reproduce, plots))
-        flags.refuse({"--plots": plots}, "is for --reproduce")
+                raise ValueError(
+                    "--json has no effect on --reproduce, which prints tables and draws pictures; leave --json out"
+                )
+            raise typer.Exit(not _reproduced(reproduce, plot))
+        flags.refuse({"--plot": plot}, "is for --reproduce")
         if chunk is not None and not prefill:
             raise ValueError(f"--chunk {chunk} is for --prefill: add that, or leave it out")
         if prefill or decode:
             for_training = {"--pipeline": pipeline, "--recompute": recompute}
             for_training |= {"--gradient-dtype": options.gradient_dtype, "--documents": documents}
-            flags.refuse(for_training, "is for a training, and --prefill and --decode are not")
-            answer = _answered(given, chunk or 0, prefill, decode, quiet=as_json)
-            _show(answer, show_answer.as_json, show_answer.print_answer, as_json)
+            flags.refuse(for_training, "is for training, not for --prefill and --decode")
+            answer = _answered(given, chunk or 0, prefill, decode, quiet=output.only_json(as_json))
+            output.show(
+                as_json, lambda: show_answer.as_json(answer), lambda: show_answer.print_answer(new_console(), answer)
+            )
             return
-        found = _searched(given, recompute, options, quiet=as_json)
-    _show(found, show_plan.as_json, show_plan.print_plan, as_json)
+        found = _searched(given, recompute, options, quiet=output.only_json(as_json))
+    output.show(as_json, lambda: show_plan.as_json(found), lambda: show_plan.print_plan(new_console(), found))
     if not found.fits(found.best):
         raise typer.Exit(1)
-
-
-def _show[T](found: T, as_json: Callable[[T], Any], show: Callable[[Console, T], None], in_json: bool) -> None:
-    if in_json:
-        print(json.dumps(as_json(found), indent=2))
-    else:
-        show(Console(), found)
 
 
 def _reproduced(names: list[str], plots: Path | None) -> bool:
@@ -197,7 +193,7 @@ def _reproduced(names: list[str], plots: Path | None) -> bool:
     sys.path.append(str(folder))
     from evidence.command import reproduce_and_show
 
-    return reproduce_and_show(names, Console(), plots)
+    return reproduce_and_show(names, new_console(), plots)
 
 
 def _answered(given: _Given, chunk: int, prefill: bool, decode: bool, *, quiet: bool) -> Answer:
@@ -214,7 +210,7 @@ def _answered(given: _Given, chunk: int, prefill: bool, decode: bool, *, quiet: 
     base = Parallel(micro_batch=given.global_batch or 1, seq_length=given.tokens)
     machine = override(given.machine, **given.changes) if given.changes else given.machine
     limit = machine.device.memory_bytes if given.memory is None else given.memory * _GB
-    with Console(stderr=True, quiet=quiet).status("planning"):
+    with new_console(stderr=True, quiet=quiet).status("planning"):
         if given.megatron:
             its, p = from_flags(given.megatron, given.devices or given.needs)
             if p.pipeline > 1:
@@ -239,14 +235,14 @@ def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: 
 
     given.check()
     if given.megatron:
-        flags.refuse({"--recompute": recompute}, "beside Megatron's flags, which have their own")
+        flags.refuse({"--recompute": recompute}, _OWN)
     fixed = Fixed(
         tensor=given.tensor, pipeline=given.pipeline, context=given.context, recompute=recomputation(recompute)
     )
     asked = packs.packed(_asked(given, fixed), given.documents)
     limit = given.memory * _GB if given.memory is not None else asked.cluster.device.memory_bytes
     asked = fitting(asked, limit, given.global_batch)
-    with Console(stderr=True, quiet=quiet).status("planning") as status:
+    with new_console(stderr=True, quiet=quiet).status("planning") as status:
         return search(
             asked.model,
             asked.shapes,

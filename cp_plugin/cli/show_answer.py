@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from cp_plugin.cli.show_plan import chosen, over
-from cp_plugin.cli.terminal import print_lines, print_table
+from cp_plugin.cli.terminal import print_flags, print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.errors import KNOWN_ERROR, legend
@@ -32,7 +32,9 @@ def print_answer(console: Console, found: Answer) -> None:
         print_table(console, title, _COLUMNS, rows)
         print_lines(console, *(f"{name} cannot: {reason}" for name, reason in found.cannot.items()), style="dim")
         if first.setup is not None:
-            print_lines(console, f"\nflags: {as_flags(first.setup)}\n", style="bold green", whole=True)
+            console.print()
+            print_flags(console, "flags:", as_flags(first.setup))
+            console.print()
     else:
         print_lines(console, title)
     print_lines(console, *_lines(found))

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from cp_plugin.cli.show_plan import packed
-from cp_plugin.cli.terminal import print_lines, print_table
+from cp_plugin.cli.terminal import print_flags, print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.errors import legend, typical_error
@@ -31,7 +31,7 @@ def print_explanation(console: Console, e: Explanation) -> None:
     """The configuration, time by cause, traffic, bottlenecks, and memory."""
     setup = e.timeline.setup
     print_lines(console, *_heading(e))
-    print_lines(console, f"flags: {as_flags(setup)}", whole=True)
+    print_flags(console, "flags:", as_flags(setup), style="")
     print_lines(console, *(f"  {reason}" for reason in setup.why), legend([setup.provider.name]), "")
     ranks = ", ".join(map(str, e.timeline.programs))
     whole = len(e.timeline.programs) == e.timeline.setup.problem.size

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from cp_plugin.attention.setups import Setup
-from cp_plugin.cli.terminal import print_lines, print_table
+from cp_plugin.cli.terminal import print_flags, print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.common.text import in_words as words
 from cp_plugin.core.options import Options
@@ -55,7 +55,9 @@ def print_plan(console: Console, plan: Plan) -> None:
     legend = "takes: one iteration; x best: of the fastest's time; sends: one device, in one layer's attention"
     off = legend_of_errors(p.provider for p in plan.found)
     print_lines(console, legend, off, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
-    print_lines(console, f"\nflags: {flags(best)}\n", style="bold green", whole=True)
+    console.print()
+    print_flags(console, "flags:", flags(best))
+    console.print()
     print_lines(console, *why(plan))
 
 

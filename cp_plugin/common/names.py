@@ -22,8 +22,8 @@ def find[T](kind: str, name: str, among: Mapping[str, T]) -> T:
 def did_you_mean(name: str, among: Iterable[str]) -> str:
     """``: did you mean x or y?``, or an empty string where no name is close."""
     plain = {_plain(known): known for known in among}
-    within = [known for known in plain if len(_plain(name)) > 1 and _plain(name) in known]
-    near = [plain[known] for known in dict.fromkeys([*within, *get_close_matches(_plain(name), plain, cutoff=0.5)])]
+    within = [known for known in plain if len(_plain(name)) > 2 and _plain(name) in known]
+    near = [plain[known] for known in dict.fromkeys([*within, *get_close_matches(_plain(name), plain, cutoff=0.6)])]
     return f": did you mean {' or '.join(near[:3])}?" if near else ""
 
 

@@ -206,12 +206,15 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
     )
 
 
-def exit_status(nproc: int, run: Callable[[], object]) -> int:
+def exit_status(nproc: int, run: Callable[[], object], flag: str = "--nproc") -> int:
     """The exit status of a command that forks ``nproc`` ranks: 0, that of the first failing rank (whose report goes to
-    stderr), or the shell's for Ctrl-C. ValueError if CUDA has been initialised, which forked ranks cannot use."""
+    stderr), or the shell's for Ctrl-C. ValueError if CUDA has been initialised, which forked ranks cannot use.
+
+    flag: the command's flag for the number of ranks, for that message.
+    """
     if cuda_is_initialized():
         instead = f"start them with torchrun --nproc-per-node {nproc} instead, or add --cp-device cpu"
-        raise ValueError(f"--nproc {nproc}: an import has initialised CUDA, which forked ranks cannot use; {instead}")
+        raise ValueError(f"{flag} {nproc}: an import has initialised CUDA, which forked ranks cannot use; {instead}")
     try:
         run()
     except RankError as error:

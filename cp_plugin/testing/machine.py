@@ -23,7 +23,7 @@ def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) ->
     """
     import psutil  # absent where only torch is installed
 
-    shapes = f"--size {problem.size} --seq-length {problem.seq_length} --heads {problem.heads}"
+    shapes = f"--ranks {problem.size} --seq-length {problem.seq_length} --heads {problem.heads}"
     needed, free = (
         _bytes(problem) + (6 * 8 * problem.seq_length**2 if reference else 0),
         psutil.virtual_memory().available,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from cp_plugin.core.hosts import hosts_of
 from cp_plugin.testing.launch import run_ranks
+
+TOLD_EVERY = 5.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 def under_torchrun() -> bool:
@@ -25,21 +30,34 @@ def is_first() -> bool:
 
 
 def with_progress[T](items: Sequence[T], doing: str) -> Iterable[T]:
-    """The items, with a progress bar on the terminal of the reporting process."""
-    if not is_first() or not sys.stderr.isatty():
+    """The items, with a progress bar on the terminal of the reporting process, or a line every few seconds in a log."""
+    if not is_first():
         return items
+    if not sys.stderr.isatty():
+        return _in_lines(items, doing)
     from rich.console import Console  # absent where only torch is installed
     from rich.progress import track
 
     return track(items, doing, console=Console(stderr=True), transient=True)
 
 
-def number_of_ranks(size: int | None) -> int:
-    """torchrun's number of ranks, or ``--size``, or 4; ValueError for both."""
+def _in_lines[T](items: Sequence[T], doing: str) -> Iterator[T]:
+    told = -math.inf
+    for done, item in enumerate(items):
+        if time.monotonic() - told >= TOLD_EVERY:
+            told = time.monotonic()
+            print(f"{doing}: {done} of {len(items)} done", file=sys.stderr, flush=True)
+        yield item
+
+
+def number_of_ranks(ranks: int | None) -> int:
+    """torchrun's number of ranks, or ``--ranks``, or 4; ValueError for both."""
     if not under_torchrun():
-        return 4 if size is None else size
-    if size is not None:
-        raise ValueError(f"--size {size}: {os.environ['WORLD_SIZE']} ranks have been started: leave --size out")
+        return 4 if ranks is None else ranks
+    if ranks is not None:
+        raise ValueError(
+            f"--ranks {ranks}: torchrun has started {os.environ['WORLD_SIZE']} ranks already; leave --ranks out"
+        )
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -55,10 +73,14 @@ def start(device: str, ranks: int) -> torch.device | None:
     devices = torch.cuda.device_count()
     if under_torchrun():
         if device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= devices:
-            raise ValueError(f"every rank needs a CUDA device; this host has {devices}: start fewer, or --device cpu")
+            raise ValueError(
+                f"every rank needs a CUDA device, and this host has {devices}; start fewer ranks, or use --device cpu"
+            )
         return join(device)
     if device == "cuda" and ranks > devices:
-        raise ValueError(f"--size {ranks}: this host has {devices} CUDA devices: use --size {devices}, or --device cpu")
+        raise ValueError(
+            f"--ranks {ranks}: this host has {devices} CUDA devices; use --ranks {devices}, or --device cpu"
+        )
     return None
 
 

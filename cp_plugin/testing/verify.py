@@ -107,7 +107,8 @@ def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> l
     if not possible:
         return []
     ranks = place(possible, device, threads=threads)
-    cases = {(s.problem, s.provider.kind): make_case(s.problem, s.provider.kind) for s in possible}
+    asked = list(dict.fromkeys((s.problem, s.provider.kind) for s in possible))
+    cases = {key: make_case(*key) for key in with_progress(asked, "computing references")}
     call = calls.directly if ranks.threads else calls.through_autograd
 
     def each(setup: Setup, cp: ContextParallel, here: torch.device) -> dict[str, tuple[float, float]]:

@@ -88,16 +88,16 @@ class Found(NamedTuple):
     limits: Mapping[str, float]
 
 
-def refuse(causal: bool | None, options: Options) -> None:
-    """ValueError for options that do nothing with ``--decode``."""
-    if causal is False:
-        raise ValueError("--full does nothing with --decode: the tokens that follow are not there yet; leave it out")
+def refuse(mask: str | None, options: Options) -> None:
+    """ValueError for options that have no effect on generation."""
+    if mask == "full":
+        raise ValueError("--mask full has no effect on --decode: later tokens do not exist yet; leave it out")
     for flag, value in (("--backward", options.backward), ("--gradient-dtype", options.gradient_dtype)):
         if value is not None:
-            raise ValueError(f"{flag} {value} does nothing with --decode: no gradients are computed; leave it out")
+            raise ValueError(f"{flag} {value} has no effect on --decode, which computes no gradients; leave it out")
     if options.fp8 == "compute":
         raise ValueError(
-            "--fp8 compute does nothing with --decode, which computes in float32: use --fp8 comm, with which payloads "
+            "--fp8 compute has no effect on --decode, which computes in float32: use --fp8 comm, with which payloads "
             "and the cache are in FP8"
         )
 

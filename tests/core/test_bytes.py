@@ -59,7 +59,7 @@ def total(sent: Formula, phase: str = "") -> int:
 def test_on_processes_bytes_and_results(flags: tuple[str, ...], chosen: dict[str, str]) -> None:
     """Real Gloo ranks, through the commands; every change runs one provider for each kind of message."""
     names = [*providers.names(), *providers.names("linear")] if ALL else ["ring", "attention2d", "ulysses", "lasp2"]
-    small = ("--size", "4", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", *flags, "--json")
+    small = ("--ranks", "4", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", *flags, "--json")
     small += tuple(f"--provider={name}" for name in names)
     found = CliRunner().invoke(app, ["traffic", "--measure", "--seq-length", "96", *small])
     assert found.exit_code == 0, found.output
@@ -67,7 +67,7 @@ def test_on_processes_bytes_and_results(flags: tuple[str, ...], chosen: dict[str
     assert set(rows) == set(names)
     assert rows["ring"]["chosen"] == chosen and rows["ring"]["over_ring"] < 0.9
     assert rows["ulysses"]["chosen"] == {name: value for name, value in chosen.items() if name in FP8}
-    found = CliRunner().invoke(app, ["verify", "--causal", *small])
+    found = CliRunner().invoke(app, ["verify", "--mask", "causal", *small])
     assert found.exit_code == 0, found.output
     results = json.loads(found.stdout)["results"]
     assert {r["problem"]["dtype"] for r in results} == {"bfloat16"}

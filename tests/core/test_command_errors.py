@@ -15,7 +15,10 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--provider", "attention2d", "--grid", "3x5"), "--grid 3x5 does not hold 64 context-parallel ranks: use one"),
         (("--grid", "8by8"), "--grid 8by8: write rows x columns, such as 8x8"),
         (("--grid", "٢x٢"), "--grid ٢x٢: write rows x columns, such as 8x8"),
-        (("--kv-heads", "0", "--batch", "-1"), "kv_heads 0, batch -1: sizes must be 1 or more"),
+        (("--kv-heads", "0"), "--kv-heads 0: write a whole number, 1 or more"),
+        (("--batch", "-1"), "--batch -1: write a whole number, 1 or more"),
+        (("--head-dim", "1e2"), "--head-dim 1e2: write a whole number, 1 or more"),
+        (("--dtype", "fp16"), "--dtype fp16: unknown (there are float64, float32"),
         (("--heads", "12"), "12 query heads cannot share 8 key/value heads"),
         (("--measure", "--seq-length", "4194304"), "use a smaller --seq-length"),
     ],
@@ -28,12 +31,12 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--seq-length", "1048576"), "use a smaller --seq-length"),
     ],
     ("verify", "--decode", "--device", "cpu", *SMALL): [
-        (("--full",), "--full does nothing with --decode"),
-        (("--backward", "q"), "--backward q does nothing with --decode"),
+        (("--mask", "full"), "--mask full has no effect on --decode"),
+        (("--backward", "q"), "--backward q has no effect on --decode"),
         (("--fp8", "compute"), "use --fp8 comm"),
         (("--provider", "rign"), "unknown provider 'rign'"),
         (("--seq-length", "1048576"), "use a smaller --seq-length"),
-        (("--gradient-dtype", "model"), "--gradient-dtype model does nothing with --decode"),
+        (("--gradient-dtype", "model"), "--gradient-dtype model has no effect on --decode"),
     ],
 }
 

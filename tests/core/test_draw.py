@@ -120,7 +120,7 @@ def test_the_busiest_rank_is_not_on_the_diagonal_of_the_grid() -> None:
 
 def test_the_command_writes_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "layouts.png"
-    result = CliRunner().invoke(app, ["draw", str(path), "--ranks", "2"])
+    result = CliRunner().invoke(app, ["draw", "--plot", str(path), "--ranks", "2"])
     assert result.exit_code == 0, result.output
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -156,7 +156,7 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             draw_method(tmp_path / "x.png", provider, size, **options)
     for name, message in (("none/x.svg", "cannot be written"), ("x", "pictures are .svg, .png or .pdf files")):
-        result = CliRunner().invoke(app, ["draw", str(tmp_path / name)])
+        result = CliRunner().invoke(app, ["draw", "--plot", str(tmp_path / name)])
         assert result.exit_code == 2 and message in result.output, result.output
     assert list(tmp_path.iterdir()) == []
 

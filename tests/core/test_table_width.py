@@ -49,7 +49,7 @@ def test_a_reason_is_below_the_table_once(terminal: Console) -> None:
     problem = Problem(size=64, heads=32, kv_heads=8, seq_length=131072)
     print_traffic(terminal, problem, price((), problem, Options()), None)
     text = " ".join("\n".join(lines(terminal)).split())
-    assert text.count("ulysses: cannot: --size 64: 32 query heads and 8 key/value heads") == 1
+    assert text.count("ulysses: cannot: --ranks 64: 32 query heads and 8 key/value heads") == 1
 
 
 @pytest.mark.parametrize("decode", [False, True])

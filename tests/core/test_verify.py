@@ -24,7 +24,7 @@ from cp_plugin.methods.ring import STRIPED, Ring
 from cp_plugin.testing.oracle import TENSORS, make_case, reference, relative_errors, tensors
 from cp_plugin.testing.verify import plan, verify
 
-SMALL = ("--head-dim", "16", "--batch", "1", "--size", "4")
+SMALL = ("--head-dim", "16", "--batch", "1", "--ranks", "4")
 
 
 def problem(size: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32, causal: bool = True) -> Problem:
@@ -163,7 +163,9 @@ def test_the_command_passes_in_plain_lines_and_in_json() -> None:
     lines = result.stdout.splitlines()
     assert sum(line.endswith("PASS") for line in lines) == (3 + 4) * 8 and "FAIL" not in result.stdout
     assert lines[-1] == "PASS: 56 of 56 within limits"
-    result = command(*SMALL, "--provider", "attention2d", "--grid", "2x2", "--full", "--kv-heads", "8", "--json")
+    result = command(
+        *SMALL, "--provider", "attention2d", "--grid", "2x2", "--mask", "full", "--kv-heads", "8", "--json"
+    )
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and found["ok"] and len(found["results"]) == 4 * 2
     assert all(r["chosen"]["grid"] == [2, 2] and tuple(r["errors"]) == TENSORS[:4] for r in found["results"])
@@ -177,19 +179,31 @@ def test_a_forgotten_merge_weight_fails_the_command(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(merging, "merge", unweighted)
     args = (*SMALL, "--provider", "striped", "--provider", "all_gather", "--layout", "striped", "--kv-heads", "8")
-    result = command(*args, "--full", "--dtype", "float32")
+    result = command(*args, "--mask", "full", "--dtype", "float32")
     assert result.exit_code == 1
     striped, gathered, last = result.stdout.splitlines()[2:]
     assert striped.endswith("FAIL") and gathered.endswith("PASS")
     assert last == "FAIL: 1 of 2 within limits"
-    result = command(*args, "--full", "--dtype", "float32", "--json")
+    result = command(*args, "--mask", "full", "--dtype", "float32", "--json")
     assert result.exit_code == 1 and not json.loads(result.stdout)["ok"]
 
 
 def test_impossible_setups_are_listed_but_not_counted() -> None:
-    args = (*SMALL, "--provider", "ulysses", "--layout", "zigzag", "--heads", "6", "--causal", "--dtype", "float32")
+    args = (
+        *SMALL,
+        "--provider",
+        "ulysses",
+        "--layout",
+        "zigzag",
+        "--heads",
+        "6",
+        "--mask",
+        "causal",
+        "--dtype",
+        "float32",
+    )
     nothing = command(*args)
-    assert nothing.exit_code == 1 and nothing.stdout.count("cannot: --size 4: 6 query heads") == 2
+    assert nothing.exit_code == 1 and nothing.stdout.count("cannot: --ranks 4: 6 query heads") == 2
     assert nothing.stdout.splitlines()[-1] == "FAIL: 0 of 0 within limits; 2 cannot run, for the reasons given"
     some = command(*args, "--provider", "ring")
     assert some.exit_code == 0

@@ -52,19 +52,22 @@ def test_half_precision_and_an_fp8_cache_are_within_their_limits(fp8: Any) -> No
 
 
 def test_the_command_passes_in_lines_and_in_json() -> None:
-    found = command("--size", "2", "--provider", "ring", "--provider", "lasp2", "--dtype", "float32", "--kv-heads", "2")
+    found = command(
+        "--ranks", "2", "--provider", "ring", "--provider", "lasp2", "--dtype", "float32", "--kv-heads", "2"
+    )
     assert found.exit_code == 0, found.output
     assert found.stdout.splitlines()[-1] == "PASS: 19 of 19 within limits; 8 cannot run, for the reasons given"
-    found = command("--size", "2", "--provider", "striped", "--dtype", "float32", "--kv-heads", "2", "--json")
+    found = command("--ranks", "2", "--provider", "striped", "--dtype", "float32", "--kv-heads", "2", "--json")
     (result,) = json.loads(found.stdout)["results"]
     assert found.exit_code == 0 and result["ok"] and result["sent_per_token"] == [4 * 9 * 4] * 2
     assert list(result["errors"]) == ["prefill", "decode", "chunked_prefill", "chunked_decode"]
 
 
 def test_a_prompt_too_short_for_two_chunks_is_a_reason() -> None:
-    found = command("--size", "2", "--provider", "ring", "--seq-length", "4", "--dtype", "float32", "--kv-heads", "2")
+    found = command("--ranks", "2", "--provider", "ring", "--seq-length", "4", "--dtype", "float32", "--kv-heads", "2")
     assert found.exit_code == 0, found.output
-    assert "a prompt in two parts needs 8 tokens or more on 2 ranks in the zigzag layout" in found.stdout
+    shown = " ".join(found.stdout.split())
+    assert "a prompt in two parts needs 8 tokens or more on 2 ranks in the zigzag layout" in shown
 
 
 def _rounded_anew(lower: Partial, upper: Partial) -> Partial:

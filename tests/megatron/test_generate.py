@@ -78,7 +78,7 @@ def test_greedy_text_is_that_of_one_rank(model: str, checkpoints: Checkpoints) -
     one = texts(*asked)
     assert len(one["tokens"][0]) == len("def main") + new and len(set(one["tokens"][0])) > 10
     provider = () if model == "hybrid" else ("--cp-provider", "attention2d")
-    four = texts(*asked, "--nproc", "4", "--chunk", "4", *provider)
+    four = texts(*asked, "--ranks", "4", "--chunk", "4", *provider)
     assert four["tokens"] == one["tokens"]
     assert len(set(four["cache_bytes"])) == 1
     if model == "window":
@@ -90,7 +90,7 @@ def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: Checkpoin
     asked = ("--load", str(checkpoints["window"]), "--prompt", "abc", "--prompt", "import json", "--new-tokens", "12")
     drawn = (*asked, "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9", "--sample-seed", "3")
     one = texts(*drawn)
-    other = texts(*drawn, "--nproc", "4", "--tensor-model-parallel-size", "2")
+    other = texts(*drawn, "--ranks", "4", "--tensor-model-parallel-size", "2")
     assert one["tokens"] == other["tokens"] != texts(*drawn[:-1], "4")["tokens"]
     assert [text[:3] for text in one["texts"]] == ["abc", "imp"]
 

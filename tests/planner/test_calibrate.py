@@ -112,8 +112,8 @@ def test_measured_profile(measured, tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("here.toml", "--size", "1"), "--size 1: one rank has no links to measure"),
-        (("here.toml", "--size", "0"), "--size 0: write a whole number, 1 or more"),
+        (("here.toml", "--ranks", "1"), "--ranks 1: one rank has no links to measure"),
+        (("here.toml", "--ranks", "0"), "--ranks 0: write a whole number, 1 or more"),
         (("here.toml", "--timeout", "inf"), "--timeout inf: write seconds"),
         (("",), "name the profile to write, such as profile.toml"),
         (("here.json",), "here.json: profiles are .toml files; write here.toml"),
@@ -132,14 +132,14 @@ def test_bad_commands_are_refused_before_measuring(words, part, tmp_path: Path, 
 def test_bad_launches_are_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    done = CliRunner().invoke(app, ["calibrate", str(tmp_path / "here.toml"), "--size", "2"])
-    assert done.exit_code == 2 and "--size 2: 4 ranks have been started: leave --size out" in done.output
+    done = CliRunner().invoke(app, ["calibrate", str(tmp_path / "here.toml"), "--ranks", "2"])
+    assert done.exit_code == 2 and "--ranks 2: torchrun has started 4 ranks already; leave --ranks out" in done.output
     with pytest.raises(ValueError, match="3 ranks on 2 hosts are not spread evenly"):
         link_rates.Measured(("a", "a", "b"), _HERE, lambda text: None)
 
 
 def test_the_command_writes_what_it_measured(quick, tmp_path: Path):
     out = tmp_path / "mine.toml"
-    done = CliRunner().invoke(app, ["calibrate", str(out), "--size", "2", "--dtype", "float32", "--device", "cpu"])
+    done = CliRunner().invoke(app, ["calibrate", str(out), "--ranks", "2", "--dtype", "float32", "--device", "cpu"])
     assert done.exit_code == 0, done.output
     assert hardware.cluster(str(out)).name == "mine" and f"wrote {out}" in done.output

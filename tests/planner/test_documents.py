@@ -172,7 +172,7 @@ def test_bad_lengths_are_refused(tmp_path: Path) -> None:
         given.bounds("chatt", 1024)
     with pytest.raises(ValueError, match=r"file\. Write a file, lengths such as 600,200,224, or one of chat, code, lo"):
         given.bounds("600,0", 1024)
-    for content, said in (("12\nabc\n", "'abc' is no length"), ("\n", "it is empty")):
+    for content, said in (("12\nabc\n", "'abc' is not a length"), ("\n", "it is empty")):
         (path := tmp_path / "lengths.txt").write_text(content)
         with pytest.raises(ValueError, match=f"{said}: write the tokens of one document, 1 or more, on each line"):
             given.bounds(str(path), 1024)
@@ -185,18 +185,18 @@ def test_commands() -> None:
         result = CliRunner().invoke(app, text.split())
         return result.exit_code, result.output
 
-    status, text = asked("traffic --provider needed --size 4 --seq-length 1024 --documents 600,200,224")
-    rows = [line.split()[:2] for line in text.splitlines()[2:] if not line.startswith("needed:")]
+    status, text = asked("traffic --provider needed --ranks 4 --seq-length 1024 --documents 600,200,224")
+    rows = [line.split()[:2] for line in text.splitlines() if line.startswith("needed ")]
     assert status == 0 and rows == [["needed", "zigzag"], ["needed", "documents"]] and "3 documents" in text
-    status, text = asked("traffic --provider needed --size 4 --seq-length 1024 --window 16")
+    status, text = asked("traffic --provider needed --ranks 4 --seq-length 1024 --window 16")
     assert status == 0 and "window 16" in text
     asked_for = "plan --model llama3-8b --cluster h100-1-per-node --devices 8 --context 8 --memory 1000"
     status, text = asked(f"{asked_for} --seq-length 65536 --documents chat")
     assert status == 0 and "--cp-provider needed --cp-layout " in text, text
     assert "upstream pads each to a multiple of 16" in text
     status, text = asked("plan --model llama3-8b --cluster dgx-h100 --prefill --documents chat")
-    assert status == 2 and "--documents chat is for a training" in text
-    status, text = asked("draw x.svg --documents 8,8")
+    assert status == 2 and "--documents chat is for training" in text
+    status, text = asked("draw --plot x.svg --documents 8,8")
     assert status == 2 and "needs --provider needed" in text
 
 
@@ -214,7 +214,7 @@ def test_picture_shows_the_keys_of_the_plan(tmp_path: Path) -> None:
     assert list(map(len, found.fetched)) == place(lengths, 4).needs().tolist()
     assert found.balance == place(lengths, 4).balance
     result = CliRunner().invoke(
-        app, f"draw {tmp_path}/x.svg --provider needed --ranks 4 --documents 11,7,5,5,3,1".split()
+        app, f"draw --plot {tmp_path}/x.svg --provider needed --ranks 4 --documents 11,7,5,5,3,1".split()
     )
     assert result.exit_code == 0, result.output
     assert "documents: busiest rank 1." in (tmp_path / "x.svg").read_text()

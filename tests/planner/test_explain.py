@@ -84,7 +84,7 @@ def test_free_kernels_and_free_links() -> None:
 def test_picture(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
     sizes = ("--devices", "8", "--tensor", "2", "--grid", "2x2")
-    done = cli("--provider", "attention2d", *sizes, "--picture", str(path))
+    done = cli("--provider", "attention2d", *sizes, "--plot", str(path))
     assert done.exit_code == 0 and path.name in done.output, done.output
     words = path.read_text()
     assert words.startswith("<?xml")
@@ -144,13 +144,13 @@ def test_packed_documents() -> None:
         (["--provider", "atention2d"], "--provider atention2d: unknown: did you mean attention2d"),
         (["--provider", "attention2d", "--grid", "3x2"], "--grid 3x2 does not hold 8 context-parallel ranks"),
         (["--provider", "ring", "--grid", "4x2"], "--grid 4x2 does nothing with --provider ring"),
-        (["--layout", "zigzag"], "--layout: the options of a method need --provider"),
+        (["--layout", "zigzag"], "--layout: a method's options need --provider"),
         (["--provider", "ring", "--context", "3"], "--context 3 does not divide the number of devices"),
         (["--provider", "ring", "--recompute", "ful"], "did you mean full"),
         (["--provider", "ulysses", "--devices", "64"], "--context 64: 32 query heads"),
         (["--provider", "ring", "--devices", "12"], "--devices 12: dgx-h100 has 8 devices on a node"),
-        (["--provider", "ring", "--picture", "x.gif"], "x.gif: pictures are .svg, .png or .pdf files; write x.svg"),
-        (["--provider", "ring", "--picture", "/no/such/x.svg"], "/no/such/x.svg cannot be written"),
+        (["--provider", "ring", "--plot", "x.gif"], "x.gif: pictures are .svg, .png or .pdf files; write x.svg"),
+        (["--provider", "ring", "--plot", "/no/such/x.svg"], "/no/such/x.svg cannot be written"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:

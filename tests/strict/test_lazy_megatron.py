@@ -49,7 +49,7 @@ def test_a_part_of_the_ranks_attends_on_a_grid(beside: str) -> None:
 def test_the_scaled_run_of_the_flagship(ranks: int, tmp_path: Path) -> None:
     """As a user starts it: the trainings are processes of their own, which fork their ranks."""
     script = Path(sys.executable).with_name("cp-plugin")
-    words = ["example", "attention2d-64xa100", "--scaled", str(ranks), "--steps", "1"]
+    words = ["example", "attention2d-64xa100", "--scaled", "--ranks", str(ranks), "--steps", "1"]
     paths = [os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "kernels")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([str(script), *words], env=environment, cwd=tmp_path, capture_output=True, text=True)

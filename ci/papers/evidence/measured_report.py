@@ -37,7 +37,7 @@ def show(console: Console, names: Sequence[str], pictures: Path | None = None) -
         if found and pictures is not None:
             pictures.mkdir(parents=True, exist_ok=True)
             draw(name, pictures / f"{name}.svg")
-            print_lines(console, f"drew {pictures / f'{name}.svg'}", whole=True)
+            print_lines(console, f"drew {pictures / f'{name}.svg'}")
     print_table(console, "\nErrors: predicted over published, minus one", _SUMMARY, [(r, "") for r in summary(names)])
 
 

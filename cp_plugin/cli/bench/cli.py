@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from cp_plugin.cli import flags
+from cp_plugin.cli import files, flags, output
+from cp_plugin.cli.terminal import new_console, print_verdict
 
 if TYPE_CHECKING:
     from cp_plugin.cli.bench import decode_cli
@@ -20,26 +19,31 @@ Contestants = Annotated[
     list[str] | None,
     typer.Option(
         "--provider",
-        help="a method or an upstream peer (torch-ring, te-p2p, te-all_gather, te-a2a, te-a2a+p2p), with options as in "
-        "attention2d:grid=4x2; repeatable; default: all softmax methods and all peers",
+        metavar="NAME",
+        help="a method, or another library's: torch-ring, te-p2p, te-all_gather, te-a2a, te-a2a+p2p; with options as "
+        "in attention2d:grid=4x2; repeatable; default: all for softmax attention",
     ),
 ]
 Masks = Annotated[
     list[str] | None,
     typer.Option(
         "--mask",
-        help="full, causal, full-window, causal-window, full-document, causal-document; repeatable; default: all",
+        metavar="NAME",
+        help="full, causal, full-window, causal-window, full-document or causal-document; repeatable; default: all",
     ),
 ]
 Lengths = Annotated[
     list[int] | None,
     typer.Option(
-        "--seq-length", min=1, help="tokens over all ranks; repeatable; default: 8192 per rank (256 on the CPU)"
+        "--seq-length", min=1, help="tokens of one sequence; repeatable; default: 8192 per rank, 256 on the CPU"
     ),
 ]
 Distribution = Annotated[
     str | None,
-    typer.Option(help="distribution of document lengths: pile, prolong64k or prolong512k; default: by sequence length"),
+    typer.Option(
+        metavar="NAME",
+        help="distribution of document lengths: pile, prolong64k or prolong512k; default: by sequence length",
+    ),
 ]
 
 
@@ -47,66 +51,77 @@ def bench(
     provider: Contestants = None,
     mask: Masks = None,
     seq_length: Lengths = None,
-    size: flags.ForkedRanks = None,
-    device: flags.Device = flags.Device.auto,
-    dtype: Annotated[flags.Dtype | None, typer.Option(help="default: bfloat16 (float32 on the CPU)")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="query heads; default: 64 (8 on the CPU)")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="key/value heads; default: 8 (4 on the CPU)")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="default: 128 (64 on the CPU)")] = None,
-    v_head_dim: flags.ValueDim = 0,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
+    ranks: flags.ForkedRanks = None,
+    device: flags.Devices = flags.Device.auto,
+    dtype: Annotated[
+        flags.Dtype | None, typer.Option(help="element type of q, k and v; default: bfloat16, float32 on the CPU")
+    ] = None,
+    heads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="query heads of the model, divided by its tensor-parallel size; default: 64, 8 on the CPU"
+        ),
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="key/value heads, counted like --heads; default: 8, 4 on the CPU")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="size of a head; default: 128, 64 on the CPU")] = None,
+    v_head_dim: flags.ValueDim = None,
+    batch: Annotated[int, typer.Option(min=1, help="sequences per batch")] = 1,
     window: Annotated[
         int | None, typer.Option(help="sliding window in tokens; default: 1024, at most an eighth of the sequence")
     ] = None,
     distribution: Distribution = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed of the document lengths")] = 0,
-    decay: Annotated[flags.Decays, typer.Option(help="of linear attention: per head, token, or key dimension")] = (
+    decay: Annotated[flags.Decays, typer.Option(help="granularity of the decay of linear attention")] = (
         flags.Decays.none
     ),
-    rounds: Annotated[int, typer.Option(min=1, help="timed calls per contestant")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="timed calls per provider")] = 5,
     timeout: flags.Timeout = 3600,
-    cluster: Annotated[str | None, typer.Option(help="cluster to predict for: a packaged one or a .toml file")] = None,
-    json: Annotated[Path | None, typer.Option(help="write everything measured to this file")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="also predict the times, for a packaged cluster or a .toml file")
+    ] = None,
+    as_json: output.AsJson = None,
     markdown: Annotated[Path | None, typer.Option(help="write the tables to this file")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw speeds to this file; PNG, SVG or PDF by its suffix")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw speeds to this file: PNG, SVG or PDF, by its suffix")] = None,
     decode: Annotated[
         bool, typer.Option("--decode", help="time prefill and decode instead, and decode's messages alone")
     ] = False,
 ) -> None:
-    """Time providers and upstream's own context parallelism on real ranks, after checking each for correctness.
+    """Time providers, and the context parallelism of other libraries, on real ranks; each is checked first.
 
-    Without torchrun it forks ranks on this machine; under torchrun every rank runs it:
+    Starts ranks on this machine, unless torchrun has started them on all machines:
+
     torchrun --nproc-per-node 8 --no-python cp-plugin bench
     """
     from cp_plugin.cli.bench import decode_cli, request
     from cp_plugin.cli.bench import plot as picture
-    from cp_plugin.testing import ranks
+    from cp_plugin.testing import ranks as started
 
     with flags.errors_in_one_line():
-        if ranks.is_first():
-            for flag, path in (("--json", json), ("--markdown", markdown), ("--plot", plot)):
-                if path is not None:
-                    flags.check_output(path, flag=flag)
+        if started.is_first() and markdown is not None:
+            files.check_output(markdown, flag="--markdown")
         if decode:
             pointless = {"--mask": mask, "--window": window, "--distribution": distribution, "--seed": seed or None}
             pointless |= {"--decay": None if decay == flags.Decays.none else decay, "--cluster": cluster}
             pointless |= {"--markdown": markdown, "--plot": plot}
-            flags.refuse(pointless, "does nothing with --decode")
-        elif plot is not None and ranks.is_first():
+            flags.refuse(pointless, "has no effect on --decode")
+        elif plot is not None and started.is_first():
             picture.check(plot)
-        flags.check_forked(size, timeout)
+        flags.check_forked(ranks, timeout)
         where = flags.device_name(device)
         problem = request.typical(
-            where, size=ranks.number_of_ranks(size), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            v_head_dim=v_head_dim, batch=batch, dtype=dtype and flags.torch_dtype(dtype), decay=decay.value,
+            where, size=started.number_of_ranks(ranks), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            v_head_dim=v_head_dim or 0, batch=batch, dtype=dtype and flags.torch_dtype(dtype), decay=decay.value,
         )  # fmt: skip
         asked = request.Request(
             problem=problem, providers=provider or (), masks=mask or (), lengths=seq_length or (), device=where,
             rounds=rounds, timeout=timeout, window=window, distribution=distribution, seed=seed, cluster=cluster,
         )  # fmt: skip
         found = decode_cli.bench_decode(asked) if decode else _bench(asked)
-    if ranks.is_first():
-        _show(found, json, markdown, plot)
+    if started.is_first():
+        output.show(as_json, found.as_json, lambda: found.print(new_console()))
+        _write(found, markdown, plot, quiet=output.only_json(as_json))
     if not found.ok:
         raise typer.Exit(1)
 
@@ -139,17 +154,15 @@ def _bench(asked: Request) -> Report:
     )
 
 
-def _show(found: Report | decode_cli.Report, json: Path | None, markdown: Path | None, plot: Path | None) -> None:
+def _write(found: Report | decode_cli.Report, markdown: Path | None, plot: Path | None, *, quiet: bool) -> None:
+    """The other files, and the verdict."""
     from cp_plugin.cli.bench import plot as picture
-    from cp_plugin.cli.terminal import print_verdict
 
-    found.print(Console())
-    if json is not None:
-        json.write_text(dumps(found.as_json(), indent=2) + "\n")
     if markdown is not None:
         markdown.write_text(found.as_markdown())
     if plot is not None:
         picture.plot(plot, found.results)
-    for path in filter(None, (json, markdown, plot)):
-        typer.echo(f"wrote {path}")
-    print_verdict(found.ok, found.verdict)
+    if not quiet:
+        for path in filter(None, (markdown, plot)):
+            typer.echo(f"wrote {path}")
+        print_verdict(found.ok, found.verdict)

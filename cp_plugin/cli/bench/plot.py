@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_plugin.cli import flags
+from cp_plugin.cli import files
 from cp_plugin.cli.bench.results import CaseResult
 from cp_plugin.cli.draw.canvas import new_figure, save
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def check(path: Path) -> None:
     """ValueError for a picture that cannot be drawn or written."""
-    flags.check_output(path, "picture", flags.PICTURES)
+    files.check_output(path, "picture", files.PICTURES)
     new_figure(1, 1)
 
 

@@ -1,6 +1,6 @@
 """The picture of a pack of documents: the visible keys of every query, and the keys that ranks fetch.
 
-    cp-plugin draw pack.svg --provider needed --documents 24,14,10,8,5,3
+    cp-plugin draw --provider needed --plot pack.svg --documents 24,14,10,8,5,3
 
 Zigzag layout and document placement side by side. Fetches are the plan of the provider ``needed``
 (``cp_plugin.core.needs``).

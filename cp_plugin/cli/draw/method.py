@@ -1,6 +1,6 @@
 """The picture of a method: which rank computes which block, in which step, and the time of each step.
 
-    cp-plugin draw grid.svg --provider attention2d --ranks 4 --grid 2x2
+    cp-plugin draw --provider attention2d --plot grid.svg --ranks 4 --grid 2x2
 
 It is drawn from a recording (``cp_plugin.cli.draw.calls``), so third-party providers can be drawn, too.
 """

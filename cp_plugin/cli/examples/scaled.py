@@ -27,7 +27,7 @@ from cp_plugin.cli.examples.training import (
     train,
     verdict,
 )
-from cp_plugin.cli.terminal import print_lines, print_table
+from cp_plugin.cli.terminal import print_flags, print_table
 
 FIRST_STEP = 1e-6
 """Largest relative difference of the first loss, before any update of the weights."""
@@ -82,7 +82,7 @@ class Scaled:
 def scaled(command: Command, ranks: int) -> Scaled:
     """The trainings on this many ranks; ValueError if the example cannot be divided over them."""
     if ranks > MOST:
-        raise ValueError(f"--scaled {ranks}: give at most {MOST:,} ranks")
+        raise ValueError(f"--ranks {ranks}: give at most {MOST:,} ranks")
     length = command.experiment.scaled_length
     lengths: dict[str, Value] = {"seq-length": length, "max-position-embeddings": length}
     narrow, reasons = _on_cpu(changed(command.values, {**command.experiment.scaled, **lengths}))
@@ -92,13 +92,13 @@ def scaled(command: Command, ranks: int) -> Scaled:
     context, rest = divmod(ranks, alone)
     if rest or context < 2:
         raise ValueError(
-            f"--scaled {ranks}: use a multiple of {tensor * pipeline}, and at least {2 * tensor * pipeline}: tensor "
+            f"--ranks {ranks}: use a multiple of {tensor * pipeline}, and at least {2 * tensor * pipeline}: tensor "
             f"{tensor} x pipeline {pipeline} x at least 2 context-parallel ranks"
         )
     many = replace(small, values=resized(narrow, context))
     reason = refusal(many)
     if reason is not None:
-        raise ValueError(f"--scaled {ranks}: {reason}")
+        raise ValueError(f"--ranks {ranks}: {reason}")
     half = _in_half(narrow)
     return Scaled(
         command=command,
@@ -209,7 +209,8 @@ def print_changes(console: Console, of: Scaled) -> None:
         for flag, value in of.many.values.items()
         if flag not in of.changed and ("parallel" in flag or flag.startswith("cp-"))
     ]
-    print_lines(console, f"kept: {' '.join(kept)}\n", whole=True)
+    print_flags(console, "kept:", " ".join(kept), style="")
+    console.print()
 
 
 def print_run(console: Console, found: Trained) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -20,28 +19,31 @@ from cp_plugin.planner.errors import SECONDS
 def print_examples(console: Console, examples: Iterable[Example]) -> None:
     rows = [(_row(example), "") for example in examples]
     print_table(console, "Examples", ("name", "GPUs", "method", "tokens", "variants", "what"), rows)
-    _line(console, "\nOne of them: cp-plugin example NAME")
+    _line(console, "\nMore about one of them: cp-plugin example NAME")
 
 
 def print_example(console: Console, example: Example) -> None:
     config, name = example.config, example.name
     _line(console, f"{config.title} ({config.paper}{', ' + config.section if config.section else ''})\n")
     for paragraph in config.about.strip().split("\n\n"):
-        _line(console, textwrap.fill(" ".join(paragraph.split()), 100, break_on_hyphens=False) + "\n")
+        _line(console, " ".join(paragraph.split()) + "\n")
     rows = [(_variant_row(example.experiment(variant)), "") for variant in example.variants]
     print_table(console, "Variants", ("variant", "model", "GPUs", "method", "tokens"), rows)
-    _line(console, "\nTo go on:")
-    _line(console, f"  cp-plugin example {name} --dry-run      check the whole command here, without a GPU")
-    _line(console, f"  cp-plugin example {name} --scaled 8     train it with narrow layers on 8 CPU ranks, against one")
-    _line(console, f"  cp-plugin example {name} --print sh     the script for a cluster; --print sbatch: for Slurm")
+    _line(console, "")
+    ways = [
+        ("--dry-run", "check the whole command here, without a GPU"),
+        ("--scaled", "train with narrow layers on CPU ranks here, and compare with CP 1"),
+        ("--print sh", "the script for a cluster; --print sbatch: for Slurm"),
+    ]
     if example.config.variants:
         other = example.experiment(example.variants[-1])
-        _line(console, f"  with any of them: --variant {other.variant} --seq-length {other.lengths[-1]}")
+        ways.append((f"... --variant {other.variant} --seq-length {other.lengths[-1]}", "another variant and length"))
+    print_table(console, f"Next: cp-plugin example {name}", ("with", "what it does"), [(way, "") for way in ways])
 
 
 def print_dry_run(console: Console, run: DryRun) -> None:
     """The command, its groups, memory, bytes and time, and what was not checked."""
-    print_lines(console, *_heading(run), "", whole=True)
+    print_lines(console, *_heading(run), "")
     _print_groups(console, run)
     _line(console, "")
     p = run.prediction
@@ -168,4 +170,4 @@ def _tokens(n: int) -> str:
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    print_lines(console, text, style=style, whole=True)
+    print_lines(console, text, style=style)

@@ -1,0 +1,30 @@
+"""Files that commands write: checked before the work begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+PICTURES = (".svg", ".png", ".pdf")
+
+
+def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), flag: str = "") -> None:
+    """ValueError for an unwritable file or a wrong suffix; ``kind`` of file and ``flag``: for the message."""
+    if not path.name:
+        example = f"{kind}{suffixes[0] if suffixes else ''}"
+        raise ValueError(f"{f'{flag} {path}'.strip()}: name the {kind} to write, such as {example}")
+    if suffixes and path.suffix not in suffixes:
+        listed = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+        shown = f"{flag} {path}".strip()
+        raise ValueError(f"{shown}: {kind}s are {listed} files; write {path.with_suffix(suffixes[0])}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{f'{flag} {path}'.strip()} cannot be written: name a file in a folder that exists and is yours")
+
+
+def make_folder(flag: str, path: Path) -> None:
+    """Create a folder unless it exists; ValueError if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot create this folder: {error.strerror}") from None

@@ -1,0 +1,46 @@
+"""``--json [FILE]``: JSON instead of what a command prints, or in a file besides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cp_plugin.cli.files import check_output
+from cp_plugin.testing.ranks import is_first
+
+STDOUT = "-"
+"""The value of ``--json`` without a file."""
+
+AsJson = Annotated[
+    Path | None, typer.Option("--json", metavar="[FILE]", help="print JSON and nothing else, or write it to FILE too")
+]
+
+
+def only_json(to: Path | None) -> bool:
+    """Whether nothing but JSON is printed."""
+    return to is not None and str(to) == STDOUT
+
+
+def json_file(path: Path) -> Path:
+    """A file that can be written by the reporting process, or ``STDOUT``; ValueError for another."""
+    if str(path) != STDOUT and is_first():
+        check_output(path, "file", (".json",), "--json")
+    return path
+
+
+def show(to: Path | None, as_json: Callable[[], Any], print_tables: Callable[[], None]) -> None:
+    """Print the tables, unless only JSON was asked for; print or write the JSON, if it was."""
+    if not only_json(to):
+        print_tables()
+    if to is None:
+        return
+    text = json.dumps(as_json(), indent=2)
+    if only_json(to):
+        print(text, flush=True)
+    else:
+        to.write_text(f"{text}\n")
+        typer.echo(f"wrote {to}")

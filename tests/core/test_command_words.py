@@ -1,0 +1,144 @@
+"""One vocabulary and one style for all commands, found by looking at the program itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import cp_plugin
+from cp_plugin.cli.app import app
+from cp_plugin.common.names import did_you_mean
+from cp_plugin.kernels import backends
+from cp_plugin.methods import registry as providers
+
+PROGRAM: Any = typer.main.get_command(app)
+COMMANDS: dict[str, Any] = PROGRAM.commands
+EVERY = [(name, param) for name, command in COMMANDS.items() for param in command.params]
+OPTIONS = [(name, param) for name, param in EVERY if param.param_type_name == "option"]
+OTHER_NAMES = {
+    "--ranks": r"--(size|nproc|n-?ranks|world-size|num-ranks)",
+    "--plot": r"--(picture|plots|draw|figure|image|out|output|svg)",
+    "--mask": r"--(causal|full|no-causal|masks)",
+    "--json": r"--(as-json|json-file|json-out|format)",
+    "--provider": r"--(method|methods|providers|contestant)",
+    "--heads": r"--(num-heads|q-heads|query-heads)",
+    "--documents": r"--(lengths|packs|docs)",
+}
+"""The name of a thing -> what it is not called."""
+PLACEHOLDERS = re.compile(r"|[A-Z]|NAME|FILE|FOLDER|TEXT|GB|RxC|PAPER|LENGTHS|KIND|KEY|SUFFIXES|\[FILE\]|\[[\w|]+\]")
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_one_thing_has_one_name(name: str) -> None:
+    wrong = [(command, opt) for command, p in OPTIONS for opt in p.opts if re.fullmatch(OTHER_NAMES[name], opt)]
+    assert not wrong, f"call it {name}"
+    kinds = {(p.metavar, str(p.nargs)) for _, p in OPTIONS if name in p.opts}
+    assert kinds, f"no command has {name}"
+    assert name in ("--mask", "--plot") or len(kinds) == 1, f"{name} takes different things: {kinds}"
+
+
+def test_heads_are_those_of_the_model() -> None:
+    texts = {param.help for _, param in OPTIONS if "--heads" in param.opts}
+    assert texts and all(text.startswith("query heads of the model") for text in texts), texts
+
+
+@pytest.mark.parametrize(("command", "param"), EVERY, ids=lambda x: x if isinstance(x, str) else str(x.name))
+def test_a_parameter_has_a_help_text_and_a_short_placeholder(command: str, param: Any) -> None:
+    assert param.help and not param.help.endswith(".") and "``" not in param.help, param.help
+    if param.param_type_name == "argument":
+        assert param.metavar == param.name.upper()
+    elif not param.is_flag:
+        assert PLACEHOLDERS.fullmatch(param.metavar or ""), param.metavar
+        assert param.min is None and param.max is None, "typer would print [x>=1] and box its own error"
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("command", [*COMMANDS, ""])
+def test_the_help_fits_and_has_no_noise(command: str, flag: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERMINAL_WIDTH", str(width))
+    status, text, _ = run(*filter(None, [command]), flag)
+    assert status == 0 and f"Usage: cp-plugin {command}".strip() in text
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    noise = re.findall(r"<\w+[^>]*>|\[x?[<>]=?|``|x>=|\bNone\b|list\[", text)
+    assert not noise, noise
+
+
+def test_the_version() -> None:
+    assert run("--version")[:2] == (0, f"cp-plugin {cp_plugin.__version__}\n")
+
+
+def test_completion_is_typers() -> None:
+    names = {opt for param in PROGRAM.params for opt in param.opts}
+    assert {"--install-completion", "--show-completion"} <= names
+    env = {**os.environ, "_CP_PLUGIN_COMPLETE": "complete_bash", "COMP_WORDS": "cp-plugin ver", "COMP_CWORD": "1"}
+    done = subprocess.run([sys.executable, "-m", "cp_plugin.cli"], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["verify"]
+
+
+def test_modules_do_what_the_program_does() -> None:
+    for module in ("cp_plugin.cli", "cp_plugin.cli.app"):
+        done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout == f"cp-plugin {cp_plugin.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_errors_of_usage_look_like_all_others(command: str) -> None:
+    """Unknown options, missing values and wrong values: one line that names the option, and exit status 2."""
+    params = COMMANDS[command].params
+    required = [word for p in params if p.required for word in ([p.opts[0], "1"] if p.opts[0][0] == "-" else ["x"])]
+    cases = []
+    if not COMMANDS[command].context_settings.get("ignore_unknown_options"):
+        cases.append(([*required, "--rankss", "3"], "--rankss: no such option"))
+    valued = [p for p in params if p.param_type_name == "option" and not p.is_flag and "--json" not in p.opts]
+    cases += [([*required, p.opts[0]], f"{p.opts[0]} is missing its value") for p in valued[:2]]
+    cases += [([*required, p.opts[0], "x"], f"{p.opts[0]} x: ") for p in valued if p.metavar in ("N", "X", "GB")]
+    cases += [([*required, p.opts[0], "x!"], f"{p.opts[0]} x!: ") for p in valued if (p.metavar or "")[0] == "["]
+    cases += [([], f"{p.opts[0] if p.opts[0][0] == '-' else p.metavar} is missing: ") for p in params if p.required][:1]
+    if any("--json" in p.opts for p in params):
+        cases.append(([*required, "--json", "x.txt"], "--json x.txt"))
+    for words, message in cases:
+        status, out, err = run(command, *words)
+        assert (status, out) == (2, ""), (words, out, err)
+        assert err.startswith(f"error: {message}") and err.count("\n") == 1 and not set(err) & set("╭│`"), (words, err)
+
+
+def test_an_unknown_command() -> None:
+    status, _, err = run("verfy")
+    assert status == 2 and err == "error: verfy: no such command: did you mean verify? cp-plugin -h lists all\n"
+
+
+def test_json_is_printed_alone_or_written_besides(tmp_path: Path) -> None:
+    words = ("traffic", "--provider", "ring")
+    path = tmp_path / "found.json"
+    status, tables, _ = run(*words, "--json", str(path))
+    assert status == 0 and tables.startswith("Bytes sent") and f"wrote {path}" in tables.replace("\n", "")
+    for anywhere in ((*words, "--json"), ("traffic", "--json", "--provider", "ring")):
+        status, text, err = run(*anywhere)
+        assert (status, err) == (0, "") and json.loads(text) == json.loads(path.read_text())
+
+
+def test_a_hint_helps() -> None:
+    """One slip of the finger is found; a word that only shares letters is not."""
+    known = [*providers.registry(), *backends.names(), "selective", "none", "causal", "llama3-8b", "dgx-h100"]
+    for name in known:
+        slips = [name[:-1], name[1:], name + name[-1], name[:1] + name[2:], name[:-2] + name[-1] + name[-2]]
+        for slip in (s for s in slips if len(s) > 3 and s != name):
+            assert re.search(rf"(: did you mean|or) .*\b{re.escape(name)}\b", did_you_mean(slip, known)), (slip, name)
+    for word, listed in (("some", ("none", "selective", "full")), ("fast", ("sdpa", "te", "triton")), ("x", known)):
+        assert did_you_mean(word, listed) == "", word
