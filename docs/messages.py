@@ -208,6 +208,10 @@ def _shown(part: ast.Constant | ast.FormattedValue) -> str:
         if code == end or code.endswith(f".{end}"):
             return written
     match part.value:
+        case ast.Call(func=ast.Name(id="spelled"), args=[option, *values]):
+            return " or ".join(_option(option, value) for value in values) or _option(option)
+        case ast.Call(func=ast.Name(id="spelled_ranks")):
+            return "--context-parallel-size <size>"
         case ast.IfExp(body=ast.Constant(value=value)):
             return str(value)
         case ast.Name(id=name):
@@ -215,6 +219,15 @@ def _shown(part: ast.Constant | ast.FormattedValue) -> str:
         case ast.Attribute(attr=name):
             return f"<{name}>"
     return "..."
+
+
+def _option(option: ast.expr, value: ast.expr | None = None) -> str:
+    """An option that a message spells, as a flag: ``--cp-layout zigzag``, or ``--cp-grid <grid>``."""
+    name = str(option.value) if isinstance(option, ast.Constant) else ast.unparse(option).rpartition(".")[2].lower()
+    flag = f"--cp-{name.replace('_', '-')}" if name not in ("self", "option") else "<flag>"
+    if value is None:
+        return flag
+    return f"{flag} {value.value if isinstance(value, ast.Constant) else f'<{name}>'}"
 
 
 def _code(text: str) -> str:

@@ -11,6 +11,7 @@ EXPLAINED = {
     "megatron/state.py: STATE": "the one State",
     "attention/recompute.py: _local": "of the thread: autograd repeats a forward in threads of its own",
     "core/mask.py: _READ": "a cache of the numbers in a tensor, for as long as it lives unchanged",
+    "core/spelling.py: _python": "of the context: how messages that are written inside it spell options",
     "core/layout.py: _orders": "a cache of what a function of its arguments returns, with a limit in bytes",
     "huggingface/layers.py: _running": "of the thread: whose layer runs, for functions that transformers calls",
     "huggingface/apply.py: _numbers": "names in the registry of transformers, which has no way to take one out",

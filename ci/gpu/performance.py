@@ -162,7 +162,9 @@ def methods(step: Step, size: Size, ranks: int, backend: str) -> None:
         step.not_run(f"efficiency of methods with backend {backend}", reason)
         return
     x = random(size, size.tokens, size.tokens, step.device)
-    calls: dict[str, Call] = {"one": lambda: attend(ContextParallel("ring", backend="sdpa"), x, size.problem())}
+    calls: dict[str, Call] = {
+        "one": lambda: attend(ContextParallel("ring", group=None, backend="sdpa"), x, size.problem())
+    }
     wanted, of = {}, {}
     for provider, layout, least in METHODS[: 1 if step.smoke else None]:
         name = f"{provider} on {layout}, backend {backend}, {ranks} ranks, {size}"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention import agreement, autocast, linear, softmax
-from cp_plugin.attention.inputs import check_sink, mask_of, problem_of, typical_call
+from cp_plugin.attention.inputs import UNSET, Group, check_sink, mask_of, problem_of, process_group, typical_call
 from cp_plugin.attention.linear_calls import LinearAttention
 from cp_plugin.attention.recompute import to_be_repeated
 from cp_plugin.attention.tokens import token_order
@@ -33,6 +33,7 @@ from cp_plugin.core.mask import Mask, Window, document_bounds
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.scaling import Scaling
+from cp_plugin.core.spelling import as_called
 from cp_plugin.core.tree import Tree
 from cp_plugin.core.values import Owners
 from cp_plugin.kernels import backends, blocks
@@ -54,7 +55,7 @@ class ContextParallel(LinearAttention):
         self,
         provider: str | Provider | providers.Resolved = "ring",
         *,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = UNSET,
         mesh: Mesh | None = None,
         problem: Problem | None = None,
         **options: Any,
@@ -62,8 +63,9 @@ class ContextParallel(LinearAttention):
         """
         Args:
             provider: a registered name, a ``Provider``, or a ``Resolved`` from ``providers.settle`` (no options then).
-            group: the context-parallel process group; None is a single rank. Collective over the group for methods on
-                several axes, and for those that ask for the ranks' hosts.
+            group: the context-parallel process group, or a ``DeviceMesh`` with one dimension, such as ``mesh["cp"]``;
+                None is this rank alone, and may be left out where torch.distributed has no other ranks. Collective over
+                the group for methods on several axes, and for those that ask for the ranks' hosts.
             mesh: instead of a group, a mesh with the provider's axes.
             problem: a typical call, such as ``Problem(size=8, heads=32, kv_heads=8)``, by which the provider chooses
                 what the options leave open; by default, equal numbers of query and key/value heads. A provider that
@@ -71,12 +73,26 @@ class ContextParallel(LinearAttention):
             options: as in ``cp_plugin.Options``: layout, backend, and providers' options, such as grid.
 
         Raises:
-            ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, or a
-                mesh with other axes.
+            ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, a
+                mesh with other axes, a group that does not contain this rank, a ``DeviceMesh`` with several dimensions,
+                or no group where there are several ranks.
         """
-        self.group = group
+        self.from_python = not isinstance(provider, providers.Resolved)
         self._open: Callable[[Problem], None] | None = None
-        self._calls = agreement.Calls(compared=not isinstance(provider, providers.Resolved))
+        self._calls = agreement.Calls(compared=self.from_python)
+        self.group = None if mesh is not None and group is UNSET else process_group(group)
+        self._resolve(provider, self.group, mesh, problem, options)
+        self._forget()
+
+    @as_called
+    def _resolve(
+        self,
+        provider: str | Provider | providers.Resolved,
+        group: dist.ProcessGroup | None,
+        mesh: Mesh | None,
+        problem: Problem | None,
+        options: dict[str, Any],
+    ) -> None:
         if isinstance(provider, providers.Resolved):
             if options or problem not in (None, provider.problem):
                 raise ValueError("a Resolved already has options and a problem: pass neither")
@@ -89,7 +105,15 @@ class ContextParallel(LinearAttention):
                 self._wait_for_heads(found, typical, asked, group)
             else:
                 self._take(providers.settle(found, typical, asked), group, mesh)
-        self._forget()
+
+    def __repr__(self) -> str:
+        """The provider, ranks, layout and options, and a line for each choice that was made for the user."""
+        chosen = {option: value for option, value in providers.in_order(self.options).items() if option != "layout"}
+        ranks = f"rank {self.index} of {self.size}" if self.size > 1 else "one rank"
+        parts = [repr(self.provider.name), ranks, f"layout={self.layout.name!r}"]
+        why = ("chooses at the first call of attention, by its heads",) if self._open is not None else self.why
+        lines = [f"ContextParallel({', '.join([*parts, *(f'{name}={value!r}' for name, value in chosen.items())])})"]
+        return "\n    ".join([*lines, *why])
 
     def _forget(self) -> None:
         """Drop all cached plans."""
@@ -128,6 +152,7 @@ class ContextParallel(LinearAttention):
 
         self._open = choose
 
+    @as_called
     def with_layout(self, layout: Layout) -> ContextParallel:
         """The same on another layout, such as one made for a pack of documents; ValueError if the provider still waits
         for the heads of its first call."""
@@ -220,6 +245,7 @@ class ContextParallel(LinearAttention):
 
         return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)
 
+    @as_called
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
         """Describe an attention call; ValueError if the three tensors do not fit together."""
         problem = problem_of(q, k, v, self.size, causal)
@@ -227,6 +253,7 @@ class ContextParallel(LinearAttention):
             self._open(problem)
         return problem
 
+    @as_called
     def method(
         self,
         problem: Problem,
@@ -271,6 +298,7 @@ class ContextParallel(LinearAttention):
                 f"of {', '.join(providers.names(kind))}"
             )
 
+    @as_called
     def refuse(self, problem: Problem) -> None:
         """ValueError for a problem that the provider does not support."""
         reason = providers.unsupported(self.provider, problem, self.options)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from cp_plugin.comm import Mesh, device_of, network_between
 from cp_plugin.core.hosts import hosts_of
@@ -15,6 +17,40 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.tree import Tree
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.placement.documents import DOCUMENTS
+
+type Group = dist.ProcessGroup | DeviceMesh
+UNSET: Any = object()
+"""The group, where it is left out."""
+
+
+def process_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group of a group or ``DeviceMesh`` with one dimension; None: this rank alone.
+
+    Raises:
+        ValueError: for a mesh with several dimensions, a group without this rank, another type, or no group where
+            torch.distributed has several ranks.
+    """
+    if group is UNSET:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"group is missing, and torch.distributed has {dist.get_world_size()} ranks: give group=, such as "
+                "torch.distributed.group.WORLD, or group=None for attention on this rank alone"
+            )
+        return None
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names
+            example = f", such as mesh[{names[-1]!r}]" if names else ""
+            raise ValueError(
+                f"group is a DeviceMesh with {group.ndim} dimensions{f' {names}' if names else ''}: give the one of "
+                f"context parallelism{example}"
+            )
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group does not contain this rank: only its members may shard sequences over it")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group is a {type(group).__name__}: give a ProcessGroup, a DeviceMesh or None")
+    return group
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Problem:

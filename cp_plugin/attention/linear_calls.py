@@ -17,6 +17,7 @@ from cp_plugin.common.recent import Recent
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import as_called
 from cp_plugin.linear import kernels
 from cp_plugin.methods.protocol import Kind, Provider, Scan
 from cp_plugin.placement.documents import placement_of
@@ -27,6 +28,8 @@ class LinearAttention(Sharding):
 
     provider: Provider
     options: Options
+    from_python: bool
+    """Whether messages write options as arguments: it was made in Python, not from the flags of a training."""
     _scans: Recent[Hashable, tuple[Scan, linear.Segmented]]
 
     @abstractmethod
@@ -144,6 +147,7 @@ class LinearAttention(Sharding):
         linear.refuse_placed(parts)
         return linear.extend(q * scale, k, v, log_decay, beta, parts, self.mesh, state)
 
+    @as_called
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear.Segmented]:
         """The composed method for a problem of linear attention, and the parts it is built around; ValueError for a
         problem the provider does not support."""

@@ -41,6 +41,21 @@ class Sharding:
         """This rank's number."""
         return self.mesh.index
 
+    @property
+    def divisor(self) -> int:
+        """The number that must divide the length of a sequence."""
+        return self.layout.divisor(self.size)
+
+    def pad(self, x: Tensor, dim: int = 0, value: float = 0) -> Tensor:
+        """``x`` with ``value`` behind its last token along ``dim``, up to the next multiple of ``divisor``.
+
+        Under a causal mask no token sees the padding; otherwise make it a document of its own by ``cu_seqlens``. Leave
+        it out of the loss, and drop it after ``unshard``: ``y.narrow(dim, 0, seq_length)``.
+        """
+        missing = -x.size(dim) % self.divisor
+        after = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing]
+        return torch.nn.functional.pad(x, after, value=value) if missing else x
+
     @eager
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence; differentiable."""

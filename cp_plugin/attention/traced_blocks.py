@@ -13,6 +13,7 @@ from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.core.layout import sort_positions
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import spelled
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels.backends import fp8_kernels
@@ -60,10 +61,12 @@ def refuse_tiles(provider: str | Provider, problem: Problem, options: Options, d
                 head_sizes = (sizes.head_dim, sizes.v_head_dim)
                 reason = kernel.unsupported_tile(device, problem.dtype, *head_sizes, not tile.full, (*heads, *tokens))
                 if reason is not None:
+                    name = getattr(provider, "name", provider)
                     raise ValueError(
-                        f"--cp-fp8 compute cannot do a tile that rank {index} of --cp-provider "
-                        f"{getattr(provider, 'name', provider)} has in every step, {tokens[0]} rows and {tokens[1]} "
-                        f"keys: {reason}; use --cp-layout zigzag with a multiple of {256 * problem.size} tokens and a "
-                        "provider that has it, such as ring (striped tokens have tiles that are one token shorter), "
-                        "cuDNN 9.7 or newer, or --cp-fp8 comm"
+                        f"{spelled('fp8', 'compute')} cannot do a tile that rank {index} of "
+                        f"{spelled('provider', name)} has in every step, {tokens[0]} rows and {tokens[1]} "
+                        f"keys: {reason}; use {spelled('layout', 'zigzag')} with a multiple of "
+                        f"{256 * problem.size} tokens and a provider that has it, such as ring (striped tokens have "
+                        "tiles that are one token shorter), cuDNN 9.7 or newer, or "
+                        f"{spelled('fp8', 'comm')}"
                     )

@@ -19,7 +19,8 @@ def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), f
         shown = f"{flag} {path}".strip()
         raise ValueError(f"{shown}: {kind}s are {listed} files; write {path.with_suffix(suffixes[0])}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{f'{flag} {path}'.strip()} cannot be written: name a file in a folder that exists and is yours")
+        shown = f"{flag} {path}".strip()
+        raise ValueError(f"{shown} cannot be written: name a file in a folder that exists and is yours")
 
 
 def make_folder(flag: str, path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cp_plugin.common.text import in_words
+from cp_plugin.core.spelling import flag_of, spelled
 
 AUTO = "auto"
 
@@ -61,7 +61,7 @@ class Option(str):
     @property
     def flag(self) -> str:
         """The flag of a training command line."""
-        return f"--cp-{self.replace('_', '-')}"
+        return flag_of(self)
 
     @property
     def attribute(self) -> str:
@@ -84,7 +84,7 @@ class Option(str):
     def check(self, value: object) -> None:
         """ValueError for a word that is not one of the choices."""
         if self.choices and value not in (*self.choices, self.unset):
-            raise ValueError(f"{self.flag} {in_words(value)}: write {self.write}, or {self.unset}")
+            raise ValueError(f"{spelled(self, value)}: write {self.write}, or {self.unset}")
 
 
 def whole_number(text: str) -> int | None:

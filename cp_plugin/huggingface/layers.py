@@ -221,7 +221,7 @@ def needed(model: nn.Module, cp: ContextParallel, linear: ContextParallel | None
 def _on_same_ranks(cp: ContextParallel) -> ContextParallel:
     axes = [name for name, n in cp.mesh.axes.items() if n > 1]
     if not axes:
-        return ContextParallel("lasp2")
+        return ContextParallel("lasp2", group=None)
     groups = getattr(cp.mesh, "groups", None)
     if groups is None:
         return ContextParallel("lasp2", mesh=cp.mesh, layout=cp.layout.name)

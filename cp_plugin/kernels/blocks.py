@@ -21,6 +21,7 @@ from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.scaling import Scaling
+from cp_plugin.core.spelling import spelled
 from cp_plugin.core.tiles import Tile, may_meet, square_tiles, tiles
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Shard, Sums
 from cp_plugin.kernels import backends, fused
@@ -74,13 +75,14 @@ def choose(options: Options, problem: Problem, device: torch.device, scaling: Sc
     """
     sizes = (problem.head_dim, problem.v_head_dim)
     if options.fp8 == "compute" and options.backend == "auto":
-        backend, why = backends.get(backends.fp8_kernels()[0]), "--cp-fp8 compute"
+        backend, why = backends.get(backends.fp8_kernels()[0]), spelled("fp8", "compute")
         reason = backend.unsupported(device, problem.dtype, *sizes)
         if reason is not None:
             raise ValueError(
-                f"--cp-fp8 compute cannot run here: {reason}; use --cp-fp8 comm, which sends FP8 and computes in "
-                f"{str(problem.dtype).removeprefix('torch.')}, or --cp-backend "
-                f"{backends.fp8_kernels()[1]}, the reference of its numerics"
+                f"{spelled('fp8', 'compute')} cannot run here: {reason}; use {spelled('fp8', 'comm')}, which "
+                "sends FP8 and computes in "
+                f"{str(problem.dtype).removeprefix('torch.')}, or "
+                f"{spelled('backend', backends.fp8_kernels()[1])}, the reference of its numerics"
             )
         return Chosen(kernel(_scaled(backend, scaling), problem, device, auto=False), (backend.name,), why)
     backend, why = backends.choose(options.backend, device, problem.dtype, *sizes)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import spelled
 from cp_plugin.linear import chunked, fla, recurrence
 from cp_plugin.linear.passes import Added, InChunks, Pass, Widened
 from cp_plugin.linear.segment import recomputed
@@ -83,8 +84,8 @@ def choose(name: str, device: torch.device, problem: Problem) -> Choice:
         return Choice(KERNELS["fla"], "the kernels of flash-linear-attention run here")
     if problem.decay == "key" and fla.unsupported(device, problem) is None:
         raise ValueError(
-            "backend auto: a decay of each key dimension (--cp-linear-attention gla) on CUDA needs the kernels of "
-            f"flash-linear-attention: {reason}. Without them, ask for plain torch by name, --cp-backend chunked: it is "
-            "many times slower"
+            "backend auto: a decay of each key dimension (gla) on CUDA needs the kernels of "
+            f"flash-linear-attention: {reason}. Without them, ask for plain torch by name, "
+            f"{spelled('backend', 'chunked')}: it is many times slower"
         )
     return Choice(KERNELS["chunked"], f"plain torch, since fla does not run: {reason}")

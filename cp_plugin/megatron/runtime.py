@@ -99,7 +99,9 @@ def alone(kind: Kind | None = None) -> ContextParallel:
     kind = kind or kinds()[0]
     if kind not in STATE.alone:
         provider, options = STATE.settings.of(kind)
-        STATE.alone[kind] = ContextParallel(provider, layout=options.layout, backend=options.backend, fp8=options.fp8)
+        STATE.alone[kind] = ContextParallel(
+            provider, layout=options.layout, backend=options.backend, fp8=options.fp8, group=None
+        )
     return STATE.alone[kind]
 
 

@@ -22,6 +22,7 @@ from cp_plugin.comm.shards import arriving
 from cp_plugin.common.text import in_bytes, in_words
 from cp_plugin.core.options import Option, Options, rows_and_columns
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import spelled
 from cp_plugin.core.values import KeyValues
 from cp_plugin.methods.gather import GatherKV, GatherQ
 from cp_plugin.methods.gradient_dtype import REDUCE_SCATTER, with_gradient_dtype
@@ -129,7 +130,7 @@ def _choose_grid(problem: Problem, options: Options) -> Choice:
     rows, columns = options.grid
     if rows < 1 or columns < 1 or rows * columns != size:
         raise ValueError(
-            f"--cp-grid {in_words(options.grid)} does not hold {size} context-parallel ranks: use one of "
+            f"{spelled('grid', options.grid)} does not hold {size} context-parallel ranks: use one of "
             f"{', '.join(map(in_words, _all_grids(size)))}"
         )
     return Choice(options)
@@ -142,9 +143,9 @@ def _unsupported(problem: Problem, options: Options) -> str | None:
         nearest = sorted(legal, key=lambda other: abs(other[0] - grid[0]))[:3]
         shown = ", ".join(f"{in_words(other)} ({in_bytes(grid_bytes(problem, options, other))})" for other in nearest)
         return (
-            f"--cp-grid {in_words(grid)} under a causal mask on {options.layout} tokens: neither side divides the "
-            f"other, so its work would fall into many small pieces. Use --cp-layout zigzag, or one of the nearest "
-            f"grids that fit, with the bytes each rank sends: {shown}"
+            f"{spelled('grid', grid)} under a causal mask on {options.layout} tokens: neither side divides the "
+            f"other, so its work would fall into many small pieces. Use {spelled('layout', 'zigzag')}, or one of the "
+            f"nearest grids that fit, with the bytes each rank sends: {shown}"
         )
     return groups_do_not_divide(problem, options)
 

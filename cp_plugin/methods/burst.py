@@ -21,6 +21,7 @@ from cp_plugin.common.text import divisors, in_bytes
 from cp_plugin.core.hosts import describe
 from cp_plugin.core.options import Option, Options, whole_number
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import spelled
 from cp_plugin.methods.gradient_dtype import KEY_HOPS, QUERY_HOPS, with_gradient_dtype
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 from cp_plugin.methods.ring import Ring, hop_bytes
@@ -53,15 +54,15 @@ def _choose_rings(problem: Problem, options: Options) -> Choice:
         if intra > 1:
             why = f"two rings, of {intra} ranks on a host and of {size // intra} hosts: {describe(hosts)}"
         else:
-            why = f"one ring: {describe(hosts)}" + ("; --cp-intra-size nests two" if not hosts else "")
+            why = f"one ring: {describe(hosts)}" + (f"; {spelled('intra_size')} nests two" if not hosts else "")
         return Choice(replace(options, intra_size=intra), (why,) if size > 1 else ())
     if options.intra_size < 1 or size % options.intra_size:
         raise ValueError(
-            f"--cp-intra-size {options.intra_size} does not divide {size} context-parallel ranks: use one of "
+            f"{spelled('intra_size', options.intra_size)} does not divide {size} context-parallel ranks: use one of "
             f"{divisors(size)}"
         )
     if hosts and problem.per_host % options.intra_size:
-        warning = f"warning: --cp-intra-size {options.intra_size} does not match the hosts: {describe(hosts)}"
+        warning = f"warning: {spelled('intra_size', options.intra_size)} does not match the hosts: {describe(hosts)}"
         return Choice(options, (warning,))
     return Choice(options)
 

@@ -17,6 +17,7 @@ from cp_plugin.comm.payload import TWO_BYTES, PayloadMesh
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import spelled, spelled_dtypes
 from cp_plugin.kernels.backends import fp8_kernels
 from cp_plugin.methods.protocol import Provider, with_option
 
@@ -45,18 +46,20 @@ def _refused(problem: Problem, options: Options) -> str | None:
     if options.fp8 is None or problem.dtype in TWO_BYTES:
         return None
     name = dtype_name(problem.dtype)
-    return f"--cp-fp8 {options.fp8}: what travels in {name} is not two bytes an element; use --bf16"
+    return f"{spelled(FP8, options.fp8)}: {name} is not two bytes per element; use {spelled_dtypes(torch.bfloat16)}"
 
 
 def check(options: Options) -> None:
     """ValueError for ``compute`` with a kernel that does not compute in FP8, or such a kernel without ``compute``."""
     if options.fp8 == "compute" and options.backend not in ("auto", *fp8_kernels()):
         raise ValueError(
-            f"--cp-fp8 compute with --cp-backend {options.backend}, which does not compute in FP8: use "
-            f"--cp-backend {' or '.join(fp8_kernels())}, or --cp-fp8 comm"
+            f"{spelled(FP8, 'compute')} with {spelled('backend', options.backend)}, which does not compute in FP8: use "
+            f"{spelled('backend', *fp8_kernels())}, or {spelled(FP8, 'comm')}"
         )
     if options.fp8 != "compute" and options.backend in fp8_kernels():
-        raise ValueError(f"--cp-backend {options.backend} computes in FP8: add --cp-fp8 compute, or leave it out")
+        raise ValueError(
+            f"{spelled('backend', options.backend)} computes in FP8: add {spelled(FP8, 'compute')}, or leave it out"
+        )
 
 
 def four_bits(x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from cp_plugin.comm.narrow import NarrowSums
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.options import AUTO, Option, Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import spelled, spelled_dtypes
 from cp_plugin.methods.protocol import Choice, Provider, with_option
 
 
@@ -131,6 +132,6 @@ def _refused(problem: Problem, options: Options) -> str | None:
         return None
     name = dtype_name(problem.dtype)
     return (
-        f"--cp-gradient-dtype model: sums of a {name} model are {name} either way; use --bf16 or --fp16, or leave it "
-        "out"
+        f"{spelled(GRADIENT_DTYPE, 'model')}: sums of a {name} model are {name} either way; use "
+        f"{spelled_dtypes(torch.bfloat16, torch.float16)}, or leave it out"
     )

@@ -18,6 +18,7 @@ from cp_plugin.common.text import divisors, in_bytes
 from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.core.options import Option, Options, whole_number
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import spelled
 from cp_plugin.methods.moves import Moved
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 from cp_plugin.methods.ring import RING
@@ -54,11 +55,12 @@ def with_head_axis(inner: Provider, name: str = "") -> Provider:
         ranks = 1 if options.head_parallel is None else options.head_parallel
         if HEAD in inner.axes(problem.size, options):
             raise ValueError(
-                f"--cp-head-parallel {ranks}: --cp-provider {inner.name} divides the heads over all ranks already"
+                f"{spelled(HEAD_PARALLEL, ranks)}: {spelled('provider', inner.name)} divides the heads over all ranks "
+                "already"
             )
         if ranks < 1 or problem.size % ranks:
             raise ValueError(
-                f"--cp-head-parallel {ranks} does not divide {problem.size} context-parallel ranks: use one of "
+                f"{spelled(HEAD_PARALLEL, ranks)} does not divide {problem.size} context-parallel ranks: use one of "
                 f"{divisors(problem.size)}"
             )
         try:
@@ -66,12 +68,12 @@ def with_head_axis(inner: Provider, name: str = "") -> Provider:
         except ValueError as error:
             if ranks == 1:
                 raise
-            raise ValueError(f"{error} (these are the ranks behind --cp-head-parallel {ranks})") from None
+            raise ValueError(f"{error} (these are the ranks behind {spelled(HEAD_PARALLEL, ranks)})") from None
 
     def unsupported(problem: Problem, options: Options) -> str | None:
-        return heads_do_not_divide(problem, options.head_parallel or 1, "--cp-head-parallel") or inner.unsupported(
-            _behind(problem, options), options
-        )
+        ranks = options.head_parallel or 1
+        refused = heads_do_not_divide(problem, ranks, spelled(HEAD_PARALLEL, ranks))
+        return refused or inner.unsupported(_behind(problem, options), options)
 
     return replace(
         inner,
@@ -90,7 +92,7 @@ def _behind(problem: Problem, options: Options) -> Problem:
     """The problem as the inner method sees it."""
     ranks = options.head_parallel or 1
     heads, kv_heads = problem.heads // ranks, lcm(problem.kv_heads, ranks) // ranks
-    if heads_do_not_divide(problem, ranks, ""):  # refused before it is built
+    if heads_do_not_divide(problem, ranks):  # refused before it is built
         heads = kv_heads = 1
     inside = replace(problem, size=problem.size // ranks, heads=heads, kv_heads=kv_heads, hosts=problem.hosts[::ranks])
     made = problem.placed
@@ -117,12 +119,13 @@ def _choose_usp(problem: Problem, options: Options) -> Choice:
     sent = {
         ranks: sum(_USP.traffic(problem, replace(options, head_parallel=ranks), 0).values())
         for ranks in range(2, problem.size + 1)
-        if problem.size % ranks == 0 and heads_do_not_divide(problem, ranks, "") is None
+        if problem.size % ranks == 0 and heads_do_not_divide(problem, ranks) is None
     }
     if not sent:
         raise ValueError(
-            f"--cp-provider usp finds no way to divide {problem.heads} query and {problem.kv_heads} key/value heads "
-            f"over some of {problem.size} context-parallel ranks: use ring, or another provider that keeps heads whole"
+            f"{spelled('provider', 'usp')} cannot divide {problem.heads} query and {problem.kv_heads} key/value heads "
+            f"over any subset of {problem.size} context-parallel ranks: use ring, or another provider "
+            "that keeps heads whole"
         )
     best = min(sent, key=lambda ranks: sent[ranks])
     reason = (

@@ -7,6 +7,7 @@ from dataclasses import replace
 from cp_plugin.common.text import divisors
 from cp_plugin.core.options import Option, Options, whole_number
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import spelled
 from cp_plugin.methods.moves import Moved
 
 HEAD_GROUPS = Option(
@@ -30,8 +31,8 @@ def groups_do_not_divide(problem: Problem, options: Options) -> str | None:
     if groups >= 1 and problem.kv_heads % groups == 0:
         return None
     return (
-        f"--cp-head-groups {groups} does not divide the {problem.kv_heads} key/value heads of a rank: use one of "
-        f"{divisors(problem.kv_heads)}"
+        f"{spelled('head_groups', groups)} does not divide the {problem.kv_heads} key/value heads of a rank: use one "
+        f"of {divisors(problem.kv_heads)}"
     )
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from cp_plugin import methods
 from cp_plugin.common.plugins import with_entry_points
-from cp_plugin.common.text import in_words
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.options import AUTO, Option, Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels import backends
 from cp_plugin.linear.kernels import KERNELS
 from cp_plugin.methods import fp8
@@ -91,7 +91,7 @@ def get(name: str) -> Provider:
     """The provider of that name; ValueError, which lists the valid names, if there is none."""
     found = registry()
     if name not in found:
-        raise ValueError(f"unknown provider {name!r}: --cp-provider must be one of {', '.join(found)}")
+        raise ValueError(f"unknown provider {name!r}: {spelled('provider')} must be one of {', '.join(found)}")
     return found[name]
 
 
@@ -152,18 +152,18 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Reso
         if name not in ANY_SOFTMAX and name not in found.options:
             have = sorted(p.name for p in registry().values() if name in p.options)
             raise ValueError(
-                f"{option.flag} {in_words(value)} does nothing with --cp-provider {found.name}: leave "
-                f"it out, or use {' or '.join(have)}"
+                f"{spelled(option, value)} does nothing with {spelled('provider', found.name)}: leave it out, "
+                f"or use {' or '.join(have)}"
             )
         option.check(value)
     if options.head_parallel is not None and found.kind == "linear":
         raise ValueError(
-            f"{HEAD_PARALLEL.flag} {options.head_parallel} does nothing with {found.name}: the state of linear "
+            f"{spelled(HEAD_PARALLEL, options.head_parallel)} does nothing with {found.name}: the state of linear "
             "attention is small enough to be sent whole; leave it out"
         )
     if options.fp8 is not None and found.kind == "linear":
         raise ValueError(
-            f"{fp8.FP8.flag} {options.fp8} does nothing with {found.name}: linear attention sends its states in "
+            f"{spelled(fp8.FP8, options.fp8)} does nothing with {found.name}: linear attention sends its states in "
             "float32; leave it out"
         )
     fp8.check(options)
@@ -192,6 +192,6 @@ def layout_for(provider: Provider, options: Options) -> Layout:
     if layout.name not in provider.layouts:
         raise ValueError(
             f"provider {provider.name!r} does not run on the {layout.name} layout: "
-            f"--cp-layout must be one of {', '.join(provider.layouts)}"
+            f"{spelled(LAYOUT)} must be one of {', '.join(provider.layouts)}"
         )
     return layout

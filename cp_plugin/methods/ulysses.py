@@ -18,6 +18,7 @@ from cp_plugin.comm.shards import arriving, gathered
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import spelled_ranks
 from cp_plugin.core.values import KeyValues, Queries, Shard
 from cp_plugin.methods.moves import Move, Moved
 from cp_plugin.methods.protocol import Attend, Formula, Provider
@@ -77,13 +78,13 @@ class Ulysses(Move):
         return pending.then(lambda t: t.unflatten(0, (n, t.size(0) // n)).movedim(0, 2).flatten(2, 3))
 
 
-def heads_do_not_divide(problem: Problem, ranks: int, flag: str) -> str | None:
+def heads_do_not_divide(problem: Problem, ranks: int, asked: str = "") -> str | None:
     """Why the heads do not divide over this number of ranks; None if they do."""
     repeated = lcm(problem.kv_heads, ranks)
     if problem.heads % repeated == 0:
         return None
     return (
-        f"{flag} {ranks}: {problem.heads} query heads and {problem.kv_heads} key/value heads on each rank cannot be "
+        f"{asked}: {problem.heads} query heads and {problem.kv_heads} key/value heads on each rank cannot be "
         f"divided over {ranks} ranks, since {problem.heads} is not a multiple of {repeated}"
     )
 
@@ -104,7 +105,7 @@ def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Att
 
 
 def _unsupported(problem: Problem, options: Options) -> str | None:
-    return heads_do_not_divide(problem, problem.size, "--context-parallel-size")
+    return heads_do_not_divide(problem, problem.size, spelled_ranks(problem.size))
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cp_plugin.core.layout import LAYOUTS, Layout
+from cp_plugin.core.spelling import spelled
 from cp_plugin.placement.documents import DOCUMENTS
 
 ALL: dict[str, Layout] = LAYOUTS | {DOCUMENTS.name: DOCUMENTS}
@@ -15,5 +16,5 @@ def get_layout(name: str) -> Layout:
         ValueError: for an unknown name; the message lists the valid ones.
     """
     if name not in ALL:
-        raise ValueError(f"unknown layout {name!r}: --cp-layout must be one of {', '.join(ALL)}")
+        raise ValueError(f"unknown layout {name!r}: {spelled('layout')} must be one of {', '.join(ALL)}")
     return ALL[name]

@@ -212,7 +212,7 @@ def _axes(provider: Provider, problem: Problem) -> list[int | None]:
     alone = settled_or_reason(provider, problem, Options(head_parallel=1)).reason
     if alone is not None and "divides the heads" in alone:
         return [None]
-    sizes = [n for n in _divisors(problem.size) if heads_do_not_divide(problem, n, "") is None]
+    sizes = [n for n in _divisors(problem.size) if heads_do_not_divide(problem, n) is None]
     return [None if ranks == 1 and "head_parallel" not in provider.options else ranks for ranks in sizes]
 
 

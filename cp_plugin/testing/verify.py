@@ -164,7 +164,7 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
         return dict.fromkeys(tensors(problem), LIMITS[problem.dtype])
     options = Options() if setup is None else setup.options
     if setup is not None and setup.provider.kind == "linear":
-        alone = ContextParallel(setup.provider, backend=options.backend)
+        alone = ContextParallel(setup.provider, group=None, backend=options.backend)
         whole = case.inputs.sharded(alone, device)
         got = calls.through_autograd(alone, whole, replace(problem, size=1), cu_seqlens=case.cu_seqlens)
     else:

@@ -282,7 +282,7 @@ def _by_one_call(
 
 def _linear_on_one_rank(setup: Setup, case: Texts, here: torch.device) -> Callable[[list[int], int], Tensor]:
     """Linear attention of a whole text as in training, without the generation state under test."""
-    cp = ContextParallel(setup.provider, backend=setup.options.backend)
+    cp = ContextParallel(setup.provider, group=None, backend=setup.options.backend)
 
     def attend(rows: list[int], i: int) -> Tensor:
         text = (y if y is None or y.dim() == 1 else y[rows, i : i + 1] for y in case.inputs)

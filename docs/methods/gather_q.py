@@ -10,13 +10,16 @@ this is an example and not a built-in method.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cp_plugin import Options, Problem, Provider
 from cp_plugin.comm import Mesh
 from cp_plugin.core.options import Option, whole_number
+from cp_plugin.core.spelling import spelled
 from cp_plugin.methods.gather import GatherQ
 from cp_plugin.methods.moves import Moved
 from cp_plugin.methods.pipeline import in_head_groups
-from cp_plugin.methods.protocol import Attend, Formula
+from cp_plugin.methods.protocol import Attend, Choice, Formula
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:
@@ -27,10 +30,17 @@ def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Att
     return in_head_groups(options.q_groups, Moved((GatherQ(mesh, "cp"),), local))
 
 
+def _choose(problem: Problem, options: Options) -> Choice:
+    """Two groups, unless the user says otherwise, so that one is gathered while the other is attended."""
+    if options.q_groups is not None or problem.kv_heads % 2:
+        return Choice(options)
+    return Choice(replace(options, q_groups=2), ("two groups of heads: messages of one hide behind the other's work",))
+
+
 def _unsupported(problem: Problem, options: Options) -> str | None:
     groups = options.q_groups or 1
     if problem.kv_heads % groups:
-        return f"--cp-q-groups {groups} does not divide the {problem.kv_heads} key/value heads of a rank"
+        return f"{spelled(Q_GROUPS, groups)} does not divide the {problem.kv_heads} key/value heads of a rank"
     return None
 
 
@@ -50,7 +60,7 @@ Q_GROUPS = Option(
     "q_groups",
     metavar="N",
     meaning="groups of heads whose queries are gathered while others are attended",
-    default="all heads at once",
+    default="2, if the number of key/value heads is even",
     read=whole_number,
     write="a number of groups, such as 2",
     near=lambda ranks, groups: (1, 2, 4),
@@ -61,6 +71,7 @@ PROVIDER = Provider(
     layouts=("striped", "zigzag", "contiguous"),
     axes=_axes,
     build=_build,
+    choose=_choose,
     options=(Q_GROUPS,),
     unsupported=_unsupported,
     traffic=_traffic,

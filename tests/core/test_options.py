@@ -36,7 +36,7 @@ MHA, GQA = Problem(size=64, heads=32, kv_heads=32), Problem(size=64, heads=32, k
             {"head_parallel": 2, "grid": (4, 2)},
             "does not hold 4 .*the ranks behind --cp-head-parallel 2",
         ),
-        ("usp", 8, {}, "usp finds no way to divide 1 query and 1 key/value heads over some of 8"),
+        ("usp", 8, {}, "usp cannot divide 1 query and 1 key/value heads over any subset of 8"),
         ("nothing", 8, {}, "unknown provider 'nothing'"),
         ("striped", 8, {"layout": "zigzag"}, "does not run on the zigzag layout"),
         ("ring", 4, {"fp8": "both"}, "--cp-fp8 both: write comm or compute, or off"),

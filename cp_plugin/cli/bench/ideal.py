@@ -103,6 +103,6 @@ def _of_linear(case: Case, setup: Setup, device: torch.device) -> Share:
     tokens = case.problem.seq_length // case.problem.size
     alone = replace(case.problem, size=1, seq_length=tokens)
     ends = (*(b for b in case.bounds if b < tokens), tokens) if case.bounds else ()
-    cp = ContextParallel(setup.provider, backend=setup.options.backend)
+    cp = ContextParallel(setup.provider, group=None, backend=setup.options.backend)
     provided = Provided(cp, setup, alone, torch.tensor(ends) if ends else None)
     return Share(1.0, partial(provided.step, random_parts(case.problem, tokens, device)))

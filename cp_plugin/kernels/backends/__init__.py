@@ -23,6 +23,7 @@ from torch import Tensor
 from cp_plugin.common.plugins import with_entry_points
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
+from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels.backends import devices
 
 
@@ -142,7 +143,7 @@ def get(name: str) -> AnyBackend:
     """
     found = _backends()
     if name not in found:
-        raise ValueError(f"unknown backend {name!r}: --cp-backend must be one of {', '.join(names())}")
+        raise ValueError(f"unknown backend {name!r}: {spelled('backend')} must be one of {', '.join(names())}")
     return found[name]
 
 
@@ -165,7 +166,9 @@ def choose(
         reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
         if reason is not None:
             other, _ = choose("auto", device, dtype, head_dim, v_head_dim)
-            raise ValueError(f"--cp-backend {name} cannot run here: {reason}; use --cp-backend {other.name} or auto")
+            raise ValueError(
+                f"{spelled('backend', name)} cannot run here: {reason}; use {spelled('backend', other.name, 'auto')}"
+            )
         return backend, "asked for"
     reasons: list[str] = []
     where, candidates = _candidates(device)

@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.backends.flash_libraries import LOAD, Library
 from cp_plugin.kernels.backends.sdpa import is_causal, minus_infinity
@@ -49,7 +50,7 @@ class Flash:
         if out.shape != (batch, rows, heads, v.size(3)) or lse.shape != (batch, heads, rows):
             raise RuntimeError(
                 f"{library.title} returned an out {tuple(out.shape)} and a log-sum-exp {tuple(lse.shape)} for a q "
-                f"{tuple(q.shape)}: this version is not supported; use --cp-backend sdpa"
+                f"{tuple(q.shape)}: this version is not supported; use {spelled('backend', 'sdpa')}"
             )
         return _batch_first(out)[..., : sizes[1]], minus_infinity(lse).permute(2, 0, 1)
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels.backends.sdpa import is_causal
 from cp_plugin.kernels.backends.signatures import Bound, bind
 from cp_plugin.kernels.fused import out_from_delta
@@ -79,7 +80,8 @@ class TransformerEngine:
         if statistics[0].shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
             raise RuntimeError(
                 f"Transformer Engine {library.version} returned an out {tuple(out.shape)} and statistics "
-                f"{tuple(statistics[0].shape)} for a q {tuple(q.shape)}: not supported; use --cp-backend sdpa"
+                f"{tuple(statistics[0].shape)} for a q {tuple(q.shape)}: not supported; use "
+                f"{spelled('backend', 'sdpa')}"
             )
         return out, statistics[0].squeeze(-1).permute(2, 0, 1)
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.core.scaling import E4M3, E5M2, IN_BACKWARD, P_SCALE, Extent, Scaling, bound_of_out, bounds, scale_for
+from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels import fused
 from cp_plugin.kernels.backends import te
 from cp_plugin.kernels.backends.sdpa import is_causal
@@ -77,7 +78,7 @@ class TransformerEngineFp8:
         if aux[0].shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
             raise RuntimeError(
                 f"Transformer Engine {library.te.version} returned an out {tuple(out.shape)} and statistics "
-                f"{tuple(aux[0].shape)} for a q {tuple(q.shape)}: not supported; use --cp-fp8 comm"
+                f"{tuple(aux[0].shape)} for a q {tuple(q.shape)}: not supported; use {spelled('fp8', 'comm')}"
             )
         return _plain(out, q.dtype), aux[0].squeeze(-1).permute(2, 0, 1)
 
@@ -86,8 +87,8 @@ class TransformerEngineFp8:
         reason = self.unsupported_tile(q.device, q.dtype, q.size(3), v.size(3), causal, sizes)
         if reason is not None:
             raise ValueError(
-                f"--cp-fp8 compute cannot do this tile: {reason}; use cuDNN 9.7 or newer, tiles of multiples of 128 "
-                "tokens (--cp-layout zigzag), or --cp-fp8 comm"
+                f"{spelled('fp8', 'compute')} cannot do this tile: {reason}; use cuDNN 9.7 or newer, tiles of "
+                f"multiples of 128 tokens ({spelled('layout', 'zigzag')}), or {spelled('fp8', 'comm')}"
             )
 
     def unsupported_tile(

@@ -76,7 +76,7 @@ def _call(
 def _reference(layer: Any, call: _Call) -> tuple[Tensor, Tensor]:
     """Outputs and gradients of the whole sequence, in float64 on one rank."""
     x = call.projected.detach().requires_grad_()
-    alone = ContextParallel("lasp2", backend="reference")
+    alone = ContextParallel("lasp2", group=None, backend="reference")
     with torch.enable_grad():
         out, _ = delta_net.attend(_in_float64(layer), alone, x, call.bounds, unit=_unit)
         (grad,) = torch.autograd.grad(out, x, call.dout)
