@@ -222,12 +222,14 @@ def _shown(part: ast.Constant | ast.FormattedValue) -> str:
 
 
 def _option(option: ast.expr, value: ast.expr | None = None) -> str:
-    """An option that a message spells, as a flag: ``--cp-layout zigzag``, or ``--cp-grid <grid>``."""
+    """An option that a message spells, as a flag: ``--cp-layout zigzag``, or ``--cp-head-parallel <ranks>``."""
     name = str(option.value) if isinstance(option, ast.Constant) else ast.unparse(option).rpartition(".")[2].lower()
     flag = f"--cp-{name.replace('_', '-')}" if name not in ("self", "option") else "<flag>"
     if value is None:
         return flag
-    return f"{flag} {value.value if isinstance(value, ast.Constant) else f'<{name}>'}"
+    if isinstance(value, ast.Constant):
+        return f"{flag} {value.value}"
+    return f"{flag} <{ast.unparse(value).rpartition('.')[2] if isinstance(value, ast.Name | ast.Attribute) else name}>"
 
 
 def _code(text: str) -> str:

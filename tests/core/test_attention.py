@@ -42,7 +42,7 @@ def test_unshard_takes_the_result_as_replicated() -> None:
         (
             "striped",
             {"layout": "zigzag"},
-            r"'striped' does not run on the zigzag layout: layout must be one of striped",
+            r"'striped' does not run on the zigzag layout: layout must be one of str",
         ),
         ("ring", {"layout": "diagonal"}, "unknown layout"),
         ("ring", {"backend": "magic"}, "unknown backend"),

@@ -151,8 +151,8 @@ def test_dtypes_that_need_no_narrowing_are_refused(dtype: torch.dtype) -> None:
     x = torch.randn(8, 1, 2, 16, dtype=dtype)
     name = dtype_name(dtype)
     said = (
-        f"gradient_dtype='model': sums of a {name} model are {name} either way; use torch.bfloat16 or torch.float16, or "
-        "leave it out"
+        f"gradient_dtype='model': sums of a {name} model are {name} either way; use torch.bfloat16 or torch.float16, "
+        "or leave it out"
     )
     with pytest.raises(ValueError, match=said):
         ContextParallel("ring", gradient_dtype="model").attention(x, x, x)
