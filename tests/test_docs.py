@@ -186,7 +186,7 @@ def test_the_example_methods_option_is_a_flag_everywhere(example: Provider) -> N
     assert options_from(parsed) == Options(q_groups=2) and "with gather_q. Default: auto" in parser.format_help()
     with pytest.raises(ValueError, match=r"^--cp-q-groups two: write a number of groups, such as 2, or auto$"):
         options_from(parser.parse_args(["--cp-q-groups", "two"]))
-    with pytest.raises(ValueError, match=r"^--cp-q-groups 2 does nothing with --cp-provider ring: .* use gather_q$"):
+    with pytest.raises(ValueError, match=r"^--cp-q-groups 2 has no effect with --cp-provider ring: .* use gather_q$"):
         providers.settle("ring", Problem(size=2), Options(q_groups=2))
     assert dict(Entry.parse("gather_q:q_groups=2").options) == {"q_groups": 2}
     found = candidates.candidates(Problem(size=2, heads=4, kv_heads=4))["gather_q"]

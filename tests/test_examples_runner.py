@@ -146,7 +146,7 @@ def test_more_flags(folder: Callable[..., str]) -> None:
             {"provider": "ring"},
             "the layers have linear attention; use lasp2, linear_ring, zeco, lasp1",
         ),
-        (LINEAR, None, None, {"options": Options(intra_size=2)}, "--intra-size does nothing: all layers have linear"),
+        (LINEAR, None, None, {"options": Options(intra_size=2)}, "--intra-size has no effect: all layers have linear"),
         ({**LINEAR, "cp-linear-attention": 1e9}, None, None, {"nodes": 1}, r"attention 1000000000\.0: choose one of"),
     ],
 )

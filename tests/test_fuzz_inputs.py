@@ -28,7 +28,7 @@ PLANTED = {
     "a size below 1": (
         "fuzz_commands.calibrate({'--ranks': '3'}, OUT)",
         "patch('cp_plugin.testing.ranks.number_of_ranks', lambda size: 4)",
-        "size was read as 4",
+        "ranks was read as 4",
     ),
     "an endless timeout": (
         "fuzz_commands.bench({'--provider': 'ring', '--timeout': 'inf'})",
@@ -41,7 +41,7 @@ PLANTED = {
         "devices was read as 8",
     ),
     "no name": (
-        "fuzz_words.call(['traffic', '--heads=0'])",
+        "fuzz_words.call(['traffic', '--heads=8'])",
         "patch('cp_plugin.core.problem.Problem.__post_init__', side_effect=ValueError('no'))",
         "refused without a name",
     ),

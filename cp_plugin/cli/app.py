@@ -257,8 +257,8 @@ def verify(
 
 for _command in (doctor, draw, traffic, verify, bench, calibrate, dataset, explain):
     shell.register(app, _command)
-for _command in (example, plan):
-    shell.register(app, _command, allow_extra_args=True)
+shell.register(app, example, allow_extra_args=True)
+shell.register(app, plan, allow_extra_args=True)
 shell.register(app, generate, **EVERYTHING)
 
 

@@ -41,8 +41,8 @@ def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tup
     breaks, widths = _PARTS, _widths(whole, console.width, _PARTS)
     if not widths:
         breaks, widths = _WORDS, _widths(whole, console.width, _WORDS)
-    for cells, style in lines if shown else []:
-        for line in _aligned(cells, widths, breaks) if widths else _stacked(whole[0], cells, console.width):
+    for row, style in lines if shown else []:
+        for line in _aligned(row, widths, breaks) if widths else _stacked(whole[0], row, console.width):
             _print(console, line, style)
     refused: dict[tuple[str, str], dict[str, None]] = {}
     for cells, style in rows:

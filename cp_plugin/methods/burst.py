@@ -100,8 +100,8 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
 INTRA_SIZE = Option(
     "intra_size",
     metavar="N",
-    meaning="ranks of the inner of two nested rings",
-    default="the ranks of a host",
+    meaning="ranks of the inner ring, of two nested ones",
+    default="the ranks of one host",
     read=whole_number,
     write="a number of ranks, such as 8",
     near=lambda ranks, size: [n for n in (1, (size or 1) // 2, (size or 1) * 2) if n and ranks % n == 0],
@@ -109,8 +109,8 @@ INTRA_SIZE = Option(
 BACKWARD = Option(
     "backward",
     metavar="WHAT",
-    meaning="what travels around the rings in the backward: kv (keys and values) or q (queries and gradients)",
-    default="whichever is fewer bytes",
+    meaning="what travels around the rings in the backward pass: kv (keys and values) or q (queries and gradients)",
+    default="whichever takes fewer bytes",
     choices=("kv", "q"),
     near=lambda ranks, moves: ("kv", "q"),
 )

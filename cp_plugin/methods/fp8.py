@@ -24,8 +24,8 @@ from cp_plugin.methods.protocol import Provider, with_option
 FP8 = Option(
     "fp8",
     metavar="WHAT",
-    meaning="comm: attention's two-byte payloads travel in one byte an element, as e4m3 with a power of two per block "
-    "of tokens and head; compute: and its kernel computes in FP8 (Transformer Engine, Hopper)",
+    meaning="comm: attention's two-byte payloads travel in one byte per element, as e4m3 with a power of two per block "
+    "of tokens and head; compute: its kernel also computes in FP8 (Transformer Engine, Hopper)",
     default="everything in the model's dtype",
     choices=("comm", "compute"),
     unset="off",

@@ -57,10 +57,10 @@ TOKENS = {1: 16384, 2: 8192}
 GRADIENT_DTYPE = Option(
     "gradient_dtype",
     metavar="DTYPE",
-    meaning="dtype in which gradient sums (dq, or dk and dv) travel between ranks; model: the model's, half the bytes; "
-    "ranks accumulate in float32 either way",
-    default="model where that is fast and exact enough: bfloat16, several hosts, at most two query heads a key/value "
-    "head; else float32",
+    meaning="dtype in which sums of gradients (dq, or dk and dv) travel between ranks; model: the model's, half the "
+    "bytes; ranks accumulate in float32 either way",
+    default="model where that is fast and accurate enough: bfloat16, several hosts, at most two query heads per "
+    "key/value head; else float32",
     choices=("float32", "model"),
 )
 

@@ -27,8 +27,8 @@ from cp_plugin.methods.ulysses import HEAD, Ulysses, heads_do_not_divide, ulysse
 HEAD_PARALLEL = Option(
     "head_parallel",
     metavar="U",
-    meaning="size of a head axis (Ulysses) in front of the method",
-    default="none, except for usp, which chooses",
+    meaning="ranks of a head axis (Ulysses) in front of the method",
+    default="no head axis; usp chooses its size",
     read=whole_number,
     write="a number of ranks, such as 2",
 )

@@ -33,7 +33,7 @@ LAYOUT = Option(
     "layout",
     metavar="NAME",
     meaning=f"which tokens each rank holds: {', '.join(ALL)}",
-    default="the provider's first",
+    default="the provider's first layout",
 )
 ANY_SOFTMAX = (HEAD_PARALLEL, fp8.FP8)
 """Options of every provider of softmax attention."""
@@ -50,7 +50,7 @@ class Registry(dict[str, Provider]):
         backend = Option(
             "backend",
             metavar="NAME",
-            meaning=f"attention kernel: {', '.join(backends.names())}; of linear layers: {', '.join(KERNELS)}",
+            meaning=f"attention kernel: {', '.join(backends.names())}; for linear layers: {', '.join(KERNELS)}",
             default="the fastest that runs here",
         )
         found: dict[str, Option] = {LAYOUT: LAYOUT, backend: backend}
@@ -152,18 +152,18 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Reso
         if name not in ANY_SOFTMAX and name not in found.options:
             have = sorted(p.name for p in registry().values() if name in p.options)
             raise ValueError(
-                f"{spelled(option, value)} does nothing with {spelled('provider', found.name)}: leave it out, "
+                f"{spelled(option, value)} has no effect with {spelled('provider', found.name)}: leave it out, "
                 f"or use {' or '.join(have)}"
             )
         option.check(value)
     if options.head_parallel is not None and found.kind == "linear":
         raise ValueError(
-            f"{spelled(HEAD_PARALLEL, options.head_parallel)} does nothing with {found.name}: the state of linear "
+            f"{spelled(HEAD_PARALLEL, options.head_parallel)} has no effect with {found.name}: the state of linear "
             "attention is small enough to be sent whole; leave it out"
         )
     if options.fp8 is not None and found.kind == "linear":
         raise ValueError(
-            f"{spelled(fp8.FP8, options.fp8)} does nothing with {found.name}: linear attention sends its states in "
+            f"{spelled(fp8.FP8, options.fp8)} has no effect with {found.name}: linear attention sends its states in "
             "float32; leave it out"
         )
     fp8.check(options)

@@ -11,7 +11,10 @@ SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
 WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
     ("traffic",): [
         (("--provider", "rign"), "unknown provider 'rign': --provider must be one of "),
-        (("--provider", "ring", "--grid", "8x8"), "--grid 8x8 does nothing with --provider ring: leave it out, or use"),
+        (
+            ("--provider", "ring", "--grid", "8x8"),
+            "--grid 8x8 has no effect with --provider ring: leave it out, or use",
+        ),
         (("--provider", "attention2d", "--grid", "3x5"), "--grid 3x5 does not hold 64 context-parallel ranks: use one"),
         (("--grid", "8by8"), "--grid 8by8: write rows x columns, such as 8x8"),
         (("--grid", "٢x٢"), "--grid ٢x٢: write rows x columns, such as 8x8"),

@@ -409,7 +409,7 @@ def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda q: ContextParallel("lasp2", layout="striped"),
             "does not run on the striped layout.*contiguous, zigzag",
         ),
-        (lambda q: ContextParallel("lasp2", head_parallel=2), "^head_parallel=2 does nothing with lasp2"),
+        (lambda q: ContextParallel("lasp2", head_parallel=2), "^head_parallel=2 has no effect with lasp2"),
         (
             lambda q: ContextParallel("lasp2", backend="sdpa"),
             "unknown backend 'sdpa': linear attention has auto, fla, ch",

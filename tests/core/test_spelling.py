@@ -27,8 +27,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "ring",
         {"grid": (2, 4)},
-        "grid=(2, 4) does nothing with provider='ring'",
-        "--cp-grid 2x4 does nothing with --cp-p",
+        "grid=(2, 4) has no effect with provider='ring'",
+        "--cp-grid 2x4 has no effect with --cp-p",
     ),
     ("attention2d", {"grid": (3, 5)}, "grid=(3, 5) does not hold 8", "--cp-grid 3x5 does not hold 8"),
     ("burst", {"backward": "x"}, "backward='x': write kv or q", "--cp-backward x: write kv or q"),
@@ -36,7 +36,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("ring", {"head_parallel": 3}, "head_parallel=3 does not divide 8", "--cp-head-parallel 3 does not divide 8"),
     ("ring", {"backend": "float8"}, "add fp8='compute', or leave", "add --cp-fp8 compute, or leave"),
     ("ulysses", {"head_parallel": 2}, "head_parallel=2: provider='ulysses'", "--cp-head-parallel 2: --cp-provider uly"),
-    ("lasp2", {"fp8": "comm"}, "fp8='comm' does nothing with lasp2", "--cp-fp8 comm does nothing with lasp2"),
+    ("lasp2", {"fp8": "comm"}, "fp8='comm' has no effect with lasp2", "--cp-fp8 comm has no effect with lasp2"),
 ]
 
 

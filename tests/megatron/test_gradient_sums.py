@@ -47,7 +47,7 @@ def test_flags(validated: Callable[..., argparse.Namespace]) -> None:
         assert runtime.settings().options.gradient_dtype == value
         assert shown(runtime.settings().options) == ({"--cp-gradient-dtype": value} if value else {})
     validated("--context-parallel-size 4 --cp-provider ulysses --cp-gradient-dtype auto")
-    with pytest.raises(ValueError, match="--cp-gradient-dtype float32 does nothing with --cp-provider ulysses"):
+    with pytest.raises(ValueError, match="--cp-gradient-dtype float32 has no effect with --cp-provider ulysses"):
         validated("--context-parallel-size 4 --cp-provider ulysses --cp-gradient-dtype float32")
 
 

@@ -197,7 +197,7 @@ def test_options_of_other_providers_are_refused(parted: None) -> None:
     assert (told or "").startswith("parts in which a state is sent; with --cp-linear-provider parted. Default: auto")
     for flags, message in (
         ("--cp-linear-attention gla --cp-state-parts 2", r"^--cp-state-parts would do nothing: all layers of "),
-        ("--cp-provider ring --cp-state-parts 2", r"^--cp-state-parts 2 does nothing with --cp-provider ring"),
+        ("--cp-provider ring --cp-state-parts 2", r"^--cp-state-parts 2 has no effect with --cp-provider ring"),
         ("--cp-state-parts 2", r"^--cp-state-parts would do nothing without a context-parallel provider"),
     ):
         args = parser.parse_args(flags.split())

@@ -35,7 +35,7 @@ ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"linear_attention": "gla", "layer_pattern": "LLLN"}, "4 letters, which do not divide config.model.num_layers 2"),
     ({"linear_attention": "gla", "provider": "ring"}, "all layers of layer_pattern L are linear"),
     ({"provider": "attention2d", "grid": "2x3"}, "grid 2x3 does not hold 2 context-parallel ranks"),
-    ({"provider": "striped", "grid": [2, 1]}, "grid 2x1 does nothing with provider striped"),
+    ({"provider": "striped", "grid": [2, 1]}, "grid 2x1 has no effect with provider striped"),
     ({"provider": "upstream", "layout": "striped"}, "layout would do nothing without a context-parallel provider"),
     ({"provider": "upstream"}, "config.model.context_parallel_size 2 on the CPU needs provider"),
     ({"provider": "striped", "selfcheck": "twice"}, "selfcheck twice: choose one of once, off"),

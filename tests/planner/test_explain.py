@@ -143,7 +143,7 @@ def test_packed_documents() -> None:
         (["--cluster", "dgx-h10"], "unknown cluster 'dgx-h10': did you mean dgx-h100"),
         (["--provider", "atention2d"], "--provider atention2d: unknown: did you mean attention2d"),
         (["--provider", "attention2d", "--grid", "3x2"], "--grid 3x2 does not hold 8 context-parallel ranks"),
-        (["--provider", "ring", "--grid", "4x2"], "--grid 4x2 does nothing with --provider ring"),
+        (["--provider", "ring", "--grid", "4x2"], "--grid 4x2 has no effect with --provider ring"),
         (["--layout", "zigzag"], "--layout: a method's options need --provider"),
         (["--provider", "ring", "--context", "3"], "--context 3 does not divide the number of devices"),
         (["--provider", "ring", "--recompute", "ful"], "did you mean full"),

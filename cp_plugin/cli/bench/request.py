@@ -102,10 +102,10 @@ class Request:
         how = {"window": self.window, "distribution": self.distribution, "seed": self.seed}
         found = [make_case(name, problem, **how) for problem in self.problems() for name in masks]
         if self.window is not None and not any(PATTERNS[name].windowed for name in masks):
-            raise ValueError(f"--window {self.window} does nothing with --mask {', '.join(masks)}: leave it out")
+            raise ValueError(f"--window {self.window} has no effect with --mask {', '.join(masks)}: leave it out")
         if self.distribution is not None and not any(PATTERNS[name].packed for name in masks):
             flag = f"--distribution {self.distribution}"
-            raise ValueError(f"{flag} does nothing with --mask {', '.join(masks)}: leave it out")
+            raise ValueError(f"{flag} has no effect with --mask {', '.join(masks)}: leave it out")
         return found
 
 

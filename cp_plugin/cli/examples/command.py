@@ -156,7 +156,7 @@ def _with_method(flags: Mapping[str, Value], provider: str | None, chosen: Mappi
     found = dict(flags) if provider is None else _with_provider(flags, provider)
     of_softmax = [flag.removeprefix("cp-") for flag in chosen if flag not in ("cp-layout", "cp-backend")]
     if of_softmax and _all_linear(found):
-        raise ValueError(f"--{of_softmax[0]} does nothing: all layers have linear attention; leave it out")
+        raise ValueError(f"--{of_softmax[0]} has no effect: all layers have linear attention; leave it out")
     return {**found, **chosen}
 
 
