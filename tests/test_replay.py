@@ -99,6 +99,7 @@ def trained(replay: ModuleType, monkeypatch: pytest.MonkeyPatch, **states: str) 
         return {"state": state, "message": "" if state == "passed" else f"why {name} did not", **numbers}
 
     monkeypatch.setattr(replay, "run", run)
+    monkeypatch.setattr(replay, "contracts", lambda tree: [])
     return ran
 
 
@@ -164,7 +165,7 @@ def test_a_training_that_differs_has_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     trained(replay, monkeypatch, packed="differs", hybrid="refused")
-    rows = [("a:f", "known", ""), ("a:g", "holds", ""), ("a:h", "broken", "h has no parameter x")]
+    rows = [("a:f", "known", ""), ("a:g", "checked", ""), ("a:h", "broken", "h has no parameter x")]
     found = [dict(zip(("symbol", "state", "message"), row, strict=True)) for row in rows]
     monkeypatch.setattr(replay, "contracts", lambda tree: found)
     out = tmp_path / "replay.json"
@@ -237,16 +238,6 @@ def test_whatever_a_process_does_is_a_result(
     found = replay.run(tmp_path, "gpt", "start")
     assert (found["state"], found["message"]) == (expected or ("failed", str(tmp_path)))
     assert found["seconds"] > 0
-
-
-def test_unknown_sources_are_read_from_a_refusal(replay: ModuleType) -> None:
-    from cp_plugin.megatron.patches.patching import Patch, _check_source
-
-    patch = Patch("argparse:ArgumentParser.parse_args", lambda f: f, "flags", known={})
-    with pytest.raises(ValueError) as refused:
-        _check_source(patch, main)
-    assert replay.unknown(str(refused.value)) == ["argparse:ArgumentParser.parse_args"]
-    assert replay.unknown("--cp-provider striped does not support G") == []
 
 
 REPORTS = {

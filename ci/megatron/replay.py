@@ -31,6 +31,7 @@ from typing import Any
 import replay_case
 from replay_case import CASES, ROOT
 
+from cp_plugin.cli import doctor_megatron
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
 
 PARTS = ("megatron", ":(glob)*.py")
@@ -38,7 +39,6 @@ PARTS = ("megatron", ":(glob)*.py")
 VERSION = "megatron/core/package_info.py"
 HELPER = "megatron/core/datasets/helpers_cpp*.so"
 TIMEOUT_S = 3 * replay_case.TIMEOUT_S
-_UNKNOWN = re.compile(r"([\w.]+:[\w.]+) of \S+ \S+ has a source that cp_plugin does not know")
 Entry = dict[str, Any]
 """One commit: see ``examine``."""
 
@@ -131,9 +131,7 @@ def examine(repo: Path, commit: str, kinds: Sequence[str], helper: Path | None) 
         }
         if "train" in kinds:
             entry["train"] = trained
-    messages = [result["message"] for kind in kinds for result in entry[kind].values()]
-    listed = [row["symbol"] for row in entry["contracts"] if row["state"] != "known"]
-    entry["unknown"] = sorted({*listed, *(symbol for message in messages for symbol in unknown(message))})
+    entry["unknown"] = sorted(row["symbol"] for row in entry["contracts"] if row["state"] in ("checked", "broken"))
     return entry
 
 
@@ -172,13 +170,16 @@ def started(trained: Entry) -> Entry:
 
 
 def contracts(tree: Path) -> list[Entry]:
-    """Symbol, kind and state of every contract of the plugin with this tree, and the message of a broken one."""
-    return []
+    """Symbol, state and message of every contract with this tree that does not go by a known source.
 
-
-def unknown(message: str) -> list[str]:
-    """The symbols that a refusal names as of unknown source."""
-    return _UNKNOWN.findall(message)
+    States as of ``cp-plugin doctor --megatron``: checked, absent, broken.
+    """
+    try:
+        found = doctor_megatron.examine(str(tree), [])
+    except ValueError as error:
+        return [{"symbol": "", "state": "unsupported", "message": str(error)}]
+    rows = [row for row in found["symbols"] if row["state"] != "known"]
+    return [{"symbol": row["symbol"], "state": row["state"], "message": row["broken"]} for row in rows]
 
 
 def environment(tree: Path) -> dict[str, str]:

@@ -46,9 +46,9 @@ def doctor(
     ] = False,
     megatron: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="instead: examine a Megatron-LM checkout, or an unpacked wheel"),
+        typer.Option(metavar="DIR", help="examine a Megatron-LM checkout, or an unpacked wheel, instead"),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="with --megatron: print JSON")] = False,
+    as_json: output.AsJson = None,
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- FLAGS]", help="with --megatron: the run's flags; without, everything is examined"),
@@ -60,12 +60,15 @@ def doctor(
     if megatron is not None:
         from cp_plugin.cli import doctor_megatron
 
-        found = doctor_megatron.examine(megatron, words or [])
-        if json_:
-            print(json.dumps(found))
-        elif not doctor_megatron.show(new_console(), found, megatron):
+        with flags.errors_in_one_line():
+            found = doctor_megatron.examine(megatron, words or [])
+        console = new_console()
+        output.show(as_json, lambda: found, lambda: doctor_megatron.show(console, found, megatron))
+        if doctor_megatron.stops(found):
             raise typer.Exit(1)
         return
+    if words or as_json:
+        raise typer.BadParameter("flags of a run, and --json, go with --megatron DIR")
     if not show(new_console(), everything=everything):
         raise typer.Exit(1)
 

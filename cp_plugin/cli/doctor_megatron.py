@@ -35,8 +35,13 @@ def examine(folder: str, words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def show(console: Console, found: dict[str, Any], folder: str) -> bool:
-    """Print the table; return whether a run could start."""
+def stops(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The symbols for which a run would not start."""
+    return [one for one in found["symbols"] if one["state"] == "broken" and one["needed"] and not one["late"]]
+
+
+def show(console: Console, found: dict[str, Any], folder: str) -> None:
+    """Print the table, what its words mean, every broken contract, and whether a run would start."""
     rows = [
         ((one["state"], one["contract"], one["symbol"], one["for"]), _STYLES[one["state"]]) for one in found["symbols"]
     ]
@@ -53,8 +58,7 @@ def show(console: Console, found: dict[str, Any], folder: str) -> bool:
     broken = [one for one in found["symbols"] if one["state"] == "broken"]
     for one in broken:
         print_lines(console, "", *one["broken"].splitlines())
-    stops = [one for one in broken if one["needed"] and not one["late"]]
-    others = [one["for"] for one in broken if one not in stops]
-    verdict = f"{len(stops)} broken: a run would not start" if stops else "a run would start"
-    print_verdict(not stops, verdict + "".join(f"; broken: {what}" for what in others), console)
-    return not stops
+    stopping = stops(found)
+    others = [one["for"] for one in broken if one not in stopping]
+    verdict = f"{len(stopping)} broken: a run would not start" if stopping else "a run would start"
+    print_verdict(not stopping, verdict + "".join(f"; broken: {what}" for what in others), console)
