@@ -40,7 +40,7 @@ def test_the_sentence_is_the_commands_answer(planned: dict[str, object]) -> None
     told, sizes = regimes.sentence(CANONICAL), ("tensor", "context", "pipeline", "data")
     shape = " x ".join(f"{name} {planned[name]}" for name in sizes if planned[name] != 1)
     again = {"none": "nothing", "selective": " ".join(planned["recompute_modules"]), "full": "all layers"}  # type: ignore[arg-type]
-    first, second = told.split("**. ")
-    assert first.partition(", ")[2] and regimes.CONSTRAINT in told and "typical error" in told
-    assert second.startswith(f"`{regimes.apart(CANONICAL).ours.candidate.name}`")
-    assert f"**, {shape}, recomputes {again[str(planned['recompute'])]}. `" in told
+    answer, other = told.split(". `")
+    assert regimes.CONSTRAINT in answer and "(typical error " in other
+    assert other.startswith(f"{regimes.apart(CANONICAL).ours.candidate.name}`")
+    assert answer.endswith(f"**, {shape}, recomputes {again[str(planned['recompute'])]}")

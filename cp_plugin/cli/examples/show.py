@@ -54,7 +54,7 @@ def print_dry_run(console: Console, run: DryRun) -> None:
     print_sent(console, title, sorted(p.sent.items(), key=str))
     _line(console, "")
     title = (
-        f"One iteration, predicted (typical error {SECONDS:.0%}): {in_seconds(p.priced.iteration.seconds)}, "
+        f"One iteration, predicted (typical error {100 * SECONDS:.0f} %): {in_seconds(p.priced.iteration.seconds)}, "
         f"{p.tokens_per_s:,.0f} tokens/s, "
         f"{p.utilisation:.1%} of the GPU's rate for large matrices"
     )
