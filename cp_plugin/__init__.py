@@ -1,12 +1,19 @@
 """Context-parallel attention for Megatron-LM, NeMo and plain torch."""
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.core.tree import Tree
-from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
-from cp_plugin.methods.protocol import Attend, Provider
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from cp_plugin.renamed import install as install_old_names
+
+if TYPE_CHECKING:
+    from cp_plugin.attention.api import ContextParallel
+    from cp_plugin.core.options import Options
+    from cp_plugin.core.problem import Problem
+    from cp_plugin.core.tree import Tree
+    from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
+    from cp_plugin.methods.protocol import Attend, Provider
 
 install_old_names()
 
@@ -23,3 +30,23 @@ __all__ = [
     "Queries",
     "Tree",
 ]
+_MODULES = {
+    "attention.api": ("ContextParallel",),
+    "core.options": ("Options",),
+    "core.problem": ("Problem",),
+    "core.tree": ("Tree",),
+    "core.values": ("Gradients", "KeyValues", "Partial", "Queries"),
+    "methods.protocol": ("Attend", "Provider"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: torch alone takes longer than reading a command line."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

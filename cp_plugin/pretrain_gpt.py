@@ -10,15 +10,23 @@ from __future__ import annotations
 
 import sys
 
-from cp_plugin.testing.launch import main_with_nproc
+from cp_plugin.common import refusals
+from cp_plugin.megatron.flags import early
+from cp_plugin.testing.nproc import split_nproc
 
 
 def main() -> int:
     """Pretrain with the flags of `sys.argv`; return the exit status.
 
-    Raises ValueError for flags that are refused (with `--nproc`, the rank's report has the message).
+    Raises ValueError for flags that are refused; what the plugin's flags alone tell is refused before torch is
+    imported. With `--nproc`, a rank's later refusal is printed.
     """
-    return main_with_nproc(sys.argv[1:], _train, preload=_preload)
+    words = sys.argv[1:]
+    _, flags = split_nproc(words)
+    early.check(flags, early.started_ranks(words), "python -m cp_plugin.pretrain_gpt --nproc {ranks} ...")
+    from cp_plugin.testing.launch import main_with_nproc
+
+    return main_with_nproc(words, _train, preload=_preload)
 
 
 def _preload() -> None:
@@ -38,5 +46,5 @@ def _train(flags: list[str]) -> None:
         gpt.train()
 
 
-if __name__ == "__main__" and (status := main()):
+if __name__ == "__main__" and (status := refusals.exit_status(main)):
     sys.exit(status)

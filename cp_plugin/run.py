@@ -15,6 +15,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from cp_plugin.common import refusals
+
 USAGE = "python -m cp_plugin.run [--nproc N] SCRIPT [flags of the script and of the plugin]"
 
 
@@ -22,22 +24,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return the exit status.
 
     Raises:
-        ValueError: for a missing script, a script that does not exist, or an unknown option in front of it; and as
-            ``cp_plugin.megatron.activate`` does.
+        ValueError: for a missing script, a script that does not exist, an unknown option in front of it, and flags that
+            contradict each other, before torch is imported; then as ``cp_plugin.megatron.activate`` does.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         _help_parser().print_help()
         return 0 if words else 2
-    from cp_plugin.testing.launch import main_with_nproc
+    from cp_plugin.megatron.flags import early
 
     script, rest = split(words)
+    early.check(rest, early.started_ranks(words), f"python -m cp_plugin.run --nproc {{ranks}} {script} ...")
+    from cp_plugin.testing.launch import main_with_nproc
+
     return main_with_nproc(words, _run_script, preload=lambda: _preload(script, rest))
 
 
 def split(words: Sequence[str]) -> tuple[str, list[str]]:
     """The script and its arguments; ValueError if there is none, or it is not a file."""
-    from cp_plugin.testing.launch import split_nproc
+    from cp_plugin.testing.nproc import split_nproc
 
     _, rest = split_nproc(list(words))
     if not rest:
@@ -82,4 +87,4 @@ def _help_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(refusals.exit_status(main))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cp_plugin.kernels import backends
 from cp_plugin.linear.variants import variants
+from cp_plugin.megatron.flags.declared import declared
 from cp_plugin.methods import registry as providers
 
 
@@ -28,7 +29,7 @@ def install(folder: Path, module: str, source: str, group: str, **points: str) -
 @contextmanager
 def looked_for_anew() -> Iterator[None]:
     """Every registry looks for installed distributions anew, within and after: they quote each other's names."""
-    registries = providers.registry, backends._backends, variants
+    registries = providers.registry, backends._backends, variants, declared
     for registry in registries:
         registry.cache_clear()
     try:

@@ -27,5 +27,16 @@ def did_you_mean(name: str, among: Iterable[str]) -> str:
     return f": did you mean {' or '.join(near[:3])}?" if near else ""
 
 
+def one_of(flag: str, value: str, valid: Iterable[str], *, suggest: bool = True) -> None:
+    """ValueError for a flag's value that is not one of the valid ones.
+
+    suggest: whether the message suggests the nearest.
+    """
+    valid = list(valid)
+    if value not in valid:
+        near = did_you_mean(value, valid) if suggest else ""
+        raise ValueError(f"{flag} {value}{f'{near} Choose' if near else ': choose'} one of {', '.join(valid)}")
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[\s_-]+", "-", name.strip().lower())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cp_plugin.common.text import divisors, in_words
 from cp_plugin.core.spelling import flag_of, spelled
 
 AUTO = "auto"
@@ -36,6 +37,8 @@ class Option(str):
     """Ranks -> all values, each priced by the planner. None: the provider chooses."""
     near: Callable[[int, Any], Sequence[Any]]
     """Ranks and a value -> values that the planner tries once the large choices are made."""
+    misfit: Callable[[Any, int], str | None]
+    """Why a value does not fit a number of ranks; None if it does."""
 
     def __new__(
         cls,
@@ -50,10 +53,12 @@ class Option(str):
         choices: Sequence[str] = (),
         every: Callable[[int], Sequence[Any]] | None = None,
         near: Callable[[int, Any], Sequence[Any]] = lambda ranks, value: (),
+        misfit: Callable[[Any, int], str | None] = lambda value, ranks: None,
     ) -> Option:
         made = super().__new__(cls, name)
         made.metavar, made.meaning, made.default, made.unset = metavar, meaning, default, unset
         made.choices, made.every, made.near = tuple(choices), every, near
+        made.misfit = misfit
         made.read = (lambda text: text if text in choices else None) if choices else read
         made.write = write or " or ".join(choices)
         return made
@@ -86,6 +91,18 @@ class Option(str):
         if self.choices and value not in (*self.choices, self.unset):
             raise ValueError(f"{spelled(self, value)}: write {self.write}, or {self.unset}")
 
+    def check_ranks(self, value: Any, ranks: int) -> None:
+        """ValueError for a value that does not fit this number of ranks."""
+        if reason := self.misfit(value, ranks):
+            raise ValueError(f"{spelled(self, value)} {reason}")
+
+    def unused(self, value: object, provider: str, takers: Sequence[str]) -> str:
+        """The message for a value given with a provider that does not take this option."""
+        return (
+            f"{spelled(self, value)} has no effect with {spelled('provider', provider)}: leave it out, or use "
+            f"{' or '.join(takers)}"
+        )
+
 
 def whole_number(text: str) -> int | None:
     """An integer >= 1; None for any other text."""
@@ -97,6 +114,53 @@ def rows_and_columns(text: str) -> tuple[int, int] | None:
     rows, by, columns = text.partition("x")
     found = whole_number(rows), whole_number(columns)
     return (found[0], found[1]) if by and found[0] and found[1] else None
+
+
+def grids(ranks: int) -> list[tuple[int, int]]:
+    """All (rows, columns) of a number of ranks."""
+    return [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
+
+
+def not_a_grid(grid: tuple[int, int], ranks: int) -> str | None:
+    """Why these rows and columns are no grid of the ranks; None if they are."""
+    if tuple(grid) in grids(ranks):
+        return None
+    return f"does not hold {ranks} context-parallel ranks: use one of {', '.join(map(in_words, grids(ranks)))}"
+
+
+def not_a_divisor(number: int, ranks: int) -> str | None:
+    """Why the ranks cannot be divided into groups of this number; None if they can."""
+    if number >= 1 and ranks % number == 0:
+        return None
+    return f"does not divide {ranks} context-parallel ranks: use one of {divisors(ranks)}"
+
+
+def heads_are_divided(provider: str, ranks: int) -> str:
+    """The message for a head axis in front of a provider that divides the heads itself."""
+    return (
+        f"{spelled('head_parallel', ranks)}: {spelled('provider', provider)} divides the heads over all ranks already"
+    )
+
+
+def behind_heads(ranks: int) -> str:
+    """The end of a message about the ranks behind a head axis."""
+    return f"(these are the ranks behind {spelled('head_parallel', ranks)})"
+
+
+def check_fp8(options: Options, kernels: Sequence[str]) -> None:
+    """ValueError for FP8 computation by a kernel without it, or a kernel of FP8 without ``--cp-fp8 compute``.
+
+    kernels: those that compute in FP8.
+    """
+    if options.fp8 == "compute" and options.backend not in (AUTO, *kernels):
+        raise ValueError(
+            f"{spelled('fp8', 'compute')} with {spelled('backend', options.backend)}, which does not compute in FP8: use "
+            f"{spelled('backend', *kernels)}, or {spelled('fp8', 'comm')}"
+        )
+    if options.fp8 != "compute" and options.backend in kernels:
+        raise ValueError(
+            f"{spelled('backend', options.backend)} computes in FP8: add {spelled('fp8', 'compute')}, or leave it out"
+        )
 
 
 @dataclass(frozen=True, slots=True, init=False)

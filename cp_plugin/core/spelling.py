@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, Concatenate
-
-import torch
+from typing import TYPE_CHECKING, Any, Concatenate
 
 from cp_plugin.common.text import in_words
-from cp_plugin.core.dtypes import dtype_name
+
+if TYPE_CHECKING:
+    import torch
 
 _python: ContextVar[bool] = ContextVar("python", default=False)
 
@@ -61,5 +61,5 @@ def spelled_ranks(size: int) -> str:
 
 def spelled_dtypes(*dtypes: torch.dtype) -> str:
     """Dtypes of a model, to choose from: ``--bf16 or --fp16``, or ``torch.bfloat16 or torch.float16``."""
-    flags = {torch.bfloat16: "--bf16", torch.float16: "--fp16"}
-    return " or ".join(f"torch.{dtype_name(dtype)}" if _python.get() else flags[dtype] for dtype in dtypes)
+    flags = {"torch.bfloat16": "--bf16", "torch.float16": "--fp16"}
+    return " or ".join(str(dtype) if _python.get() else flags[str(dtype)] for dtype in dtypes)

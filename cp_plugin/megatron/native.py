@@ -11,9 +11,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from cp_plugin.common import refusals
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu import mode as cpu
-from cp_plugin.megatron.flags import args
+from cp_plugin.megatron.flags import args, early
 from cp_plugin.megatron.patches import hooks, patching
 from cp_plugin.megatron.patches.patching import Patch
 
@@ -22,10 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Called by Megatron with its parser.
 
     Raises:
-        ValueError: for an unknown or missing ``--cp-device``, and flags beside ``--yaml-cfg``.
+        ValueError: for a missing ``--cp-device``, and as ``flags.early.check``.
     """
+    refusals.print_uncaught()
     words = sys.argv[1:]
-    args.refuse_yaml(words)
+    early.check(words)
     if cpu.decide(args.peek(words, "--cp-device") or "auto"):
         cpu.activate()
     return hooks.add_arguments(parser)
@@ -40,7 +42,7 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
     """
     if args.settings_from(parsed).active:
         patching.install(start_up())
-    with hooks.validation(parsed):
+    with refusals.output_held(), hooks.validation(parsed):
         yield
 
 

@@ -20,7 +20,7 @@ from cp_plugin.comm import WHOLE, Mesh, Pending, coordinates, flat_index
 from cp_plugin.comm.mesh import Tensors
 from cp_plugin.comm.shards import arriving
 from cp_plugin.common.text import in_bytes, in_words
-from cp_plugin.core.options import Option, Options, rows_and_columns
+from cp_plugin.core.options import Option, Options, grids, not_a_grid, rows_and_columns
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.spelling import spelled
 from cp_plugin.core.values import KeyValues
@@ -127,19 +127,14 @@ def _choose_grid(problem: Problem, options: Options) -> Choice:
         if square != best and sent[best]:  # 0 if a rank has no token, which is refused later
             reason += f"; {in_words(square)} would send {sent[square] / sent[best]:.2f}x"
         return Choice(replace(options, grid=best), (reason,) if size > 1 else ())
-    rows, columns = options.grid
-    if rows < 1 or columns < 1 or rows * columns != size:
-        raise ValueError(
-            f"{spelled('grid', options.grid)} does not hold {size} context-parallel ranks: use one of "
-            f"{', '.join(map(in_words, _all_grids(size)))}"
-        )
+    GRID.check_ranks(options.grid, size)
     return Choice(options)
 
 
 def _unsupported(problem: Problem, options: Options) -> str | None:
     grid = options.grid or (1, problem.size)
     legal = _grids(problem, options)
-    if grid in _all_grids(problem.size) and grid not in legal:
+    if grid in grids(problem.size) and grid not in legal:
         nearest = sorted(legal, key=lambda other: abs(other[0] - grid[0]))[:3]
         shown = ", ".join(f"{in_words(other)} ({in_bytes(grid_bytes(problem, options, other))})" for other in nearest)
         return (
@@ -150,15 +145,10 @@ def _unsupported(problem: Problem, options: Options) -> str | None:
     return groups_do_not_divide(problem, options)
 
 
-def _all_grids(size: int) -> list[tuple[int, int]]:
-    """All (rows, columns)."""
-    return [(rows, size // rows) for rows in range(1, size + 1) if size % rows == 0]
-
-
 def _grids(problem: Problem, options: Options) -> list[tuple[int, int]]:
     """Grids that suit mask and tokens: where work is uneven, one side must divide the other."""
     even = _even(problem, options)
-    return [(r, c) for r, c in _all_grids(problem.size) if even or r % c == 0 or c % r == 0]
+    return [(r, c) for r, c in grids(problem.size) if even or r % c == 0 or c % r == 0]
 
 
 GRID = Option(
@@ -168,7 +158,8 @@ GRID = Option(
     default="the grid that sends the fewest bytes",
     read=rows_and_columns,
     write="rows x columns, such as 8x8",
-    every=_all_grids,
+    every=grids,
+    misfit=not_a_grid,
 )
 PROVIDERS = (
     with_gradient_dtype(

@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Literal
 
 from cp_plugin.comm import Mesh, sums
-from cp_plugin.common.text import divisors, in_bytes
+from cp_plugin.common.text import in_bytes
 from cp_plugin.core.hosts import describe
-from cp_plugin.core.options import Option, Options, whole_number
+from cp_plugin.core.options import Option, Options, not_a_divisor, whole_number
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.spelling import spelled
 from cp_plugin.methods.gradient_dtype import KEY_HOPS, QUERY_HOPS, with_gradient_dtype
@@ -56,11 +56,7 @@ def _choose_rings(problem: Problem, options: Options) -> Choice:
         else:
             why = f"one ring: {describe(hosts)}" + (f"; {spelled('intra_size')} nests two" if not hosts else "")
         return Choice(replace(options, intra_size=intra), (why,) if size > 1 else ())
-    if options.intra_size < 1 or size % options.intra_size:
-        raise ValueError(
-            f"{spelled('intra_size', options.intra_size)} does not divide {size} context-parallel ranks: use one of "
-            f"{divisors(size)}"
-        )
+    INTRA_SIZE.check_ranks(options.intra_size, size)
     if hosts and problem.per_host % options.intra_size:
         warning = f"warning: {spelled('intra_size', options.intra_size)} does not match the hosts: {describe(hosts)}"
         return Choice(options, (warning,))
@@ -105,6 +101,7 @@ INTRA_SIZE = Option(
     read=whole_number,
     write="a number of ranks, such as 8",
     near=lambda ranks, size: [n for n in (1, (size or 1) // 2, (size or 1) * 2) if n and ranks % n == 0],
+    misfit=not_a_divisor,
 )
 BACKWARD = Option(
     "backward",

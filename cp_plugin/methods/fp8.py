@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cp_plugin.comm.payload import TWO_BYTES, PayloadMesh
 from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.options import Option, Options
+from cp_plugin.core.options import Option, Options, check_fp8
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.spelling import spelled, spelled_dtypes
 from cp_plugin.kernels.backends import fp8_kernels
@@ -51,15 +51,7 @@ def _refused(problem: Problem, options: Options) -> str | None:
 
 def check(options: Options) -> None:
     """ValueError for ``compute`` with a kernel that does not compute in FP8, or such a kernel without ``compute``."""
-    if options.fp8 == "compute" and options.backend not in ("auto", *fp8_kernels()):
-        raise ValueError(
-            f"{spelled(FP8, 'compute')} with {spelled('backend', options.backend)}, which does not compute in FP8: use "
-            f"{spelled('backend', *fp8_kernels())}, or {spelled(FP8, 'comm')}"
-        )
-    if options.fp8 != "compute" and options.backend in fp8_kernels():
-        raise ValueError(
-            f"{spelled('backend', options.backend)} computes in FP8: add {spelled(FP8, 'compute')}, or leave it out"
-        )
+    check_fp8(options, fp8_kernels())
 
 
 def four_bits(x: Tensor) -> Tensor:

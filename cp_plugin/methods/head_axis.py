@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from cp_plugin.comm import Mesh
-from cp_plugin.common.text import divisors, in_bytes
+from cp_plugin.common.text import in_bytes
 from cp_plugin.core.layout import Layout, Segments
-from cp_plugin.core.options import Option, Options, whole_number
+from cp_plugin.core.options import Option, Options, behind_heads, heads_are_divided, not_a_divisor, whole_number
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.spelling import spelled
 from cp_plugin.methods.moves import Moved
@@ -31,6 +31,7 @@ HEAD_PARALLEL = Option(
     default="no head axis; usp chooses its size",
     read=whole_number,
     write="a number of ranks, such as 2",
+    misfit=not_a_divisor,
 )
 
 
@@ -54,21 +55,14 @@ def with_head_axis(inner: Provider, name: str = "") -> Provider:
     def choose(problem: Problem, options: Options) -> Choice:
         ranks = 1 if options.head_parallel is None else options.head_parallel
         if HEAD in inner.axes(problem.size, options):
-            raise ValueError(
-                f"{spelled(HEAD_PARALLEL, ranks)}: {spelled('provider', inner.name)} divides the heads over all ranks "
-                "already"
-            )
-        if ranks < 1 or problem.size % ranks:
-            raise ValueError(
-                f"{spelled(HEAD_PARALLEL, ranks)} does not divide {problem.size} context-parallel ranks: use one of "
-                f"{divisors(problem.size)}"
-            )
+            raise ValueError(heads_are_divided(inner.name, ranks))
+        HEAD_PARALLEL.check_ranks(ranks, problem.size)
         try:
             return inner.choose(_behind(problem, options), options)
         except ValueError as error:
             if ranks == 1:
                 raise
-            raise ValueError(f"{error} (these are the ranks behind {spelled(HEAD_PARALLEL, ranks)})") from None
+            raise ValueError(f"{error} {behind_heads(ranks)}") from None
 
     def unsupported(problem: Problem, options: Options) -> str | None:
         ranks = options.head_parallel or 1

@@ -145,17 +145,18 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Reso
     provider does not have, or one that does not fit the ranks."""
     found = get(provider) if isinstance(provider, str) else provider
     declared = registry().options | {option: option for option in found.options if isinstance(option, Option)}
+    unused = []
     for name, value in options.chosen.items():
         if name not in declared:
             raise ValueError(f"unknown options {name}: there are {', '.join(sorted(declared))}")
         option = declared[name]
         if name not in ANY_SOFTMAX and name not in found.options:
-            have = sorted(p.name for p in registry().values() if name in p.options)
-            raise ValueError(
-                f"{spelled(option, value)} has no effect with {spelled('provider', found.name)}: leave it out, "
-                f"or use {' or '.join(have)}"
-            )
-        option.check(value)
+            having = sorted(p.name for p in registry().values() if name in p.options)
+            unused.append(option.unused(value, found.name, having))
+        else:
+            option.check(value)
+    if unused:
+        raise ValueError(" | ".join(unused))
     if options.head_parallel is not None and found.kind == "linear":
         raise ValueError(
             f"{spelled(HEAD_PARALLEL, options.head_parallel)} has no effect with {found.name}: the state of linear "

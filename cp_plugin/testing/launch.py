@@ -34,8 +34,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.cuda import is_initialized as cuda_is_initialized  # `preload`'s CPU mode patches torch.cuda's
 
+from cp_plugin.common import refusals
 from cp_plugin.testing.launch_rank import Job, Message, live
 from cp_plugin.testing.launch_signals import frozen, passing_on_sigterm
+from cp_plugin.testing.nproc import split_nproc
 
 OUTPUTS = ("rank0", "ends", "all")
 _GRACE_S = 4.0  # after the first failure: for the other ranks' tracebacks and the alarm's report
@@ -48,14 +50,18 @@ _PEER = re.compile(r"\[[\d.]+\]:\d+")  # addresses in Gloo's errors differ betwe
 class RankError(RuntimeError):
     """A rank failed: `rank` is the first one that did, `traceback` its traceback (or what is known instead).
 
-    `exit_status` is that rank's: 1 for an exception, n for `sys.exit(n)`, -signal for a signal.
+    `exit_status` is that rank's: 1 for an exception, n for `sys.exit(n)`, -signal for a signal. `refusals` has each
+    message once if no rank failed in another way (`common.refusals`).
     """
 
-    def __init__(self, message: str, *, rank: int, traceback: str, exit_status: int = 1) -> None:
+    def __init__(
+        self, message: str, *, rank: int, traceback: str, exit_status: int = 1, refusals: Sequence[str] = ()
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
         self.exit_status = exit_status
+        self.refusals = refusals
 
 
 class RankTimeout(RankError):
@@ -194,7 +200,8 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
     ranks each call `main(rest)`, without a time limit, with the output of both ends shown. `preload` does what ranks
     can share, such as switching CPU mode on and importing Megatron, and leaves CUDA alone.
 
-    A failing rank's report goes to stderr. Raises ValueError for `--nproc` without a positive number, or with CUDA.
+    A failing rank's report goes to stderr; of a refusal (`common.refusals`) only its message. Raises
+    ValueError for `--nproc` without a positive number, or with CUDA.
     """
     nproc, rest = split_nproc(list(argv))
     preload()
@@ -207,8 +214,9 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
 
 
 def exit_status(nproc: int, run: Callable[[], object], flag: str = "--nproc") -> int:
-    """The exit status of a command that forks ``nproc`` ranks: 0, that of the first failing rank (whose report goes to
-    stderr), or the shell's for Ctrl-C. ValueError if CUDA has been initialised, which forked ranks cannot use.
+    """The exit status of a command that forks ``nproc`` ranks: 0, that of the first failing rank (whose report, or
+    refusal, goes to stderr), or the shell's for Ctrl-C. ValueError if CUDA has been initialised, which forked ranks
+    cannot use.
 
     flag: the command's flag for the number of ranks, for that message.
     """
@@ -218,25 +226,15 @@ def exit_status(nproc: int, run: Callable[[], object], flag: str = "--nproc") ->
     try:
         run()
     except RankError as error:
+        if error.refusals:
+            print(*(f"cp_plugin: {said}" for said in error.refusals), sep="\n", file=sys.stderr, flush=True)
+            return refusals.STATUS
         print(error, file=sys.stderr, flush=True)
         return error.exit_status if error.exit_status > 0 else 128 - error.exit_status
     except KeyboardInterrupt:
         print(f"\ninterrupted; {nproc} ranks stopped", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
     return 0
-
-
-def split_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
-    """The number after a leading ``--nproc`` (None without it) and the rest; ValueError if it is no positive number."""
-    if not argv or argv[0].split("=", 1)[0] != "--nproc":
-        return None, argv
-    _, equals, value = argv[0].partition("=")
-    rest = argv[1:]
-    if not equals:
-        value, rest = (rest[0], rest[1:]) if rest else ("", [])
-    if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"--nproc {value}: give the number of ranks to start, for example --nproc 4")
-    return int(value), rest
 
 
 def _fork(rank: int, job: Job, wait_end: int, *, unwanted: Sequence[int]) -> _Rank:
@@ -362,8 +360,21 @@ def _error(ranks: Sequence[_Rank], job: Job) -> RankError:
             parts.append(f"last output of rank {teller}:\n" + "\n".join(tail))
     message = "\n\n".join(parts)
     if failed:
-        return RankError(message, rank=first.rank, traceback=first.message.error, exit_status=first.message.status)
+        said = {r.message.refusal: r.rank for r in reversed(failed)}
+        return RankError(
+            message,
+            rank=first.rank,
+            traceback=first.message.error,
+            exit_status=first.message.status,
+            refusals=() if "" in said else _by_rank(said, all_alike=len(failed) == job.world_size),
+        )
     return RankTimeout(message, rank=first.rank, traceback=_text(first.stacks))
+
+
+def _by_rank(said: Mapping[str, int], *, all_alike: bool) -> tuple[str, ...]:
+    """Messages, with a rank that has each unless all ranks have the same."""
+    alone = all_alike and len(said) == 1
+    return tuple(text if alone else f"rank {rank}: {text}" for text, rank in said.items())
 
 
 def _describe_end(status: int) -> str:

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cp_plugin.common import refusals
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -52,6 +54,8 @@ class Message:
     error: str | None = None
     note: str = ""
     """The error's notes (``add_note``)."""
+    refusal: str = ""
+    """The message of an error that needs no traceback (``common.refusals``)."""
     time: float = 0.0
     status: int = 0
 
@@ -77,7 +81,8 @@ def live(rank: int, job: Job, *, log: int, stacks: int, outbox: int, done: int) 
         message = _exit_message(leave)
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
-        message = Message(error=text, note=_note(error), time=time.monotonic(), status=1)
+        said = refusals.message_of(error) or ""
+        message = Message(error=text, note=_note(error), refusal=said, time=time.monotonic(), status=1)
     with os.fdopen(outbox, "wb", closefd=False) as file:
         pickle.dump(message, file)
     with contextlib.suppress(OSError, ValueError):  # closed streams; the message matters more

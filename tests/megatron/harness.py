@@ -56,6 +56,8 @@ def _train_rank(words: list[str], rank_flags: Sequence[str] | None, prepare: Cal
 
     sys.argv = ["pretrain_gpt.py", *words]
     activate()
+    from cp_plugin import pretrain_gpt
+
     if prepare is not None:
         _after_start(prepare)
     record = Record()
@@ -64,7 +66,7 @@ def _train_rank(words: list[str], rank_flags: Sequence[str] | None, prepare: Cal
         sys.path.insert(0, os.path.dirname(SCRIPT))
         runpy.run_path(SCRIPT, run_name="__main__")
     else:
-        runpy.run_module("cp_plugin.pretrain_gpt", run_name="__main__", alter_sys=True)
+        pretrain_gpt.main()
     return record
 
 

@@ -13,6 +13,7 @@ from harness import DATA, MODEL, SGD
 from nightly import slow
 from warm import in_a_fork
 
+from cp_plugin.common import refusals
 from cp_plugin.megatron.dataset.build import build
 from cp_plugin.megatron.dataset.recipe import Recipe
 from cp_plugin.megatron.dataset.sources import standard_library
@@ -47,15 +48,38 @@ def test_it_trains_on_a_real_dataset_with_forked_ranks(
     )
 
 
+LATE = {
+    "--log-straggler --sft": "--sft, --log-straggler: not supported by cp_plugin.pretrain_gpt",
+    "--no-such-flag 3": "no such flags: --no-such-flag 3",
+    "--seq-lenth 64": "--seq-lenth: no such flag; did you mean --seq-length?",
+    "--context-parallel-size 2 --cp-provider ring --cp-layout zigzag --seq-length 62": "--seq-length 62 cannot be ",
+    "--context-parallel-size 2 --cp-provider ring --cp-backend te": "--cp-backend te cannot run here",
+}
+"""Refused by Megatron's parser, before its validation, and after that: it then has printed all arguments."""
+
+
 @pytest.mark.usefixtures("adapter")
-def test_a_refused_flag_ends_it_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", LATE)
+def test_a_later_refusal_is_one_message_of_all_ranks(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin import pretrain_gpt
 
-    words = f"{MODEL} {DATA} {SGD} --train-iters 1 --log-straggler --sft".split()
+    words = f"--nproc 2 {MODEL} {DATA} {SGD} --train-iters 1 {flags}".split()
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *words])
-    run = in_a_fork(pretrain_gpt.main)
-    assert run.returncode == 1 and "iteration" not in run.stdout
-    assert "ValueError: --sft, --log-straggler: not supported by cp_plugin.pretrain_gpt" in run.stderr
+    run = in_a_fork(lambda: refusals.exit_status(pretrain_gpt.main))
+    assert run.returncode == refusals.STATUS
+    assert run.stdout == "", "no dump of arguments"
+    assert re.fullmatch(f"cp_plugin: {re.escape(LATE[flags])}.*\n", run.stderr), "once, and no traceback"
+
+
+@pytest.mark.usefixtures("adapter")
+def test_a_later_refusal_of_a_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin import pretrain_gpt
+
+    words = f"{MODEL} {DATA} {SGD} --train-iters 1 --log-straggler".split()
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *words])
+    run = in_a_fork(lambda: refusals.exit_status(pretrain_gpt.main))
+    assert (run.returncode, run.stdout) == (refusals.STATUS, "")
+    assert re.fullmatch(r"cp_plugin: --log-straggler: not supported by cp_plugin.pretrain_gpt.*\n", run.stderr)
 
 
 @pytest.mark.usefixtures("adapter")

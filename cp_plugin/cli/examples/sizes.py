@@ -7,10 +7,10 @@ from dataclasses import replace
 from cp_plugin.attention.setups import settled_or_reason
 from cp_plugin.cli.examples.command import CONTEXT, Changes, Command, command
 from cp_plugin.cli.examples.config import Example
+from cp_plugin.common.names import one_of
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import feature_dim, variants
-from cp_plugin.megatron.flags.linear_flags import one_of
 from cp_plugin.methods import registry as providers
 
 MOST = 10**6

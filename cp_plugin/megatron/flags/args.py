@@ -9,15 +9,17 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from cp_plugin.common.names import one_of
 from cp_plugin.core.options import Options
-from cp_plugin.kernels import backends
 from cp_plugin.megatron.flags import linear_flags, option_flags
-from cp_plugin.megatron.flags.linear_flags import DeltaNet, Linear, one_of
+from cp_plugin.megatron.flags.declared import declared
+from cp_plugin.megatron.flags.linear_flags import DeltaNet, Linear
 from cp_plugin.megatron.flags.option_flags import AUTO
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Kind
-from cp_plugin.placement.layouts import get_layout
+
+if TYPE_CHECKING:
+    from cp_plugin.methods.protocol import Kind
 
 UPSTREAM = "upstream"
 SELFCHECKS = ("once", "off")
@@ -92,8 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--cp-provider",
         metavar="NAME",
-        help=f"context-parallel attention: {', '.join([UPSTREAM, AUTO, *providers.names()])}. {AUTO}: what the planner "
-        f"predicts to be fastest for this model on --cp-cluster, {UPSTREAM} where that ties. Default: {UPSTREAM}, "
+        help=f"context-parallel attention: {', '.join([UPSTREAM, AUTO, *declared().names()])}. {AUTO}: what the "
+        "planner predicts to be fastest for this model on --cp-cluster, "
+        f"{UPSTREAM} where that ties. Default: {UPSTREAM}, "
         "which is stock Megatron with nothing replaced",
     )
     group.add_argument(
@@ -169,10 +172,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
             layout, and flags that would do nothing.
     """
     names = {"--cp-device": DEVICES, "--cp-selfcheck": SELFCHECKS, "--cp-unknown-source": UNKNOWN_SOURCES}
-    names["--cp-provider"] = (UPSTREAM, AUTO, *providers.names())
+    names["--cp-provider"] = (UPSTREAM, AUTO, *declared().names())
     for flag, valid in names.items():
         if (value := getattr(args, linear_flags.attribute(flag), None)) is not None:
-            one_of(flag, value, valid)
+            misleading = flag == "--cp-device" or value in declared().methods  # gpu: not cpu; lasp2: not usp
+            one_of(flag, value, valid, suggest=not misleading)
     name = getattr(args, "cp_provider", None)
     if name != AUTO and getattr(args, "cp_cluster", None) is not None:
         raise ValueError(
@@ -182,12 +186,12 @@ def settings_from(args: argparse.Namespace) -> Settings:
     if linear is None and name in (None, UPSTREAM):
         if linear_flags.has_delta_net(args):
             linear_flags.delta_net_from(args, None, Options())
-        _refuse_without_provider(args)
+        _refuse_without_provider(args, name)
         return Settings()
     options = option_flags.options_from(args)
     delta_net = None
     if linear is None:
-        backends.check_name(options.backend)
+        declared().check_kernel(options.backend)
         if args.context_parallel_size < 2:
             raise ValueError(
                 f"--cp-provider {name} needs --context-parallel-size 2 or more, got {args.context_parallel_size}: "
@@ -200,7 +204,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
         name = _softmax_provider(linear, name, args)
         linear, options = linear_flags.divided(linear, name, options)
     if options.layout is not None:
-        get_layout(options.layout)
+        declared().check_layout(options.layout)
+    if name == AUTO:
+        declared().check_some(options, args.context_parallel_size)
+    elif name is not None:
+        declared().check(name, options, args.context_parallel_size)
     return Settings(
         provider=name or UPSTREAM,
         options=options,
@@ -250,9 +258,8 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
         )
     if linear.hybrid:
         return name or linear_flags.SOFTMAX_PROVIDER
-    its = providers.get(linear.provider)
     given = [] if name is None else [f"--cp-provider {name}"]
-    given += [option.flag for option in option_flags.given(args) if not providers.takes(its, option)]
+    given += [option.flag for option in option_flags.given(args) if not declared().takes(linear.provider, option)]
     if given:
         raise ValueError(
             f"{', '.join(given)} would do nothing: all layers of --cp-layer-pattern {linear.pattern} are linear. Leave "
@@ -278,11 +285,18 @@ def _recompute_attention(args: argparse.Namespace) -> bool:
     return bool(args.cp_recompute_attention)
 
 
-def _refuse_without_provider(args: argparse.Namespace) -> None:
+def _refuse_without_provider(args: argparse.Namespace, name: str | None) -> None:
     own = [flag for flag in _OWN_FLAGS if getattr(args, linear_flags.attribute(flag), None)]
     given = [option.flag for option in option_flags.given(args)] + own
-    if given:
+    if not given:
+        return
+    them = "it" if len(given) == 1 else "them"
+    if name == UPSTREAM:
         raise ValueError(
-            f"{', '.join(given)} would do nothing without a context-parallel provider: add --cp-provider with one of "
-            f"{', '.join(providers.names())}, or leave {'it' if len(given) == 1 else 'them'} out"
+            f"{', '.join(given)} would do nothing with --cp-provider {UPSTREAM}, which is stock Megatron: leave {them} "
+            "out, or name another provider"
         )
+    raise ValueError(
+        f"{', '.join(given)} would do nothing without a context-parallel provider: add --cp-provider with one of "
+        f"{', '.join(declared().names())}, or leave {them} out"
+    )

@@ -10,16 +10,16 @@ The providers of both kinds of layers share one token layout.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from cp_plugin.common.names import one_of
 from cp_plugin.core.options import AUTO, Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.kernels import backends
-from cp_plugin.linear import kernels
-from cp_plugin.linear.variants import Variant, feature_dim, get, variants
-from cp_plugin.methods import registry as providers
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.megatron.flags.declared import declared
+
+if TYPE_CHECKING:
+    from cp_plugin.core.problem import Problem
+    from cp_plugin.linear.variants import Variant
 
 LINEAR, SOFTMAX = "L", "N"
 SOFTMAX_PROVIDER = "all_gather"
@@ -40,6 +40,8 @@ class Linear:
     @property
     def kind(self) -> Variant:
         """The variant."""
+        from cp_plugin.linear.variants import get
+
         return get(self.variant)
 
     @property
@@ -57,6 +59,8 @@ class Linear:
 
     def problem(self, model: Problem) -> Problem:
         """A call of a linear layer in a model whose softmax layers have calls of ``model``."""
+        from cp_plugin.linear.variants import feature_dim
+
         kind = self.kind
         return replace(
             model,
@@ -97,7 +101,7 @@ class DeltaNet:
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
     """Declare the flags."""
-    kinds = "; ".join(f"{variant.name}: {variant.summary}" for variant in variants().values())
+    kinds = "; ".join(f"{name}: {summary}" for name, summary in declared().variants.items())
     attention, pattern, provider = FLAGS
     group.add_argument(attention, metavar="NAME", help=f"linear attention instead of softmax attention. {kinds}")
     group.add_argument(
@@ -110,7 +114,7 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         provider,
         metavar="NAME",
         help="context parallelism of the linear layers, and of Megatron's gated delta net (G in "
-        f"--hybrid-layer-pattern): {', '.join(providers.names('linear'))}. Default: lasp2; for gated delta net "
+        f"--hybrid-layer-pattern): {', '.join(declared().names('linear'))}. Default: lasp2; for gated delta net "
         "Megatron's own all-to-all of heads",
     )
 
@@ -129,13 +133,13 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
         if given:
             raise ValueError(
                 f"{', '.join(given)} would do nothing without --cp-linear-attention: add it with one of "
-                f"{', '.join(variants())}, or leave {'it' if len(given) == 1 else 'them'} out"
+                f"{', '.join(declared().variants)}, or leave {'it' if len(given) == 1 else 'them'} out"
             )
         return None
-    one_of("--cp-linear-attention", variant, list(variants()))
+    one_of("--cp-linear-attention", variant, declared().variants)
     found = Linear(variant=variant)
     if provider is not None:
-        one_of("--cp-linear-provider", provider, providers.names("linear"))
+        one_of("--cp-linear-provider", provider, declared().names("linear"))
         found = replace(found, provider=provider)
     if pattern is not None:
         found = replace(found, pattern=_pattern(pattern))
@@ -159,12 +163,12 @@ def delta_net_from(args: argparse.Namespace, provider: str | None, options: Opti
     name = getattr(args, "cp_linear_provider", None)
     if name is None:
         return None
-    one_of("--cp-linear-provider", name, providers.names("linear"))
+    one_of("--cp-linear-provider", name, declared().names("linear"))
     if provider in (None, AUTO):
         raise ValueError(
             f"--cp-linear-provider {name} with G in --hybrid-layer-pattern {args.hybrid_layer_pattern}: all layers "
             "share the token layout of a provider of attention. Add --cp-provider with one of "
-            f"{', '.join(providers.names())}"
+            f"{', '.join(declared().names())}"
         )
     layout = _layout(Linear(variant="", provider=name), provider, options.layout)
     return DeltaNet(
@@ -188,19 +192,21 @@ def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Lin
     Raises:
         ValueError: for providers without a common layout, or a kernel that neither kind of attention has.
     """
-    its = providers.get(linear.provider)
-    own = {option: value for option, value in options.chosen.items() if providers.takes(its, option)}
-    softmax = {None: [], AUTO: providers.names()}.get(provider, [provider])
-    alone = [option for option in own if not any(providers.takes(providers.get(name), option) for name in softmax)]
+    takes = declared().takes
+    own = {option: value for option, value in options.chosen.items() if takes(linear.provider, option)}
+    softmax = {None: [], AUTO: declared().names()}.get(provider, [provider])
+    alone = [option for option in own if not any(takes(name, option) for name in softmax)]
     linear, options = replace(linear, options=Options(**own)), replace(options, **dict.fromkeys(alone))
     if provider == AUTO:
+        if options.layout is not None:
+            check_layout(linear, options.layout)
         return linear, options
     layout, name = _layout(linear, provider, options.layout), options.backend
-    for_linear, for_softmax = name in (AUTO, *kernels.KERNELS), name in (AUTO, *backends.names())
+    for_linear, for_softmax = (name in (AUTO, *of) for of in (declared().linear_kernels, declared().kernels))
     if provider is None:
-        kernels.check_name(name)
+        one_of("--cp-backend", name, (AUTO, *declared().linear_kernels))
     elif not for_linear:
-        backends.check_name(name)
+        declared().check_kernel(name)
     linear = replace(linear, options=replace(linear.options, layout=layout, backend=name if for_linear else AUTO))
     return linear, replace(options, layout=layout, backend=name if for_softmax else AUTO)
 
@@ -208,12 +214,6 @@ def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Lin
 def attribute(flag: str) -> str:
     """A flag's attribute in a parsed namespace."""
     return flag.removeprefix("--").replace("-", "_")
-
-
-def one_of(flag: str, value: str, valid: Sequence[str]) -> None:
-    """ValueError for a value that is not one of the valid ones."""
-    if value not in valid:
-        raise ValueError(f"{flag} {value}: choose one of {', '.join(valid)}")
 
 
 def _pattern(text: str) -> str:
@@ -230,8 +230,9 @@ def _pattern(text: str) -> str:
 
 def check_layout(linear: Linear, layout: str) -> None:
     """ValueError for a layout on which the linear layers' provider does not run."""
-    has = providers.get(linear.provider).layouts
-    if get_layout(layout).name not in has:
+    declared().check_layout(layout)
+    has = declared().methods[linear.provider].layouts
+    if layout not in has:
         raise ValueError(
             f"--cp-layout {layout} does not suit linear attention, which needs neighbouring tokens on one rank: "
             f"--cp-linear-provider {linear.provider} runs on {', '.join(has)}; use one of these"
@@ -239,17 +240,18 @@ def check_layout(linear: Linear, layout: str) -> None:
 
 
 def _layout(linear: Linear, provider: str | None, asked: str | None) -> str:
-    has = providers.get(linear.provider).layouts
+    methods = declared().methods
+    has = methods[linear.provider].layouts
     if asked is not None:
         check_layout(linear, asked)
         return asked
     if provider is None:
         return has[0]
-    common = [layout for layout in providers.get(provider).layouts if layout in has]
+    common = [layout for layout in methods[provider].layouts if layout in has]
     if not common:
-        fits = [name for name in providers.names() if set(providers.get(name).layouts) & set(has)]
+        fits = [name for name in declared().names() if set(methods[name].layouts) & set(has)]
         raise ValueError(
-            f"--cp-provider {provider} runs on the layout {', '.join(providers.get(provider).layouts)} only, and "
+            f"--cp-provider {provider} runs on the layout {', '.join(methods[provider].layouts)} only, and "
             f"--cp-linear-provider {linear.provider} on {', '.join(has)}; a model has one layout: use --cp-provider "
             f"with one of {', '.join(fits)}"
         )

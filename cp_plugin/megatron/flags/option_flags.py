@@ -10,19 +10,19 @@ import argparse
 from cp_plugin.common.text import in_words
 from cp_plugin.core.options import AUTO as AUTO
 from cp_plugin.core.options import Option, Options
-from cp_plugin.methods import registry as providers
+from cp_plugin.megatron.flags.declared import KERNEL, LAYOUT, declared
 
 
-def declared() -> list[Option]:
+def all_options() -> list[Option]:
     """All options; each has a flag."""
-    return list(providers.registry().options.values())
+    return list(declared().options.values())
 
 
 def add_option_flags(group: argparse._ArgumentGroup) -> None:
     """Declare the flags."""
-    for option in declared():
+    for option in all_options():
         taking = takers(option)
-        some = f"; with {', '.join(taking)}" if taking != providers.names() else ""
+        some = f"; with {', '.join(taking)}" if taking != declared().names() else ""
         group.add_argument(
             option.flag,
             metavar=option.metavar,
@@ -32,23 +32,29 @@ def add_option_flags(group: argparse._ArgumentGroup) -> None:
 
 def takers(option: Option) -> list[str]:
     """The providers that take an option: softmax, then linear."""
-    linear = [name for name in providers.names("linear") if option in providers.get(name).options]
-    return [*providers.takers(option), *(f"--cp-linear-provider {name}" for name in linear)]
+    known = option in (LAYOUT, KERNEL)  # of every provider
+    linear = [] if known else declared().takers(option, "linear")
+    return [*declared().takers(option), *(f"--cp-linear-provider {name}" for name in linear)]
 
 
 def given(args: argparse.Namespace) -> list[Option]:
     """The options whose flags were given a value other than ``auto``."""
-    return [option for option in declared() if getattr(args, option.attribute, None) not in (None, option.unset)]
+    return [option for option in all_options() if getattr(args, option.attribute, None) not in (None, option.unset)]
 
 
 def options_from(args: argparse.Namespace) -> Options:
-    """Read the flags; ValueError for a value that cannot be parsed."""
-    texts = {option: getattr(args, option.attribute, None) for option in declared()}
-    values = {option: option.parse(text) for option, text in texts.items() if text is not None}
-    return Options(**{option: value for option, value in values.items() if value is not None})
+    """Read the flags; ValueError for all values that cannot be parsed."""
+    values, wrong = {}, []
+    for option in given(args):
+        try:
+            values[option] = option.parse(getattr(args, option.attribute))
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError(" | ".join(wrong))
+    return Options(**values)
 
 
 def shown(options: Options) -> dict[str, str]:
     """Flag -> value as on a command line, for all chosen options but layout and kernel."""
-    chosen = providers.in_order(options)
-    return {option.flag: in_words(value) for option, value in chosen.items() if option in options.chosen}
+    return {option.flag: in_words(options.chosen[option]) for option in all_options() if option in options.chosen}

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 
 import torch
 
+from cp_plugin.common import refusals
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
-from cp_plugin.megatron.flags import args
+from cp_plugin.megatron.flags import args, early
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.models import vocabulary
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the plugin's flags to a parser that has all of Megatron's."""
     parser = args.add_arguments(parser)
     args.repair_help(parser)
+    early.shorten_errors(parser)
     if cpu.active():
         cpu.set_flag_defaults(parser)
     return parser
@@ -82,7 +84,7 @@ def _add_arguments(call: Call) -> argparse.ArgumentParser:
 
 @around
 def _validate_args(call: Call) -> argparse.Namespace:
-    with validation(call["args"]):
+    with refusals.output_held(), validation(call["args"]):
         return call.original()
 
 

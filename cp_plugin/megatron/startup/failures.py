@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from cp_plugin.comm import MessageError, group
 from cp_plugin.comm.alarm import EXIT_STATUS, Alarm
-from cp_plugin.common import background
+from cp_plugin.common import background, refusals
 from cp_plugin.common.text import ranks_named
 from cp_plugin.megatron.state import STATE
 
@@ -71,10 +71,15 @@ def _give_up_after(alarm: Alarm, limit: float) -> None:
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """Report an error that ends the ``with`` block to the other ranks, print the joint report, and re-raise."""
+    """Report an error that ends the ``with`` block to the other ranks, print the joint report, and re-raise.
+
+    Not a refusal in the first step or before: all ranks refuse, and its message says all.
+    """
     try:
         yield
     except (*ENDS, SystemExit) as error:
+        if refusals.message_of(error) is not None and not _iteration():
+            raise
         if not (isinstance(error, SystemExit) and error.code in (None, 0)) and STATE.alarm is not None:
             with _sigterm_waits():  # torchrun kills the others as soon as one has failed
                 report = STATE.alarm.give(described(error))
@@ -113,9 +118,14 @@ def _where_main_thread_is() -> str:
     return f"{', '.join(_place(frames))}, in {_collective(frames)}"
 
 
+def _iteration() -> int | None:
+    """Finished steps; None before the first one begins."""
+    return getattr(global_vars._GLOBAL_ARGS, "curr_iteration", None)
+
+
 def _place(frames: Sequence[FrameType]) -> list[str]:
     """Step, activity and layer from the stack, outermost frame first."""
-    iteration = getattr(global_vars._GLOBAL_ARGS, "curr_iteration", None)
+    iteration = _iteration()
     doing, layer = "start" if iteration is None else "between the steps", ""
     for frame in frames:
         name = frame.f_code.co_name

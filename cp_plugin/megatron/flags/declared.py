@@ -1,0 +1,180 @@
+"""What providers, kernels and kinds of linear attention declare about themselves, without importing them.
+
+Importing them imports torch, which takes longer than checking a command line. ``declared.json`` therefore has the
+declarations of the built-in ones; ``python -m cp_plugin.megatron.flags.declared`` writes it. Where third parties have
+installed more, all are imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cp_plugin.common.names import one_of
+from cp_plugin.common.plugins import third_parties
+from cp_plugin.core import options as functions
+from cp_plugin.core.options import AUTO, Option, Options, behind_heads, check_fp8, heads_are_divided
+
+FILE = Path(__file__).with_suffix(".json")
+LAYOUT, KERNEL, HEAD_PARALLEL = "layout", "backend", "head_parallel"
+_TEXTS = ("metavar", "meaning", "default", "unset", "write", "choices")
+_FUNCTIONS = ("read", "misfit")
+"""Parts of an option that are functions of ``core.options``, or the default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A provider's declaration."""
+
+    kind: str  # softmax, linear
+    layouts: tuple[str, ...]
+    options: tuple[str, ...]  # all that it takes, besides layout and kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """All declarations, in the order in which messages list them."""
+
+    methods: Mapping[str, Method]
+    options: Mapping[str, Option]
+    layouts: tuple[str, ...]
+    kernels: tuple[str, ...]  # of softmax attention
+    fp8_kernels: tuple[str, ...]  # those that compute in FP8
+    linear_kernels: tuple[str, ...]
+    variants: Mapping[str, str]  # kind of linear attention -> summary
+
+    def names(self, kind: str = "softmax") -> list[str]:
+        """The providers of a kind of attention."""
+        return [name for name, method in self.methods.items() if method.kind == kind]
+
+    def takers(self, option: str, kind: str = "softmax") -> list[str]:
+        """The providers of a kind that take an option; all of them take layout and kernel."""
+        return [name for name in self.names(kind) if self.takes(name, option)]
+
+    def takes(self, provider: str, option: str) -> bool:
+        """Whether a provider takes an option."""
+        return option in (LAYOUT, KERNEL, *self.methods[provider].options)
+
+    def check_kernel(self, name: str) -> None:
+        """ValueError for an unknown kernel of softmax attention."""
+        one_of(self.options[KERNEL].flag, name, (self.options[KERNEL].unset, *self.kernels))
+
+    def check_layout(self, name: str) -> None:
+        """ValueError for an unknown layout."""
+        one_of(self.options[LAYOUT].flag, name, self.layouts)
+
+    def check(self, provider: str, options: Options, ranks: int) -> None:
+        """Check the options of a provider of softmax attention, without knowing the model.
+
+        Raises:
+            ValueError: for a layout on which it does not run, for all options that it does not take at once, and for
+                the first one that does not fit the number of ranks.
+        """
+        method = self.methods[provider]
+        if options.layout is not None and options.layout not in method.layouts:
+            raise ValueError(
+                f"--cp-layout {options.layout}: --cp-provider {provider} runs on {', '.join(method.layouts)}; use "
+                f"{'that' if len(method.layouts) == 1 else 'one of these'}, or another provider"
+            )
+        unused = [name for name in options.chosen if not self.takes(provider, name)]
+        if unused:
+            raise ValueError(" | ".join(self._unused(name, options.chosen[name], provider) for name in unused))
+        check_fp8(options, self.fp8_kernels)
+        ahead = options.chosen.get(HEAD_PARALLEL, 1)
+        self.options[HEAD_PARALLEL].check_ranks(ahead, ranks)
+        for name, value in options.chosen.items():
+            try:
+                if name != HEAD_PARALLEL:
+                    self.options[name].check_ranks(value, ranks // ahead)
+            except ValueError as error:
+                raise ValueError(f"{error} {behind_heads(ahead)}" if ahead > 1 else str(error)) from None
+
+    def check_some(self, options: Options, ranks: int) -> None:
+        """ValueError for options that ``check`` refuses with every provider of softmax attention, with all reasons."""
+        reasons = []
+        for name in self.names():
+            try:
+                return self.check(name, options, ranks)
+            except ValueError as error:
+                reasons.append(f"{name}: {error}")
+        raise ValueError(f"--cp-provider {AUTO}: no provider can do this. {' | '.join(reasons)}")
+
+    def _unused(self, name: str, value: Any, provider: str) -> str:
+        if name == HEAD_PARALLEL:
+            return heads_are_divided(provider, value)
+        return self.options[name].unused(value, provider, sorted(self.takers(name) + self.takers(name, "linear")))
+
+
+@cache
+def declared() -> Declared:
+    """The declarations of everything that is installed."""
+    return imported() if third_parties() else from_json(json.loads(FILE.read_text()))
+
+
+def imported() -> Declared:
+    """The declarations of everything that is installed, from the objects themselves; imports torch."""
+    from cp_plugin.kernels import backends
+    from cp_plugin.linear.kernels import KERNELS
+    from cp_plugin.linear.variants import variants
+    from cp_plugin.methods import registry
+    from cp_plugin.placement.layouts import ALL
+
+    options = registry.registry().options
+    others = [name for name in options if name not in (LAYOUT, KERNEL)]
+    methods = {
+        name: Method(
+            kind=provider.kind,
+            layouts=provider.layouts,
+            options=tuple(option for option in others if registry.takes(provider, option)),
+        )
+        for name, provider in registry.registry().items()
+    }
+    return Declared(
+        methods=methods,
+        options=options,
+        layouts=tuple(ALL),
+        kernels=tuple(name for name in backends.names() if name != AUTO),
+        fp8_kernels=tuple(backends.fp8_kernels()),
+        linear_kernels=tuple(KERNELS),
+        variants={name: variant.summary for name, variant in variants().items()},
+    )
+
+
+def as_json(found: Declared) -> str:
+    """The text of ``declared.json``."""
+    options = {str(name): _option(option) for name, option in found.options.items()}
+    methods = {name: asdict(method) for name, method in found.methods.items()}
+    return (
+        json.dumps({**asdict(replace(found, options={}, methods={})), "options": options, "methods": methods}, indent=1)
+        + "\n"
+    )
+
+
+def from_json(found: Mapping[str, Any]) -> Declared:
+    """Read what ``as_json`` writes."""
+    options = {}
+    for name, parts in found["options"].items():
+        named = {part: getattr(functions, parts[part]) for part in _FUNCTIONS if part in parts}
+        options[name] = Option(name, **{part: parts[part] for part in _TEXTS}, **named)
+    methods = {
+        name: Method(kind=m["kind"], layouts=tuple(m["layouts"]), options=tuple(m["options"]))
+        for name, m in found["methods"].items()
+    }
+    others = {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
+    return Declared(**{**others, "options": options, "methods": methods})
+
+
+def _option(option: Option) -> dict[str, Any]:
+    """The texts of an option, and the names of its functions where they are those of ``core.options``."""
+    named = {part: getattr(getattr(option, part), "__name__", "") for part in _FUNCTIONS}
+    own = {part: name for part, name in named.items() if getattr(functions, name, None) is getattr(option, part)}
+    return {**{part: getattr(option, part) for part in _TEXTS}, **own}
+
+
+if __name__ == "__main__":
+    FILE.write_text(as_json(imported()))
+    print(f"wrote {FILE}")

@@ -1,0 +1,100 @@
+"""Checks of a command line before torch or Megatron is imported and before ranks are forked.
+
+Everything that the plugin's flags say about each other, about their values and about the number of ranks; what depends
+on the model is checked once Megatron has parsed its flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+from cp_plugin.megatron.flags import args
+from cp_plugin.megatron.flags.linear_flags import attribute
+from cp_plugin.testing.nproc import split_nproc
+
+_SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+_OF_MEGATRON: dict[str, type] = {
+    **dict.fromkeys(_SIZES, int),
+    "--hybrid-layer-pattern": str,
+    "--recompute-granularity": str,
+    **{f"--linear-{name}": int for name in ("num-value-heads", "key-head-dim", "value-head-dim")},
+}
+"""Megatron's flags that ``args.settings_from`` reads; its default for all sizes of ranks is 1."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument ").replace("unrecognized arguments", "no such flags"))
+
+
+def check(words: Sequence[str], ranks: int | None = None, start: str = "") -> None:
+    """Check a script's command line.
+
+    Args:
+        ranks: started ranks; None: not known.
+        start: a command that starts the right number, with ``{ranks}`` in place of it.
+
+    Raises:
+        ValueError: for misspelt flags, unknown names, unreadable values, conflicts of flags, and a number of ranks over
+            which the model cannot be divided.
+    """
+    if {"-h", "--help"} & set(words):
+        return
+    args.refuse_yaml(words)
+    parser = args.add_arguments(_Parser(add_help=False, allow_abbrev=False))
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    for flag, kind in _OF_MEGATRON.items():
+        parser.add_argument(flag, type=kind, default=1 if kind is int else None)
+    parser.add_argument("--fake-process-group", action="store_true")
+    parsed, others = parser.parse_known_args(list(words))
+    refuse_misspelt([word for word in others if word.startswith("--cp")], known)
+    args.settings_from(parsed)
+    if ranks is not None and not parsed.fake_process_group:
+        _check_ranks(parsed, ranks, start)
+
+
+def shorten_errors(parser: argparse.ArgumentParser) -> None:
+    """Let a parser raise its errors as ValueErrors: Megatron's would print the usage of hundreds of flags before."""
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    unknown = "unrecognized arguments: "
+
+    def error(message: str) -> NoReturn:
+        if message.startswith(unknown):
+            refuse_misspelt(message.removeprefix(unknown).split(), known)
+        _Parser.error(parser, message)
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def refuse_misspelt(words: Sequence[str], known: Sequence[str]) -> None:
+    """ValueError for flags that are not known, but close to one that is."""
+    wrong = []
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        if near := get_close_matches(flag, known, n=1, cutoff=0.85):
+            wrong.append(f"{flag}: no such flag; did you mean {near[0]}?")
+    if wrong:
+        raise ValueError(" | ".join(wrong))
+
+
+def started_ranks(words: Sequence[str]) -> int:
+    """The ranks that ``--nproc`` in front of a command line starts, or else that a launcher has started."""
+    nproc, _ = split_nproc(list(words))
+    return nproc or int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_ranks(parsed: argparse.Namespace, ranks: int, start: str) -> None:
+    sizes = {flag: getattr(parsed, attribute(flag)) for flag in _SIZES}
+    total = math.prod(sizes.values())
+    if total > 0 and ranks % total:
+        given = [f"{flag} {size}" for flag, size in sizes.items() if size != 1]
+        product = f"{' x '.join(given)} = {total}" if len(given) > 1 else given[0]
+        raise ValueError(
+            f"{product} needs {f'a multiple of {total}' if ranks > total else total} ranks, and {ranks} "
+            f"{'was' if ranks == 1 else 'were'} started: {start.format(ranks=total)}, or "
+            f"torchrun --nproc-per-node {total} without --nproc"
+        )

@@ -1,0 +1,203 @@
+"""What the plugin's flags alone tell is refused before torch or Megatron is imported, by a message and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from nightly import slow
+
+from cp_plugin.common import plugins, refusals
+from cp_plugin.kernels import backends
+from cp_plugin.linear import variants
+from cp_plugin.megatron.flags import declared, early
+from cp_plugin.methods import registry
+
+HEAVY = ("torch", "torch.distributed", "megatron", "numpy")
+REFUSED = tomllib.loads(Path(__file__).with_name("bad_flags.toml").read_text())
+BAD = {f"{begin} {rest}".strip(): said for begin, table in REFUSED.items() for rest, said in table.items()}
+OF_MODEL = {
+    "--cp-provider attention2d --cp-grid 2x3 --cp-layout striped": "whether a grid is even depends on the mask",
+    "--cp-provider ring --cp-head-parallel 8": "the model's heads",
+    "--cp-provider ulysses": "the model's heads",
+    "--cp-provider usp": "the model's heads",
+    "--cp-provider attention2d --cp-head-groups 3": "the model's heads",
+    "--cp-provider all_gather --cp-head-groups 4": "the model's heads",
+    "--cp-provider needed --cp-layout documents": "whether batches are packed",
+    "--cp-provider ring --cp-backend cudnn": "the device",
+    "--cp-linear-attention gla --cp-backend fla": "the device",
+    "--cp-provider ring --cp-comm-type a2a": "a flag of Megatron's",
+    "--cp-provider ring --cp-fp8 comm": "the model's dtype",
+    "--cp-provider ring --cp-gradient-dtype model": "the model's dtype",
+    "--cp-linear-attention gla --cp-layer-pattern LLL": "the model's layers",
+    "--cp-provider auto --cp-cluster dgx-h10": "the planner's profiles",
+    "--cp-provider auto --cp-cluster nowhere.toml": "the planner's profiles",
+    "": "the device: upstream runs on CUDA",
+}
+"""Refused later, and what it takes to know."""
+CHECK = """
+import json, sys
+from cp_plugin.megatron.flags import early
+said = {}
+for flags in json.load(sys.stdin):
+    try:
+        early.check(flags.split())
+    except ValueError as error:
+        said[flags] = str(error)
+print(json.dumps([said, [name for name in %r if name in sys.modules]]))
+"""
+START = """
+import json, os, runpy, sys
+module, sys.argv = sys.argv[1], sys.argv[1:]
+fork, os.fork = os.fork, None
+try:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+except SystemExit as left:
+    print(json.dumps([left.code, [name for name in %r if name in sys.modules]]))
+"""
+STARTS = {
+    "run": ("cp_plugin.run", "SCRIPT"),
+    "run --nproc": ("cp_plugin.run", "--nproc", "2", "SCRIPT"),
+    "pretrain_gpt": ("cp_plugin.pretrain_gpt",),
+    "pretrain_gpt --nproc": ("cp_plugin.pretrain_gpt", "--nproc", "2"),
+}
+
+
+def _python(text: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-c", text % (HEAVY,), *words]
+    entered = more.pop("input", None)
+    return subprocess.run(command, input=entered, capture_output=True, text=True, timeout=60, env=own | more)
+
+
+def _ours_alone(flags: str) -> bool:
+    """Whether a command line has flags of the plugin only, besides the number of ranks."""
+    rest = re.sub(r"--context-parallel-size \d+", "", flags)
+    return all(word.startswith("--cp-") for word in rest.split() if word.startswith("--"))
+
+
+def test_all_that_the_flags_tell_by_themselves() -> None:
+    cases = [flags for flags in BAD if _ours_alone(flags)]
+    said, imported = json.loads(_python(CHECK, input=json.dumps(cases)).stdout)
+    assert imported == []
+    late = {re.sub(r"--context-parallel-size \d+ ?", "", flags).strip() for flags in cases if flags not in said}
+    assert late <= OF_MODEL.keys()
+    assert len(said) > 45
+    for flags, message in said.items():
+        assert re.search(BAD[flags], message), flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--cp-providr ring", "^--cp-providr: no such flag; did you mean --cp-provider[?]$"),
+        (
+            "--cp-providr=ring --cp-layot zigzag",
+            "--cp-providr: .* [|] --cp-layot: no such flag; did you mean --cp-layo",
+        ),
+        ("--cp-provider", "^--cp-provider: expected one argument$"),
+        ("--context-parallel-size four --cp-provider ring", "^--context-parallel-size: invalid int value: 'four'$"),
+        ("--yaml-cfg x.yaml --cp-provider ring", "^--yaml-cfg x.yaml makes Megatron ignore"),
+    ],
+)
+def test_misspelt_and_misplaced_flags(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        early.check(flags.split())
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--help", "--cp-comm-type p2p", "--cp-of-a-fork 3", "--cp-provider ring --context-parallel-size 2"]
+)
+def test_everything_else_is_left_to_megatron(flags: str) -> None:
+    early.check([*flags.split(), "--no-such-flag", "x"])
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_every_way_to_start(start: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('started')")
+    words = [str(script) if word == "SCRIPT" else word for word in STARTS[start]]
+    done = _python(START, *words, "--cp-provider", "rnig")
+    assert json.loads(done.stdout) == [refusals.STATUS, []]
+    assert re.fullmatch(r"cp_plugin: --cp-provider rnig: did you mean ring\? Choose one of .*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("start", "environment", "command"),
+    [
+        ("run", {}, "python -m cp_plugin.run --nproc 8 SCRIPT ..., or torchrun --nproc-per-node 8 without --nproc"),
+        ("run", {"WORLD_SIZE": "12"}, "python -m cp_plugin.run --nproc 8 SCRIPT"),
+        ("pretrain_gpt --nproc", {}, "python -m cp_plugin.pretrain_gpt --nproc 8 ..., or torchrun"),
+    ],
+)
+def test_a_wrong_number_of_ranks(start: str, environment: dict[str, str], command: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('started')")
+    words = [str(script) if word == "SCRIPT" else word for word in STARTS[start]]
+    sizes = ["--context-parallel-size", "4", "--tensor-model-parallel-size", "2"]
+    done = _python(START, *words, *sizes, **environment)
+    assert json.loads(done.stdout) == [refusals.STATUS, []]
+    assert "--tensor-model-parallel-size 2 x --context-parallel-size 4 = 8 needs" in done.stderr
+    assert command.replace("SCRIPT", str(script)) in done.stderr
+
+
+def test_one_rank_of_a_node_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("cp_plugin.common.refusals.time.sleep", waits.append)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    refusals.say("alone")
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    refusals.say("first of the second node")
+    assert waits == []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    refusals.say("still alive after all")
+    assert waits == [refusals._PATIENCE_S]
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+@slow
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('started')")
+    words = ["--nproc-per-node", "4", "-m", "cp_plugin.run", str(script), "--cp-provider", "rnig"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.count("did you mean ring") == 1, "torchrun's own report follows, without our message"
+    assert "started" not in done.stderr
+
+
+def test_only_what_the_package_raises_itself_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def caught(call: object) -> BaseException:
+        with pytest.raises(ValueError) as raised:
+            call()  # type: ignore[operator]
+        return raised.value
+
+    refused = caught(lambda: registry.get("rnig"))
+    assert refusals.message_of(refused) == str(refused)
+    refused.add_note("on rank 1")
+    assert refusals.message_of(refused) == f"{refused}\non rank 1"
+    assert refusals.message_of(caught(lambda: int("x"))) is None, "raised elsewhere"
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    assert refusals.message_of(caught(lambda: early.started_ranks(["a"]))) is None, "raised by int() in the package"
+    assert refusals.message_of(KeyError("x")) is None
+
+
+def test_declarations_are_those_of_the_providers() -> None:
+    found = declared.imported()
+    assert declared.as_json(found) == declared.FILE.read_text(), "run python -m cp_plugin.megatron.flags.declared"
+    read = declared.from_json(json.loads(declared.FILE.read_text()))
+    assert read == found
+    for name, option in found.options.items():
+        for part in (*declared._TEXTS, *declared._FUNCTIONS):
+            ours, its = getattr(read.options[name], part), getattr(option, part)
+            assert ours == its or ours.__qualname__ == its.__qualname__, f"{name}: {part} is not in core.options"
+    assert set(plugins.GROUPS) == {registry.ENTRY_POINTS, backends.ENTRY_POINTS, variants.ENTRY_POINTS}
