@@ -129,6 +129,37 @@ def test_experts_balance_each_sample_of_a_pack() -> None:
     compare(packed, alone, steps=2)
 
 
+def _data_as_megatrons_scripts_build_them() -> None:
+    """For the first and the last stage only, also where documents are packed."""
+    from megatron.core import mpu
+    from megatron.training.utils import is_first_or_last_pipeline_stage as at_an_end
+
+    from cp_plugin.megatron.models import gpt
+
+    with_documents()
+    gpt._builds_data = lambda vp_stage: mpu.get_tensor_model_parallel_rank() == 0 and at_an_end(vp_stage)
+
+
+@pytest.mark.parametrize(
+    ("stages", "flags"),
+    [
+        (3, "--num-layers 3 --pipeline-model-parallel-size 3"),
+        (2, "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    ],
+    ids=["three stages", "virtual stages"],
+)
+def test_stages_in_between_have_the_bounds_of_documents(stages: int, flags: str) -> None:
+    """In a Megatron-LM checkout: 'NoneType' object is not an iterator, with one context-parallel rank, too."""
+    _compare(
+        f"{flags} --micro-batch-size 1",
+        2,
+        "striped",
+        ranks=stages,
+        plant=_data_as_megatrons_scripts_build_them,
+        alone=_data_as_megatrons_scripts_build_them,
+    )
+
+
 def test_a_pack_of_unknown_length() -> None:
     """Megatron then does not tell Mamba where states restart; the tokens after the last document are one more."""
     from cp_plugin.megatron.patches import hybrid

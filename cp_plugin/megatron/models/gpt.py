@@ -217,11 +217,12 @@ def build_datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
 
-    def needed_here() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and _needs_batch(vp_stage)
-
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(kind, samples, needed_here, config).build()
+    return BlendedMegatronDatasetBuilder(kind, samples, partial(_builds_data, vp_stage), config).build()
+
+
+def _builds_data(vp_stage: int | None) -> bool:
+    return mpu.get_tensor_model_parallel_rank() == 0 and _needs_batch(vp_stage)
 
 
 def build_model(

@@ -26,6 +26,7 @@ from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.hybrid_model import HYBRID_MODEL
 from cp_plugin.megatron.patches.patching import Call, Patch, around
 from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.patches.stage_data import DATASETS
 from cp_plugin.megatron.patches.table import ALWAYS, OF_TABLE
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.state import STATE, Model
@@ -128,5 +129,5 @@ COMMAND_LINE = (
 """Not needed where Megatron has a hook for extensions: see ``native``."""
 
 START_UP = (*COMMAND_LINE, *ALWAYS)
-OF_RUN = (*OF_TABLE, HYBRID_MODEL)
+OF_RUN = (*OF_TABLE, HYBRID_MODEL, DATASETS)
 """Installed once the flags are valid: those whose ``when`` is true of the run."""
