@@ -270,7 +270,8 @@ def test_flags_get_defaults_and_contradictions_are_refused() -> None:
 
 
 def test_fp8_linear_layers_are_announced_as_ignored(capsys: pytest.CaptureFixture[str]) -> None:
-    args = argparse.Namespace(**{flag.dest: flag.value for flag in cpu.FLAGS}, fp8=None, rank=0)
+    others = dict.fromkeys(("fp8", "load", "use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2"))
+    args = argparse.Namespace(**{flag.dest: flag.value for flag in cpu.FLAGS}, **others, rank=0)
     cpu.check_flags(args)
     assert capsys.readouterr().out == ""
     args.fp8 = "hybrid"

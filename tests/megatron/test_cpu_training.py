@@ -7,10 +7,13 @@ parallelism: Megatron seeds each stage separately.
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
-from harness import SGD, train
+from harness import MODEL, SGD, train
 from nightly import one_case
+
+from cp_plugin.testing.launch import RankError
 
 STEPS = 5
 ADAM = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 1e-3")
@@ -63,3 +66,61 @@ def test_loss_decreases(ranks: int, flags: str) -> None:
 def test_bfloat16_follows_float32() -> None:
     assert losses(1, "--bf16") == pytest.approx(losses(1), rel=5e-3)
     assert losses(1, "--bf16") != losses(1)
+
+
+@one_case
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts_on_other_ranks(dispatcher: str) -> None:
+    """Megatron gives torch the sizes of the exchange as tensors where they are not on a CUDA device."""
+    flags = f"--num-experts 4 --moe-token-dispatcher-type {dispatcher}"
+    series = losses(2, f"{flags} --expert-model-parallel-size 2")
+    assert series == pytest.approx(losses(2, flags), rel=1e-2), "initial weights of experts depend on their ranks"
+    other = flags.replace(dispatcher, "alltoall" if dispatcher == "allgather" else "allgather")
+    assert series == pytest.approx(losses(2, f"{other} --expert-model-parallel-size 2"), rel=1e-5)
+
+
+def test_megatron_fsdp_needs_no_other_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses the number of CUDA's queues that everything else wants, and averages by what only NCCL has."""
+    pytest.importorskip("einops")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
+    assert losses(2, flags) == pytest.approx(losses(1), rel=1e-4)
+
+
+MLA = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 --v-head-dim 8"
+
+
+def test_multi_latent_attention_of_stock_megatron() -> None:
+    """With values of another size than keys; the reference is written out in test_mla."""
+    from test_mla import textbook
+
+    heads = MODEL.replace("--group-query-attention --num-query-groups 2 ", "")
+    got, want = (
+        train(1, MLA, steps=STEPS, model=heads, training=ADAM, prepare=prepare)[0].losses
+        for prepare in (None, textbook)
+    )
+    assert len(got) == STEPS and got == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kernels"), [("M*-", "M in .* M[*]-: the kernels of Mamba"), ("*G", "G in .* [*]G: the kernels of gat")]
+)
+def test_kernels_of_cuda_are_named_before_the_model_is_built(pattern: str, kernels: str) -> None:
+    from cp_plugin.common.versions import version_tuple
+    from cp_plugin.megatron.patches.patching import megatron_version
+
+    if version_tuple(megatron_version()) < (0, 19):
+        pytest.skip("hybrid models with gated delta net since 0.19")
+    with pytest.raises(RankError, match=f"ValueError: {kernels}.* run on CUDA only. Train on a GPU"):
+        train(1, f"--hybrid-layer-pattern {pattern}", model=MODEL.replace("--num-layers 2 ", ""))
+
+
+def test_a_saved_distributed_optimizer(tmp_path: Path) -> None:
+    """Read with torch's Adam, all its parameters would share one count of steps, or there is none."""
+    files = f"--use-distributed-optimizer --ckpt-format torch_dist --save-interval 2 --save {tmp_path}/0"
+    begun = train(2, f"{files} --load {tmp_path}/0", steps=2, training=ADAM)[0].losses
+    assert len(begun) == 2, "nothing is saved there yet"
+    with pytest.raises(RankError, match=r"ValueError: --load .*/0 with --use-distributed-optimizer on the CPU: "):
+        train(2, f"{files} --load {tmp_path}/0", steps=4, training=ADAM)
+    weights = train(2, f"{files}a --load {tmp_path}/0 --no-load-optim", steps=4, training=ADAM)[0].losses
+    assert len(weights) == 2

@@ -40,10 +40,7 @@ def test_the_distributed_optimizer(layout: str) -> None:
     same_losses(got, stock(1, OVERLAP, steps=STEPS))
 
 
-MEGATRON_FSDP = (
-    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params "
-    "--no-gradient-reduce-div-fusion"  # NCCL only
-)
+MEGATRON_FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
 
 
 @one_case
@@ -51,10 +48,9 @@ MEGATRON_FSDP = (
     ("sharded", "layout"),
     [(MEGATRON_FSDP, LAYOUTS[0]), (MEGATRON_FSDP, LAYOUTS[1]), ("--use-torch-fsdp2", LAYOUTS[1])],
 )
-def test_fully_sharded_data_parallelism(sharded: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fully_sharded_data_parallelism(sharded: str, layout: str) -> None:
     if sharded is MEGATRON_FSDP:
         pytest.importorskip("einops")
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # FSDP refuses 1
     got = train(2, f"{ADAM} {sharded} --context-parallel-size 2 --cp-provider {layout}", steps=STEPS)
     same_losses(got, stock(1, ADAM, steps=STEPS))
 

@@ -128,6 +128,19 @@ def gloo_only(function: Callable) -> Callable:
     return call
 
 
+def sizes_as_numbers(exchange: Callable) -> Callable:
+    """Wrap `all_to_all_single` to take split sizes as tensors: Megatron makes lists of those on a CUDA device only."""
+
+    def as_numbers(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    def call(output: Any, input: Any, *others: Any, **named: Any) -> Any:
+        named = {name: as_numbers(value) for name, value in named.items()}
+        return exchange(output, input, *map(as_numbers, others), **named)
+
+    return call
+
+
 def mesh_on_cpu(from_group: Callable) -> Callable:
     """Wrap `DeviceMesh.from_group`, which fully sharded data parallelism uses, for the CPU."""
 
@@ -241,6 +254,7 @@ def surface() -> dict[str, Any]:
         "distributed.init_process_group": gloo_only(dist.init_process_group),
         "distributed.new_group": gloo_only(dist.new_group),
         "distributed.barrier": gloo_only(dist.barrier),
+        "distributed.all_to_all_single": sizes_as_numbers(dist.all_to_all_single),
         "distributed.DeviceMesh.from_group": mesh_on_cpu(dist.DeviceMesh.from_group),
     }
     generator = {"manual_seed": _seed, "manual_seed_all": _seed_all}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import os
 import sys
 import warnings
@@ -32,12 +33,21 @@ from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.patching import Call, Patch, around
 from cp_plugin.megatron.state import STATE
 
-_HIDDEN = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
+_HIDDEN = (
+    "transformer_engine",
+    "transformer_engine_torch",
+    "apex",
+    "amp_C",
+    "fused_weight_gradient_mlp_cuda",
+    "mamba_ssm",
+)
 _EXPECTED_WARNINGS = (
     "'pin_memory' argument is set as true but no accelerator",
     r".*(Apex|transformer-engine|Transformer Engine)",  # reported missing, since CPU mode hides them
 )
 _ABSENT = object()
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Megatron requires 1, to order communication by CUDA's queues, and something else for fully sharded parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +70,7 @@ FLAGS = (
     Flag(dest="bias_gelu_fusion", value=False, spelling="--no-bias-gelu-fusion"),
     Flag(dest="bias_dropout_fusion", value=False, spelling="--no-bias-dropout-fusion"),
     Flag(dest="apply_rope_fusion", value=False, spelling="--no-rope-fusion"),
+    Flag(dest="gradient_reduce_div_fusion", value=False, spelling="--no-gradient-reduce-div-fusion"),
 )
 
 
@@ -109,8 +120,7 @@ def activate() -> None:
         mode.__enter__()
         undo.callback(mode.__exit__, None, None, None)
         _compile_nothing(undo)
-        # Megatron requires this to order communication by CUDA queues
-        _set_item(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"), undo)
+        _set_item(os.environ, _CONNECTIONS, os.environ.get(_CONNECTIONS, "1"), undo)
         undo.enter_context(warnings.catch_warnings())
         for expected in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=expected)
@@ -157,11 +167,26 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{asked}: not possible on the CPU. Leave it out, or give {fix}, or train on a GPU with --cp-device cuda"
         )
+    _refuse_resumption(args)
+    fully_sharded = args.use_megatron_fsdp or args.use_torch_fsdp2
+    os.environ[_CONNECTIONS] = "8" if fully_sharded else "1"
     if getattr(args, "fp8", None) and args.rank == 0:
         print(
             f"cp_plugin: --fp8-format {args.fp8} does nothing for linear layers on the CPU: in FP8 they are "
             "Transformer Engine's, on CUDA",
             flush=True,
+        )
+
+
+def _refuse_resumption(args: argparse.Namespace) -> None:
+    """ValueError for a saved distributed optimizer: with torch's Adam, Megatron can neither read it nor count steps."""
+    sharded = args.use_distributed_optimizer and not args.use_megatron_fsdp
+    saved = args.load is not None and os.path.exists(os.path.join(args.load, "latest_checkpointed_iteration.txt"))
+    if sharded and saved and not (args.no_load_optim or args.finetune):
+        raise ValueError(
+            f"--load {args.load} with --use-distributed-optimizer on the CPU: Megatron resumes its distributed "
+            "optimizer with the Adam of Transformer Engine or Apex only, on CUDA. Add --no-load-optim, or train on a "
+            "GPU; without --use-distributed-optimizer from the start, the CPU resumes too"
         )
 
 
@@ -265,7 +290,27 @@ def replace_dot_product_attention(call: Call) -> torch.Tensor:
     return torch.cat(outs)
 
 
+def accept_channels(original: Callable[..., None]) -> Callable[..., None]:
+    """Let ``DotProductAttention`` have values of another size than keys, as multi-latent attention has."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kw: Any) -> None:
+        if v_channels is not None:
+            config = copy.copy(config)
+            config.kv_channels = v_channels
+        original(self, config, *args, **kw)
+
+    return __init__
+
+
 PATCHES = (
+    Patch(
+        target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        make=accept_channels,
+        reason="multi-latent attention on one rank",
+        contract=wraps("config"),
+        otherwise="a model with multi-latent attention could not be built",
+    ),
     Patch(
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         make=_allow_sequence_parallel,

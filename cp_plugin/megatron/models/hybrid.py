@@ -6,6 +6,7 @@ Megatron's local GPT layer, and of state-space layers with the same projections 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +32,26 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+_KERNELS = {
+    "M": ("Mamba", MambaMixer, "HAVE_MAMBA_SSM"),
+    "G": ("gated delta net", GatedDeltaNet, "HAVE_FLA"),
+}
+"""Symbol of a pattern -> its layer, and what its modules call the existence of its kernels."""
 
-def on_cpu(spec: ModuleSpec, config: Any) -> ModuleSpec:
-    """A script's spec for CPU mode: the local one instead of Transformer Engine's."""
+
+def on_cpu(spec: ModuleSpec, config: Any, pattern: str) -> ModuleSpec:
+    """A script's spec for CPU mode: the local one instead of Transformer Engine's.
+
+    Raises:
+        ValueError: for layers of the pattern whose kernels exist for CUDA only.
+    """
+    for symbol, (name, layer, exists) in _KERNELS.items():
+        modules = [sys.modules[base.__module__] for base in layer.__mro__]
+        if symbol in pattern and not all(getattr(module, exists, True) for module in modules):
+            raise ValueError(
+                f"{symbol} in --hybrid-layer-pattern {pattern}: the kernels of {name} run on CUDA only. Train on a "
+                f"GPU, or try out a pattern without {symbol}"
+            )
     return stack_spec(config) if spec is with_transformer_engine else spec
 
 

@@ -161,6 +161,10 @@ FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "4be3155eeb4a1194": ("0.19.0", "0.19.1", "0.19.2"),
         "f0735f5fead63475": ("0.20.0",),
     },
+    "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__": {
+        "8562b3aee397c8a7": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+        "9e8e0edaf240a2ec": ("0.20.0",),
+    },
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": {
         "3fd512b6f6d91100": ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
         "00563f45de81d20b": ("0.20.0",),

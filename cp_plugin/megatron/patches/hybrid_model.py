@@ -16,7 +16,7 @@ def replace_init(call: Call) -> None:
     if cpu.active():
         from cp_plugin.megatron.models import hybrid  # imports much of Megatron
 
-        stack = hybrid.on_cpu(stack, call["config"])
+        stack = hybrid.on_cpu(stack, call["config"], call.arguments.get("hybrid_layer_pattern") or "")
     call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
 
 

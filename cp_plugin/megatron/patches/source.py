@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -30,7 +29,10 @@ def definition(symbol: Any) -> ast.AST:
     """The syntax tree of a live function or class; errors as ``of_object``."""
     function = symbol.__func__ if isinstance(symbol, staticmethod) else symbol
     source = inspect.getsource(function.__code__ if isinstance(function, FunctionType) else function)
-    return ast.parse(textwrap.dedent(source)).body[0]
+    if not source[0].isspace():
+        return ast.parse(source).body[0]
+    (block,) = ast.parse(f"if True:\n{source}").body  # without its indentation, texts of several lines read otherwise
+    return block.body[0]  # type: ignore[attr-defined]
 
 
 def of_file(root: Path, target: str) -> str:

@@ -34,5 +34,4 @@ DATASETS = Patch(
     called_by="the training script, which says on which ranks to build",
     otherwise="pipeline stages between the first and the last would have no data",
     when=_needed,
-    in_file=True,  # a text of several lines in it reads otherwise without its indentation
 )
