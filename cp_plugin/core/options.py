@@ -154,8 +154,8 @@ def check_fp8(options: Options, kernels: Sequence[str]) -> None:
     """
     if options.fp8 == "compute" and options.backend not in (AUTO, *kernels):
         raise ValueError(
-            f"{spelled('fp8', 'compute')} with {spelled('backend', options.backend)}, which does not compute in FP8: use "
-            f"{spelled('backend', *kernels)}, or {spelled('fp8', 'comm')}"
+            f"{spelled('fp8', 'compute')} with {spelled('backend', options.backend)}, which does not compute in FP8: "
+            f"use {spelled('backend', *kernels)}, or {spelled('fp8', 'comm')}"
         )
     if options.fp8 != "compute" and options.backend in kernels:
         raise ValueError(
