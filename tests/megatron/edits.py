@@ -1,0 +1,132 @@
+"""Edits of Megatron as forks and later versions make them (``edits.toml``), applied to the Megatron of this process.
+
+A function whose text an edit changes gets the code, the defaults and the place of its edited definition: whoever holds
+it, under whatever name, has the edited one, as if its file had been edited before Megatron was imported. Definitions,
+imports and assignments that an edit adds are executed in their module. Edited files go to a folder of their own, where
+``inspect`` finds their source.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+FILE = Path(__file__).with_name("edits.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One text of a file, and what stands there instead."""
+
+    file: str  # under megatron/
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One entry of ``edits.toml``."""
+
+    name: str
+    changes: tuple[Change, ...]
+    flags: str  # of a run that it matters to
+    found: str  # pattern of the refusal; empty: it is harmless
+
+
+def read() -> list[Edit]:
+    """All edits."""
+    entries = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    runs = entries["runs"]
+    edits = []
+    for kind in ("harmless", "harmful"):
+        for entry in entries.get(kind, ()):
+            parts = [entry, *entry.get("also", ())]
+            changes = tuple(Change(part["file"], part["old"], part["new"]) for part in parts)
+            edits.append(Edit(entry["name"], changes, runs[entry.get("run", "gpt")], entry.get("found", "")))
+    return edits
+
+
+def apply(edit: Edit, folder: Path) -> None:
+    """Edit the Megatron of this process.
+
+    folder: for the edited files.
+
+    Raises:
+        ValueError: for an old text that does not occur exactly once.
+    """
+    for file in dict.fromkeys(change.file for change in edit.changes):
+        module = importlib.import_module("megatron." + file.removesuffix(".py").replace("/", "."))
+        old = new = Path(str(module.__file__)).read_text(encoding="utf-8")
+        for change in (one for one in edit.changes if one.file == file):
+            if (times := new.count(change.old)) != 1:
+                raise ValueError(f"{edit.name}: {file} has {change.old!r} {times} times, needed exactly once")
+            new = new.replace(change.old, change.new)
+        path = folder / "megatron" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(new, encoding="utf-8")
+        _take(module, old, new, path)
+
+
+def _take(module: ModuleType, old: str, new: str, path: Path) -> None:
+    before, after = (dict(_definitions(ast.parse(text))) for text in (old, new))
+    segments = {name: ast.get_source_segment(old, node) for name, node in before.items()}
+    known = {ast.unparse(node) for node in ast.parse(old).body}
+    codes = {code.co_qualname: code for code in _codes(compile(new, path, "exec"))}
+    for node in ast.parse(new).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in vars(module):
+            continue
+        if ast.unparse(node) not in known:
+            exec(compile(ast.Module([node], []), path, "exec"), vars(module))
+    changed = 0
+    for name, node in after.items():
+        if name not in before or ast.get_source_segment(new, node) == segments[name]:
+            continue
+        function = _function(module, name)
+        function.__code__ = codes[name]
+        defaults, keywords = node.args.defaults, node.args.kw_defaults
+        function.__defaults__ = tuple(_value(one, module) for one in defaults) or None
+        names = [one.arg for one in node.args.kwonlyargs]
+        pairs = zip(names, keywords, strict=True)
+        function.__kwdefaults__ = {key: _value(one, module) for key, one in pairs if one is not None} or None
+        changed += 1
+    assert changed or after.keys() - before.keys(), f"{path}: this edit changes no function"
+    module.__file__ = str(path)
+
+
+def _definitions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions and methods by their qualified names, but none that are inside of functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield inside + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from _definitions(node, f"{inside}{node.name}.")
+        elif not isinstance(node, ast.expr):  # an `if`, a `try`
+            yield from _definitions(node, inside)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield one
+            yield from _codes(one)
+
+
+def _function(module: ModuleType, name: str) -> FunctionType:
+    """The function itself, without what is around it."""
+    found: Any = module
+    for part in name.split("."):
+        found = vars(found)[part]
+    found = getattr(found, "fget", None) or getattr(found, "__func__", found)
+    while not (isinstance(found, FunctionType) and found.__code__.co_qualname == name):
+        found = found.__wrapped__
+    return found
+
+
+def _value(node: ast.expr, module: ModuleType) -> Any:
+    return eval(compile(ast.Expression(node), "<default>", "eval"), vars(module))

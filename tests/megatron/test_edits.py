@@ -1,0 +1,84 @@
+"""Edits of Megatron: harmless ones start and train as without them, harmful ones are refused before the first step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import edits
+import pytest
+import state_space_kernels
+from edits import Edit
+from harness import DATA, MODEL, SGD, Record, _train_rank
+from nightly import one_case
+from state_space_kernels import STATES
+
+from cp_plugin.common.versions import version_tuple
+from cp_plugin.megatron.compat import megatron_version
+from cp_plugin.testing.launch import RankError, run_ranks
+
+pytestmark = [
+    pytest.mark.usefixtures("adapter"),
+    pytest.mark.skipif(version_tuple(megatron_version())[:2] != (0, 19), reason="edits of megatron-core 0.19"),
+]
+
+EDITS = {edit.name: edit for edit in edits.read()}
+HARMLESS = [name for name, edit in EDITS.items() if not edit.found]
+HARMFUL = [name for name, edit in EDITS.items() if edit.found]
+
+
+def test_the_lists_are_long_enough() -> None:
+    assert len(EDITS) == len(edits.read()), "two edits of one name"
+    assert min(len(HARMLESS), len(HARMFUL)) >= 25
+
+
+@one_case
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_edits_change_nothing(name: str, tmp_path: Path) -> None:
+    edit = EDITS[name]
+    assert _losses(_train(edit.flags, edit, tmp_path)) == _losses(_unedited(edit.flags))
+
+
+@one_case
+@pytest.mark.parametrize("name", HARMFUL)
+def test_harmful_edits_are_refused(name: str, tmp_path: Path) -> None:
+    edit = EDITS[name]
+    with pytest.raises(RankError) as raised:
+        _train(edit.flags, edit, tmp_path)
+    assert re.search(edit.found, str(raised.value)) is not None, str(raised.value)
+
+
+def _losses(records: Sequence[Record]) -> list[list[float]]:
+    return [record.losses for record in records]
+
+
+@cache
+def _unedited(flags: str) -> list[Record]:
+    return _train(flags)
+
+
+def _train(flags: str, edit: Edit | None = None, folder: Path = Path()) -> list[Record]:
+    """One step on two context-parallel ranks."""
+    hybrid = "--hybrid-layer-pattern" in flags
+    model = f"{MODEL.replace('--num-layers 2 ', '')} {STATES}" if hybrid else MODEL
+    words = f"{model} {DATA} {SGD} --train-iters 1 --context-parallel-size 2 {flags}".split()
+
+    def rank() -> Record:
+        if edit is not None:
+            _edit(edit, folder)
+        return _train_rank(words, None, state_space_kernels.install if hybrid else None)
+
+    return run_ranks(rank, 4 if "--tensor-model-parallel-size" in flags else 2, timeout=300.0)
+
+
+def _edit(edit: Edit, folder: Path) -> None:
+    """In a process that has the plugin activated: Megatron is edited before that."""
+    from cp_plugin.megatron import activate, deactivate
+    from cp_plugin.megatron.patches import source
+
+    deactivate()
+    edits.apply(edit, folder)
+    source.of_object.cache_clear()  # type: ignore[attr-defined]  # see warm.py
+    activate(["--cp-device", "cpu"])
