@@ -101,7 +101,8 @@ def start(settings: Settings, model: Model | None = None, parsed: argparse.Names
     """
     runtime.configure(settings, model)
     run = Run(settings=settings, args=parsed)
-    patching.install([patch for patch in OF_RUN if patch.when(run)])  # at once: each call scans all modules
+    needed = [patch for patch in OF_RUN if patch.when(run)]
+    patching.install(needed, packs=model is not None and bool(model.problem.documents))  # at once: scans all modules
     if settings.active:
         patching.tell_unknown()
         modelopt.register()

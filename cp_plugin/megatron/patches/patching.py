@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
-from cp_plugin.megatron.compat import find, megatron_version
+from cp_plugin.megatron.compat import find, has, megatron_version
 from cp_plugin.megatron.patches import difference, source
 from cp_plugin.megatron.patches.contract import Contract
 from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
@@ -132,8 +132,11 @@ class Finding:
         return "broken" if self.broken else "known" if self.known else "checked"
 
 
-def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
+def install(patches: Sequence[Patch], scope: Scope = "run", *, packs: bool = False) -> None:
     """Replace the symbols, all or none; patches already in place stay.
+
+    Args:
+        packs: whether the flags ask for packed documents, so that ``late`` patches are needed now.
 
     Raises:
         ValueError: for a megatron-core outside the supported range, and for broken contracts, all of them.
@@ -142,7 +145,7 @@ def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
     new = [patch for patch in patches if not any(patch.target in replaced for replaced in STATE.replaced.values())]
     findings = [found for patch in new if (found := examine(patch)).state != "absent"]
     broken = [found for found in findings if found.broken]
-    if now := [found for found in broken if not found.patch.late]:
+    if now := [found for found in broken if packs or not found.patch.late]:
         raise ValueError(refusal(now))
     STATE.refused |= {found.patch.target: refusal([found]) for found in broken}
     findings = [found for found in findings if not found.broken]
@@ -203,14 +206,19 @@ def refusal(findings: Sequence[Finding]) -> str:
 
 
 def _difference(found: Finding) -> str:
+    """A diff of each unknown source that the contract is about."""
     if found.original is None or found.patch.known is not None:
         return ""
-    try:
-        return difference.from_nearest(
-            found.patch.target, source.definition(found.original), FINGERPRINTS.get(found.patch.target, {})
-        )
-    except (OSError, TypeError, SyntaxError):
-        return ""
+    shown = []
+    for target in (found.patch.target, *_also(found.patch)):
+        try:
+            node = source.definition(original(target))
+            known = FINGERPRINTS.get(target, {})
+            if source.digest(node) not in known:
+                shown.append(difference.from_nearest(target, node, known))
+        except (OSError, TypeError, SyntaxError):
+            continue
+    return "\n".join(filter(None, shown))
 
 
 def tell_unknown() -> None:
@@ -294,10 +302,15 @@ def _is_known(patch: Patch, original: Any) -> bool:
     known = FINGERPRINTS.get(patch.target, {}) if patch.known is None else patch.known
     try:
         found = _in_file(patch.target) if patch.in_file else source.of_object(original)
-        others = {target: _of_original(target) for target in patch.contract.also}
+        others = {target: _of_original(target) for target in _also(patch)}
     except (OSError, TypeError, ValueError):  # no source
         return False
     return found in known and all(digest in FINGERPRINTS.get(target, {}) for target, digest in others.items())
+
+
+def _also(patch: Patch) -> list[str]:
+    """What its probe is about besides; a version without such a function does not call it."""
+    return [target for target in patch.contract.also if has(target)]
 
 
 def _of_original(target: str) -> str:

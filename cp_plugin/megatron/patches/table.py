@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from cp_plugin.megatron.layers import fp8_scaling, gate, modelopt, spec
 from cp_plugin.megatron.patches import (
+    attention_probes,
     batch,
     delta_net,
     flops,
@@ -69,6 +70,20 @@ def _gated_delta_net(run: Run) -> bool:
     return _states(run) and "G" in run.pattern and run.settings.delta_net is None
 
 
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+_ROTATION = ("_apply_rotary_pos_emb_bshd", "_rotate_half")
+_PREDICTION = "megatron.core.transformer.multi_token_prediction"
+_LOSS_SCALES = tuple(f"megatron.core.pipeline_parallel.schedules:_get_{kind}_loss_scale" for kind in ("moe", "mtp"))
+_ATTENTION = (
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+    "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax",
+    "megatron.core.fusions.fused_softmax:SoftmaxOne",
+    "megatron.core.transformer.utils:attention_mask_func",
+    "megatron.core.transformer.utils:get_sliding_window_causal_mask",
+)
+"""What a probe of Megatron's attention runs."""
+
 PROVIDER = (
     Patch(
         "megatron.core.utils:get_batch_on_this_cp_rank",
@@ -84,6 +99,7 @@ PROVIDER = (
                 "use_contiguous_cp",
             ),
             probe=probes.batch,
+            also=("megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",),
         ),
         called_by="the training script",
         otherwise="ranks would train on other tokens than their angles and masks are for",
@@ -146,6 +162,7 @@ PROVIDER = (
                 "inverse",
             ),
             probe=probes.rope_of_packs,
+            also=tuple(f"{_ROPE}:{name}" for name in ("_get_thd_freqs_on_this_cp_rank", *_ROTATION)),
         ),
         called_by="attention layers",
         otherwise="tokens of packed documents would be rotated by other tokens' angles",
@@ -157,7 +174,10 @@ PROVIDER = (
         mtp.replace_roll_tensor,
         "layout of multi-token prediction",
         replaces(
-            "tensor", "shifts", "dims", "cp_group", "packed_seq_params", optional=("return_sum",), probe=probes.roll
+            *("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
+            optional=("return_sum",),
+            probe=probes.roll,
+            also=(f"{_PREDICTION}:_roll_tensor_packed_seq",),
         ),
         called_by="multi-token prediction",
         otherwise="multi-token prediction would learn other tokens than the next ones",
@@ -167,7 +187,11 @@ PROVIDER = (
         "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
         mtp.replace_process_mtp_loss,
         "token counts of multi-token prediction",
-        wraps("labels", "loss_mask", "cp_group", "packed_seq_params", "config", probe=probes.mtp_loss),
+        wraps(
+            *("labels", "loss_mask", "cp_group", "packed_seq_params", "config"),
+            probe=probes.mtp_loss,
+            also=(f"{_PREDICTION}:MTPLossAutoScaler", f"{_PREDICTION}:roll_tensor"),
+        ),
         called_by="GPTModel and HybridModel",
         otherwise="the loss of multi-token prediction would weigh tokens by the rank that holds them",
         when=_mtp,
@@ -176,7 +200,11 @@ PROVIDER = (
         "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
         loss.replace_calc_loss,
         "token counts of the loss",
-        wraps("loss_func", "config", "collect_non_loss_data", probe=probes.calc_loss),
+        wraps(
+            *("loss_func", "config", "collect_non_loss_data"),
+            probe=probes.calc_loss,
+            also=_LOSS_SCALES,
+        ),
         called_by="the pipeline schedules",
         otherwise="the loss would weigh tokens by the rank that holds them",
         when=_provider,
@@ -186,11 +214,8 @@ PROVIDER = (
         spec.replace_core_attention,
         "attention of the local spec",
         registers(
-            probe=probes.core_attention,
-            also=(
-                "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-                "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-            ),
+            probe=attention_probes.core_attention,
+            also=_ATTENTION,
         ),
         otherwise="attention would compute something else than on one rank",
         when=_provider,
@@ -200,7 +225,7 @@ PROVIDER = (
         spec.replace_core_attention,
         "attention of the Transformer Engine spec",
         registers(
-            probe=probes.te_attention,
+            probe=attention_probes.te_attention,
             also=("megatron.core.extensions.transformer_engine:TEDotProductAttention",),
         ),
         otherwise="attention would compute something else than on one rank",
