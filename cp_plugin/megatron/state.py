@@ -83,6 +83,8 @@ class State:
     documents_expected: bool = False  # whether every attention call must have packed documents
     loss_checked: bool = False
     """Whether the weights of tokens in the script's loss were compared over the ranks."""
+    first_batch: Callable[[Mapping[str, Any], dist.ProcessGroup | None], None] | None = None
+    """Compares the first batch between the ranks."""
     slices: BatchWatch | None = None  # compares slices of checked steps with whole batches
     last_pack: Pack | None = None  # the pack of the last softmax attention call
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's

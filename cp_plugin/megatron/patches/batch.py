@@ -67,6 +67,9 @@ def _slice(batch: dict[str, Any], cp: ContextParallel, group: dist.ProcessGroup 
     runtime.note_batch_sliced()
     batch = pad_batch(batch, cp)
     cp = _on_pack(cp, batch)
+    if STATE.first_batch is not None:
+        compare, STATE.first_batch = STATE.first_batch, None
+        compare(batch, group)
     if STATE.slices is not None:
         STATE.slices.sliced(batch, runtime.between_layers(cp), group)
     return slice_batch(batch, cp)

@@ -73,6 +73,8 @@ def rope(original: Callable[..., Tensor], replacement: Callable[..., Tensor]) ->
 def rope_of_packs(original: Callable[..., Tensor], replacement: Callable[..., Tensor]) -> str | None:
     """``_apply_rotary_pos_emb_thd``: on one rank, and on two where a pack has one document only."""
     cases = [(1, 0, (0, 5, TOKENS)), *((_RANKS, number, (0, TOKENS)) for number in range(_RANKS))]
+    names = inspect.signature(original).parameters
+    latent = "mla_rotary_interleaved" if "mla_rotary_interleaved" in names else "multi_latent_attention"  # before 0.19
     for size, number, bounds in cases:
         t = numbers(TOKENS // size, 2, 8)
         longest = max(b - a for a, b in pairwise(bounds))
@@ -80,6 +82,7 @@ def rope_of_packs(original: Callable[..., Tensor], replacement: Callable[..., Te
             (longest, {}),
             (TOKENS, {}),
             (longest, {"rotary_interleaved": True}),
+            (longest, {latent: True}),
             (longest, {"mscale": 2.0}),
         ):
             freqs = numbers(rows, 1, 1, 8)

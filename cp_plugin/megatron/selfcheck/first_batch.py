@@ -7,6 +7,7 @@
     rotary table     --> the model's rotary embedding                   --> rope
     q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``attention_pass``
     projections      --> gated delta net by a provider of ours          --> out, gradient: ``delta_net_pass``
+    a weight         --> a step by Megatron's schedule                  --> its gradient: ``tiny_step``
 
 Each must equal this rank's rows, by the layout, of the same quantity for the whole sequence: a batch, a RoPE table or
 an attention module in another layout than the others cannot pass. Batch and RoPE are copies and must be equal. A model
@@ -40,6 +41,7 @@ from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import delta_net, hybrid, mtp, packing, patching
 from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, pack_of, packed_problems, table_of
 from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
+from cp_plugin.megatron.selfcheck.tiny_step import step_problems
 from cp_plugin.placement.documents import DOCUMENTS
 
 _TOKENS = 32
@@ -57,7 +59,8 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
     """
     cp = runtime.context_parallel()
     runtime.note_batch_sliced()  # no script has sliced a batch yet
-    problems = [*_check_importers(), *_check_tensors(chunks, cp)]
+    tokens = tokens_for(cp.layout, cp.size, cuda=_device(chunks).type == "cuda")
+    problems = [*_check_importers(), *_check_tensors(chunks, cp, tokens), *step_problems(chunks, tokens)]
     cp.mesh.ledger.reset()
     runtime.note_batch_sliced(False)
     everyone: list[list[str]] = [[]] * dist.get_world_size()
@@ -67,8 +70,8 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
         more = f" (and {len(failed) - 4} more ranks)" if len(failed) > 4 else ""
         raise ValueError(
             f"the self-check of {runtime.settings().asked} on the {cp.layout.name} layout failed. "
-            f"{' | '.join(failed[:4])}{more}. Batch, RoPE and attention must all be cut in the same layout; training "
-            "would have gone wrong without an error. --cp-selfcheck off skips this check"
+            f"{' | '.join(failed[:4])}{more}. Batch, RoPE and attention must all be cut in the same layout, and gradients "
+            "be those of one rank; training would have gone wrong without an error. --cp-selfcheck off skips this check"
         )
     if dist.get_rank() == 0:
         print(
@@ -86,9 +89,12 @@ def _check_importers() -> list[str]:
     ]
 
 
-def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel) -> list[str]:
-    device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
-    tokens = tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
+def _device(chunks: Sequence[torch.nn.Module]) -> torch.device:
+    return next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
+
+
+def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel, tokens: int) -> list[str]:
+    device = _device(chunks)
     mine = cp.positions(tokens).to(device)
     outside = runtime.between_layers(cp).positions(tokens, device)
     problems = [*_check_batch(tokens, outside), *_check_padding(tokens, cp, device)]

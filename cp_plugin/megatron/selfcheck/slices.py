@@ -63,6 +63,36 @@ def digest(x: Tensor, positions: Tensor) -> Tensor:
     return (x.detach().contiguous().view(_BITS[x.element_size()]).long() * weights).sum()
 
 
+def require_one_batch(batch: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Compare a whole batch, before it is sliced, between the ranks that slice it; collective over the group.
+
+    Args:
+        group: context-parallel ranks; None: Megatron's.
+
+    Raises:
+        BatchError: on every rank, naming the entries and ranks that differ.
+    """
+    group = group or parallel_state.get_context_parallel_group()
+    whole = {key: x for key in _KEYS if isinstance(x := batch.get(key), Tensor) and x.dim() == 2}
+    if group.size() == 1 or not whole:
+        return
+    mine = torch.stack([digest(x, torch.arange(x.size(1), device=x.device)) for x in whole.values()])
+    if dist.get_backend(group) == "nccl":
+        mine = mine.cuda()
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    found, ranks = torch.stack(everyone).tolist(), dist.get_process_group_ranks(group)
+    common = max(found, key=found.count)
+    others = [rank for rank, digests in zip(ranks, found, strict=True) if digests != common]
+    if others:
+        wrong = [key for place, key in enumerate(whole) if len({digests[place] for digests in found}) > 1]
+        raise BatchError(
+            f"{', '.join(wrong)} of the first batch differ before slicing: other batches on rank "
+            f"{', '.join(map(str, others))} than on the other ones of the context-parallel ranks {ranks}. They must read "
+            "the same samples: build data loaders by data-parallel ranks, without context-parallel ones"
+        )
+
+
 class Slices:
     """The digests of one micro-batch of each checked step."""
 

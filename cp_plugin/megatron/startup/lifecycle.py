@@ -8,8 +8,8 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import groups
 from cp_plugin.megatron.patches import rope
 from cp_plugin.megatron.patches.patching import Call, around
-from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, step_traffic
-from cp_plugin.megatron.startup import agreement, checkpoint, failures
+from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, slices, step_traffic
+from cp_plugin.megatron.startup import agreement, checkpoint, failures, megatron_groups
 from cp_plugin.megatron.state import STATE
 
 
@@ -23,6 +23,7 @@ def replace_initialize_model_parallel(call: Call) -> None:
     checkpoint.look()
     call.original()
     if runtime.settings().active:
+        megatron_groups.check(call.arguments)
         groups.create(runtime.settings(), groups.options_from(call.arguments), runtime.model())
         checkpoint.note()
         step_traffic.watch()
@@ -36,6 +37,7 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     audit.run(chunks)
     if runtime.settings().selfcheck or STATE.unknown:
         first_batch.run(chunks)
+    STATE.first_batch = slices.require_one_batch
     recheck.watch(chunks, _iterations)
     runtime.expect_documents()
     return result

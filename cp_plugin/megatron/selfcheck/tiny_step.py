@@ -1,0 +1,196 @@
+"""Self-check of all that is between the tokens' losses and the optimizer: a training step of a model of one weight.
+
+    get_batch_on_this_cp_rank --> loss of a token = weight x token --> Megatron's schedule, with two micro-batches
+        --> gradients scaled, reduced, finished --> the gradient that one rank would have, known in advance
+
+The model is wrapped as the run's is (``DistributedDataParallel``, with its options), and unmasked tokens lie unevenly on
+the ranks. So a loss that is averaged or scaled otherwise, a gradient that is scaled twice or reduced over other ranks
+cannot pass, wherever in Megatron that is. Ranks of a context-parallel group must begin with the same weights, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core import utils as megatron_utils
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
+
+from cp_plugin.megatron import compat
+from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.state import STATE
+
+_FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
+_MICRO_BATCHES = 2
+_ALIGNED = 128  # elements of a rank's part of the gradients, with the distributed optimizer
+_OFF: dict[str, Any] = dict.fromkeys(
+    (
+        *("timers", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "num_moe_experts"),
+        *("mtp_num_layers", "experimental_attention_variant"),
+    )
+) | dict.fromkeys(
+    (
+        *("moe_router_enable_expert_bias", "overlap_moe_expert_parallel_comm", "deallocate_pipeline_outputs"),
+        *("fine_grained_activation_offloading", "enable_autocast", "moe_paged_stash", "flextron"),
+    ),
+    False,
+)
+"""Settings of parts that the model does not have."""
+_PLAIN = ("overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad", "nccl_ub", "fp8_param_gather")
+
+
+class _OneWeight(torch.nn.Module):
+    """The loss of a token is the weight times the token; the weight is stored once for each element of a gradient."""
+
+    model_type = ModelType.encoder_or_decoder
+    pre_process = post_process = True
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, config: Any, elements: int, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = torch.nn.Parameter(torch.ones(elements, device=device))
+
+    def set_input_tensor(self, _: Any) -> None:
+        """Called by Megatron's pipeline schedules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.sum() * x
+
+
+def step_problems(chunks: Sequence[torch.nn.Module], tokens: int) -> list[str]:
+    """Errors of a step, and of the weights that training begins with; collective over all ranks.
+
+    Args:
+        chunks: of the model, as ``setup_model_and_optimizer`` built them; others than ``DistributedDataParallel`` are
+            not checked.
+        tokens: length of a sequence that the layout can divide.
+    """
+    wrapped = [chunk for chunk in chunks if type(chunk) is DistributedDataParallel]
+    if not wrapped:
+        return []
+    return [*_of_weights(wrapped), *_of_gradients(wrapped, tokens)]
+
+
+def _of_weights(chunks: Sequence[Any]) -> list[str]:
+    group = parallel_state.get_context_parallel_group()
+    named = [
+        (name, parameter.detach())
+        for chunk in chunks
+        for name, parameter in chunk.module.named_parameters()
+        if getattr(parameter, "allreduce", True) and type(parameter.detach()) is Tensor and parameter.numel()
+    ]
+    if not named:
+        return []
+    sums = [torch.stack((x.sum(dtype=torch.float64), x.abs().sum(dtype=torch.float64))) for _, x in named]
+    mine = torch.stack(sums)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    apart = torch.stack([(other - mine)[:, 0].abs() > 1e-9 * mine[:, 1] for other in everyone]).any(0)
+    wrong = [name for (name, _), differs in zip(named, apart.tolist(), strict=True) if differs]
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return [f"context-parallel ranks begin with other weights: {wrong[0]}{more}"] if wrong else []
+
+
+def _of_gradients(chunks: Sequence[Any], tokens: int) -> list[str]:
+    model, config = _tiny(chunks[0])
+    masks = _masks(tokens, model.module.weight.device)
+    x = _values(torch.arange(tokens, device=masks[0].device))
+    sums, counts = (torch.stack(found) for found in ([(mask * x).sum() for mask in masks], [m.sum() for m in masks]))
+    want = sums.sum() / counts.sum() if config.calculate_per_token_loss else (sums / counts).mean()
+    checked, STATE.loss_checked = STATE.loss_checked, True  # the script's own loss is checked in its first micro-batch
+    try:
+        schedules.forward_backward_no_pipelining(
+            forward_step_func=_forward,
+            data_iterator=iter(masks),
+            model=[model],
+            num_microbatches=_MICRO_BATCHES,
+            seq_length=tokens,
+            micro_batch_size=1,
+        )
+    finally:
+        STATE.loss_checked = checked
+    found = _own_part(model)
+    problems = []
+    if found.numel() and not torch.allclose(found, want.expand_as(found), rtol=1e-4, atol=0):
+        given = found[(found - want).abs().argmax()].item()
+        problems.append(f"the gradient of a step differs: {given:.6g}, and {want.item():.6g} on one rank")
+    mine = _reduction(model.buffers[0])
+    for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
+        if _reduction(buffer) != mine:
+            problems.append(f"gradients of the model are reduced otherwise: {_reduction(buffer)}, not {mine}")
+    return problems
+
+
+def _tiny(chunk: Any) -> tuple[Any, Any]:
+    """A model of one weight, wrapped like this part of the run's model, and its configuration."""
+    config = copy.copy(chunk.config)
+    for name, value in _OFF.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if hasattr(config, "cuda_graph_impl"):
+        config.cuda_graph_impl = "none"
+    config.finalize_model_grads_func = patching.original(_FINALIZE)
+    names = {field.name for field in fields(chunk.ddp_config)}
+    options = replace(chunk.ddp_config, **{name: False for name in _PLAIN if name in names})
+    device = next((parameter.device for parameter in chunk.parameters()), torch.device("cpu"))
+    module = _OneWeight(config, _ALIGNED * chunk.intra_dp_cp_group.size(), device)
+    logging.disable(logging.WARNING)  # that no layout of parameters was given
+    try:
+        model = DistributedDataParallel(config=config, ddp_config=options, module=module)
+    finally:
+        logging.disable(logging.NOTSET)
+    return model, config
+
+
+def _masks(tokens: int, device: torch.device) -> list[Tensor]:
+    """Of each micro-batch, ``[tokens]``: unmasked tokens lie unevenly on the ranks of any layout."""
+    place = torch.arange(tokens, device=device)
+    return [(place > tokens // 3).float(), ((place % 5 == 0) | (place < tokens // 4)).float()]
+
+
+def _values(tokens: Tensor) -> Tensor:
+    return (tokens % 7 + 1) / 8
+
+
+def _forward(masks: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
+    mask = next(masks)
+    tokens = torch.arange(mask.numel(), device=mask.device)
+    batch: dict[str, Any] = {"tokens": tokens[None], "loss_mask": mask[None]}
+    batch |= dict.fromkeys(("labels", "position_ids", "attention_mask"))
+    batch |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"))
+    slicer = megatron_utils.get_batch_on_this_cp_rank
+    batch = slicer(batch, cp_group=parallel_state.get_context_parallel_group(), **compat.not_hybrid(slicer))
+    return model(_values(batch["tokens"])), partial(_loss, batch["loss_mask"])
+
+
+def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    return (losses * mask).sum(), mask.sum().int(), {}
+
+
+def _own_part(model: Any) -> Tensor:
+    """The gradients that this rank's optimizer would read."""
+    buffer = model.buffers[0]
+    gradients = buffer.grad_data[: model.module.weight.numel()]
+    if not model.ddp_config.use_distributed_optimizer:
+        return gradients
+    group = model.intra_dp_cp_group
+    share = buffer.grad_data.numel() // group.size()
+    first = share * group.rank()
+    return gradients[first : first + share]
+
+
+def _reduction(buffer: Any) -> str:
+    group = getattr(buffer, "data_parallel_group", None)
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    return f"over the ranks {ranks}, times {getattr(buffer, 'gradient_scaling_factor', 1)}"
