@@ -7,6 +7,7 @@
     rotary table     --> the model's rotary embedding                   --> rope
     q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``attention_pass``
     projections      --> gated delta net by a provider of ours          --> out, gradient: ``delta_net_pass``
+    hidden states    --> a router of experts                            --> gradient of its losses: ``router_pass``
     a weight         --> a step by Megatron's schedule                  --> its gradient: ``tiny_step``
 
 Each must equal this rank's rows, by the layout, of the same quantity for the whole sequence: a batch, a RoPE table or
@@ -41,6 +42,7 @@ from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import delta_net, hybrid, mtp, packing, patching
 from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, pack_of, packed_problems, table_of
 from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
+from cp_plugin.megatron.selfcheck.router_pass import router_problems
 from cp_plugin.megatron.selfcheck.tiny_step import step_problems
 from cp_plugin.placement.documents import DOCUMENTS
 
@@ -70,8 +72,8 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
         more = f" (and {len(failed) - 4} more ranks)" if len(failed) > 4 else ""
         raise ValueError(
             f"the self-check of {runtime.settings().asked} on the {cp.layout.name} layout failed. "
-            f"{' | '.join(failed[:4])}{more}. Batch, RoPE and attention must all be cut in the same layout, and gradients "
-            "be those of one rank; training would have gone wrong without an error. --cp-selfcheck off skips this check"
+            f"{' | '.join(failed[:4])}{more}. Batch, RoPE and attention must all be cut in the same layout, and "
+            "gradients be those of one rank; training would have gone wrong without an error. --cp-selfcheck off skips this check"
         )
     if dist.get_rank() == 0:
         print(
@@ -109,6 +111,7 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel, token
         problems += mtp.roll_problems(tokens, packs, device)
     if any(hybrid.keeps_layout(module) for module in modules):
         problems += hybrid.order_problems(tokens, packs, device)
+    problems += router_problems(modules, tokens, outside)
     layer = next(filter(delta_net.replaced, modules), None)
     if layer is not None:
         problems += delta_net_problems(layer, tokens, packs, device)

@@ -88,8 +88,8 @@ def require_one_batch(batch: Mapping[str, Any], group: dist.ProcessGroup | None)
         wrong = [key for place, key in enumerate(whole) if len({digests[place] for digests in found}) > 1]
         raise BatchError(
             f"{', '.join(wrong)} of the first batch differ before slicing: other batches on rank "
-            f"{', '.join(map(str, others))} than on the other ones of the context-parallel ranks {ranks}. They must read "
-            "the same samples: build data loaders by data-parallel ranks, without context-parallel ones"
+            f"{', '.join(map(str, others))} than on the other ones of the context-parallel ranks {ranks}. They must "
+            "read the same samples: build data loaders by data-parallel ranks, without context-parallel ones"
         )
 
 

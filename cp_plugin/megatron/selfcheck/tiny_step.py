@@ -3,8 +3,8 @@
     get_batch_on_this_cp_rank --> loss of a token = weight x token --> Megatron's schedule, with two micro-batches
         --> gradients scaled, reduced, finished --> the gradient that one rank would have, known in advance
 
-The model is wrapped as the run's is (``DistributedDataParallel``, with its options), and unmasked tokens lie unevenly on
-the ranks. So a loss that is averaged or scaled otherwise, a gradient that is scaled twice or reduced over other ranks
+The model is wrapped as the run's is (``DistributedDataParallel``, with its options), and unmasked tokens lie unevenly
+on the ranks. So a loss that is averaged or scaled otherwise, a gradient that is scaled twice or reduced over other ranks
 cannot pass, wherever in Megatron that is. Ranks of a context-parallel group must begin with the same weights, too.
 """
 
