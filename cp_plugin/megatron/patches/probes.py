@@ -231,7 +231,7 @@ def token_counts(original: Callable[..., Any], replacement: Callable[..., Any]) 
     """``get_tokens_per_expert_and_token_count``: tokens of each expert, of this rank, of all ranks."""
     from megatron.core.transformer.moe import moe_utils
 
-    routed = torch.tensor([[1, 0], [1, 0], [0, 1]])
+    routed = torch.tensor([[1, 0], [1, 0], [0, 1], [0, 0]])  # the last token is padding
     back = patching.lend(moe_utils, "reduce_from_tensor_model_parallel_region", lambda x, group: x)
     try:
         found = original(routed, stock.Group(), topk=1, with_padding_mask=True)

@@ -62,9 +62,20 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
     cp = runtime.context_parallel()
     runtime.note_batch_sliced()  # no script has sliced a batch yet
     tokens = tokens_for(cp.layout, cp.size, cuda=_device(chunks).type == "cuda")
-    problems = [*_check_importers(), *_check_tensors(chunks, cp, tokens), *step_problems(chunks, tokens)]
-    cp.mesh.ledger.reset()
-    runtime.note_batch_sliced(False)
+    try:
+        _refuse([*_check_importers(), *_check_tensors(chunks, cp, tokens)], cp)
+        _refuse(step_problems(chunks, tokens), cp)  # of batches that are right
+    finally:
+        cp.mesh.ledger.reset()
+        runtime.note_batch_sliced(False)
+    if dist.get_rank() == 0:
+        print(
+            "cp_plugin: self-check passed: batch, RoPE and attention, forward and backward, as on one rank", flush=True
+        )
+
+
+def _refuse(problems: list[str], cp: ContextParallel) -> None:
+    """ValueError on every rank, if there are problems on any; collective over all ranks."""
     everyone: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, problems)
     failed = [f"rank {rank}: {'; '.join(found)}" for rank, found in enumerate(everyone) if found]
@@ -73,11 +84,8 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
         raise ValueError(
             f"the self-check of {runtime.settings().asked} on the {cp.layout.name} layout failed. "
             f"{' | '.join(failed[:4])}{more}. Batch, RoPE and attention must all be cut in the same layout, and "
-            "gradients be those of one rank; training would have gone wrong without an error. --cp-selfcheck off skips this check"
-        )
-    if dist.get_rank() == 0:
-        print(
-            "cp_plugin: self-check passed: batch, RoPE and attention, forward and backward, as on one rank", flush=True
+            "gradients be those of one rank; training would have gone wrong without an error. --cp-selfcheck off skips "
+            "this check"
         )
 
 

@@ -4,8 +4,8 @@
         --> gradients scaled, reduced, finished --> the gradient that one rank would have, known in advance
 
 The model is wrapped as the run's is (``DistributedDataParallel``, with its options), and unmasked tokens lie unevenly
-on the ranks. So a loss that is averaged or scaled otherwise, a gradient that is scaled twice or reduced over other ranks
-cannot pass, wherever in Megatron that is. Ranks of a context-parallel group must begin with the same weights, too.
+on the ranks. So a loss that is averaged or scaled otherwise, a gradient that is scaled twice or reduced over other
+ranks cannot pass, wherever in Megatron that is. Context-parallel ranks must begin with the same weights, too.
 """
 
 from __future__ import annotations
@@ -165,10 +165,9 @@ def _values(tokens: Tensor) -> Tensor:
 
 def _forward(masks: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
     mask = next(masks)
-    tokens = torch.arange(mask.numel(), device=mask.device)
-    batch: dict[str, Any] = {"tokens": tokens[None], "loss_mask": mask[None]}
-    batch |= dict.fromkeys(("labels", "position_ids", "attention_mask"))
-    batch |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"))
+    tokens = torch.arange(mask.numel(), device=mask.device)[None]
+    batch: dict[str, Any] = {"tokens": tokens, "labels": tokens, "position_ids": tokens, "loss_mask": mask[None]}
+    batch |= dict.fromkeys(("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"))
     slicer = megatron_utils.get_batch_on_this_cp_rank
     batch = slicer(batch, cp_group=parallel_state.get_context_parallel_group(), **compat.not_hybrid(slicer))
     return model(_values(batch["tokens"])), partial(_loss, batch["loss_mask"])

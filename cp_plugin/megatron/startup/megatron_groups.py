@@ -56,7 +56,8 @@ def check(arguments: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"initialize_model_parallel of this Megatron made a {name} group of the ranks {found} on rank "
                 f"{dist.get_rank()}, where its order {arguments['order']!r} gives {want}: gradients, or tokens, of "
-                "other ranks would be taken for this group's. Use a Megatron without this change, or --cp-provider upstream"
+                "other ranks would be taken for this group's. Use a Megatron without this change, or --cp-provider "
+                "upstream"
             )
 
 
