@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import json
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -109,11 +108,9 @@ def _in_tree(root: Path, target: str) -> bool:
 
 def test_the_table_has_the_supported_versions() -> None:
     assert list(FINGERPRINTS) == digest.targets()
-    lines = json.loads(difference.LINES.read_text())
-    for target, digests in FINGERPRINTS.items():
+    for digests in FINGERPRINTS.values():
         versions = [version for listed in digests.values() for version in listed]
         assert all(map(megatron_supported, versions))
-        assert lines[target].keys() <= digests.keys()
 
 
 def test_the_tool_loses_nothing_that_is_known(tmp_path: Path) -> None:
@@ -122,12 +119,13 @@ def test_the_tool_loses_nothing_that_is_known(tmp_path: Path) -> None:
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 3\nPRE_RELEASE = ''\n")
     (core / "some.py").write_text(SOURCE)
-    known = {"megatron.core.some:slow": {"0" * 16: ("0.17.0",)}, "megatron.core.gone:old": {"1" * 16: ("0.17.0",)}}
-    lines = {"megatron.core.some:slow": {"0" * 16: "abcde"}}
-    found, texts = digest.added(known, lines, [tmp_path], ["megatron.core.some:slow", "megatron.core.other:new"])
+    old = {"versions": ["0.17.0"], "lines": "abcde"}
+    known = {"megatron.core.some:slow": {"0" * 16: old}, "megatron.core.gone:old": {"1" * 16: old}}
+    found = digest.added(known, [tmp_path], ["megatron.core.some:slow", "megatron.core.other:new"])
     new = sources.of_file(tmp_path, "megatron.core.some:slow")
-    assert found == {"megatron.core.some:slow": {"0" * 16: ["0.17.0"], new: ["0.19.3"]}, "megatron.core.other:new": {}}
-    assert texts["megatron.core.some:slow"].keys() == {"0" * 16, new}
+    assert found["megatron.core.some:slow"]["0" * 16] == old
+    assert found["megatron.core.some:slow"][new]["versions"] == ["0.19.3"]
+    assert found.keys() == {"megatron.core.some:slow", "megatron.core.other:new"}
 
 
 def _held_by_megatron() -> set[str]:
@@ -327,9 +325,11 @@ def test_a_difference_shows_new_lines_and_counts_those_that_are_gone() -> None:
 
     old = "def f(x):\n    a = 1\n    b = 2\n    c = 3\n    return a + b + c + x\n"
     new = old.replace("    b = 2\n", "    b = 5  # another\n")
-    known = {"k" * 16: ("0.18.0", "0.19.2"), "l" * 16: ("0.17.0",)}
-    lines = {"m:f": {"k" * 16: difference.hashes(tree(old)), "l" * 16: difference.hashes(tree("def f():\n    pass\n"))}}
-    shown = difference.between("m:f", tree(new), known, lines)
+    known = {
+        "k" * 16: {"versions": ["0.18.0", "0.19.2"], "lines": difference.hashes(tree(old))},
+        "l" * 16: {"versions": ["0.17.0"], "lines": difference.hashes(tree("def f():\n    pass\n"))},
+    }
+    shown = difference.from_nearest("m:f", tree(new), known)
     assert shown.splitlines() == [
         "--- megatron-core 0.19.2",
         "+++ m:f",

@@ -1,6 +1,6 @@
 """How a source differs from those that were compared: a unified diff without the text of Megatron.
 
-``known_lines.json`` has a short hash of every line of every known source, as ``ast.unparse`` writes it. So lines that
+Of every known source there is a short hash of each line (``fingerprints``), as ``ast.unparse`` writes it. So lines that
 are new can be shown, and lines that are gone can be counted.
 """
 
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import SequenceMatcher
-from pathlib import Path
+from typing import Any
 
-LINES = Path(__file__).with_name("known_lines.json")
 _LENGTH = 5  # of a line's hash
 _CONTEXT = 2
 _LONGEST = 40  # lines of a diff
@@ -24,27 +22,22 @@ def hashes(node: ast.AST) -> str:
     return "".join(_hash(line) for line in _lines(node))
 
 
-def from_nearest(target: str, node: ast.AST, versions: Mapping[str, Sequence[str]]) -> str:
+def from_nearest(target: str, node: ast.AST, known: Mapping[str, Mapping[str, Any]]) -> str:
     """A diff of a definition against the known source that is most like it; empty if there is none.
 
     Args:
-        versions: fingerprint -> versions with this source.
+        known: fingerprint -> its versions, and the hashes of its lines.
     """
-    return between(target, node, versions, json.loads(LINES.read_text(encoding="utf-8")))
-
-
-def between(
-    target: str, node: ast.AST, versions: Mapping[str, Sequence[str]], known: Mapping[str, Mapping[str, str]]
-) -> str:
-    """``from_nearest`` among these sources: symbol -> fingerprint -> hashes of its lines."""
-    kept = known.get(target, {})
     lines = _lines(node)
     here = [_hash(line) for line in lines]
-    compared = [(SequenceMatcher(None, _split(kept[one]), here, False), one) for one in versions if one in kept]
+    compared = [
+        (SequenceMatcher(None, _split(one["lines"]), here, False), one) for one in known.values() if one["lines"]
+    ]
     if not compared:
         return ""
     matcher, nearest = max(compared, key=lambda pair: pair[0].ratio())
-    shown = [f"--- megatron-core {versions[nearest][-1]}", f"+++ {target}"]
+    version = nearest["versions"][-1]
+    shown = [f"--- megatron-core {version}", f"+++ {target}"]
     for group in matcher.get_grouped_opcodes(_CONTEXT):
         shown.append(f"@@ line {group[0][3] + 1} of {len(lines)} @@")
         for tag, a, b, c, d in group:
@@ -52,7 +45,7 @@ def between(
                 shown += [f"  {line}" for line in lines[c:d]]
                 continue
             if b > a:
-                shown.append(f"- ({b - a} line{'s' * (b - a > 1)} of megatron-core {versions[nearest][-1]})")
+                shown.append(f"- ({b - a} line{'s' * (b - a > 1)} of megatron-core {version})")
             shown += [f"+ {line}" for line in lines[c:d]]
     more = len(shown) - _LONGEST
     return "\n".join(shown[:_LONGEST] + ([f"... and {more} more lines"] if more > 0 else []))

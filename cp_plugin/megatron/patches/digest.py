@@ -1,4 +1,4 @@
-"""Generates ``fingerprints.py`` and ``known_lines.json``: the sources of every replaced symbol that were compared.
+"""Writes ``known_sources.json``: the sources of every replaced symbol that were compared.
 
     python -m cp_plugin.megatron.patches.digest [--only SYMBOL] DIRECTORY...
 
@@ -12,32 +12,17 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron import compat
-from cp_plugin.megatron.patches import difference, source
-from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
+from cp_plugin.megatron.patches import difference, fingerprints, source
 
-Known = Mapping[str, Mapping[str, Sequence[str]]]
-"""Symbol -> fingerprint -> versions."""
-Lines = Mapping[str, Mapping[str, str]]
-"""Symbol -> fingerprint -> hashes of its lines."""
-
-_HEAD = '''"""Source fingerprints of the Megatron-Core symbols that the plugin replaces. Generated, do not edit:
-
-    python -m cp_plugin.megatron.patches.digest DIRECTORY...
-
-which adds the sources of directories with a ``megatron`` package.
-"""
-
-from __future__ import annotations
-
-# symbol -> fingerprint -> the megatron-core versions whose source has it
-FINGERPRINTS: dict[str, dict[str, tuple[str, ...]]] = {'''
+Known = dict[str, dict[str, dict[str, Any]]]
+"""As ``fingerprints.read``."""
 
 
 def targets() -> list[str]:
@@ -62,43 +47,18 @@ def version_of(root: Path) -> str:
     return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts['PRE_RELEASE']}"
 
 
-def added(
-    known: Known, lines: Lines, roots: Iterable[Path], names: Sequence[str], only: str | None = None
-) -> tuple[Known, Lines]:
+def added(known: Known, roots: Iterable[Path], names: Sequence[str], only: str | None = None) -> Known:
     """What is known of these symbols, with the sources of these trees; of one symbol only, if it is named."""
-    known = {name: {digest: list(versions) for digest, versions in known.get(name, {}).items()} for name in names}
-    lines = {
-        name: {digest: text for digest, text in lines.get(name, {}).items() if digest in known[name]} for name in names
-    }
+    known = {name: {digest: dict(one) for digest, one in known.get(name, {}).items()} for name in names}
     for root in sorted(roots, key=version_of):
-        version = version_of(root)
         for name in names if only is None else [only]:
             node = _of_tree(root, name)
             if node is None:
                 continue
-            digest = source.digest(node)
-            versions = known[name].setdefault(digest, [])
-            if version not in versions:
-                versions.append(version)
-                versions.sort(key=version_tuple)
-            lines[name][digest] = difference.hashes(node)
-    return known, lines
-
-
-def written(known: Known) -> str:
-    """The text of ``fingerprints.py``."""
-    lines = [_HEAD]
-    for target, digests in known.items():
-        if not digests:
-            lines.append(f'    "{target}": {{}},')
-            continue
-        lines.append(f'    "{target}": {{')
-        for digest, versions in digests.items():
-            quoted = ", ".join(f'"{v}"' for v in versions)
-            lines.append(f'        "{digest}": ({quoted}{"," if len(versions) == 1 else ""}),')
-        lines.append("    },")
-    lines.append("}")
-    return "\n".join(lines) + "\n"
+            one = known[name].setdefault(source.digest(node), {"versions": []})
+            one["versions"] = sorted({*one["versions"], version_of(root)}, key=version_tuple)
+            one["lines"] = difference.hashes(node)
+    return known
 
 
 def _of_tree(root: Path, target: str) -> ast.AST | None:
@@ -115,11 +75,10 @@ def main(argv: Sequence[str]) -> int:
     if not roots or only not in (None, *names):
         print("usage: python -m cp_plugin.megatron.patches.digest [--only SYMBOL] DIRECTORY...", file=sys.stderr)
         return 2
-    old = json.loads(difference.LINES.read_text(encoding="utf-8")) if difference.LINES.exists() else {}
-    known, lines = added(FINGERPRINTS, old, [Path(root) for root in roots], names, only)
-    Path(__file__).with_name("fingerprints.py").write_text(written(known), encoding="utf-8")
-    difference.LINES.write_text(json.dumps(lines, indent=0) + "\n", encoding="utf-8")
-    new = sum(len(known[name].keys() - FINGERPRINTS.get(name, {}).keys()) for name in names)
+    before = fingerprints.read()
+    known = added(before, map(Path, roots), names, only)
+    fingerprints.FILE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    new = sum(len(known[name].keys() - before.get(name, {}).keys()) for name in names)
     print(f"{len(names)} symbols, {len(roots)} source trees: {new} new sources")
     return 0
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.compat import find, has, megatron_version
-from cp_plugin.megatron.patches import difference, source
+from cp_plugin.megatron.patches import difference, fingerprints, source
 from cp_plugin.megatron.patches.contract import Contract
 from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 from cp_plugin.megatron.patches.run import Run
@@ -213,9 +213,8 @@ def _difference(found: Finding) -> str:
     for target in (found.patch.target, *_also(found.patch)):
         try:
             node = source.definition(original(target))
-            known = FINGERPRINTS.get(target, {})
-            if source.digest(node) not in known:
-                shown.append(difference.from_nearest(target, node, known))
+            if source.digest(node) not in FINGERPRINTS.get(target, {}):
+                shown.append(difference.from_nearest(target, node, fingerprints.read().get(target, {})))
         except (OSError, TypeError, SyntaxError):
             continue
     return "\n".join(filter(None, shown))
