@@ -148,6 +148,7 @@ SIZES: dict[str, Any] = {
     **{name: 1 for name in ("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "num_dense_layers")},
     **{"vocab_size": 97, "num_key_value_heads": 2, "head_dim": 16, "qk_rope_head_dim": 8, "tie_word_embeddings": False},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"linear_num_heads": 4, "linear_head_dim": 16},
     **{name: 16 for name in ("mamba_d_head", "mamba_d_state", "mamba_headdim", "state_size", "mamba_head_dim")},
     **{"mamba_n_heads": 8, "n_mamba_heads": 2, "mamba_num_heads": 8, "mamba_expand": 2, "mamba_n_groups": 1},
     **{"use_cache": False, "attention_chunk_size": 32, "max_position_embeddings": 256, "n_positions": 256},
