@@ -27,7 +27,7 @@ FILES = {
     "0.18.0": {"pretrain_hybrid.py": "", f"{HYBRID}/hybrid_model.py": "class HybridModel: ..."},
     "0.19.0": {
         f"{HYBRID}/hybrid_block.py": "gdn_layer = None",
-        "megatron/training/arguments.py": "'--dataloader-inter-document-masking'",
+        "pretrain_gpt.py": "args.dataloader_inter_document_masking",
     },
 }
 """What each version adds."""

@@ -66,7 +66,7 @@ class Case:
         """The script and its flags in this tree; before Megatron packed documents by a flag, a script does."""
         if not self.packed:
             return tree / self.script, self.flags
-        if _contains(tree / "megatron/training/arguments.py", PACKS_BY_FLAG.removeprefix("--")):
+        if _contains(tree / self.script, PACKS_BY_FLAG.removeprefix("--").replace("-", "_")):
             return tree / self.script, f"{self.flags} {PACKS_BY_FLAG}"
         return HERE / "packed_gpt.py", f"{self.flags} --sft"
 

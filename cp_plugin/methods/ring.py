@@ -127,7 +127,7 @@ RING = with_gradient_dtype(
     Provider(
         name="ring",
         summary="Ring Attention (arXiv 2310.01889): keys and values travel once around all ranks",
-        layouts=("contiguous", "zigzag", "documents"),
+        layouts=("zigzag", "contiguous", "documents"),
         build=_build,
         traffic=_traffic,
     ),

@@ -45,7 +45,7 @@ def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.
     from cp_plugin.megatron.patches.run import Run
 
     args = validated(
-        f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-log-traffic --cp-check-every 100"
+        f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-log-traffic --cp-verbose --cp-check-every 100"
     )
     assert runtime.settings() == Settings(
         provider="ring",
@@ -53,6 +53,7 @@ def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.
         selfcheck=False,
         check_every=100,
         log_traffic=True,
+        verbose=True,
     )
     run = Run(settings=runtime.settings(), args=args)
     patches = [*hooks.START_UP, *(patch for patch in hooks.OF_RUN if patch.when(run))]

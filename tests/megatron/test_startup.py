@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import socket
 import statistics
@@ -39,8 +40,18 @@ def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert "| 2 3 " in text
     assert rows["self-check"] == "once, before training"
     assert text.count("cp_plugin: self-check passed") == 1
-    for target in ("get_batch_on_this_cp_rank", "get_pos_emb_on_this_cp_rank", "LocalSpecProvider.core_attention"):
-        assert target in text
+    (said,) = (value for name, value in rows.items() if name.startswith("replaced in megatron-core"))
+    assert re.fullmatch(r"\d\d functions; --cp-verbose lists them", said)
+    assert not any(target in text for target in REPLACED)
+
+
+REPLACED = ("get_batch_on_this_cp_rank", "get_pos_emb_on_this_cp_rank", "LocalSpecProvider.core_attention")
+
+
+def test_the_verbose_audit_lists_what_was_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    train(2, f"{STRIPED} --cp-verbose")
+    text = capfd.readouterr().out
+    assert all(target in text for target in REPLACED)
 
 
 def test_audit_shows_choices_and_reasons(capfd: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,7 @@ class Settings:
     check_every: int = 0  # iterations between two checks of a call's rows in training; 0: never
     identities_every: int = IDENTITIES_EVERY  # the same for the identities of its gradients
     log_traffic: bool = False
+    verbose: bool = False  # whether the start-up audit lists the replaced functions
     recompute_attention: bool = False  # whether activation recomputation repeats attention
     pad_sequence: bool = False  # whether sequences are padded to a length that the layout divides
     planned: tuple[str, ...] = ()  # the planner's choice and reasons, as lines; empty if the user chose
@@ -145,6 +146,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "them, and the load balance of the ranks; printed, and sent to Megatron's TensorBoard and W&B writers",
     )
     group.add_argument(
+        "--cp-verbose",
+        action="store_true",
+        help="list the functions of Megatron that are replaced, at start-up. Default: their number is printed",
+    )
+    group.add_argument(
         "--cp-recompute-attention",
         action="store_true",
         help="with --recompute-granularity: repeat attention and its communication in the backward, as stock Megatron "
@@ -218,6 +224,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         check_every=_check_every(args, 0),
         identities_every=_check_every(args, IDENTITIES_EVERY),
         log_traffic=bool(args.cp_log_traffic),
+        verbose=bool(args.cp_verbose),
         recompute_attention=_recompute_attention(args),
         pad_sequence=bool(args.cp_pad_sequence),
     )
@@ -241,7 +248,14 @@ def refuse_yaml(argv: Sequence[str]) -> None:
         )
 
 
-_OWN_FLAGS = ("--cp-selfcheck", "--cp-check-every", "--cp-pad-sequence", "--cp-log-traffic", "--cp-recompute-attention")
+_OWN_FLAGS = (
+    "--cp-selfcheck",
+    "--cp-check-every",
+    "--cp-pad-sequence",
+    "--cp-log-traffic",
+    "--cp-verbose",
+    "--cp-recompute-attention",
+)
 
 
 def _flags() -> set[str]:

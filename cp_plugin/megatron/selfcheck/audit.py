@@ -156,12 +156,19 @@ def show(audit: Audit, cp: ContextParallel) -> None:
     for axis, lists in audit.groups.items():
         table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", _rank_lists(lists))
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
-    table.add_row(f"replaced in megatron-core {compat.megatron_version()}", "\n".join(patching.installed()))
+    table.add_row(f"replaced in megatron-core {compat.megatron_version()}", _replaced())
     Console(width=None if terminal else 140, soft_wrap=False).print(table)
     for reason in cp.why:
         if reason.startswith("warning:"):
             print(f"cp_plugin: {reason}")
     sys.stdout.flush()
+
+
+def _replaced() -> str:
+    names = patching.installed()
+    if runtime.settings().verbose:
+        return "\n".join(names)
+    return f"{len(names)} functions; --cp-verbose lists them"
 
 
 def _is_other_attention(module: torch.nn.Module) -> bool:
