@@ -20,6 +20,7 @@ import placement
 import published_rows
 import recorded_tables
 import support
+import versions_tables
 import wins_page
 from evidence import situations
 from evidence.regimes import CANONICAL, sentence
@@ -39,7 +40,7 @@ _SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {
     "burst": ("burst", 4, {"intra_size": 2}),
     "double_ring": ("double_ring", 4, {"intra_size": 2}),
     "usp": ("usp", 4, {"head_parallel": 2}),
-    "ring-zigzag": ("ring", 4, {"layout": "zigzag"}),
+    "ring-contiguous": ("ring", 4, {"layout": "contiguous"}),
     "head_axis": ("attention2d", 8, {"grid": (2, 2), "head_parallel": 2}),
 }
 """Name of a drawing -> provider, ranks, options."""
@@ -221,5 +222,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "listed-messages": messages.listed,
     "rules": messages.rules_table,
     "layers": layers.table,
+    "replaced": versions_tables.replaced,
+    "replayed": versions_tables.replayed,
     "short": comparison.short_table,
 }

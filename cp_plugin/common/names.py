@@ -35,7 +35,8 @@ def one_of(flag: str, value: str, valid: Iterable[str], *, suggest: bool = True)
     valid = list(valid)
     if value not in valid:
         near = did_you_mean(value, valid) if suggest else ""
-        raise ValueError(f"{flag} {value}{f'{near} Choose' if near else ': choose'} one of {', '.join(valid)}")
+        choose = f"{near} Choose" if near else ": choose"
+        raise ValueError(f"{flag} {value}{choose} one of {', '.join(valid)}")
 
 
 def _plain(name: str) -> str:

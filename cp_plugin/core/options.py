@@ -142,9 +142,9 @@ def heads_are_divided(provider: str, ranks: int) -> str:
     )
 
 
-def behind_heads(ranks: int) -> str:
-    """The end of a message about the ranks behind a head axis."""
-    return f"(these are the ranks behind {spelled('head_parallel', ranks)})"
+def behind_heads(reason: object, ranks: int) -> str:
+    """The message for what does not fit the ranks behind a head axis of this size."""
+    return f"{reason} (these are the ranks behind {spelled('head_parallel', ranks)})"
 
 
 def check_fp8(options: Options, kernels: Sequence[str]) -> None:

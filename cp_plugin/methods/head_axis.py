@@ -62,7 +62,7 @@ def with_head_axis(inner: Provider, name: str = "") -> Provider:
         except ValueError as error:
             if ranks == 1:
                 raise
-            raise ValueError(f"{error} {behind_heads(ranks)}") from None
+            raise ValueError(behind_heads(error, ranks)) from None
 
     def unsupported(problem: Problem, options: Options) -> str | None:
         ranks = options.head_parallel or 1

@@ -15,7 +15,7 @@ from cp_plugin import Options, Problem
 from cp_plugin.megatron.flags.args import Settings, add_arguments, peek, settings_from
 from cp_plugin.methods import registry as providers
 
-RING = "--context-parallel-size 4 --cp-provider ring"
+RING = "--context-parallel-size 4 --cp-provider ring --cp-layout contiguous"
 
 
 def test_help_group(adapter: None) -> None:
@@ -28,7 +28,7 @@ def test_help_group(adapter: None) -> None:
         --cp-provider --cp-cluster --cp-layout --cp-backend --cp-grid --cp-head-groups --cp-intra-size --cp-backward
         --cp-head-parallel --cp-fp8 --cp-gradient-dtype --cp-linear-attention --cp-layer-pattern --cp-linear-provider
         --cp-device --cp-selfcheck --cp-unknown-source --cp-check-every --cp-pad-sequence --cp-log-traffic
-        --cp-recompute-attention
+        --cp-verbose --cp-recompute-attention
     """
     assert flags == expected.split()
     text = " ".join(parser.format_help().split())
@@ -69,7 +69,9 @@ def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.
     assert not args.calculate_per_token_loss, "zigzag is Megatron's own layout"
 
 
-@pytest.mark.parametrize(("provider", "layout"), [("ring", "contiguous"), ("striped", "striped")])
+@pytest.mark.parametrize(
+    ("provider", "layout"), [("ring --cp-layout contiguous", "contiguous"), ("striped", "striped")]
+)
 def test_loss_per_token_is_switched_on_where_the_layout_needs_it(
     validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str], provider: str, layout: str
 ) -> None:

@@ -57,7 +57,7 @@ def _linear(variant: str = "gla", layout: str = "contiguous", **fields: str) -> 
         (
             "--cp-layer-pattern LN --cp-provider ring --cp-backend reference",
             "ring",
-            "contiguous",
+            "zigzag",
             {"pattern": "LN"},
             {"backend": "reference"},
             {"backend": "reference"},

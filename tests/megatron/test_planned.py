@@ -192,7 +192,7 @@ REFUSED = {
     "--expert-model-parallel-size 2": r"num_experts must be non None to use expert model parallelism",
     "--recompute-granularity full": r"so recompute_method must be \"block\" or \"uniform\"",
     "--recompute-granularity selective --recompute-modules atn": r"Invalid choices for recompute_modules: {'atn'}",
-    "--context-parallel-size 8 --cp-provider rong": r"--cp-provider rong: choose one of upstream",
+    "--context-parallel-size 8 --cp-provider rong": r"--cp-provider rong: did you mean ring\? Choose one of upstream",
     "--context-parallel-size 8 --cp-provider ring --qk-clip": r"--cp-provider ring does not support --qk-clip",
     "--help": r"--help describes Megatron's flags",
     "--yaml-cfg x.yaml": r"--yaml-cfg x.yaml makes Megatron ignore the command line",

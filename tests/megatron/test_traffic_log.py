@@ -52,7 +52,7 @@ def test_tensorboard_and_wandb_writers(
     monkeypatch.setattr(global_vars, "_set_wandb_writer", lambda args: None)
     monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", Wandb())
     training = SGD.replace("--log-interval 1", "--log-interval 2")
-    train(2, f"{RING} --cp-log-traffic --tensorboard-dir {tmp_path}", steps=4, training=training)
+    train(2, f"{RING} --cp-layout contiguous --cp-log-traffic --tensorboard-dir {tmp_path}", steps=4, training=training)
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     names = [name for name in events.Tags()["scalars"] if name.startswith("cp-plugin/")]
@@ -63,7 +63,7 @@ def test_tensorboard_and_wandb_writers(
     assert all(0 <= event.value <= 1 for event in found["overlap"])
     assert all(event.value > 0 for event in found["waited, seconds"])
     assert all(1 <= event.value <= 2 for event in found["waited, max over mean"])
-    uneven = record("ring", 2, seq_length=64, heads=4, kv_heads=2).balance()
+    uneven = record("ring", 2, seq_length=64, heads=4, kv_heads=2, layout="contiguous").balance()
     assert uneven > 1.4 and [event.value for event in found["work, max over mean"]] == [pytest.approx(uneven)] * 2
     out = capfd.readouterr().out
     assert set(re.findall(r"wandb (\d) \{'cp-plugin/([^']+)'", out)) == {(i, n) for i in "24" for n in found}

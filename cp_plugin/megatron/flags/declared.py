@@ -91,7 +91,7 @@ class Declared:
                 if name != HEAD_PARALLEL:
                     self.options[name].check_ranks(value, ranks // ahead)
             except ValueError as error:
-                raise ValueError(f"{error} {behind_heads(ahead)}" if ahead > 1 else str(error)) from None
+                raise ValueError(behind_heads(error, ahead) if ahead > 1 else str(error)) from None
 
     def check_some(self, options: Options, ranks: int) -> None:
         """ValueError for options that ``check`` refuses with every provider of softmax attention, with all reasons."""
