@@ -123,7 +123,7 @@ def test_every_mask_is_right_and_timed_on_two_ranks(tmp_path: Path) -> None:
     problem = Problem(size=2, heads=4, kv_heads=2, head_dim=8, seq_length=512, dtype=torch.float32)
     row = price(["ring"], problem, Options())[0]
     assert found["causal"]["ring"]["sent"] == {"least": row.least, "most": row.most}
-    assert markdown.read_text().count("| ring | contiguous | ") == 6 and "<svg" in picture.read_text()
+    assert markdown.read_text().count("| ring | zigzag | ") == 6 and "<svg" in picture.read_text()
 
 
 def test_linear_attention(tmp_path: Path) -> None:

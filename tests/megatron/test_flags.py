@@ -45,7 +45,8 @@ def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.
     from cp_plugin.megatron.patches.run import Run
 
     args = validated(
-        f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-log-traffic --cp-verbose --cp-check-every 100"
+        f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-log-traffic --cp-verbose "
+        "--cp-check-every 100"
     )
     assert runtime.settings() == Settings(
         provider="ring",
