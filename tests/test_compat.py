@@ -113,7 +113,19 @@ def test_a_moved_function_is_found_in_its_new_module(moved: tuple[ModuleType, Mo
     assert compat.find(f"{OLD}:function") == (new, new.function)
     assert compat.find(f"{OLD}:Layer.forward") == (new.Layer, vars(new.Layer)["forward"])
     old.function = lambda: None
+    del new.function
     assert compat.find(f"{OLD}:function") == (old, old.function)
+
+
+def test_a_module_that_has_moved_is_not_asked_for(
+    moved: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing it would warn."""
+    _, new = moved
+    new.function, asked = lambda: None, []
+    monkeypatch.setattr(compat.importlib, "import_module", lambda name: asked.append(name) or sys.modules[name])
+    assert compat.find(f"{OLD}:function") == (new, new.function)
+    assert asked == [NEW]
 
 
 @pytest.mark.parametrize("target", [f"{OLD}:function", f"{OLD}:Layer.forward", "megatron.core.gone:function"])

@@ -17,20 +17,29 @@ from typing import TYPE_CHECKING, Any
 from cp_plugin.common.versions import MEGATRON_RANGE, version_tuple
 
 if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
     from torch import Tensor
 
 MOVED: Mapping[str, tuple[str, ...]] = {
-    "megatron.core.ssm.mamba_context_parallel": ("megatron.core.ops.ssm.mamba2.context_parallel",),
+    "megatron.core.ssm.mamba_context_parallel": (
+        "megatron.core.ops.ssm.mamba2.context_parallel",
+        "megatron.core.ssm.mamba_context_parallel",
+    ),
+    "megatron.core.ssm.mamba_layer": ("megatron.core.transformer.mamba_layer", "megatron.core.ssm.mamba_layer"),
+    "megatron.core.ssm.mamba_mixer": ("megatron.core.ops.ssm.mamba2.mixer", "megatron.core.ssm.mamba_mixer"),
+    "megatron.core.ssm.mlp_layer": ("megatron.core.transformer.mlp_layer", "megatron.core.ssm.mlp_layer"),
     "megatron.core.ssm.gated_delta_net.common": (
         "megatron.core.ops.ssm.gated_delta.common",
+        "megatron.core.ssm.gated_delta_net.common",
         "megatron.core.ssm.gated_delta_net",
     ),
     "megatron.core.ssm.gated_delta_net.gdn": (
         "megatron.core.ops.ssm.gated_delta.gdn",
+        "megatron.core.ssm.gated_delta_net.gdn",
         "megatron.core.ssm.gated_delta_net",
     ),
 }
-"""Module -> its locations in other versions: later ones (Megatron-LM #7239), and before 0.19.0."""
+"""Module -> where any version has it, newest first, since later ones (Megatron-LM #7239) warn of the others."""
 RENAMED: Mapping[str, str] = {"_GDNBase": "GatedDeltaNet"}
 """Class -> its name in other versions."""
 STATE_SPACES = ("megatron.core.ssm", "megatron.core.ops.ssm")
@@ -70,7 +79,7 @@ def places(target: str) -> list[str]:
     module, _, qualname = target.partition(":")
     first, dot, rest = qualname.partition(".")
     names = (qualname, *(f"{name}{dot}{rest}" for name in filter(None, [RENAMED.get(first)])))
-    return [f"{place}:{name}" for place, name in product((module, *MOVED.get(module, ())), names)]
+    return [f"{place}:{name}" for place, name in product(MOVED.get(module, (module,)), names)]
 
 
 def has(target: str) -> bool:
@@ -164,6 +173,18 @@ def logged_of_experts(name: str) -> Tensor | None:
         entry = moe_utils.get_moe_metrics_tracker().metrics.get(name)
         return None if entry is None else entry.values
     return moe_utils.get_moe_layer_wise_logging_tracker().get(name, {}).get("values")
+
+
+def roll(
+    roll_tensor: Callable[..., Any], tensor: Tensor, group: Any, packed: PackedSeqParams | None
+) -> tuple[Tensor, Tensor]:
+    """Next tokens, and their sum; the dev branch's ``roll_tensor`` takes several tensors and returns no sums."""
+    given = {"shifts": -1, "dims": -1, "cp_group": group, "packed_seq_params": packed}
+    if "tensors" not in inspect.signature(roll_tensor).parameters:
+        rolled, total = roll_tensor(tensor, **given)
+        return rolled, total
+    (rolled,) = roll_tensor([tensor], **given)
+    return rolled, rolled.sum()
 
 
 def inference_mode() -> Any | None:

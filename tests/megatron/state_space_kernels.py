@@ -19,16 +19,14 @@ STATES = (
 
 def install() -> None:
     """Install the kernels in Megatron's modules, for the rest of the process."""
-    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+    from cp_plugin.megatron.compat import find
 
-    try:
-        from megatron.core.ssm.gated_delta_net import common, gdn
-
-        delta_net = (common, gdn)
-    except ImportError:  # before 0.19
-        from megatron.core.ssm import gated_delta_net
-
-        delta_net = (gated_delta_net,)
+    mamba_mixer, _ = find("megatron.core.ssm.mamba_mixer:MambaMixer")
+    mamba_context_parallel, _ = find("megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing")
+    delta_net = [
+        find(f"megatron.core.ssm.gated_delta_net.{name}")[0]
+        for name in ("common:get_parameter_local_cp", "gdn:GatedDeltaNet")
+    ]
     for module, names in {
         mamba_mixer: {
             "HAVE_MAMBA_SSM": True,

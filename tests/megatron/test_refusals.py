@@ -68,12 +68,15 @@ SWITCHES = """
 --rl-use-sequence-packing --reset-attention-mask --reset-position-ids --cache-mla-latents --mla-down-proj-fusion
 --qk-clip --log-max-attention-logit --use-kitchen-attention --batch-invariant-mode --fp8-dot-product-attention
 --fp8-multi-head-attention --fine-grained-activation-offloading --is-hybrid-model --use-legacy-models
---hybrid-context-parallel --fake-process-group --enable-cuda-graph --external-cuda-graph
+--hybrid-context-parallel --dynamic-context-parallel --fake-process-group --enable-cuda-graph --external-cuda-graph
 --overlap-moe-expert-parallel-comm --perform-rl-step --log-straggler
 """
 FLAGS = dict.fromkeys(SWITCHES.split(), True) | {
     "--attention-dropout": 0.1,
     "--max-seqlen-per-dp-cp-rank": 4096,
+    "--sequence-packing-scheduler": "dp_balanced",
+    "--pad-packed-seq-alignment": 16,
+    "--cp-partition-mode": "contiguous",
     "--experimental-attention-variant": "dsa",
     "--attention-backend": "local",
     "--position-embedding-type": "relative",
@@ -115,6 +118,15 @@ RUNS = {
         "--position-embedding-type yarn", multi_latent_attention=True, position_embedding_type="yarn"
     ),
     "hybrid D": example("D in --hybrid-layer-pattern D*", hybrid_layer_pattern="D*"),
+    "local attention of the dev branch": example(
+        "--cp-comm-type is set to all_gather",
+        fallback_to_eager_attn=False,
+        transformer_impl="local",
+        cp_comm_type=["p2p"],
+    ),
+    "chunks of gated delta net": example(
+        "--linear-cp-mode is set to headwise", hybrid_layer_pattern="G*", linear_cp_mode="chunkwise"
+    ),
     "hybrid without attention": example("--hybrid-layer-pattern M-", hybrid_layer_pattern="M-"),
     "hybrid before 0.18": example(
         "--hybrid-layer-pattern *- on megatron-core 0.17.1", version="0.17.1", hybrid_layer_pattern="*-"
@@ -370,6 +382,8 @@ def test_refused_flags_exist_in_megatron() -> None:
         "logits_load_dir",
         "fp8_dot_product_attention",  # model configurations only
         "fp8_multi_head_attention",
+        *("cp_partition_mode", "dynamic_context_parallel", "sequence_packing_scheduler"),  # the dev branch
+        "pad_packed_seq_alignment",
     }
     assert {attribute(flag) for flag in FLAGS} - known <= elsewhere
 

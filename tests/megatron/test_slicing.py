@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import context_parallel_batch
 import pytest
 import torch
 from nightly import each_value
@@ -161,43 +162,112 @@ def test_tokens_that_megatron_converts_around_attention(
     assert torch.equal(found["attention_mask"], _batch()["attention_mask"][:, :, [2, 3, 12, 13]])
 
 
-def _get_batches(
-    batch: dict[str, Any],
-    boundary_layout: str,
-    is_hybrid_cp: bool,
-    cp_group: Any,
-    additional_layouts: tuple[str, ...] = (),
-    use_per_sequence_balancing: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """The contract of the function that newer scripts call: balanced per document, or by the other slicer."""
-    from megatron.core import utils
-
-    if use_per_sequence_balancing:
-        return {boundary_layout: {"position_ids": torch.tensor([[-1]])}}
-    asked = {"is_hybrid_cp": is_hybrid_cp, "cp_group": cp_group}
-    layouts = (boundary_layout, *additional_layouts)
-    return {
-        name: utils.get_batch_on_this_cp_rank(dict(batch), **asked, use_contiguous_cp=name == "contiguous")
-        for name in layouts
-    }
-
-
-def test_a_batch_that_may_be_asked_for_in_several_layouts(
-    on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def get_batches(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The function that newer scripts call, as the plugin replaces it."""
     from megatron.core import utils
 
     from cp_plugin.megatron.patches.batch import replace_get_batches
 
-    on_rank(one_rank_of("striped", "striped", 4, 1))
     monkeypatch.setattr(utils, "get_batch_on_this_cp_rank", replace_get_batch(_with_layouts))
-    get_batches = replace_get_batches(_get_batches)
-    found = get_batches(_batch(), "zigzag", False, "group", use_per_sequence_balancing=True)
-    assert found["zigzag"]["position_ids"][0].tolist() == list(range(1, TOKENS, 4))
-    with pytest.raises(ValueError, match="asks for its batch in the layouts contiguous, zigzag at once"):
-        get_batches(_batch(), "contiguous", False, "group", additional_layouts=("zigzag",))
-    with pytest.raises(ValueError, match="use_contiguous_cp=True"):
-        get_batches(_batch(), "contiguous", False, "group")
+    replaced = replace_get_batches(context_parallel_batch.get_batches_on_this_cp_rank)
+    return lambda batch, boundary, **more: replaced(batch, boundary, False, "group", **more)
+
+
+def _at(found: Any, layout: str | None = None) -> list[int]:
+    return found.get_batch(layout)["position_ids"][0].tolist()
+
+
+@pytest.mark.parametrize("asked", ["zigzag", "striped"])
+def test_a_batch_in_the_layout_of_the_model(
+    on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any], asked: str
+) -> None:
+    """Which Megatron calls zigzag; documents of a pack are not divided by themselves."""
+    on_rank(one_rank_of("striped", "striped", 4, 1))
+    found = get_batches(_batch(), asked, use_per_sequence_balancing=True)
+    assert found.boundary_layout == asked and _at(found) == list(range(1, TOKENS, 4))
+    assert found.get_packed_seq_params() is None
+    bounds = torch.tensor([[0, 3, TOKENS]], dtype=torch.int32)
+    found = get_batches(_batch() | {"cu_seqlens": bounds, "max_seqlen": torch.tensor([13])}, asked)
+    assert _at(found) == list(range(1, TOKENS, 4))
+    assert found.get_packed_seq_params().cu_seqlens_q.tolist() == [0, 3, TOKENS]
+
+
+def test_a_batch_in_several_layouts(
+    on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any]
+) -> None:
+    on_rank(one_rank_of("striped", "striped", 4, 1))
+    whole = _batch()
+    found = get_batches(whole, "striped", additional_layouts=iter(("zigzag", "contiguous", "striped")))
+    assert list(found.batches_by_layout) == ["striped", "zigzag", "contiguous"]
+    assert _at(found) == list(range(1, TOKENS, 4))
+    assert _at(found, "zigzag") == [2, 3, 12, 13] and _at(found, "contiguous") == [4, 5, 6, 7]
+    assert found.get_packed_seq_params("contiguous") is None
+    assert torch.equal(whole["tokens"], _batch()["tokens"]), "the script's own batch is as it was"
+
+
+def test_several_layouts_where_megatron_converts_between_them(
+    on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cp_plugin.megatron import runtime
+
+    monkeypatch.setattr(runtime, "converted", lambda: True)
+    on_rank(one_rank_of("ring", "zigzag", 4, 1))
+    found = get_batches(_batch(), "contiguous", additional_layouts={"zigzag"})
+    assert _at(found) == [4, 5, 6, 7] and _at(found, "zigzag") == [2, 3, 12, 13]
+    with pytest.raises(ValueError, match=r"in the zigzag layout, and .* the zigzag layout: ask for contiguous"):
+        get_batches(_batch(), "zigzag")
+
+
+def test_layouts_that_the_model_cannot_give(
+    on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any]
+) -> None:
+    on_rank(one_rank_of("striped", "striped", 4, 1))
+    with pytest.raises(ValueError, match=r"in the contiguous layout, and .* in the striped layout: ask for striped or"):
+        get_batches(_batch(), "contiguous")
+    with pytest.raises(ValueError, match=r"in the spiral layout, and .*: ask for contiguous or striped or zigzag"):
+        get_batches(_batch(), "zigzag", additional_layouts=("spiral",))
+    bounds = torch.tensor([[0, 3, TOKENS]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"packed documents in the layouts zigzag, contiguous, and .* ask for zigzag"):
+        get_batches(_batch() | {"cu_seqlens": bounds}, "zigzag", additional_layouts=("contiguous",))
+    on_rank(one_rank_of("attention2d", "striped", 4, 1, head_parallel=2))
+    assert _at(get_batches(_batch(), "zigzag")) == list(range(2, TOKENS, 4))
+    with pytest.raises(ValueError, match=r"in the contiguous layout, and .*: ask for striped"):
+        get_batches(_batch(), "zigzag", additional_layouts=("contiguous",))
+
+
+def test_one_rank_has_one_batch_in_all_layouts(
+    on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any]
+) -> None:
+    on_rank(one_rank_of("ring", "zigzag", 1, 0))
+    found = get_batches(_batch(), "contiguous", additional_layouts=("zigzag",))
+    assert _at(found) == _at(found, "zigzag") == list(range(TOKENS))
+
+
+def _slices_itself(batch: dict[str, Any], boundary_layout: str, **named: Any) -> Any:
+    whole = {name: None if x is None else x[:, :4] for name, x in batch.items() if name in ("tokens", "labels")}
+    return context_parallel_batch.ContextParallelBatch(boundary_layout, {boundary_layout: batch | whole}, {})
+
+
+def _marks_tokens(batch: dict[str, Any], boundary_layout: str, **named: Any) -> Any:
+    found = context_parallel_batch.get_batches_on_this_cp_rank(batch, boundary_layout, **named)
+    found.get_packed_seq_params().real_token_mask_q = torch.ones(4)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("original", "says"),
+    [
+        (context_parallel_batch.get_batches_on_this_cp_rank, None),
+        (_slices_itself, "it slices the batch by itself"),
+        (_marks_tokens, "its PackedSeqParams have real_token_mask_q"),
+    ],
+)
+def test_the_probe_of_newer_slicers(adapter: None, original: Callable[..., Any], says: str | None) -> None:
+    from cp_plugin.megatron.patches import batch, batch_probe
+
+    found = batch_probe.batches(original, batch.replace_get_batches(original))
+    assert found is None if says is None else says in found
 
 
 def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,9 +279,9 @@ def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypa
     newer.get_batches_on_this_cp_rank = lambda batch, layouts: {name: dict(batch) for name in layouts}
     monkeypatch.setitem(sys.modules, name, newer)
     (patch,) = [patch for patch in PROVIDER if patch.make is batch.replace_get_batches]
-    with pytest.raises(ValueError, match="it has no parameter boundary_layout, additional_layouts"):
+    with pytest.raises(ValueError, match="it has no parameter cp_group, boundary_layout, additional_layouts"):
         patching.install([patch])
-    known = functools.partial(_get_batches)  # another object than this module's own, which would be replaced, too
+    known = functools.partial(context_parallel_batch.get_batches_on_this_cp_rank)  # another object than that module's
     newer.get_batches_on_this_cp_rank = known
     patching.install([patch])
     assert newer.get_batches_on_this_cp_rank is not known

@@ -125,7 +125,8 @@ class AnyCoreAttention(MegatronModule):
         """
         rules.refuse_more(self.layer_number, more)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        call = query, key, attention_mask, mask_type, attention_bias, packed_seq_params
+        layout = self.context_parallel.layout.name
+        call = query, key, attention_mask, mask_type, attention_bias, packed_seq_params, layout
         rules.check_call(self.layer_number, runtime.settings(), *call)
         if self.context_parallel.size > 1:
             runtime.require_sliced_batch()

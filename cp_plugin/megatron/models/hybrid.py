@@ -7,7 +7,7 @@ Megatron's local GPT layer, and of state-space layers with the same projections 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -15,10 +15,6 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as with_transformer_engine
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -31,6 +27,16 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+
+from cp_plugin.megatron.compat import find
+
+_, MambaLayer = find("megatron.core.ssm.mamba_layer:MambaLayer")
+_, MambaLayerSubmodules = find("megatron.core.ssm.mamba_layer:MambaLayerSubmodules")
+_, MambaMixer = find("megatron.core.ssm.mamba_mixer:MambaMixer")
+_, MambaMixerSubmodules = find("megatron.core.ssm.mamba_mixer:MambaMixerSubmodules")
+_, GatedDeltaNet = find("megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet")
+_, GatedDeltaNetSubmodules = find("megatron.core.ssm.gated_delta_net.common:GatedDeltaNetSubmodules")
+_, MLPLayer = find("megatron.core.ssm.mlp_layer:MLPLayer")
 
 _KERNELS = {
     "M": ("Mamba", MambaMixer, "HAVE_MAMBA_SSM"),
@@ -71,7 +77,7 @@ def local_stack_spec(config: Any) -> ModuleSpec:
         module=GatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row),
     )
-    layers = HybridStackSubmodules(
+    layers: dict[str, ModuleSpec] = dict(
         mamba_layer=ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(
@@ -99,7 +105,9 @@ def local_stack_spec(config: Any) -> ModuleSpec:
             submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[get_mtp_layer_spec(None, False)]),
         ),
     )
-    return ModuleSpec(module=_LocalStack, submodules=layers)
+    known = {field.name for field in fields(HybridStackSubmodules)}
+    stack = HybridStackSubmodules(**{name: layer for name, layer in layers.items() if name in known})
+    return ModuleSpec(module=_LocalStack, submodules=stack)
 
 
 def _halves(

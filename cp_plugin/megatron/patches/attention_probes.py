@@ -15,6 +15,7 @@ from cp_plugin.megatron.patches.probing import TOKENS, config, difference, numbe
 
 def core_attention(original: Callable[..., type], replacement: Callable[..., type]) -> str | None:
     """``LocalSpecProvider.core_attention``: the attention that it names computes what the plugin's does on one rank."""
+    from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.enums import AttnMaskType
 
     from cp_plugin.megatron.layers.core_attention import CoreAttention
@@ -36,7 +37,7 @@ def core_attention(original: Callable[..., type], replacement: Callable[..., typ
         given |= {"softmax_scale": scale, "pg_collection": groups}
         with stock.alone(), torch.no_grad(), _buffers():
             outs = []
-            for kind, mask in ((original(None), hidden), (CoreAttention, None)):
+            for kind, mask in ((original(LocalSpecProvider()), hidden), (CoreAttention, None)):
                 module = kind(asked, **given).to(stock.device())
                 for sinks in module.parameters():
                     sinks.copy_(numbers(4))
@@ -70,9 +71,10 @@ class _Handed(Exception):
 def te_attention(original: Callable[..., type], replacement: Callable[..., type]) -> str | None:
     """``TESpecProvider.core_attention``: what its class hands to Transformer Engine is what the plugin's computes."""
     from megatron.core.extensions import transformer_engine as extension
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.transformer.enums import AttnMaskType
 
-    kind = original(None)
+    kind = original(TESpecProvider())
     if not (isinstance(kind, type) and vars(extension).get("HAVE_TE")):
         return None  # no such class without Transformer Engine
 

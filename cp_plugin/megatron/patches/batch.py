@@ -6,6 +6,7 @@ parameters differ between Megatron versions and are read by name. ``--cp-pad-seq
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,9 +19,17 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.state import STATE
+from cp_plugin.placement.layouts import get_layout
 
-_BEHIND_THE_END = {"tokens": 0, "labels": 0, "loss_mask": 0, "position_ids": 0, "attention_mask": True}
-"""Padding value of each entry; its last dimension is the sequence. An attention mask is True where it hides."""
+_BEHIND_THE_END = {
+    "tokens": 0,
+    "labels": 0,
+    "loss_mask": 0,
+    "position_ids": 0,
+    "attention_mask": True,
+    "padding_mask": True,
+}
+"""Padding value of each entry; its last dimension is the sequence. Masks are True where they hide."""
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 
 
@@ -130,22 +139,55 @@ def _check_experts(length: int, padded: int) -> None:
 
 @around
 def replace_get_batches(call: Call) -> Any:
-    """Make ``get_batches_on_this_cp_rank`` always call ``get_batch_on_this_cp_rank``, never slice per document.
+    """Replaces ``get_batches_on_this_cp_rank``: the batch in the model's layout, never divided per document.
+
+    Megatron's name for this layout is "zigzag"; a script may also use the layout's own. Additional views have the
+    layout that their names say: the model's, zigzag or contiguous.
 
     Raises:
-        ValueError: for a batch in several layouts; the model has one.
+        ValueError: for a boundary layout that the model does not have, for unknown additional ones, and for packed
+            documents in several.
     """
-    layouts = {call["boundary_layout"], *call["additional_layouts"]}
-    if len(layouts) > 1:
+    cp, boundary = runtime.context_parallel(call["cp_group"]), call["boundary_layout"]
+    views = [name for name in dict.fromkeys(call["additional_layouts"]) if name != boundary]
+    if cp.size > 1:
+        _check_layouts(cp, boundary, views, packed=call["batch"].get("cu_seqlens") is not None)
+    whole = dict(call["batch"])
+    found = call.original(additional_layouts=(), use_per_sequence_balancing=False)
+    for name in views:
+        view = cp if name in (cp.layout.name, boundary) or cp.size == 1 else cp.with_layout(get_layout(name))
+        found.batches_by_layout[name] = slice_batch(pad_batch(dict(whole), cp), cp, view)
+        found.packed_seq_params_by_layout[name] = found.get_packed_seq_params()
+    return found
+
+
+def _check_layouts(cp: ContextParallel, boundary: str, views: Sequence[str], *, packed: bool) -> None:
+    own = {cp.layout.name, runtime.between_layers(cp).layout.name}
+    between = {"contiguous"} if runtime.converted() else {"zigzag", *own}
+    in_order = cp.numbers == tuple(range(cp.size))  # a grid numbers its ranks otherwise than Megatron
+    others = own | ({"zigzag", "contiguous"} if in_order else set())
+    if boundary not in between:
+        wrong, right = boundary, between
+    else:
+        wrong, right = next((name for name in views if name not in others), None), others
+    if wrong is not None:
         raise ValueError(
-            f"the training script asks for its batch in the layouts {', '.join(sorted(layouts))} at once, but "
-            f"{runtime.settings().asked} uses a single one: use --linear-cp-layout zigzag"
+            f"the training script asks for its batch in the {wrong} layout, and {runtime.settings().asked} computes in "
+            f"the {cp.layout.name} layout: ask for {' or '.join(sorted(right))}"
         )
-    return call.original(use_per_sequence_balancing=False)
+    if views and packed:
+        raise ValueError(
+            f"the training script asks for packed documents in the layouts {', '.join((boundary, *views))}, and "
+            f"{runtime.settings().asked} divides a pack in one of them only: ask for {boundary} alone"
+        )
 
 
-def slice_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
+def slice_batch(batch: dict[str, Any], cp: ContextParallel, between: ContextParallel | None = None) -> dict[str, Any]:
     """Slice a batch in place; returns the batch.
+
+    Args:
+        cp: with attention's layout, for the mask.
+        between: with the layout of everything else; None: that between the model's layers.
 
     ``[batch, seq, ...]`` tensors are sliced along the sequence, ``attention_mask [batch, 1, seq, seq]`` along its
     queries. Metadata and everything without a sequence dimension stay, as do the ``position_ids [3, batch, seq]`` of
@@ -154,7 +196,7 @@ def slice_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
     Raises:
         ValueError: if the layout cannot divide the sequence.
     """
-    between = runtime.between_layers(cp)
+    between = between or runtime.between_layers(cp)
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
         if key in METADATA or not isinstance(value, Tensor) or (key == "position_ids" and value.dim() == 3):

@@ -70,7 +70,7 @@ def replace_resolve_cu_seqlens(call: Call) -> Tensor:
 
 def keeps_layout(module: torch.nn.Module) -> bool:
     """Whether a layer without attention mixes tokens in the plugin's layout."""
-    inner = module.self_attention if isinstance(module, TransformerLayer) else module
+    inner = module.self_attention if isinstance(module, TransformerLayer) else getattr(module, "mixer", module)
     kind = type(inner)
     if runtime.settings().delta_net is not None and "gated_delta" in kind.__module__:
         return delta_net.replaced(inner)  # not its later variants

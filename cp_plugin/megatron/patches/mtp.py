@@ -3,7 +3,7 @@
 Its layers get the plugin's attention by the same spec. Two further functions are replaced:
 
     ``roll_tensor``        next token of every token: assumes zigzag; here ``cp_plugin.attention.shift``. The last
-                           token of a packed document has no next one
+                           token of a packed document has no next one. Some versions roll several tensors in one call
     ``process_mtp_loss``   divides by this rank's unmasked tokens, whose number differs between ranks; here by the
                            tokens of all ranks
 """
@@ -11,6 +11,7 @@ Its layers get the plugin's attention by the same spec. Two further functions ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,31 +23,35 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.shift import shift
 from cp_plugin.comm import WHOLE, GroupMesh, connect
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around
 
 _FOLLOWING = "_cp_plugin_following"
-"""Attribute of a loss mask: the masks of the following depths, each with its token count over all ranks."""
+"""Attribute of a loss mask: the mask of the next depth."""
 
 
-def _rolled(cp: ContextParallel, x: Tensor, dim: int, by: int, packed: PackedSeqParams | None) -> Tensor:
-    """``x`` shifted along the sequence, or within each document of a pack, and filled with 0."""
+def _rolled(
+    cp: ContextParallel, x: Tensor, dim: int, by: int, packed: PackedSeqParams | None, fill: float = 0
+) -> Tensor:
+    """``x`` shifted along the sequence, or within each document of a pack, and filled at the ends."""
     tokens = x.size(dim) * cp.size
     cp = packing.on_pack(cp, packing.places(packed), tokens)
     shifted = shift(cp, x, dim, by)
-    if packed is None:
+    if packed is None and not fill:
         return shifted
     places = cp.positions(tokens, x.device)
-    within = packing.document_of(places, packed) == packing.document_of(places + by, packed)
-    return shifted.movedim(dim, -1).where(within, 0).movedim(-1, dim)
+    within = places + by < tokens
+    if packed is not None:
+        within &= packing.document_of(places, packed) == packing.document_of(places + by, packed)
+    return shifted.movedim(dim, -1).where(within, fill).movedim(-1, dim)
 
 
 def _with_following(mask: Tensor, depths: int, cp: ContextParallel, packed: PackedSeqParams | None) -> Tensor:
-    """The mask for ``process_mtp_loss``, which sums it, and then rolls it once for each depth.
+    """The mask for ``process_mtp_loss``, which sums it, and then rolls it once for each depth and sums that.
 
-    Its sum is the ranks' mean number of tokens. The weights are multiplied by the number of ranks, since Megatron
-    averages the quotients over the ranks.
+    Its sum is the ranks' mean number of tokens, those of the rolled masks are the ranks' total. The weights of these
+    are multiplied by the number of ranks, since Megatron averages the quotients over the ranks.
     """
     masks = [mask]
     for _ in range(depths):
@@ -54,24 +59,37 @@ def _with_following(mask: Tensor, depths: int, cp: ContextParallel, packed: Pack
     counts = torch.stack([m.sum() for m in masks])
     for axis in cp.mesh.axes:
         counts = cp.mesh.all_gather(axis, (counts.unsqueeze(0),)).wait()[0].sum(0)
-    first = torch.zeros_like(mask, dtype=torch.float32)
-    first.view(-1)[0] = counts[0] / cp.size
-    setattr(first, _FOLLOWING, list(zip((m * cp.size for m in masks[1:]), counts[1:], strict=True)))
-    return first
+    following = None
+    for weights, count in zip(reversed(masks[1:]), reversed(counts[1:].unbind()), strict=True):
+        following = _counted(weights * cp.size, count, following)
+    return _counted(mask, counts[0] / cp.size, following)
+
+
+def _counted(mask: Tensor, count: Tensor, following: Tensor | None) -> Tensor:
+    """The mask, with this sum, and the mask of the next depth."""
+    mask = mask.view_as(mask)  # the caller's keeps its own sum
+    vars(mask).update({"sum": lambda: count, _FOLLOWING: following})
+    return mask
 
 
 @around
-def replace_roll_tensor(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """Replaces ``roll_tensor``: the tensor shifted along the whole sequence, and its sum on this rank."""
-    tensor, group = call["tensor"], call["cp_group"]
-    if tensor is None or _alone(group):
+def replace_roll_tensor(call: Call) -> Any:
+    """Replaces ``roll_tensor``: the tensor shifted along the whole sequence, and its sum on this rank.
+
+    Of several tensors, the list of the shifted ones.
+    """
+    several, group, packed = "tensors" in call.arguments, call["cp_group"], call["packed_seq_params"]
+    tensors = call["tensors"] if several else [call["tensor"]]
+    if _alone(group) or any(x is None for x in tensors):
         return call.original()
-    if following := getattr(tensor, _FOLLOWING, None):
-        (mask, count), *others = following
-        setattr(mask, _FOLLOWING, others)
-        return mask, count
-    rolled = _rolled(_context_parallel(group), tensor, call["dims"], -call["shifts"], call["packed_seq_params"])
-    return rolled, rolled.sum() if call.arguments.get("return_sum", True) else None
+    cp, fills = _context_parallel(group), call.arguments.get("fill_values") or [0] * len(tensors)
+    rolled = []
+    for x, fill in zip(tensors, fills, strict=True):
+        following = getattr(x, _FOLLOWING, None)
+        rolled.append(_rolled(cp, x, call["dims"], -call["shifts"], packed, fill) if following is None else following)
+    if several:
+        return rolled
+    return rolled[0], rolled[0].sum() if call.arguments.get("return_sum", True) else None
 
 
 @around
@@ -96,9 +114,7 @@ def roll_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.d
         mine = packing.on_pack(runtime.context_parallel(), where, tokens).positions(tokens, device)
         ends = mine.new_tensor([tokens]) if where is None else where
         expected = (mine + 1).where(~torch.isin(mine + 1, ends), 0).unsqueeze(0)
-        rolled, total = multi_token_prediction.roll_tensor(
-            mine.unsqueeze(0), shifts=-1, dims=-1, cp_group=group, packed_seq_params=pack
-        )
+        rolled, total = compat.roll(multi_token_prediction.roll_tensor, mine.unsqueeze(0), group, pack)
         if not (torch.equal(rolled, expected) and torch.equal(total, expected.sum())):
             of = "" if pack is None else " of packed documents"
             problems.append(f"the next tokens of multi-token prediction{of} differ")

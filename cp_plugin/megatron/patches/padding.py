@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -77,4 +78,5 @@ def replace_token_counts(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     Megatron weights a rank's load-balancing loss by its own tokens, of which padding leaves ranks unequally many.
     """
     per_expert, _, total = call.original()
-    return per_expert, total / call["reduce_group"].size(), total
+    groups = call.arguments.get("reduce_groups") or (call["reduce_group"],)
+    return per_expert, total / prod(group.size() for group in groups), total

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_plugin.megatron import compat
 from cp_plugin.megatron.patches import patching, stock
 from cp_plugin.megatron.patches.probing import (
     TOKENS,
@@ -115,20 +116,16 @@ def roll(original: Callable[..., Any], replacement: Callable[..., Any]) -> str |
     x = torch.arange(1, TOKENS + 1).unsqueeze(0)
     ends = torch.tensor([0, 5, TOKENS], dtype=torch.int32)
     pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
-    by_one = {"shifts": -1, "dims": -1}
-    want, total = original(x.clone(), **by_one, cp_group=stock.Group(), packed_seq_params=None)
-    parts = stock.on_ranks(
-        lambda group: replacement(zigzag(x, group), **by_one, cp_group=group, packed_seq_params=None), _RANKS
-    )
-    if found := difference("the next tokens", want, whole([part for part, _ in parts])):
-        return found
-    if found := difference("their sum", total, sum(part for _, part in parts)):
-        return found
-    want, _ = original(x.clone(), **by_one, cp_group=stock.Group(), packed_seq_params=pack)
-    parts = stock.on_ranks(
-        lambda group: replacement(zigzag(x, group), **by_one, cp_group=group, packed_seq_params=pack), _RANKS
-    )
-    return difference("the next tokens of packed documents", want, whole([part for part, _ in parts]))
+    for packed, of in ((None, ""), (pack, " of packed documents")):
+        want, total = compat.roll(original, x.clone(), stock.Group(), packed)
+        parts = stock.on_ranks(
+            lambda group, packed=packed: compat.roll(replacement, zigzag(x, group), group, packed), _RANKS
+        )
+        if found := difference(f"the next tokens{of}", want, whole([part for part, _ in parts])):
+            return found
+        if found := difference(f"the sum of the next tokens{of}", total, sum(part for _, part in parts)):
+            return found
+    return None
 
 
 def mtp_loss(original: Callable[..., Tensor], replacement: Callable[..., Tensor]) -> str | None:

@@ -87,6 +87,11 @@ HYBRID = (
     ),
 )
 
+_OF_ANY_ATTENTION = (
+    *("attention_mask", "key_value_states", "attention_bias", "sequence_len_offset", "yarn_mscale", "kwargs"),
+    *("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin"),
+)
+"""Parameters of every attention layer that gated delta net has no use for."""
 DELTA_NET = (
     Patch(
         delta_net.FORWARD,
@@ -97,18 +102,7 @@ DELTA_NET = (
             "packed_seq_params",
             "inference_context",
             "inference_params",
-            optional=(
-                "attention_mask",
-                "key_value_states",
-                "attention_bias",
-                "rotary_pos_emb",
-                "rotary_pos_cos",
-                "rotary_pos_sin",
-                "rotary_pos_cos_sin",
-                "sequence_len_offset",
-                "yarn_mscale",
-                "kwargs",
-            ),
+            optional=_OF_ANY_ATTENTION,
             probe=None,
         ),
         called_by="the layer's module call",

@@ -6,8 +6,13 @@ tested with the plugin.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from cp_plugin.megatron.rules.cuda_graphs import CUDA_GRAPH
-from cp_plugin.megatron.rules.rule import flag
+from cp_plugin.megatron.rules.rule import Found, Rule, flag, shown, value_of, when
+
+if TYPE_CHECKING:
+    from cp_plugin.megatron.rules.run import Run
 
 _MASK = "attention is causal over the whole sequence, whatever the data loader's mask"
 _CROSS_LAYER = "its layers are not attention that a provider can replace, or they shard the sequence themselves"
@@ -22,6 +27,18 @@ _TE_FP8 = "it is a switch of Transformer Engine's own attention"
 _KERNEL = "the kernels compute the plain softmax and do not report its statistics"
 _FILES = "its files are keyed by context-parallel rank and do not say which tokens a rank held"
 
+
+def names_its_exchange(run: Run) -> bool:
+    """Whether Megatron's own attention would exchange tokens, and says how: the dev branch without TE's attention."""
+    eager = getattr(run.args, "fallback_to_eager_attn", None)
+    return eager is not None and (eager or run.args.transformer_impl == "local")
+
+
+def _comm_type(run: Run) -> Found:
+    asked = list(value_of(run.args, "--cp-comm-type") or ["p2p"])
+    return when(asked != ["p2p"] and not (asked == ["all_gather"] and names_its_exchange(run)), value=shown(asked))
+
+
 DROPOUT = flag(
     "--attention-dropout",
     why="all context-parallel ranks would draw the same mask, and the result would depend on their number",
@@ -31,6 +48,12 @@ QK_CLIP = flag("--qk-clip", why=_KERNEL)
 MAX_LOGIT = flag("--log-max-attention-logit", why=_KERNEL)
 BATCH_INVARIANT = flag("--batch-invariant-mode", why="Megatron allows it without context parallelism only")
 FP8_ATTENTION = flag("--fp8-dot-product-attention", why=_TE_FP8, fix="use --cp-fp8 compute")
+PARTITION = flag(
+    "--cp-partition-mode",
+    why="Megatron would convert tokens around attention from its own layout, and they have the provider's",
+    fix="leave it out, and choose the layout by --cp-layout",
+    refused=lambda v: v != "zigzag",
+)
 FP8_BETWEEN = flag("--fp8-multi-head-attention", why=_TE_FP8, fix="use --cp-fp8 compute")
 
 RULES = (
@@ -38,6 +61,18 @@ RULES = (
     # packed sequences and masks
     flag("--rl-use-sequence-packing", why=_INFERENCE),
     flag("--max-seqlen-per-dp-cp-rank", why=_OTHER_GROUPS, refused=lambda v: True),
+    flag(
+        "--sequence-packing-scheduler",
+        why="its packs are made and sliced on each rank, in Megatron's own layout (--use-varlen-dataset implies it)",
+        fix="leave both out, and pack documents by --sft",
+    ),
+    flag(
+        "--pad-packed-seq-alignment",
+        why="it pads each rank's tokens after they are sliced, in the middle of the provider's layout",
+        fix="use --cp-pad-sequence",
+        refused=lambda v: True,
+    ),
+    PARTITION,
     flag("--reset-attention-mask", why=_MASK, fix="use --dataloader-inter-document-masking"),
     flag(
         "--reset-position-ids",
@@ -93,12 +128,15 @@ RULES = (
     ),
     # other groups, other schedules
     flag("--hybrid-context-parallel", why=_OTHER_GROUPS),
+    flag("--dynamic-context-parallel", why=_OTHER_GROUPS),
     flag("--hierarchical-context-parallel-sizes", why=_OTHER_GROUPS),
     flag("--fake-process-group", why="nothing is communicated, so the self-check and all losses would be wrong"),
-    flag(
-        "--cp-comm-type",
+    Rule(
+        name="--cp-comm-type",
+        what="--cp-comm-type{value}",
         why="it selects one of Transformer Engine's methods, which --cp-provider replaces",
-        refused=lambda v: list(v or ["p2p"]) != ["p2p"],
+        fix="leave it out",
+        looks_at=_comm_type,
     ),
     CUDA_GRAPH,
     flag("--enable-cuda-graph", why=_GRAPH, fix=_PARTS),

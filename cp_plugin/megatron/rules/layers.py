@@ -44,6 +44,7 @@ class Call(NamedTuple):
     mask_type: AttnMaskType
     attention_bias: Tensor | None
     packed: PackedSeqParams | None
+    layout: str = "zigzag"
     capturing: bool = False  # inside a CUDA graph capture
     pads: bool = False  # ``--cp-pad-sequence``
 
@@ -54,9 +55,9 @@ def _shape(call: Call) -> Found:
 
 
 def _partition(call: Call) -> Found:
-    """Newer packs name their layout (Megatron-LM #6912); zigzag is the default."""
+    """Newer packs name their layout (Megatron-LM #6912); zigzag is the default, and stands for the provider's."""
     mode = getattr(call.packed, "cp_partition_mode", "zigzag")
-    return when(mode != "zigzag", mode=mode)
+    return when(mode not in ("zigzag", call.layout), mode=mode, layout=call.layout)
 
 
 def _mask_type(call: Call) -> Found:
@@ -116,6 +117,7 @@ LAYER = (
     ),
     flags.FP8_BETWEEN,
     flags.BATCH_INVARIANT,
+    flags.PARTITION,
     CUDA_GRAPH,
 )
 LINEAR_LAYER = (
@@ -158,7 +160,7 @@ CALL = (
     Rule(
         name="partition of a pack",
         what="packed documents with cp_partition_mode {mode!r}",
-        why="they have the provider's layout, and Megatron's layers would convert them from that one",
+        why="they have the {layout} layout",
         fix="leave it out, and choose the layout by --cp-layout",
         looks_at=_partition,
     ),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cp_plugin.megatron import compat
+from cp_plugin.megatron.rules.flags import names_its_exchange
 from cp_plugin.megatron.rules.rule import Found, Rule, spelled, when
 
 if TYPE_CHECKING:
@@ -159,6 +160,28 @@ RULES = (
         why="the providers apply the causal mask themselves",
         looks_at=lambda run: when(run.args.create_attention_mask_in_dataloader),
         sets={"create_attention_mask_in_dataloader": False},
+    ),
+    Rule(
+        name="local attention of the dev branch",
+        kind="adjust",
+        what="--cp-comm-type is set to all_gather",
+        why="this Megatron wants that of its own local attention, which the provider replaces",
+        looks_at=lambda run: when(
+            run.args.context_parallel_size > 1 and names_its_exchange(run) and run.args.cp_comm_type != ["all_gather"]
+        ),
+        sets={"cp_comm_type": ["all_gather"]},
+    ),
+    Rule(
+        name="chunks of gated delta net",
+        kind="adjust",
+        what="--linear-cp-mode is set to headwise",
+        why="chunkwise converts tokens to other ranks from Megatron's own layout, and they have the provider's",
+        looks_at=lambda run: when(
+            run.args.context_parallel_size > 1
+            and "G" in _pattern(run)
+            and getattr(run.args, "linear_cp_mode", None) == "chunkwise"
+        ),
+        sets={"linear_cp_mode": "headwise"},
     ),
     Rule(
         name="fused rotation of MLA",
