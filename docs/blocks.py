@@ -12,6 +12,7 @@ from typing import Any
 
 import comparison
 import flag_tables
+import front_picture
 import kernel_tables
 import layers
 import markdown_tables as markdown
@@ -19,6 +20,7 @@ import messages
 import placement
 import published_rows
 import recorded_tables
+import reference_blocks
 import support
 import versions_tables
 import wins_page
@@ -49,6 +51,7 @@ DRAWINGS: dict[str, Callable[[Path], None]] = {
     **{f"{name}.svg": partial(draw_method, provider=p, size=n, tokens=32, **o) for name, (p, n, o) in _SHOWN.items()},
     **{f"{name}-traffic.svg": partial(draw_traffic, provider=name) for name in providers.names()},
     "placement.svg": lambda path: placement.plot(_placements(), path),
+    "front.svg": front_picture.draw,
     "documents.svg": partial(draw_documents, lengths=(24, 14, 10, 8, 5, 3)),
 }
 """File name -> draw it to a path."""
@@ -210,6 +213,10 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "wins": wins_page.front,
     "canonical": lambda: sentence(CANONICAL),
     "papers": published_rows.summary,
+    "reproduced": published_rows.reproduced,
+    "api": reference_blocks.api,
+    "patched": reference_blocks.patched,
+    "bibtex": reference_blocks.bibtex,
     "kernel-calls": kernel_tables.calls_table,
     "kernel-order": kernel_tables.order_table,
     "memory": kernel_tables.memory_table,

@@ -1,19 +1,23 @@
-"""Rows of ``docs/papers.md`` for the pages of examples.
+"""Rows of ``docs/papers.json`` for the pages of examples, and the summary of ``docs/papers.md``.
 
-They are copied from the generated page, so that no figure is computed twice and pages agree.
+They are copied from what was generated, so that no figure is computed twice and pages agree.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
+import markdown_tables as markdown
 from evidence import data
-from evidence.data import Method, Table
+from evidence.data import Kind, Method, Table
 from evidence.report import COLUMNS
 
 PAGE = Path(__file__).parent / "papers.md"
+_KINDS = get_args(Kind.__value__ if hasattr(Kind, "__value__") else Kind)
 _SHOWN = ("method", "model", "devices", "tokens", "published", "predicted", "predicted / published", "")
 
 
@@ -91,13 +95,31 @@ def methods(paper: str, ids: Sequence[str]) -> dict[str, Compared]:
 
 
 def rows_of(paper: str, table: Table) -> list[dict[str, str]]:
-    """The page's rows of a table, as column -> text; ValueError if the page is out of date."""
-    heading = f"{table.where} ({table.figure})\n\n| {' | '.join(COLUMNS)} |\n"
-    section = PAGE.read_text().partition(f"\n## {data.paper(paper).title}\n")[2]
-    found = section.partition(heading)[2].partition("\n\n")[0].splitlines()[1:]
+    """The record's rows of a table, as column -> text; ValueError if the record is out of date."""
+    found = _record()[data.paper(paper).title]["rows"].get(f"{table.where} ({table.figure})")
     if not found:
-        raise ValueError(f"docs/papers.md has no table {table.where!r}: run python docs/generate.py")
-    return [dict(zip(COLUMNS, (cell.strip() for cell in line.split("|")[1:-1]), strict=True)) for line in found]
+        raise ValueError(f"docs/papers.json has no table {table.where!r}: run python docs/generate.py")
+    return [dict(zip(COLUMNS, cells, strict=True)) for cells in found]
+
+
+def reproduced() -> str:
+    """For each paper: its rows, the error of their predictions, and the order of its methods; from the page."""
+    head = PAGE.read_text().partition("\n## ")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in head.splitlines() if line.startswith("|")]
+    lines = []
+    for name in data.NAMES:
+        title = data.paper(name).title
+        own = [row for row in cells if row[0] == title]
+        errors = ", ".join(f"{row[1]} {row[3]} ({row[2]})" for row in own if row[1] in _KINDS)
+        order = next(row[1] for row in own if row[1] not in _KINDS)
+        lines.append((title, errors, order or "-"))
+    return markdown.table(("paper", "error of predictions (rows)", "order"), lines)
+
+
+@cache
+def _record() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((PAGE.parent / "papers.json").read_text())
+    return found
 
 
 def _devices(row: dict[str, str]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,19 @@ def examples() -> dict[str, str]:
 
 def on_config(config: Any) -> Any:
     """Put the examples' pages below their overview."""
-    for section in config["nav"]:
-        for pages in section.values() if isinstance(section, dict) else ():
-            if "examples.md" in pages:
-                pages += examples()
+    for pages in _sections(config["nav"]):
+        if "examples.md" in pages:
+            pages += examples()
     return config
+
+
+def _sections(nav: list[Any]) -> Iterator[list[Any]]:
+    """All lists of pages of the navigation."""
+    yield nav
+    for entry in nav:
+        for pages in entry.values() if isinstance(entry, dict) else ():
+            if isinstance(pages, list):
+                yield from _sections(pages)
 
 
 def on_files(files: Any, *, config: Any) -> Any:

@@ -290,7 +290,7 @@ def check_mention(command: Printed) -> None:
     elif words[:1] == ["-m"] and name in _FOREIGN:
         assert importlib.util.find_spec(words[1]) is not None, command.text
     elif name in _FOREIGN and not (words and words[0].endswith(".py")):
-        assert name != "pip" or words[0] in ("show", "install"), command.text
+        assert name != "pip" or words[0] in ("show", "install", "wheel"), command.text
     else:
         assert (ROOT / (words[0] if name in _FOREIGN else name)).is_file(), command.text
 

@@ -1,4 +1,4 @@
-"""Report of raw measurements: on the terminal, as ``docs/measured.md``, and as pictures."""
+"""Report of raw measurements: on the terminal, as ``docs/measured.md`` and ``measured.json``, and as pictures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SUMMARY = ("source", "predicted by", "short rows", "median (worst)", "long rows", "median (worst)")
-_SERIES = ("what", "series", "short rows", "median (worst)", "long rows", "median (worst)")
-_ROWS = ("what", "series", "size", "published", "predicted", "error")
+SERIES = ("what", "series", "short rows", "median (worst)", "long rows", "median (worst)")
+ROWS = ("what", "series", "size", "published", "predicted", "error")
 _ACROSS = 3
 _LARGE = 0.25
 """Larger errors are printed in red."""
@@ -33,7 +33,7 @@ def show(console: Console, names: Sequence[str], pictures: Path | None = None) -
         print_lines(console, *_notes(name))
         found = measured.rows(name)
         if found:
-            print_table(console, "", _ROWS, [(_cells(row), "red" * (abs(row.error) > _LARGE)) for row in found])
+            print_table(console, "", ROWS, [(_cells(row), "red" * (abs(row.error) > _LARGE)) for row in found])
         if found and pictures is not None:
             pictures.mkdir(parents=True, exist_ok=True)
             draw(name, pictures / f"{name}.svg")
@@ -48,18 +48,24 @@ def page() -> str:
 
 def section(name: str) -> str:
     """The page's section on one source."""
-    of, found = measured.source(name), measured.rows(name)
+    of = measured.source(name)
     parts = [f"## {of.title}", f"{of.source}."]
-    if found:
-        parts += [
-            f"![Predicted beside published](images/measured/{name}.svg)",
-            _table(_SERIES, list(_by_series(found))),
-        ]
-    parts.append("\n".join(f"- {text}" for text in _notes(name)))
-    if found:
-        whole = _table(_ROWS, [_cells(row) for row in found])
-        parts.append(f"<details><summary>all rows</summary>\n\n{whole}\n\n</details>")
+    if of.not_predicted:
+        parts.append(f"Not predicted: {' '.join(of.not_predicted.split())}")
+    else:
+        parts.append(f"![{of.title}: predicted beside published](images/measured/{name}.svg)")
     return "\n\n".join(parts)
+
+
+def record(name: str) -> dict[str, object]:
+    """All rows of a source, errors by series, and notes."""
+    found = measured.rows(name)
+    return {
+        "source": measured.source(name).source,
+        "notes": list(_notes(name)),
+        "errors": [list(row) for row in _by_series(found)],
+        "rows": [list(_cells(row)) for row in found],
+    }
 
 
 def summary(names: Sequence[str]) -> list[Cells]:

@@ -1,4 +1,4 @@
-"""Report of a reproduction: on the terminal, and as ``docs/papers.md``."""
+"""Report of a reproduction: on the terminal, as ``docs/papers.md``, and row by row in ``docs/papers.json``."""
 
 from __future__ import annotations
 
@@ -93,17 +93,24 @@ def page(found: Reproduction) -> str:
 
 def section(found: Reproduction, name: str) -> str:
     """The page's section on one paper."""
-    part, paper = found.of(name), data.paper(name)
+    paper = data.paper(name)
     return "\n\n".join(
         [
             f"## {paper.title}",
             f"{paper.source}.",
-            f"![Predicted beside published](images/papers/{name}.svg)",
-            _markdown(_by_table(part)),
-            "\n".join(f"- {text}" for text in _notes(part)),
-            _details(part),
+            f"![{paper.title}: predicted beside published](images/papers/{name}.svg)",
         ]
     )
+
+
+def record(found: Reproduction, name: str) -> dict[str, object]:
+    """All rows of a paper with their predictions, errors by table, and what is known and assumed of its machines."""
+    part = found.of(name)
+    rows = {
+        f"{table.where} ({table.figure})": [list(cells(p)) for p in part.predicted if p.row.table == table.id]
+        for table in data.paper(name).tables
+    }
+    return {"notes": list(_notes(part)), "errors": [list(row) for row in _by_table(part)], "rows": rows}
 
 
 def worth(found: Reproduction) -> str:
@@ -196,15 +203,6 @@ def _by_table(part: Reproduction) -> list[Cells]:
             last = str(order) if order.all else ""
             rows.append((table.where, table.figure, str(len(errors)), *medians, largest, last))
     return rows
-
-
-def _details(part: Reproduction) -> str:
-    """All rows, collapsed."""
-    lines = ["<details><summary>all rows</summary>", ""]
-    for table in data.paper(part.names[0]).tables:
-        rows = [cells(p) for p in part.predicted if p.row.table == table.id]
-        lines += [f"{table.where} ({table.figure})", "", _markdown([COLUMNS, *rows]), ""]
-    return "\n".join([*lines, "</details>"])
 
 
 def _notes(part: Reproduction) -> Iterator[str]:
