@@ -124,12 +124,17 @@ def _shaped(priced: Priced) -> str:
 
 
 def front() -> str:
-    """The README's rows, as the page has them, without the fixed shape of some columns."""
-    names = {regime.name for regime in REGIMES if regime.front}
-    shown = [_TITLES.index(title) for title in _FRONT]
-    lines = (line for line in PAGE.read_text().split(_EACH)[0].splitlines() if line.startswith("| "))
-    rows = [line[2:-2].split(" | ") for line in lines]
-    return markdown.table(_FRONT, [[row[n] for n in shown] for row in rows if row[0] in names])
+    """The README's lines: what is left of each front regime with each side at its best, as the page has it."""
+    rows = {cells[0]: cells for cells in _rows(PAGE.read_text().split(_EACH)[0])}
+    shown = [rows[regime.name] for regime in REGIMES if regime.front]
+    return "\n".join(
+        f"- {name} ({example}): {gain} with {use}, typical error {error}" for name, example, use, gain, _, error in shown
+    )
+
+
+def _rows(page: str) -> list[list[str]]:
+    """The cells of a page's tables."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
 
 
 def measured() -> str:

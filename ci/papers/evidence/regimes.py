@@ -104,16 +104,14 @@ class Regime:
 SLOW = "roce100"
 """100 instead of 400 Gb/s."""
 REGIMES = (
-    Regime(name="long sequence, fast links", front=True),
+    Regime(name="long sequence, fast links"),
     Regime(name="the same, equal heads", model="llama2-7b"),
     Regime(name="one node", cluster="h200", devices=8, tokens=2**18),
-    Regime(name="1,024 GPUs, 1M tokens", devices=1024, tensor=8, front=True),
-    Regime(name="4,096 GPUs, 1M tokens", devices=4096, tensor=8, front=True),
+    Regime(name="1,024 GPUs, 1M tokens", devices=1024, tensor=8),
+    Regime(name="4,096 GPUs, 1M tokens", devices=4096, tensor=8),
     Regime(name="4,096 GPUs, 16M tokens", devices=4096, tensor=8, tokens=2**24),
     Regime(name="fewer KV heads than an all-to-all needs", model="llama3-70b", devices=256, tensor=8, front=True),
-    Regime(
-        name="four KV heads, one GPU a node", model="qwen2.5-7b", cluster="h100-1-per-node", tokens=2**18, front=True
-    ),
+    Regime(name="four KV heads, one GPU a node", model="qwen2.5-7b", cluster="h100-1-per-node", tokens=2**18),
     Regime(name="one GPU a node", cluster="h100-1-per-node", tokens=2**18),
     Regime(name="slow cards, equal heads", model="llama2-7b", cluster="h100-1-per-node", tokens=2**19, card=SLOW),
     Regime(
@@ -123,14 +121,12 @@ REGIMES = (
         tokens=2**19,
         card=SLOW,
         fp8=(None, "comm"),
-        front=True,
     ),
     Regime(
         name="slow cards, one KV head a rank, sums of gradients in float32",
         tensor=8,
         tokens=2**18,
         card=SLOW,
-        front=True,
     ),
     Regime(
         name="the same, `--cp-gradient-dtype model`",
@@ -138,10 +134,9 @@ REGIMES = (
         tokens=2**18,
         card=SLOW,
         options=Options(gradient_dtype="model"),
-        front=True,
     ),
     Regime(name="packed chat, fast links", documents="chat", front=True),
-    Regime(name="packed chat, slow cards", cluster="h100-1-per-node", documents="chat", card=SLOW, front=True),
+    Regime(name="packed chat, slow cards", cluster="h100-1-per-node", documents="chat", card=SLOW),
     Regime(name="packed chat with long documents", documents="long"),
     Regime(name="windows of 1,024 in all layers, fast links", tokens=2**18, window=1023, front=True),
     Regime(

@@ -12,7 +12,17 @@ if TYPE_CHECKING:
     from matplotlib.patches import Rectangle
 
 RANK_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
-IDLE = "#f0f0f0"
+IDLE = "#8888882e"
+"""Translucent: pale on a white page and on a dark one."""
+INK = "#000000"
+"""Words and lines; on a dark page an SVG file shows them in ``_PALE_INK``."""
+_PALE_INK = "#dddddd"
+_THEMES = f"""  <style type="text/css">
+@media (prefers-color-scheme: dark) {{
+  text, [style*="fill: {INK}"] {{ fill: {_PALE_INK}; }}
+  [style*="stroke: {INK}"] {{ stroke: {_PALE_INK} !important; }}
+}}
+  </style>"""
 
 type Box = tuple[float, float, float, float]
 """x, y, width, height."""
@@ -31,16 +41,20 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write PNG, SVG or PDF by the suffix. SVG is reproducible, and words stay text."""
+    """Write PNG, SVG or PDF by the suffix. SVG is reproducible, has its words as text, and suits light and dark pages."""
     from matplotlib import rc_context
 
     fonts = ["DejaVu Sans", "Verdana", "Arial"]
+    svg = path.suffix == ".svg"
     with rc_context({"svg.hashsalt": "cp-plugin", "svg.fonttype": "none", "font.sans-serif": fonts}):
         figure.draw_without_rendering()
         for axes in figure.axes:  # the layout solver's last digits differ from run to run
             axes.set_position([round(edge, 4) for edge in axes.get_position(original=True).bounds])
+            axes.patch.set_visible(not svg)
         figure.set_layout_engine("none")
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, dpi=110, transparent=svg, metadata={"Date": None} if svg else None)
+    if svg:
+        path.write_text(path.read_text().replace("<defs>", f"<defs>\n{_THEMES}", 1))
 
 
 def check_ranks(size: int) -> None:

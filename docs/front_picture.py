@@ -1,0 +1,70 @@
+"""The picture of the README and of the front page: what the plugin adds, a grid of ranks and needed keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cp_plugin.cli.draw.canvas import IDLE, INK, box, fill, new_figure, plain, save
+from cp_plugin.cli.draw.documents import fetched
+from cp_plugin.cli.draw.traffic import priced, typical
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SIDE = 8
+"""Rows, and columns, of the grid of ranks."""
+DOCUMENTS = (24, 14, 10, 8, 5, 3)
+RANKS = 4
+"""Ranks that share the pack of documents."""
+_QUERIES, _KEYS, _BOTH = "#2f5f93", "#e8a33d", "#7a2f3f"
+_HELD, _FETCHED = "#2f5f93", "#e8a33d"
+_POINTS = 15
+"""Size of words: 11 px where the picture is as wide as a phone."""
+
+
+def draw(path: Path) -> None:
+    """Write the picture."""
+    figure = new_figure(6.4, 4.4)
+    left, right = figure.subplots(1, 2)
+    _draw_grid(left)
+    _draw_pack(right)
+    save(figure, path)
+
+
+def _draw_grid(axes: Axes) -> None:
+    """All ranks; the row and the column of one of them."""
+    row, column = 2, 5
+    for i in range(SIDE):
+        for j in range(SIDE):
+            colour = _BOTH if (i, j) == (row, column) else _QUERIES if i == row else _KEYS if j == column else IDLE
+            axes.add_patch(box(j + 0.06, i + 0.06, 0.88, 0.88, colour))
+    share = priced("attention2d", typical(SIDE**2, "MHA"), grid=(SIDE, SIDE)).ratio
+    assert share is not None
+    words = f"queries along the row,\nkeys along the column:\n{share:.2f} of a ring's bytes"
+    _frame(axes, SIDE, f"a grid of {SIDE**2} ranks", words)
+
+
+def _draw_pack(axes: Axes) -> None:
+    """The keys that the queries of a pack may see: held by their rank, or fetched."""
+    found = fetched(DOCUMENTS, RANKS, "documents")
+    tokens = len(found.holders)
+    axes.add_patch(box(0, 0, tokens, tokens, IDLE))
+    for held, colour in ((True, _HELD), (False, _FETCHED)):
+        pairs = [
+            (key, query, 1, 1)
+            for query, rank in enumerate(found.holders)
+            for key in range(found.first(query), query + 1)
+            if (found.holders[key] == rank) is held
+        ]
+        fill(axes, pairs, colour)
+    sent, every = sum(map(len, found.fetched)), (RANKS - 1) * tokens
+    words = f"a rank fetches only keys\nthat its mask allows:\n{sent / every:.2f} of a ring's bytes"
+    _frame(axes, tokens, f"{len(DOCUMENTS)} documents, {RANKS} ranks", words)
+
+
+def _frame(axes: Axes, side: int, title: str, words: str) -> None:
+    axes.set(xlim=(0, side), ylim=(side, 0), aspect="equal", xticks=[], yticks=[])
+    axes.set_title(title, fontsize=_POINTS + 1, loc="left", color=INK)
+    axes.set_xlabel(words, fontsize=_POINTS, loc="left", color=INK)
+    plain(axes)
