@@ -1,4 +1,4 @@
-"""The messages of the troubleshooting page: texts from the code, causes and fixes from ``messages.toml``.
+"""The messages of the plugin, for the site: texts from the code, causes and fixes from ``messages.toml``.
 
 A message is an f-string in a source file. Its constant words are shown as they are; what a run fills in is shown as
 ``<name>``, or as ``...``.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -74,6 +74,16 @@ _FILLED = {
     "capacity of experts given": "--moe-expert-capacity-factor X",
 }
 """Value of all rules, or of the named one -> what it stands for."""
+_TITLES = {
+    "flags": "invalid flags",
+    "sizes": "sizes that do not fit",
+    "models": "models",
+    "start": "at start-up",
+    "auto": "the planner",
+    "kernels": "kernels, FP8, quantisation",
+    "commands": "commands",
+}
+"""Chapter -> what it is about."""
 _ANYTHING = "(?s:.*)"
 """Matches a filled-in expression."""
 
@@ -153,21 +163,56 @@ def files_of(group: str) -> list[str]:
     return [file for pattern in LISTED[group] for file in _files(pattern)]
 
 
-def rules_table(kind: str) -> str:
-    """The rules of a kind, in Markdown, each under the first group that has it."""
-    rows: dict[str, tuple[str, ...]] = {}
+def rules_table(kind: str, groups: Collection[str] = ()) -> str:
+    """The rules of a kind, in Markdown, each under the first group that has it; of these groups, or of all."""
+    rows = {
+        rule.name: (_code(_filled(rule, rule.what)), *(_words(_filled(rule, part)) for part in (rule.why, rule.fix)))
+        for group, rule in _first_of(kind)
+        if not groups or group in groups
+    }
+    return markdown.table(("message", "why", "fix"), rows.values())
+
+
+def refused() -> str:
+    """The flags that are refused in all trainings, in a line."""
+    texts = dict.fromkeys(_filled(rule, rule.what) for group, rule in _first_of("refuse") if group == "all")
+    return ", ".join(_code(text) for text in texts if re.fullmatch(r"--[\w-]+", text))
+
+
+def pages() -> dict[str, str]:
+    """Name of a page of the site -> its Markdown: all messages, causes and fixes."""
+    found = {name: (f"Messages: {title}", table(name)) for name, title in _TITLES.items()}
+    intro = "The message begins with `--cp-provider NAME does not support` unless it is a sentence of its own."
+    found["refused"] = ("Messages: what is refused", f"{intro}\n\n{rules_table('refuse', ('all',))}")
+    others = [group for group in RULES if group != "all"]
+    found["refused-in-part"] = ("Messages: refused in some models and calls", rules_table("refuse", others))
+    changes = "\n\n".join([rules_table("adjust"), rules_table("warn")])
+    found["adjusted"] = ("Messages: adjusted, or warned about", changes)
+    lists = "\n\n".join(f"## {group}\n\n{listed(group)}" for group in LISTED)
+    found["others"] = ("Messages that state cause and fix themselves", lists)
+    return {name: f"# {title}\n\n{text}\n" for name, (title, text) in found.items()}
+
+
+def _first_of(kind: str) -> Iterator[tuple[str, Rule]]:
+    """The rules of a kind, each once, with the first group that has it; ValueError if there are none."""
+    seen: set[str] = set()
     for group, rule in ((group, rule) for group, of_group in RULES.items() for rule in of_group):
-        if rule.kind == kind and rule.name not in rows:
-            named = {key.rpartition(" ")[2]: text for key, text in _FILLED.items() if key.startswith(f"{rule.name} ")}
-            what, why, fix = (
-                re.sub(r"{(\w+)[^}]*}", lambda found, of=_FILLED | named: of.get(found[1], f"<{found[1]}>"), part)
-                for part in (rule.what, rule.why, rule.fix)
-            )
-            words = (re.sub(r"--[a-z0-9][a-z0-9-]*", r"`\g<0>`", part.replace("<", "&lt;")) for part in (why, fix))
-            rows[rule.name] = (_code(what), group, *words)
-    if not rows:
+        if rule.kind == kind and rule.name not in seen:
+            seen.add(rule.name)
+            yield group, rule
+    if not seen:
         raise ValueError(f"no rules of the kind {kind!r}")
-    return markdown.table(("message", "where", "why", "fix"), rows.values())
+
+
+def _filled(rule: Rule, part: str) -> str:
+    """A text of a rule with examples of what a run fills in."""
+    named = {key.rpartition(" ")[2]: text for key, text in _FILLED.items() if key.startswith(f"{rule.name} ")}
+    return re.sub(r"{(\w+)[^}]*}", lambda found: (_FILLED | named).get(found[1], f"<{found[1]}>"), part)
+
+
+def _words(text: str) -> str:
+    """A sentence, with flags as code."""
+    return re.sub(r"--[a-z0-9][a-z0-9-]*", r"`\g<0>`", text.replace("<", "&lt;"))
 
 
 def uncovered(files: list[str]) -> list[str]:

@@ -18,7 +18,6 @@ from evidence.report import COLUMNS
 
 PAGE = Path(__file__).parent / "papers.md"
 _KINDS = get_args(Kind.__value__ if hasattr(Kind, "__value__") else Kind)
-_SHOWN = ("method", "model", "devices", "tokens", "published", "predicted", "predicted / published", "")
 
 
 def tables(paper: str, ids: Sequence[str]) -> Iterator[Table]:
@@ -28,33 +27,6 @@ def tables(paper: str, ids: Sequence[str]) -> Iterator[Table]:
         if one not in known:
             raise ValueError(f"published: {paper} has no table {one!r} (it has {', '.join(known)})")
     yield from (table for name, table in known.items() if name in ids)
-
-
-def shown(paper: str, ids: Sequence[str], devices: set[int]) -> str:
-    """The tables in Markdown, rows on that many devices, with the ratio of predicted to published."""
-    parts = []
-    for table in tables(paper, ids):
-        rows = [row for row in rows_of(paper, table) if _devices(row) in devices]
-        if rows:
-            lines = [f"**{table.where}** [{table.figure}]", "", _line(_SHOWN), "|---" * len(_SHOWN) + "|"]
-            parts.append(
-                "\n".join(
-                    lines + [_line([*(row[name] for name in COLUMNS[:6]), _ratio(row), row["note"]]) for row in rows]
-                )
-            )
-    return "\n\n".join(parts)
-
-
-def reasons(paper: str, ids: Sequence[str]) -> list[str]:
-    """Reasons why figures are not predicted or contradict others."""
-    found = []
-    for table in tables(paper, ids):
-        found += [f"{table.where}: {table.not_predicted}"] if table.not_predicted else []
-        for series in table.series:
-            of = data.paper(paper).methods.get(series.method, Method())
-            found += [f"{series.method}: {text}" for text in (series.not_predicted, of.missing, of.incomplete) if text]
-            found += [f"{series.method}: {text}" for text in (series.suspect, *series.suspects.values()) if text]
-    return list(dict.fromkeys(found))
 
 
 def ratios(paper: str, ids: Sequence[str], devices: set[int]) -> list[float]:
@@ -129,7 +101,3 @@ def _devices(row: dict[str, str]) -> int:
 def _ratio(row: dict[str, str]) -> str:
     published, predicted = (row[name].replace(",", "") for name in ("published", "predicted"))
     return f"{float(predicted) / float(published):.2f}" if published and predicted else ""
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,8 @@ def launched(entry: str) -> str:
 
 
 def seen(part: str) -> str:
-    """A scenario on slow and fast links, kernel times (``balance``), or bytes at full size (``bytes``)."""
+    """A scenario on slow and fast links, or bytes at full size (``bytes``)."""
     content = _read("ci/cluster/seen.json")
-    if part == "balance":
-        return _balance(content["balance"]["packs"])
     return _bytes(content["bytes"]) if part == "bytes" else _seconds(content[part], content[f"{part}-fast"])
 
 
@@ -58,20 +55,7 @@ def _seconds(slow: dict[str, Any], fast: dict[str, Any]) -> str:
         for one, part in ((ours, slow), (theirs, fast)):
             cells += [f"{one['median']:.2f} s", f"{one['median'] / part['measured'][0]['median']:.2f}x"]
         rows.append(cells)
-    others = " and ".join(f"{100 * one['others']:.0f} %" for one in (slow, fast))
-    found = markdown.table(("", "sent by the busiest rank", rates[0], "", rates[1], ""), rows)
-    return f"{found}\n\nOther programs took {others} of the processors meanwhile."
-
-
-def _balance(packs: list[dict[str, Any]]) -> str:
-    rows = []
-    for pack in packs:
-        placed = max(next(iter(pack["seconds"].values())))
-        for run, seconds in pack["seconds"].items():
-            most = max(seconds)
-            cells = (f"{most:.3f} s", f"{statistics.mean(seconds):.3f} s", f"{most / placed:.2f}x")
-            rows.append((f"{pack['kind']}, {pack['documents']} documents", _named(run), *cells))
-    return markdown.table(("pack", "", "busiest rank", "mean of the ranks", "over placed"), rows)
+    return markdown.table(("", "sent by the busiest rank", rates[0], "", rates[1], ""), rows)
 
 
 def _bytes(kinds: dict[str, dict[str, int]]) -> str:

@@ -1,4 +1,4 @@
-"""mkdocs hook: rewrites links that leave ``docs/``, adds the examples' pages, and renders folded parts.
+"""mkdocs hook: rewrites links that leave ``docs/``, adds pages of examples and messages, and renders folded parts.
 
 On a code host ``[moves.py](../cp_plugin/methods/moves.py)`` leads to the file. The site has no such file: there it
 leads into the public repository, if ``mkdocs.yml`` names one, and is plain text otherwise. The README of an example
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,21 @@ def examples() -> dict[str, str]:
     return {f"examples/{p.parent.name}.md": p.relative_to(ROOT).as_posix() for p in found}
 
 
+@cache
+def messages() -> dict[str, str]:
+    """Path of a page of messages on the site -> its Markdown."""
+    sys.path += [str(ROOT / "docs")]
+    import messages as generator
+
+    return {f"messages/{name}.md": text for name, text in generator.pages().items()}
+
+
 def on_config(config: Any) -> Any:
-    """Put the examples' pages below their overview."""
+    """Put the pages of examples and messages below their overviews."""
     for pages in _sections(config["nav"]):
-        if "examples.md" in pages:
-            pages += examples()
+        for overview, more in (("examples.md", examples()), ("troubleshooting.md", messages())):
+            if overview in pages:
+                pages += more
     return config
 
 
@@ -42,11 +54,12 @@ def _sections(nav: list[Any]) -> Iterator[list[Any]]:
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Add the examples' pages."""
+    """Add the pages of examples and messages."""
     from mkdocs.structure.files import File
 
-    for page, readme in examples().items():
-        files.append(File.generated(config, page, content=(ROOT / readme).read_text()))
+    texts = {page: (ROOT / readme).read_text() for page, readme in examples().items()} | messages()
+    for page, text in texts.items():
+        files.append(File.generated(config, page, content=text))
     return files
 
 
@@ -62,8 +75,8 @@ def rewritten(markdown: str, page: str, repo_url: str | None) -> str:
         page: path of the page on the site.
         repo_url: address of the public repository, if there is one.
     """
-    source = examples().get(page, f"docs/{page}")
-    pages = {readme: name for name, readme in examples().items()}
+    source = "docs/messages.toml" if page in messages() else examples().get(page, f"docs/{page}")
+    pages = {readme: name for name, readme in examples().items()} | {"docs/messages.toml": "messages/flags.md"}
 
     def replace(found: re.Match[str]) -> str:
         text, target, anchor = found[1], found[2], found[3] or ""

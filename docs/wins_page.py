@@ -146,14 +146,7 @@ def measured() -> str:
         ratios = (f"**{one['measured']:.2f}x**" if key == "measured" else f"{one['predicted']:.2f}x"
                   for one in (same, run) for key in ("measured", "predicted"))  # fmt: skip
         rows.append((found["what"], f"`{same['ours']}`", f"`{same['stock']}`", *ratios))
-    others = max(found["others"] for found in content.values())
-    return "\n\n".join(
-        [
-            f"Predicted ratios with the same recomputation: {measured_error(content)}.",
-            markdown.table(_MEASURED, rows),
-            f"Other programs took at most {others:.0%} of the processors.",
-        ]
-    )
+    return f"Predicted ratios with the same recomputation: {measured_error(content)}.\n\n{markdown.table(_MEASURED, rows)}"
 
 
 def measured_error(content: dict[str, Any]) -> str:

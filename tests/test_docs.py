@@ -64,7 +64,15 @@ def test_every_method_has_a_complete_page(name: str) -> None:
         assert f"({name}.md)" in (METHODS / "index.md").read_text()
     assert wanted <= set(blocks)
     assert any(block.startswith("sketch ") for block in blocks)
-    assert any(re.fullmatch(r"source \S+ _?traffic(_lasp2)?", block) for block in blocks), "no formula"
+    formula = re.search(r"`(_?traffic\w*)` in \[(\S+)\]\(\S+\) is the formula of its bytes", page)
+    assert formula and f"def {formula[1]}(" in (DOCS.parent / formula[2]).read_text(), "no formula"
+    sections = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    order = [
+        title
+        for title in ("When to use it", "Flags", "Who computes what", "What it sends", "The code")
+        if title in sections
+    ]
+    assert [title for title in sections if title in order] == order and sections[-1] == "The code"
     assert "arXiv" in page and f"cp-plugin verify --provider {name}" in page
     assert re.search(r"^## Limits$", page, re.MULTILINE)
     assert len(page.split("##")[0].split()) > 40, "no idea"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -206,7 +207,7 @@ for text in {list(said)}:
 def test_the_page_is_updated_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "a\n<!-- saves -->\nold\n<!-- end of the saves -->\nb\n<!-- table -->\n<!-- end of the table -->\nc\n"
+        "a\n<!-- saves -->\nold\n<!-- end of the saves -->\nb\n<!-- faults -->\n<!-- end of the faults -->\nc\n"
     )
     row = {"name": "x", "what": "torch: y", "expect": "ends", "verdict": "ok", "seconds": 1.25}
     saves = [row, row | {"verdict": "WRONG"}]
@@ -215,7 +216,8 @@ def test_the_page_is_updated_between_its_markers(tmp_path: Path) -> None:
     lines = page.read_text().splitlines()
     assert lines[0] == "a" and lines[-1] == "c" and "old" not in lines
     assert "1 of 2 kills during saving (2 of `torch`)" in lines[2]
-    assert "| x | torch: y | ends | ok | 1.2 |" in lines
+    assert lines[6].startswith("1 of 1 ended as required; the slowest end came 1.2 s after the fault")
+    assert json.loads(page.with_suffix(".json").read_text()) == [row]
     page.write_text("nothing")
     with pytest.raises(subprocess.CalledProcessError):
         _python(text)

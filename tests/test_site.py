@@ -43,6 +43,13 @@ def test_the_examples_have_pages_below_their_overview(site: Path) -> None:
         assert f'href="examples/{name}.html"' in overview
 
 
+def test_messages_have_pages_that_the_search_finds(site: Path) -> None:
+    """The link to ``messages.toml`` leads there."""
+    index = (site / "search" / "search_index.json").read_text()
+    assert "needs --context-parallel-size 2 or more" in index
+    assert 'href="messages/flags.html"' in (site / "troubleshooting.html").read_text()
+
+
 def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
     """No script, style, font, picture or counter."""
     loads = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc="(https?:)?//|<link[^>]*\shref="(https?:)?//""")

@@ -47,7 +47,10 @@ def main(
     lanes: Annotated[int, typer.Option(min=1, help="trials in parallel")] = 3,
     out: Annotated[Path | None, typer.Option("--json", help="write every outcome to this file")] = None,
     renew: Annotated[
-        bool, typer.Option("--page", help="rewrite the tables of docs/faults.md: with --all, --saves or both")
+        bool,
+        typer.Option(
+            "--page", help="rewrite the results in docs/faults.md and faults.json: with --all, --saves or both"
+        ),
     ] = False,
 ) -> None:
     chosen = choose(short=short, everything=all_, only=only or [])
@@ -191,29 +194,29 @@ def show(rows: list[Row]) -> None:
 
 
 def renew_page(faults: list[Row], saves: list[Row], path: Path = PAGE) -> None:
-    """Replace the results in docs/faults.md; a part without new results stays. ValueError if the markers are gone."""
+    """Replace the results in docs/faults.md, and all rows in faults.json beside it; a part without new results stays.
+
+    ValueError if the markers are gone.
+    """
     text = path.read_text()
     if faults:
-        text = _replaced(text, ("<!-- table -->", "<!-- end of the table -->"), _fault_table(faults))
+        text = _replaced(text, ("<!-- faults -->", "<!-- end of the faults -->"), _faults_sentence(faults))
+        kept = ("name", "what", "expect", "verdict", "seconds")
+        rows = (json.dumps({key: row[key] for key in kept}) for row in faults)
+        path.with_suffix(".json").write_text("[\n" + ",\n".join(rows) + "\n]\n")
     if saves:
         text = _replaced(text, ("<!-- saves -->", "<!-- end of the saves -->"), _saves_sentence(saves))
     path.write_text(text)
 
 
-def _fault_table(rows: list[Row]) -> str:
+def _faults_sentence(rows: list[Row]) -> str:
     counts = Counter(row["verdict"] for row in rows)
     ending = [row["seconds"] for row in rows if row["expect"] == "ends" and row["verdict"] == "ok"]
     without = f", {counts['left out']} left out" if counts["left out"] else ""
-    return "\n".join(
-        (
-            f"{counts['ok']} of {len(rows)} ended as required{without}; the slowest end came "
-            f"{max(ending, default=0.0):.1f} s after the fault, and {LIMIT * TIMEOUT:g} s are allowed. "
-            f"{os.cpu_count()} cores, shared with other work.",
-            "",
-            "| fault | what | must | is | s |",
-            "|---|---|---|---|---|",
-            *(f"| {r['name']} | {r['what']} | {r['expect']} | {r['verdict']} | {r['seconds']:.1f} |" for r in rows),
-        )
+    return (
+        f"{counts['ok']} of {len(rows)} ended as required{without}; the slowest end came "
+        f"{max(ending, default=0.0):.1f} s after the fault, and {LIMIT * TIMEOUT:g} s are allowed. "
+        f"{os.cpu_count()} cores, shared with other work."
     )
 
 

@@ -1,4 +1,4 @@
-"""The troubleshooting page has every message that the plugin raises, and its examples raise theirs."""
+"""The site has every message that the plugin raises, and its examples raise theirs."""
 
 from __future__ import annotations
 
@@ -48,12 +48,19 @@ def test_a_message_without_an_entry_is_noticed() -> None:
 
 
 def test_messages_without_entry_are_listed() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    page = messages.pages()["others"]
     for group in messages.LISTED:
-        assert f"<!-- generated: listed-messages {group} -->" in page
-        assert messages.listed(group).startswith("- `") or not messages.files_of(group)
+        assert f"## {group}\n\n- `" in page and messages.listed(group) in page
     with pytest.raises(ValueError, match="no group 'others' of messages"):
         messages.listed("others")
+
+
+def test_the_pages_have_every_chapter_and_every_rule() -> None:
+    pages = messages.pages()
+    assert all(messages.table(chapter) in pages[chapter] for chapter in messages.chapters())
+    rules = {rule.name: rule for of_group in messages.RULES.values() for rule in of_group}
+    shown = pages["refused"] + pages["refused-in-part"] + pages["adjusted"]
+    assert shown.count("\n| `") == len(rules)
 
 
 def test_every_entry_has_its_message_once() -> None:

@@ -41,7 +41,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write PNG, SVG or PDF by the suffix. SVG is reproducible, has its words as text, and suits light and dark pages."""
+    """Write PNG, SVG or PDF by the suffix. SVG is reproducible, keeps words as text, and suits light and dark pages."""
     from matplotlib import rc_context
 
     fonts = ["DejaVu Sans", "Verdana", "Arial"]
