@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?:|mailto:|#)[^)\s#]+)(#[^)\s]*)?\)")
+_SHORT = re.compile(r"<code>([^<]{1,32})</code>")
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -66,6 +67,11 @@ def on_files(files: Any, *, config: Any) -> Any:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Rewrite a page's Markdown."""
     return rewritten(markdown, page.file.src_uri, config["repo_url"])
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark short code, which is not broken at its hyphens: it fits the line of a phone."""
+    return _SHORT.sub(r'<code class="short">\1</code>', html)
 
 
 def rewritten(markdown: str, page: str, repo_url: str | None) -> str:

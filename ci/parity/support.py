@@ -74,13 +74,13 @@ def cells(feature: Feature) -> dict[str, str | None]:
 
 
 def table() -> str:
-    """All cells in Markdown: a row per feature, a column per provider, and the reasons below."""
-    flags = (", ".join(f"`{flag}`" for flag in feature.flags) for feature in FEATURES)
-    names = [f"`{name}`" for name in providers.registry()]
-    rows = {
-        f"{feature.name} | {given}": cells(feature).values() for feature, given in zip(FEATURES, flags, strict=True)
-    }
-    return _with_reasons(["", "flags", *names], rows)
+    """All cells in Markdown: a row per provider, a column per feature; reasons and the features' flags below."""
+    found = [cells(feature) for feature in FEATURES]
+    rows = {f"`{name}`": [of_feature[name] for of_feature in found] for name in providers.registry()}
+    flags = [
+        f"- {feature.name}: {', '.join(f'`{flag}`' for flag in feature.flags)}" for feature in FEATURES if feature.flags
+    ]
+    return "\n".join([_with_reasons(["", *(feature.name for feature in FEATURES)], rows), "", "Flags:", "", *flags])
 
 
 def _with_reasons(head: Sequence[str], rows: Mapping[str, Iterable[str | None]]) -> str:
