@@ -13,7 +13,7 @@ import markdown_tables as markdown
 from evidence import beyond
 from evidence.beyond import Cell, Entry
 
-from cp_plugin.cli.draw.canvas import RANK_COLOURS, new_figure, save
+from cp_plugin.cli.draw.canvas import IDLE, POINTS, RANK_COLOURS, WIDTH, box, ink_on, new_figure, paler, save
 from cp_plugin.planner.errors import OWN, in_words
 
 if TYPE_CHECKING:
@@ -187,24 +187,27 @@ def _bold(text: str, best: bool) -> str:
 
 
 def _draw_grids(path: Path) -> None:
-    figure = new_figure(9, 3.2)
-    for axes, name in zip(figure.subplots(1, 2), beyond.CLUSTERS, strict=True):
-        for colour, (heads, kv) in zip(RANK_COLOURS, _GRID_HEADS.items(), strict=False):
-            found = beyond.grids(kv, name)
-            axes.plot(list(found), [1e3 * t.seconds for t in found.values()], marker="o", color=colour, label=heads)
-        axes.set_title(f"{name}: ATTENTION2D, predicted", fontsize=9, loc="left")
-        axes.set_ylabel("ms of one attention call", fontsize=8)
+    figure = new_figure(WIDTH, 6)
+    for axes, name in zip(figure.subplots(2, 1), beyond.CLUSTERS, strict=True):
+        for number, (heads, kv) in enumerate(_GRID_HEADS.items()):
+            found = {grid: 1e3 * one.seconds for grid, one in beyond.grids(kv, name).items()}
+            axes.plot(list(found), list(found.values()), marker="os"[number], color=RANK_COLOURS[number], label=heads)
+            best = min(found, key=lambda grid: found[grid])
+            place = (0, -8) if number else (0, 6)
+            axes.annotate(f"{found[best]:.0f}", (best, found[best]), place, textcoords="offset points", ha="center",
+                          va="top" if number else "bottom")  # fmt: skip
+        axes.set_title(f"{name}: ms of one attention call, predicted", fontsize=POINTS, loc="left")
+        axes.set_xlabel("grid of 64 ranks; number: the fastest", fontsize=POINTS)
         axes.set_ylim(bottom=0)
-        axes.tick_params(labelsize=8)
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=POINTS, frameon=False, loc="upper center")
     save(figure, path)
 
 
 def _draw_map(path: Path) -> None:
     cells = _cells()
     names = sorted({c.ours.name for c in cells if c.entries})
-    colours = dict(zip(names, ("#4477aa", "#ee6677", "#228833", "#ccbb44"), strict=False))
-    figure = new_figure(8, 4)
+    colours = dict(zip(names, (RANK_COLOURS[0], RANK_COLOURS[3], RANK_COLOURS[2], RANK_COLOURS[1]), strict=False))
+    figure = new_figure(WIDTH, 3.9)
     axes = figure.subplots()
     lengths = list(beyond.MAP_TOKENS)
     for cell in cells:
@@ -213,22 +216,19 @@ def _draw_map(path: Path) -> None:
     axes.set_xticks([i + 0.5 for i in range(len(lengths))], lengths)
     axes.set_yticks([i + 0.5 for i in range(len(beyond.MAP_DEVICES))], [f"{n:,}" for n in beyond.MAP_DEVICES])
     axes.set_title(
-        "Our fastest method (colour), and its gain over the best of upstream's: predicted", fontsize=9, loc="left"
+        "Stock's best time over ours, predicted;\nempty: does not fit in memory", fontsize=POINTS, loc="left"
     )
     from matplotlib.patches import Patch
 
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=POINTS, frameon=False)
     save(figure, path)
 
 
 def _draw_cell(axes: Axes, cell: Cell, row: int, column: int, colours: dict[str, str]) -> None:
-    from matplotlib.patches import Rectangle
-
-    colour = colours[cell.ours.name] if cell.entries else "#f0f0f0"
-    axes.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white"))
-    words = "does not fit"
+    colour = colours[cell.ours.name] if cell.entries else IDLE
+    axes.add_patch(box(column + 0.02, row + 0.02, 0.96, 0.96, colour))
     if cell.entries:
         words = f"{'>' if cell.upstream.simulated is None else ''}{cell.gain:.2f}x"
-    ink = "white" if cell.entries else "grey"
-    axes.text(column + 0.5, row + 0.5, words, ha="center", va="center", fontsize=9, color=ink)
+        ink = ink_on(paler(colour, 0))
+        axes.text(column + 0.5, row + 0.5, words, ha="center", va="center", fontsize=POINTS, color=ink)

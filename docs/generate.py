@@ -17,7 +17,7 @@ from collections.abc import Set
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity", "perf")]
+sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity", "perf", "cluster")]
 
 import beyond_page
 import blocks
@@ -31,7 +31,7 @@ DOCS = Path(__file__).parent
 _WHOLE = (papers_page, measured_page, wins_page, beyond_page, examples_page)
 """Whole pages. Blocks, and the examples' pages, quote those before them."""
 _LAYERS = DOCS / "images" / "layers.svg"
-_METHODS = DOCS / "images" / "methods"
+_IMAGES = DOCS / "images"
 _BLOCK = re.compile(r"<!-- generated: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 _DRAWN_WITH = re.compile(r"Matplotlib v([^, ]+)")
 
@@ -62,14 +62,15 @@ def stale_drawings() -> tuple[list[str], str]:
 
     Matplotlib's output depends on its version, so drawings are compared only with the version that drew them.
     """
-    missing = [name for name in blocks.DRAWINGS if not (_METHODS / name).exists()]
-    kept = {name: (_METHODS / name).read_text() for name in blocks.DRAWINGS if name not in missing}
+    missing = [name for name in blocks.DRAWINGS if not (_IMAGES / name).exists()]
+    kept = {name: (_IMAGES / name).read_text() for name in blocks.DRAWINGS if name not in missing}
     drew = {found[1] for text in kept.values() if (found := _DRAWN_WITH.search(text))}
     if drew != {version("matplotlib")}:
         here = version("matplotlib")
         return missing, f"drawings not compared: drawn by matplotlib {', '.join(sorted(drew))}, installed is {here}"
     with tempfile.TemporaryDirectory() as folder:
         for name in kept:
+            Path(folder, name).parent.mkdir(exist_ok=True)
             blocks.DRAWINGS[name](Path(folder, name))
         return missing + [name for name, text in kept.items() if Path(folder, name).read_text() != text], ""
 
@@ -83,7 +84,7 @@ def write() -> None:
     """Rewrite all pages and drawings."""
     _LAYERS.write_text(layers.drawing())
     for name, draw in blocks.DRAWINGS.items():
-        draw(_METHODS / name)
+        draw(_IMAGES / name)
         print(f"drew {name}")
     for module in _WHOLE:
         module.write()

@@ -26,9 +26,8 @@ def drawing() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         "<title>Layers of cp_plugin: each imports only what is below it</title>",
         '<defs><marker id="end" markerWidth="8" markerHeight="8" refX="4" refY="4" orient="auto">'
-        '<path d="M0,0 L8,4 L0,8 z" fill="#555"/></marker></defs>',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<line x1="18" y1="{_MARGIN}" x2="18" y2="{height - _MARGIN - 4}" stroke="#555" marker-end="url(#end)"/>',
+        '<path d="M0,0 L8,4 L0,8 z" fill="#888"/></marker></defs>',
+        f'<line x1="18" y1="{_MARGIN}" x2="18" y2="{height - _MARGIN - 4}" stroke="#888" marker-end="url(#end)"/>',
         '<g font-family="monospace" font-size="12" text-anchor="middle">',
     ]
     for y, row in zip(range(_MARGIN, height, _ROW), rows, strict=False):
@@ -36,7 +35,7 @@ def drawing() -> str:
         for name in row:
             parts.append(
                 f'<rect x="{x:.0f}" y="{y}" width="{_width(name):.0f}" height="{_BOX}" rx="3" fill="{_colour(name)}" '
-                f'stroke="#555"/><text x="{x + _width(name) / 2:.0f}" y="{y + 15}" fill="#111">{name}</text>'
+                f'stroke="#888"/><text x="{x + _width(name) / 2:.0f}" y="{y + 15}" fill="#111">{name}</text>'
             )
             x += _width(name) + _GAP
     return "\n".join([*parts, "</g>", "</svg>", ""])

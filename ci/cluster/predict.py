@@ -21,6 +21,7 @@ import torch.distributed as dist
 import typer
 from bench import measure, yield_to_network
 from network import Network, Topology, command, require_cluster
+from pictures import draw_predicted
 from ranks import run_in
 from rich.console import Console
 from rich.table import Table
@@ -200,25 +201,14 @@ def _name(topology: Topology, rate: str) -> str:
 
 
 def _plot(compared: Sequence[Compared], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
-    for (topology, rate), _ in _by_network(SCENARIOS):
-        chosen = [c for c in compared if (c.scenario.topology(), c.scenario.rate) == (topology, rate)]
-        if chosen:
-            axes.plot([c.measured for c in chosen], [c.predicted for c in chosen], "o", label=_name(topology, rate))
-    ends = [min(c.measured for c in compared) / 1.3, max(c.measured for c in compared) * 1.3]
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    low, high = ([x * (1 + sign * MEDIAN_ERROR) for x in ends] for sign in (-1, 1))
-    axes.fill_between(ends, low, high, color="grey", alpha=0.2, linewidth=0)
-    axes.set(xscale="log", yscale="log", xlabel="measured seconds", ylabel="predicted seconds", xlim=ends, ylim=ends)
-    title = f"{len(compared)} configurations: median error {median_error(compared):.1%}; grey: {MEDIAN_ERROR:.0%}"
-    axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8)
-    figure.savefig(path)
+    groups = {
+        _name(topology, rate): [
+            (c.measured, c.predicted) for c in compared if (c.scenario.topology(), c.scenario.rate) == (topology, rate)
+        ]
+        for (topology, rate), _ in _by_network(SCENARIOS)
+    }
+    title = f"{len(compared)} configurations: median error {median_error(compared):.1%};\ngrey: {MEDIAN_ERROR:.0%}"
+    draw_predicted({name: points for name, points in groups.items() if points}, title, MEDIAN_ERROR, path)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import typer
 from alone import kernel_seconds, sent
 from network import command
 from packs import OnPack, full_size, on_cluster
+from pictures import draw_seen
 from report import commit, update_record
 from rich.console import Console
 from rich.table import Table
@@ -69,7 +70,7 @@ def main(
             content = update_record(record, name, _part(name, rounds, timeout))
             ok &= content[name].get("ok", True)
     if plot:
-        draw(content, plot)
+        draw_seen(content, plot)
     raise typer.Exit(not ok)
 
 
@@ -121,37 +122,6 @@ def shorter(packs: Sequence[dict[str, Any]], kind: str) -> float:
 
 def _over_placed(pack: dict[str, Any], run: str) -> float:
     return max(pack["seconds"][run]) / max(pack["seconds"][RUNS[0]])
-
-
-def draw(content: dict[str, Any], path: Path) -> None:
-    """Plot seconds per contestant and kernel seconds per rank."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "seen"
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 6), layout="constrained")
-    for axis, name in zip(axes[0], ("chat16", "window16"), strict=True):
-        part = content[name]
-        names = [m["entry"] for m in part["measured"]]
-        colours = ["tab:blue", *["tab:grey"] * (len(names) - 1)]
-        bars = axis.barh(names, [m["median"] for m in part["measured"]], color=colours)
-        axis.bar_label(bars, [f" {m['median']:.2f} s" for m in part["measured"]], padding=2)
-        axis.invert_yaxis()
-        axis.margins(x=0.2)
-        axis.set_title(f"{name}, {part['rate'] / 1e6:g} Mbit/s: forward + backward, seconds", fontsize=10)
-    for axis, kind in zip(axes[1], KINDS, strict=True):
-        pack = next(p for p in content["balance"]["packs"] if p["kind"] == kind)
-        for (run, seconds), colour in zip(pack["seconds"].items(), ("tab:blue", "tab:grey", "black"), strict=True):
-            axis.plot(range(1, RANKS + 1), sorted(seconds, reverse=True), "o-", ms=3, label=run, color=colour)
-        axis.set_ylim(0)
-        axis.set_title(f"{kind}: kernel seconds, busiest rank first", fontsize=10)
-        axis.legend(frameon=False, fontsize=8)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/core"))
 
 from exact_placement import ON_EIGHT, fewest_blocks
 
-from cp_plugin.cli.draw.canvas import new_figure, save
+from cp_plugin.cli.draw.canvas import INK, POINTS, RANK_COLOURS, WIDTH, new_figure, save
 from cp_plugin.core.mask import Mask
 from cp_plugin.placement.documents import Placement, place
 from cp_plugin.placement.layouts import get_layout
@@ -169,21 +169,27 @@ def small(packs: int) -> Iterator[tuple[int, list[float]]]:
 
 def plot(results: list[Result], image: Path) -> None:
     """Plot balance and bytes of both placements: means as bars, the worst pack as a line."""
-    figure = new_figure(10, 3.6)
-    axes = figure.subplots(1, 2)
+    figure = new_figure(WIDTH, 6.4)
+    axes = figure.subplots(2, 1)
     x = np.arange(len(results))
-    for shift, label, colour in ((-0.2, "zigzag over the pack", "#bbbbbb"), (0.2, "documents placed", "#4477aa")):
+    for shift, label, colour in ((-0.2, "zigzag over the pack", "#a0a0a0"), (0.2, "documents placed", RANK_COLOURS[0])):
         of = [r.zigzag if shift < 0 else r.placed for r in results]
         balance = [[p.balance for p in placements] for placements in of]
         sent = [r.bytes(placements) for r, placements in zip(results, of, strict=True)]
         for axis, values in zip(axes, (balance, sent), strict=True):
             means = [statistics.mean(v) for v in values]
             over = [max(v) - mean for v, mean in zip(values, means, strict=True)]
-            axis.bar(x + shift, means, 0.38, yerr=[[0] * len(x), over], label=label, color=colour, capsize=2)
-    for axis, title, line in zip(axes, ("work of the busiest rank / mean", "bytes / ring's"), (1, 0), strict=True):
-        axis.axhline(line, color="black", lw=0.8)
-        axis.set(title=title)
-        axis.set_xticks(x, [f"{r.kind}\n{r.size} ranks" for r in results], fontsize=8)
+            axis.bar(
+                x + shift, means, 0.38, yerr=[[0] * len(x), over], label=label, color=colour, capsize=2, ecolor=INK
+            )
+            for at, mean, more in zip(x + shift, means, over, strict=True):
+                axis.text(at, mean + more, f"{mean:.2f}".removeprefix("0"), ha="center", va="bottom", fontsize=POINTS)
+    for axis, title, line in zip(axes, ("busiest rank / mean", "bytes / ring's"), (1, 0), strict=True):
+        axis.axhline(line, color=INK, lw=0.8)
+        axis.margins(y=0.12)
+        axis.set_title(f"{title}: mean, and worst pack (whisker)", fontsize=POINTS, loc="left")
+        axis.set_xticks(x, [f"{r.kind}\n{r.size}" for r in results], fontsize=POINTS)
+        axis.set_xlabel("documents; ranks", fontsize=POINTS)
     axes[0].legend(frameon=False)
     save(figure, image)
 

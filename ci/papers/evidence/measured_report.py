@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from cp_plugin.cli.draw.canvas import RANK_COLOURS, new_figure, save
 from cp_plugin.cli.terminal import Cells, print_lines, print_table
 from evidence import measured
 from evidence.measured import Errors
 from evidence.measurements import Row
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from evidence.plot import draw_strips
 
 _SUMMARY = ("source", "predicted by", "short rows", "median (worst)", "long rows", "median (worst)")
 SERIES = ("what", "series", "short rows", "median (worst)", "long rows", "median (worst)")
 ROWS = ("what", "series", "size", "published", "predicted", "error")
-_ACROSS = 3
 _LARGE = 0.25
 """Larger errors are printed in red."""
 
@@ -80,40 +75,13 @@ def summary(names: Sequence[str]) -> list[Cells]:
 
 
 def draw(name: str, path: Path) -> None:
-    """Draw a panel per kind of measurement, published as lines, predicted as points; ValueError without matplotlib."""
-    panels: dict[str, list[Row]] = {}
-    for row in measured.rows(name):
-        panels.setdefault(row.panel, []).append(row)
-    across = min(_ACROSS, len(panels))
-    down = -(-len(panels) // across)
-    figure = new_figure(max(8, 4 * across), 3 * down)
-    for place, (title, found) in enumerate(panels.items()):
-        axes = figure.add_subplot(down, across, place + 1)
-        _panel(axes, found)
-        axes.set_title(title, fontsize=8)
-    figure.suptitle(f"{measured.source(name).title}: published (lines) and predicted (points)", fontsize=9)
-    save(figure, path)
-
-
-def _panel(axes: Axes, found: list[Row]) -> None:
-    for colour, (series, own) in zip(RANK_COLOURS, _series(found).items(), strict=False):
-        sizes = [row.size for row in own]
-        axes.plot(sizes, [row.published for row in own], color=colour, linewidth=1)
-        axes.scatter(sizes, [row.predicted for row in own], s=14, color=colour, label=series)
-    values = [row.published for row in found]
-    axes.set_xlabel(found[0].axis, fontsize=7)
-    if found[0].axis:
-        axes.set_xscale("log", base=2)
-    else:
-        axes.set_xticks([row.size for row in found], [row.what.replace(", ", "\n") for row in found])
-    if max(values) > 8 * min(values):
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-    axes.set_ylabel(found[0].unit, fontsize=7)
-    axes.tick_params(labelsize=6)
-    if len({row.series for row in found}) > 1:
-        axes.legend(fontsize=6, frameon=False)
+    """Draw a strip of predicted over published figures per series; ValueError without matplotlib."""
+    strips = {}
+    for panel in dict.fromkeys(row.panel for row in measured.rows(name)):
+        for series, own in _series([row for row in measured.rows(name) if row.panel == panel]).items():
+            sides = ([r.predicted / r.published for r in own if r.short is short] for short in (False, True))
+            strips[", ".join(filter(None, (panel, series)))] = (next(sides), next(sides))
+    draw_strips(strips, path, "predicted / published; hollow: short rows\nnumber: median of long rows")
 
 
 def _by_series(found: list[Row]) -> Iterator[Cells]:

@@ -1,95 +1,52 @@
-"""Pictures of predicted and published figures, one per paper."""
+"""Pictures of predicted over published figures: a strip of points for each table or series."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
 
-from cp_plugin.cli.draw.canvas import RANK_COLOURS, new_figure, save
+from cp_plugin.cli.draw.canvas import IDLE, INK, POINTS, RANK_COLOURS, WIDTH, new_figure, plain_ticks, save
 from evidence import data
 from evidence.reproduce import ZERO_FIT, Reproduction
-from evidence.score import Predicted
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_ACROSS = 3
-_BANDS = 4
-"""Maximum number of error bands per panel."""
-_LOGARITHMIC = 12
-"""Range of a panel from which its axis is logarithmic."""
+_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.4, 2, 3, 5, 10, 20, 50)
+_FINE = (0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4)
+_LINE = 48
+"""Characters of a line of words."""
 
 
 def draw(found: Reproduction, name: str, path: Path) -> None:
-    """Draw a panel per table: published lines, predicted points (zero fit filled); ValueError without matplotlib."""
-    shown = [t for t in data.paper(name).tables if _of(found, name, t.id)]
-    down = -(-len(shown) // _ACROSS)
-    figure = new_figure(12, 3.4 * down)
-    for place, table in enumerate(shown):
-        axes = figure.add_subplot(down, _ACROSS, place + 1)
-        _panel(axes, _of(found, name, table.id), mixed=bool(table.columns))
-        axes.set_title(table.where, fontsize=7, wrap=True)
-        axes.set_ylabel(table.figure, fontsize=7)
-        axes.tick_params(labelsize=6)
-    figure.suptitle(
-        f"{data.paper(name).title}: published (lines) and predicted (points; hollow: with this paper left out). "
-        f"Bands: {100 * ZERO_FIT:.0f} %",
-        fontsize=9,
-    )
+    """Draw a strip per table of a paper, with zero fit; ValueError without matplotlib."""
+    strips = {}
+    for table in data.paper(name).tables:
+        own = [p for p in found.predicted if (p.row.paper, p.row.table) == (name, table.id) and p.row.published]
+        if ratios := [p.values["zero fit"] / (p.row.published or 1.0) for p in own if "zero fit" in p.values]:
+            strips[f"{table.where} [{table.figure}]"] = (ratios, [])
+    draw_strips(strips, path, f"predicted / published, with nothing fitted;\nband: {ZERO_FIT:.0%}; number: median")
+
+
+def draw_strips(strips: Mapping[str, tuple[Sequence[float], Sequence[float]]], path: Path, words: str) -> None:
+    """Draw the ratios of each strip as points, filled and hollow, and the median of the filled (or hollow) ones."""
+    labels = ["\n".join(textwrap.wrap(label, _LINE)) for label in strips]
+    lines = [label.count("\n") + 1 for label in labels]
+    figure = new_figure(WIDTH, 1.0 + sum(0.38 + 0.19 * n for n in lines))
+    axes = figure.subplots()
+    top = 0.0
+    values = [ratio for both in strips.values() for side in both for ratio in side]
+    low, high = (max(t for t in _TICKS if t <= min(*values, 0.8)), min(t for t in _TICKS if t >= max(*values, 1.25)))
+    for label, n, (filled, hollow) in zip(labels, lines, strips.values(), strict=True):
+        axes.text(low, top, label, fontsize=POINTS, va="top")
+        at = top + 0.19 * n + 0.16
+        axes.fill_betweenx((at - 0.12, at + 0.12), 1 - ZERO_FIT, 1 + ZERO_FIT, color=IDLE, linewidth=0)
+        axes.plot((1, 1), (at - 0.12, at + 0.12), color=INK, linewidth=0.8)
+        axes.scatter(filled, [at] * len(filled), s=22, color=RANK_COLOURS[0], alpha=0.7, linewidths=0)
+        axes.scatter(hollow, [at] * len(hollow), s=22, facecolors="none", edgecolors=RANK_COLOURS[1])
+        axes.text(1.02, at, f"{median(filled or hollow):.2f}", transform=axes.get_yaxis_transform(), va="center")
+        top += 0.38 + 0.19 * n
+    plain_ticks(axes, x=[tick for tick in (_FINE if high <= 2 * low else _TICKS) if low <= tick <= high])
+    axes.set(xlim=(low, 1.06 * high), ylim=(top, -0.1), yticks=[])
+    axes.set_xlabel(words, fontsize=POINTS)
+    axes.spines[["left", "right", "top"]].set_visible(False)
     save(figure, path)
-
-
-def _of(found: Reproduction, name: str, table: str) -> list[Predicted]:
-    return [p for p in found.predicted if p.row.paper == name and p.row.table == table and "zero fit" in p.values]
-
-
-def _panel(axes: Axes, predicted: list[Predicted], mixed: bool) -> None:
-    """mixed: columns differ in model or number of devices."""
-    series: dict[tuple[str, ...], list[Predicted]] = {}
-    for p in predicted:
-        series.setdefault(_line(p, mixed), []).append(p)
-    telling = [i for i in range(len(_line(predicted[0], mixed))) if len({name[i] for name in series}) > 1]
-    columns = list(dict.fromkeys(_column(p) for p in predicted))
-    varying = mixed or len({p.row.length for p in predicted}) > 1
-    for i, (name, points) in enumerate(series.items()):
-        colour = RANK_COLOURS[i % len(RANK_COLOURS)]
-        x = [columns.index(_column(p)) if mixed else p.row.length if varying else i for p in points]
-        _draw_line(axes, x, points, colour, band=len(series) <= _BANDS)
-        label = ", ".join(name[k] for k in telling) or name[0]
-        axes.scatter(x, [p.values["zero fit"] for p in points], s=14, color=colour, label=label)
-        axes.scatter(x, [p.values["a paper left out"] for p in points], s=14, facecolors="none", edgecolors=colour)
-    if mixed:
-        axes.set_xticks(range(len(columns)), columns)
-    elif varying:
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("tokens", fontsize=7)
-    else:
-        axes.set_xticks([])
-    values = [p.row.published or 1.0 for p in predicted]
-    if max(values) > _LOGARITHMIC * min(values):
-        axes.set_yscale("log")
-    axes.legend(fontsize=4.5, frameon=False, ncols=2 if len(series) > 6 else 1)
-
-
-def _draw_line(axes: Axes, x: list[int], points: list[Predicted], colour: str, band: bool) -> None:
-    published = [p.row.published or 0.0 for p in points]
-    if len(x) == 1:
-        axes.errorbar(x, published, yerr=ZERO_FIT * published[0], color=colour, marker="_", markersize=10)
-        return
-    axes.plot(x, published, color=colour, linewidth=1)
-    if band:
-        low, high = ([y * (1 + sign * ZERO_FIT) for y in published] for sign in (-1, 1))
-        axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
-
-
-def _line(p: Predicted, mixed: bool) -> tuple[str, ...]:
-    """Key of a line in a panel."""
-    row = p.row
-    of = row.work.removeprefix("attention").strip() or "forward and backward"
-    shared = f", tensor {row.tensor}" if row.tensor > 1 else ""
-    own = ("", "") if mixed else (row.model, f"{row.devices} devices{shared}")
-    return row.method, row.baseline, row.cluster, of, *own
-
-
-def _column(p: Predicted) -> str:
-    return f"{p.row.model.rpartition('-')[2]}\n{p.row.length // 1024}k\non {p.row.devices}"

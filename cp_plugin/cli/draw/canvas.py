@@ -11,7 +11,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-RANK_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
+RANK_COLOURS = ("#3572c6", "#e0606a", "#86cf95", "#f7e08c", "#7a3b73", "#8ecae6", "#8a5a2b", "#a0a0a0")
+"""The first four, which most pictures use, differ in grey, too."""
+WIDTH = 4.6
+"""Inches of a picture that is read on a phone, where it is 358 px wide."""
+POINTS = 10.5
+"""The smallest words: 11 px where ``WIDTH`` is 358 px."""
+MOST_NUMBERED = 40
+"""Tokens that have room for the number of a rank."""
 IDLE = "#8888882e"
 """Translucent: pale on a white page and on a dark one."""
 INK = "#000000"
@@ -24,6 +31,7 @@ _THEMES = f"""  <style type="text/css">
 }}
   </style>"""
 
+type Colour = tuple[float, float, float]
 type Box = tuple[float, float, float, float]
 """x, y, width, height."""
 
@@ -41,12 +49,18 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write PNG, SVG or PDF by the suffix. SVG is reproducible, keeps words as text, and suits light and dark pages."""
+    """Write PNG, SVG or PDF by the suffix. SVG is reproducible, keeps words as text, and suits light and dark pages.
+
+    Words smaller than ``POINTS`` are enlarged.
+    """
     from matplotlib import rc_context
+    from matplotlib.text import Text
 
     fonts = ["DejaVu Sans", "Verdana", "Arial"]
     svg = path.suffix == ".svg"
     with rc_context({"svg.hashsalt": "cp-plugin", "svg.fonttype": "none", "font.sans-serif": fonts}):
+        for text in figure.findobj(Text):
+            text.set_fontsize(max(POINTS, text.get_fontsize()))
         figure.draw_without_rendering()
         for axes in figure.axes:  # the layout solver's last digits differ from run to run
             axes.set_position([round(edge, 4) for edge in axes.get_position(original=True).bounds])
@@ -55,6 +69,15 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=110, transparent=svg, metadata={"Date": None} if svg else None)
     if svg:
         path.write_text(path.read_text().replace("<defs>", f"<defs>\n{_THEMES}", 1))
+
+
+def plain_ticks(axes: Axes, *, x: Sequence[float] = (), y: Sequence[float] = ()) -> None:
+    """Logarithmic axes, each with these ticks, written as plain numbers."""
+    for axis, scale, ticks in ((axes.xaxis, axes.set_xscale, x), (axes.yaxis, axes.set_yscale, y)):
+        if ticks:
+            scale("log")
+            axis.set_ticks(list(ticks), [f"{tick:g}" for tick in ticks])
+            axis.set_ticks([], minor=True)
 
 
 def check_ranks(size: int) -> None:
@@ -77,12 +100,12 @@ def paler(colour: str, share: float) -> tuple[float, float, float]:
 
 
 def ink_on(colour: tuple[float, float, float]) -> str:
-    """Black or white, whichever is readable on the colour."""
+    """Nearly black or white, whichever is readable on the colour, in a light and in a dark page."""
     red, green, blue = colour
-    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.6 else "black"
+    return "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "#111111"
 
 
-def box(x: float, y: float, width: float, height: float, colour: str, line: str = "none") -> Rectangle:
+def box(x: float, y: float, width: float, height: float, colour: str | Colour, line: str = "none") -> Rectangle:
     """A filled rectangle."""
     from matplotlib.patches import Rectangle
 
@@ -103,16 +126,19 @@ def fill(axes: Axes, boxes: Sequence[Box], colour: str | tuple[float, float, flo
 def plain(axes: Axes) -> None:
     """No frame and no tick marks."""
     axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, labelsize=8)
+    axes.tick_params(length=0)
 
 
 def draw_holders(axes: Axes, holders: Sequence[int], title: str) -> None:
-    """A strip of tokens, each in the colour and with the number of its rank."""
+    """A strip of tokens, each in the colour of its rank, and with its number where there is room."""
     for position, rank in enumerate(holders):
-        axes.add_patch(box(position, 0, 1, 1, RANK_COLOURS[rank], line="white"))
-        axes.text(position + 0.5, 0.5, str(rank), ha="center", va="center", color="white", fontsize=8)
-    axes.set(xlim=(0, len(holders)), ylim=(0, 1), yticks=[], xticks=range(0, len(holders) + 1, len(holders) // 8 or 1))
-    axes.set_title(title, fontsize=10, loc="left")
+        colour = RANK_COLOURS[rank]
+        axes.add_patch(box(position, 0, 1, 1, colour))
+        if len(holders) <= MOST_NUMBERED:
+            ink = ink_on(paler(colour, 0))
+            axes.text(position + 0.5, 0.5, str(rank), ha="center", va="center", color=ink, fontsize=POINTS)
+    axes.set(xlim=(0, len(holders)), ylim=(0, 1), yticks=[], xticks=range(0, len(holders) + 1, len(holders) // 4 or 1))
+    axes.set_title(title, fontsize=POINTS, loc="left")
     plain(axes)
 
 
@@ -122,12 +148,14 @@ def draw_timeline(axes: Axes, work: Sequence[Sequence[int]], mean: float, longes
     for step, pairs in enumerate(zip(*work, strict=True)):
         length = max(pairs) / mean
         for rank, mine in enumerate(pairs):
-            axes.add_patch(box(start, rank + 0.1, length, 0.8, IDLE, line="white"))
-            axes.add_patch(box(start, rank + 0.1, mine / mean, 0.8, RANK_COLOURS[rank], line="white"))
-        axes.text(start + length / 2, -0.1, f"step {step}", ha="center", va="bottom", fontsize=8)
+            axes.add_patch(box(start, rank + 0.1, length, 0.8, IDLE))
+            axes.add_patch(box(start, rank + 0.1, mine / mean, 0.8, paler(RANK_COLOURS[rank], 0)))
+        axes.axvline(start, color=INK, linewidth=0.5)
+        if length > longest / 8:
+            axes.text(start + length / 2, -0.1, f"step {step}", ha="center", va="bottom", fontsize=POINTS)
         start += length
-    axes.axvline(1.0, color="black", linestyle=":", linewidth=1)
+    axes.axvline(1.0, color=INK, linestyle=":", linewidth=1)
     axes.text(start + 0.02, len(work) / 2, f"{start:.2f}", va="center", fontsize=12, fontweight="bold")
-    axes.set(xlim=(0, longest * 1.12), ylim=(len(work), -0.7), yticks=[r + 0.5 for r in range(len(work))])
-    axes.set_yticklabels([f"rank {r}" for r in range(len(work))], fontsize=8)
+    axes.set(xlim=(0, longest * 1.2), ylim=(len(work), -0.9), yticks=[r + 0.5 for r in range(len(work))])
+    axes.set_yticklabels([f"rank {r}" for r in range(len(work))], fontsize=POINTS)
     plain(axes)

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.draw.canvas import (
     IDLE,
+    POINTS,
     RANK_COLOURS,
+    WIDTH,
     Box,
     box,
     check_ranks,
@@ -101,18 +103,19 @@ def draw_documents(path: Path, lengths: Sequence[int], size: int = 4) -> None:
     check_ranks(size)
     if sum(lengths) > MOST:
         raise ValueError(f"--documents of {sum(lengths)} tokens cannot be told apart in a picture: {MOST} at most")
-    figure = new_figure(13, 9.2)
-    grid = figure.add_gridspec(3, 2, height_ratios=(0.5, 6, 0.45 * size))
-    for column, layout in enumerate(("zigzag", DOCUMENTS.name)):
+    heights = (0.7, 3.6, 0.9 + 0.25 * size)
+    figure = new_figure(WIDTH, 2 * (sum(heights) + 0.6))
+    grid = figure.add_gridspec(6, 1, height_ratios=heights * 2)
+    for number, layout in enumerate(("zigzag", DOCUMENTS.name)):
         found = fetched(lengths, size, layout)
         most = max(map(len, found.fetched))
         title = (
-            f"{layout}: busiest rank {found.balance:.2f} of the mean; {sum(map(len, found.fetched))} keys sent, "
+            f"{layout}: busiest rank {found.balance:.2f} of the mean;\n{sum(map(len, found.fetched))} keys sent, "
             f"{most} to one rank"
         )
-        draw_holders(figure.add_subplot(grid[0, column]), found.holders, title)
-        _draw_pairs(figure.add_subplot(grid[1, column]), found)
-        _draw_keys(figure.add_subplot(grid[2, column]), found)
+        draw_holders(figure.add_subplot(grid[3 * number]), found.holders, title)
+        _draw_pairs(figure.add_subplot(grid[3 * number + 1]), found)
+        _draw_keys(figure.add_subplot(grid[3 * number + 2]), found)
     save(figure, path)
 
 
@@ -129,10 +132,8 @@ def _draw_pairs(axes: Axes, found: Fetched) -> None:
                 boxes[held].append((of_run[0], query, len(of_run), 1))
         fill(axes, boxes[True], colour)
         fill(axes, boxes[False], paler(colour, _PALE))
-    axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal", xticks=[], yticks=[], ylabel="queries")
-    axes.set_title(
-        "Visible keys of each query, in its rank's colour; keys of other ranks paler", fontsize=9, loc="left"
-    )
+    axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal", xticks=[], yticks=[], ylabel="queries", xlabel="keys")
+    axes.set_title("Visible keys of each query; pale: of other ranks", fontsize=POINTS, loc="left")
     plain(axes)
 
 
@@ -145,8 +146,17 @@ def _draw_keys(axes: Axes, found: Fetched) -> None:
         fill(axes, [(p, owner + 0.05, 1, 0.9) for p in own], colour)
         away = [(p, rank + 0.05, 1, 0.9) for rank in range(size) for p in own if p in found.fetched[rank]]
         fill(axes, away, paler(colour, _PALE))
-    axes.set(xlim=(0, tokens), ylim=(size, 0), xticks=list(found.bounds), yticks=[rank + 0.5 for rank in range(size)])
-    axes.set_yticklabels([f"rank {rank}" for rank in range(size)], fontsize=8)
-    axes.set_title("Keys: held, and paler those it fetches, in their owner's colour", fontsize=9, loc="left")
-    axes.set_xlabel("keys, in the order of the pack; ticks: where documents begin", fontsize=8)
+    axes.set(xlim=(0, tokens), ylim=(size, 0), xticks=_apart(found.bounds), yticks=[rank + 0.5 for rank in range(size)])
+    axes.set_yticklabels([f"rank {rank}" for rank in range(size)], fontsize=POINTS)
+    axes.set_title("Keys held and, paler, fetched; owner's colour", fontsize=POINTS, loc="left")
+    axes.set_xlabel("keys; ticks: where documents begin", fontsize=POINTS)
     plain(axes)
+
+
+def _apart(bounds: Sequence[int]) -> list[int]:
+    """The bounds whose numbers do not touch those of the last, or of the one before."""
+    kept: list[int] = []
+    for bound in bounds[:-1]:
+        if bounds[-1] - bound > bounds[-1] / 12 and (not kept or bound - kept[-1] > bounds[-1] / 12):
+            kept.append(bound)
+    return [*kept, bounds[-1]]

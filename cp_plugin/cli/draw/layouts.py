@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cp_plugin.cli.draw.calls import record
-from cp_plugin.cli.draw.canvas import about, check_ranks, draw_holders, draw_timeline, new_figure, save
+from cp_plugin.cli.draw.canvas import WIDTH, about, check_ranks, draw_holders, draw_timeline, new_figure, save
 from cp_plugin.cli.draw.method import draw_matrix
 from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.methods import registry as providers
@@ -22,7 +22,7 @@ def draw_layouts(path: Path, size: int = 4, tokens: int = 32, timed_tokens: int 
         ValueError: if matplotlib is missing, there are more ranks than colours, or the tokens cannot be divided.
     """
     check_ranks(size)
-    figure = new_figure(13, 3.1 * len(LAYOUTS))
+    figure = new_figure(2.6 * WIDTH, 3.4 * len(LAYOUTS))
     grid = figure.add_gridspec(2 * len(LAYOUTS), 2, width_ratios=(1, 2.2), height_ratios=(1, 3.4) * len(LAYOUTS))
     shown, timed = (
         [record(ring_on(layout), size, seq_length=n, heads=1, layout=layout) for layout in LAYOUTS]

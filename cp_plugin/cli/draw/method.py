@@ -8,6 +8,7 @@ It is drawn from a recording (``cp_plugin.cli.draw.calls``), so third-party prov
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,9 @@ from torch import Tensor
 from cp_plugin.cli.draw.calls import Recording, record
 from cp_plugin.cli.draw.canvas import (
     IDLE,
+    POINTS,
     RANK_COLOURS,
+    WIDTH,
     Box,
     about,
     box,
@@ -36,6 +39,9 @@ from cp_plugin.methods.protocol import Provider
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_LEFT_OUT = "#cccccc"
+"""Pairs of a block that no rank computes."""
 
 
 def draw_method(
@@ -68,18 +74,23 @@ def draw_method(
     shown = record(provider, size, seq_length=tokens or 8 * size, **asked)
     timed = record(provider, size, seq_length=timed_tokens or about(8192, size), **asked)
     divided = len(shown.ranks_of(0)) < size
-    figure = new_figure(10, 9.3 if divided else 8.6)
-    rows = figure.add_gridspec(4, 2, height_ratios=(0.8, 0.8 if divided else 0.01, 6.5, 2.2 if size <= 4 else 3))
-    draw_holders(figure.add_subplot(rows[0, :]), shown.holders(), f"{_title(shown)}: which rank holds each token")
+    time = 1.3 + 0.3 * size
+    heights = (0.75, 0.75 if divided else 0.01, 4.3, 4.3, time)
+    figure = new_figure(WIDTH, sum(heights) + 1)
+    rows = figure.add_gridspec(5, 1, height_ratios=heights)
+    draw_holders(
+        figure.add_subplot(rows[0]),
+        shown.holders(),
+        f"{textwrap.fill(_title(shown), 46)}:\nwhich rank holds each token",
+    )
     if divided:
-        _draw_heads(figure.add_subplot(rows[1, :]), shown)
-    figure.get_layout_engine().set(wspace=0.06)
-    _draw_blocks(figure.add_subplot(rows[2, 0]), shown, divided)
-    draw_matrix(matrix := figure.add_subplot(rows[2, 1]), shown)
-    mask = "causal" if causal else "full"
-    title = f"The {mask} attention matrix{', head 0' if divided else ''}; paler: later step"
-    matrix.set_title(title, fontsize=10, loc="left")
-    _draw_time(figure.add_subplot(rows[3, :]), timed)
+        _draw_heads(figure.add_subplot(rows[1]), shown)
+    _draw_blocks(figure.add_subplot(rows[2]), shown, divided)
+    draw_matrix(matrix := figure.add_subplot(rows[3]), shown)
+    mask = "Causal" if causal else "Full"
+    title = f"{mask} attention matrix{', head 0' if divided else ''}; paler: later step"
+    matrix.set_title(title, fontsize=POINTS, loc="left")
+    _draw_time(figure.add_subplot(rows[4]), timed)
     save(figure, path)
 
 
@@ -95,11 +106,12 @@ def _draw_heads(axes: Axes, recording: Recording) -> None:
         ranks = recording.ranks_of(head)
         for i, rank in enumerate(ranks):
             width, middle = 1 / len(ranks), head + (i + 0.5) / len(ranks)
-            axes.add_patch(box(head + i / len(ranks), 0, width, 1, RANK_COLOURS[rank], line="white"))
-            axes.text(middle, 0.5, str(rank), ha="center", va="center", color="white", fontsize=8)
+            axes.add_patch(box(head + i / len(ranks), 0, width, 1, RANK_COLOURS[rank]))
+            ink = ink_on(paler(RANK_COLOURS[rank], 0))
+            axes.text(middle, 0.5, str(rank), ha="center", va="center", color=ink, fontsize=POINTS)
     axes.set(xlim=(0, recording.heads), ylim=(0, 1), yticks=[], xticks=[h + 0.5 for h in range(recording.heads)])
-    axes.set_xticklabels([f"head {h}" for h in range(recording.heads)])
-    axes.set_title("heads are divided, too: which ranks compute each query head", fontsize=10, loc="left")
+    axes.set_xticklabels([f"head {h}" if recording.heads <= 4 else str(h) for h in range(recording.heads)])
+    axes.set_title("which ranks compute each query head", fontsize=POINTS, loc="left")
     plain(axes)
 
 
@@ -109,15 +121,19 @@ def _draw_blocks(axes: Axes, recording: Recording, divided: bool) -> None:
     place = {int(p): i for i, p in enumerate(p for held in recording.held for p in held)}
     work = [[0] * size for _ in range(size)]
     seen: list[list[set[tuple[int, int]]]] = [[set() for _ in range(size)] for _ in range(size)]
-    axes.add_patch(box(0, 0, n, n, IDLE))
+    width = n // size
+    for i, j in itertools.product(range(size), range(size)):
+        if _visible_between(recording, i, j):
+            axes.add_patch(box(j * width, i * width, width, width, _LEFT_OUT))
     for call in (c for c in recording.calls if 0 in c.heads):
         rows, columns = _places(call.queries, place), _places(call.keys, place)
-        width = n // size
+        shapes: list[Box] = []
         for i, j in itertools.product({r // width for r in rows}, {c // width for c in columns}):
-            work[i][j] += _visible_between(recording, i, j)
+            visible = _visible_between(recording, i, j)
+            work[i][j] += visible
             seen[i][j].add((call.rank, call.step))
-        runs = itertools.product(_runs(rows), _runs(columns))
-        shapes: list[Box] = [(x.start, y.start, len(x), len(y)) for y, x in runs]
+            inside = (_runs([at for at in places if at // width == k]) for places, k in ((rows, i), (columns, j)))
+            shapes += [(x.start, y.start, len(x), len(y)) for y, x in itertools.product(*inside) if visible]
         fill(axes, shapes, _colour(call.rank, call.step, recording))
     for i, j in itertools.product(range(size), range(size)):
         _label_block(axes, recording, i, j, seen[i][j] if work[i][j] else set())
@@ -126,7 +142,7 @@ def _draw_blocks(axes: Axes, recording: Recording, divided: bool) -> None:
     axes.set_xticklabels([str(i) for i in range(size)])
     axes.set_yticklabels([str(i) for i in range(size)])
     axes.set(xlabel="keys of the tokens held by rank", ylabel="queries of the tokens held by rank")
-    axes.set_title(f"Who computes each block{', head 0' if divided else ''}", fontsize=10, loc="left")
+    axes.set_title(f"Who computes each block{', head 0' if divided else ''}", fontsize=POINTS, loc="left")
     plain(axes)
 
 
@@ -135,12 +151,13 @@ def _label_block(axes: Axes, recording: Recording, i: int, j: int, by: set[tuple
     x, y = j * width, i * width
     axes.add_patch(box(x, y, width, width, "none" if by else IDLE, line="white"))
     if not by:
-        axes.text(x + width / 2, y + width / 2, "masked", ha="center", va="center", color="grey", fontsize=8)
+        if recording.size <= 4:
+            axes.text(x + width / 2, y + width / 2, "masked", ha="center", va="center", color="#888888")
     elif len(by) == 1:
         ((rank, step),) = by
-        ink, points = ink_on(_colour(rank, step, recording)), 10 if recording.size <= 4 else 6.5
-        words = f"rank {rank}\nstep {step}"
-        axes.text(x + width / 2, y + width / 2, words, ha="center", va="center", color=ink, fontsize=points)
+        ink = ink_on(_colour(rank, step, recording))
+        words = f"rank {rank}\nstep {step}" if recording.size <= 4 else str(rank)
+        axes.text(x + width / 2, y + width / 2, words, ha="center", va="center", color=ink, fontsize=POINTS)
 
 
 def draw_matrix(axes: Axes, recording: Recording) -> None:
@@ -160,12 +177,9 @@ def draw_matrix(axes: Axes, recording: Recording) -> None:
 
 def _draw_time(axes: Axes, timed: Recording) -> None:
     draw_timeline(axes, timed.work(), timed.mean(), max(timed.critical_path(), 1.0))
-    axes.set_title(
-        f"Work in each step (grey: waits for the busiest rank). Busiest rank over mean: {timed.balance():.2f}",
-        fontsize=10,
-        loc="left",
-    )
-    axes.set_xlabel("time of attention alone, without communication; 1 (dotted) = perfectly divided", fontsize=8)
+    title = f"Work in each step; grey: waits for the busiest\nrank. Busiest rank over mean: {timed.balance():.2f}"
+    axes.set_title(title, fontsize=POINTS, loc="left")
+    axes.set_xlabel("time of attention, without communication;\n1 (dotted): perfectly divided", fontsize=POINTS)
 
 
 def _visible_between(recording: Recording, i: int, j: int) -> int:

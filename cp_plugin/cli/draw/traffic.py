@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cp_plugin.attention.setups import with_float32_sums
-from cp_plugin.cli.draw.canvas import new_figure, paler, plain, save
+from cp_plugin.cli.draw.canvas import POINTS, WIDTH, new_figure, paler, plain, save
 from cp_plugin.common.text import in_bytes
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HEADS = {"MHA": (32, 32), "GQA": (32, 4), "MQA": (32, 1)}
 """Query and key/value heads: one key/value head per query head, per eight, one for all."""
 RANKS_PER_HOST = 8
-_PHASES = {"forward": "#2f5f93", "backward": "#d64a5e"}
+_PHASES = {"forward": "#2f5f93", "backward": "#e98a4b"}
 _SHADES = (0.0, 0.65, 0.35, 0.8, 0.5)
 
 
@@ -52,16 +52,17 @@ def draw_traffic(path: Path, provider: str | Provider, sizes: Sequence[int] = (8
     """
     shown = provider if isinstance(provider, Provider) else providers.get(provider)
     compared = {"ring": ("ring", {}), shown.name: (shown, options)}
-    figure = new_figure(10, 1.1 + 0.4 * len(HEADS) * (len(compared) + 0.5))
-    panels = figure.subplots(1, len(sizes), squeeze=False)[0]
     found = [_measure(compared, size) for size in sizes]
     names = list(dict.fromkeys(axis for bars in found for bar in bars if bar.row.ranks for _, axis in bar.row.busiest))
     longest = max(bar.row.ratio or 0.0 for bars in found for bar in bars)
+    height = 0.7 + 0.28 * len(HEADS) * (len(compared) + 0.5)
+    figure = new_figure(WIDTH, height * len(sizes) + 0.25 * len(names) + 0.2)
+    panels = figure.subplots(len(sizes), 1, squeeze=False)[:, 0]
     for axes, size, bars in zip(panels, sizes, found, strict=True):
         _draw_bars(axes, bars, names, longest)
-        axes.set_title(f"{size} ranks: bytes sent, ring = 1", fontsize=10, loc="left")
+        axes.set_title(f"{size} ranks: bytes sent, ring = 1", fontsize=POINTS, loc="left")
     handles, labels = _legend(names)
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    figure.legend(handles, labels, loc="outside lower left", ncols=2, fontsize=POINTS, frameon=False)
     save(figure, path)
 
 
@@ -73,10 +74,10 @@ class _Bar(NamedTuple):
 
 def _measure(compared: Mapping[str, tuple[str | Provider, dict[str, Any]]], size: int) -> list[_Bar]:
     bars, at = [], 0.0
-    for kind, heads in HEADS.items():
+    for kind in HEADS:
         problem = typical(size, kind)
         for name, (provider, options) in compared.items():
-            label = f"{name}, {kind} {'/'.join(map(str, heads))}"
+            label = f"{name}, {kind}"
             bars.append(_Bar(label, at, priced(provider, problem, **options)))
             at += 1
         at += 0.5
@@ -92,11 +93,11 @@ def _draw_bars(axes: Axes, bars: Sequence[_Bar], names: Sequence[str], longest: 
             parts = sorted((phase == "backward", names.index(axis), n) for (phase, axis), n in sent.items())
             for backward, number, nbytes in parts:
                 width, colour = nbytes / total * ratio, _shade("backward" if backward else "forward", number)
-                axes.barh(bar.at, width, left=left, height=0.8, color=colour, edgecolor="white", linewidth=0.5)
+                axes.barh(bar.at, width, left=left, height=0.8, color=colour, edgecolor="none")
                 left += width
             words = in_bytes(total) + ("" if bar.row.setup.provider.name == "ring" else f" = {ratio:.2f}x")
-        axes.text(ratio + 0.02, bar.at, words, va="center", fontsize=8)
-    axes.set(xlim=(0, longest * 1.4), ylim=(bars[-1].at + 0.6, -0.6), xticks=[], yticks=[bar.at for bar in bars])
+        axes.text(ratio + 0.02 * longest, bar.at, words, va="center", fontsize=POINTS)
+    axes.set(xlim=(0, longest * 1.9), ylim=(bars[-1].at + 0.6, -0.6), xticks=[], yticks=[bar.at for bar in bars])
     axes.set_yticklabels([bar.label for bar in bars])
     plain(axes)
 
@@ -112,5 +113,5 @@ def _legend(names: Sequence[str]) -> tuple[list[Any], list[str]]:
     lines = [(phase, number, axis) for phase in _PHASES for number, axis in enumerate(names)]
     return (
         [Patch(color=_shade(phase, number)) for phase, number, _ in lines],
-        [f"{phase}, along axis '{axis}'" for phase, _, axis in lines],
+        [f"{phase}, axis {axis}" for phase, _, axis in lines],
     )
