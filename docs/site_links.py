@@ -65,7 +65,9 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Rewrite a page's Markdown."""
+    """Rewrite a page's Markdown; the search puts the page on installing first."""
+    if page.file.src_uri == "install.md":
+        page.meta["search"] = {"boost": 4}
     return rewritten(markdown, page.file.src_uri, config["repo_url"])
 
 

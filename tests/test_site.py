@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -41,6 +42,37 @@ def test_the_examples_have_pages_below_their_overview(site: Path) -> None:
     for name in (path.parent.name for path in ROOT.glob("examples/papers/*/README.md")):
         assert (site / "examples" / f"{name}.html").is_file()
         assert f'href="examples/{name}.html"' in overview
+
+
+def test_a_newcomer_needs_one_click(site: Path) -> None:
+    """From the front page and the README: to a trained step, the flags, a check of this machine, and a roll-back."""
+    for page, text in {
+        "install.html": "pip install .",
+        "start.html": "examples/quickstart.sh",
+        "choose.html": "cp-plugin plan --cluster",
+        "start.html#before-a-long-training": "cp-plugin verify",
+        "company.html#roll-back": "--cp-provider upstream",
+        "company.html#what-is-patched": "initialize_model_parallel",
+    }.items():
+        name, _, anchor = page.partition("#")
+        built = re.sub("<[^>]+>", "", (site / name).read_text())
+        assert text in built and f'id="{anchor}"' in f'{(site / name).read_text()} id=""', page
+        assert f'href="{name}' in (site / "index.html").read_text(), page
+    readme = (ROOT / "README.md").read_text()
+    for target in (
+        "install.md",
+        "start.md",
+        "choose.md",
+        "company.md#what-is-patched",
+        "nemo.md",
+        "troubleshooting.md",
+    ):
+        assert f"(docs/{target})" in readme, target
+
+
+def test_the_search_finds_the_page_on_installing_first(site: Path) -> None:
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    assert {entry["location"].partition("#")[0] for entry in entries if entry.get("boost", 1) > 1} == {"install.html"}
 
 
 def test_messages_have_pages_that_the_search_finds(site: Path) -> None:
