@@ -37,8 +37,8 @@ async function smallest(image) {  // words of an SVG: their least size, and what
     const shown = parseFloat(getComputedStyle(word).fontSize) * scale;
     if (!word.textContent.trim()) continue;
     least = Math.min(least, shown);
-    const outside = [frame.left - place.left, place.right - frame.right, frame.top - place.top, place.bottom - frame.bottom];
-    if (Math.max(...outside) > 2) cut.push(word.textContent);
+    const across = Math.max(frame.left - place.left, place.right - frame.right);
+    if (Math.max(across, frame.top - place.top, place.bottom - frame.bottom) > 2) cut.push(word.textContent);
   }
   holder.remove();
   return {image: image.getAttribute("src"), least, cut};
@@ -49,18 +49,22 @@ async function measure(page, width, scheme) {
   body.setAttribute("data-md-color-scheme", scheme);
   await new Promise(done => setTimeout(done, 30));
   const wide = view.documentElement.scrollWidth - width;
-  const outside = [...view.querySelectorAll(".md-content table, .md-content pre, .md-content img, .md-content p")].filter(
-    part => part.getBoundingClientRect().right > width + 1 && !part.closest("table")?.parentElement
-      .matches(".md-typeset__table, .md-typeset__scrollwrap") && !part.closest("pre")).map(part => part.outerHTML.slice(0, 80));
+  const scrolls = part => part.closest("table")?.parentElement.matches(".md-typeset__table, .md-typeset__scrollwrap");
+  const every = [...view.querySelectorAll(".md-content :is(table, pre, img, p)")];
+  const parts = every.filter(part => !part.closest("pre *"));
+  const wider = parts.filter(part => part.getBoundingClientRect().right > width + 1 && !scrolls(part));
+  const outside = wider.map(part => part.outerHTML.slice(0, 80));
   const split = [...view.querySelectorAll("td code, th code")].filter(
     code => code.getClientRects().length > 1).map(code => code.textContent);
   const paper = getComputedStyle(body).backgroundColor;
   const pictures = [];
-  for (const image of view.querySelectorAll(".md-content img[src$='.svg']")) pictures.push(await smallest(image));
+  const images = view.querySelectorAll(".md-content img[src$='.svg']");
+  for (const image of images) pictures.push(await smallest(image));
   found.push({page, width, scheme, wide, outside, split, paper, pictures});
 }
 (async () => {
-  for (const width of WIDTHS) for (const scheme of SCHEMES) for (const page of PAGES) await measure(page, width, scheme);
+  for (const width of WIDTHS) for (const scheme of SCHEMES)
+    for (const page of PAGES) await measure(page, width, scheme);
   document.getElementById("found").textContent = JSON.stringify(found); frame.remove();
   document.title = "measured";
 })();

@@ -190,6 +190,7 @@ def plot(results: list[Result], image: Path) -> None:
         axis.set_title(f"{title}: mean, and worst pack (whisker)", fontsize=POINTS, loc="left")
         axis.set_xticks(x, [f"{r.kind}\n{r.size}" for r in results], fontsize=POINTS)
         axis.set_xlabel("documents; ranks", fontsize=POINTS)
+    axes[0].margins(y=0.4)
     axes[0].legend(frameon=False)
     save(figure, image)
 
