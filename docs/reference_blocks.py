@@ -25,7 +25,6 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "shard",
             "unshard",
             "positions",
-            "with_layout",
             "without_fp8",
         ),
         "Tree": ("position_ids", "predictions", "sequences_per_token"),
