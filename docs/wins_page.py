@@ -21,7 +21,6 @@ PAGE = DOCS / "wins.md"
 RECORD = DOCS.parent / "ci" / "cluster" / "regimes.json"
 _TITLES = ("regime", "example", "use", "each at its best", "best of ours in one shape", "same recomputation")
 _TITLES += ("as people run it", "typical error")
-_FRONT = ("regime", "example", "use", "each at its best", "as people run it", "typical error")
 _SHAPES = ("regime", "ours", "stock Megatron", "tokens per second")
 _MEASURED = ("regime", "best of ours", "stock's best", "same recomputation: measured", "predicted")
 _MEASURED += ("as people run it: measured", "predicted")
@@ -128,7 +127,7 @@ def front() -> str:
     rows = {cells[0]: cells for cells in _rows(PAGE.read_text().split(_EACH)[0])}
     shown = [rows[regime.name] for regime in REGIMES if regime.front]
     return "\n".join(
-        f"- {name} ({example}): {gain} with {use}, typical error {error}" for name, example, use, gain, _, error in shown
+        f"- {cells[0]} ({cells[1]}): {cells[3]} with {cells[2]}, typical error {cells[-1]}" for cells in shown
     )
 
 
@@ -146,7 +145,9 @@ def measured() -> str:
         ratios = (f"**{one['measured']:.2f}x**" if key == "measured" else f"{one['predicted']:.2f}x"
                   for one in (same, run) for key in ("measured", "predicted"))  # fmt: skip
         rows.append((found["what"], f"`{same['ours']}`", f"`{same['stock']}`", *ratios))
-    return f"Predicted ratios with the same recomputation: {measured_error(content)}.\n\n{markdown.table(_MEASURED, rows)}"
+    return (
+        f"Predicted ratios with the same recomputation: {measured_error(content)}.\n\n{markdown.table(_MEASURED, rows)}"
+    )
 
 
 def measured_error(content: dict[str, Any]) -> str:
