@@ -78,7 +78,12 @@ def test_a_dropped_block_shows() -> None:
 
 def test_steps_and_balance_are_the_methods_own() -> None:
     for name, steps, options in (
-        *(("ring", 4, {}), ("all_gather", 1, {}), ("ulysses", 1, {}), ("attention2d", 1, {"grid": (2, 2)})),
+        *(
+            ("ring", 4, {"layout": "contiguous"}),
+            ("all_gather", 1, {}),
+            ("ulysses", 1, {}),
+            ("attention2d", 1, {"grid": (2, 2)}),
+        ),
         *(("double_ring", 4, {"intra_size": 2}), ("usp", 2, {"head_parallel": 2})),
     ):
         got = record(name, 4, seq_length=4096, **options)
@@ -138,7 +143,7 @@ def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
 
 
 def test_invisible_blocks_are_labelled_masked(tmp_path: Path) -> None:
-    draw_method(tmp_path / "causal.svg", "ring", 4, timed_tokens=64)
+    draw_method(tmp_path / "causal.svg", "ring", 4, timed_tokens=64, layout="contiguous")
     draw_method(tmp_path / "full.svg", "ring", 4, timed_tokens=64, causal=False)
     assert (tmp_path / "causal.svg").read_text().count(">masked<") == 6
     assert ">masked<" not in (tmp_path / "full.svg").read_text()

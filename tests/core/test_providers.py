@@ -89,6 +89,6 @@ def test_an_entry_point_must_lead_to_a_provider(tmp_path: Path, monkeypatch: pyt
 
 
 def test_layouts_default_to_the_providers_first() -> None:
-    assert layout_for(providers.get("ring"), ContextParallel("ring").options).name == "contiguous"
-    assert layout_for(providers.get("ring"), ContextParallel("ring", layout="zigzag").options).name == "zigzag"
+    assert layout_for(providers.get("ring"), ContextParallel("ring").options).name == "zigzag"
+    assert layout_for(providers.get("ring"), ContextParallel("ring", layout="contiguous").options).name == "contiguous"
     assert ContextParallel("striped").layout.name == "striped"
