@@ -85,7 +85,7 @@ def _gradient(router: Any, hidden: Tensor, scale: int) -> Tensor:
     twin._buffers = {name: None if x is None else x.clone() for name, x in router._buffers.items()}
     twin.training = True
     back = [patching.lend(MoEAuxLossAutoScaler, "main_loss_backward_scale", hidden.new_full((1,), scale).float())]
-    back += [patching.lend(megatron_router, name, log) for name, log in _LOGS.items() if hasattr(megatron_router, name)]
+    back += [patching.lend(megatron_router, name, log) for name, log in _LOGS.items() if name in vars(megatron_router)]
     padding = None
     if runtime.settings().pad_sequence:  # as in training, with none of it here
         padding = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
