@@ -7,7 +7,7 @@
 A case is a decoder family of the installed transformers, switches of its config (windows, rotary embeddings, biases,
 key and value heads, any flag), a dtype, a provider with a layout, 2 or 4 ranks, and rows or a pack of documents. The
 same numbers make the same cases; ``--only NUMBER`` repeats one. Exits with 1 if a case is wrong, or ends in an error
-that is not a refusal. Where transformers itself mixes the documents of a pack, they count one by one.
+that is not a refusal.
 """
 
 # ruff: noqa: E402
@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import batched
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "tests" / part) for part in ("huggingface", "")]
@@ -34,6 +33,7 @@ import tiny
 import torch
 import torch.distributed as dist
 import typer
+from torch.nn.utils.rnn import pad_sequence
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import RankError, RankTimeout, run_ranks
@@ -94,16 +94,19 @@ class Case:
             batch["labels"] = ids.masked_fill(batch["position_ids"] == 0, -100)
         return batch
 
-    def alone(self, model: Any, **batch: Any) -> Any:
-        """The documents one by one: some models make their masks without positions, and mix the documents of a pack."""
-        ids, labels = (batch[key].split(self.lengths, 1) for key in ("input_ids", "labels"))
-        count = (batch["labels"] != -100).sum()
-        losses = [
-            model(input_ids=x, labels=y, num_items_in_batch=count).loss
-            for x, y in zip(ids, labels, strict=True)
-            if x.size(1) > 1
-        ]
-        return SimpleNamespace(loss=sum(losses))
+    def rows(self) -> dict[str, torch.Tensor]:
+        """The batch of one rank, documents as padded rows: transformers makes some masks without positions, and its
+        linear layers mix the documents of a pack on a CPU."""
+        batch = self.batch()
+        if not self.lengths:
+            return batch
+        ids, labels = (batch[key][0].split(self.lengths) for key in ("input_ids", "labels"))
+        return {
+            "input_ids": pad_sequence(ids, batch_first=True),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+            "attention_mask": pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
+            "num_items_in_batch": (batch["labels"] != -100).sum(),
+        }
 
 
 def families() -> list[str]:
@@ -172,8 +175,6 @@ class Built(NamedTuple):
     one: tiny.Trained
     exact: tiny.Trained
     """In float32."""
-    alone: tiny.Trained
-    """In float32, and document by document."""
 
     @classmethod
     def of(cls, case: Case) -> Built:
@@ -181,17 +182,13 @@ class Built(NamedTuple):
         Raises:
             Exception: where transformers cannot train it.
         """
-        batch, config = case.batch(), tiny.config_of(case.kind, **case.settings)
+        config = tiny.config_of(case.kind, **case.settings)
         model, wide = (tiny.built(copy.deepcopy(config), dtype) for dtype in (case.dtype, torch.float32))
-        one = tiny.train(model, batch)
-        exact = tiny.train(wide, batch) if case.dtype == torch.bfloat16 else one
-        alone = tiny.train(wide, batch, partial(case.alone, wide)) if case.lengths else exact
+        one = tiny.train(model, case.rows())
+        exact = one if case.dtype == torch.float32 else tiny.train(wide, case.rows())
         if not all(x.isfinite().all() for x in (*one.gradients.values(), *exact.gradients.values())):
             raise ArithmeticError("one rank has gradients that are not finite")
-        return cls(model, one, exact, alone)
-
-    def error(self, trained: tiny.Trained) -> float:
-        return min(tiny.difference(trained, self.exact), tiny.difference(trained, self.alone))
+        return cls(model, one, exact)
 
     def rounded_otherwise(self, case: Case) -> float:
         """The largest error of one rank with other roundings of its embeddings: where a token is nearly as close to
@@ -202,7 +199,7 @@ class Built(NamedTuple):
             draws = torch.rand(before.shape, generator=torch.Generator().manual_seed(seed)) - 0.5
             with torch.no_grad():
                 weight.copy_(before * (1 + 2 * torch.finfo(case.dtype).eps * draws))
-            errors.append(self.error(tiny.train(self.model, case.batch())))
+            errors.append(tiny.difference(tiny.train(self.model, case.rows()), self.exact))
         with torch.no_grad():
             weight.copy_(before)
         return max(errors)
@@ -217,7 +214,7 @@ def divided(case: Case, built: Built) -> Divided:
         mine = tiny.train(built.model, huggingface.shard(cp, **case.batch()))
     except ValueError as error:
         return str(error)
-    return built.error(tiny.summed(mine))
+    return tiny.difference(tiny.summed(mine), built.exact)
 
 
 def judged(case: Case, built: Built, results: list[Divided]) -> Verdict:
