@@ -23,8 +23,9 @@ def replace_initialize_model_parallel(call: Call) -> None:
     checkpoint.look()
     call.original()
     if runtime.settings().active:
+        options = groups.options_from(call.arguments)
         megatron_groups.check(call.arguments)
-        groups.create(runtime.settings(), groups.options_from(call.arguments), runtime.model())
+        groups.create(runtime.settings(), options, runtime.model())
         checkpoint.note()
         step_traffic.watch()
 
