@@ -99,7 +99,18 @@ def _of_this_rank(batch: dict[str, Tensor]) -> None:
 
 
 def test_other_samples_on_a_rank_are_found() -> None:
-    with pytest.raises(
-        RankError, match="in step 1, on the striped layout, tokens differ before slicing: other batches"
-    ):
-        train(2, STRIPED, steps=2, prepare=_batches(_of_this_rank, whole=True))
+    with pytest.raises(RankError, match="tokens of the first batch differ before slicing: other batches on rank 1"):
+        train(2, STRIPED, prepare=_batches(_of_this_rank, whole=True))
+
+
+def _of_this_rank_later(batch: dict[str, Tensor]) -> None:
+    from cp_plugin.megatron.state import STATE
+
+    if STATE.first_batch is None:
+        _of_this_rank(batch)
+
+
+def test_other_samples_after_the_first_batch_are_found() -> None:
+    says = "in step [12], on the striped layout, tokens differ before slicing: other batches"
+    with pytest.raises(RankError, match=says):
+        train(2, STRIPED, steps=2, prepare=_batches(_of_this_rank_later, whole=True))

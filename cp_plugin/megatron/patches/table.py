@@ -60,19 +60,7 @@ def _recompute(run: Run) -> bool:
     return run.settings.active and not run.settings.recompute_attention and run.has("recompute_granularity")
 
 
-_ROPE = "megatron.core.models.common.embeddings.rope_utils"
-_ROTATION = ("_apply_rotary_pos_emb_bshd", "_rotate_half")
-_PREDICTION = "megatron.core.transformer.multi_token_prediction"
-_LOSS_SCALES = tuple(f"megatron.core.pipeline_parallel.schedules:_get_{kind}_loss_scale" for kind in ("moe", "mtp"))
-_ATTENTION = (
-    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-    "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax",
-    "megatron.core.fusions.fused_softmax:SoftmaxOne",
-    "megatron.core.transformer.utils:attention_mask_func",
-    "megatron.core.transformer.utils:get_sliding_window_causal_mask",
-)
-"""What a probe of Megatron's attention runs."""
+
 
 PROVIDER = (
     Patch(
@@ -89,7 +77,7 @@ PROVIDER = (
                 "use_contiguous_cp",
             ),
             probe=probes.batch,
-            also=("megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",),
+            also=probes.OF_BATCHES,
         ),
         called_by="the training script",
         otherwise="ranks would train on other tokens than their angles and masks are for",
@@ -159,7 +147,7 @@ PROVIDER = (
                 "inverse",
             ),
             probe=probes.rope_of_packs,
-            also=tuple(f"{_ROPE}:{name}" for name in ("_get_thd_freqs_on_this_cp_rank", *_ROTATION)),
+            also=probes.OF_ROTATION,
         ),
         called_by="attention layers",
         otherwise="tokens of packed documents would be rotated by other tokens' angles",
@@ -174,7 +162,7 @@ PROVIDER = (
             *("shifts", "dims", "cp_group", "packed_seq_params"),
             optional=("tensor", "return_sum", "tensors", "fill_values", "sequence_fields", "roll_depth"),
             probe=probes.roll,
-            also=(f"{_PREDICTION}:_roll_tensor_packed_seq",),
+            also=probes.OF_ROLLING,
         ),
         called_by="multi-token prediction",
         otherwise="multi-token prediction would learn other tokens than the next ones",
@@ -187,7 +175,7 @@ PROVIDER = (
         wraps(
             *("labels", "loss_mask", "cp_group", "packed_seq_params", "config"),
             probe=probes.mtp_loss,
-            also=(f"{_PREDICTION}:MTPLossAutoScaler", f"{_PREDICTION}:roll_tensor"),
+            also=probes.OF_PREDICTION,
         ),
         called_by="GPTModel and HybridModel",
         otherwise="the loss of multi-token prediction would weigh tokens by the rank that holds them",
@@ -200,7 +188,7 @@ PROVIDER = (
         wraps(
             *("loss_func", "config", "collect_non_loss_data"),
             probe=probes.calc_loss,
-            also=_LOSS_SCALES,
+            also=probes.OF_LOSSES,
         ),
         called_by="the pipeline schedules",
         otherwise="the loss would weigh tokens by the rank that holds them",
@@ -212,7 +200,7 @@ PROVIDER = (
         "attention of the local spec",
         registers(
             probe=attention_probes.core_attention,
-            also=_ATTENTION,
+            also=attention_probes.OF_ATTENTION,
         ),
         otherwise="attention would compute something else than on one rank",
         when=_provider,

@@ -24,6 +24,8 @@ from megatron.core import utils as megatron_utils
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from cp_plugin.megatron import compat
@@ -32,11 +34,12 @@ from cp_plugin.megatron.state import STATE
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 _MICRO_BATCHES = 2
+_SCALE = "main_loss_backward_scale"
 _ALIGNED = 128  # elements of a rank's part of the gradients, with the distributed optimizer
 _OFF: dict[str, Any] = dict.fromkeys(
     (
-        *("timers", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "num_moe_experts"),
-        *("mtp_num_layers", "experimental_attention_variant"),
+        *("timers", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
+        "experimental_attention_variant",
     )
 ) | dict.fromkeys(
     (
@@ -46,6 +49,8 @@ _OFF: dict[str, Any] = dict.fromkeys(
     False,
 )
 """Settings of parts that the model does not have."""
+_OTHER_LOSSES = (("num_moe_experts", MoEAuxLossAutoScaler, 2.0), ("mtp_num_layers", MTPLossAutoScaler, 3.0))
+"""Setting -> how its loss is scaled, and its gradient here; every rank has an equal part of it."""
 _PLAIN = ("overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad", "nccl_ub", "fp8_param_gather")
 
 
@@ -65,7 +70,13 @@ class _OneWeight(torch.nn.Module):
         """Called by Megatron's pipeline schedules."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight.sum() * x
+        """Losses of tokens x, as Megatron's layers attach those of experts and of multi-token prediction."""
+        weight = self.weight.sum()
+        losses = weight * x
+        for setting, scaler, size in _OTHER_LOSSES:
+            if getattr(self.config, setting, None):
+                losses = scaler.apply(losses, size * weight)
+        return losses
 
 
 def step_problems(chunks: Sequence[torch.nn.Module], tokens: int) -> list[str]:
@@ -107,8 +118,14 @@ def _of_gradients(chunks: Sequence[Any], tokens: int) -> list[str]:
     masks = _masks(tokens, model.module.weight.device)
     x = _values(torch.arange(tokens, device=masks[0].device))
     sums, counts = (torch.stack(found) for found in ([(mask * x).sum() for mask in masks], [m.sum() for m in masks]))
-    want = sums.sum() / counts.sum() if config.calculate_per_token_loss else (sums / counts).mean()
+    per_token, ranks = config.calculate_per_token_loss, parallel_state.get_context_parallel_group().size()
+    want = sums.sum() / counts.sum() if per_token else (sums / counts).mean()
+    for setting, scaler, size in _OTHER_LOSSES:
+        if getattr(config, setting, None):
+            want += size * (_MICRO_BATCHES * ranks / counts.sum() if per_token else 1)
+            want += size * (ranks - 1) * (scaler is MoEAuxLossAutoScaler and not per_token)  # parts are summed
     checked, STATE.loss_checked = STATE.loss_checked, True  # the script's own loss is checked in its first micro-batch
+    back = [patching.lend(scaler, _SCALE, getattr(scaler, _SCALE)) for _, scaler, _ in _OTHER_LOSSES]
     try:
         schedules.forward_backward_no_pipelining(
             forward_step_func=_forward,
@@ -120,6 +137,8 @@ def _of_gradients(chunks: Sequence[Any], tokens: int) -> list[str]:
         )
     finally:
         STATE.loss_checked = checked
+        for undo in back:
+            undo()
     found = _own_part(model)
     problems = []
     if found.numel() and not torch.allclose(found, want.expand_as(found), rtol=1e-4, atol=0):
