@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,25 +53,56 @@ def read() -> list[Edit]:
     return edits
 
 
-def apply(edit: Edit, folder: Path) -> None:
-    """Edit the Megatron of this process.
+def texts(edit: Edit, root: Path) -> dict[str, tuple[str, str]]:
+    """File -> its text, and the edited one.
 
-    folder: for the edited files.
+    Args:
+        root: of a ``megatron`` package.
 
     Raises:
         ValueError: for an old text that does not occur exactly once.
     """
-    for file in dict.fromkeys(change.file for change in edit.changes):
-        module = importlib.import_module("megatron." + file.removesuffix(".py").replace("/", "."))
-        old = new = Path(str(module.__file__)).read_text(encoding="utf-8")
-        for change in (one for one in edit.changes if one.file == file):
-            if (times := new.count(change.old)) != 1:
-                raise ValueError(f"{edit.name}: {file} has {change.old!r} {times} times, needed exactly once")
-            new = new.replace(change.old, change.new)
+    found: dict[str, tuple[str, str]] = {}
+    for change in edit.changes:
+        old = (root / change.file).read_text(encoding="utf-8")
+        old, new = found.get(change.file, (old, old))
+        if (times := new.count(change.old)) != 1:
+            raise ValueError(f"{edit.name}: {change.file} has {change.old!r} {times} times, needed exactly once")
+        found[change.file] = old, new.replace(change.old, change.new)
+    return found
+
+
+def apply(edit: Edit, folder: Path) -> None:
+    """Edit the Megatron of this process.
+
+    folder: for the edited files.
+    """
+    for file, (old, new) in texts(edit, installed()).items():
         path = folder / "megatron" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(new, encoding="utf-8")
-        _take(module, old, new, path)
+        _take(importlib.import_module("megatron." + file.removesuffix(".py").replace("/", ".")), old, new, path)
+
+
+def copy(edit: Edit, folder: Path) -> None:
+    """Make a folder with an edited ``megatron`` package: the edited files, and links to all others."""
+    root = installed()
+    edited = texts(edit, root)
+    parents = {parent for file in edited for parent in Path(file).parents}
+    for parent in parents:
+        (folder / "megatron" / parent).mkdir(parents=True, exist_ok=True)
+    for parent in parents:
+        for entry in (root / parent).iterdir():
+            place = entry.relative_to(root)
+            if place not in parents and str(place) not in edited:
+                (folder / "megatron" / place).symlink_to(entry)
+    for file, (_, new) in edited.items():
+        (folder / "megatron" / file).write_text(new, encoding="utf-8")
+
+
+def installed() -> Path:
+    """The ``megatron`` package of this process."""
+    return Path(str(sys.modules["megatron.core"].__file__)).parents[1]
 
 
 def _take(module: ModuleType, old: str, new: str, path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 import state_space_kernels
 from edits import Edit
 from harness import DATA, MODEL, SGD, Record, _train_rank
-from nightly import one_case
+from nightly import one_case, slow
 from state_space_kernels import STATES
 
 from cp_plugin.common.versions import version_tuple
@@ -32,6 +35,25 @@ HARMFUL = [name for name, edit in EDITS.items() if edit.found]
 def test_the_lists_are_long_enough() -> None:
     assert len(EDITS) == len(edits.read()), "two edits of one name"
     assert min(len(HARMLESS), len(HARMFUL)) >= 25
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_the_texts_are_there_once(name: str) -> None:
+    edits.texts(EDITS[name], edits.installed())
+
+
+@slow
+@pytest.mark.parametrize("name", ["the two chunks of a rank swapped", "a renamed local of attention"])
+def test_the_doctor_says_the_same_of_an_edited_checkout(name: str, tmp_path: Path) -> None:
+    edits.copy(EDITS[name], tmp_path)
+    command = [sys.executable, "-m", "cp_plugin.megatron.patches.doctor", str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    states = {row["symbol"].rpartition(":")[2]: row["state"] for row in json.loads(found.stdout)["symbols"]}
+    others = {symbol: state for symbol, state in states.items() if state not in ("known", "absent")}
+    if EDITS[name].found:
+        assert others == {"get_batch_on_this_cp_rank": "broken"}
+    else:
+        assert others == {"LocalSpecProvider.core_attention": "checked"}
 
 
 @one_case

@@ -18,7 +18,14 @@ from cp_plugin.megatron.patches.patching import Patch
 PROBED = [patch for patch in (*START_UP, *OF_RUN) if patch.contract.probe is not None]
 PLUMBING = ("parallel_state", "model_parallel_config", "transformer_config", "cuda_graph_config", "packed_seq_params")
 """Modules of settings and groups, which probes make themselves."""
-SMALL = ("init_method_normal", "scaled_init_method_normal", "divide", "ensure_divisibility", "GlobalMemoryBuffer")
+SMALL = (
+    "init_method_normal",
+    "scaled_init_method_normal",
+    "divide",
+    "ensure_divisibility",
+    "GlobalMemoryBuffer",
+    "get_tensor_device",
+)
 SHARED = ("is_layer_window_attention", "set_tensor_model_parallel_attributes")
 """Called by the plugin's attention, too."""
 UNUSED = ("_get_experimental_attention_variant_loss_scale_func",)

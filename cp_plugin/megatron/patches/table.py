@@ -60,8 +60,6 @@ def _recompute(run: Run) -> bool:
     return run.settings.active and not run.settings.recompute_attention and run.has("recompute_granularity")
 
 
-
-
 PROVIDER = (
     Patch(
         "megatron.core.utils:get_batch_on_this_cp_rank",
