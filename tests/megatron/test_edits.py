@@ -53,7 +53,7 @@ def test_the_doctor_says_the_same_of_an_edited_checkout(name: str, tmp_path: Pat
     if EDITS[name].found:
         assert others == {"get_batch_on_this_cp_rank": "broken"}
     else:
-        assert others == {"LocalSpecProvider.core_attention": "checked"}
+        assert others == {"LocalSpecProvider.core_attention": "checked", "DotProductAttention.forward": "checked"}
 
 
 @one_case
