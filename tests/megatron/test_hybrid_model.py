@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import state_space_kernels
+import torch
 from harness import MODEL
 from nightly import one_case
 from parity import check
@@ -76,6 +78,28 @@ def test_megatrons_own_order_is_found_wrong_in_other_layouts(
 ) -> None:
     with pytest.raises(error, match=message):
         _compare(f"--hybrid-layer-pattern M* {STATES}", 2, provider, prepare=_stock_order)
+
+
+def test_a_layer_that_lies_elsewhere_than_its_mixer_keeps_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As since Megatron-LM #7239; a layer around something else does not."""
+    from cp_plugin.megatron.patches import hybrid
+
+    monkeypatch.setattr(hybrid, "installed", lambda: [hybrid.REORDER])
+    for module, keeps in (("megatron.core.ops.ssm.mamba2.mixer", True), ("of_a_user", False)):
+        layer = torch.nn.Module()
+        layer.mixer = type("Mixer", (torch.nn.Module,), {"__module__": module})()
+        assert hybrid.keeps_layout(layer) is keeps
+
+
+def test_the_local_spec_has_the_layers_that_this_megatron_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from cp_plugin.megatron.models import hybrid
+
+    fewer = dataclasses.make_dataclass("Fewer", ["mamba_layer", "attention_layer", "mlp_layer"])
+    monkeypatch.setattr(hybrid, "HybridStackSubmodules", fewer)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    assert isinstance(hybrid.local_stack_spec(config).submodules, fewer)
 
 
 def test_the_attention_of_megatrons_own_spec_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,5 +285,9 @@ def test_ranks_weigh_alike_in_a_balancing_loss() -> None:
 
     theirs = "per expert", torch.tensor(3), torch.tensor(20)
     counts = replace_token_counts(lambda routing_map, reduce_group: theirs)
-    found = counts("routing map", reduce_group=SimpleNamespace(size=lambda: 4))
-    assert found == ("per expert", 5, 20)
+    group = SimpleNamespace(size=lambda: 4)
+    assert counts("routing map", reduce_group=group) == ("per expert", 5, 20)
+    counts = replace_token_counts(lambda routing_map, reduce_group, reduce_groups=None: theirs)
+    assert counts("routing map", reduce_group=group) == ("per expert", 5, 20)
+    halves = [SimpleNamespace(size=lambda: 2)] * 2  # tensor-parallel ranks, then context-parallel ones
+    assert counts("routing map", reduce_group=None, reduce_groups=halves) == ("per expert", 5, 20)

@@ -363,6 +363,15 @@ def test_no_rule_applies_to_a_plain_run(bridge_stub: None) -> None:
     assert nemo.refused_by(_Config()) == []
 
 
+def test_a_pack_may_name_the_layout_of_the_provider() -> None:
+    packed = SimpleNamespace(cp_partition_mode="striped", local_cp_size=None)
+    assert [rule.name for rule in layers.CALL if rule.of(call_of(example("", query=Q[:, 0], packed=packed)))] == [
+        "partition of a pack"
+    ]
+    given = call_of(example("", query=Q[:, 0], packed=packed, layout="striped"))
+    assert [rule.name for rule in layers.CALL if rule.of(given)] == []
+
+
 def test_every_rule_has_a_unique_name_and_an_example() -> None:
     rules = [*(rule for group in table.RULES.values() for rule in group), nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
     names = [rule.name for number, rule in enumerate(rules) if rule not in rules[:number]]

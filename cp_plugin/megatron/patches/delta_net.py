@@ -36,7 +36,8 @@ def replace_forward(call: Call) -> tuple[Tensor, Tensor | None]:
         raise ValueError("gated delta net layers do not support inference: their state is not kept yet")
     hidden, packed = call["hidden_states"], call["packed_seq_params"]
     projected, _ = layer.in_proj(hidden)
-    cp = runtime.between_layers(runtime.context_parallel(layer.pg_collection.cp, "linear"))
+    groups = call.arguments.get("pg_collection") or layer.pg_collection
+    cp = runtime.between_layers(runtime.context_parallel(groups.cp, "linear"))
     tokens = projected.size(0) * cp.size
     bounds = None if packed is None else packing.bounds(packed, tokens)
     out, gate = attend(layer, packing.on_pack(cp, packing.places(packed), tokens), projected, bounds)

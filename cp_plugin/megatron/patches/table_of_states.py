@@ -89,6 +89,7 @@ HYBRID = (
 
 _OF_ANY_ATTENTION = (
     *("attention_mask", "key_value_states", "attention_bias", "sequence_len_offset", "yarn_mscale", "kwargs"),
+    "pg_collection",
     *("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin"),
 )
 """Parameters of every attention layer that gated delta net has no use for."""

@@ -179,6 +179,7 @@ RULES = (
         looks_at=lambda run: when(
             run.args.context_parallel_size > 1
             and "G" in _pattern(run)
+            and run.settings.delta_net is None
             and getattr(run.args, "linear_cp_mode", None) == "chunkwise"
         ),
         sets={"linear_cp_mode": "headwise"},
