@@ -243,7 +243,6 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "commands": flag_tables.commands_table,
     "refused": messages.refused,
     "layers": layers.table,
-    "replaced": versions_tables.replaced,
     "replayed": versions_tables.replayed,
     "short": comparison.short_table,
 }

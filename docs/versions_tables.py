@@ -1,50 +1,38 @@
-"""Tables of ``versions.md``: what is replaced, and on which commits of Megatron-LM the plugin starts."""
+"""The table of ``versions.md``: on which commits of Megatron-LM the plugin starts."""
 
 from __future__ import annotations
 
 import json
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import markdown_tables as markdown
 
-from cp_plugin.cli import doctor_megatron
 from cp_plugin.common.versions import megatron_supported
 
 REPLAYED = Path(__file__).parents[1] / "ci" / "megatron" / "replayed.json"
 
 
-@cache
-def replaced() -> str:
-    """Every symbol of Megatron-Core that some run replaces."""
-    spec = find_spec("megatron.core")
-    assert spec is not None and spec.origin is not None
-    found = doctor_megatron.examine(str(Path(spec.origin).parents[2]), [])
-    rows = [
-        [f"`{one['symbol'].replace(':', ' : ')}`", one["contract"], one["for"], one["called_by"] or "an interface"]
-        for one in found["symbols"]
-    ]
-    return markdown.table(["symbol", "contract", "for", "called by"], rows)
-
-
 def replayed() -> str:
-    """One row for each commit."""
+    """A row for each version that commits call themselves."""
     found = json.loads(REPLAYED.read_text(encoding="utf-8"))["commits"]
-    commits = {name: one for name, one in found.items() if megatron_supported(one["version"])}
+    by_version: dict[str, list[dict[str, Any]]] = {}
+    for one in sorted(found.values(), key=lambda one: one["date"]):
+        if megatron_supported(one["version"]):
+            by_version.setdefault(one["version"], []).append(one)
     rows = []
-    for name, one in sorted(commits.items(), key=lambda pair: pair[1]["date"]):
-        starts = {model: result["state"] for model, result in one["start"].items()}
-        refused = [model for model, state in starts.items() if state != "passed"]
-        trained = [result for result in one.get("train", {}).values() if result["state"] == "passed"]
+    for version, some in by_version.items():
+        starts = [all(result["state"] == "passed" for result in one["start"].values()) for one in some]
+        trained = [result["state"] for one in some for result in one.get("train", {}).values()]
         rows.append(
             [
-                f"`{name[:10]}`",
-                one["date"],
-                one["version"],
-                str(len(one["unknown"])),
-                "yes" if not refused else f"not: {', '.join(refused)}",
-                f"{len(trained)} of {len(one['train'])} as one rank" if one.get("train") else "",
+                version,
+                f"{some[0]['date']} to {some[-1]['date']}",
+                len(some),
+                f"{min(len(one['unknown']) for one in some)} to {max(len(one['unknown']) for one in some)}",
+                f"{sum(starts)} of {len(some)}",
+                f"{trained.count('passed')} of {len(trained)}",
             ]
         )
-    return markdown.table(["commit", "date", "calls itself", "unknown sources", "starts", "two steps"], rows)
+    titles = ("calls itself", "dates", "commits", "unknown sources", "start", "trainings as on one rank")
+    return markdown.table(titles, rows)

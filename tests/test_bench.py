@@ -170,7 +170,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_method_is_not_timed(fault: str, wrong: set[str], tmp_path: Path) -> None:
     flags = ("--provider", f"faulty_{fault}", "--provider", "ring", "--mask", "causal", "--mask", "causal-window")
     output, found = measured(tmp_path / "a.json", *flags, status=1)
-    assert output.count("WRONG: ") == len(wrong) and f"{len(wrong)} WRONG, not timed" in output
+    assert output.count("WRONG:") == len(wrong) and f"{len(wrong)} WRONG, not timed" in output
     for mask, m in found.items():
         assert m[f"faulty_{fault}"]["correct"] == (mask not in wrong) == ("seconds" in m[f"faulty_{fault}"])
         assert m["ring"]["correct"] and m["ring"]["median"]["total"] > 0

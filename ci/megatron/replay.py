@@ -161,7 +161,7 @@ def run(tree: Path, name: str, kind: str) -> Entry:
         }
     except subprocess.TimeoutExpired:
         found = {"state": "failed", "message": f"no result after {TIMEOUT_S:.0f} s"}
-    return found | {"seconds": round(time.monotonic() - begin, 1)}
+    return found | {"seconds": round(time.monotonic() - begin, 3)}
 
 
 def started(trained: Entry) -> Entry:

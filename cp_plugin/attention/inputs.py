@@ -19,7 +19,14 @@ from cp_plugin.methods.protocol import Provider
 from cp_plugin.placement.documents import DOCUMENTS
 
 type Group = dist.ProcessGroup | DeviceMesh
-UNSET: Any = object()
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET: Any = _Unset()
 """The group, where it is left out."""
 
 

@@ -51,7 +51,9 @@ def doctor(
     as_json: output.AsJson = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- FLAGS]", help="with --megatron: the run's flags; without, everything is examined"),
+        typer.Argument(
+            metavar="WORDS", help="with --megatron, behind --: flags of a run; none: everything is examined"
+        ),
     ] = None,
 ) -> None:
     """Show what is installed, which attention kernels work here, and how to get what is missing."""

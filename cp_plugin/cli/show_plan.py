@@ -145,9 +145,7 @@ def _simplest(plan: Plan) -> str:
         return f"{best.candidate.name} is named because it is Megatron's default"
     if any(len(p.candidate.flags.split()) > len(best.candidate.flags.split()) for p in others):
         return f"{best.candidate.name} is named because it has the fewest flags"
-    if any(p.sent > best.sent for p in others):
-        return f"{best.candidate.name} is named because it sends the fewest bytes"
-    return f"{best.candidate.name} is named because it is the fastest by a hair"
+    return f"{best.candidate.name} is named because it is the fastest of those with as few flags"
 
 
 def _not_shown(plan: Plan) -> Iterator[str]:

@@ -276,11 +276,11 @@ class _Search:
         return priced.footprint.total <= self.limit
 
 
-def _simplicity(priced: Priced) -> tuple[bool, bool, int, int, float]:
-    """Stock Megatron before ours, its default first; then fewer flags, fewer bytes, and less time."""
+def _simplicity(priced: Priced) -> tuple[bool, bool, int, float]:
+    """Stock Megatron before ours, its default first; then fewer flags, and less time."""
     one = priced.candidate
     ours, other = not one.upstream, one.name != DEFAULT
-    return ours, other, len(one.flags.split()), priced.sent, priced.iteration.seconds
+    return ours, other, len(one.flags.split()), priced.iteration.seconds
 
 
 def _enough(in_vain: Sequence[int], bound: float, best: float) -> bool:

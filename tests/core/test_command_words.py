@@ -34,7 +34,9 @@ OTHER_NAMES = {
     "--documents": r"--(lengths|packs|docs)",
 }
 """The name of a thing -> what it is not called."""
-PLACEHOLDERS = re.compile(r"|[A-Z]|NAME|FILE|FOLDER|TEXT|GB|RxC|PAPER|LENGTHS|KIND|KEY|SUFFIXES|\[FILE\]|\[[\w|]+\]")
+PLACEHOLDERS = re.compile(
+    r"|[A-Z]|NAME|FILE|FOLDER|TEXT|GB|RxC|PAPER|LENGTHS|KIND|KEY|DIR|SUFFIXES|\[FILE\]|\[[\w|]+\]"
+)
 
 
 def run(*words: str) -> tuple[int, str, str]:

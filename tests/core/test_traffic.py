@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -128,7 +129,7 @@ def test_the_command_shows_every_provider_or_its_reason() -> None:
     (ulysses,) = [line for line in lines if line.startswith("ulysses")]
     assert "cannot: --ranks 64: 32 query heads and 8 key/value heads" in ulysses
     for variant in ("grid 16x4,", "grid 8x8,", "head parallel 2", "head parallel 4", "head parallel 8"):
-        assert variant in result.stdout
+        assert re.search(variant.replace(" ", r"\s+"), result.stdout)
     (ring,) = [line for line in lines if line.startswith("ring")]
     assert ring.endswith("1.000x")
 

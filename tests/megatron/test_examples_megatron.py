@@ -160,4 +160,4 @@ def test_a_training_that_fails(forked: Path, tmp_path: Path) -> None:
     of = scaled(command(load("attention2d-64xa100"), changes=Changes(more=("--num-layerz", "2"))), FEW)
     with pytest.raises(training.TrainingError, match="training with 4 ranks ended with status 2"):
         run(of, STEPS, tmp_path, quiet=True)
-    assert "unrecognized arguments: --num-layerz 2" in next(tmp_path.rglob("ranks4.log")).read_text()
+    assert "--num-layerz: no such flag; did you mean --num-layers?" in next(tmp_path.rglob("ranks4.log")).read_text()

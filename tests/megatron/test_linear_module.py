@@ -161,7 +161,7 @@ def test_calls_and_layers_it_does_not_support(gla: None) -> None:
 
 
 def test_audit_and_traffic_log_name_both_kinds(capfd: pytest.CaptureFixture[str]) -> None:
-    records = train(2, f"{HYBRID} --num-layers 4 --cp-log-traffic")
+    records = train(2, f"{HYBRID} --num-layers 4 --cp-log-traffic --cp-verbose")
     text = capfd.readouterr().out
     rows = dict(_cells(line) for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3)
     assert rows["provider"].startswith("all_gather: ")

@@ -179,7 +179,7 @@ def _next_of_another_document() -> None:
     from cp_plugin.megatron.patches import mtp
 
     rolled = mtp._rolled
-    mtp._rolled = lambda cp, x, dim, by, packed: rolled(cp, x, dim, by, None)
+    mtp._rolled = lambda cp, x, dim, by, packed, fill=0: rolled(cp, x, dim, by, None, fill)
 
 
 def test_the_self_check_finds_next_tokens_of_another_document() -> None:

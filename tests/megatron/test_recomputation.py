@@ -121,11 +121,13 @@ def test_attention_is_repeated_where_asked() -> None:
 
 
 def test_the_flag(validated: Callable[..., argparse.Namespace]) -> None:
-    from cp_plugin.megatron.patches import hooks, patching
+    from cp_plugin.megatron.patches import patching
+    from cp_plugin.megatron.patches.table import RECOMPUTE
 
     flags = "--context-parallel-size 4 --cp-provider striped"
-    replaced = {patch.target for patch in hooks.RECOMPUTE}
-    validated(f"{flags} {UNIFORM} 1 --cp-recompute-attention")
-    assert not replaced & set(patching.installed())
-    validated(flags)
+    replaced = {patch.target for patch in RECOMPUTE}
+    for none in (f"{flags} {UNIFORM} 1 --cp-recompute-attention", flags):
+        validated(none)
+        assert not replaced & set(patching.installed())
+    validated(f"{flags} {UNIFORM} 1")
     assert replaced <= set(patching.installed())
