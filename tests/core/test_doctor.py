@@ -16,7 +16,7 @@ from cp_plugin.common.versions import megatron_supported, version_tuple
 
 
 def test_it_passes_here_and_names_every_kernel() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--all"])
+    result = CliRunner().invoke(app, ["doctor", "--all"], env={"COLUMNS": "250"})
     assert result.exit_code == 0, result.output
     assert result.output.rstrip().endswith("PASS: everything that is needed works here")
     for word in (

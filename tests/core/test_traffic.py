@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from functools import cache
 
@@ -118,7 +117,7 @@ EVERY = {*providers.names(), *providers.names("linear")}
 
 
 def traffic(*args: str) -> Result:
-    return CliRunner().invoke(app, ["traffic", *args])
+    return CliRunner().invoke(app, ["traffic", *args], env={"COLUMNS": "250"})
 
 
 def test_the_command_shows_every_provider_or_its_reason() -> None:
@@ -129,7 +128,7 @@ def test_the_command_shows_every_provider_or_its_reason() -> None:
     (ulysses,) = [line for line in lines if line.startswith("ulysses")]
     assert "cannot: --ranks 64: 32 query heads and 8 key/value heads" in ulysses
     for variant in ("grid 16x4,", "grid 8x8,", "head parallel 2", "head parallel 4", "head parallel 8"):
-        assert re.search(variant.replace(" ", r"\s+"), result.stdout)
+        assert variant in result.stdout
     (ring,) = [line for line in lines if line.startswith("ring")]
     assert ring.endswith("1.000x")
 

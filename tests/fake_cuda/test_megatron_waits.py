@@ -48,8 +48,9 @@ def test_masks_of_multi_token_prediction_wait_nowhere(gpu: Start, packed: bool, 
     bounds = torch.empty(4, dtype=torch.int32, device=CUDA)
     pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds) if packed else None
     first = once_warm(device, lambda: mtp._with_following(mask, 2, cp, pack))
-    (following, count), last = getattr(first, mtp._FOLLOWING)
-    assert first.shape == following.shape == last[0].shape == mask.shape and count.shape == ()
+    following = getattr(first, mtp._FOLLOWING)
+    last = getattr(following, mtp._FOLLOWING)
+    assert first.shape == following.shape == last.shape == mask.shape and last.sum().shape == ()
 
 
 @layouts

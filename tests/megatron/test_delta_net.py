@@ -132,7 +132,7 @@ def test_a_variant_of_the_layer_is_not_trained() -> None:
         (
             "--cp-provider ring --cp-linear-provider lasp3",
             "G*",
-            r"--cp-linear-provider lasp3: did you mean lasp2\? Choose one of lasp2, linear_ring, zeco",
+            r"--cp-linear-provider lasp3: did you mean lasp2 or lasp1\? Choose one of lasp2, linear_ring, zeco",
         ),
         (
             "--cp-provider striped --cp-linear-provider lasp2",

@@ -136,7 +136,12 @@ def test_the_simplest_of_a_tie_is_named(found: Plan) -> None:
     assert all(any(beaten(p, q) for q in tied) for p in slower)
     assert any(p.iteration.seconds > (1 + KNOWN_ERROR) * found.fastest for p in slower)
     words = [
-        (not p.candidate.upstream, p.candidate.name != "upstream p2p", len(p.candidate.flags.split()), p.iteration.seconds)
+        (
+            not p.candidate.upstream,
+            p.candidate.name != "upstream p2p",
+            len(p.candidate.flags.split()),
+            p.iteration.seconds,
+        )
         for p in tied
     ]
     assert words == sorted(words)
