@@ -122,9 +122,9 @@ def print_flags(console: Console, title: str, flags: str, style: str = "bold gre
 
 
 def print_verdict(ok: bool, text: str, console: Console | None = None) -> None:
-    """Print the last line: PASS or FAIL, and why."""
+    """Print the last line: PASS or FAIL, and why; never broken, since scripts read it."""
     colour, word = ("green", "PASS") if ok else ("red", "FAIL")
-    print_lines(console or new_console(), f"{word}: {text}", style=f"bold {colour}")
+    _print(console or new_console(), f"{word}: {text}", f"bold {colour}")
 
 
 def _print(console: Console, line: str, style: str) -> None:

@@ -66,6 +66,9 @@ class _OneWeight(torch.nn.Module):
         self.config = config
         self.weight = torch.nn.Parameter(torch.ones(elements, device=device))
 
+    def shared_embedding_or_output_weight(self) -> None:
+        """Asked for with multi-token prediction in a pipeline: there is none whose gradients stages would share."""
+
     def set_input_tensor(self, _: Any) -> None:
         """Called by Megatron's pipeline schedules."""
 
