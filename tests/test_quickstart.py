@@ -110,7 +110,8 @@ def test_packs_that_gain_nothing_fail() -> None:
 @slow
 def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..., object], out: Path) -> None:
     said = str(run("quickstart.py", "--provider", "stripped", "--iterations", "1", "--out", out))
-    assert said.startswith("FAIL: training with 4 ranks") and "--cp-provider stripped: did you mean striped? Choose one of" in said
+    assert said.startswith("FAIL: training with 4 ranks")
+    assert "--cp-provider stripped: did you mean striped? Choose one of" in said
 
 
 def test_the_verdict_fails_on_every_kind_of_difference() -> None:

@@ -31,8 +31,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.cuda import is_initialized as cuda_is_initialized  # `preload`'s CPU mode patches torch.cuda's
 
 from cp_plugin.common import refusals
 from cp_plugin.testing.launch_rank import Job, Message, live
@@ -211,6 +211,11 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
     return exit_status(
         nproc, lambda: run_ranks(main, nproc, args=(rest,), timeout=None, output="ends", pass_on_sigterm=True)
     )
+
+
+def cuda_is_initialized() -> bool:
+    """Not torch's function, for which CPU mode, which may be on by now, has a stand-in."""
+    return torch.cuda._initialized
 
 
 def exit_status(nproc: int, run: Callable[[], object], flag: str = "--nproc") -> int:

@@ -28,7 +28,7 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
 
 
 ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"provider": "stiped"}, "provider stiped: choose one of"),
+    ({"provider": "stiped"}, "provider stiped: did you mean striped? Choose one of"),
     ({"provider": "auto", "cluster": "moon"}, "provider auto: cluster moon"),
     ({"provider": "striped", "cluster": "dgx-h100"}, "cluster dgx-h100 would do nothing: only provider auto uses it"),
     ({"layer_pattern": "LN"}, "layer_pattern LN would do nothing without linear_attention"),
@@ -36,11 +36,11 @@ ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"linear_attention": "gla", "provider": "ring"}, "all layers of layer_pattern L are linear"),
     ({"provider": "attention2d", "grid": "2x3"}, "grid 2x3 does not hold 2 context-parallel ranks"),
     ({"provider": "striped", "grid": [2, 1]}, "grid 2x1 has no effect with provider striped"),
-    ({"provider": "upstream", "layout": "striped"}, "layout would do nothing without a context-parallel provider"),
+    ({"provider": "upstream", "layout": "striped"}, "layout would do nothing with provider upstream"),
     ({"provider": "upstream"}, "config.model.context_parallel_size 2 on the CPU needs provider"),
     ({"provider": "striped", "selfcheck": "twice"}, "selfcheck twice: choose one of once, off"),
     ({"provider": "striped", "check_every": -1}, "check_every -1: write a number of iterations"),
-    ({"provider": "upstream", "check_every": 100}, "check_every would do nothing without a context-parallel provider"),
+    ({"provider": "upstream", "check_every": 100}, "check_every would do nothing with provider upstream"),
     ({"provider": "striped", "layout": "spiral"}, "spiral"),
 )
 FIELDS: tuple[tuple[str, Any, str], ...] = (

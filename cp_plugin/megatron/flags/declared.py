@@ -109,10 +109,14 @@ class Declared:
         return self.options[name].unused(value, provider, sorted(self.takers(name) + self.takers(name, "linear")))
 
 
-@cache
 def declared() -> Declared:
     """The declarations of everything that is installed."""
-    return imported() if third_parties() else from_json(json.loads(FILE.read_text()))
+    return imported() if third_parties() else _built_in()
+
+
+@cache
+def _built_in() -> Declared:
+    return from_json(json.loads(FILE.read_text()))
 
 
 def imported() -> Declared:

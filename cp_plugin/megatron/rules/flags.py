@@ -35,8 +35,9 @@ def names_its_exchange(run: Run) -> bool:
 
 
 def _comm_type(run: Run) -> Found:
-    asked = list(value_of(run.args, "--cp-comm-type") or ["p2p"])
-    return when(asked != ["p2p"] and not (asked == ["all_gather"] and names_its_exchange(run)), value=shown(asked))
+    given = value_of(run.args, "--cp-comm-type") or "p2p"
+    asked = [given] if isinstance(given, str) else list(given)  # Bridge's configuration has one word
+    return when(asked != ["p2p"] and not (asked == ["all_gather"] and names_its_exchange(run)), value=shown(given))
 
 
 DROPOUT = flag(
