@@ -8,6 +8,7 @@ installed more, all are imported.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -111,12 +112,13 @@ class Declared:
 
 def declared() -> Declared:
     """The declarations of everything that is installed."""
-    return imported() if third_parties() else _built_in()
+    return _in(tuple(sys.path))
 
 
 @cache
-def _built_in() -> Declared:
-    return from_json(json.loads(FILE.read_text()))
+def _in(path: tuple[str, ...]) -> Declared:
+    """Looked up once for each path of imports, which takes some milliseconds."""
+    return imported() if third_parties() else from_json(json.loads(FILE.read_text()))
 
 
 def imported() -> Declared:
