@@ -15,6 +15,7 @@ import torch
 from nightly import slow
 from warm import in_a_fork, megatrons_own_data
 
+from cp_plugin.megatron.flags import declared
 from cp_plugin.methods import registry
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +103,7 @@ def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def parity() -> None:
         megatrons_own_data()  # of which the goldens are
         registry.registry.cache_clear()
+        declared.declared.cache_clear()
         run.app([*cases, "--out", str(tmp_path)])
 
     done = in_a_fork(parity)

@@ -8,7 +8,6 @@ installed more, all are imported.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -110,14 +109,9 @@ class Declared:
         return self.options[name].unused(value, provider, sorted(self.takers(name) + self.takers(name, "linear")))
 
 
+@cache
 def declared() -> Declared:
     """The declarations of everything that is installed."""
-    return _in(tuple(sys.path))
-
-
-@cache
-def _in(path: tuple[str, ...]) -> Declared:
-    """Looked up once for each path of imports, which takes some milliseconds."""
     return imported() if third_parties() else from_json(json.loads(FILE.read_text()))
 
 
