@@ -219,12 +219,8 @@ def cuda_is_initialized() -> bool:
 
 
 def exit_status(nproc: int, run: Callable[[], object], flag: str = "--nproc") -> int:
-    """The exit status of a command that forks ``nproc`` ranks: 0, that of the first failing rank (whose report, or
-    refusal, goes to stderr), or the shell's for Ctrl-C. ValueError if CUDA has been initialised, which forked ranks
-    cannot use.
-
-    flag: the command's flag for the number of ranks, for that message.
-    """
+    """The exit status of a command that forks ``nproc`` ranks (by this flag): 0, that of the first failing rank, whose
+    report or refusal goes to stderr, or the shell's for Ctrl-C. ValueError if CUDA has been initialised."""
     if cuda_is_initialized():
         instead = f"start them with torchrun --nproc-per-node {nproc} instead, or add --cp-device cpu"
         raise ValueError(f"{flag} {nproc}: an import has initialised CUDA, which forked ranks cannot use; {instead}")
