@@ -16,6 +16,8 @@ REPLAYED = Path(__file__).parents[1] / "ci" / "megatron" / "replayed.json"
 def replayed() -> str:
     """A row for each version that commits call themselves."""
     found = json.loads(REPLAYED.read_text(encoding="utf-8"))["commits"]
+    if not found:
+        return "Not yet run as a whole."
     by_version: dict[str, list[dict[str, Any]]] = {}
     for one in sorted(found.values(), key=lambda one: one["date"]):
         if megatron_supported(one["version"]):
