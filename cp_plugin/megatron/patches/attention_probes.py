@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +24,10 @@ OF_ATTENTION = (
 
 def core_attention(original: Callable[..., type], replacement: Callable[..., type]) -> str | None:
     """``LocalSpecProvider.core_attention``: the attention that it names computes what the plugin's does on one rank."""
+    from megatron.core import parallel_state
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.utils import GlobalMemoryBuffer
 
     from cp_plugin.megatron.layers.core_attention import CoreAttention
 
@@ -45,7 +46,8 @@ def core_attention(original: Callable[..., type], replacement: Callable[..., typ
         asked.sequence_parallel = True  # otherwise dropout, of nothing here, asks for generators that nobody has made
         given = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
         given |= {"softmax_scale": scale, "pg_collection": groups}
-        with stock.alone(), torch.no_grad(), _buffers():
+        memory = patching.lent(parallel_state, _GLOBAL_MEMORY_BUFFER=GlobalMemoryBuffer())  # of scores
+        with stock.alone(), torch.no_grad(), memory:
             outs = []
             for kind, mask in ((original(LocalSpecProvider()), hidden), (CoreAttention, None)):
                 module = kind(asked, **given).to(stock.device())
@@ -58,19 +60,6 @@ def core_attention(original: Callable[..., type], replacement: Callable[..., typ
         ):
             return found
     return None
-
-
-@contextmanager
-def _buffers() -> Iterator[None]:
-    """Megatron's memory for scores, which it makes with its process groups."""
-    from megatron.core import parallel_state
-    from megatron.core.utils import GlobalMemoryBuffer
-
-    back = patching.lend(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer())
-    try:
-        yield
-    finally:
-        back()
 
 
 class _Handed(Exception):
@@ -93,15 +82,13 @@ def te_attention(original: Callable[..., type], replacement: Callable[..., type]
 
     given = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self", "softmax_scale": 0.3}
     groups = SimpleNamespace(tp=stock.Group(), cp=stock.Group(), hcp=None)
-    back = patching.lend(extension.te.pytorch.DotProductAttention, "__init__", hand)
     try:
-        kind(config(window_size=(5, 0), softmax_type="learnable"), **given, pg_collection=groups)
+        with patching.lent(extension.te.pytorch.DotProductAttention, __init__=hand):
+            kind(config(window_size=(5, 0), softmax_type="learnable"), **given, pg_collection=groups)
     except _Handed as handed:
         want = {"num_attention_heads": 4, "kv_channels": 8, "num_gqa_groups": 2, "softmax_scale": 0.3}
         want |= {"attention_dropout": 0.0, "window_size": (5, 0), "softmax_type": "learnable"}
         got = handed.arguments
         wrong = [f"{name} {got.get(name)!r}, not {x!r}" for name, x in want.items() if got.get(name) != x]
         return f"Transformer Engine's attention gets {', '.join(wrong)}" if wrong else None
-    finally:
-        back()
     return "it does not build Transformer Engine's attention"

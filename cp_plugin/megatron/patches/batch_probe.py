@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cp_plugin.megatron.patches import stock
+from cp_plugin.megatron.patches.probing import TOKENS
 
-_TOKENS = 16
 _ENTRIES = ("tokens", "labels", "loss_mask", "position_ids")
 _SLICER = "get_batch_on_this_cp_rank"
 _OF_ANY_PACK = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "seq_idx")
@@ -20,7 +20,7 @@ def batches(original: Callable[..., Any], replacement: Callable[..., Any]) -> st
     """In one layout it leaves the tokens to ``get_batch_on_this_cp_rank``, and describes the whole pack."""
     from megatron.core import utils
 
-    row, bounds = torch.arange(_TOKENS).unsqueeze(0), torch.tensor([[0, 5, _TOKENS]], dtype=torch.int32)
+    row, bounds = torch.arange(TOKENS).unsqueeze(0), torch.tensor([[0, 5, TOKENS]], dtype=torch.int32)
     batch = {**dict.fromkeys(_ENTRIES, row), "cu_seqlens": bounds, "max_seqlen": torch.tensor([11])}
     sliced = row[:, :3]  # as no layout would have it
 

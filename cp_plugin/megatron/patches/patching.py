@@ -13,7 +13,8 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -263,6 +264,15 @@ def lend(owner: Any, name: str, value: Any) -> Callable[[], None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, before)
+
+
+@contextmanager
+def lent(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of Megatron's have other values in the block."""
+    with ExitStack() as back:
+        for name, value in values.items():
+            back.callback(lend(owner, name, value))
+        yield
 
 
 def original(target: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -178,16 +179,13 @@ def mtp_loss(original: Callable[..., Tensor], replacement: Callable[..., Tensor]
 
     for per_token in (False, True):
         want = gradient(original, per_token, stock.Group(), lambda x, dim: x)
-        back = patching.lend(multi_token_prediction, "roll_tensor", mtp.replace_roll_tensor(roll_tensor))
-        try:
+        with patching.lent(multi_token_prediction, roll_tensor=mtp.replace_roll_tensor(roll_tensor)):
             parts = stock.on_ranks(
                 lambda group, per_token=per_token: gradient(
                     replacement, per_token, group, lambda x, dim: zigzag(x, group, dim)
                 ),
                 _RANKS,
             )
-        finally:
-            back()
         got = whole(parts) / (1 if per_token else _RANKS)
         of = "with --calculate-per-token-loss" if per_token else "without --calculate-per-token-loss"
         # the main loss's own gradient is on every rank, however many there are
@@ -210,7 +208,6 @@ def calc_loss(original: Callable[..., Any], replacement: Callable[..., Any]) -> 
     def scales(per_token: bool, *parts: float) -> tuple[Tensor, dict[str, Tensor]]:
         settings = config(calculate_per_token_loss=per_token)
         settings.num_moe_experts, settings.mtp_num_layers = 2, 1
-        back = [patching.lend(kind, "main_loss_backward_scale", None) for kind in scalers.values()]
         given = {
             "model": torch.nn.Module(),
             "output_tensor": torch.zeros(1),
@@ -221,12 +218,11 @@ def calc_loss(original: Callable[..., Any], replacement: Callable[..., Any]) -> 
             "num_microbatches": batches,
             "forward_data_store": [],
         }
-        try:
+        with ExitStack() as back:
+            for kind in scalers.values():
+                back.enter_context(patching.lent(kind, main_loss_backward_scale=None))
             found = original(**given, **accepted(original, cp_group_size=_RANKS, is_last_stage=True))
             held = {name: torch.as_tensor(kind.main_loss_backward_scale) for name, kind in scalers.items()}
-        finally:
-            for undo in back:
-                undo()
         return found[0] if isinstance(found, tuple) else found, held
 
     for per_token, want in ((False, total / tokens / batches), (True, total)):
@@ -246,11 +242,8 @@ def token_counts(original: Callable[..., Any], replacement: Callable[..., Any]) 
     from megatron.core.transformer.moe import moe_utils
 
     routed = torch.tensor([[1, 0], [1, 0], [0, 1], [0, 0]])  # the last token is padding
-    back = patching.lend(moe_utils, "reduce_from_tensor_model_parallel_region", lambda x, group: x)
-    try:
+    with patching.lent(moe_utils, reduce_from_tensor_model_parallel_region=lambda x, group: x):
         found = original(routed, stock.Group(), topk=1, with_padding_mask=True)
-    finally:
-        back()
     if len(found) != 3:
         return f"it returns {len(found)} values, not 3"
     names = ("tokens of each expert", "this rank's tokens", "all ranks' tokens")

@@ -41,7 +41,7 @@ def zigzag(x: Tensor, group: stock.Group, dim: int = 1) -> Tensor:
 
 
 def whole(parts: list[Tensor]) -> Tensor:
-    """The inverse of ``_zigzag``, along dimension 1."""
+    """The inverse of ``zigzag``, along dimension 1."""
     halves = [part.chunk(2, 1) for part in parts]
     return torch.cat([half for half, _ in halves] + [half for _, half in reversed(halves)], 1)
 

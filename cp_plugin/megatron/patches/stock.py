@@ -83,14 +83,11 @@ def _asked_for(context_parallel: Callable[[], ContextParallel] | None) -> Iterat
 @contextmanager
 def _known_to_torch() -> Iterator[None]:
     """Make torch's queries of a group's rank and size answer for a ``Group``, too."""
-    back = []
-    for name, answer in (("get_rank", Group.rank), ("get_world_size", Group.size)):
-        back.append(patching.lend(dist, name, _or_of_stand_in(getattr(dist, name), answer)))
-    try:
+    answers = {"get_rank": Group.rank, "get_world_size": Group.size}
+    with patching.lent(
+        dist, **{name: _or_of_stand_in(getattr(dist, name), answer) for name, answer in answers.items()}
+    ):
         yield
-    finally:
-        for undo in back:
-            undo()
 
 
 def _or_of_stand_in(asked: Callable[..., int], answer: Callable[[Group], int]) -> Callable[..., int]:

@@ -84,16 +84,12 @@ def _gradient(router: Any, hidden: Tensor, scale: int) -> Tensor:
     twin = copy.copy(router)
     twin._buffers = {name: None if x is None else x.clone() for name, x in router._buffers.items()}
     twin.training = True
-    back = [patching.lend(MoEAuxLossAutoScaler, "main_loss_backward_scale", hidden.new_full((1,), scale).float())]
-    back += [patching.lend(megatron_router, name, log) for name, log in _LOGS.items() if name in vars(megatron_router)]
+    scaled = patching.lent(MoEAuxLossAutoScaler, main_loss_backward_scale=hidden.new_full((1,), scale).float())
+    logs = {name: log for name, log in _LOGS.items() if name in vars(megatron_router)}
     padding = None
     if runtime.settings().pad_sequence:  # as in training, with none of it here
         padding = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-    try:
-        with torch.enable_grad():
-            probs, _ = twin(hidden, padding_mask=padding)
-            (found,) = torch.autograd.grad(0 * probs.sum(), router.weight)
-    finally:
-        for undo in back:
-            undo()
+    with scaled, patching.lent(megatron_router, **logs), torch.enable_grad():
+        probs, _ = twin(hidden, padding_mask=padding)
+        (found,) = torch.autograd.grad(0 * probs.sum(), router.weight)
     return found.float()

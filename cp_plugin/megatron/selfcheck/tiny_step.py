@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -128,20 +129,20 @@ def _of_gradients(chunks: Sequence[Any], tokens: int) -> list[str]:
             want += size * (_MICRO_BATCHES * ranks / counts.sum() if per_token else 1)
             want += size * (ranks - 1) * (scaler is MoEAuxLossAutoScaler and not per_token)  # parts are summed
     checked, STATE.loss_checked = STATE.loss_checked, True  # the script's own loss is checked in its first micro-batch
-    back = [patching.lend(scaler, _SCALE, getattr(scaler, _SCALE)) for _, scaler, _ in _OTHER_LOSSES]
     try:
-        schedules.forward_backward_no_pipelining(
-            forward_step_func=_forward,
-            data_iterator=iter(masks),
-            model=[model],
-            num_microbatches=_MICRO_BATCHES,
-            seq_length=tokens,
-            micro_batch_size=1,
-        )
+        with ExitStack() as back:
+            for _, scaler, _ in _OTHER_LOSSES:
+                back.enter_context(patching.lent(scaler, **{_SCALE: getattr(scaler, _SCALE)}))
+            schedules.forward_backward_no_pipelining(
+                forward_step_func=_forward,
+                data_iterator=iter(masks),
+                model=[model],
+                num_microbatches=_MICRO_BATCHES,
+                seq_length=tokens,
+                micro_batch_size=1,
+            )
     finally:
         STATE.loss_checked = checked
-        for undo in back:
-            undo()
     found = _own_part(model)
     problems = []
     if found.numel() and not torch.allclose(found, want.expand_as(found), rtol=1e-4, atol=0):
