@@ -78,7 +78,7 @@ def _run(words: Sequence[str]) -> Any:
 def _row(patch: Any, *, needed: bool) -> dict[str, Any]:
     from cp_plugin.megatron.patches import patching
 
-    if any(patch.target in replaced for replaced in patching.STATE.replaced.values()):
+    if patching.replaced_at(patch.target) is not None:
         state, broken = "known", ""  # CPU mode's, in place by now
         if patch.target in patching.STATE.unknown:
             state = "checked"

@@ -143,7 +143,7 @@ def install(patches: Sequence[Patch], scope: Scope = "run", *, packs: bool = Fal
         ValueError: for a megatron-core outside the supported range, and for broken contracts, all of them.
     """
     check_version()
-    new = [patch for patch in patches if not any(patch.target in replaced for replaced in STATE.replaced.values())]
+    new = [patch for patch in patches if replaced_at(patch.target) is None]
     findings = [found for patch in new if (found := examine(patch)).state != "absent"]
     broken = [found for found in findings if found.broken]
     if now := [found for found in broken if packs or not found.patch.late]:
@@ -277,10 +277,13 @@ def lent(owner: Any, **values: Any) -> Iterator[None]:
 
 def original(target: str) -> Any:
     """The symbol as Megatron defines it, replaced or not."""
-    for replaced in STATE.replaced.values():
-        if target in replaced:
-            return replaced[target][0].original
-    return find(target)[1]
+    places = replaced_at(target)
+    return find(target)[1] if places is None else places[0].original
+
+
+def replaced_at(target: str) -> list[Place] | None:
+    """Where a symbol has been replaced, in either scope; None: nowhere."""
+    return next((replaced[target] for replaced in STATE.replaced.values() if target in replaced), None)
 
 
 def importers() -> dict[str, ModuleType]:
