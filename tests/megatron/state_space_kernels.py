@@ -25,7 +25,7 @@ def install() -> None:
     mamba_context_parallel, _ = find("megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing")
     delta_net = [
         find(f"megatron.core.ssm.gated_delta_net.{name}")[0]
-        for name in ("common:get_parameter_local_cp", "gdn:GatedDeltaNet")
+        for name in ("common:GatedDeltaNetSubmodules", "gdn:GatedDeltaNet")
     ]
     for module, names in {
         mamba_mixer: {
