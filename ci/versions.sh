@@ -26,6 +26,7 @@ tests=(
   "test_mla.py::test_models[yarn and a latent query]"
   "test_masks_in_training.py::test_windows_and_offsets[window]"
   "test_linear_parity.py::test_softmax_layers_between[LN-gla]"
+  "test_delta_net.py::test_as_on_one_rank[beside Mamba, on a grid]"
   test_settings_in_checkpoint.py
   test_elastic.py::test_a_training_is_handed_on
   test_packed_models.py

@@ -85,11 +85,10 @@ def test_features_by_version() -> None:
     questions = (
         compat.counts_end_of_document,
         compat.has_hybrid_models,
-        compat.builds_gated_delta_net,
         compat.weakens_expert_losses,
     )
     answers = [[ask(version) for ask in questions] for version in ("0.17.1", "0.18.2", "0.19.0")]
-    assert answers == [[False, False, False, True], [True, True, False, True], [True, True, True, False]]
+    assert answers == [[False, False, True], [True, True, True], [True, True, False]]
 
 
 OLD, NEW = "megatron.core.ssm.mamba_context_parallel", "megatron.core.ops.ssm.mamba2.context_parallel"

@@ -117,9 +117,10 @@ def has_hybrid_models(version: str) -> bool:
     return version_tuple(version) >= (0, 18)
 
 
-def builds_gated_delta_net(version: str) -> bool:
-    """Since 0.19 hybrid models support gated delta net without Transformer Engine."""
-    return version_tuple(version) >= (0, 19)
+def delta_net_takes_exchange() -> bool:
+    """Since 0.19 gated delta net has the parameter ``cp_comm_type``, which its layer always passes if it is set."""
+    _, layer = find("megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet")
+    return "cp_comm_type" in inspect.signature(layer).parameters
 
 
 def weakens_expert_losses(version: str) -> bool:

@@ -109,8 +109,8 @@ def test_kernels_of_cuda_are_named_before_the_model_is_built(pattern: str, kerne
     from cp_plugin.common.versions import version_tuple
     from cp_plugin.megatron.patches.patching import megatron_version
 
-    if version_tuple(megatron_version()) < (0, 19):
-        pytest.skip("hybrid models with gated delta net since 0.19")
+    if version_tuple(megatron_version()) < (0, 18):
+        pytest.skip("hybrid models since 0.18")
     with pytest.raises(RankError, match=f"ValueError: {kernels}.* run on CUDA only. Train on a GPU"):
         train(1, f"--hybrid-layer-pattern {pattern}", model=MODEL.replace("--num-layers 2 ", ""))
 

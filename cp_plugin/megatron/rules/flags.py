@@ -37,7 +37,8 @@ def names_its_exchange(run: Run) -> bool:
 def _comm_type(run: Run) -> Found:
     given = value_of(run.args, "--cp-comm-type") or "p2p"
     asked = [given] if isinstance(given, str) else list(given)  # Bridge's configuration has one word
-    return when(asked != ["p2p"] and not (asked == ["all_gather"] and names_its_exchange(run)), value=shown(given))
+    ignored = asked in (["p2p"], [None]) or (asked == ["all_gather"] and names_its_exchange(run))
+    return when(not ignored, value=shown(given))
 
 
 DROPOUT = flag(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cp_plugin.megatron import compat
@@ -31,11 +30,6 @@ def _hybrid(symbol: str, why: str, fix: str) -> Rule:
         fix=fix,
         looks_at=lambda run: when(symbol in _pattern(run), pattern=_pattern(run)),
     )
-
-
-def _old(run: Run, symbols: str, since: Callable[[str], bool]) -> Found:
-    has = _pattern(run) and (not symbols or symbols in _pattern(run))
-    return when(has and not since(run.version), pattern=_pattern(run), version=run.version)
 
 
 def _below_one(run: Run) -> Found:
@@ -110,14 +104,9 @@ RULES = (
         what="--hybrid-layer-pattern {pattern} on megatron-core {version}",
         why="this version has hybrid models under another name",
         fix="use 0.18 or newer",
-        looks_at=lambda run: _old(run, "", compat.has_hybrid_models),
-    ),
-    Rule(
-        name="gated delta net before 0.19",
-        what="G in --hybrid-layer-pattern {pattern} on megatron-core {version}",
-        why="the plugin cannot build gated delta net with this version",
-        fix="use 0.19 or newer",
-        looks_at=lambda run: _old(run, "G", compat.builds_gated_delta_net),
+        looks_at=lambda run: when(
+            _pattern(run) and not compat.has_hybrid_models(run.version), pattern=_pattern(run), version=run.version
+        ),
     ),
     Rule(
         name="packed micro-batches in a pipeline",
@@ -170,6 +159,19 @@ RULES = (
             run.args.context_parallel_size > 1 and names_its_exchange(run) and run.args.cp_comm_type != ["all_gather"]
         ),
         sets={"cp_comm_type": ["all_gather"]},
+    ),
+    Rule(
+        name="exchange of gated delta net",
+        kind="adjust",
+        what="--cp-comm-type is unset",
+        why="this Megatron would pass it to gated delta net, which has no such parameter",
+        looks_at=lambda run: when(
+            run.args.context_parallel_size > 1
+            and "G" in _pattern(run)
+            and run.args.cp_comm_type == ["p2p"]
+            and not compat.delta_net_takes_exchange()
+        ),
+        sets={"cp_comm_type": [None]},
     ),
     Rule(
         name="chunks of gated delta net",

@@ -65,10 +65,11 @@ def _call(
     generator = torch.Generator().manual_seed(40 + number)
     where, batch = packing.places(pack), 2 if pack is None else 1
     cp = packing.on_pack(cp, where, tokens)
-    sizes = sum(layer.in_proj_split_sections), (layer.num_v_heads_local_tp, layer.value_head_dim)
-    rounded = torch.randn(tokens, batch, sizes[0], generator=generator).to(layer.config.params_dtype)
-    rounded[..., -sizes[1][0] :] -= _WEAKER
-    dout = torch.randn(tokens, batch, *sizes[1], generator=generator).to(layer.config.params_dtype)
+    heads = layer.num_v_heads_local_tp
+    width = 2 * (layer.qk_dim_local_tp + layer.v_dim_local_tp + heads)
+    rounded = torch.randn(tokens, batch, width, generator=generator).to(layer.config.params_dtype)
+    rounded[..., -heads:] -= _WEAKER
+    dout = torch.randn(tokens, batch, heads, layer.value_head_dim, generator=generator).to(layer.config.params_dtype)
     bounds = None if pack is None else packing.bounds(pack, tokens)
     return _Call(rounded.double().to(device), dout.double().to(device), cp.positions(tokens, device), cp, bounds)
 
