@@ -14,27 +14,43 @@ REPLAYED = Path(__file__).parents[1] / "ci" / "megatron" / "replayed.json"
 
 
 def replayed() -> str:
-    """A row for each version that commits call themselves."""
+    """A row for each version that commits of main call themselves, one for open pull requests, and the dev branch."""
     found = json.loads(REPLAYED.read_text(encoding="utf-8"))["commits"]
     if not found:
         return "Not yet run as a whole."
-    by_version: dict[str, list[dict[str, Any]]] = {}
-    for one in sorted(found.values(), key=lambda one: one["date"]):
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for one in sorted(found.values(), key=lambda one: (one["name"] != "HEAD", one["date"])):
         if megatron_supported(one["version"]):
-            by_version.setdefault(one["version"], []).append(one)
+            groups.setdefault(_group(one), []).append(one)
     rows = []
-    for version, some in by_version.items():
-        starts = [all(result["state"] == "passed" for result in one["start"].values()) for one in some]
-        trained = [result["state"] for one in some for result in one.get("train", {}).values()]
+    for group, some in groups.items():
+        dates = [one["date"] for one in some]
+        unknown = [len(one["unknown"]) for one in some]
         rows.append(
             [
-                version,
-                f"{some[0]['date']} to {some[-1]['date']}",
+                group,
+                f"{min(dates)} to {max(dates)}" if len(some) > 1 else dates[0],
                 len(some),
-                f"{min(len(one['unknown']) for one in some)} to {max(len(one['unknown']) for one in some)}",
-                f"{sum(starts)} of {len(some)}",
-                f"{trained.count('passed')} of {len(trained)}",
+                f"{min(unknown)} to {max(unknown)}",
+                *(_passed(some, "start", names) for names in (("gpt", "packed", "moe"), ("hybrid",), ("delta net",))),
+                _passed(some, "train", ("packed",)),
+                _passed(some, "train", ("hybrid", "delta net")),
             ]
         )
-    titles = ("calls itself", "dates", "commits", "unknown sources", "start", "trainings as on one rank")
+    titles = (
+        *("", "dates", "commits", "unknown sources", "GPT, packed, experts start", "Mamba hybrids start"),
+        *("with gated delta net", "packed GPT trains as on one rank", "hybrids do"),
+    )
     return markdown.table(titles, rows)
+
+
+def _group(one: dict[str, Any]) -> str:
+    if one["name"] == "HEAD":
+        return f"main, {one['version']}"
+    return "open pull requests" if one["name"].startswith("refs/pull/") else one["name"]
+
+
+def _passed(some: list[dict[str, Any]], kind: str, cases: tuple[str, ...]) -> str:
+    """Of the commits that have one of these cases, those on which all of them pass."""
+    states = [[one[kind][case]["state"] for case in cases if case in one.get(kind, {})] for one in some]
+    return f"{sum(set(one) == {'passed'} for one in states)} of {sum(map(bool, states))}" if any(states) else "-"

@@ -174,14 +174,14 @@ def test_a_training_that_differs_has_started(
     assert "packed: 1 of 1 start" in told and "packed, trained: 0 of 1 as one rank" in told
     assert "hybrid: 0 of 1 start" in told
     (entry,) = json.loads(out.read_text())["commits"].values()
-    assert entry["contracts"] == found and entry["unknown"] == ["a:g", "a:h"]
+    assert entry["contracts"] == found and entry["unknown"] == ["a:g", "a:h"] and entry["name"] == "HEAD"
     head, row = told.split("\n\n")[1].splitlines()
     assert head.split()[-2:] == ["unknown", "broken"] and row.split()[-2:] == ["2", "1"]
 
 
 def test_commits_by_name_are_ordered_by_date(replay: ModuleType, repo: Path) -> None:
     found = replay.chosen(repo, None, 1, ["HEAD", "HEAD~1", "main"])
-    assert found == [git(repo, "rev-parse", name) for name in ("HEAD~1", "HEAD")]
+    assert list(found.items()) == [(git(repo, "rev-parse", name), name) for name in ("HEAD~1", "HEAD")]
 
 
 @pytest.mark.parametrize(

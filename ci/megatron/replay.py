@@ -40,7 +40,7 @@ VERSION = "megatron/core/package_info.py"
 HELPER = "megatron/core/datasets/helpers_cpp*.so"
 TIMEOUT_S = 3 * replay_case.TIMEOUT_S
 Entry = dict[str, Any]
-"""One commit: see ``examine``."""
+"""One commit: see ``examine``; and its ``name`` as given, HEAD for those of ``--since``."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     def work(commit: str) -> None:
         entry = examine(given.repo, commit, kinds, helper)
         with writing:
-            known[commit] = known.get(commit, {}) | entry
+            known[commit] = known.get(commit, {}) | {"name": commits[commit]} | entry
             write(given.out, known)
             print(f"[{sum(done(known.get(c, {}), kinds) for c in left)}/{len(left)}] {line(commit, entry)}", flush=True)
 
@@ -75,8 +75,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def chosen(repo: Path, since: str | None, every: int, commits: Sequence[str]) -> list[str]:
-    """Full names of the commits, oldest first.
+def chosen(repo: Path, since: str | None, every: int, commits: Sequence[str]) -> dict[str, str]:
+    """Hash of each commit -> how it was named, oldest first.
 
     Args:
         since: every ``every``-th first-parent commit of HEAD from this date on, the newest included.
@@ -91,22 +91,24 @@ def chosen(repo: Path, since: str | None, every: int, commits: Sequence[str]) ->
         raise ValueError("give --since DATE, or names of commits, and not both")
     if since is not None:
         listed = git(repo, "log", "--first-parent", f"--since={since}", "--format=%H", "HEAD")
-        found = listed.stdout.split()[::every][::-1]
-        if not found:
+        names = dict.fromkeys(listed.stdout.split()[::every][::-1], "HEAD")
+        if not names:
             raise ValueError(f"--since {since}: no commit of {repo} is that new; write a date such as 2026-03-01")
     else:
-        dates: dict[str, int] = {}
-        for commit in commits:
-            shown = git(repo, "show", "-s", "--format=%H %ct", f"{commit}^{{commit}}")
+        dated: list[tuple[int, str, str]] = []
+        for name in commits:
+            shown = git(repo, "show", "-s", "--format=%H %ct", f"{name}^{{commit}}")
             if shown.returncode:
-                raise ValueError(f"{commit}: {repo} has no such commit; fetch it first")
-            name, date = shown.stdout.split()
-            dates[name] = int(date)
-        found = sorted(dates, key=lambda name: dates[name])
-    for commit in found:
+                raise ValueError(f"{name}: {repo} has no such commit; fetch it first")
+            commit, date = shown.stdout.split()
+            dated.append((int(date), commit, name))
+        names = {}
+        for _, commit, name in sorted(dated, key=lambda one: one[0]):
+            names.setdefault(commit, name)
+    for commit in names:
         if git(repo, "cat-file", "-e", f"{commit}:{VERSION}").returncode:
             raise ValueError(f"{commit[:10]} has no {VERSION}: it is not of Megatron-LM, or too old")
-    return found
+    return names
 
 
 def examine(repo: Path, commit: str, kinds: Sequence[str], helper: Path | None) -> Entry:
