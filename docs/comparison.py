@@ -68,7 +68,7 @@ def short_table() -> str:
     """All providers: page and summary."""
     names = [*providers.names(), "lasp2", "zeco"]
     rows = [(f"[`{name}`](methods/{name}.md)", providers.get(name).summary) for name in names]
-    return markdown.table(("`--cp-provider`", "method"), rows)
+    return markdown.table(("provider", "method"), rows)
 
 
 def fewest_table() -> str:

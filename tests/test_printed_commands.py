@@ -154,6 +154,8 @@ def test_an_unknown_command_is_noticed(here: Path) -> None:
         execute(Printed(page="", text=f"torchrun -m cp_plugin.pretrain_gpt {FLAGS} --cp-provider ringg"), here)
     with pytest.raises(AssertionError):
         check_mention(Printed(page="", text="cp-plugin plans"))
+    with pytest.raises(AssertionError, match="8 is no argument"):
+        execute(Printed(page="", text="cp-plugin example attention2d-64xa100 --scaled 8"), here)
 
 
 @pytest.mark.parametrize("pattern", COVERED)
@@ -183,6 +185,8 @@ def execute(command: Printed, here: Path) -> None:
     covered = any(re.match(pattern, command.text) for pattern in COVERED)
     known = next((how for pattern, how in HOW.items() if re.match(pattern, command.text)), None)
     assert covered or known, f"{command.page} prints {command.text!r}: nothing here runs it"
+    if covered and command.words[0] == "cp-plugin":
+        check_arguments(command)
     if known and not covered:
         known(command, here)
 
@@ -256,7 +260,7 @@ def _script(command: Printed, here: Path) -> None:
 
 def _pip(command: Printed, here: Path) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked = re.findall(r"cp-plugin\[([\w,]+)\]", command.text)
+    asked = re.findall(r"(?:cp-plugin|\.)\[([\w,]+)\]", command.text)
     assert asked and set(asked[0].split(",")) <= set(extras), command.text
 
 
@@ -277,6 +281,15 @@ HOW: dict[str, Callable[[Printed, Path], None]] = {
 """Pattern of a command -> how to run it."""
 
 
+def check_arguments(command: Printed) -> None:
+    """AssertionError or a click error for a command of ``cp-plugin`` that does not parse as printed."""
+    _, name, *words = command.words
+    own = words[: words.index("--")] if "--" in words else words
+    context = typer.main.get_command(app).commands[name].make_context(name, own)  # type: ignore[attr-defined]
+    extra = context.args[:1]  # flags of Megatron, where the command takes them
+    assert not extra or extra[0].startswith("--"), f"{command.page} prints {command.text!r}: {extra[0]} is no argument"
+
+
 def check_mention(command: Printed) -> None:
     """AssertionError for a command, option, module or script that does not exist."""
     name, *words = command.words if "'" not in command.text else command.text.split()
@@ -290,7 +303,7 @@ def check_mention(command: Printed) -> None:
     elif words[:1] == ["-m"] and name in _FOREIGN:
         assert importlib.util.find_spec(words[1]) is not None, command.text
     elif name in _FOREIGN and not (words and words[0].endswith(".py")):
-        assert name != "pip" or words[0] in ("show", "install", "wheel"), command.text
+        assert name != "pip" or words[0] in ("show", "install", "uninstall", "wheel"), command.text
     else:
         assert (ROOT / (words[0] if name in _FOREIGN else name)).is_file(), command.text
 

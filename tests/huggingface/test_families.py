@@ -24,7 +24,7 @@ def rows(heading: str) -> list[tuple[str, str]]:
     return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()]  # type: ignore[misc]
 
 
-TRAINED = {kind: what for what, kinds in rows("| what is divided |") for kind in re.findall(r"`(\w+)`", kinds)}
+TRAINED = {kind: what for what, kinds in rows("| layers |") for kind in re.findall(r"`(\w+)`", kinds)}
 REFUSED = {
     kind: reason for kinds, reason in rows("| `model_type` | reason |") for kind in re.findall(r"`(\w+)`", kinds)
 }

@@ -151,7 +151,10 @@ REGIMES = (
 
 CANONICAL = REGIMES[0]
 """The example of the README, ``docs/choose.md`` and ``docs/wins.md``."""
-CONSTRAINT = "all parallel sizes and the recomputation free, one sequence per data-parallel rank, at most 16M tokens"
+CONSTRAINT = (
+    "parallel sizes and recomputation chosen freely, one sequence per data-parallel rank, "
+    "at most 16M tokens per iteration"
+)
 """On every answer."""
 
 
@@ -256,8 +259,8 @@ def sentence(regime: Regime) -> str:
     other = simplest(sides(found.found)[not best.candidate.upstream])
     slower = other.iteration.seconds / best.iteration.seconds
     ties = tie(slower, 1.0, typical_error(other.provider, best.provider))
-    word = "ties" if ties else f"takes {slower:.2f}x"
+    word = "ties" if ties else f"takes {slower:.2f} times as long"
     return (
-        f"{regime.example} ({CONSTRAINT}): **{named(best)}**, {shaped(best)}. {named(other)}, {shaped(other)}, {word} "
-        f"({off_by(other.provider, best.provider)}). Predicted."
+        f"Predicted for {regime.example} ({CONSTRAINT}): **{named(best)}**, {shaped(best)}. {named(other)}, "
+        f"{shaped(other)}, {word} ({off_by(other.provider, best.provider)})."
     )

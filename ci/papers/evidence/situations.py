@@ -17,7 +17,7 @@ SITUATIONS = (
     Regime(name="A100 on PCIe", model="llama2-7b", cluster="a100-pcie-roce", devices=32, tokens=2**18),
     *(regime for regime in REGIMES if regime.documents and not regime.card),
 )
-_HEAD = "| training | example | use | with | stock's time over ours | typical error |"
+_HEAD = "| situation | example | use | with | stock's time over ours | typical error |"
 
 
 def table() -> str:
@@ -42,9 +42,9 @@ def row(regime: Regime) -> str:
 def _note() -> str:
     errors = in_words(sorted({p.provider for regime in SITUATIONS for p in answer(regime).found}))
     return (
-        f"Predicted, as `cp-plugin plan` does: {CONSTRAINT}, each side with what suits it best. Of methods within the "
-        f"typical error of each other, a tie, the simplest is named: stock Megatron if it is among them. "
-        f"{errors[0].upper()}{errors[1:]}: the median of a predicted ratio, so half are off by more."
+        f"Predicted, as by `cp-plugin plan`: {CONSTRAINT}, each side in its own best configuration. Methods within the "
+        f"typical error of each other tie; of those, the simplest is named: stock Megatron if it is among them. "
+        f"{errors[0].upper()}{errors[1:]}: the median error of a predicted ratio, so half are off by more."
     )
 
 
