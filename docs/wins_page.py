@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +36,7 @@ documents are padded to a multiple of twice the ranks. All predicted: no regime 
 - **Use**: what `cp-plugin plan` answers: {CONSTRAINT},
   each side in its [own best configuration](#each-side-at-its-best). Methods within the typical error of each other
   **tie**; of those, the simplest is named: stock Megatron if it is among them.
+  *Heads over 4* stands for a [head axis](methods/head_axis.md) of 4 ranks.
 - **Each at its best**: the ratio of the two sides in that answer.
 - **In one shape**: one sequence over all devices, all layers recomputed; of our tied methods, the simplest.
     - **Same recomputation**: method against method; both keep attention's output.
@@ -129,8 +131,14 @@ def front() -> str:
     rows = {cells[0]: cells for cells in _rows(PAGE.read_text().split(_EACH)[0])}
     shown = [rows[regime.name] for regime in REGIMES if regime.front]
     return "\n".join(
-        f"- {cells[0]} ({cells[1]}): {cells[3]} with {cells[2]}, typical error {cells[-1]}" for cells in shown
+        f"- {cells[0]} ({cells[1]}): {cells[3]} with {_with_flag(cells[2])}, typical error {cells[-1]}"
+        for cells in shown
     )
+
+
+def _with_flag(method: str) -> str:
+    """``heads over 4`` as its flag."""
+    return re.sub(r" heads over (\d+)", r" and `--cp-head-parallel \1`", method)
 
 
 def _rows(page: str) -> list[list[str]]:

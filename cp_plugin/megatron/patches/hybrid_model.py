@@ -23,7 +23,7 @@ def replace_init(call: Call) -> None:
 HYBRID_MODEL = Patch(
     "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
     replace_init,
-    "attention of the spec of hybrid models, which on the CPU is not that of Transformer Engine",
+    "attention of the spec of hybrid models; on the CPU, a spec without Transformer Engine",
     wraps("hybrid_stack_spec", "config"),
     called_by="the model builder, with a spec that names Megatron's classes",
     otherwise="a hybrid model would keep Megatron's own attention",
