@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from cp_plugin.cli.show_plan import flags
 from cp_plugin.planner.errors import in_words, off_by
 from evidence.regimes import CANONICAL, CONSTRAINT, REGIMES, Regime, answer, apart, named, shaped, verdict
@@ -49,4 +51,5 @@ def _note() -> str:
 
 
 def _flags(regime: Regime) -> str:
-    return f"{regime.name[0].upper()}{regime.name[1:]}:\n\n```\n{flags(answer(regime).best)}\n```\n"
+    lines = re.findall(r"(.{1,96})(?: (?=--)|$)", flags(answer(regime).best))
+    return f"{regime.name[0].upper()}{regime.name[1:]}:\n\n```\n{' \\\n'.join(lines)}\n```\n"
