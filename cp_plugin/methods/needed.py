@@ -209,7 +209,7 @@ PROVIDERS = (
     with_gradient_dtype(
         Provider(
             name="needed",
-            summary="only the remote keys and values that the mask needs are fetched: windows and packed documents",
+            summary="fetch only the remote keys and values that are seen: windows and packed documents",
             layouts=LAYOUTS,
             build=lambda mesh, local, problem, options: Needed(mesh, AXIS, local),
             traffic=_traffic,

@@ -84,7 +84,7 @@ PROVIDER = (
     Patch(
         "megatron.core.utils:get_thd_batch_on_this_cp_rank",
         batch.replace_get_thd_batch,
-        "layout of packed batches, in versions that slice them by another function",
+        "layout of packed batches, which some versions slice by a function of their own",
         wraps("batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", probe=probes.packed_batch),
         called_by="the training script",
         otherwise="ranks would train on other tokens of a pack than their angles and masks are for",
@@ -95,7 +95,7 @@ PROVIDER = (
     Patch(
         "megatron.core.context_parallel.utils:get_batches_on_this_cp_rank",
         batch.replace_get_batches,
-        "layout of several batches sliced at once",
+        "layout of the batch, where a script may ask for several",
         wraps(
             "batch",
             "cp_group",
@@ -121,7 +121,7 @@ PROVIDER = (
     Patch(
         "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",
         rope.replace_set_cos_sin_cache,
-        "a stale table of YaRN angles, made for another length",
+        "a table of YaRN angles that belongs to another length",
         wraps(probe=probes.yarn_table),
         called_by="the embedding's constructor",
         otherwise="tokens would be rotated by angles of another length",
@@ -277,7 +277,7 @@ PADDING = (
     Patch(
         "megatron.core.transformer.moe.router:TopKRouter.forward",
         padding.replace_router_forward,
-        "exclusion of padding from expert load balancing",
+        "padding, which experts do not balance",
         wraps("input", "padding_mask"),
         called_by="MoE layers",
         otherwise="experts would be balanced for padding, too",
