@@ -10,6 +10,8 @@ import markdown_tables as markdown
 
 from cp_plugin.common.versions import megatron_supported
 
+_MEGATRONS_OWN = {"alone", "lacks"}
+"""States of what fails without the plugin, too: not counted."""
 REPLAYED = Path(__file__).parents[1] / "ci" / "megatron" / "replayed.json"
 
 
@@ -41,7 +43,26 @@ def replayed() -> str:
         *("", "dates", "commits", "unknown sources", "GPT, packed, experts start", "Mamba hybrids start"),
         *("with gated delta net", "packed GPT trains as on one rank", "hybrids do"),
     )
-    return markdown.table(titles, rows)
+    return "\n".join([markdown.table(titles, rows), *_left_out(found)])
+
+
+def _left_out(found: dict[str, Any]) -> list[str]:
+    """Why cases did not pass, with the commits."""
+    why: dict[str, dict[str, None]] = {}
+    for commit, one in found.items():
+        if not megatron_supported(one["version"]):
+            continue
+        for case in (*one["start"].items(), *one.get("train", {}).items()):
+            name, result = case
+            if result["state"] != "passed":
+                short = result["message"].splitlines()[0].partition(" (/")[0].rstrip(".")
+                kind = "not counted: " if result["state"] in _MEGATRONS_OWN else f"{name}: "
+                why.setdefault(f"{kind}{short}", {})[_named(commit, one)] = None
+    return ["", *(f"- {', '.join(commits)}: {text}" for text, commits in why.items())] if why else []
+
+
+def _named(commit: str, one: dict[str, Any]) -> str:
+    return f"#{one['name'].split('/')[2]}" if one["name"].startswith("refs/pull/") else commit[:10]
 
 
 def _group(one: dict[str, Any]) -> str:
@@ -53,4 +74,5 @@ def _group(one: dict[str, Any]) -> str:
 def _passed(some: list[dict[str, Any]], kind: str, cases: tuple[str, ...]) -> str:
     """Of the commits that have one of these cases, those on which all of them pass."""
     states = [[one[kind][case]["state"] for case in cases if case in one.get(kind, {})] for one in some]
+    states = [one for one in states if not set(one) & _MEGATRONS_OWN]
     return f"{sum(set(one) == {'passed'} for one in states)} of {sum(map(bool, states))}" if any(states) else "-"

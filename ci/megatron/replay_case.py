@@ -13,6 +13,7 @@ import os
 import re
 import runpy
 import sys
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ LOSS, GRADIENT = 1e-5, 1e-4
 TIMEOUT_S = 300.0
 _ENDS = {
     "refused": r"cp_plugin\.|ValueError: .*(cp_plugin|--cp-)",
-    "lacks": "ModuleNotFoundError: No module named '(?!megatron|cp_)",
+    "lacks": "ModuleNotFoundError: No module named '(?!megatron|cp_)|ValueError: .*, which is not installed",
 }
 """State -> how the last exception begins."""
 
@@ -96,7 +97,7 @@ class Result:
 
     state: str
     """passed; refused: by a message of the plugin; differs: from one rank; lacks: a package that this Megatron imports;
-    alone: fails on one rank without a provider, too; failed: by anything else."""
+    alone: fails on one rank without a provider, or as Megatron imports its own modules; failed: by anything else."""
     message: str = ""
     losses: list[float] | None = None
     """Of both steps, with context parallelism; this and the largest relative differences below: trainings only."""
@@ -117,7 +118,11 @@ def run(tree: Path, name: str, what: str) -> Result:
         activate(["--cp-device", "cpu"])
         import torch._dynamo  # noqa: F401  (every rank's first step would import it)
     except Exception as error:
-        return _ended(f"{type(error).__name__}: {error}")
+        got = _ended(f"{type(error).__name__}: {error}")
+        inside = traceback.extract_tb(error.__traceback__)[-1].filename.startswith(f"{tree.resolve()}{os.sep}")
+        if got.state == "failed" and isinstance(error, ImportError) and inside:
+            got.state = "alone"
+        return got
 
     def ranks(number: int, flags: str) -> list[Any] | Result:
         words = f"{MODEL} {flags}".split()
