@@ -181,7 +181,12 @@ def contracts(tree: Path) -> list[Entry]:
     except ValueError as error:
         return [{"symbol": "", "state": "unsupported", "message": str(error)}]
     rows = [row for row in found["symbols"] if row["state"] != "known"]
-    return [{"symbol": row["symbol"], "state": row["state"], "message": row["broken"]} for row in rows]
+    return [{"symbol": row["symbol"], "state": row["state"], "message": _in_short(row["broken"])} for row in rows]
+
+
+def _in_short(message: str) -> str:
+    """Without the diff, which has lines of Megatron's source."""
+    return message.partition("\n     --- ")[0]
 
 
 def environment(tree: Path) -> dict[str, str]:

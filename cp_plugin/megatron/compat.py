@@ -31,6 +31,7 @@ MOVED: Mapping[str, tuple[str, ...]] = {
     "megatron.core.ssm.gated_delta_net.common": (
         "megatron.core.ops.ssm.gated_delta.common",
         "megatron.core.ssm.gated_delta_net.common",
+        "megatron.core.ssm.gated_delta_net.gdn",
         "megatron.core.ssm.gated_delta_net",
     ),
     "megatron.core.ssm.gated_delta_net.gdn": (

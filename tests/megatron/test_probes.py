@@ -25,6 +25,10 @@ SMALL = (
     "ensure_divisibility",
     "GlobalMemoryBuffer",
     "get_tensor_device",
+    "build_module",
+    "deprecate_inference_params",
+    "nvtx_range_pop",
+    "nvtx_range_push",
 )
 SHARED = ("is_layer_window_attention", "set_tensor_model_parallel_attributes")
 """Called by the plugin's attention, too."""

@@ -24,7 +24,7 @@ from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around, installed
 
 FORWARD = "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward"
-_NORM = "megatron.core.ssm.gated_delta_net.common:l2norm"
+NORM = "megatron.core.ssm.gated_delta_net.common:l2norm"
 
 
 @around
@@ -35,12 +35,28 @@ def replace_forward(call: Call) -> tuple[Tensor, Tensor | None]:
     if context is not None:
         raise ValueError("gated delta net layers do not support inference: their state is not kept yet")
     hidden, packed = call["hidden_states"], call["packed_seq_params"]
-    projected, _ = layer.in_proj(hidden)
     groups = call.arguments.get("pg_collection") or layer.pg_collection
     cp = runtime.between_layers(runtime.context_parallel(groups.cp, "linear"))
+    projected, _ = layer.in_proj(hidden)
     tokens = projected.size(0) * cp.size
     bounds = None if packed is None else packing.bounds(packed, tokens)
-    out, gate = attend(layer, packing.on_pack(cp, packing.places(packed), tokens), projected, bounds)
+    return computed(layer, packing.on_pack(cp, packing.places(packed), tokens), projected, bounds)
+
+
+def computed(
+    layer: Any,
+    cp: ContextParallel,
+    projected: Tensor,
+    bounds: Tensor | None,
+    unit: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """All of a layer after its input projection; arguments as of ``attend``.
+
+    Returns:
+        Outputs and the bias that Megatron adds later: ``[s/cp, b, h]`` and ``[h]`` or None; with sequence parallelism
+        ``[s/cp/tp, b, h]``.
+    """
+    out, gate = attend(layer, cp, projected, bounds, unit)
     return layer.out_proj(layer._apply_gated_norm(out, gate).view(*out.shape[:2], -1))
 
 
@@ -73,7 +89,7 @@ def attend(
     both, v = mixed.split((2 * keys, values), 2)
     both = both.unflatten(2, (-1, layer.key_head_dim))
     if layer.use_qk_l2norm:
-        both = (unit or compat.find(_NORM)[1])(both.contiguous())
+        both = (unit or compat.find(NORM)[1])(both.contiguous())
     repeat = layer.num_value_heads // layer.num_key_heads
     q, k = (y.repeat_interleave(repeat, 2) for y in both.chunk(2, 2))
     v, gate = (y.unflatten(2, (heads, -1)) for y in (v, gate))

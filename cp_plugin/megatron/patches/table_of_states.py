@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cp_plugin.megatron.layers import gate
-from cp_plugin.megatron.patches import delta_net, flops, hybrid, probes
+from cp_plugin.megatron.patches import delta_net, delta_net_probe, flops, hybrid, probes
 from cp_plugin.megatron.patches.contract import replaces, wraps
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.patches.run import Run
@@ -104,7 +104,8 @@ DELTA_NET = (
             "inference_context",
             "inference_params",
             optional=_OF_ANY_ATTENTION,
-            probe=None,
+            probe=delta_net_probe.forward,
+            also=delta_net_probe.OF_DELTA_NET,
         ),
         called_by="the layer's module call",
         otherwise="gated delta net would compute something else than on one rank",
