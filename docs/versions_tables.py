@@ -47,18 +47,18 @@ def replayed() -> str:
 
 
 def _left_out(found: dict[str, Any]) -> list[str]:
-    """Why cases did not pass, with the commits."""
-    why: dict[str, dict[str, None]] = {}
+    """Each commit on which a case did not pass, with the first message."""
+    lines = [""]
     for commit, one in found.items():
-        if not megatron_supported(one["version"]):
+        cases = {**one["start"], **one.get("train", {})} if megatron_supported(one["version"]) else {}
+        failed = {name: result for name, result in cases.items() if result["state"] != "passed"}
+        if not failed:
             continue
-        for case in (*one["start"].items(), *one.get("train", {}).items()):
-            name, result = case
-            if result["state"] != "passed":
-                short = result["message"].splitlines()[0].partition(" (/")[0].rstrip(".")
-                kind = "not counted: " if result["state"] in _MEGATRONS_OWN else f"{name}: "
-                why.setdefault(f"{kind}{short}", {})[_named(commit, one)] = None
-    return ["", *(f"- {', '.join(commits)}: {text}" for text, commits in why.items())] if why else []
+        first = next(iter(failed.values()))
+        why = f"`{first['message'].splitlines()[0].partition(' (')[0].rstrip('.')}`"
+        own = {result["state"] for result in failed.values()} <= _MEGATRONS_OWN
+        lines.append(f"- {_named(commit, one)}{', not counted' if own else f', {", ".join(failed)}'}: {why}")
+    return lines if len(lines) > 1 else []
 
 
 def _named(commit: str, one: dict[str, Any]) -> str:

@@ -174,7 +174,8 @@ def test_a_training_that_differs_has_started(
     assert "packed: 1 of 1 start" in told and "packed, trained: 0 of 1 as one rank" in told
     assert "hybrid: 0 of 1 start" in told
     (entry,) = json.loads(out.read_text())["commits"].values()
-    assert entry["contracts"] == found and entry["unknown"] == ["a:g", "a:h"] and entry["name"] == "HEAD"
+    assert entry["unknown"] == ["a:g", "a:h"] and entry["broken"] == {"a:h": "h has no parameter x"}
+    assert entry["name"] == "HEAD"
     head, row = told.split("\n\n")[1].splitlines()
     assert head.split()[-2:] == ["unknown", "broken"] and row.split()[-2:] == ["2", "1"]
 

@@ -115,7 +115,8 @@ def examine(repo: Path, commit: str, kinds: Sequence[str], helper: Path | None) 
     """What a commit is, and what the plugin does on it.
 
     Returns:
-        version, date, subject; contracts: see ``contracts``; unknown: symbols whose source the plugin does not know;
+        version, date, subject; unknown: symbols whose source the plugin does not know; broken: those whose contract
+        does not hold -> why;
         start and train: case -> ``replay_case.Result``, for the models that the commit has; none for a version
         outside the supported range.
     """
@@ -125,7 +126,7 @@ def examine(repo: Path, commit: str, kinds: Sequence[str], helper: Path | None) 
         unpack(repo, commit, tree)
         if helper is not None:
             shutil.copy(helper, tree / "megatron" / "core" / "datasets")
-        entry: Entry = {"version": version_of(tree), "date": date, "subject": subject, "contracts": contracts(tree)}
+        entry: Entry = {"version": version_of(tree), "date": date, "subject": subject}
         here = [name for name, case in CASES.items() if case.known_to(tree) and megatron_supported(entry["version"])]
         trained = {name: run(tree, name, "train") for name in here if "train" in kinds and CASES[name].trained}
         entry["start"] = {
@@ -133,7 +134,9 @@ def examine(repo: Path, commit: str, kinds: Sequence[str], helper: Path | None) 
         }
         if "train" in kinds:
             entry["train"] = trained
-    entry["unknown"] = sorted(row["symbol"] for row in entry["contracts"] if row["state"] in ("checked", "broken"))
+        found = contracts(tree)
+    entry["unknown"] = sorted(row["symbol"] for row in found if row["state"] in ("checked", "broken"))
+    entry["broken"] = {row["symbol"]: row["message"] for row in found if row["state"] == "broken"}
     return entry
 
 
@@ -263,7 +266,7 @@ def table(known: dict[str, Entry], kinds: Sequence[str]) -> str:
     rows = [["commit", "date", "version", *titles, "unknown", "broken"]]
     messages: dict[str, dict[str, list[str]]] = {}
     for commit, entry in known.items():
-        broken = sum(row["state"] == "broken" for row in entry["contracts"])
+        broken = len(entry["broken"])
         cells = [_cell(entry[kind].get(name)) for kind, name in columns]
         rows.append([commit[:10], entry["date"], entry["version"], *cells, str(len(entry["unknown"])), str(broken)])
         for kind, name in columns:

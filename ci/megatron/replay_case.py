@@ -205,7 +205,8 @@ def _contains(file: Path, text: str) -> bool:
 def main(argv: list[str]) -> int:
     tree, name, what = argv
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(json.dumps(asdict(run(Path(tree), name, what))), flush=True)
+    found = asdict(run(Path(tree), name, what))
+    print(json.dumps({name: value for name, value in found.items() if value is not None}), flush=True)
     return 0
 
 
