@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv with everything the project needs, with the pinned versions. Safe to call again.
+# Create .venv with everything the project needs, in the pinned versions. Safe to call again.
 # Usage: ci/environment.sh [EXTRA]     (default: dev)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,18 +15,18 @@ find_python() {
       return
     fi
   done
-  echo "Python $wanted is needed and was not found; set PYTHON=/path/to/python$wanted" >&2
+  echo "Python $wanted not found: install it, or set PYTHON=/path/to/python$wanted" >&2
   exit 1
 }
 
 if [ ! -x .venv/bin/python ]; then
   python="$(find_python)"
-  echo "making .venv with $("$python" --version)"
+  echo "creating .venv with $("$python" --version)"
   "$python" -m venv .venv
 fi
 stamp=.venv/installed-$extra
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ ci/constraints.txt -nt "$stamp" ]; then
-  echo "installing cp-plugin[$extra] and what it needs (torch brings several GB the first time)"
+  echo "installing cp-plugin[$extra] and its dependencies (torch downloads several GB the first time)"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e ".[$extra]"
   touch "$stamp"
 fi

@@ -1,27 +1,28 @@
 #!/usr/bin/env bash
-# Lint and tests, in an environment of their own. Usage: ci/test.sh [--changed [BASE] | --all | pytest arguments]
+# Lint and tests, in their own environment. Usage: ci/test.sh [--changed [BASE] | --all | pytest arguments]
 #
-#   ci/test.sh                    what every change needs: 10 minutes on two cores, once .venv is there; with it, the
-#                                 example of transformers' Trainer in an environment of its own (ci/huggingface.sh)
-#   ci/test.sh --changed [BASE]   the part of it that imports or names what differs from BASE (ci/changed.py)
-#   ci/test.sh --all              also the tests marked slow, and in short form what needs an environment or a clock of
-#                                 its own: planted faults in trainings, other versions of megatron-core, the native hook,
-#                                 Megatron-Bridge, nvidia-modelopt, transformers, parity, the release
-#   ci/test.sh tests/core -k ring
+#   ci/test.sh                    what every change needs: 10 minutes on two cores once .venv exists; includes the
+#                                 example with transformers' Trainer, in an environment of its own (ci/huggingface.sh)
+#   ci/test.sh --changed [BASE]   only the tests that import or name something that differs from BASE (ci/changed.py)
+#   ci/test.sh --all              also the tests marked slow, and short versions of those that need their own
+#                                 environment or a quiet clock: planted faults in training, other megatron-core versions,
+#                                 the native hook, Megatron-Bridge, nvidia-modelopt, transformers, parity, the release
+#   ci/test.sh tests/core -k ring pass arguments to pytest
 #
-# Whatever is left out is printed with its reason; ci/nightly.sh has the rest. Environments run two at a time, since each
-# waits for pip or imports for half of it; what one says is printed when it is done.
+# Everything left out is printed with the reason; ci/nightly.sh runs the rest. Environments run two at a time, since each
+# spends half its time on pip or imports; the output of each is printed when it is done.
 set -euo pipefail
+case "${1:-}" in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" && exit ;; esac
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
-unset PYTHONDONTWRITEBYTECODE # three processes would compile all tests anew, in every run
+unset PYTHONDONTWRITEBYTECODE # otherwise three processes compile all tests again in every run
 ruff format --check .
 ruff check .
 lint-imports
 
 alone=(tests/test_cluster.py tests/test_launch.py tests/planner/test_calibrate.py) # they watch clocks and processes
-elsewhere=(tests/te tests/nemo)                    # they have environments of their own
+elsewhere=(tests/te tests/nemo)                    # they need their own environments
 
 trainer() { bash ci/huggingface.sh tests/huggingface/test_trainer.py -k example; }
 
@@ -29,7 +30,7 @@ in_parts() { # TEST FILE...: each in the process that it needs
   local file kernels=() clocks=() others=()
   for file; do
     case "$file" in
-      tests/te/* | tests/nemo/*) echo "LEFT OUT: $file: it has an environment of its own (ci/te.sh, ci/nemo.sh)" ;;
+      tests/te/* | tests/nemo/*) echo "LEFT OUT: $file: it needs its own environment (ci/te.sh, ci/nemo.sh)" ;;
       tests/kernels/*) kernels+=("$file") ;;
       tests/huggingface/test_trainer.py) trainer ;;
       tests/test_cluster.py | tests/test_launch.py | tests/planner/test_calibrate.py) clocks+=("$file") ;;
@@ -41,7 +42,7 @@ in_parts() { # TEST FILE...: each in the process that it needs
   [ ${#clocks[@]} = 0 ] || python -m pytest "${clocks[@]}"
 }
 
-part() { # COMMAND: run it, then print what it said; its status
+part() { # COMMAND: run it, then print its output; return its status
   local began=$SECONDS status=0 log
   log="$(mktemp)"
   bash -euo pipefail -c "$1" >"$log" 2>&1 || status=$?

@@ -46,11 +46,11 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
 
     _, rest = split_nproc(list(words))
     if not rest:
-        raise ValueError(f"no script given: {USAGE}")
+        raise ValueError(f"no script given; usage: {USAGE}")
     if rest[0].startswith("-"):
-        raise ValueError(f"{rest[0]}: only --nproc may stand before the script; put other flags after it: {USAGE}")
+        raise ValueError(f"{rest[0]}: only --nproc may precede the script; put other flags after it; usage: {USAGE}")
     if not os.path.isfile(rest[0]):
-        raise ValueError(f"{rest[0]}: no such script: {USAGE}")
+        raise ValueError(f"{rest[0]}: no such script; usage: {USAGE}")
     return rest[0], rest[1:]
 
 
@@ -82,7 +82,7 @@ def _help_parser() -> argparse.ArgumentParser:
         "Megatron's flags too.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc", metavar="N", help="start N ranks on this machine; leave it out under torchrun")
+    parser.add_argument("--nproc", metavar="N", help="start N ranks on this machine; leave out under torchrun")
     return add_arguments(parser)
 
 

@@ -38,11 +38,16 @@ TRAINING = shlex.split("""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train a small GPT with CP 1 and with more, and compare the losses.")
-    parser.add_argument("--provider", default="striped", help="--cp-provider to compare with CP 1 (default striped)")
-    parser.add_argument("--ranks", type=int, default=4, help="context-parallel ranks (default 4)")
-    parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=HERE.parent / "out" / "quickstart")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on one rank and on several, and compare the losses."
+    )
+    parser.add_argument("--provider", metavar="NAME", default="striped", help="--cp-provider (default: striped)")
+    parser.add_argument("--ranks", metavar="N", type=int, default=4, help="context-parallel ranks (default: 4)")
+    parser.add_argument("--iterations", metavar="N", type=int, default=40, help="training steps (default: 40)")
+    out = HERE.parent / "out" / "quickstart"
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=out, help="for data, logs and plot (default: %(default)s)"
+    )
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     console = Console()

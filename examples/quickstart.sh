@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train a small GPT with Megatron-LM on this machine, on one rank and on four context-parallel ranks, and compare.
-# Needs Linux and Python 3.12, no GPU. Usage: examples/quickstart.sh [options of examples/quickstart.py]
+# Train a small GPT with Megatron-LM on this machine, on one rank and on four context-parallel ranks; compare the losses.
+# Needs Linux and Python 3.12, but no GPU. Usage: examples/quickstart.sh [--help | options of examples/quickstart.py]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh plot

@@ -211,36 +211,39 @@ def test_ranks_are_not_started_twice(rank: str, flags: tuple[str, ...], monkeypa
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "8")
     done = command("--ranks", "2", "--device", "cpu", *flags)
-    assert done.exit_code == 2 and "--ranks 2: torchrun has started 8 ranks already; leave --ranks out" in done.output
+    assert done.exit_code == 2 and "--ranks 2: torchrun has already started 8 ranks; leave --ranks out" in done.output
 
 
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
         ("--mask causl", "did you mean causal"),
-        ("--mask share-question", "no method here has such a mask: use one of full, causal"),
+        ("--mask share-question", "no method here supports this mask: use one of full, causal"),
         ("--distribution piles", "did you mean pile"),
         ("--provider rings", "did you mean ring"),
         ("--provider te-p2", "did you mean te-p2p"),
         ("--provider ring:colour=red", "options of ring are layout, backend"),
         ("--provider ring:backend=spda", "did you mean sdpa"),
-        ("--provider burst:backward=left", "backward left: unknown (there are kv, q)"),
+        ("--provider burst:backward=left", "backward left: choose one of kv, q"),
         ("--provider attention2d:grid=3x3", "use one of 1x4, 2x2, 4x1"),
-        ("--provider ring --provider ring", "every contestant once"),
-        ("--provider ring --provider lasp2", "run them apart: ring, lasp2"),
+        ("--provider ring --provider ring", "name every contestant only once"),
+        (
+            "--provider ring --provider lasp2",
+            "bench softmax and linear attention separately, not together: ring, lasp2",
+        ),
         ("--provider ring --decay key", "is for linear attention"),
         ("--seq-length 1001", "a multiple of 8, such as 1000 or 1008"),
         ("--seq-length 3", "a multiple of 8, such as 8"),
-        ("--seq-length 8388608", "of memory and"),
-        ("--window 0 --mask causal-window", "--window 0: a token sees at least 1 other"),
+        ("--seq-length 8388608", "of memory, but"),
+        ("--window 0 --mask causal-window", "--window 0: write 1 or more"),
         ("--window 9 --mask full", "--window 9 has no effect with --mask full"),
         ("--distribution pile --mask full", "--distribution pile has no effect with --mask full"),
         ("--heads 6 --kv-heads 4", "6 query heads cannot share 4"),
         ("--plot a.txt", "a.txt: pictures are .svg, .png or .pdf files; write a.svg"),
-        ("--json /nowhere/a.json", "cannot be written: name a file in a folder that exists"),
+        ("--json /nowhere/a.json", "cannot be written: name a file in an existing folder"),
         ("--json .", "--json .: name the file to write"),
         ("--cluster dgx-a10", "did you mean dgx-a100"),
-        ("--cluster dgx-h100 --dtype float64", "no rate of attention in float64"),
+        ("--cluster dgx-h100 --dtype float64", "no attention rate for float64"),
     ],
 )
 def test_refusals(flags: str, part: str) -> None:

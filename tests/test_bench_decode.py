@@ -64,15 +64,15 @@ def test_bytes_that_differ_from_the_formula_are_a_failure() -> None:
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--mask causal", "--mask causal has no effect on --decode"),
-        ("--window 0", "--window 0 has no effect on --decode"),
-        ("--cluster cpu", "--cluster cpu has no effect on --decode"),
-        ("--decay key", "--decay key has no effect on --decode"),
+        ("--mask causal", "--mask causal has no effect with --decode"),
+        ("--window 0", "--window 0 has no effect with --decode"),
+        ("--cluster cpu", "--cluster cpu has no effect with --decode"),
+        ("--decay key", "--decay key has no effect with --decode"),
         ("--provider torch-ring", "a peer cannot decode here"),
         ("--provider lasp2", "linear attention decodes without messages"),
         ("--provider ring --provider ring", "every provider once"),
         ("--provider attention2d:grid=3x3", "use one of 1x4, 2x2, 4x1"),
-        ("--seq-length 13", "must be a multiple of 8"),
+        ("--seq-length 13", "use a multiple of 8"),
     ],
 )
 def test_refusals(flags: str, part: str) -> None:

@@ -47,7 +47,7 @@ def test_a_contestant_is_a_name_with_options():
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("rings", "rings: unknown"),
+        ("rings", "rings: did you mean ring"),
         ("ring:colour=red", "'colour=red' is not option=value"),
         ("ring:layout", "'layout' is not option=value"),
         ("attention2d:grid=8", "rows x columns"),

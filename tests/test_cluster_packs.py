@@ -34,7 +34,7 @@ _ROW = 2 * 32 * 4
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("rings@each", "--run rings: unknown: did you mean ring"),
+        ("rings@each", "--run rings: did you mean ring"),
         ("ring@everywhere", "--run ring@everywhere: say where tokens are, as in ring@placed: placed, each"),
         ("ring", "--run ring: say where tokens are, as in ring@placed: placed, each"),
         ("torch-ring:rotate=alltoall@each", "PyTorch's ring has no documents"),

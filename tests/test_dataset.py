@@ -146,14 +146,14 @@ def test_unreadable_documents_are_named_and_nothing_is_built(
     ("words", "status", "complaint"),
     [
         ("{out} /no/such", 2, "error: /no/such: no such file or folder"),
-        ("{out} {source}/x.json", 2, "x.json: text is read from .jsonl"),
+        ("{out} {source}/x.json", 2, "x.json: JSON is read from .jsonl"),
         ("{out} {source}/tex", 2, "no file with --suffix .txt,.md,.rst,.py,.jsonl in it; suffixes there: .tex (1)"),
-        ("{out} {source} --suffix txt", 2, "--suffix txt: 'txt' is not a suffix; write it with its dot"),
-        ("{out} {source}/a.txt", 2, "a.txt: no text in 1 files"),
-        ("{out} {source} --vocab-size 256", 2, "--vocab-size 256: --tokenizer bytes has 257 ids"),
-        ("{out} {source} --tokenizer byte", 2, "--tokenizer byte: unknown; did you mean bytes"),
-        ("{out} {source} --tokenizer bytes:x", 2, "bytes takes no file"),
-        ("{out} {source} -- --vocab-file x", 2, "bytes takes no flags"),
+        ("{out} {source} --suffix txt", 2, "--suffix txt: 'txt' is not a suffix; write suffixes with their dots"),
+        ("{out} {source}/a.txt", 2, "a.txt: --tokenizer bytes finds no tokens in 1 files"),
+        ("{out} {source} --vocab-size 256", 2, "--vocab-size 256: --tokenizer bytes has 257 token ids"),
+        ("{out} {source} --tokenizer byte", 2, "--tokenizer byte: did you mean bytes"),
+        ("{out} {source} --tokenizer bytes:x", 2, "the bytes tokenizer takes no file"),
+        ("{out} {source} -- --vocab-file x", 2, "the bytes tokenizer takes no flags"),
         ("{out} {source} --max-bytes 1", 2, "--max-bytes 1: the first file"),
         ("{source}/a.txt/out {source}", 1, "error: cannot read or write"),
     ],
@@ -174,13 +174,13 @@ def test_too_long_a_document_or_ids_beyond_the_vocabulary(
     from cp_plugin.megatron.models import indexed, tokenizers
 
     monkeypatch.setattr(indexed, "LONGEST", 10)
-    with pytest.raises(ValueError, match=r"c\.jsonl:1: a document of 11 tokens; .* room for 10"):
+    with pytest.raises(ValueError, match=r"c\.jsonl:1: a document of 11 tokens; .* allows 10"):
         build(tmp_path / "d", recipe(source))
     monkeypatch.undo()
     vocabulary = tokenizers.load(named("bytes")).vocabulary
     wrong = tokenizers.Tokenizer(encode=lambda text: [999], vocabulary=vocabulary, end_of_document=EOD)
     monkeypatch.setattr(tokenizers, "load", lambda name: wrong)
-    with pytest.raises(ValueError, match=r"z\.txt: the tokenizer gives the id 999, but says that it has 257 ids"):
+    with pytest.raises(ValueError, match=r"z\.txt: the tokenizer returns the id 999, but claims to have 257 ids"):
         build(tmp_path / "e", recipe(source))
 
 
@@ -210,7 +210,7 @@ def test_a_dataset_from_other_input_is_replaced_only_with_fresh(source: Path, tm
     happen(source)
     with pytest.raises(Changed) as error:
         build(tmp_path / "d", recipe(source, **choices))
-    assert complaint in str(error.value) and "start over with --fresh" in str(error.value)
+    assert complaint in str(error.value) and "rebuild it with --fresh" in str(error.value)
     if "json_key" not in choices:
         assert build(tmp_path / "d", recipe(source, **choices), fresh=True).tokens != done.tokens
 

@@ -173,7 +173,7 @@ def test_a_source_that_changes_while_it_is_read(source: Path, out: Path, monkeyp
 
     real = building.find
     monkeypatch.setattr(building, "find", found)
-    with pytest.raises(SourceChanged, match=r"05\.txt: changed while the dataset is built from it; start again"):
+    with pytest.raises(SourceChanged, match=r"05\.txt: changed while the dataset was being built from it; start again"):
         make_it(source, out)
 
 
@@ -205,7 +205,7 @@ def test_two_at_the_same_time(
     first, second = sorted((ends.get(), ends.get()), key=len)
     assert contents(out)[:2] == undisturbed[:2]
     assert first == "built"
-    assert second == "built" if alike else "--skip-bad: " in second and "start over with --fresh" in second
+    assert second == "built" if alike else "--skip-bad: " in second and "rebuild it with --fresh" in second
 
 
 @pytest.mark.parametrize("change", [{"documents": "40"}, {"tokens": -1}, {"x": 1}, {"flags": None}])

@@ -32,8 +32,8 @@ def test_one_report_names_all() -> None:
         "rank 1 of 6 on a: step 7, forward: ValueError: bad",
         "  ranks 0, 3: no error; step 7, forward",
         "  rank 4: step 7: RuntimeError: closed",
-        "  rank 2 on b says nothing: killed, frozen, cut off, or deep inside a call",
-        "  rank 5 on c says nothing: killed, frozen, cut off, or deep inside a call",
+        "  no response from rank 2 on b (killed, suspended, unreachable, or holding the GIL)",
+        "  no response from rank 5 on c (killed, suspended, unreachable, or holding the GIL)",
     ]
 
 
@@ -97,7 +97,7 @@ def test_complete_checkpoints_are_told_from_others(tmp_path: Path) -> None:
     latest.write_text("")
     with saved_files.readable(str(tmp_path), None):
         assert latest.read_text() == "2", "repaired"
-    missing = pytest.raises(ValueError, match=r"the checkpoint of iteration 4 is not there, .*--ckpt-step 2")
+    missing = pytest.raises(ValueError, match=r"the checkpoint of iteration 4 is missing .*--ckpt-step 2")
     with missing, saved_files.readable(str(tmp_path), 4):
         raise AssertionError("must not be read")
     short = pytest.raises(ValueError, match=r"iteration 2 cannot be read \(OSError: short\). There is no other")
@@ -162,7 +162,7 @@ def test_what_torch_collected_from_the_ranks_is_named(tmp_path: Path) -> None:
         (tmp_path / f"iter_{iteration:07d}" / "mp_rank_00").mkdir(parents=True)
         (tmp_path / f"iter_{iteration:07d}" / "mp_rank_00" / "model_optim_rng.pt").touch()
     (tmp_path / saved_files.LATEST).write_text("4")
-    said = r"iteration 4 cannot be read \(on rank 1 EOFError: cut\)\. Complete ones: 2; take one with --ckpt-step 2"
+    said = r"4 cannot be read \(on rank 1 EOFError: cut\)\. Complete checkpoints: 2; choose one with --ckpt-step 2"
     with pytest.raises(ValueError, match=said), saved_files.readable(str(tmp_path), None):
         raise CheckpointException("read", {3: (OSError(), None), 1: (EOFError("cut\nhere"), None)})
 
@@ -170,7 +170,7 @@ def test_what_torch_collected_from_the_ranks_is_named(tmp_path: Path) -> None:
 def test_the_table_of_faults_and_what_its_patterns_demand() -> None:
     """The report of ``raise-forward`` must name every rank; kills during saving cover both formats."""
     first = "cp_plugin: rank 1 of 4 on a: step 3, forward, layer 1, in x: RuntimeError: planted\n"
-    complete = "  ranks 0, 2: no error; step 2, logging\n  rank 3 on a says nothing: killed\n"
+    complete = "  ranks 0, 2: no error; step 2, logging\n  no response from rank 3 on a (killed)\n"
     found = _python(f"""
 import faults, re, saving
 names = [f.name for f in faults.FAULTS]

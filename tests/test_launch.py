@@ -315,7 +315,7 @@ def test_main_with_nproc(tmp_path, capfd):
     with pytest.raises(ValueError, match="planted fault"):
         run("--fail")
     for bad in (["--nproc"], ["--nproc", "none"], ["--nproc=0"]):
-        with pytest.raises(ValueError, match=r"--nproc .*: give the number of ranks"):
+        with pytest.raises(ValueError, match=r"--nproc .*: write the number of ranks"):
             run(*bad)
 
 

@@ -70,12 +70,13 @@ def _first(rank: int, ranks: int, story: str) -> str:
     """Pattern of ``rank``'s report with all other ranks below it, each with any position (timing decides) or silent."""
     others = (str(other) for other in range(ranks) if other != rank)
     below = "".join(
-        rf"(?=(?:  .*\n)*?  ranks? (?:\d+, )*{other}(?:, \d+)*(?:: \S| on \S+ says nothing))" for other in others
+        rf"(?=(?:  .*\n)*?  (?:ranks? (?:\d+, )*{other}(?:, \d+)*: \S|no response from rank {other} on \S+ \())"
+        for other in others
     )
     return WHO.format(rank=rank, ranks=ranks) + story + r".*\n" + below
 
 
-_SILENT = r"rank 1 on \S+ says nothing: killed, frozen, cut off"
+_SILENT = r"no response from rank 1 on \S+ \(killed, suspended, unreachable"
 _LOST = r"(?s)of 4 on \S+: step 3, {0}.*exchange along 'cp' with ranks .*" + _SILENT
 
 IN_STEP = (
@@ -157,8 +158,8 @@ START = (
 )  # fmt: skip
 
 _NOT_WHOLE = (
-    r"--load \S+: the checkpoint of iteration 4 (cannot be read|is not there|was not written).*"
-    r"Complete ones: 2; take one with --ckpt-step 2"
+    r"--load \S+: the checkpoint of iteration 4 (cannot be read|is missing or incomplete).*"
+    r"Complete checkpoints: 2; choose one with --ckpt-step 2"
 )
 _LATEST = "latest_checkpointed_iteration.txt"
 CHECKPOINT = (
@@ -209,7 +210,7 @@ CLUSTER = (
 
 TORCHRUN = (
     Fault(name="torchrun-kill", what="SIGKILL of a rank under torchrun", torchrun="--standalone",
-          plants=(Plant(rank=1, do="kill"),), says=r"(?s)says nothing: killed.*|Root Cause.*rank +: 1 .*SIGKILL"),
+          plants=(Plant(rank=1, do="kill"),), says=r"(?s)no response from rank.*|Root Cause.*rank +: 1 .*SIGKILL"),
     Fault(name="torchrun-restart", what="SIGKILL once under torchrun --max-restarts 2", how="restart",
           expect="resumes", torchrun="--standalone --max-restarts 2"),
     Fault(name="one-port", what="two jobs on one port", how="one_port",

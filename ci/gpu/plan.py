@@ -153,23 +153,25 @@ def packed(folder: Path) -> dict[str, str]:
 
 def arguments() -> argparse.Namespace:
     """The checked command line."""
-    parser = argparse.ArgumentParser(prog="check.sh", description="See the head of ci/gpu/check.sh.")
+    parser = argparse.ArgumentParser(
+        prog="check.sh", description="Check the plugin on a GPU: correctness, memory, speed. More in ci/gpu/check.sh."
+    )
     parser.error = lambda message: refuse(message)  # type: ignore[method-assign]
-    parser.add_argument("--seconds", type=_whole)
-    parser.add_argument("--from", dest="resume", metavar="STEP")
-    parser.add_argument("--only", metavar="STEPS", default="")
-    parser.add_argument("--wheels", type=Path, metavar="DIR")
-    parser.add_argument("--pack", type=Path, metavar="DIR")
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("out/gpu"))
+    parser.add_argument("--seconds", metavar="N", type=_whole, help="stop within N seconds")
+    parser.add_argument("--from", dest="resume", metavar="STEP", help="continue with this step")
+    parser.add_argument("--only", metavar="STEPS", default="", help=f"run only these of: {' '.join(PLAN)}")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="a folder made by ci/gpu/wheels.sh")
+    parser.add_argument("--pack", type=Path, metavar="DIR", help="a folder made by ci/gpu/pack.sh")
+    parser.add_argument("--tune", action="store_true", help="also search for better block sizes")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, to test the check itself")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("out/gpu"), help="default: out/gpu")
     given = parser.parse_args()
     if given.pack:
         if given.wheels:
-            refuse(f"--wheels {given.wheels}: --pack {given.pack} has wheels of its own; leave --wheels out")
+            refuse(f"--wheels {given.wheels}: --pack {given.pack} contains its own wheels; leave --wheels out")
         given.wheels = given.pack / "wheels"
     if given.wheels and not any(given.wheels.glob("*.whl")):
-        refuse(f"--wheels {given.wheels}: there are no wheels; ci/gpu/wheels.sh {given.wheels} downloads them")
+        refuse(f"--wheels {given.wheels}: contains no wheels; ci/gpu/wheels.sh {given.wheels} downloads them")
     return given
 
 
@@ -179,9 +181,9 @@ def chosen(given: argparse.Namespace) -> list[str]:
     names = given.only.split() or usual
     for name in names:
         if name not in PLAN:
-            refuse(f"--only: unknown step {name}; there are {' '.join(PLAN)}")
+            refuse(f"--only {name}: choose one of {' '.join(PLAN)}")
     if given.resume and given.resume not in names:
-        refuse(f"--from {given.resume} is none of the steps {' '.join(names)}")
+        refuse(f"--from {given.resume}: choose one of {' '.join(names)}")
     return names[names.index(given.resume) if given.resume else 0 :]
 
 

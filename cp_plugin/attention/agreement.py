@@ -67,8 +67,8 @@ def check(mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]]) -
         mine = {name: x for name, x in named.items() if any(p.startswith(f"{name} (") for p in problems)}
         shown = ", ".join(f"{name}={_shown(x)}" for name, x in mine.items())
         raise ValueError(
-            f"context-parallel ranks make different calls: {'; '.join(problems)}. Every rank must pass its part of the "
-            f"same batch, with the same settings. Rank {mesh.index} has {shown}"
+            f"context-parallel ranks made different calls: {'; '.join(problems)}. Every rank must pass its shard of "
+            f"the same batch, with the same settings. Rank {mesh.index} has {shown}"
         )
 
 

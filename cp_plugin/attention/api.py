@@ -111,7 +111,7 @@ class ContextParallel(LinearAttention):
         chosen = {option: value for option, value in providers.in_order(self.options).items() if option != "layout"}
         ranks = f"rank {self.index} of {self.size}" if self.size > 1 else "one rank"
         parts = [repr(self.provider.name), ranks, f"layout={self.layout.name!r}"]
-        why = ("chooses at the first call of attention, by its heads",) if self._open is not None else self.why
+        why = ("decides in the first attention call, when it knows the heads",) if self._open is not None else self.why
         lines = [f"ContextParallel({', '.join([*parts, *(f'{name}={value!r}' for name, value in chosen.items())])})"]
         return "\n    ".join([*lines, *why])
 
@@ -158,7 +158,7 @@ class ContextParallel(LinearAttention):
         for the heads of its first call."""
         if self._open is not None:
             raise ValueError(
-                f"provider {self.provider.name!r} chooses its axes by the heads, and the layout is to be another "
+                f"provider {self.provider.name!r} chooses its axes from the heads, but the layout is being changed "
                 f"before they are known: give problem=Problem(size={self.size}, heads=..., kv_heads=...)"
             )
 
@@ -239,7 +239,9 @@ class ContextParallel(LinearAttention):
             self.refuse(problem)
             check_sink(sink, q)
             if scaling is not None and self.options.fp8 != "compute":
-                raise ValueError('scaling is for kernels that compute in FP8: add fp8="compute", or leave it out')
+                raise ValueError(
+                    'scaling only applies to kernels that compute in FP8: add fp8="compute", or leave it out'
+                )
             factor = q.size(-1) ** -0.5 if scale is None else scale
             return self.method(problem, q.device, factor, mask, scaling)
 

@@ -49,7 +49,7 @@ def process_group(group: Any) -> dist.ProcessGroup | None:
             names = group.mesh_dim_names
             example = f", such as mesh[{names[-1]!r}]" if names else ""
             raise ValueError(
-                f"group is a DeviceMesh with {group.ndim} dimensions{f' {names}' if names else ''}: give the one of "
+                f"group is a DeviceMesh with {group.ndim} dimensions{f' {names}' if names else ''}: give the one for "
                 f"context parallelism{example}"
             )
         group = group.get_group()
@@ -66,7 +66,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Prob
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"attention needs [tokens, batch, heads, head size] tensors, got {shapes}")
     if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3) and k.size(2) == v.size(2)):
-        raise ValueError(f"q, k and v do not fit together: {shapes}")
+        raise ValueError(f"q, k and v do not match: {shapes}")
     if q.size(2) % k.size(2):
         raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads, got {shapes}")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
@@ -88,7 +88,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Prob
 def check_sink(sink: Tensor | None, q: Tensor) -> None:
     """ValueError for a sink that is not one number per query head."""
     if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
-        raise ValueError(f"sink must be [{q.size(2)}], a number for each query head, on {q.device}: got {sink.shape}")
+        raise ValueError(f"sink must be [{q.size(2)}], one number per query head, on {q.device}: got {sink.shape}")
 
 
 def mask_of(problem: Problem, documents: tuple[int, ...], tree: Tree | None) -> Mask:
@@ -98,11 +98,11 @@ def mask_of(problem: Problem, documents: tuple[int, ...], tree: Tree | None) -> 
     if documents:
         raise ValueError("tree cannot be combined with cu_seqlens: documents are nodes of a tree without a parent")
     if not problem.causal:
-        raise ValueError("tree needs causal=True: a token of it sees itself and what precedes it on its path")
+        raise ValueError("tree needs causal=True: a token sees only itself and what precedes it on its path")
     if problem.window is not None:
         raise ValueError(
-            "tree cannot be combined with a window: tokens that are far apart in the pack may be neighbours on a path; "
-            "pack whole sequences as documents, with cu_seqlens"
+            "tree cannot be combined with a window: tokens far apart in the pack may be neighbours on a path; pack "
+            "whole sequences as documents instead, with cu_seqlens"
         )
     if tree.seq_length != problem.seq_length:
         raise ValueError(f"the tree has {tree.seq_length} tokens, but all ranks together have {problem.seq_length}")
@@ -116,7 +116,7 @@ def typical_call(
     size = mesh.size if mesh is not None else group.size() if group is not None else 1
     typical = problem or Problem(size=size, network=network_between("cuda" if group is None else device_of(group)))
     if typical.size != size:
-        raise ValueError(f"the problem is for {typical.size} context-parallel ranks, and there are {size}")
+        raise ValueError(f"problem is for {typical.size} context-parallel ranks, but there are {size}")
     if (found.asks_hosts(asked) or asked.layout == DOCUMENTS.name) and group is not None and not typical.hosts:
         typical = replace(typical, hosts=hosts_of(group))
     return typical

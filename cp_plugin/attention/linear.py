@@ -139,9 +139,9 @@ def check_placed(placement: Placement, bounds: tuple[int, ...]) -> None:
     missing = sorted(set(placed[1:-1]).difference(bounds))
     if missing:
         raise ValueError(
-            f"these tokens were placed by documents with the bounds {shortened(placed)}, and cu_seqlens "
-            f"{'is missing' if not bounds else f'{shortened(bounds)} lacks {shortened(missing)}'}: give the call the "
-            "cu_seqlens that the pack was placed with, or place the pack by those of the call"
+            f"these tokens were placed by documents with bounds {shortened(placed)}, and cu_seqlens "
+            f"{'is missing' if not bounds else f'{shortened(bounds)} lacks {shortened(missing)}'}: pass the cu_seqlens "
+            "that the pack was placed with, or place the pack with these"
         )
 
 
@@ -168,7 +168,7 @@ def decay_of(log_decay: Tensor | None, k: Tensor) -> Decay:
     found = shapes.get(tuple(log_decay.shape))
     if found is None:
         raise ValueError(
-            f"log_decay has the shape {tuple(log_decay.shape)}; for k {tuple(k.shape)} it must be one of "
+            f"log_decay has shape {tuple(log_decay.shape)}; for k {tuple(k.shape)} it must be one of "
             f"{', '.join(map(str, shapes))}: per key/value head, per token and head, or per token, head and dimension"
         )
     return found
@@ -178,7 +178,7 @@ def is_delta(beta: Tensor | None, k: Tensor) -> bool:
     """Whether there is a beta; ValueError for one of another shape than a number for each token and key/value head."""
     if beta is not None and beta.shape != k.shape[:3]:
         raise ValueError(
-            f"beta has the shape {tuple(beta.shape)}; for k {tuple(k.shape)} it must be {tuple(k.shape[:3])}: a number "
+            f"beta has shape {tuple(beta.shape)}; for k {tuple(k.shape)} it must be {tuple(k.shape[:3])}: one number "
             "per token and key/value head"
         )
     return beta is not None
@@ -271,7 +271,7 @@ def extend(
 def refuse_placed(parts: Segmented) -> None:
     """ValueError for documents placed on the ranks, where the state after the last token is asked for."""
     if parts.cuts is not None:
-        raise ValueError("documents that are placed on the ranks leave no one state behind: use another layout")
+        raise ValueError("the documents layout leaves no single final state: use another layout")
 
 
 def of_tokens(k: Tensor, log_decay: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Recomputed[**P, R]:
         finally:
             regions.pop()
         if self._run == _RECOMPUTATION and self._results:
-            raise RuntimeError(f"a recomputation left {len(self._results)} results of attention unused: {_UNEQUAL}")
+            raise RuntimeError(f"recomputation left {len(self._results)} attention results unused: {_UNEQUAL}")
         return found
 
     @property
@@ -55,7 +55,7 @@ class Recomputed[**P, R]:
     def take(self) -> Any:
         """The next result, which is no longer kept."""
         if not self._results:
-            raise RuntimeError(f"a recomputation asked for more results of attention than were kept: {_UNEQUAL}")
+            raise RuntimeError(f"recomputation requested more attention results than were kept: {_UNEQUAL}")
         return self._results.popleft()
 
 
@@ -82,7 +82,7 @@ def to_be_repeated() -> bool:
     return any(region.keeps for region in _regions())
 
 
-_UNEQUAL = "it must call the same layers, in the same order, as the forward did"
+_UNEQUAL = "it must call the same layers in the same order as the forward pass"
 _local = threading.local()  # a backward may run in another thread than the forward
 
 

@@ -45,8 +45,8 @@ def _meet(cp: ContextParallel) -> None:
     group = cp.group or next((mesh.groups[axis] for axis, n in mesh.axes.items() if n == mesh.size), None)
     if group is None:
         raise ValueError(
-            f"a shift needs a process group of all {mesh.size} ranks, and this mesh has {sorted(mesh.groups)} only: "
-            f"make it with the group {WHOLE!r} too, or pass group= to ContextParallel instead of a mesh"
+            f"a shift needs a process group of all {mesh.size} ranks, but this mesh only has {sorted(mesh.groups)}: "
+            f"create it with the group {WHOLE!r} too, or pass group= to ContextParallel instead of a mesh"
         )
     connect({WHOLE: group}, mesh.watch)  # a shift may be between some of the ranks only
     mesh.groups[WHOLE] = group

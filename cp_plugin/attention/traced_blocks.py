@@ -63,10 +63,9 @@ def refuse_tiles(provider: str | Provider, problem: Problem, options: Options, d
                 if reason is not None:
                     name = getattr(provider, "name", provider)
                     raise ValueError(
-                        f"{spelled('fp8', 'compute')} cannot do a tile that rank {index} of "
-                        f"{spelled('provider', name)} has in every step, {tokens[0]} rows and {tokens[1]} "
-                        f"keys: {reason}; use {spelled('layout', 'zigzag')} with a multiple of "
-                        f"{256 * problem.size} tokens and a provider that has it, such as ring (striped tokens have "
-                        "tiles that are one token shorter), cuDNN 9.7 or newer, or "
-                        f"{spelled('fp8', 'comm')}"
+                        f"{spelled('fp8', 'compute')} cannot compute a tile that rank {index} of "
+                        f"{spelled('provider', name)} has in every step, {tokens[0]} rows and {tokens[1]} keys: "
+                        f"{reason}; use {spelled('layout', 'zigzag')} with a multiple of {256 * problem.size} tokens "
+                        "and a provider that supports it, such as ring (some striped tiles are one token shorter), "
+                        f"cuDNN 9.7 or newer, or {spelled('fp8', 'comm')}"
                     )

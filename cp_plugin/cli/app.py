@@ -46,13 +46,13 @@ def doctor(
     ] = False,
     megatron: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="examine a Megatron-LM checkout, or an unpacked wheel, instead"),
+        typer.Option(metavar="DIR", help="examine this Megatron-LM checkout, or unpacked wheel, instead"),
     ] = None,
     as_json: output.AsJson = None,
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="WORDS", help="with --megatron, behind --: flags of a run; none: everything is examined"
+            metavar="WORDS", help="with --megatron, after --: the flags of a run; default: examine everything"
         ),
     ] = None,
 ) -> None:
@@ -70,14 +70,15 @@ def doctor(
             raise typer.Exit(1)
         return
     if words or as_json:
-        raise typer.BadParameter("flags of a run, and --json, go with --megatron DIR")
+        with flags.errors_in_one_line():
+            raise ValueError("run flags and --json need --megatron DIR")
     if not show(new_console(), everything=everything):
         raise typer.Exit(1)
 
 
 @flags.provider_options(without=("backend", "fp8", "gradient_dtype"))
 def draw(
-    plot: Annotated[Path, typer.Option(help="picture to write: PNG, SVG or PDF, by its suffix")],
+    plot: Annotated[Path, typer.Option(help="picture to write, a .png, .svg or .pdf file")],
     provider: Annotated[
         str | None, typer.Option(metavar="NAME", help="method to draw; default: a ring on every token layout")
     ] = None,
@@ -103,11 +104,15 @@ def draw(
         chosen = {"layout": options.layout, **options.chosen}
         if documents is not None:
             if provider != "needed" or sent or full or options != Options():
-                raise ValueError(f"--documents {documents} needs --provider needed, and goes with --ranks alone")
+                raise ValueError(
+                    f"--documents {documents} needs --provider needed, and no other options except --ranks and --plot"
+                )
             draw_documents(plot, packs.lengths(documents), ranks)
         elif provider is None:
-            if sent or full or options != Options():
-                raise ValueError("--sent, --mask full and the options of a provider need --provider")
+            given = ["--sent"] * sent + ["--mask full"] * full
+            given += [f"--{name.replace('_', '-')}" for name, value in chosen.items() if value is not None]
+            if given:
+                raise ValueError(f"{', '.join(given)} {'needs' if len(given) == 1 else 'need'} --provider NAME")
             draw_layouts(plot, ranks, tokens=8 * ranks)
         elif sent:
             draw_traffic(plot, provider, **chosen)
@@ -123,7 +128,7 @@ def traffic(
         int | None, typer.Option(min=1, max=65536, help="context-parallel ranks; default: 64, or 4 with --measure")
     ] = None,
     heads: flags.Heads = 32,
-    kv_heads: Annotated[int, typer.Option(min=1, help="key/value heads, counted like --heads")] = 8,
+    kv_heads: Annotated[int, typer.Option(min=1, help="key/value heads per tensor-parallel rank")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="size of a head")] = 128,
     v_head_dim: flags.ValueDim = None,
     seq_length: Annotated[
@@ -138,11 +143,10 @@ def traffic(
     documents: packs.Documents = None,
     *,
     options: Options,
-    decay: Annotated[flags.Decays, typer.Option(help="granularity of the decay of linear attention")] = (
-        flags.Decays.none
-    ),
+    decay: Annotated[flags.Decays, typer.Option(help="granularity of linear attention's decay")] = (flags.Decays.none),
     measure: Annotated[
-        bool, typer.Option("--measure", help="run on CPU ranks here and compare their bytes with the formula")
+        bool,
+        typer.Option("--measure", help="run it on CPU ranks here and compare the bytes they send with the formula"),
     ] = False,
     as_json: output.AsJson = None,
 ) -> None:
@@ -188,7 +192,7 @@ def traffic(
 @flags.provider_options()
 def verify(
     provider: flags.Providers = None,
-    ranks: Annotated[int, typer.Option(min=1, help="ranks to start here")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, help="ranks to start on this machine")] = 4,
     device: flags.Devices = flags.Device.auto,
     dtype: Annotated[
         list[flags.Dtype] | None,
@@ -199,7 +203,7 @@ def verify(
     heads: flags.Heads = 8,
     kv_heads: Annotated[
         int | None,
-        typer.Option(min=1, help="key/value heads, counted like --heads; default: as many, then a quarter of them"),
+        typer.Option(min=1, help="key/value heads per tensor-parallel rank; default: --heads, then a quarter of that"),
     ] = None,
     head_dim: Annotated[int, typer.Option(min=1, help="size of a head")] = 32,
     v_head_dim: flags.ValueDim = None,
@@ -210,7 +214,10 @@ def verify(
     options: Options,
     decode: Annotated[
         bool,
-        typer.Option("--decode", help="verify generation: prompts, then token by token; with --fp8 comm, an FP8 cache"),
+        typer.Option(
+            "--decode",
+            help="verify generation instead: a prompt, then token by token; with --fp8 comm, the cache is in FP8, too",
+        ),
     ] = False,
     as_json: output.AsJson = None,
 ) -> None:

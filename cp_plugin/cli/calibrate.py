@@ -23,12 +23,14 @@ def calibrate(
         typer.Option(help="repeatable; default: bfloat16 and float16; float32 and bfloat16 on the CPU"),
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="size of a head; default: 128, 64 on the CPU")] = None,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="name of the cluster; default: the file's")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="name of the cluster; default: the file's name")
+    ] = None,
     timeout: flags.Timeout = 1800,
 ) -> None:
     """Measure the kernels and links of the machines that the ranks run on, and write a profile for the planner.
 
-    Starts ranks on this machine, unless torchrun has started them on all machines:
+    Starts ranks on this machine. To measure several machines, start it with torchrun on each of them:
 
     torchrun --nnodes 2 --nproc-per-node 8 --no-python cp-plugin calibrate mine.toml
     """
@@ -46,7 +48,7 @@ def calibrate(
         where, count = flags.device_name(device), started.number_of_ranks(ranks)
         if count < 2:
             given = f"--ranks {ranks}" if ranks is not None else "one rank under torchrun"
-            raise ValueError(f"{given}: one rank has no links to measure; use two or more")
+            raise ValueError(f"{given}: a single rank has no links to measure; use two or more")
         here = started.start(where, count)
         dtypes = [flags.torch_dtype(d) for d in dtype or ()]
 
@@ -73,5 +75,5 @@ def _show(found: Cluster, file: Path) -> None:
     typer.echo(f"{found.device.name}: attention, TFLOP/s: {'; '.join(kernels)}")
     for where, link in links:
         typer.echo(f"{where}: {link.bytes_per_s / 1e9:.3g} GB/s, {link.latency_s * 1e6:.3g} us")
-    typer.echo(f"{found.per_node} ranks and {found.nics} network cards on a node")
+    typer.echo(f"{found.per_node} ranks and {found.nics} network cards per node")
     typer.echo(f"wrote {file}: use it as --cluster {file}")

@@ -43,9 +43,7 @@ def dataset(
     ] = "text",
     append_eod: Annotated[
         bool,
-        typer.Option(
-            "--append-eod/--no-append-eod", help="whether to end every document with an end-of-document token"
-        ),
+        typer.Option("--append-eod/--no-append-eod", help="end every document with an end-of-document token"),
     ] = True,
     vocab_size: Annotated[
         int | None, typer.Option(min=1, help="vocabulary size of the model; a tokenizer with more ids is refused")
@@ -53,10 +51,8 @@ def dataset(
     max_bytes: Annotated[
         int | None, typer.Option(min=1, help="stop before the file that would exceed this many bytes")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="processes; default: one per CPU core")] = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="skip files that cannot be read, and count them")
-    ] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="worker processes; default: one per CPU core")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="skip unreadable documents, and report them")] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="overwrite an existing dataset, whatever it was built from")
     ] = False,
@@ -93,8 +89,8 @@ def _suffixes(text: str) -> tuple[str, ...]:
     found = tuple(word.strip() for word in text.split(","))
     if wrong := [word for word in found if not word.startswith(".") or "/" in word or word.endswith(".gz")]:
         raise ValueError(
-            f"--suffix {text}: {wrong[0]!r} is not a suffix; write it with its dot, separated by commas, such as "
-            ".txt,.md (a .gz after it is understood)"
+            f"--suffix {text}: {wrong[0]!r} is not a suffix; write suffixes with their dots, separated by commas, such "
+            "as .txt,.md (.gz files are included anyway)"
         )
     return found
 
@@ -112,7 +108,7 @@ def _show(done: Description, recipe: Recipe) -> None:
             named = "".join(f"\n    {name}" for name in names[:_SHOWN]) + "\n    ..." * (len(names) > _SHOWN)
             typer.echo(f"{count:,} {what}{':' * bool(names)}{named}")
     if not recipe.append_eod:
-        typer.echo("no end-of-document tokens: nothing marks where one document ends and the next begins")
+        typer.echo("no end-of-document tokens: nothing marks document boundaries")
     typer.echo("To train on it:")
     typer.echo(f"    {shlex.join(done.flags)}")
 
@@ -129,10 +125,10 @@ def _system_errors_in_one_line() -> Iterator[None]:
     except OSError as error:
         what = f"{error.filename or 'the dataset'}: {error.strerror or error}"
         fix = "; free some space, and start again" if error.errno in _FULL else ""
-        typer.echo(f"error: cannot read or write {what}{fix}", err=True)
+        output.error(f"cannot read or write {what}{fix}")
         raise typer.Exit(1) from None
     except RuntimeError as error:
-        typer.echo(f"error: {error}", err=True)
+        output.error(str(error))
         raise typer.Exit(1) from None
     finally:
         signal.signal(signal.SIGTERM, before)

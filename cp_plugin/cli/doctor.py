@@ -73,7 +73,7 @@ class AutoChoice(NamedTuple):
 
 
 def show(console: Console, *, everything: bool) -> bool:
-    """Print the findings; return whether everything that is needed works here.
+    """Print the findings; return whether everything required works here.
 
     everything: list unavailable libraries and kernels in full, not in a line each.
     """
@@ -101,7 +101,7 @@ def show(console: Console, *, everything: bool) -> bool:
     if spare := dict.fromkeys(k.backend for k in kernels if k.works is False and k.ok):
         print_lines(console, f"broken, but never chosen automatically: {', '.join(spare)}", style="bold yellow")
     broken = [c.name for c in libraries if not c.ok] + [k.backend for k in kernels if not k.ok]
-    print_verdict(not broken, ", ".join(broken) or "everything that is needed works here", console)
+    print_verdict(not broken, ", ".join(broken) or "everything required works here", console)
     return not broken
 
 
@@ -184,7 +184,7 @@ def _dataset_helper() -> Iterator[LibraryCheck]:
         return
     missing = [program for program in ("make", "g++") if shutil.which(program) is None]
     missing += ["pybind11"] * (find_spec("pybind11") is None)
-    advice = f"a training with {folder.parents[2]} compiles it at start-up"
+    advice = f"{folder.parents[2]} compiles it when training starts"
     if missing:
         advice += f", and cannot without {' and '.join(missing)}"
         advice += ": pip install pybind11" * ("pybind11" in missing)
@@ -198,7 +198,7 @@ def _apex() -> LibraryCheck:
     files = {str(f).split("/")[1] for f in found.files or () if str(f).startswith("apex/") and "/" in str(f)}
     if "normalization" in files:
         return LibraryCheck(name="NVIDIA Apex", found=found.version, advice="")
-    advice = "this is PyPI's unrelated `apex`, and Megatron will take it for NVIDIA's: pip uninstall apex"
+    advice = "this is PyPI's unrelated `apex`, which Megatron would mistake for NVIDIA's: pip uninstall apex"
     return LibraryCheck(name="NVIDIA Apex", found=f"WRONG: {found.version}", advice=advice, ok=False)
 
 
@@ -217,7 +217,7 @@ def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> 
     }
     reason = backend.unsupported(device, dtype, 64, 64)
     if reason is not None:
-        return KernelCheck(**where, result=f"not here: {reason}", works=None)
+        return KernelCheck(**where, result=f"cannot run here: {reason}", works=None)
     case = oracle.make_case(Problem(size=1, heads=4, kv_heads=2, head_dim=64, seq_length=128, dtype=dtype))
     try:
         kernel = blocks.kernel(backend, case.problem, device, auto=False)

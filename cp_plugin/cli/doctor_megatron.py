@@ -49,9 +49,9 @@ def show(console: Console, found: dict[str, Any], folder: str) -> None:
     print_table(console, title, ("state", "contract", "symbol", "what for"), rows)
     counts = Counter(one["state"] for one in found["symbols"])
     for state, meaning in (
-        ("known", "source compared when this cp_plugin was released"),
-        ("checked", "another source; what the plugin relies on was tried and holds"),
-        ("absent", "not in this version, and not needed there"),
+        ("known", "source identical to one compared when this cp_plugin was released"),
+        ("checked", "source differs, but everything the plugin relies on was tested and still holds"),
+        ("absent", "not in this version, and not needed"),
     ):
         if counts[state]:
             print_lines(console, f"{state}: {counts[state]}, {meaning}")

@@ -37,18 +37,16 @@ def explain(
     context: Annotated[int | None, typer.Option(help="context-parallel ranks; default: all remaining devices")] = None,
     recompute: flags.Recompute = None,
     global_batch: Annotated[
-        int | None, typer.Option(help="sequences per iteration; default: one per data rank")
+        int | None, typer.Option(help="sequences per iteration; default: one per data-parallel rank")
     ] = None,
     per_node: flags.PerNode = None,
     nics: flags.Nics = None,
     *,
     options: Options,
     every_rank: Annotated[
-        bool, typer.Option("--every-rank", help="simulate every rank, not only three that stand for all")
+        bool, typer.Option("--every-rank", help="simulate every rank instead of three representative ones")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="draw the timeline to this file: PNG, SVG or PDF, by its suffix")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the timeline to this .png, .svg or .pdf file")] = None,
     chakra: Annotated[
         Path | None,
         typer.Option(
@@ -74,7 +72,7 @@ def explain(
             files.make_folder("--chakra", chakra)
         if provider is None and options != Options():
             given = ", ".join(f"--{name.replace('_', '-')}" for name in providers.in_order(options))
-            raise ValueError(f"{given}: a method's options need --provider")
+            raise ValueError(f"{given}: a method's options need --provider NAME")
         flags.check_sizes(
             {"--devices": devices, "--context": context, "--global-batch": global_batch}
             | {"--per-node": per_node, "--nics": nics}

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from cp_plugin.common.text import either
+
 PICTURES = (".svg", ".png", ".pdf")
 
 
@@ -15,12 +17,12 @@ def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), f
         example = f"{kind}{suffixes[0] if suffixes else ''}"
         raise ValueError(f"{f'{flag} {path}'.strip()}: name the {kind} to write, such as {example}")
     if suffixes and path.suffix not in suffixes:
-        listed = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+        listed = either(suffixes)
         shown = f"{flag} {path}".strip()
         raise ValueError(f"{shown}: {kind}s are {listed} files; write {path.with_suffix(suffixes[0])}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         shown = f"{flag} {path}".strip()
-        raise ValueError(f"{shown} cannot be written: name a file in a folder that exists and is yours")
+        raise ValueError(f"{shown} cannot be written: name a file in an existing folder that you can write to")
 
 
 def make_folder(flag: str, path: Path) -> None:

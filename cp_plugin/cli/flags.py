@@ -13,7 +13,8 @@ from typing import Annotated, Any, TypeVar, cast
 import torch
 import typer
 
-from cp_plugin.common.names import did_you_mean
+from cp_plugin.cli import output
+from cp_plugin.common.names import one_of
 from cp_plugin.common.versions import NO_MEGATRON
 from cp_plugin.core.options import Option, Options
 from cp_plugin.methods import registry as providers
@@ -67,15 +68,20 @@ TotalDevices = Annotated[
     int | None, typer.Option(help="devices in total; default: one node, or as many as the sizes need")
 ]
 Devices = Annotated[Device, typer.Option(help="device to run on; auto: CUDA where there is one")]
-Heads = Annotated[int, typer.Option(min=1, help="query heads of the model, divided by its tensor-parallel size")]
+Heads = Annotated[int, typer.Option(min=1, help="query heads of the model per tensor-parallel rank")]
 ValueDim = Annotated[int | None, typer.Option(min=1, help="size of a value head; default: --head-dim")]
 Recompute = Annotated[
-    str | None, typer.Option(metavar="NAME", help="none, selective or full; default: the least that memory allows")
+    str | None,
+    typer.Option(
+        metavar="NAME", help="activation recomputation: none, selective or full; default: the least that fits in memory"
+    ),
 ]
 PerNode = Annotated[int | None, typer.Option(help="devices per node; default: the cluster's")]
 Nics = Annotated[int | None, typer.Option(help="network cards per node; default: the cluster's")]
-ForkedRanks = Annotated[int | None, typer.Option(help="ranks to start here; default: 4; not under torchrun")]
-Timeout = Annotated[float, typer.Option(min=1, help="time limit in seconds for ranks that are started here")]
+ForkedRanks = Annotated[
+    int | None, typer.Option(help="ranks to start on this machine; default: 4; leave out under torchrun")
+]
+Timeout = Annotated[float, typer.Option(min=1, help="time limit in seconds for ranks started on this machine")]
 
 
 def in_our_flags(text: str, ranks: str = "--ranks") -> str:
@@ -94,12 +100,12 @@ def errors_in_one_line(ranks: str = "--ranks", *, translated: bool = True) -> It
     try:
         yield
     except ValueError as error:
-        typer.echo(f"error: {in_our_flags(str(error), ranks) if translated else error}", err=True)
+        output.error(in_our_flags(str(error), ranks) if translated else str(error))
         raise typer.Exit(2) from None
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "megatron":
             raise
-        typer.echo(f"error: {NO_MEGATRON}", err=True)
+        output.error(NO_MEGATRON)
         raise typer.Exit(2) from None
     except RankError as error:
         typer.echo(str(error), err=True)
@@ -149,9 +155,7 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 def check_name(flag: str, name: str, known: Iterable[str]) -> None:
     """ValueError for an unknown name; the message lists the known names and the nearest."""
-    listed = list(dict.fromkeys(known))
-    if name not in listed:
-        raise ValueError(f"{flag} {name}: unknown{did_you_mean(name, listed)} (there are {', '.join(listed)})")
+    one_of(flag, name, list(dict.fromkeys(known)))
 
 
 def check_sizes(given: Mapping[str, int | None]) -> None:
@@ -189,5 +193,5 @@ def device_name(asked: Device) -> str:
     """``cpu`` or ``cuda``, without initialising CUDA, which must wait until ranks are forked."""
     devices = torch.cuda.device_count()
     if asked == Device.cuda and devices == 0:
-        raise ValueError("--device cuda: torch sees no CUDA device here; use --device cpu")
+        raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
     return "cpu" if asked == Device.cpu or devices == 0 else "cuda"

@@ -33,14 +33,14 @@ def generate(
     prompt: Annotated[list[str], typer.Option(help="text to continue; repeatable")],
     load: Annotated[Path, typer.Option(metavar="FOLDER", help="Megatron checkpoint, saved by any number of ranks")],
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="ranks to start here; default: 1; not under torchrun")
+        int | None, typer.Option(min=1, help="ranks to start on this machine; default: 1; leave out under torchrun")
     ] = None,
     ckpt_step: Annotated[int | None, typer.Option(help="iteration of the checkpoint; default: the latest")] = None,
     new_tokens: Annotated[int, typer.Option(help="tokens to generate per prompt")] = 64,
     as_bytes: Annotated[
         bool, typer.Option("--bytes", help="tokens are bytes, as cp-plugin dataset writes them by default")
     ] = False,
-    temperature: Annotated[float, typer.Option(help="of sampling; 0: always the most likely token")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="sampling temperature; 0: always the most likely token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="sample from the k most likely tokens; 0: no limit")] = 0,
     top_p: Annotated[float, typer.Option(help="sample from the most likely tokens with this total probability")] = 1.0,
     sample_seed: Annotated[int, typer.Option(help="random seed for sampling")] = 0,
@@ -48,14 +48,14 @@ def generate(
     fp8_cache: Annotated[
         bool, typer.Option("--fp8-cache", help="keep keys and values in FP8, one byte per element")
     ] = False,
-    ignore_eod: Annotated[bool, typer.Option("--ignore-eod", help="go on after the end of a document")] = False,
+    ignore_eod: Annotated[bool, typer.Option("--ignore-eod", help="continue after the end of a document")] = False,
     own_flags: Annotated[
-        bool, typer.Option("--own-flags", help="take no flags from the checkpoint; all of them are given here")
+        bool, typer.Option("--own-flags", help="ignore the flags saved in the checkpoint; give all of them here")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="show what Megatron prints")] = False,
     as_json: output.AsJson = None,
 ) -> None:
-    """Continue prompts with a trained model. All other flags are Megatron's and the plugin's.
+    """Continue prompts with a trained model. Any other flags are Megatron's or the plugin's.
 
     The model's flags come from the checkpoint. All ranks that tensor parallelism leaves are context-parallel: the
     provider prefills the prompt, and keys and values stay sharded over the ranks.
@@ -74,9 +74,9 @@ def generate(
             ignore_end=ignore_eod,
         )
         if (started := under_torchrun()) and ranks is not None:
-            raise ValueError(f"--ranks {ranks}: torchrun has started the ranks already; leave it out")
+            raise ValueError(f"--ranks {ranks}: torchrun has already started the ranks; leave --ranks out")
         if not load.is_dir():
-            raise ValueError(f"--load {load}: no such folder; name the one that --save wrote")
+            raise ValueError(f"--load {load}: no such folder; name the one given to --save")
     saved = None if own_flags else (load, ckpt_step)
     more = ["--load", str(load), *([] if ckpt_step is None else ["--ckpt-step", str(ckpt_step)])]
     rank = partial(_rank, request, saved, more, context.args, as_json=as_json, verbose=verbose)

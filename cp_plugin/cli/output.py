@@ -1,8 +1,9 @@
-"""``--json [FILE]``: JSON instead of what a command prints, or in a file besides."""
+"""What all commands print in the same way: errors, and JSON (``--json [FILE]``) instead of tables, or besides."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cp_plugin.cli.files import check_output
+from cp_plugin.common.text import within_terminal
 from cp_plugin.testing.ranks import is_first
 
 STDOUT = "-"
@@ -30,6 +32,11 @@ def json_file(path: Path) -> Path:
     if str(path) != STDOUT and is_first():
         check_output(path, "file", (".json",), "--json")
     return path
+
+
+def error(text: str) -> None:
+    """Print a user's error on stderr; in one line, unless that is a terminal."""
+    typer.echo(within_terminal(f"error: {text}", sys.stderr), err=True)
 
 
 def show(to: Path | None, as_json: Callable[[], Any], print_tables: Callable[[], None]) -> None:

@@ -61,6 +61,9 @@ def lengths(text: str) -> list[int]:
     """The lengths in a file or a list; ValueError as for ``bounds``."""
     words = text.split(",")
     if not all(map(_is_length, words)):
+        if len(words) > 1 and any(map(_is_length, words)):
+            wrong = next(word for word in words if not _is_length(word))
+            raise ValueError(f"--documents {text}: {wrong!r} is not a length; write numbers of tokens, 1 or more")
         words = _read(text)
     return [int(word) for word in words]
 
@@ -71,12 +74,12 @@ def _read(text: str) -> list[str]:
     except (OSError, ValueError):  # such as a name that is too long
         names = (*LENGTHS, *distributions())
         raise ValueError(
-            f"--documents {text}: there is no such file{did_you_mean(text, names) or '.'} Write a file, lengths such "
-            f"as 600,200,224, or one of {', '.join(names)}"
+            f"--documents {text}: no such file{did_you_mean(text, names) or '.'} Give a file, lengths such as "
+            f"600,200,224, or one of {', '.join(names)}"
         ) from None
     wrong = [f"{word!r} is not a length" for word in words if not _is_length(word)] or ["it is empty"] * (not words)
     if wrong:
-        raise ValueError(f"--documents {text}: {wrong[0]}: write the tokens of one document, 1 or more, on each line")
+        raise ValueError(f"--documents {text}: {wrong[0]}; write the length of one document, 1 or more, on each line")
     return words
 
 

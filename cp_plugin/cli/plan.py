@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 _GB = 1e9
 _TOKENS = 131072
 """Of a sequence, unless it is given."""
-_OWN = "conflicts with Megatron's flags, which have their own"
+_OWN = "conflicts with Megatron's flags, which set it themselves"
 
 _SeqLength = Annotated[int | None, typer.Option(help=f"tokens of one sequence; default: {_TOKENS}")]
 _Tensor = Annotated[int | None, typer.Option(help="tensor-parallel ranks; default: the best")]
 _Pipeline = Annotated[int | None, typer.Option(help="pipeline stages; default: the best")]
 _Context = Annotated[int | None, typer.Option("--context", help="context-parallel ranks; default: the best")]
 _GlobalBatch = Annotated[
-    int | None, typer.Option(help="sequences per iteration; default: one per data rank, at most 16M tokens")
+    int | None, typer.Option(help="sequences per iteration; default: one per data-parallel rank, at most 16M tokens")
 ]
-_Fp8 = Annotated[bool, typer.Option("--fp8", help="also consider payloads in FP8")]
+_Fp8 = Annotated[bool, typer.Option("--fp8", help="also consider sending in FP8")]
 _Memory = Annotated[float | None, typer.Option(metavar="GB", help="usable memory per device; default: all of it")]
 _Prefill = Annotated[
-    bool, typer.Option("--prefill", help="price the prefill of a prompt of --seq-length tokens instead")
+    bool, typer.Option("--prefill", help="price prefilling a prompt of --seq-length tokens instead of training")
 ]
 _Decode = Annotated[
-    bool, typer.Option("--decode", help="price a decode step after such a prompt instead; with --prefill: both")
+    bool, typer.Option("--decode", help="price one decode step after such a prompt instead; with --prefill: both")
 ]
-_Chunk = Annotated[int | None, typer.Option(min=1, help="with --prefill: tokens of the prompt at a time; default: all")]
+_Chunk = Annotated[int | None, typer.Option(min=1, help="with --prefill: tokens prefilled at a time; default: all")]
 _Reproduce = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="PAPER", help="compare a paper's figures with predicted ones instead; all: every paper; repeatable"
+        metavar="PAPER", help="compare a paper's figures with predictions instead; all: every paper; repeatable"
     ),
 ]
 _Plot = Annotated[
@@ -81,7 +81,9 @@ class _Given(NamedTuple):
         if self.memory is not None and not 0 < self.memory < math.inf:
             raise ValueError(f"--memory {self.memory}: write GB per device, such as 80")
         if self.model is not None and self.megatron:
-            raise ValueError(f"--model {self.model} and Megatron's flags ({self.megatron[0]} ...): give one of the two")
+            raise ValueError(
+                f"--model {self.model} and Megatron's flags ({self.megatron[0]} ...): give only one of the two"
+            )
         if self.model is None and not self.megatron:
             raise ValueError("--model is missing: give a name, such as llama3-8b, or Megatron's flags after --")
         if self.megatron:
@@ -111,8 +113,8 @@ class _Given(NamedTuple):
             return hardware.cluster(self.cluster)
         if torch.cuda.device_count() == 0:
             raise ValueError(
-                "--cluster is missing, and there is no GPU here to infer it from: give "
-                f"{', '.join(hardware.clusters())}, or a file that cp-plugin calibrate wrote"
+                "--cluster is missing, and this machine has no GPU to infer it from: give one of "
+                f"{', '.join(hardware.clusters())}, or a file written by cp-plugin calibrate"
             )
         found, how = inferred.here("--cluster", self.devices or self.needs, cpu=False)
         print(how, file=sys.stderr)
@@ -161,16 +163,16 @@ def plan(
         if reproduce:
             if as_json:
                 raise ValueError(
-                    "--json has no effect on --reproduce, which prints tables and draws pictures; leave --json out"
+                    "--json has no effect with --reproduce, which prints tables and draws pictures: leave --json out"
                 )
             raise typer.Exit(not _reproduced(reproduce, plot))
-        flags.refuse({"--plot": plot}, "is for --reproduce")
+        flags.refuse({"--plot": plot}, "has no effect without --reproduce")
         if chunk is not None and not prefill:
-            raise ValueError(f"--chunk {chunk} is for --prefill: add that, or leave it out")
+            raise ValueError(f"--chunk {chunk} has no effect without --prefill: add --prefill, or leave --chunk out")
         if prefill or decode:
             for_training = {"--pipeline": pipeline, "--recompute": recompute}
             for_training |= {"--gradient-dtype": options.gradient_dtype, "--documents": documents}
-            flags.refuse(for_training, "is for training, not for --prefill and --decode")
+            flags.refuse(for_training, "applies to training, not to --prefill or --decode")
             answer = _answered(given, chunk or 0, prefill, decode, quiet=output.only_json(as_json))
             output.show(
                 as_json, lambda: show_answer.as_json(answer), lambda: show_answer.print_answer(new_console(), answer)
@@ -187,8 +189,8 @@ def _reproduced(names: list[str], plots: Path | None) -> bool:
     folder = Path(__file__).parents[2] / "ci" / "papers"
     if not folder.is_dir():
         raise ValueError(
-            f"--reproduce {names[0]}: the papers' figures are in the source repository, not in this package; in a "
-            f"checkout of it: python ci/papers {' '.join(names)}"
+            f"--reproduce {names[0]}: the papers' figures are in the source repository, not in this package; run "
+            f"python ci/papers {' '.join(names)} in a checkout"
         )
     sys.path.append(str(folder))
     from evidence.command import reproduce_and_show

@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
 from cp_plugin.cli import output
-from cp_plugin.common.names import did_you_mean
+from cp_plugin.common.names import did_you_mean, not_one_of
 
 PROGRAM = "cp-plugin"
 JSON = "--json"
@@ -53,7 +53,7 @@ class _Main:
         try:
             status = super().main(args, PROGRAM, **settings)  # type: ignore[misc]
         except _UsageError as error:
-            typer.echo(f"error: {_in_one_line(error)}", err=True)
+            output.error(_in_one_line(error))
             status = 2
         except typer.Abort:
             typer.echo("interrupted", err=True)
@@ -159,7 +159,7 @@ def _read_by(info: OptionInfo, flag: str, item: Any) -> None:
 
 def _one_of(flag: str, text: str, known: type[StrEnum]) -> StrEnum:
     if text not in list(known):
-        raise Wrong(f"{flag} {text}: unknown{did_you_mean(text, known)} (there are {', '.join(known)})")
+        raise Wrong(not_one_of(f"{flag} {text}", text, known))
     return known(text)
 
 
@@ -205,4 +205,6 @@ def _in_one_line(error: Any) -> str:
     if name is not None:
         return f"{name} is missing its value"
     text = error.format_message().rstrip(".")
+    if extra := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text):
+        return f"{extra[1]}: unexpected argument. {path} -h shows what it takes"
     return f"{text[:1].lower()}{text[1:]}. {path} -h shows what it takes"

@@ -18,8 +18,8 @@ from cp_plugin.planner.serving.search import Answer
 _COLUMNS = ("provider", "chosen", "prefill", "x best", "sends", "longest context")
 _ALONE = "linear attention alone"
 _COUNTED = (
-    "prefill: simulated attention, other layers as in a training's forward; decode: the session's work per token, "
-    f"weights read once, {LAUNCHES} launches a layer besides attention; the host's own time is not counted"
+    "prefill: attention is simulated, other layers as in a forward pass of training; decode: the session's work per "
+    f"token, with weights read once and {LAUNCHES} launches per layer besides attention; host time is not included"
 )
 
 
@@ -96,7 +96,7 @@ def _prefill(found: Answer, one: Prefill) -> dict[str, Any]:
 
 def _asked(found: Answer) -> str:
     asked, p = found.asked, found.asked.parallel
-    parts = "" if asked.chunks == 1 else f" in parts of {asked.chunk:,}"
+    parts = "" if asked.chunks == 1 else f" in chunks of {asked.chunk:,}"
     sizes = f"tensor {p.tensor} x context {p.context}" if p.tensor > 1 else f"context {p.context}"
     return (
         f"{asked.model.name}, {p.seq_length:,} tokens{parts}, batch {p.micro_batch}, {p.devices} x "
@@ -125,23 +125,23 @@ def _lines(found: Answer) -> Iterator[str]:
     if found.prefills:
         first = found.prefills[0]
         yield (
-            f"prefill: {p.micro_batch * p.seq_length / first.seconds:,.0f} tokens/s of all prompts, attention "
+            f"prefill: {p.micro_batch * p.seq_length / first.seconds:,.0f} tokens/s over all prompts, attention "
             f"{first.parts['attention'] / first.seconds:.0%} of the time"
         )
     if one is not None:
         parts = ", ".join(f"{name.replace('_', ' ')} {in_seconds(s)}" for name, s in one.parts.items() if s)
         yield (
-            f"decode, by every provider: {in_seconds(one.seconds)} a token, {one.tokens_per_s:,.3g} tokens/s of all "
-            f"sequences: {parts}"
+            f"decode, with any provider: {in_seconds(one.seconds)} per token, {one.tokens_per_s:,.3g} tokens/s over "
+            f"all sequences: {parts}"
         )
         yield (
-            f"a rank sends {in_bytes(one.sent)} a token, whatever the context; reading its cache alone would take "
+            f"a rank sends {in_bytes(one.sent)} per token, whatever the context length; just reading its cache takes "
             f"{in_seconds(one.read)}"
         )
     yield (
-        f"a device keeps {in_bytes(needs.parameters)} of parameters and {in_bytes(needs.cache)} of cache"
+        f"a device holds {in_bytes(needs.parameters)} of parameters and {in_bytes(needs.cache)} of cache"
         + (f", {in_bytes(needs.states)} of states" if needs.states else "")
-        + f"; with these alone, of {in_bytes(needs.limit)}, the longest context is "
+        + f"; with nothing else in its {in_bytes(needs.limit)}, the longest context is "
         + _length(needs.longest(found.asked.multiple))
     )
 

@@ -35,7 +35,7 @@ def print_explanation(console: Console, e: Explanation) -> None:
     print_lines(console, *(f"  {reason}" for reason in setup.why), legend([setup.provider.name]), "")
     ranks = ", ".join(map(str, e.timeline.programs))
     whole = len(e.timeline.programs) == e.timeline.setup.problem.size
-    which = "over all ranks" if whole else f"over ranks {ranks}, which stand for all (--every-rank: all)"
+    which = "over all ranks" if whole else f"over representative ranks {ranks} (--every-rank: all)"
     columns = ("pass", "where the time goes", "least", "median", "most", "of the pass")
     print_table(console, f"One attention call, predicted, {which}", columns, [(c, "") for c in _time_rows(e)])
     if e.sent:
@@ -43,12 +43,12 @@ def print_explanation(console: Console, e: Explanation) -> None:
         print_sent(console, "Bytes sent by the busiest rank", e.sent.items())
     console.print()
     limits = [(c, "bold" if RESOURCES[e.limit] == c[0] else "") for c in _limit_rows(e)]
-    title = "What limits the call: its time with one resource made free"
+    title = "What limits the call: its time if one resource took no time"
     print_table(console, title, ("free", "takes", "of now"), limits)
     console.print()
     print_parts(console, f"One iteration: {in_seconds(e.iteration.seconds)}", e.iteration)
     console.print()
-    print_memory(console, f"Memory of a device: {_memory(e)}", e.footprint)
+    print_memory(console, f"Memory per device: {_memory(e)}", e.footprint)
 
 
 def print_sent(console: Console, title: str, sent: Iterable[tuple[tuple[str, str, str], float]]) -> None:
@@ -108,8 +108,8 @@ def _heading(e: Explanation) -> Iterator[str]:
         f"tensor {p.tensor}, context {p.context}, pipeline {p.pipeline}, data {p.data}, recomputation {p.recompute}"
     )
     yield (
-        f"{problem.seq_length:,} tokens, {problem.heads} query and {problem.kv_heads} key/value heads of "
-        f"{problem.head_dim} on a rank"
+        f"{problem.seq_length:,} tokens, {problem.heads} query and {problem.kv_heads} key/value heads of size "
+        f"{problem.head_dim} per rank"
     )
     yield from packed(p)
     yield f"{setup.provider.name}: {setup.provider.summary}"
@@ -129,7 +129,7 @@ def _limit_rows(e: Explanation) -> Iterator[tuple[str, ...]]:
     now = e.timeline.seconds
     yield "nothing", in_seconds(now), "100.0%"
     for resource, left in sorted(e.free.items(), key=lambda pair: pair[1]):
-        order = "" if left <= now else " (messages come in another order)"
+        order = "" if left <= now else " (messages arrive in another order)"
         yield RESOURCES[resource], in_seconds(left), f"{left / now:.1%}{order}"
 
 
@@ -137,5 +137,6 @@ def _memory(e: Explanation) -> str:
     has, needs = e.timeline.cluster.device.memory_bytes, e.footprint.total
     room = "fits" if e.fits else "does not fit"
     return (
-        f"{in_bytes(needs)} {room} {in_bytes(has)}; attention makes {in_bytes(e.footprint.attention)} of it at its peak"
+        f"{in_bytes(needs)} {room} {in_bytes(has)}; attention accounts for {in_bytes(e.footprint.attention)} of it at "
+        "its peak"
     )

@@ -37,7 +37,7 @@ _WORDS = {
 }
 """Option -> what choosing a value means."""
 _USUAL = {"grid": (1, 1), "intra_size": 1, "head_parallel": 1, "head_groups": 1, "backward": "kv"}
-"""Option -> the value that says nothing."""
+"""Option -> the value that adds nothing."""
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -52,7 +52,9 @@ def print_plan(console: Console, plan: Plan) -> None:
     for which, some in by_shape.items():
         rows = [(_cells(plan, one, some[0]), "bold" if one is best else "") for one in some]
         print_table(console, f"{which}, {recomputes(some[0].parallel)}", _COLUMNS, rows)
-    legend = "takes: one iteration; x best: of the fastest's time; sends: one device, in one layer's attention"
+    legend = (
+        "takes: time of one iteration; x best: relative to the fastest; sends: by one device, in one layer's attention"
+    )
     off = legend_of_errors(p.provider for p in plan.found)
     print_lines(console, legend, off, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     console.print()
@@ -78,7 +80,7 @@ def packed(p: Parallel) -> Iterator[str]:
     count = f"{len(lengths):,} document{'s' * (len(lengths) > 1)}"
     yield (
         f"packed: {count} in each sequence, the longest of {max(lengths):,} tokens; upstream pads each to a multiple "
-        f"of {2 * size}, {sum(padded(lengths, size)):,} tokens together"
+        f"of {2 * size}, {sum(padded(lengths, size)):,} tokens in total"
     )
 
 
@@ -87,8 +89,8 @@ def why(plan: Plan) -> Iterator[str]:
     best = plan.best
     if not plan.fits(best):
         yield (
-            f"warning: nothing fits {in_bytes(plan.limit)} of memory together with its attention; this needs least "
-            f"time and {in_bytes(best.footprint.total)}"
+            f"warning: nothing fits {in_bytes(plan.limit)} of memory together with its attention; the fastest needs "
+            f"{in_bytes(best.footprint.total)}"
         )
     total = best.iteration.seconds
     yield (
@@ -100,20 +102,23 @@ def why(plan: Plan) -> Iterator[str]:
         yield f"  {reason}"
     if plan.tied > 1:
         names = ", ".join(p.candidate.name for p in plan.found[1 : plan.tied])
-        yield f"tie: {names} take as long within the typical error of predictions; {_simplest(plan)}"
+        yield f"tie: {names} take equally long within the typical error of predictions; {_simplest(plan)}"
     for other in plan.found[plan.tied :]:
-        reasons = ", ".join(_slower(plan, other)) or "a little of everything"
+        reasons = ", ".join(_slower(plan, other)) or "no single cause above the threshold"
         yield f"{other.candidate.name} takes {_beaten(plan, other)}: {reasons}"
-    yield f"{plan.simulated} of {plan.tried} configurations simulated; those not shown are slower even at best"
+    yield (
+        f"{plan.simulated} of {plan.tried} configurations simulated; those not shown are slower even at their lower "
+        "bound"
+    )
 
 
 def _beaten(plan: Plan, other: Priced) -> str:
-    """``1.24x of ring's time (typical error 13 %)``: beside the method that is most clearly faster."""
+    """``1.24x ring's time (typical error 13 %)``: relative to the method that is most clearly faster."""
     by = plan.beating(other)
     if by is None:  # what fits the memory is not beside what does not
-        return f"{other.iteration.seconds / plan.fastest:.2f}x of the fastest's time"
+        return f"{other.iteration.seconds / plan.fastest:.2f}x the fastest's time"
     ratio = other.iteration.seconds / by.iteration.seconds
-    return f"{ratio:.2f}x of {by.candidate.name}'s time ({off_by(other.provider, by.provider)})"
+    return f"{ratio:.2f}x {by.candidate.name}'s time ({off_by(other.provider, by.provider)})"
 
 
 def _slower(plan: Plan, other: Priced) -> Iterator[str]:
@@ -122,7 +127,7 @@ def _slower(plan: Plan, other: Priced) -> Iterator[str]:
     if other.repeats > 0.005 * best.iteration.seconds:
         yield (
             "repeats attention under recomputation, as stock Megatron does "
-            f"({other.without_repeats / plan.fastest:.2f}x where memory allows not to)"
+            f"({other.without_repeats / plan.fastest:.2f}x if memory allowed keeping it)"
         )
     if sizes(other.parallel) != sizes(best.parallel):
         yield f"even with {sizes(other.parallel)}, which suits it best"
@@ -145,7 +150,7 @@ def _simplest(plan: Plan) -> str:
         return f"{best.candidate.name} is named because it is Megatron's default"
     if any(len(p.candidate.flags.split()) > len(best.candidate.flags.split()) for p in others):
         return f"{best.candidate.name} is named because it has the fewest flags"
-    return f"{best.candidate.name} is named because it is the fastest of those with as few flags"
+    return f"{best.candidate.name} is named because it is the fastest of those with the fewest flags"
 
 
 def _not_shown(plan: Plan) -> Iterator[str]:
@@ -154,7 +159,7 @@ def _not_shown(plan: Plan) -> Iterator[str]:
         yield f"does not fit {in_bytes(plan.limit)}: {', '.join(large)}"
     if plan.lost:
         bounds = ", ".join(f"{lost.name} > {lost.seconds / plan.fastest:.2f}x" for lost in plan.lost)
-        yield f"not simulated, since they take at least: {bounds}"
+        yield f"not simulated, because their lower bounds are: {bounds}"
     for name, reason in plan.cannot.items():
         yield f"{name} cannot: {reason}"
 
@@ -268,7 +273,7 @@ def chosen(setup: Setup) -> str:
 
 
 def options(given: Options) -> str:
-    """``8x2 grid, heads over 4``, without what says nothing."""
+    """``8x2 grid, heads over 4``, without values that add nothing."""
     found = providers.in_order(replace(given, layout=None, backend="auto"))
     return ", ".join(
         _WORDS.get(name, f"{name.replace('_', ' ')} {{}}").format(words(value))

@@ -24,7 +24,7 @@ def print_traffic(
     console: Console, problem: Problem, rows: Sequence[Row], measured: Sequence[str | None] | None
 ) -> None:
     """A row per setup; ``measured``: the result of ``traffic.compare``."""
-    columns = ("provider", "chosen", "forward", "backward", "total", "of a ring's", "note")
+    columns = ("provider", "chosen", "forward", "backward", "total", "of ring's bytes", "note")
     lines = []
     for i, row in enumerate(rows):
         first = (row.setup.provider.name, settings(row.setup) if problem.bounds else str(row.setup))
@@ -49,7 +49,7 @@ def print_verified(
     console: Console, title: str, planned: Sequence[Setup], results: Sequence[Result], *, decode: bool = False
 ) -> None:
     """A row per setup: its result, or why it cannot run; with ``decode`` also the busiest rank's bytes per token."""
-    columns = ("provider", "chosen", "mask", "heads", "dtype", *["sent a token"] * decode, "worst error", "limit")
+    columns = ("provider", "chosen", "mask", "heads", "dtype", *["sent per token"] * decode, "worst error", "limit")
     rows = []
     for setup, result in _paired(planned, results):
         sent = in_bytes(max(result.sent)) if isinstance(result, Decoded) and result.sent else ""

@@ -69,7 +69,7 @@ class Alarm:
         if found:
             return found[0]
         own = f"rank {self.rank} of {self.size} on {socket.gethostname()}: {story}"
-        return f"{own}\n  the other ranks could not be asked: rank 0, or who keeps the run's store, is lost"
+        return f"{own}\n  no contact with the other ranks: rank 0, or the process that keeps the run's store, is gone"
 
     def _told(self, story: str) -> str | None:
         self._store.set(f"said/{self.rank}", story)
@@ -97,7 +97,7 @@ class Alarm:
     def _host(self, rank: int) -> str:
         if self._store.check([f"host/{rank}"]):
             return self._store.get(f"host/{rank}").decode()
-        return "a host it has not named"
+        return "an unknown host"
 
     def _listen(self) -> None:
         try:
@@ -110,7 +110,7 @@ class Alarm:
             if self._silenced.wait(_LEAVE_S):
                 return
             here, there = self.signature(self.rank), self.signature(teller)
-            print(f"cp_plugin: {here} is ended, since another failed. {there}: {story}", file=sys.stderr, flush=True)
+            print(f"cp_plugin: terminating {here}: another rank failed. {there}: {story}", file=sys.stderr, flush=True)
         except (RuntimeError, OSError):  # the store is gone: the run has ended, or rank 0 is lost
             return
         os._exit(EXIT_STATUS)
@@ -124,7 +124,7 @@ def report(who: str, story: str, said: Mapping[int, str], silent: Mapping[int, s
         stories.setdefault(text, []).append(rank)
     lines += [f"{ranks_named(ranks)}: {text}" for text, ranks in stories.items()]
     lines += [
-        f"rank {rank} on {host} says nothing: killed, frozen, cut off, or deep inside a call"
+        f"no response from rank {rank} on {host} (killed, suspended, unreachable, or holding the GIL)"
         for rank, host in sorted(silent.items())
     ]
     return "\n  ".join(lines)

@@ -50,7 +50,7 @@ def connect(
                 answers = (_all_sizes if name in collective else _size_below)(group)
         except RuntimeError as error:
             raise ConnectError(
-                f"{called} cannot be connected from rank {dist.get_rank()}: {error}; all of these ranks must be up and "
+                f"{called} cannot connect from rank {dist.get_rank()}: {error}; all of these ranks must be up and "
                 "reach each other (NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME for the interface)"
             ) from error
         if set(answers) != {group.size()}:

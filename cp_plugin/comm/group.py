@@ -236,7 +236,7 @@ class GroupMesh(Mesh):
     def _group(self, axis: str) -> dist.ProcessGroup:
         group = self.groups.get(axis)
         if group is None:
-            raise ValueError(f"this mesh was made without the process group {axis!r}: it has {sorted(self.groups)}")
+            raise ValueError(f"this mesh was created without the process group {axis!r}; it has {sorted(self.groups)}")
         return group
 
 

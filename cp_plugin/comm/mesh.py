@@ -69,7 +69,7 @@ class Mesh(ABC):
             ledger: where traffic is recorded; a new one by default.
         """
         if not axes or any(n < 1 for n in axes.values()):
-            raise ValueError(f"a mesh needs axes of size 1 or more, got {dict(axes)}")
+            raise ValueError(f"mesh axes must have size 1 or more, got {dict(axes)}")
         self.axes = dict(axes)
         self.size = prod(self.axes.values())
         if not 0 <= index < self.size:
@@ -270,4 +270,6 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 def _check_divides(axis: str, n: int, tensors: Sequence[Tensor]) -> None:
     for t in tensors:
         if t.size(0) % n:
-            raise ValueError(f"dimension 0 of {tuple(t.shape)} cannot be divided over the {n} ranks of axis {axis!r}")
+            raise ValueError(
+                f"dimension 0 of {tuple(t.shape)} cannot be split evenly across the {n} ranks of axis {axis!r}"
+            )

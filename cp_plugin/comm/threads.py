@@ -167,7 +167,7 @@ class ThreadMesh(Mesh):
             ValueError: for axes of another number of ranks.
         """
         if prod(axes.values()) != self.size:
-            raise ValueError(f"a mesh beside one of {self.size} ranks needs as many, got {dict(axes)}")
+            raise ValueError(f"a mesh derived from one of {self.size} ranks needs as many, got {dict(axes)}")
         self._beside += 1
         return ThreadMesh(axes, self.index, self._hub, self.ledger, (*self._name, self._beside))
 

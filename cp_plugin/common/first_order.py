@@ -40,6 +40,6 @@ class _Final(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Tensor:
         raise RuntimeError(
-            "context-parallel attention has first derivatives only; a gradient penalty or a Hessian needs gradients of "
-            "gradients. Leave out create_graph=True, or take the second derivative by finite differences"
+            "context-parallel attention supports first derivatives only, but a gradient penalty or a Hessian needs "
+            "second ones. Leave out create_graph=True, or compute the second derivative by finite differences"
         )

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
+from cp_plugin.common.text import either
+
 
 def find[T](kind: str, name: str, among: Mapping[str, T]) -> T:
     """The entry of that name, ignoring case and the separator (space, ``_`` or ``-``).
@@ -23,8 +25,10 @@ def did_you_mean(name: str, among: Iterable[str]) -> str:
     """``: did you mean x or y?``, or an empty string where no name is close."""
     plain = {_plain(known): known for known in among}
     within = [known for known in plain if len(_plain(name)) > 2 and _plain(name) in known]
-    near = [plain[known] for known in dict.fromkeys([*within, *get_close_matches(_plain(name), plain, cutoff=0.6)])]
-    return f": did you mean {' or '.join(near[:3])}?" if near else ""
+    cutoff = 0.6 if len(_plain(name)) < 4 else 0.7  # one slip of the finger in three letters leaves two of them
+    near = [plain[known] for known in dict.fromkeys([*within, *get_close_matches(_plain(name), plain, cutoff=cutoff)])]
+    helps = len(near) == 1 or 2 * len(near) <= len(plain)  # most of them are no hint
+    return f": did you mean {either(near[:3])}?" if near and helps else ""
 
 
 def one_of(flag: str, value: str, valid: Iterable[str], *, suggest: bool = True) -> None:
@@ -34,9 +38,14 @@ def one_of(flag: str, value: str, valid: Iterable[str], *, suggest: bool = True)
     """
     valid = list(valid)
     if value not in valid:
-        near = did_you_mean(value, valid) if suggest else ""
-        choose = f"{near} Choose" if near else ": choose"
-        raise ValueError(f"{flag} {value}{choose} one of {', '.join(valid)}")
+        raise ValueError(not_one_of(f"{flag} {value}", value, valid, suggest=suggest))
+
+
+def not_one_of(given: str, value: str, valid: Iterable[str], *, suggest: bool = True) -> str:
+    """``--cp-provider rong: did you mean ring? Choose one of upstream, ring``; ``given``: the flag with its value."""
+    valid = list(dict.fromkeys(valid))
+    near = did_you_mean(value, valid) if suggest else ""
+    return f"{given}{near} Choose one of {', '.join(valid)}" if near else f"{given}: choose one of {', '.join(valid)}"
 
 
 def _plain(name: str) -> str:

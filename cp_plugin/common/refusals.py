@@ -16,6 +16,8 @@ from opcode import opmap
 from pathlib import Path
 from types import TracebackType
 
+from cp_plugin.common.text import within_terminal
+
 STATUS = 2
 """Exit status after a refusal."""
 KINDS = (ValueError, ModuleNotFoundError, FileNotFoundError)
@@ -43,7 +45,7 @@ def say(message: str) -> None:
     """
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         time.sleep(_PATIENCE_S)
-    print(f"cp_plugin: {message}", file=sys.stderr, flush=True)
+    print(within_terminal(f"cp_plugin: {message}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def exit_status(main: Callable[[], int]) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Sequence
+from typing import TextIO
 
 
 def in_bytes(n: float) -> str:
@@ -19,6 +22,11 @@ def in_seconds(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f} s"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def either(words: Sequence[str]) -> str:
+    """A choice: ``kv``, ``kv or q``, or ``zigzag, striped or documents``."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
 
 
 def divisors(n: int) -> str:
@@ -38,6 +46,17 @@ def ranks_named(ranks: Sequence[int]) -> str:
     if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks))}"
+
+
+def within_terminal(text: str, stream: TextIO) -> str:
+    """A message for a stream: wrapped between words if it is a terminal; whole lines for files and pipes."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = [
+        textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""] for line in text.split("\n")
+    ]
+    return "\n".join(part for parts in lines for part in parts)
 
 
 def shortened(numbers: Sequence[int], most: int = 8) -> str:

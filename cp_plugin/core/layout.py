@@ -58,7 +58,7 @@ class Layout:
         if seq_length <= 0 or seq_length % divisor:
             legal = max(1, round(seq_length / divisor)) * divisor
             raise ValueError(
-                f"sequence length {seq_length} cannot be divided over {size} context-parallel ranks in the "
+                f"sequence length {seq_length} cannot be split evenly across {size} context-parallel ranks in the "
                 f"{self.name} layout: it must be a multiple of {divisor} (nearest: {legal})"
             )
         return join_adjacent(self.place(seq_length, size, index)) if size > 1 else (range(seq_length),)

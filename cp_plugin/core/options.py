@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cp_plugin.common.text import divisors, in_words
+from cp_plugin.common.text import divisors, either, in_words
 from cp_plugin.core.spelling import flag_of, spelled
 
 AUTO = "auto"
@@ -69,6 +69,11 @@ class Option(str):
         return flag_of(self)
 
     @property
+    def accepted(self) -> str:
+        """What may be written besides ``unset``, for error messages."""
+        return ", ".join(self.choices) or self.write
+
+    @property
     def attribute(self) -> str:
         """Its attribute in the parsed namespace."""
         return f"cp_{self}"
@@ -83,13 +88,13 @@ class Option(str):
             return None
         value = self.read(text)
         if value is None:
-            raise ValueError(f"{self.flag} {text}: write {self.write}, or {self.unset}")
+            raise ValueError(f"{self.flag} {text}: write {self.accepted}, or {self.unset}")
         return value
 
     def check(self, value: object) -> None:
         """ValueError for a word that is not one of the choices."""
         if self.choices and value not in (*self.choices, self.unset):
-            raise ValueError(f"{spelled(self, value)}: write {self.write}, or {self.unset}")
+            raise ValueError(f"{spelled(self, value)}: write {self.accepted}, or {self.unset}")
 
     def check_ranks(self, value: Any, ranks: int) -> None:
         """ValueError for a value that does not fit this number of ranks."""
@@ -100,7 +105,7 @@ class Option(str):
         """The message for a value given with a provider that does not take this option."""
         return (
             f"{spelled(self, value)} has no effect with {spelled('provider', provider)}: leave it out, or use "
-            f"{' or '.join(takers)}"
+            f"{either(takers)}"
         )
 
 
@@ -138,13 +143,13 @@ def not_a_divisor(number: int, ranks: int) -> str | None:
 def heads_are_divided(provider: str, ranks: int) -> str:
     """The message for a head axis in front of a provider that divides the heads itself."""
     return (
-        f"{spelled('head_parallel', ranks)}: {spelled('provider', provider)} divides the heads over all ranks already"
+        f"{spelled('head_parallel', ranks)}: {spelled('provider', provider)} already splits the heads across all ranks"
     )
 
 
 def behind_heads(reason: object, ranks: int) -> str:
     """The message for what does not fit the ranks behind a head axis of this size."""
-    return f"{reason} (these are the ranks behind {spelled('head_parallel', ranks)})"
+    return f"{reason} ({spelled('head_parallel', ranks)} leaves that many)"
 
 
 def check_fp8(options: Options, kernels: Sequence[str]) -> None:
@@ -154,8 +159,9 @@ def check_fp8(options: Options, kernels: Sequence[str]) -> None:
     """
     if options.fp8 == "compute" and options.backend not in (AUTO, *kernels):
         raise ValueError(
-            f"{spelled('fp8', 'compute')} with {spelled('backend', options.backend)}, which does not compute in FP8: "
-            f"use {spelled('backend', *kernels)}, or {spelled('fp8', 'comm')}"
+            f"{spelled('fp8', 'compute')} needs a kernel that computes in FP8, which "
+            f"{spelled('backend', options.backend)} does not: use {spelled('backend', *kernels)}, or "
+            f"{spelled('fp8', 'comm')}"
         )
     if options.fp8 != "compute" and options.backend in kernels:
         raise ValueError(

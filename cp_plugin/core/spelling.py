@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate
 
-from cp_plugin.common.text import in_words
+from cp_plugin.common.text import either, in_words
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +43,10 @@ def as_called[S: Any, **P, R](method: Callable[Concatenate[S, P], R]) -> Callabl
 
 
 def spelled(option: str, *values: object) -> str:
-    """``--cp-grid`` or ``grid``; with a value ``--cp-grid 8x4`` or ``grid=(8, 4)``; several: joined by "or"."""
+    """``--cp-grid`` or ``grid``; with a value ``--cp-grid 8x4`` or ``grid=(8, 4)``; several: a choice."""
     if _python.get():
-        return "=".join(filter(None, (option, " or ".join(map(repr, values)))))
-    return " ".join(filter(None, (flag_of(option), " or ".join(map(in_words, values)))))
+        return "=".join(filter(None, (option, either([*map(repr, values)]))))
+    return " ".join(filter(None, (flag_of(option), either([*map(in_words, values)]))))
 
 
 def flag_of(option: str) -> str:

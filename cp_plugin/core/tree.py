@@ -45,7 +45,7 @@ class Tree:
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "parents", parents)
         if not any(lengths) or min(lengths) < 0:
-            raise ValueError(f"the lengths of a tree's nodes must be 0 or more, and not all of them 0: got {lengths}")
+            raise ValueError(f"a tree's node lengths must be 0 or more, and not all 0: got {lengths}")
         if len(parents) != len(lengths):
             raise ValueError(f"a tree of {len(lengths)} nodes needs {len(lengths)} parents, not {len(parents)}")
         path: list[int] = []

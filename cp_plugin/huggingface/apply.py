@@ -80,9 +80,7 @@ def apply(
     try:
         model.set_attn_implementation(name)
         if config._attn_implementation != name:
-            raise ValueError(
-                f"{type(model).__name__} does not take its attention from transformers' AttentionInterface"
-            )
+            raise ValueError(f"{type(model).__name__} does not get its attention from transformers' AttentionInterface")
         with _named(model):
             if check:
                 require_no_mixing(model, division)
@@ -101,9 +99,9 @@ def apply(
 def _say_what_sums(size: int) -> None:
     """Once in a process: whoever averages gradients trains with a fraction of the loss, without an error."""
     print(
-        f"cp_plugin: each rank's loss is its summand of the loss, and gradients must be summed over the {size} ranks. "
+        f"cp_plugin: each rank's loss is its part of the sum, and gradients must be summed over the {size} ranks. "
         f"DistributedDataParallel and FSDP average them: there, call (loss * {size}).backward(). transformers' Trainer "
-        "does so already",
+        "already does",
         flush=True,
     )
 
@@ -132,13 +130,13 @@ def _inside(model: nn.Module) -> PreTrainedModel:
     for layer in model.modules():
         if isinstance(layer, PreTrainedModel):
             return layer
-    raise ValueError(f"{type(model).__name__} is not a transformers model, and has none inside")
+    raise ValueError(f"{type(model).__name__} is not a transformers model, and contains none")
 
 
 def _refuse_by_name(model: PreTrainedModel) -> None:
     config = model.config
     if config.is_encoder_decoder or config.sub_configs:
-        raise ValueError(f"{type(model).__name__}: only models of text alone, without an encoder, can be divided")
+        raise ValueError(f"{type(model).__name__}: only text models without an encoder can be sharded")
     refuse_router_losses(config, {})
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
     mixed = any(True for _ in layers.mixers(model))
@@ -152,8 +150,8 @@ def _examine(model: PreTrainedModel, division: Division, whole: Tensor, want: Te
     reason = require_local(model, division)
     lost = [rank for rank, failed in enumerate(gathered(cp.mesh, torch.tensor([reason is not None]))) if failed]
     if lost:
-        reason = reason or f"the same was found on {ranks_named(lost)}"
-        raise ValueError(f"{name} would compute something else in shards: {reason}")
+        reason = reason or f"the same on {ranks_named(lost)}"
+        raise ValueError(f"{name} would compute something else on shards: {reason}")
     require_same_attention(model, division)
     require_next_token_loss(model, division)
     batch = shard(cp, whole)
@@ -164,7 +162,7 @@ def _examine(model: PreTrainedModel, division: Division, whole: Tensor, want: Te
     if not error <= (limit := allowed(dtype)):
         raise ValueError(
             f"{name} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed {limit:g}): "
-            "something in it mixes tokens by other means than attention"
+            "something other than attention mixes tokens"
         )
 
 
@@ -177,8 +175,8 @@ def _named(model: PreTrainedModel) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"{type(model).__name__} cannot be examined, and so not divided: on a few tokens, with other attention, it "
-            f"ends in {type(error).__name__}: {error}"
+            f"{type(model).__name__} cannot be examined, and therefore not sharded: on a few tokens, with other "
+            f"attention, it fails with {type(error).__name__}: {error}"
         ) from error
 
 

@@ -54,8 +54,8 @@ class Division:
 
     def __reduce__(self) -> Any:
         raise ValueError(
-            "a model that is divided over ranks cannot be pickled, since process groups cannot: save it by "
-            "model.save_pretrained(...) or model.state_dict(), or call huggingface.undo(model) first"
+            "a sharded model cannot be pickled, because process groups cannot: save it with model.save_pretrained(...) "
+            "or model.state_dict(), or call huggingface.undo(model) first"
         )
 
     def on(self, documents: tuple[int, ...]) -> ContextParallel:
@@ -100,7 +100,7 @@ class Division:
             options["sliding_window"] = sliding_window
             return self.probe.attention(module, query, key, value, attention_mask, **options), None
         refuse_options(others, dropout)
-        refuse(query.size(2) != key.size(2), "a cache of keys and values: training only, with use_cache=False")
+        refuse(query.size(2) != key.size(2), "a key/value cache: train with use_cache=False")
         if attention_mask is None:
             refuse(sliding_window is not None and not causal, "a sliding window without a causal mask")
             documents = self.call.documents
@@ -127,7 +127,7 @@ class Division:
             sight = Sight.from_tensor(mask)
         except ValueError as problem:
             refuse(True, str(problem))
-        refuse(sight is None, "a mask of your own")
+        refuse(sight is None, "a custom mask")
         assert sight is not None
         return sight
 
@@ -151,4 +151,4 @@ def refuse_options(options: dict[str, Any], dropout: float) -> None:
 
 def refuse(wrong: bool, what: str) -> None:
     if wrong:
-        raise ValueError(f"context parallelism over a transformers model cannot do this: {what}")
+        raise ValueError(f"context parallelism for transformers models does not support {what}")

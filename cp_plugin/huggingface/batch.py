@@ -60,7 +60,7 @@ def shard(
     if input_ids.dim() != 2 or labels.shape != input_ids.shape:
         raise ValueError(f"input_ids and labels must be [b, s], got {list(input_ids.shape)} and {list(labels.shape)}")
     if attention_mask is not None:
-        refuse(not bool(attention_mask.all()), "padding: pack or cut the sequences")
+        refuse(not bool(attention_mask.all()), "padding: pack or truncate the sequences")
     bounds = _bounds(input_ids, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     if cp.layout == DOCUMENTS and cp.size > 1 and not bounds:
         bounds = (0, input_ids.size(1))
@@ -154,13 +154,16 @@ def _bounds(
                 f"{list(position_ids.shape)}"
             )
         begins = position_ids.diff(dim=1) != 1
-        refuse(not bool((begins == begins[:1]).all()), "documents that begin at other tokens in each row: pack one row")
+        refuse(
+            not bool((begins == begins[:1]).all()),
+            "documents that begin at different tokens in different rows: pack a single row",
+        )
         restarts = (0, *(begins[0].nonzero().flatten() + 1).tolist(), seq_length)
     if cu_seq_lens_q is None:
         return restarts if len(restarts) > 2 else ()
     bounds = document_bounds(cu_seq_lens_q, seq_length)
     if cu_seq_lens_k is not None and document_bounds(cu_seq_lens_k, seq_length) != bounds:
-        raise ValueError("cu_seq_lens_k must be the bounds of cu_seq_lens_q: a token sees its own document")
+        raise ValueError("cu_seq_lens_k must be the bounds of cu_seq_lens_q: a token sees only its own document")
     if len(restarts) > 2 and restarts != bounds:
         raise ValueError(
             f"position_ids begin documents at {_short(restarts[:-1])}, cu_seq_lens_q at {_short(bounds[:-1])}: they "

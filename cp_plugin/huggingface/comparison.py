@@ -71,7 +71,7 @@ class Both:
             assert isinstance(read, Sight)
             sight = read
         else:
-            refuse(mask is not None, "a mask of your own")
+            refuse(mask is not None, "a custom mask")
             causal = getattr(module, "is_causal", True) if options["is_causal"] is None else options["is_causal"]
             window = options.get("sliding_window")
             sight = Sight(None if window is None else window - 1, 0 if causal else None)
@@ -87,7 +87,7 @@ class Both:
             raise ValueError(
                 f"{type(self.model).__name__}: attention differs between {cp.size} ranks and one in "
                 f"{type(module).__name__} {self.layers} of {q.size(2)} tokens{kind} (relative error {error:.1e}, "
-                f"allowed {limit:g}): it does something that the plugin does not know"
+                f"allowed {limit:g}): it does something unknown to the plugin"
             )
         return own(module, query, key, value, mask, **options)[0]
 

@@ -42,7 +42,7 @@ def gated_delta_rule(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """``chunk_gated_delta_rule`` of flash-linear-attention: query, key ``[b, s, g, d]``, value ``[b, s, h, e]``."""
-    refuse(initial_state is not None or output_final_state, "a cache of states: training only, with use_cache=False")
+    refuse(initial_state is not None or output_final_state, "a state cache: train with use_cache=False")
     if use_qk_l2norm_in_kernel:
         query, key = (_normal(x) for x in (query, key))
     if division.probe is not None:
@@ -203,8 +203,8 @@ def needed(model: nn.Module, cp: ContextParallel, linear: ContextParallel | None
     if linear is None:
         if cp.layout.cyclic and cp.size > 1:
             raise ValueError(
-                f"{', '.join(names)}: linear attention and convolutions need neighbouring tokens on one rank, and the "
-                f"layout is {cp.layout.name}: use zigzag or contiguous, such as "
+                f"{', '.join(names)}: linear attention and convolutions need neighbouring tokens on the same rank, but "
+                f"the layout is {cp.layout.name}: use zigzag or contiguous, such as "
                 'ContextParallel("ring", layout="zigzag", group=group)'
             )
         linear = _on_same_ranks(cp)
@@ -212,7 +212,7 @@ def needed(model: nn.Module, cp: ContextParallel, linear: ContextParallel | None
         raise ValueError(f"linear: {linear.provider.name!r} is for softmax attention: use lasp2")
     if (linear.layout, linear.size, linear.index) != (cp.layout, cp.size, cp.index) or linear.numbers != cp.numbers:
         raise ValueError(
-            f"linear: its tokens are in the layout {linear.layout.name} on {linear.size} ranks, and those of attention "
+            f"linear: its tokens are in the layout {linear.layout.name} on {linear.size} ranks, but those of attention "
             f"in the layout {cp.layout.name} on {cp.size}: use the same layout and ranks"
         )
     return linear

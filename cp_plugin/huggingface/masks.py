@@ -98,7 +98,7 @@ class Reader:
 def _sight(function: MaskFunction, rows: Tensor, seq_length: int) -> Sight:
     seen = _seen(function, rows, seq_length)
     if not seen.any(1).all():
-        raise ValueError("a mask in which a token sees nothing")
+        raise ValueError("a mask in which some token sees nothing")
     last = rows[-1] - seen[-1].int().argmax()
     first = seq_length - 1 - seen[0].flip(0).int().argmax()
     left = None if seen[-1, 0] else int(last)

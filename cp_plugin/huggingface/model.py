@@ -82,36 +82,36 @@ class Forward:
         cached = any(named.get(cache) is not None for cache in ("past_key_values", "cache", "cache_params"))
         if positions is None or not self._are_here(positions, named, tree):
             virtual = (
-                ". Prompt tuning and other methods that add virtual tokens would add them to every shard: use LoRA, or "
+                ". Prompt tuning and similar methods would add their virtual tokens to every shard: use LoRA, or "
                 "huggingface.undo(model)"
             )
             raise ValueError(
                 "position_ids must be those of this rank's tokens: call model(**huggingface.shard(cp, ...)), and pass "
                 "positions of packed documents to shard" + virtual * (cached or named.get("inputs_embeds") is not None)
             )
-        refuse(cached, "a cache of keys and values: training only, with use_cache=False")
+        refuse(cached, "a key/value cache: train with use_cache=False")
         if named.get("labels") is not None and named.get("shift_labels") is None:
             raise ValueError("labels would be shifted inside each shard: call model(**huggingface.shard(cp, ...))")
         if named.get("labels") is None and named.get("shift_labels") is not None:
             raise ValueError(
-                "shift_labels without labels: label smoothing would shift the labels again; set "
+                "shift_labels without labels: label smoothing would shift the labels a second time; set "
                 "label_smoothing_factor=0, or leave shift_labels out and compute the loss of the logits yourself"
             )
         if tree is not None and "logits_to_keep" not in parameters:
             raise ValueError(
-                f"{name} takes no logits_to_keep, by which the end of a prompt predicts several answers: it cannot "
+                f"{name} takes no logits_to_keep, which lets the end of a prompt predict several answers: it cannot "
                 "train on a tree"
             )
         refuse_router_losses(config, named)
         mask = named.get("attention_mask")
         if isinstance(mask, Tensor):
-            refuse(mask.dim() != 2, "a mask of your own")
+            refuse(mask.dim() != 2, "a custom mask")
             refuse(
                 mask.shape != positions.shape, f"an attention_mask of {list(mask.shape)} for {list(positions.shape)}"
             )
-            refuse(not bool(mask.all()), "padding: pack or cut the sequences")
+            refuse(not bool(mask.all()), "padding: pack or truncate the sequences")
         else:
-            refuse(mask is not None, "a mask of your own")
+            refuse(mask is not None, "a custom mask")
 
     def _are_here(self, positions: Tensor, named: dict[str, Any], tree: Tree | None) -> bool:
         cp, tokens = self.division.cp, positions.size(-1) * self.division.cp.size
@@ -159,13 +159,13 @@ class Forward:
                 f"{name} does not pass `cu_seq_lens_q` on to its linear layers: it cannot train on documents"
             )
         for loss in ("aux_loss", "z_loss", "router_loss"):
-            refuse(getattr(output, loss, None) is not None, f"{loss}: each rank would balance its own tokens only")
+            refuse(getattr(output, loss, None) is not None, f"{loss}: each rank would balance only its own tokens")
 
     def _compared(self, named: dict[str, Any], refused: bool) -> dict[str, Any]:
         digests = named.get(DIGEST)
         labels = named.get("shift_labels")
         return {
-            "a call that is refused": refused,
+            "a refused call": refused,
             "input_ids": None if digests is None else digests[0],
             "labels": None if digests is None else digests[1],
             "num_items_in_batch": named.get("num_items_in_batch"),
@@ -185,7 +185,7 @@ def refuse_router_losses(config: Any, named: dict[str, Any]) -> None:
     """At each call, since both may change later."""
     wanted = named.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if wanted is None else wanted:
-        raise ValueError("output_router_logits: each rank would balance its own tokens only; set it to False")
+        raise ValueError("output_router_logits: each rank would balance only its own tokens; set it to False")
 
 
 def autocast_dtype(x: Tensor | None) -> torch.dtype | None:

@@ -110,7 +110,7 @@ def _spreads_nothing(model: PreTrainedModel, ids: Tensor) -> None:
         where = culprits[0] if culprits else type(model).__name__
         raise _mixes(model, f"in {where} a token depends on others")
     if not bool((nan & own).any(1).all()):
-        raise _mixes(model, "an output does not depend on its own token, so that the model cannot be examined")
+        raise _mixes(model, "an output does not depend on its own token, so the model cannot be examined")
 
 
 def _moves_nothing(model: PreTrainedModel, ids: Tensor) -> None:
@@ -123,7 +123,7 @@ def _moves_nothing(model: PreTrainedModel, ids: Tensor) -> None:
     # a batch of experts that has one token more or less is multiplied in other blocks, which rounds differently
     rounding = 64 * torch.finfo(before.dtype).eps * before.abs().amax()
     if bool((moved.masked_fill(own, 0) > rounding).any()):
-        raise _mixes(model, "another token in one place changes the results in other places")
+        raise _mixes(model, "changing one token changes the results of others")
 
 
 def require_local(model: PreTrainedModel, division: Division) -> str | None:
@@ -156,7 +156,7 @@ def _differ(error: float, positions: Tensor, model: PreTrainedModel) -> str:
     kinds = sorted(rope_types(model.config))
     rope = f" (rope type {', '.join(kinds)})" if kinds else ""
     return (
-        f"depend on the length of its shard or its index there: relative error {error:.1e} at positions up to "
+        f"depend on the shard's length or the token's index in it: relative error {error:.1e} at positions up to "
         f"{int(positions.max())}{rope}"
     )
 
@@ -300,10 +300,10 @@ def _seeded(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def not_next_token(model: PreTrainedModel, why: str) -> ValueError:
     return ValueError(
-        f"{type(model).__name__}: its loss is not the mean cross entropy of next tokens, so the ranks' losses do not "
-        f"add up to it: {why}. Use a model ...ForCausalLM, or one without a head and a loss of your own"
+        f"{type(model).__name__}: its loss is not the mean cross entropy of the next tokens, so the ranks' losses do "
+        f"not add up to it: {why}. Use a model ...ForCausalLM, or one without a head and a loss of your own"
     )
 
 
 def _mixes(model: PreTrainedModel, how: str) -> ValueError:
-    return ValueError(f"{type(model).__name__} mixes tokens by other means than attention: {how}. It cannot be divided")
+    return ValueError(f"{type(model).__name__} mixes tokens by other means than attention: {how}. It cannot be sharded")

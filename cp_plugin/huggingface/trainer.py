@@ -52,7 +52,7 @@ class Collator:
         """
         if get_worker_info() is not None:
             raise ValueError(
-                "huggingface.Collator exchanges rows between ranks, and the workers of a DataLoader cannot: set "
+                "huggingface.Collator exchanges rows between ranks, which DataLoader workers cannot: set "
                 "dataloader_num_workers=0"
             )
         batch = dict(_stacked(examples) if self.collate is None else self.collate(examples))

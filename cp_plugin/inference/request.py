@@ -22,13 +22,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"--temperature {self.temperature}: 0 (the likeliest token) or more")
+            raise ValueError(f"--temperature {self.temperature}: write 0 (always the most likely token) or more")
         if self.top_k < 0:
-            raise ValueError(f"--top-k {self.top_k}: 0 (no limit) or more")
+            raise ValueError(f"--top-k {self.top_k}: write 0 (no limit) or more")
         if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"--top-p {self.top_p}: above 0, and 1 (no limit) or less")
+            raise ValueError(f"--top-p {self.top_p}: write a number above 0, and at most 1 (no limit)")
         if self.temperature == 0.0 and (self.top_k or self.top_p != 1.0):
-            raise ValueError("--top-k and --top-p do nothing without --temperature: add it, or leave them out")
+            raise ValueError(
+                "--top-k and --top-p have no effect without --temperature: add --temperature 1, or leave them out"
+            )
 
 
 class Sampler:
@@ -74,9 +76,9 @@ class Request:
         if not self.prompts or not all(self.prompts):
             raise ValueError("--prompt must not be empty")
         if self.new_tokens < 1:
-            raise ValueError(f"--new-tokens {self.new_tokens}: 1 or more")
+            raise ValueError(f"--new-tokens {self.new_tokens}: write 1 or more")
         if self.chunk is not None and self.chunk < 1:
-            raise ValueError(f"--chunk {self.chunk}: 1 or more tokens of the prompt at a time")
+            raise ValueError(f"--chunk {self.chunk}: write 1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,7 +203,7 @@ class Session:
         self.cp.problem(q, k, v, causal=True)
         if q.shape[:2] != (tokens, self.slots.batch):
             raise ValueError(
-                f"this step takes q, k, v of {tokens} tokens of {self.slots.batch} sequences, got q {tuple(q.shape)}"
+                f"this step expects q, k, v of {tokens} tokens of {self.slots.batch} sequences, got q {tuple(q.shape)}"
             )
 
     @contextmanager

@@ -75,7 +75,7 @@ class Slots:
             ValueError: for sizes below 1.
         """
         if min(size, batch, capacity) < 1:
-            raise ValueError(f"a cache needs ranks, sequences and slots: got {size}, {batch} and {capacity}")
+            raise ValueError(f"a cache needs 1 or more ranks, sequences and slots: got {size}, {batch} and {capacity}")
         self.size, self.index, self.batch, self.capacity, self.device = size, index, batch, capacity, device
         self.lengths = [0] * batch
         """Tokens of each sequence."""
@@ -103,7 +103,7 @@ class Slots:
             CacheFullError: if they do not fit.
         """
         if not self._open:
-            raise ValueError("the prompt is complete: further tokens are decoded")
+            raise ValueError("the prompt is complete: decode further tokens")
         here, first = tokens // self.size, self._prompt // self.size
         self.require(self._prompt + tokens)
         by = self._prompt
@@ -136,7 +136,7 @@ class Slots:
             CacheFullError: if they do not fit.
         """
         if self._open:
-            raise ValueError("the prompt is not complete: close() says how long each sequence is")
+            raise ValueError("the prompt is not complete: call close() with the length of each sequence")
         for length in self.lengths:  # before any is dealt, so that a caller can recover
             self.require(length + tokens)
         mine = []

@@ -61,7 +61,7 @@ class Chosen(NamedTuple):
     @property
     def name(self) -> str:
         return ", and ".join(
-            (*self.backends[:1], *(f"{own} where a block is many or small tiles" for own in self.backends[1:]))
+            (*self.backends[:1], *(f"{own} where a block has many or small tiles" for own in self.backends[1:]))
         )
 
 
@@ -79,10 +79,9 @@ def choose(options: Options, problem: Problem, device: torch.device, scaling: Sc
         reason = backend.unsupported(device, problem.dtype, *sizes)
         if reason is not None:
             raise ValueError(
-                f"{spelled('fp8', 'compute')} cannot run here: {reason}; use {spelled('fp8', 'comm')}, which "
-                "sends FP8 and computes in "
-                f"{str(problem.dtype).removeprefix('torch.')}, or "
-                f"{spelled('backend', backends.fp8_kernels()[1])}, the reference of its numerics"
+                f"{spelled('fp8', 'compute')} cannot run here: {reason}; use {spelled('fp8', 'comm')}, which sends in "
+                f"FP8 and computes in {str(problem.dtype).removeprefix('torch.')}, or "
+                f"{spelled('backend', backends.fp8_kernels()[1])}, a reference with the same numerics"
             )
         return Chosen(kernel(_scaled(backend, scaling), problem, device, auto=False), (backend.name,), why)
     backend, why = backends.choose(options.backend, device, problem.dtype, *sizes)

@@ -55,15 +55,15 @@ def triton_version() -> str:
 def unsupported(device: torch.device, problem: Problem) -> str | None:
     """Why its kernels cannot compute the call, whatever is installed; None if they can."""
     if device.type != "cuda":
-        return f"its Triton kernels need a CUDA device, and this is {device.type}"
+        return f"its Triton kernels need a CUDA device, not {device.type}"
     if problem.dtype == torch.float64:
-        return "its Triton kernels do not compute in float64"
+        return "its Triton kernels do not support float64"
     if problem.delta and problem.dtype == torch.float32:
-        return "its kernels of the delta rule take half precision only"
+        return "its delta-rule kernels support only half precision"
     if problem.delta and problem.head_dim > LARGEST_KEY:
-        return f"its kernels of the delta rule take keys of at most {LARGEST_KEY} dimensions, not {problem.head_dim}"
+        return f"its delta-rule kernels support keys of at most {LARGEST_KEY} dimensions, not {problem.head_dim}"
     if problem.documents:
-        return "its kernels take packed documents for a batch of one only"
+        return "its kernels support packed documents only with batch size 1"
     return None
 
 
@@ -79,7 +79,7 @@ def lacking(device: torch.device, problem: Problem) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         shown = ".".join(map(str, capability))
-        return f"its Triton kernels need a GPU of compute capability 8.0 (Ampere) or newer, and this one has {shown}"
+        return f"its Triton kernels need a GPU of compute capability 8.0 (Ampere) or newer, but this one has {shown}"
     if capability[0] == 9 and _miscompiled(problem):
         bad, good = WRONG_TRITON
         return (

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cp_plugin.common.names import not_one_of
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.spelling import spelled
 from cp_plugin.linear import chunked, fla, recurrence
@@ -48,7 +49,7 @@ KERNELS = {name: Kernel(name, one, partial(recomputed, one), delta) for name, (o
 def check_name(name: str) -> None:
     """ValueError for an unknown name."""
     if name not in ("auto", *KERNELS):
-        raise ValueError(f"unknown backend {name!r}: linear attention has auto, {', '.join(KERNELS)}")
+        raise ValueError(not_one_of(spelled("backend", name), name, ("auto", *KERNELS)))
 
 
 class Choice(NamedTuple):
@@ -77,15 +78,16 @@ def choose(name: str, device: torch.device, problem: Problem) -> Choice:
     reason = unsupported("fla", device, problem)
     check_name(name)
     if name == "fla" and reason is not None:
-        raise ValueError(f"backend fla: {reason}; use chunked, or auto")
+        instead = spelled("backend", "chunked", "auto")
+        raise ValueError(f"{spelled('backend', 'fla')} cannot run here: {reason}; use {instead}")
     if name != "auto":
-        return Choice(KERNELS[name], "asked for by name")
+        return Choice(KERNELS[name], "requested")
     if reason is None:
         return Choice(KERNELS["fla"], "the kernels of flash-linear-attention run here")
     if problem.decay == "key" and fla.unsupported(device, problem) is None:
         raise ValueError(
-            "backend auto: a decay of each key dimension (gla) on CUDA needs the kernels of "
-            f"flash-linear-attention: {reason}. Without them, ask for plain torch by name, "
-            f"{spelled('backend', 'chunked')}: it is many times slower"
+            f"{spelled('backend', 'auto')}: a decay per key dimension (gla) on CUDA needs the kernels of "
+            f"flash-linear-attention: {reason}. Plain torch, {spelled('backend', 'chunked')}, runs without them, but "
+            "many times slower"
         )
-    return Choice(KERNELS["chunked"], f"plain torch, since fla does not run: {reason}")
+    return Choice(KERNELS["chunked"], f"plain torch, because fla does not run: {reason}")

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from cp_plugin.common.names import not_one_of
 from cp_plugin.common.plugins import with_entry_points
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.problem import Decay
@@ -109,7 +110,7 @@ _OURS = (
 def get(name: str) -> Variant:
     """The variant of that name; ValueError lists the valid names."""
     if name not in variants():
-        raise ValueError(f"unknown linear attention {name!r}: it must be one of {', '.join(variants())}")
+        raise ValueError(not_one_of(f"linear attention {name!r}", name, variants()))
     return variants()[name]
 
 

@@ -89,8 +89,9 @@ def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None =
         return alone(kind)
     raise ValueError(
         f"cp_plugin has no process groups for the context-parallel ranks {list(_key(group))}; it has them for "
-        f"{[list(ranks) for ranks in STATE.by_ranks]}. They are made in initialize_model_parallel of "
-        "megatron.core.parallel_state: groups that are built without it are not supported; use --cp-provider upstream"
+        f"{[list(ranks) for ranks in STATE.by_ranks]}. They are created in "
+        "megatron.core.parallel_state.initialize_model_parallel; groups created without it are not supported: use "
+        "--cp-provider upstream"
     )
 
 
@@ -121,9 +122,9 @@ def require_sliced_batch() -> None:
     """ValueError on the first pipeline stage if its script has not sliced a batch in the layout."""
     if not STATE.batch_sliced and parallel_state.is_pipeline_first_stage():
         raise ValueError(
-            f"{STATE.settings.asked}: the training script reached the attention layers without slicing "
-            "its batch by megatron.core.utils.get_batch_on_this_cp_rank, so the tokens are not in the plugin's layout. "
-            "Call that function in the script's get_batch, as Megatron's pretrain_gpt.py does"
+            f"{STATE.settings.asked}: the training script reached the attention layers without slicing its batch with "
+            "megatron.core.utils.get_batch_on_this_cp_rank, so the tokens are not in the plugin's layout. Call that "
+            "function in the script's get_batch, as Megatron's pretrain_gpt.py does"
         )
 
 
@@ -137,8 +138,8 @@ def require_documents(layer: int) -> None:
     if STATE.documents_expected:
         raise ValueError(
             f"{STATE.settings.asked}: layer {layer} was called without packed_seq_params, though the flags pack "
-            "documents: tokens would attend to other documents than their own. Hand PackedSeqParams to the model on "
-            "every pipeline stage, as Megatron's pretrain_gpt.py does"
+            "documents: tokens would attend to other documents. Pass PackedSeqParams to the model on every pipeline "
+            "stage, as Megatron's pretrain_gpt.py does"
         )
 
 
@@ -147,7 +148,7 @@ def require_places(cp: ContextParallel) -> None:
     if STATE.documents_expected and cp.size > 1 and cp.layout.name == DOCUMENTS.name:
         raise ValueError(
             f"{STATE.settings.asked}, --cp-layout {DOCUMENTS.name}: a batch was sliced without cu_seqlens, though the "
-            "flags pack documents, so its tokens cannot be placed. Slice the batch together with its cu_seqlens by "
+            "flags pack documents, so its tokens cannot be placed. Slice the batch together with its cu_seqlens using "
             "megatron.core.utils.get_batch_on_this_cp_rank, as Megatron's pretrain_gpt.py does"
         )
 

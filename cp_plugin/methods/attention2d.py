@@ -138,9 +138,9 @@ def _unsupported(problem: Problem, options: Options) -> str | None:
         nearest = sorted(legal, key=lambda other: abs(other[0] - grid[0]))[:3]
         shown = ", ".join(f"{in_words(other)} ({in_bytes(grid_bytes(problem, options, other))})" for other in nearest)
         return (
-            f"{spelled('grid', grid)} under a causal mask on {options.layout} tokens: neither side divides the "
-            f"other, so its work would fall into many small pieces. Use {spelled('layout', 'zigzag')}, or one of the "
-            f"nearest grids that fit, with the bytes each rank sends: {shown}"
+            f"{spelled('grid', grid)} with a causal mask and {options.layout} tokens: neither side divides the other, "
+            f"so the work would fall into many small pieces. Use {spelled('layout', 'zigzag')}, or one of the nearest "
+            f"grids that fit, with the bytes each rank sends: {shown}"
         )
     return groups_do_not_divide(problem, options)
 

@@ -52,7 +52,7 @@ def _choose_rings(problem: Problem, options: Options) -> Choice:
     if options.intra_size is None:
         intra = problem.per_host if problem.per_host < size else 1
         if intra > 1:
-            why = f"two rings, of {intra} ranks on a host and of {size // intra} hosts: {describe(hosts)}"
+            why = f"two nested rings, {intra} ranks on a host and {size // intra} hosts: {describe(hosts)}"
         else:
             why = f"one ring: {describe(hosts)}" + (f"; {spelled('intra_size')} nests two" if not hosts else "")
         return Choice(replace(options, intra_size=intra), (why,) if size > 1 else ())
@@ -96,8 +96,8 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
 INTRA_SIZE = Option(
     "intra_size",
     metavar="N",
-    meaning="ranks of the inner ring, of two nested ones",
-    default="the ranks of one host",
+    meaning="ranks in the inner of two nested rings",
+    default="the ranks on one host",
     read=whole_number,
     write="a number of ranks, such as 8",
     near=lambda ranks, size: [n for n in (1, (size or 1) // 2, (size or 1) * 2) if n and ranks % n == 0],
@@ -107,7 +107,7 @@ BACKWARD = Option(
     "backward",
     metavar="WHAT",
     meaning="what travels around the rings in the backward pass: kv (keys and values) or q (queries and gradients)",
-    default="whichever takes fewer bytes",
+    default="whichever sends fewer bytes",
     choices=("kv", "q"),
     near=lambda ranks, moves: ("kv", "q"),
 )
@@ -126,7 +126,7 @@ DOUBLE_RING = Provider(
 BURST = replace(
     DOUBLE_RING,
     name="burst",
-    summary="BurstAttention (arXiv 2403.09347): nested rings; the smaller side travels in the backward",
+    summary="BurstAttention (arXiv 2403.09347): nested rings; the smaller side travels in the backward pass",
     options=(INTRA_SIZE, BACKWARD),
     choose=_choose_burst,
 )

@@ -24,8 +24,8 @@ from cp_plugin.methods.protocol import Provider, with_option
 FP8 = Option(
     "fp8",
     metavar="WHAT",
-    meaning="comm: attention's two-byte payloads travel in one byte per element, as e4m3 with a power of two per block "
-    "of tokens and head; compute: its kernel also computes in FP8 (Transformer Engine, Hopper)",
+    meaning="comm: send attention's 16-bit tensors in 8 bits per element, as e4m3 with a power-of-two scale per block "
+    "of tokens and head; compute: also run the attention kernel in FP8 (Transformer Engine, Hopper)",
     default="everything in the model's dtype",
     choices=("comm", "compute"),
     unset="off",
@@ -46,7 +46,7 @@ def _refused(problem: Problem, options: Options) -> str | None:
     if options.fp8 is None or problem.dtype in TWO_BYTES:
         return None
     name = dtype_name(problem.dtype)
-    return f"{spelled(FP8, options.fp8)}: {name} is not two bytes per element; use {spelled_dtypes(torch.bfloat16)}"
+    return f"{spelled(FP8, options.fp8)}: {name} has no 16-bit payloads to shrink; use {spelled_dtypes(torch.bfloat16)}"
 
 
 def check(options: Options) -> None:

@@ -57,8 +57,8 @@ TOKENS = {1: 16384, 2: 8192}
 GRADIENT_DTYPE = Option(
     "gradient_dtype",
     metavar="DTYPE",
-    meaning="dtype in which sums of gradients (dq, or dk and dv) travel between ranks; model: the model's, half the "
-    "bytes; ranks accumulate in float32 either way",
+    meaning="dtype in which partial sums of gradients (dq, or dk and dv) travel between ranks; model: the model's, "
+    "with half the bytes; ranks accumulate in float32 either way",
     default="model where that is fast and accurate enough: bfloat16, several hosts, at most two query heads per "
     "key/value head; else float32",
     choices=("float32", "model"),
@@ -69,11 +69,11 @@ def by_table(problem: Problem, way: Way, adding: int) -> tuple[bool, str]:
     """Whether sums to which so many ranks add travel in the model's dtype by default, and why: a phrase."""
     shared, hosts = problem.heads // problem.kv_heads, len(set(problem.hosts))
     tokens, plural = problem.tokens, "s" * (shared > 1)
-    sizes = f"{tokens:,} tokens a rank and {shared} query head{plural} for each key/value head"
+    sizes = f"{tokens:,} tokens per rank and {shared} query head{plural} per key/value head"
     if problem.dtype != torch.bfloat16:
-        return False, f"sums in {dtype_name(problem.dtype)} can overflow where their parts do not"
+        return False, f"sums in {dtype_name(problem.dtype)} can overflow even if their parts do not"
     if problem.network == "gloo":
-        return False, "on CPU ranks there is no slow network to save"
+        return False, "on CPU ranks there is no slow network to relieve"
     if not hosts:
         return False, "the hosts of the ranks, and so the network between them, are unknown"
     if hosts == 1:
@@ -81,8 +81,14 @@ def by_table(problem: Problem, way: Way, adding: int) -> tuple[bool, str]:
     if tokens > TOKENS.get(shared, 0):
         return False, f"with {sizes}, messages hide behind kernels"
     if adding > way.ranks:
-        return False, f"{way.what}, which is exact enough up to {way.ranks} ranks, and {adding} add to a sum"
-    return True, f"{sizes} leave messages between hosts exposed; {way.what}, which is exact enough for {adding} ranks"
+        return (
+            False,
+            f"{way.what}, which is accurate enough for up to {way.ranks} ranks, but {adding} contribute to a sum",
+        )
+    return (
+        True,
+        f"{sizes} leave messages between hosts exposed; {way.what}, which is accurate enough for {adding} ranks",
+    )
 
 
 def with_gradient_dtype(inner: Provider, way: Callable[[Options], Way] | None = None) -> Provider:
@@ -132,6 +138,6 @@ def _refused(problem: Problem, options: Options) -> str | None:
         return None
     name = dtype_name(problem.dtype)
     return (
-        f"{spelled(GRADIENT_DTYPE, 'model')}: sums of a {name} model are {name} either way; use "
+        f"{spelled(GRADIENT_DTYPE, 'model')}: gradient sums of a {name} model are {name} anyway; use "
         f"{spelled_dtypes(torch.bfloat16, torch.float16)}, or leave it out"
     )

@@ -27,7 +27,7 @@ from cp_plugin.methods.ulysses import HEAD, Ulysses, heads_do_not_divide, ulysse
 HEAD_PARALLEL = Option(
     "head_parallel",
     metavar="U",
-    meaning="ranks of a head axis (Ulysses) in front of the method",
+    meaning="ranks in a head axis (Ulysses) in front of the method",
     default="no head axis; usp chooses its size",
     read=whole_number,
     write="a number of ranks, such as 2",
@@ -117,9 +117,9 @@ def _choose_usp(problem: Problem, options: Options) -> Choice:
     }
     if not sent:
         raise ValueError(
-            f"{spelled('provider', 'usp')} cannot divide {problem.heads} query and {problem.kv_heads} key/value heads "
-            f"over any subset of {problem.size} context-parallel ranks: use ring, or another provider "
-            "that keeps heads whole"
+            f"{spelled('provider', 'usp')} cannot split {problem.heads} query and {problem.kv_heads} key/value heads "
+            f"across any subset of {problem.size} context-parallel ranks: use ring, or another provider that keeps "
+            "heads whole"
         )
     best = min(sent, key=lambda ranks: sent[ranks])
     reason = (
@@ -135,7 +135,7 @@ _USP = with_head_axis(RING, "usp")
 PROVIDERS = (
     replace(
         _USP,
-        summary="USP (arXiv 2405.07719): heads exchanged as far as they divide, then a ring",
+        summary="USP (arXiv 2405.07719): heads exchanged as far as they can be split, then a ring",
         layouts=("zigzag", "striped", "contiguous", "documents"),
         choose=_choose_usp,
         asks_heads=lambda options: options.head_parallel is None,

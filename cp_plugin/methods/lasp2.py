@@ -184,10 +184,10 @@ def _layout(problem: Problem, options: Options) -> Layout:
 
 def _unsupported(problem: Problem, options: Options) -> str | None:
     if problem.delta and not problem.causal:
-        return "the delta rule is defined under a causal mask only"
+        return "the delta rule is only defined with a causal mask"
     if problem.causal or _layout(problem, options).name != DOCUMENTS.name:
         return None
-    return f"on the layout {DOCUMENTS.name!r} it runs under a causal mask only"
+    return f"on the layout {DOCUMENTS.name!r} it needs a causal mask"
 
 
 def segments_of(options: Options) -> int:
@@ -202,7 +202,7 @@ def state_rows(problem: Problem) -> int:
 
 def causal_only(problem: Problem, options: Options) -> str | None:
     """Why a method that scans from the first token to the last cannot do this; None if it can."""
-    return None if problem.causal else "it is defined under a causal mask only: use lasp2"
+    return None if problem.causal else "it is only defined with a causal mask: use lasp2"
 
 
 LASP2 = Provider(

@@ -209,7 +209,7 @@ PROVIDERS = (
     with_gradient_dtype(
         Provider(
             name="needed",
-            summary="fetch only the remote keys and values that are seen: windows and packed documents",
+            summary="each rank receives only the keys and values that its mask allows: windows, packed documents",
             layouts=LAYOUTS,
             build=lambda mesh, local, problem, options: Needed(mesh, AXIS, local),
             traffic=_traffic,

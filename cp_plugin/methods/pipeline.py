@@ -13,7 +13,7 @@ from cp_plugin.methods.moves import Moved
 HEAD_GROUPS = Option(
     "head_groups",
     metavar="N",
-    meaning="groups of heads; the messages of one overlap with the computation of another",
+    meaning="groups of heads; one group's messages overlap with another's computation",
     read=whole_number,
     write="a number of groups, such as 2",
     near=lambda ranks, groups: (1, 2, 4, 8),

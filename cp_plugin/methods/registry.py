@@ -15,6 +15,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from cp_plugin import methods
+from cp_plugin.common.names import did_you_mean, not_one_of
 from cp_plugin.common.plugins import with_entry_points
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.options import AUTO, Option, Options
@@ -91,7 +92,7 @@ def get(name: str) -> Provider:
     """The provider of that name; ValueError, which lists the valid names, if there is none."""
     found = registry()
     if name not in found:
-        raise ValueError(f"unknown provider {name!r}: {spelled('provider')} must be one of {', '.join(found)}")
+        raise ValueError(not_one_of(spelled("provider", name), name, found))
     return found[name]
 
 
@@ -148,7 +149,8 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Reso
     unused = []
     for name, value in options.chosen.items():
         if name not in declared:
-            raise ValueError(f"unknown options {name}: there are {', '.join(sorted(declared))}")
+            hint = did_you_mean(name, declared)
+            raise ValueError(f"unknown option {name}{hint} (there are {', '.join(sorted(declared))})")
         option = declared[name]
         if name not in ANY_SOFTMAX and name not in found.options:
             having = sorted(p.name for p in registry().values() if name in p.options)
@@ -181,9 +183,9 @@ def unsupported(provider: Provider, problem: Problem, options: Options) -> str |
     """Why a provider cannot do this problem; None if it can."""
     if provider.kind == "linear":
         if problem.window is not None:
-            return "linear attention has no sliding window: its decays do what a window does"
+            return "linear attention has no sliding window: its decays do that job"
         if problem.sink:
-            return "linear attention has no softmax, to which a sink would add a score"
+            return "linear attention has no softmax for a sink to add a score to"
     return provider.unsupported(problem, options)
 
 
@@ -192,7 +194,7 @@ def layout_for(provider: Provider, options: Options) -> Layout:
     layout = get_layout(options.layout or provider.layouts[0])
     if layout.name not in provider.layouts:
         raise ValueError(
-            f"provider {provider.name!r} does not run on the {layout.name} layout: "
-            f"{spelled(LAYOUT)} must be one of {', '.join(provider.layouts)}"
+            f"provider {provider.name!r} does not run on the {layout.name} layout: use "
+            f"{spelled(LAYOUT, *provider.layouts)}"
         )
     return layout

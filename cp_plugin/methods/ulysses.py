@@ -84,8 +84,8 @@ def heads_do_not_divide(problem: Problem, ranks: int, asked: str = "") -> str | 
     if problem.heads % repeated == 0:
         return None
     return (
-        f"{asked}: {problem.heads} query heads and {problem.kv_heads} key/value heads on each rank cannot be "
-        f"divided over {ranks} ranks, since {problem.heads} is not a multiple of {repeated}"
+        f"{asked}: {problem.heads} query and {problem.kv_heads} key/value heads on each rank cannot be split across "
+        f"{ranks} ranks: the query heads must be a multiple of {repeated}"
     )
 
 

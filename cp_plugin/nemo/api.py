@@ -86,7 +86,7 @@ def apply(
     versions.check(versions.bridge_version(), allow_untested=allow_untested_bridge)
     if not cpu.active() and cpu.decide("auto"):
         raise ValueError(
-            "torch finds no CUDA device, and Bridge was imported for one: call cp_plugin.nemo.activate() before "
+            "torch finds no CUDA device, but Bridge was imported for one: call cp_plugin.nemo.activate() before "
             "anything imports megatron.bridge"
         )
     from cp_plugin.nemo import hooks

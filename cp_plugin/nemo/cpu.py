@@ -55,7 +55,9 @@ class _NotOnCpu(metaclass=_Named):
     """Stand-in for a class that needs CUDA."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("CPU mode: this class is Transformer Engine's or the resiliency extension's, and needs CUDA")
+        raise RuntimeError(
+            "CPU mode: this class belongs to Transformer Engine or the resiliency extension, and needs CUDA"
+        )
 
 
 WARM_UP = Patch(

@@ -87,7 +87,7 @@ def _sum_losses_per_token(given: argparse.Namespace, config: Any) -> None:
     if refusals.fine_tunes(config) and not given.calculate_per_token_loss:
         given.calculate_per_token_loss = True
         if given.rank == 0:
-            print("cp_plugin: --calculate-per-token-loss is switched on: Bridge asks for it in fine-tuning")
+            print("cp_plugin: setting --calculate-per-token-loss: Bridge requires it for fine-tuning")
 
 
 @contextlib.contextmanager

@@ -79,8 +79,8 @@ def _odd_padding(config: Any) -> bool:
 
 MODEL = _field(
     "model",
-    why="only models of GPTModelProvider were tested",
-    fix="use a recipe whose model is one, such as those for Llama and Qwen",
+    why="only GPTModelProvider models were tested",
+    fix="use a recipe with such a model, such as those for Llama and Qwen",
     refused=_no_gpt,
 )
 """If it applies, the others do not: their fields need not exist."""
@@ -93,13 +93,13 @@ _MULTIPLE = "a multiple of 2 * config.model.context_parallel_size"
 RULES = (
     _field(
         "model.provide",
-        why="this provider builds a model of its own, which may divide the sequence by itself",
+        why="this provider builds a model of its own, which may shard the sequence itself",
         fix="use a recipe whose model is a plain GPTModelProvider",
         refused=_of_own_model,
     ),
     _field(
         "model.use_transformer_engine_full_layer_spec",
-        why="Transformer Engine's whole layer has an attention inside that no spec can replace",
+        why="Transformer Engine's complete layer contains attention that no spec can replace",
     ),
     _field("model.restore_modelopt_state", why="quantised attention was not tested with Bridge"),
     _field(
@@ -110,38 +110,38 @@ RULES = (
     ),
     _field(
         "dataset.inter_document_masking",
-        why="Bridge reads where documents end in another form than this dataset writes it",
+        why="Bridge reads document boundaries in another format than this dataset writes",
         fix="use GPTSFTDatasetConfig with enable_offline_packing",
     ),
     _field(
         "dataset.offline_packing_specs.packed_sequence_size",
-        why=f"the tokens of a pack are divided over the ranks, and Bridge wants {_MULTIPLE}",
+        why=f"the tokens of a pack are split across the ranks, and Bridge requires {_MULTIPLE}",
         fix="round it to one",
         refused=_odd("dataset.offline_packing_specs.packed_sequence_size"),
     ),
     _field(
         "dataset.dataset_kwargs",
-        why=f"sequences are padded to a multiple of pad_seq_length_to_mult ({_PADDED_TO} by default), and Bridge wants "
-        f"{_MULTIPLE}",
+        why=f"sequences are padded to a multiple of pad_seq_length_to_mult ({_PADDED_TO} by default), and Bridge "
+        f"requires {_MULTIPLE}",
         fix="add pad_to_max_length=True, or such a pad_seq_length_to_mult",
         refused=_odd_padding,
     ),
     _field(
         "peft",
-        why="only the adapters of LoRA, CanonicalLoRA and DoRA were tested",
+        why="only LoRA, CanonicalLoRA and DoRA were tested",
         fix="use one of them",
         refused=lambda config: config.peft is not None and type(config.peft).__name__ not in _ADAPTERS,
     ),
-    _field("inprocess_restart.enabled", why="it destroys process groups and makes them anew inside a training"),
+    _field("inprocess_restart.enabled", why="it destroys process groups and recreates them during training"),
     _field(
         "dist.use_decentralized_pg",
-        why="the plugin makes its process groups beside those of megatron.core.parallel_state, which Bridge then lacks",
+        why="the plugin creates its process groups from those of megatron.core.parallel_state, which then do not exist",
         fix="set it to False",
     ),
-    _field("dist.lazy_mpu_init", why="process groups are made by somebody else then"),
+    _field("dist.lazy_mpu_init", why="process groups are then created outside the plugin"),
     _field(
         "model.seq_length",
-        why=f"Bridge wants {_MULTIPLE} in every layout",
+        why=f"Bridge requires {_MULTIPLE} in every layout",
         fix="round it to one",
         refused=_odd("model.seq_length"),
     ),
@@ -149,12 +149,12 @@ RULES = (
 ON_CPU = (
     _field(
         "model.mtp_num_layers",
-        why="on the CPU: Bridge builds these layers with Transformer Engine, on CUDA",
+        why="Bridge builds these layers with Transformer Engine, which needs CUDA",
         fix=_GPU,
     ),
-    _field("model.fp8", why="on the CPU: FP8 layers are Transformer Engine's, on CUDA", fix=_GPU),
-    _field("model.tp_comm_overlap", why="on the CPU: its buffers are Transformer Engine's, on CUDA", fix=_GPU),
-    _field("dist.use_megatron_fsdp", why="on the CPU: it was not tested there with Bridge", fix=_GPU),
+    _field("model.fp8", why="FP8 layers need Transformer Engine, on CUDA", fix=_GPU),
+    _field("model.tp_comm_overlap", why="its buffers need Transformer Engine, on CUDA", fix=_GPU),
+    _field("dist.use_megatron_fsdp", why="it was not tested with Bridge on the CPU", fix=_GPU),
 )
 """Further rules of CPU mode."""
 

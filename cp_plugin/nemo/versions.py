@@ -24,6 +24,6 @@ def check(found: str, *, allow_untested: bool) -> None:
     if not allow_untested and not within(found, TESTED_RANGE):
         raise ValueError(
             f"megatron-bridge {found} was not tested with cp_plugin; megatron-bridge{TESTED_RANGE} was: install a "
-            "release in that range, or pass allow_untested_bridge=True to apply. (Its functions that the plugin "
-            "replaces are still compared with the known sources.)"
+            "release in that range, or pass allow_untested_bridge=True to apply. (The functions that the plugin "
+            "replaces are still compared with their known sources.)"
         )

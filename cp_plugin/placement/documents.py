@@ -77,7 +77,7 @@ class Placement:
         if (seq_length, size) != (self.seq_length, self.size):
             raise ValueError(
                 f"this placement of documents is for {self.seq_length} tokens on {self.size} context-parallel ranks, "
-                f"not for {seq_length} on {size}: place every pack by its own document lengths"
+                f"not for {seq_length} on {size}: place every pack according to its own document lengths"
             )
         mine = slice(*np.searchsorted(self.rank, [index, index + 1]).tolist())
         first = self._begin[self.document[mine]]
@@ -163,12 +163,12 @@ def _place(documents: tuple[int, ...], size: int, per_host: int, left: int | Non
             f"size {size}, per_host {per_host}, left {left}: size and per_host must be 1 or more, left 0 or more"
         )
     if not documents or min(documents) < 1:
-        raise ValueError(f"document lengths {documents[:8]}: at least one document is needed, each of 1 token or more")
+        raise ValueError(f"document lengths {documents[:8]}: give at least one document, each of 1 token or more")
     total = sum(documents)
     if total % size:
         raise ValueError(
-            f"a pack of {total} tokens cannot be divided equally over {size} context-parallel ranks: "
-            f"pad it to {-(-total // size) * size}"
+            f"a pack of {total} tokens cannot be split evenly across {size} context-parallel ranks: pad it to "
+            f"{-(-total // size) * size}"
         )
     document, start, stop, rank = fill(documents, size, left)
     if 1 < per_host < size and size % per_host == 0:

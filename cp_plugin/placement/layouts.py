@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cp_plugin.common.names import not_one_of
 from cp_plugin.core.layout import LAYOUTS, Layout
 from cp_plugin.core.spelling import spelled
 from cp_plugin.placement.documents import DOCUMENTS
@@ -16,5 +17,5 @@ def get_layout(name: str) -> Layout:
         ValueError: for an unknown name; the message lists the valid ones.
     """
     if name not in ALL:
-        raise ValueError(f"unknown layout {name!r}: {spelled('layout')} must be one of {', '.join(ALL)}")
+        raise ValueError(not_one_of(spelled("layout", name), name, ALL))
     return ALL[name]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cp_plugin.common.names import find
+from cp_plugin.common.names import one_of
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import Model, model
@@ -58,7 +58,7 @@ def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fi
     """
     found, there = model(name), _cluster(machine, devices, changes)
     if seq_length < 1:
-        raise ValueError(f"--seq-length {seq_length}: give the number of tokens of a sequence, 1 or more")
+        raise ValueError(f"--seq-length {seq_length}: write the tokens of one sequence, 1 or more")
     shapes: list[Parallel] = []
     reasons: dict[str, None] = {}
     for sizes in _sizes(there, devices, fixed):
@@ -68,7 +68,7 @@ def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fi
             reasons[str(error)] = None
     if not shapes:
         why = list(reasons)[:3] or [_nothing(fixed)]
-        raise ValueError(f"no way to divide {found.name} over {devices} devices: {'; '.join(why)}")
+        raise ValueError(f"cannot split {found.name} across {devices} devices: {'; '.join(why)}")
     return Asked(model=found, cluster=there, shapes=shapes)
 
 
@@ -100,7 +100,7 @@ def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Aske
     )
     if not dividing:
         sizes = ", ".join(str(n) for n in sorted({shape.data for shape in shapes}))
-        raise ValueError(f"--global-batch {batch} cannot be divided over {sizes} data-parallel ranks")
+        raise ValueError(f"--global-batch {batch} must be a multiple of the data-parallel ranks, {sizes}")
     return replace(asked, shapes=dividing, reserve=more)
 
 
@@ -112,7 +112,9 @@ def _batch(shapes: Sequence[Parallel]) -> int:
 def recomputation(name: str | None) -> Recompute | None:
     """Look up ``--recompute``; None stays open. ValueError for an unknown name."""
     known: dict[str, Recompute] = {known: known for known in RECOMPUTE}
-    return None if name is None else find("--recompute", name, known)
+    if name is not None:
+        one_of("--recompute", name, known)
+    return None if name is None else known[name]
 
 
 def _cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:
@@ -120,12 +122,12 @@ def _cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> C
     if changes:
         found = override(found, **changes)
     if devices < 1:
-        raise ValueError(f"--devices {devices}: give 1 or more")
+        raise ValueError(f"--devices {devices}: write 1 or more")
     if devices > found.per_node and devices % found.per_node:
         nearest = max(1, round(devices / found.per_node)) * found.per_node
         raise ValueError(
-            f"--devices {devices}: {found.name} has {found.per_node} devices on a node, so whole nodes are a multiple "
-            f"of that (nearest: {nearest}); --per-node changes it"
+            f"--devices {devices}: {found.name} has {found.per_node} devices per node; use whole nodes, such as "
+            f"--devices {nearest}, or change --per-node"
         )
     return found
 
@@ -149,8 +151,8 @@ def _shape(found: Model, devices: int, seq_length: int, sizes: dict[str, Any]) -
     check(found, shape)
     if seq_length % (2 * shape.context * shape.tensor):
         raise ValueError(
-            f"--seq-length {seq_length} is no multiple of {2 * shape.context * shape.tensor}: twice {shape.context} "
-            f"context-parallel times {shape.tensor} tensor-parallel ranks"
+            f"--seq-length {seq_length} is not a multiple of {2 * shape.context * shape.tensor}, twice {shape.context} "
+            f"context-parallel x {shape.tensor} tensor-parallel ranks"
         )
     return shape
 
@@ -158,4 +160,4 @@ def _shape(found: Model, devices: int, seq_length: int, sizes: dict[str, Any]) -
 def _nothing(fixed: Fixed) -> str:
     sizes = {"--tensor": fixed.tensor, "--pipeline": fixed.pipeline, "--context": fixed.context}
     given = " x ".join(f"{flag} {n}" for flag, n in sizes.items() if n)
-    return f"{given} does not divide the number of devices" if given else "none was found"
+    return f"{given} does not divide the number of devices" if given else "no sizes fit"

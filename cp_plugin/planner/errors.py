@@ -49,7 +49,7 @@ def in_words(providers: Iterable[str]) -> str:
 
 def legend(providers: Iterable[str]) -> str:
     """How far predictions are off, for below a table or above a single one."""
-    return f"{in_words(providers)}: the median of a predicted ratio; of seconds {_percent(SECONDS)}"
+    return f"{in_words(providers)} (medians, of predicted ratios; of predicted seconds {_percent(SECONDS)})"
 
 
 def off_by(*providers: str) -> str:

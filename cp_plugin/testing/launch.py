@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from cp_plugin.common import refusals
+from cp_plugin.common.text import within_terminal
 from cp_plugin.testing.launch_rank import Job, Message, live
 from cp_plugin.testing.launch_signals import frozen, passing_on_sigterm
 from cp_plugin.testing.nproc import split_nproc
@@ -223,12 +224,13 @@ def exit_status(nproc: int, run: Callable[[], object], flag: str = "--nproc") ->
     report or refusal goes to stderr, or the shell's for Ctrl-C. ValueError if CUDA has been initialised."""
     if cuda_is_initialized():
         instead = f"start them with torchrun --nproc-per-node {nproc} instead, or add --cp-device cpu"
-        raise ValueError(f"{flag} {nproc}: an import has initialised CUDA, which forked ranks cannot use; {instead}")
+        raise ValueError(f"{flag} {nproc}: an import has initialised CUDA, which forked ranks cannot use: {instead}")
     try:
         run()
     except RankError as error:
         if error.refusals:
-            print(*(f"cp_plugin: {said}" for said in error.refusals), sep="\n", file=sys.stderr, flush=True)
+            lines = "\n".join(f"cp_plugin: {said}" for said in error.refusals)
+            print(within_terminal(lines, sys.stderr), file=sys.stderr, flush=True)
             return refusals.STATUS
         print(error, file=sys.stderr, flush=True)
         return error.exit_status if error.exit_status > 0 else 128 - error.exit_status

@@ -30,14 +30,14 @@ def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) ->
     )
     if needed > free:
         raise ValueError(
-            f"{shapes}: running this takes up to {in_bytes(needed)} of memory and {in_bytes(free)} are free: use a "
-            "smaller --seq-length, or fewer ranks or heads"
+            f"{shapes}: this needs up to {in_bytes(needed)} of memory, but {in_bytes(free)} is free: use a smaller "
+            "--seq-length, or fewer ranks or heads"
         )
     pairs = problem.seq_length**2 * problem.batch * problem.heads * (problem.head_dim + problem.v_head_dim)
     seconds = 7 * pairs * runs / _FLOPS / (psutil.cpu_count(logical=False) or 1)
     if seconds > _MOST_SECONDS:
         raise ValueError(
-            f"{shapes}: running this would take {seconds / 60:.0f} minutes or so on this machine's CPU, and "
+            f"{shapes}: running this would take {seconds / 60:.0f} minutes or so on this machine's CPU, but at most "
             f"{_MOST_SECONDS / 60:.0f} are allowed: use a smaller --seq-length, or fewer heads or providers"
         )
     return seconds

@@ -12,5 +12,5 @@ def split_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
     if not equals:
         value, rest = (rest[0], rest[1:]) if rest else ("", [])
     if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"--nproc {value}: give the number of ranks to start, for example --nproc 4")
+        raise ValueError(f"--nproc {value}: write the number of ranks to start, such as --nproc 4")
     return int(value), rest

@@ -56,7 +56,7 @@ def number_of_ranks(ranks: int | None) -> int:
         return 4 if ranks is None else ranks
     if ranks is not None:
         raise ValueError(
-            f"--ranks {ranks}: torchrun has started {os.environ['WORLD_SIZE']} ranks already; leave --ranks out"
+            f"--ranks {ranks}: torchrun has already started {os.environ['WORLD_SIZE']} ranks; leave --ranks out"
         )
     return int(os.environ["WORLD_SIZE"])
 
@@ -74,12 +74,13 @@ def start(device: str, ranks: int) -> torch.device | None:
     if under_torchrun():
         if device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= devices:
             raise ValueError(
-                f"every rank needs a CUDA device, and this host has {devices}; start fewer ranks, or use --device cpu"
+                f"every rank needs a CUDA device, but this machine has {devices}; start fewer ranks, or use --device "
+                "cpu"
             )
         return join(device)
     if device == "cuda" and ranks > devices:
         raise ValueError(
-            f"--ranks {ranks}: this host has {devices} CUDA devices; use --ranks {devices}, or --device cpu"
+            f"--ranks {ranks}: this machine has {devices} CUDA devices; use --ranks {devices}, or --device cpu"
         )
     return None
 

@@ -91,14 +91,14 @@ class Found(NamedTuple):
 def refuse(mask: str | None, options: Options) -> None:
     """ValueError for options that have no effect on generation."""
     if mask == "full":
-        raise ValueError("--mask full has no effect on --decode: later tokens do not exist yet; leave it out")
+        raise ValueError("--mask full has no effect with --decode: later tokens do not exist yet; leave it out")
     for flag, value in (("--backward", options.backward), ("--gradient-dtype", options.gradient_dtype)):
         if value is not None:
-            raise ValueError(f"{flag} {value} has no effect on --decode, which computes no gradients; leave it out")
+            raise ValueError(f"{flag} {value} has no effect with --decode, which computes no gradients; leave it out")
     if options.fp8 == "compute":
         raise ValueError(
-            "--fp8 compute has no effect on --decode, which computes in float32: use --fp8 comm, with which payloads "
-            "and the cache are in FP8"
+            "--fp8 compute has no effect with --decode, which computes in float32: use --fp8 comm, which sends and "
+            "caches in FP8"
         )
 
 

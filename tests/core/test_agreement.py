@@ -60,7 +60,7 @@ def test_a_rank_with_other_settings_is_named(name: str, when: int, other: int) -
     def rank(mesh: Mesh) -> str:
         cp = ContextParallel("ring" if call is softmax else "lasp2", mesh=mesh)
         cp._calls.number = when - 1
-        with pytest.raises(ValueError, match="ranks make different calls") as raised:
+        with pytest.raises(ValueError, match="ranks made different calls") as raised:
             call(cp, **(different if mesh.index == other else usual))
         return str(raised.value)
 

@@ -38,14 +38,14 @@ def test_unshard_takes_the_result_as_replicated() -> None:
 @pytest.mark.parametrize(
     ("provider", "options", "message"),
     [
-        ("rign", {}, r"unknown provider 'rign'.*ring, striped"),
+        ("rign", {}, r"provider='rign': did you mean ring.*ring, striped"),
         (
             "striped",
             {"layout": "zigzag"},
-            r"'striped' does not run on the zigzag layout: layout must be one of str",
+            r"'striped' does not run on the zigzag layout: use layout='str",
         ),
-        ("ring", {"layout": "diagonal"}, "unknown layout"),
-        ("ring", {"backend": "magic"}, "unknown backend"),
+        ("ring", {"layout": "diagonal"}, "layout='diagonal': choose one of"),
+        ("ring", {"backend": "magic"}, "backend='magic': choose one of"),
         ("ring", {"mesh": TraceMesh({"row": 2, "col": 2}, 0)}, r"needs the mesh axes \{'cp': 4\}"),
     ],
 )
@@ -58,13 +58,13 @@ def test_bad_tensors_are_refused() -> None:
     q, cp = torch.zeros(4, 1, 4, 8), ContextParallel("ring")
     for k, message in (
         (q[:, :, :3], "multiple of the number of key/value heads"),
-        (q[:3], "do not fit together"),
+        (q[:3], "do not match"),
         (q[0], r"\[tokens, batch, heads, head size\]"),
         (q.double(), "share dtype and device"),
     ):
         with pytest.raises(ValueError, match=message):
             cp.attention(q, k, k)
-    with pytest.raises(ValueError, match=r"sink must be \[4\], a number for each query head"):
+    with pytest.raises(ValueError, match=r"sink must be \[4\], one number per query head"):
         cp.attention(q, q, q, sink=torch.zeros(3))
     with pytest.raises(ValueError, match=r"window \(-2, 0\): numbers of tokens before and after"):
         cp.attention(q, q, q, window=(-2, 0))
@@ -83,7 +83,7 @@ def test_usp_without_a_problem_chooses_at_its_first_call() -> None:
     def rank() -> None:
         cp = ContextParallel("usp", group=dist.group.WORLD)
         odd = torch.zeros(8, 1, 3, 8)
-        with pytest.raises(ValueError, match=r"usp.* cannot divide 3 query.*use ring"):
+        with pytest.raises(ValueError, match=r"usp.* cannot split 3 query.*use ring"):
             cp.attention(odd, odd, odd)
         chosen = [cp.options.head_parallel]
         for heads in (4, 8):
@@ -92,7 +92,7 @@ def test_usp_without_a_problem_chooses_at_its_first_call() -> None:
             assert relative_error(cp.unshard(cp.attention(q, k, v)), case.reference().out) < 1e-12
             chosen.append(cp.options.head_parallel)
         assert chosen == [None, 2, 2]
-        with pytest.raises(ValueError, match=r"3 query heads.*cannot be divided over 2 ranks"):
+        with pytest.raises(ValueError, match=r"3 query and.*cannot be split across 2 ranks"):
             cp.attention(odd, odd, odd)
         with pytest.raises(ValueError, match="problem=Problem"):
             ContextParallel("usp", group=dist.group.WORLD, layout="striped")

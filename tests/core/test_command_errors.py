@@ -10,7 +10,7 @@ from cp_plugin.cli.app import app
 SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
 WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
     ("traffic",): [
-        (("--provider", "rign"), "unknown provider 'rign': --provider must be one of "),
+        (("--provider", "rign"), "--provider rign: did you mean ring? Choose one of "),
         (
             ("--provider", "ring", "--grid", "8x8"),
             "--grid 8x8 has no effect with --provider ring: leave it out, or use",
@@ -21,25 +21,25 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--kv-heads", "0"), "--kv-heads 0: write a whole number, 1 or more"),
         (("--batch", "-1"), "--batch -1: write a whole number, 1 or more"),
         (("--head-dim", "1e2"), "--head-dim 1e2: write a whole number, 1 or more"),
-        (("--dtype", "fp16"), "--dtype fp16: unknown (there are float64, float32"),
+        (("--dtype", "fp16"), "--dtype fp16: choose one of float64, float32"),
         (("--heads", "12"), "12 query heads cannot share 8 key/value heads"),
         (("--measure", "--seq-length", "4194304"), "use a smaller --seq-length"),
     ],
     ("verify", "--device", "cpu"): [
-        (("--provider", "rign"), "unknown provider 'rign'"),
-        (("--provider", "striped", "--layout", "zigzag"), "--layout must be one of striped"),
-        (("--backend", "fast"), "unknown backend 'fast': --backend must be one of"),
+        (("--provider", "rign"), "--provider rign: did you mean ring?"),
+        (("--provider", "striped", "--layout", "zigzag"), "use --layout striped"),
+        (("--backend", "fast"), "--backend fast: choose one of"),
         (("--backend", "cudnn"), "--backend cudnn cannot run here"),
         (("--kv-heads", "3"), "8 query heads cannot share 3 key/value heads"),
         (("--seq-length", "1048576"), "use a smaller --seq-length"),
     ],
     ("verify", "--decode", "--device", "cpu", *SMALL): [
-        (("--mask", "full"), "--mask full has no effect on --decode"),
-        (("--backward", "q"), "--backward q has no effect on --decode"),
+        (("--mask", "full"), "--mask full has no effect with --decode"),
+        (("--backward", "q"), "--backward q has no effect with --decode"),
         (("--fp8", "compute"), "use --fp8 comm"),
-        (("--provider", "rign"), "unknown provider 'rign'"),
+        (("--provider", "rign"), "--provider rign: did you mean ring?"),
         (("--seq-length", "1048576"), "use a smaller --seq-length"),
-        (("--gradient-dtype", "model"), "--gradient-dtype model has no effect on --decode"),
+        (("--gradient-dtype", "model"), "--gradient-dtype model has no effect with --decode"),
     ],
 }
 

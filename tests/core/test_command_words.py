@@ -142,5 +142,11 @@ def test_a_hint_helps() -> None:
         slips = [name[:-1], name[1:], name + name[-1], name[:1] + name[2:], name[:-2] + name[-1] + name[-2]]
         for slip in (s for s in slips if len(s) > 3 and s != name):
             assert re.search(rf"(: did you mean|or) .*\b{re.escape(name)}\b", did_you_mean(slip, known)), (slip, name)
-    for word, listed in (("some", ("none", "selective", "full")), ("fast", ("sdpa", "te", "triton")), ("x", known)):
+    for word, listed in (
+        ("some", ("none", "selective", "full")),
+        ("fast", ("sdpa", "te", "triton")),
+        ("nofile", ("chat", "code", "long", "pile")),
+        ("float8", ("float64", "float32", "bfloat16", "float16")),  # most of what the message lists anyway
+        ("x", known),
+    ):
         assert did_you_mean(word, listed) == "", word

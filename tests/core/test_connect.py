@@ -63,7 +63,7 @@ def test_a_missing_rank_is_named_with_its_group(collective: tuple[str, ...]) -> 
 
     with lazy.waiting(0):  # the group's own timeout is to end it
         said = run_ranks(rank, 3, init_process_group=True)[0]
-    assert said.startswith("the process group 'kv' of ranks 0, 2 cannot be connected from rank 0: ")
+    assert said.startswith("the process group 'kv' of ranks 0, 2 cannot connect from rank 0: ")
 
 
 def test_a_group_with_silent_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

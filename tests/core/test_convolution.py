@@ -134,9 +134,9 @@ def test_rows_sent(layout: str, bounds: Any, rows: tuple[int, ...]) -> None:
         (
             "ring",
             (C, 4),
-            "'ring' is for softmax attention: a short convolution goes with linear attention; use.* lasp2",
+            "'ring' is for softmax attention: short convolutions belong to linear attention; use.* lasp2",
         ),
-        ("lasp2", (C + 1, 4), r"shapes \[\(48, 2, 6\), \(7, 4\), None\]: they must be \[s, b, c\], \[c, w\] and \[c\]"),
+        ("lasp2", (C + 1, 4), r"must be \[s, b, c\], \[c, w\] and \[c\], got \[\(48, 2, 6\), \(7, 4\), None\]"),
     ],
 )
 def test_refusals(provider: str, weight: tuple[int, int], message: str) -> None:

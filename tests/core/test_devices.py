@@ -77,9 +77,7 @@ def test_auto_choice(
 
 def test_reason_names_rejected_candidates(machine: Machine) -> None:
     _, reason = backends.choose("auto", CUDA, torch.bfloat16, 128, 128)
-    assert reason.startswith(
-        "cudnn on Hopper (compute capability 9.0), since not flash 3: flash-attn 3 is not installed: "
-    )
+    assert reason.startswith("cudnn on Hopper (compute capability 9.0); not flash 3: flash-attn 3 is not installed: ")
     assert "; not te: Transformer Engine is not installed" in reason
     INSTALL["3"](machine)
     assert backends.choose("auto", CUDA, torch.bfloat16, 128, 128)[1] == (
@@ -94,7 +92,7 @@ def test_other_dtypes_and_deterministic_mode(machine: Machine) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         chosen, reason = backends.choose("auto", CUDA, torch.bfloat16, 128, 128)
-        assert chosen.name == "sdpa" and "cudnn: torch does not take cuDNN's attention for deterministic" in reason
+        assert chosen.name == "sdpa" and "cudnn: torch does not consider cuDNN's attention deterministic" in reason
         machine.flash3(FA3_2_8)
         assert backends.choose("auto", CUDA, torch.bfloat16, 128, 128)[0] == Flash(generation=3)
     finally:

@@ -18,7 +18,7 @@ from cp_plugin.common.versions import megatron_supported, version_tuple
 def test_it_passes_here_and_names_every_kernel() -> None:
     result = CliRunner().invoke(app, ["doctor", "--all"], env={"COLUMNS": "250"})
     assert result.exit_code == 0, result.output
-    assert result.output.rstrip().endswith("PASS: everything that is needed works here")
+    assert result.output.rstrip().endswith("PASS: everything required works here")
     for word in (
         *("sdpa", "cudnn", "reference", "megatron-core", "works, relative error", "cp-plugin[te]", "flash"),
         *("flash-attn not installed", "build_te.sh", "hopper", "192/128", "first choice for"),
@@ -111,7 +111,7 @@ def test_the_kernel_for_blocks_of_several_tiles_is_shown_and_needed(monkeypatch:
     own, tiled = backends.get("triton"), blocks.Tiled(backends.get("sdpa"))
     both = blocks.Either(tiled, blocks.InOrder(blocks.Whole(own)))
     monkeypatch.setattr(blocks, "kernel", lambda backend, *given, auto: both)  # as on CUDA
-    assert {c.backend for c in doctor.auto_choices()} == {"sdpa, and triton where a block is many or small tiles"}
+    assert {c.backend for c in doctor.auto_choices()} == {"sdpa, and triton where a block has many or small tiles"}
     assert doctor._run_tile(own, torch.device("cpu"), torch.bfloat16).needed
 
 

@@ -120,7 +120,7 @@ def test_the_busiest_rank_is_not_on_the_diagonal_of_the_grid() -> None:
     found = priced("attention2d", typical(64, "MHA"), grid=(8, 8), layout="striped")
     assert found.most > sum(found.ranks[0].values())
     refused = priced("ulysses", typical(64, "MHA"))
-    assert not refused.ranks and "not a multiple of 64" in str(refused.setup.reason)
+    assert not refused.ranks and "must be a multiple of 64" in str(refused.setup.reason)
 
 
 def test_the_command_writes_a_picture(tmp_path: Path) -> None:
@@ -150,13 +150,13 @@ def test_invisible_blocks_are_labelled_masked(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="16 ranks cannot be told apart"):
+    with pytest.raises(ValueError, match="16 ranks have no distinct colours"):
         draw_layouts(tmp_path / "x.png", size=16)
     for provider, size, options, message in (
-        ("ring", 16, {}, "16 ranks cannot be told apart"),
-        ("ulysses", 4, {"heads": 3}, r"'ulysses' cannot do this: .*3 query heads"),
+        ("ring", 16, {}, "16 ranks have no distinct colours"),
+        ("ulysses", 4, {"heads": 3}, r"'ulysses' cannot do this: .*3 query and"),
         ("attention2d", 4, {"grid": (3, 2)}, "--cp-grid 3x2 does not hold 4"),
-        ("lasp2", 4, {}, r"'lasp2' is for linear layers.*draw --sent"),
+        ("lasp2", 4, {}, r"'lasp2' is for linear layers.*add --sent"),
     ):
         with pytest.raises(ValueError, match=message):
             draw_method(tmp_path / "x.png", provider, size, **options)

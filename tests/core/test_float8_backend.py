@@ -130,7 +130,7 @@ def test_a_window_and_documents_in_tiles() -> None:
             "--cp-fp8 compute cannot run here: Transformer Engine.*CUDA.*--cp-fp8 comm, which",
         ),
         (Options(fp8="compute", backend="te_fp8"), "cpu", "--cp-backend te_fp8 cannot run here: .*CUDA"),
-        (Options(backend="float8"), "cpu", "its sums are float32, which is not enough for torch.float64"),
+        (Options(backend="float8"), "cpu", "it accumulates in float32, which is not enough for torch.float64"),
     ],
 )
 def test_refused(options: Options, device: str, message: str) -> None:
@@ -243,7 +243,7 @@ def test_only_training_is_recorded() -> None:
         assert recorded(scaled) == forward
     layer()
     assert recorded(scaled) == ()
-    with pytest.raises(ValueError, match='scaling is for kernels that compute in FP8: add fp8="compute"'):
+    with pytest.raises(ValueError, match='scaling only applies to kernels that compute in FP8: add fp8="compute"'):
         ContextParallel("ring", fp8="comm").attention(q, k, v, scaling=scaled)
 
 

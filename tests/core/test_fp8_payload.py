@@ -234,7 +234,7 @@ class _Rounded:
 def test_wide_dtypes_are_refused(dtype: torch.dtype) -> None:
     cp = ContextParallel("ring", fp8="comm")
     x = torch.randn(8, 1, 2, 16, dtype=dtype)
-    with pytest.raises(ValueError, match=r"fp8='comm': float\d\d is not two bytes per element; use torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"fp8='comm': float\d\d has no 16-bit payloads to shrink; use torch.bfloat16"):
         cp.attention(x, x, x)
 
 

@@ -151,8 +151,8 @@ def test_dtypes_that_need_no_narrowing_are_refused(dtype: torch.dtype) -> None:
     x = torch.randn(8, 1, 2, 16, dtype=dtype)
     name = dtype_name(dtype)
     said = (
-        f"gradient_dtype='model': sums of a {name} model are {name} either way; use torch.bfloat16 or torch.float16, "
-        "or leave it out"
+        f"gradient_dtype='model': gradient sums of a {name} model are {name} anyway; use torch.bfloat16 or "
+        "torch.float16, or leave it out"
     )
     with pytest.raises(ValueError, match=said):
         ContextParallel("ring", gradient_dtype="model").attention(x, x, x)
@@ -171,35 +171,47 @@ def problem_on(size: int, **changes: Any) -> Problem:
 @pytest.mark.parametrize(
     ("name", "problem", "options", "narrow", "why"),
     [
-        ("ring", FEW, {}, True, "bfloat16: 8,192 tokens a rank and 1 query head for each key/value head leave m"),
-        ("ring", replace(FEW, seq_length=8 * 16384), {}, True, "16,384 tokens a rank"),
-        ("ring", replace(FEW, seq_length=8 * 16386), {}, False, "16,386 tokens a rank and 1 query .* hide behind ker"),
-        ("ring", replace(FEW, kv_heads=4), {}, True, "2 query heads for each key/value head leave"),
-        ("ring", replace(FEW, kv_heads=4, batch=2), {}, False, "with 16,384 tokens a rank and 2 query heads for ea"),
-        ("ring", replace(FEW, kv_heads=2), {}, False, "with 8,192 tokens a rank and 4 query heads for each key"),
+        ("ring", FEW, {}, True, "bfloat16: 8,192 tokens per rank and 1 query head per key/value head leave m"),
+        ("ring", replace(FEW, seq_length=8 * 16384), {}, True, "16,384 tokens per rank"),
+        (
+            "ring",
+            replace(FEW, seq_length=8 * 16386),
+            {},
+            False,
+            "16,386 tokens per rank and 1 query .* hide behind ker",
+        ),
+        ("ring", replace(FEW, kv_heads=4), {}, True, "2 query heads per key/value head leave"),
+        ("ring", replace(FEW, kv_heads=4, batch=2), {}, False, "with 16,384 tokens per rank and 2 query heads per k"),
+        ("ring", replace(FEW, kv_heads=2), {}, False, "with 8,192 tokens per rank and 4 query heads per key"),
         ("ring", replace(FEW, hosts=("a",) * 8), {}, False, "all ranks are on one host"),
         ("ring", replace(FEW, hosts=()), {}, False, "the hosts of the ranks, .*, are unknown"),
         ("ring", replace(FEW, network="gloo"), {}, False, "on CPU ranks there is no slow network"),
-        ("ring", replace(FEW, dtype=torch.float16), {}, False, "sums in float16 can overflow where their parts do not"),
-        ("ring", problem_on(64), {}, True, "dk and dv are rounded at each hop of a ring, .* exact enough for 64 r"),
+        (
+            "ring",
+            replace(FEW, dtype=torch.float16),
+            {},
+            False,
+            "sums in float16 can overflow even if their parts do not",
+        ),
+        ("ring", problem_on(64), {}, True, "dk and dv are rounded at each hop of a ring, .* accurate enough for 64 r"),
         (
             "ring",
             replace(FEW, size=128, seq_length=2**20, hosts=APART[:2] * 64),
             {},
             False,
-            "up to 64 ranks, and 128 add to",
+            "up to 64 ranks, but 128 contribute to",
         ),
         ("striped", problem_on(64), {}, True, "each hop"),
         ("double_ring", problem_on(64), {}, True, "each hop"),
         ("burst", FEW, {"backward": "q"}, True, "dq is rounded at each hop"),
-        ("burst", problem_on(16), {"backward": "q"}, False, "dq is rounded .* up to 8 ranks, and 16 add"),
+        ("burst", problem_on(16), {"backward": "q"}, False, "dq is rounded .* up to 8 ranks, but 16 contribute"),
         ("burst", problem_on(16), {"backward": "kv"}, True, "dk and dv are rounded"),
         ("all_gather", FEW, {}, True, "NCCL rounds the sums of a reduce-scatter"),
-        ("all_gather", problem_on(16), {}, False, "NCCL rounds .* up to 8 ranks, and 16 add to a sum"),
-        ("attention2d", problem_on(64), {"grid": (8, 8)}, True, "NCCL rounds .* exact enough for 8 ranks"),
-        ("attention2d", problem_on(64), {"grid": (16, 4)}, False, "NCCL rounds .* and 16 add to a sum"),
+        ("all_gather", problem_on(16), {}, False, "NCCL rounds .* up to 8 ranks, but 16 contribute to a sum"),
+        ("attention2d", problem_on(64), {"grid": (8, 8)}, True, "NCCL rounds .* accurate enough for 8 ranks"),
+        ("attention2d", problem_on(64), {"grid": (16, 4)}, False, "NCCL rounds .* but 16 contribute to a sum"),
         ("needed", problem_on(64), {}, True, "each part of dk and dv is rounded once"),
-        ("usp", replace(problem_on(16), seq_length=16 * 1024), {}, None, "tokens a rank"),
+        ("usp", replace(problem_on(16), seq_length=16 * 1024), {}, None, "tokens per rank"),
         ("all_gather", replace(problem_on(16), seq_length=16 * 1024), {"head_parallel": 2}, True, "enough for 8 r"),
     ],
 )

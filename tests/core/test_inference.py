@@ -137,7 +137,7 @@ def test_bad_lengths_and_sizes_are_refused() -> None:
         with pytest.raises(ValueError, match="2 prompts of 1 to 6 tokens"):
             slots.close(lengths)
     for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
-        with pytest.raises(ValueError, match="a cache needs ranks, sequences and slots"):
+        with pytest.raises(ValueError, match="a cache needs 1 or more ranks, sequences and slots"):
             Slots(sizes[0], 0, *sizes[1:], CPU)
 
 
@@ -266,8 +266,8 @@ def test_misuse_is_refused() -> None:
         for q, k, text in (
             (rows(3), rows(3), "4 tokens of 2 sequences"),
             (rows(4, batch=1), rows(4, batch=1), "4 tokens of 2 sequences"),
-            (rows(4), rows(3), "do not fit together"),
-            (rows(4), rows(4, heads=3), "do not fit together"),
+            (rows(4), rows(3), "do not match"),
+            (rows(4), rows(4, heads=3), "do not match"),
             (rows(4), rows(4)[0], "needs .tokens, batch, heads, head size."),
         ):
             with pytest.raises(ValueError, match=text):

@@ -60,9 +60,9 @@ def test_gradients_flow_through_shard_and_unshard(name: str) -> None:
 
 
 def test_bad_input_is_refused_with_the_fix() -> None:
-    with pytest.raises(ValueError, match=r"unknown layout 'zebra'.*contiguous, zigzag, striped"):
+    with pytest.raises(ValueError, match=r"--cp-layout zebra: choose one of contiguous, zigzag, striped"):
         get_layout("zebra")
-    with pytest.raises(ValueError, match=r"30 cannot be divided over 4 .*zigzag.*multiple of 8 \(nearest: 32\)"):
+    with pytest.raises(ValueError, match=r"30 cannot be split evenly across 4 .*zigzag.*multiple of 8 \(nearest: 32\)"):
         get_layout("zigzag").segments(30, 4, 0)
     with pytest.raises(ValueError, match="multiple of 4"):
         get_layout("striped").shard(torch.zeros(2, 7), 1, 4, 0)

@@ -243,7 +243,7 @@ def test_uncut_documents_send_no_states() -> None:
         cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout="documents"), case.cu_seqlens)
         found = on_shards(cp, case)
         sent = len(mesh.ledger.entries())
-        with pytest.raises(ValueError, match="leave no one state behind"):
+        with pytest.raises(ValueError, match="leaves no single final state"):
             cp.linear_state(*found[2:4])
         return whole(cp, found), sent
 
@@ -407,26 +407,26 @@ def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda q: ContextParallel("ring").linear_attention(q, q, q), "'ring' is for softmax attention: .* lasp2"),
         (
             lambda q: ContextParallel("lasp2", layout="striped"),
-            "does not run on the striped layout.*contiguous, zigzag",
+            "does not run on the striped layout.*contiguous', 'zigzag'",
         ),
         (lambda q: ContextParallel("lasp2", head_parallel=2), "^head_parallel=2 has no effect with lasp2"),
         (
             lambda q: ContextParallel("lasp2", backend="sdpa"),
-            "unknown backend 'sdpa': linear attention has auto, fla, ch",
+            "backend='sdpa': choose one of auto, fla, ch",
         ),
-        (lambda q: ContextParallel("lasp2").linear_attention(q, q, q, q[0, 0]), r"log_decay has the shape \(2, 4\)"),
-        (lambda q: ContextParallel("lasp1").linear_attention(q, q, q, causal=False), "causal mask only: use lasp2"),
+        (lambda q: ContextParallel("lasp2").linear_attention(q, q, q, q[0, 0]), r"log_decay has shape \(2, 4\)"),
+        (lambda q: ContextParallel("lasp1").linear_attention(q, q, q, causal=False), "with a causal mask: use lasp2"),
         (
             lambda q: ContextParallel("linear_ring").linear_attention(q, q, q, -q[0, 0, :, 0].abs()),
             "neither decays nor packed documents: use lasp2",
         ),
         (
             lambda q: ContextParallel("lasp2").linear_attention(q, q, q, beta=q[..., 0], causal=False),
-            "the delta rule is defined under a causal mask only",
+            "the delta rule is only defined with a causal mask",
         ),
         (
             lambda q: ContextParallel("lasp2").linear_attention(q, q, q, beta=q[0, :, :, 0]),
-            r"beta has the shape \(1, 2\); for k \(16, 1, 2, 4\) it must be \(16, 1, 2\)",
+            r"beta has shape \(1, 2\); for k \(16, 1, 2, 4\) it must be \(16, 1, 2\)",
         ),
     ],
 )

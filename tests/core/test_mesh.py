@@ -148,18 +148,18 @@ def test_a_group_that_was_not_made_is_named() -> None:
         mesh = GroupMesh.from_group({"cp": 2}, dist.group.WORLD)
         mesh.permute((torch.ones(1),), to=1 - mesh.index, source=1 - mesh.index)
 
-    with pytest.raises(RankError, match=r"made without the process group 'all': it has \['cp'\]"):
+    with pytest.raises(RankError, match=r"created without the process group 'all'; it has \['cp'\]"):
         run_ranks(rank, 2, init_process_group=True)
 
 
 def test_bad_meshes_are_refused() -> None:
     with pytest.raises(ValueError, match="outside the mesh"):
         TraceMesh(AXES, 6)
-    with pytest.raises(ValueError, match="axes of size 1 or more"):
+    with pytest.raises(ValueError, match="mesh axes must have size 1 or more"):
         TraceMesh({}, 0)
     with pytest.raises(ValueError, match="needs a process group of 2 ranks"):
         GroupMesh({"cp": 2}, {}, 0)
-    with pytest.raises(ValueError, match="cannot be divided over the 3 ranks of axis 'fast'"):
+    with pytest.raises(ValueError, match="cannot be split evenly across the 3 ranks of axis 'fast'"):
         TraceMesh(AXES, 0).reduce_scatter("fast", (torch.ones(4),))
 
 

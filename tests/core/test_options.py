@@ -24,7 +24,7 @@ MHA, GQA = Problem(size=64, heads=32, kv_heads=32), Problem(size=64, heads=32, k
         ("attention2d", 8, {"grid": (-2, -4)}, "--cp-grid -2x-4 does not hold 8"),
         ("ring", 8, {"head_parallel": 3}, "--cp-head-parallel 3 does not divide 8 .* use one of 1, 2, 4, 8"),
         ("ring", 8, {"head_parallel": 0}, "--cp-head-parallel 0 does not divide 8"),
-        ("ulysses", 8, {"head_parallel": 2}, "ulysses divides the heads over all ranks already"),
+        ("ulysses", 8, {"head_parallel": 2}, "ulysses already splits the heads across all ranks"),
         ("burst", 8, {"intra_size": 3}, "--cp-intra-size 3 does not divide 8 .* use one of 1, 2, 4, 8"),
         ("burst", 8, {"intra_size": 0}, "--cp-intra-size 0 does not divide 8"),
         ("ring", 8, {"grid": (2, 4)}, "--cp-grid 2x4 has no effect with --cp-provider ring: .* use attention2d"),
@@ -34,21 +34,21 @@ MHA, GQA = Problem(size=64, heads=32, kv_heads=32), Problem(size=64, heads=32, k
             "attention2d",
             8,
             {"head_parallel": 2, "grid": (4, 2)},
-            "does not hold 4 .*the ranks behind --cp-head-parallel 2",
+            "does not hold 4 .*--cp-head-parallel 2 leaves that many",
         ),
-        ("usp", 8, {}, "usp cannot divide 1 query and 1 key/value heads over any subset of 8"),
-        ("nothing", 8, {}, "unknown provider 'nothing'"),
+        ("usp", 8, {}, "usp cannot split 1 query and 1 key/value heads across any subset of 8"),
+        ("nothing", 8, {}, "--cp-provider nothing: choose one of"),
         ("striped", 8, {"layout": "zigzag"}, "does not run on the zigzag layout"),
-        ("ring", 4, {"fp8": "both"}, "--cp-fp8 both: write comm or compute, or off"),
+        ("ring", 4, {"fp8": "both"}, "--cp-fp8 both: write comm, compute, or off"),
         ("lasp2", 4, {"fp8": "comm"}, "--cp-fp8 comm has no effect with lasp2: .*leave it out"),
         ("ring", 4, {"backend": "float8"}, "--cp-backend float8 computes in FP8: add --cp-fp8 compute, or leave it"),
         ("ring", 4, {"fp8": "comm", "backend": "te_fp8"}, "--cp-backend te_fp8 computes in FP8: add --cp-fp8 compute"),
-        ("ring", 4, {"fp8": "compute", "backend": "sdpa"}, "--cp-backend sdpa, which does not compute in FP8: use "),
+        ("ring", 4, {"fp8": "compute", "backend": "sdpa"}, "computes in FP8, which --cp-backend sdpa does not: use "),
         (
             "ulysses",
             4,
             {"gradient_dtype": "model"},
-            "--cp-gradient-dtype model has no effect with --cp-provider ulysses: leave it out, or use all_gather or",
+            "--cp-gradient-dtype model has no effect with --cp-provider ulysses: leave it out, or use all_gather, at",
         ),
         (
             "lasp2",
@@ -56,8 +56,8 @@ MHA, GQA = Problem(size=64, heads=32, kv_heads=32), Problem(size=64, heads=32, k
             {"gradient_dtype": "model"},
             "--cp-gradient-dtype model has no effect with --cp-provider lasp2",
         ),
-        ("ring", 4, {"gradient_dtype": "bfloat16"}, "^--cp-gradient-dtype bfloat16: write float32 or model, or auto$"),
-        ("usp", 4, {"gradient_dtype": "half"}, "^--cp-gradient-dtype half: write float32 or model, or auto$"),
+        ("ring", 4, {"gradient_dtype": "bfloat16"}, "^--cp-gradient-dtype bfloat16: write float32, model, or auto$"),
+        ("usp", 4, {"gradient_dtype": "half"}, "^--cp-gradient-dtype half: write float32, model, or auto$"),
     ],
 )
 def test_refused_before_anything_is_built(provider: str, size: int, options: dict[str, Any], message: str) -> None:
@@ -72,7 +72,7 @@ def test_refused_before_anything_is_built(provider: str, size: int, options: dic
             "attention2d",
             Problem(size=24, heads=8, kv_heads=8),
             {"grid": (4, 6), "layout": "striped"},
-            r"--cp-grid 4x6 under .* on striped tokens: neither side .*--cp-layout zigzag, or .* that fit.*: "
+            r"--cp-grid 4x6 with .* striped tokens: neither side .*--cp-layout zigzag, or .* that fit.*: "
             r"2x12 \(.*B\), 1x24 \(.*B\), 12x2 \(.*B\)",
         ),
         ("attention2d", Problem(size=8, heads=8, kv_heads=2), {"head_groups": 4}, "does not divide the 2 key/value"),
@@ -81,9 +81,9 @@ def test_refused_before_anything_is_built(provider: str, size: int, options: dic
             "ulysses",
             Problem(size=8, heads=12, kv_heads=12),
             {},
-            "12 query heads and 12 .* over 8 ranks.*multiple of 24",
+            "12 query and 12 .* across 8 ranks.*multiple of 24",
         ),
-        ("ring", Problem(size=8, heads=6, kv_heads=2), {"head_parallel": 4}, "--cp-head-parallel 4: 6 query heads"),
+        ("ring", Problem(size=8, heads=6, kv_heads=2), {"head_parallel": 4}, "--cp-head-parallel 4: 6 query and"),
     ],
 )
 def test_refused_for_this_model(provider: str, problem: Problem, options: dict[str, Any], message: str) -> None:
@@ -125,7 +125,7 @@ def test_two_rings_follow_the_hosts() -> None:
         )
 
     assert rings("aaaabbbb").options.intra_size == 4
-    assert "two rings, of 4 ranks on a host and of 2 hosts: ranks 0-3 on a, 4-7 on b" in rings("aaaabbbb").why[0]
+    assert "two nested rings, 4 ranks on a host and 2 hosts: ranks 0-3 on a, 4-7 on b" in rings("aaaabbbb").why[0]
     assert rings("aaaa").options.intra_size == rings("abcd").options.intra_size == rings("aaabbbbb").options.intra_size
     assert rings("aaabbbbb").options.intra_size == 1, "uneven"
     assert rings("aaaabbbb", intra_size=2).why == ()
@@ -156,11 +156,11 @@ def test_usp_takes_the_heads_there_are() -> None:
 def test_context_parallel_takes_options_by_name() -> None:
     cp = ContextParallel("attention2d", mesh=TraceMesh({"q": 2, "kv": 4}, 0), grid=(4, 2), head_groups=1)
     assert (cp.options.grid, cp.why) == ((4, 2), ())
-    with pytest.raises(ValueError, match=r"unknown options gird: there are backend, .*grid"):
+    with pytest.raises(ValueError, match=r"unknown option gird: did you mean grid\? .there are backend, .*grid"):
         ContextParallel("attention2d", gird=(4, 2))
     with pytest.raises(ValueError, match="needs the mesh axes"):
         ContextParallel("attention2d", mesh=TraceMesh({"q": 2, "kv": 4}, 0), grid=(2, 4))
-    with pytest.raises(ValueError, match="the problem is for 4 context-parallel ranks, and there are 1"):
+    with pytest.raises(ValueError, match="problem is for 4 context-parallel ranks, but there are 1"):
         ContextParallel("ring", problem=Problem(size=4))
     with pytest.raises(ValueError, match="6 query heads cannot share 4"):
         Problem(size=4, heads=6, kv_heads=4)

@@ -101,4 +101,4 @@ def test_what_cannot_be_placed_is_refused() -> None:
         assert "'lasp1' does not run on the layout 'documents', only on contiguous, zigzag" in linear
         assert "'striped' does not run on the layout 'documents', only on striped" in striped
         assert "cu_seqlens must increase from 0" in falling
-        assert "a pack of 9 tokens cannot be divided equally over 2" in uneven
+        assert "a pack of 9 tokens cannot be split evenly across 2" in uneven

@@ -290,7 +290,7 @@ def test_less_traffic_across_hosts() -> None:
 
 
 def test_bad_input_is_refused_with_the_fix() -> None:
-    with pytest.raises(ValueError, match=r"pack of 10 tokens cannot be divided equally over 4 .* pad it to 12"):
+    with pytest.raises(ValueError, match=r"pack of 10 tokens cannot be split evenly across 4 .* pad it to 12"):
         place([7, 3], 4)
     for lengths in ([], [4, 0], [5, -1]):
         with pytest.raises(ValueError, match="each of 1 token or more"):

@@ -179,8 +179,8 @@ def test_runs_that_do_not_match_are_refused() -> None:
     function = lambda: [once(lambda: 0) for _ in range(next(times))]  # noqa: E731
     longer, shorter = Recomputed(function), Recomputed(function)
     longer()
-    with pytest.raises(RuntimeError, match="left 1 results of attention unused"):
+    with pytest.raises(RuntimeError, match="left 1 attention results unused"):
         longer()
     shorter()
-    with pytest.raises(RuntimeError, match="asked for more results of attention than were kept"):
+    with pytest.raises(RuntimeError, match="requested more attention results than were kept"):
         shorter()

@@ -15,6 +15,7 @@ from cp_plugin.cli.bench.measure import Both, Taken
 from cp_plugin.cli.bench.report import Report
 from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.cli.tables import print_traffic, print_verified
+from cp_plugin.common.text import within_terminal
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
@@ -49,7 +50,7 @@ def test_a_reason_is_below_the_table_once(terminal: Console) -> None:
     problem = Problem(size=64, heads=32, kv_heads=8, seq_length=131072)
     print_traffic(terminal, problem, price((), problem, Options()), None)
     text = " ".join("\n".join(lines(terminal)).split())
-    assert text.count("ulysses: cannot: --ranks 64: 32 query heads and 8 key/value heads") == 1
+    assert text.count("ulysses: cannot: --ranks 64: 32 query and 8 key/value heads") == 1
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -77,3 +78,24 @@ def test_bench(terminal: Console) -> None:
     result = CaseResult(case=make_case("causal", PROBLEM), measured=[*measured, refused])
     Report(results=[result], device="2 CPU cores", rounds=5, seed=0).print(terminal)
     assert any(line.startswith("te-a2a: cannot: Transformer Engine's") for line in lines(terminal))
+
+
+class Stream(io.StringIO):
+    """What a message is written to."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+def test_a_message_is_wrapped_for_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between words; a flag, a path or a list without spaces stays whole, and files and pipes get one line."""
+    monkeypatch.setenv("COLUMNS", "40")
+    text = f"error: --documents {'600,' * 20}1: no such file. Give a file, or some lengths\nand a second line"
+    assert within_terminal(text, Stream(terminal=False)) == text
+    lines = within_terminal(text, Stream(terminal=True)).split("\n")
+    assert [line for line in lines if len(line) > 40] == [f"{'600,' * 20}1:"]
+    assert " ".join(lines).split() == text.split() and lines[-1] == "and a second line"

@@ -91,7 +91,9 @@ def test_missing_libraries_are_named_with_install_advice(patch: pytest.MonkeyPat
 
 def test_unknown_versions_are_refused_by_parameter(patch: pytest.MonkeyPatch) -> None:
     fake_te.install(patch, fake_te.FORWARD.replace("attn_scale=None", "scale=None"))
-    assert "not a version this plugin can call (2.20 is): fused_attn_fwd has no parameter 'attn_scale'" in refused()
+    assert (
+        "not a version that this plugin can call (2.20 is): fused_attn_fwd has no parameter 'attn_scale'" in refused()
+    )
     fake_te.install(patch, fake_te.FORWARD.replace("q, k, v,", "q, k, v, sink,"))
     assert "fused_attn_fwd needs 'sink', which is unknown here" in refused()
     fake_te.install(patch, FusedAttentionParams=None)
@@ -103,7 +105,7 @@ def test_a_library_that_fails_when_asked(patch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no driver")
 
     fake_te.install(patch, get_fused_attn_backend=query)
-    assert refused() == "Transformer Engine 2.20.2 fails when asked for a kernel: no driver"
+    assert refused() == "Transformer Engine 2.20.2 fails to select a kernel: no driver"
 
 
 def test_results_of_another_shape_are_refused(patch: pytest.MonkeyPatch) -> None:

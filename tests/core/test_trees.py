@@ -126,9 +126,9 @@ def test_roots_and_chains_are_packed_documents() -> None:
 @pytest.mark.parametrize(
     ("lengths", "parents", "why"),
     [
-        ((), (), "not all of them 0"),
-        ((0, 0), (-1, 0), "not all of them 0"),
-        ((4, -1), (-1, 0), "not all of them 0"),
+        ((), (), "not all 0"),
+        ((0, 0), (-1, 0), "not all 0"),
+        ((4, -1), (-1, 0), "not all 0"),
         ((4, 4), (-1,), "2 nodes needs 2 parents, not 1"),
         ((4, 4, 4), (-1, -1, 0), "node 2 cannot continue node 0"),
         ((4, 4), (-1, 1), "node 1 cannot continue node 1"),

@@ -81,7 +81,7 @@ def test_providers_pass_on_ranks_and_on_threads(threads: bool) -> None:
     assert len(results) == sum(setup.reason is None for setup in planned)
     assert {result.setup.provider.name for result in results} == set(providers.registry())
     why = {setup.reason for setup in planned} - {None}
-    assert all("use lasp2" in reason or "'documents' it runs under a causal mask" in reason for reason in why), why
+    assert all("use lasp2" in reason or "'documents' it needs a causal mask" in reason for reason in why), why
     for result in results:
         assert result.ok, (result, str(result.setup))
         half = result.setup.problem.dtype == torch.bfloat16
@@ -203,7 +203,7 @@ def test_impossible_setups_are_listed_but_not_counted() -> None:
         "float32",
     )
     nothing = command(*args)
-    assert nothing.exit_code == 1 and nothing.stdout.count("cannot: --ranks 4: 6 query heads") == 2
+    assert nothing.exit_code == 1 and nothing.stdout.count("cannot: --ranks 4: 6 query and") == 2
     assert nothing.stdout.splitlines()[-1] == "FAIL: 0 of 0 within limits; 2 cannot run, for the reasons given"
     some = command(*args, "--provider", "ring")
     assert some.exit_code == 0

@@ -237,7 +237,7 @@ def test_bounds_of_another_pack_than_the_placement(dtype: torch.dtype) -> None:
         cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout="documents"), placed)
         y = cp.shard(x)
         for fewer in (None, placed[[0, 1, 3]], placed[[0, 3]]):
-            with pytest.raises(ValueError, match=r"placed by documents with the bounds 0, 20, 31, 48, and cu_seqlens"):
+            with pytest.raises(ValueError, match=r"placed by documents with bounds 0, 20, 31, 48, and cu_seqlens"):
                 cp.linear_attention(y, y, y, cu_seqlens=fewer)
         return cp.unshard(cp.linear_attention(y, y, y, cu_seqlens=more))
 

@@ -205,8 +205,11 @@ def test_wrong_input_is_refused_and_undoing_it_generates(dtype: torch.dtype) -> 
         yield "position_ids must be those", lambda: model(tokens(), position_ids=torch.arange(128)[None])
         yield "position_ids must be those", lambda: model.generate(tokens(), max_new_tokens=2)
         yield "labels would be shifted", lambda: model(**unshifted)
-        yield "cannot do this: padding", lambda: model(**batch, attention_mask=padded)
-        yield "cannot do this: a mask", lambda: model(**batch, attention_mask=torch.zeros(2, 1, 32, 32, dtype=dtype))
+        yield "does not support padding", lambda: model(**batch, attention_mask=padded)
+        yield (
+            "does not support a custom mask",
+            lambda: model(**batch, attention_mask=torch.zeros(2, 1, 32, 32, dtype=dtype)),
+        )
         model(**batch, attention_mask=seen)
 
     model = model_of("LlamaConfig", {}, dtype)
@@ -245,7 +248,7 @@ def test_it_says_once_that_gradients_are_summed(capfd: pytest.CaptureFixture[str
             {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
             "mixes tokens by other means",
         ),
-        ("Gemma2Config", {}, "cannot do this: softcap"),
+        ("Gemma2Config", {}, "does not support softcap"),
         ("MixtralConfig", {**EXPERTS, "output_router_logits": True}, "set it to False"),
         ("Llama4TextConfig", {"num_local_experts": 2, "intermediate_size_mlp": 64}, "a layer of chunked_attention"),
     ],

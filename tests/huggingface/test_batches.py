@@ -130,14 +130,14 @@ def test_packs_that_do_not_fit_are_refused() -> None:
         ("must increase from 0 to the 64 tokens", {"cu_seq_lens_q": torch.tensor([0, 20, 48])}),
         ("cu_seq_lens_k must be the bounds", {"cu_seq_lens_q": bounds(), "cu_seq_lens_k": torch.tensor([0, 64])}),
         ("position_ids must be those of the whole sequence", {"position_ids": batch["position_ids"][:, :32]}),
-        ("cannot do this: padding", {"attention_mask": torch.arange(64)[None] < 60}),
+        ("does not support padding", {"attention_mask": torch.arange(64)[None] < 60}),
     ]
     for message, more in wrong:
         with pytest.raises(ValueError, match=message):
             huggingface.shard(cp, **batch | more)
     two = {key: x.repeat(2, 1) for key, x in batch.items()}
     two["position_ids"][1] = torch.arange(64)
-    with pytest.raises(ValueError, match="documents that begin at other tokens in each row"):
+    with pytest.raises(ValueError, match="documents that begin at different tokens in different rows"):
         huggingface.shard(cp, **two)
 
 
@@ -168,7 +168,7 @@ DISAGREEMENTS: dict[str, str] = {
     "evaluation on one rank": "model.training",
     "a setting of the config": "config",
     "a count of labels": "num_items_in_batch",
-    "a wrong call": "a call that is refused",
+    "a wrong call": "a refused call",
 }
 
 

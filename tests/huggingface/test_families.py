@@ -45,7 +45,9 @@ def test_families_are_those_of_one_rank(kind: str) -> None:
         model = built(config_of(kind, **more)).train(kind != "phimoe")
         error = differs(model, "ring", whole=whole, layout="zigzag")
     except (NotImplementedError, RankError) as refused:
-        if NEWEST or not re.search("does not take its attention|cannot be examined|cannot do this|meta", str(refused)):
+        if NEWEST or not re.search(
+            "does not get its attention|cannot be examined|models does not support|meta", str(refused)
+        ):
             raise
         pytest.skip(f"transformers {transformers.__version__} has {kind} in another build: it is refused by name")
     assert error <= (1e-4 if "delta" in TRAINED[kind] else 2e-5)

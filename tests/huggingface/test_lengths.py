@@ -81,7 +81,7 @@ def test_planted_local_scales_are_found(name: str, dtype: torch.dtype) -> None:
     attention = model.model.layers[0].self_attn
     attention.q_proj = Scaled(attention.q_proj, SCALES[name])
     text = refusal(model, "striped", 4)
-    assert "would compute something else in shards: in attention 1 the queries" in text, text
+    assert "would compute something else on shards: in attention 1 the queries" in text, text
 
 
 def test_positions_that_are_not_taken_are_found() -> None:
@@ -95,4 +95,4 @@ def test_positions_that_are_not_taken_are_found() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(rotary), "forward", by_index)
-        assert "would compute something else in shards" in refusal(model)
+        assert "would compute something else on shards" in refusal(model)

@@ -67,7 +67,7 @@ def head(name: str, kind: str = "Llama", **more: Any) -> Any:
 @pytest.mark.parametrize("name", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"])
 def test_other_heads_are_refused_by_name(name: str) -> None:
     text = refusal(head(name))
-    assert f"Llama{name}: its loss is not the mean cross entropy of next tokens" in text, text
+    assert f"Llama{name}: its loss is not the mean cross entropy of the next tokens" in text, text
 
 
 def test_a_model_without_a_head_has_no_loss_to_check() -> None:
@@ -112,7 +112,7 @@ def test_other_losses_are_refused(loss: Callable[..., torch.Tensor]) -> None:
     model = model_of("llama")
     model.loss_function = lambda logits, labels, vocab_size=None, **others: loss(logits, labels, **others)
     text = refusal(model)
-    assert "LlamaForCausalLM: its loss is not the mean cross entropy of next tokens" in text, text
+    assert "LlamaForCausalLM: its loss is not the mean cross entropy of the next tokens" in text, text
 
 
 def test_label_smoothing_is_refused() -> None:
@@ -146,7 +146,7 @@ def test_router_losses_are_refused_at_each_call(kind: str, how: str) -> None:
         model.config.output_router_logits = how == "config after"
         model(**batch, output_router_logits=True if how == "argument" else None)
 
-    with pytest.raises(RankError, match="output_router_logits: each rank would balance its own tokens only"):
+    with pytest.raises(RankError, match="output_router_logits: each rank would balance only its own tokens"):
         run_ranks(rank, 2, init_process_group=True)
 
 

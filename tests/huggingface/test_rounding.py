@@ -56,7 +56,7 @@ class Louder(nn.Module):
 def test_a_fault_beyond_rounding_is_found(dtype: torch.dtype) -> None:
     model = built(config_of("gpt_oss"), dtype)
     model.lm_head = Louder(model.lm_head)
-    assert "would compute something else in shards: the results for a token" in refusal(model)
+    assert "would compute something else on shards: the results for a token" in refusal(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -95,7 +95,7 @@ def test_saving(tmp_path: Path) -> None:
 
     def rank(cp: ContextParallel) -> None:
         huggingface.apply(model, cp)
-        with pytest.raises(ValueError, match=r"save it by model\.save_pretrained\(\.\.\.\) or model\.state_dict\(\)"):
+        with pytest.raises(ValueError, match=r"save it with model\.save_pretrained\(\.\.\.\) or model\.state_dict\(\)"):
             torch.save(model, tmp_path / f"model{cp.index}")
         torch.save(model.state_dict(), tmp_path / f"state{cp.index}")
         model.save_pretrained(tmp_path / str(cp.index))
@@ -150,7 +150,7 @@ def test_virtual_tokens_are_refused_in_one_sentence(kind: str) -> None:
         return str(raised.value)
 
     for text in on_two(rank):
-        assert "Prompt tuning and other methods that add virtual tokens would add them to every shard" in text, text
+        assert "Prompt tuning and similar methods would add their virtual tokens to every shard" in text, text
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

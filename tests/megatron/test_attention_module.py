@@ -150,7 +150,7 @@ def test_calls_it_does_not_support(ring: None) -> None:
     mask = torch.ones(1, 1, 8, 8).triu(1).bool()
     flat = (q[:, 0], k[:, 0], v[:, 0], None)
     calls = [
-        ((q, k, v, mask), {}, r"an attention mask tensor, got one of shape \(1, 1, 8, 8\)"),
+        ((q, k, v, mask), {}, r"an attention mask tensor .got one of shape \(1, 1, 8, 8\)"),
         ((q, k, v, None), {"attn_mask_type": AttnMaskType.padding}, "the attention mask type padding"),
         ((q, k, v, None), {"packed_seq_params": PackedSeqParams()}, r"queries of shape \(8, 2, 4, 16\), packed"),
         (flat, {}, r"queries of shape \(8, 4, 16\), packed documents \(THD\): False"),
@@ -203,7 +203,7 @@ def test_a_script_that_does_not_slice_its_batch_is_refused(ring: None, monkeypat
     from cp_plugin.megatron import runtime
 
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
-    with pytest.raises(ValueError, match=r"without slicing its batch by megatron\.core\.utils\.get_batch_on_this"):
+    with pytest.raises(ValueError, match=r"without slicing its batch with megatron\.core\.utils\.get_batch_on_this"):
         runtime.require_sliced_batch()
     runtime.note_batch_sliced()
     runtime.require_sliced_batch()

@@ -99,20 +99,20 @@ def _pair(total: Tensor, tokens: Tensor) -> Tensor:
 
 
 WRONG = {
-    "a mean": (lambda total, tokens, report: (total / tokens, tokens, report), "returns a mean, where", CONTIGUOUS),
+    "a mean": (lambda total, tokens, report: (total / tokens, tokens, report), "returns a mean instead", CONTIGUOUS),
     "a mean over the tokens of all ranks": (
         lambda total, tokens, report: (total / _over_all(tokens), tokens, report),
-        "returns a mean, where",
+        "returns a mean instead",
         CONTIGUOUS,
     ),
     "a count of all ranks": (
         lambda total, tokens, report: (total, _over_all(tokens), report),
-        "counts the tokens of all ranks on each of them: 256 together, of 128",
+        "counts all ranks' tokens on every rank: 256 together, of 128",
         ZIGZAG,
     ),
     "a sum over all ranks": (
         lambda total, tokens, report: (2 * total, tokens, report),
-        "sums the losses of all ranks on each of them: 256 together, of 128",
+        "sums all ranks' losses on every rank: 256 together, of 128",
         ZIGZAG,
     ),
     "two parts, a mean of this rank": (
@@ -167,7 +167,7 @@ def test_megatron_673_two_parts_over_the_tokens_of_all_ranks() -> None:
         ([0.25, 0.75], None, ""),
         ([1.0, 0.0], None, ""),  # cannot be told apart
         ([1.0, 1.0, 0.0], None, "this rank's own tokens"),
-        ([64.0, 32.0], [96.0, 96.0], "the tokens of all ranks"),
+        ([64.0, 32.0], [96.0, 96.0], "all ranks' tokens"),
     ],
 )
 def test_weights_of_tokens(weights: list[float], counts: list[float] | None, says: str) -> None:

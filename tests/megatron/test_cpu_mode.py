@@ -260,7 +260,7 @@ def test_flags_get_defaults_and_contradictions_are_refused() -> None:
         cpu.check_flags(args)
         cpu.check_flags(parser.parse_args([word for flag in cpu.FLAGS for word in flag.spelling.split()]))
         for words in (["--transformer-impl", "transformer_engine"], ["--distributed-backend", "nccl"]):
-            with pytest.raises(ValueError, match=f"{' '.join(words)}: not possible on the CPU.*{words[0]} "):
+            with pytest.raises(ValueError, match=f"{' '.join(words)}: not available on the CPU.*{words[0]} "):
                 cpu.check_flags(parser.parse_args(words))
         args.apply_rope_fusion = True
         with pytest.raises(ValueError, match=r"apply_rope_fusion=True.*--no-rope-fusion"):
@@ -276,7 +276,7 @@ def test_fp8_linear_layers_are_announced_as_ignored(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == ""
     args.fp8 = "hybrid"
     cpu.check_flags(args)
-    assert "--fp8-format hybrid does nothing for linear layers on the CPU" in capsys.readouterr().out
+    assert "--fp8-format hybrid has no effect on linear layers on the CPU" in capsys.readouterr().out
 
 
 @forked

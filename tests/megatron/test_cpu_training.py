@@ -111,7 +111,7 @@ def test_kernels_of_cuda_are_named_before_the_model_is_built(pattern: str, kerne
 
     if version_tuple(megatron_version()) < (0, 18):
         pytest.skip("hybrid models since 0.18")
-    with pytest.raises(RankError, match=f"ValueError: {kernels}.* run on CUDA only. Train on a GPU"):
+    with pytest.raises(RankError, match=f"ValueError: {kernels}.* run only on CUDA. Train on a GPU"):
         train(1, f"--hybrid-layer-pattern {pattern}", model=MODEL.replace("--num-layers 2 ", ""))
 
 

@@ -122,15 +122,15 @@ def test_plugin_code_in_a_capture_is_found(case: str) -> None:
     ("graph", "captured"),
     [
         (f"{TE} attn mlp", "attention"),
-        (f"{TE} mamba attn", "the relayout of Mamba's tokens and attention"),
-        (f"{LOCAL} mlp", "layers as a whole"),
-        ("--cuda-graph-impl transformer_engine", "layers as a whole"),
+        (f"{TE} mamba attn", "the reordering of Mamba's tokens and attention"),
+        (f"{LOCAL} mlp", "whole layers"),
+        ("--cuda-graph-impl transformer_engine", "whole layers"),
         (STEPS, "whole steps"),
     ],
 )
 def test_refused_by_name(validated: Callable[..., object], graph: str, captured: str) -> None:
     asked = graph.replace(" --cuda-graph-warmup-steps 0", "")
-    with pytest.raises(ValueError, match=f"{asked}: it captures {captured}, .* use .* {PARTS} with mlp, moe, or"):
+    with pytest.raises(ValueError, match=f"{asked}: it captures {captured}, .* use .* {PARTS} with mlp, moe or"):
         validated(f"{DIVIDED} {graph}", ranks=2)
 
 

@@ -76,7 +76,7 @@ def test_it_is_announced_and_checked_in_half_precision(capfd: pytest.CaptureFixt
     _train(f"--cp-provider ring --cp-linear-provider lasp1 --bf16 {PACKED} --calculate-per-token-loss")
     told = capfd.readouterr().out
     assert "gated delta net" in told and "by lasp1: LASP (arXiv 2404.02882)" in told
-    assert "chunked: linear attention, plain torch, since fla does not run: its Triton kernels need a CUDA" in told
+    assert "chunked: linear attention, plain torch, because fla does not run: its Triton kernels need a CUDA" in told
     assert "self-check passed" in told
 
 
@@ -142,14 +142,14 @@ def test_a_variant_of_the_layer_is_not_trained() -> None:
         (
             "--cp-provider striped --cp-linear-provider lasp2",
             "G*",
-            "--cp-provider striped runs on the layout striped only, and --cp-linear-provider lasp2 on contiguous",
+            "--cp-provider striped runs only on the layout striped, but --cp-linear-provider lasp2 on contiguous",
         ),
         (
             "--cp-provider ring --cp-linear-provider linear_ring",
             "G*",
             "--cp-linear-provider linear_ring cannot run this model: the baseline has no delta rule: use lasp2",
         ),
-        ("--cp-provider ring --cp-linear-provider lasp2", "M*", "--cp-linear-provider lasp2 would do nothing without"),
+        ("--cp-provider ring --cp-linear-provider lasp2", "M*", "--cp-linear-provider lasp2 has no effect without"),
     ],
 )
 def test_refusals(flags: str, pattern: str, message: str) -> None:

@@ -217,7 +217,7 @@ def test_declarations_are_those_of_the_providers() -> None:
         ("--data-path 0.3 DIR/text 0.7 DIR/other", "^--data-path DIR/other: neither"),
         ("--valid-data-path DIR/half", "^--valid-data-path DIR/half: DIR/half.idx is missing$"),
         ("--data-path DIR/text.bin", "^--data-path DIR/text.bin: write DIR/text, without the suffix$"),
-        ("--data-args-path DIR/no_list", "^--data-args-path DIR/no_list: there is no such file$"),
+        ("--data-args-path DIR/no_list", "^--data-args-path DIR/no_list: no such file$"),
         ("--data-args-path DIR/list", "^DIR/other in --data-args-path: neither"),
         ("--data-path DIR/text", ""),
         ("--data-path 1 s3://bucket/text 2 DIR/text", ""),

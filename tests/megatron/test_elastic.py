@@ -51,7 +51,7 @@ def test_a_training_is_handed_on(tmp_path: Path, capfd: pytest.CaptureFixture[st
         assert max(errors) <= CLOSE, (flags, errors)
         found = announced(capfd)
         assert found >= set(filter(None, said.split(", "))) and bool(found) == bool(said), found
-    with pytest.raises(Exception, match=f"saved with softmax attention in all layers, and this run has {GLA}"):
+    with pytest.raises(Exception, match=f"saved with softmax attention in all layers, but this run has {GLA}"):
         train(2, f"{GLA} --context-parallel-size 2 {COMMON} --load {tmp_path}/0", steps=STEPS + 1, training=ADAM)
 
 

@@ -165,7 +165,7 @@ def refusals(model: torch.nn.Module) -> None:
 
     asked: list[tuple[str, Callable[[], Any]]] = [
         ("takes one model, got a list of 1", lambda: engine_for([model])),
-        ("got --cuda-graph-impl local, use none", configured(model, cuda_graph_impl="local")),
+        ("--cuda-graph-impl local is not supported", configured(model, cuda_graph_impl="local")),
         ("--flash-decode reads Megatron's own cache", configured(model, flash_decode=True)),
         ("max_requests=0", lambda: engine_for(model, max_requests=0)),
         ("DynamicInferenceContext is not supported", lambda: InferenceWrapper(model, dynamic)),
@@ -178,9 +178,9 @@ def refusals(model: torch.nn.Module) -> None:
             "StaticInferenceEngine(legacy=False), a DynamicInferenceEngine inside, is not supported",
             lambda: StaticEngine(engine.controller, legacy=False),
         ),
-        ("got --num-speculative-tokens 2, use 0", lambda: InferenceWrapper(model, speculative)),
+        ("--num-speculative-tokens 2 is not supported", lambda: InferenceWrapper(model, speculative)),
         (
-            "got GPTInferenceWrapper, which knows no context parallelism",
+            "got GPTInferenceWrapper, which does not support context parallelism",
             lambda: Controller(GPTInferenceWrapper(model, static), Numbers()),
         ),
         ("got TextGenerationController: use static_engine()", lambda: StaticEngine(stock)),
@@ -196,12 +196,12 @@ def refusals(model: torch.nn.Module) -> None:
             lambda: engine.generate(["1 2"], True, sampling_params=params(**GREEDY)),
         ),
         (
-            "encoder prompts are for encoder-decoder models",
+            "encoder prompts apply only to encoder-decoder models",
             lambda: engine.generate(["1 2"], False, ["3"], sampling_params=params(**GREEDY)),
         ),
         ("top_k=128: an int from 0 (no limit) to 127", ask(["1 2"], top_k=128)),
         ("a prompt has token 128, which is not in the model's vocabulary of 128", ask(["1 2", "3 128"])),
-        ("a prompt of 49 tokens and 16 new ones are 65, more than max_sequence_length 64", ask(["1 " * 49])),
+        ("a prompt of 49 tokens plus 16 new ones makes 65, more than max_sequence_length 64", ask(["1 " * 49])),
         ("SamplingParams differ in temperature, top_k, return_log_probs", mixed),
         ("prompt 0 is", ask([f"1 {rank}"])),
         ("number of requests is 1 on rank 0 and 2 on rank 1", ask(["1 2"] * (1 + rank))),

@@ -32,8 +32,8 @@ def test_help_group(adapter: None) -> None:
     """
     assert flags == expected.split()
     text = " ".join(parser.format_help().split())
-    assert f"upstream, auto, {', '.join(providers.names())}. auto: what the planner predicts" in text
-    assert "--cp-cluster NAME|FILE.toml with --cp-provider auto: the machine to plan for" in text
+    assert f"upstream, auto, {', '.join(providers.names())}. auto: the method that the planner predicts" in text
+    assert "--cp-cluster NAME|FILE.toml with --cp-provider auto: the cluster to plan for" in text
     assert "rows and columns of the grid of ranks; with attention2d. Default: auto, the grid that" in text
     in_front = ", ".join(name for name in providers.names() if name != "ulysses")
     assert f"in front of the method; with {in_front}. Default: auto" in text
@@ -78,7 +78,7 @@ def test_loss_per_token_is_switched_on_where_the_layout_needs_it(
 ) -> None:
     args = validated(f"--context-parallel-size 4 --cp-provider {provider}")
     assert args.calculate_per_token_loss
-    lines = [line for line in capsys.readouterr().out.splitlines() if "per-token-loss is switched on" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "setting --calculate-per-token-loss" in line]
     assert len(lines) == 1
     assert f"{layout} layout" in lines[0]
     assert not args.create_attention_mask_in_dataloader
@@ -142,7 +142,7 @@ def test_yaml_file_is_refused(adapter: None, monkeypatch: pytest.MonkeyPatch, tm
     from megatron.training import arguments
 
     monkeypatch.setattr(sys, "argv", ["x", "--yaml-cfg", str(tmp_path / "a.yaml"), "--cp-provider=ring"])
-    with pytest.raises(ValueError, match=r"--yaml-cfg .*a.yaml makes Megatron ignore .* --cp-provider with it"):
+    with pytest.raises(ValueError, match=r"--yaml-cfg .*a.yaml makes Megatron ignore .*, including --cp-provider:"):
         arguments.parse_args()
 
 

@@ -210,7 +210,7 @@ def test_histories_in_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[s
     def run(ranks: int, flags: str, steps: int) -> tuple[list[Tensor], bool]:
         """Histories of rank 0, and whether it was told that they start anew."""
         train(ranks, flags, steps=steps, prepare=keep_histories(tmp_path))
-        return histories(tmp_path, 1)[0], "histories of attention's FP8 scales start anew" in capfd.readouterr().out
+        return histories(tmp_path, 1)[0], "the history of attention's FP8 scales restarts" in capfd.readouterr().out
 
     saved, told = run(2, f"{DELAYED} --context-parallel-size 2 {common} {save} 2", 2)
     assert saved[-1][:, :2].all() and not told
@@ -275,7 +275,7 @@ def test_notice_about_mxfp8(
     validated: Callable[..., argparse.Namespace], recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     validated(f"--context-parallel-size 4 --cp-provider {FLOAT8} --fp8-recipe {recipe}")
-    told = "cp_plugin: --fp8-recipe mxfp8 is for linear layers: attention uses FP8 with one scale per tensor"
+    told = "cp_plugin: --fp8-recipe mxfp8 applies to linear layers only: attention uses FP8 with one scale per tensor"
     assert (told in capsys.readouterr().out) == (recipe == "mxfp8")
 
 

@@ -13,7 +13,7 @@ from cp_plugin.megatron.rules import inference
 pytestmark = pytest.mark.usefixtures("adapter")
 MODELS = {
     "pipeline stages of a generation": example("--pipeline-model-parallel-size 2", stages=2),
-    "attention of a generation": example("no attention layer", layers=0),
+    "attention of a generation": example("none of this model's attention layers", layers=0),
     "sequence parallelism of a generation": example("--sequence-parallel", sequence_parallel=True),
     "states of a generation": example("Mamba layers (M)", stateful="Mamba layers (M)"),
     "layouts of a generation": example("--linear-cp-layout contiguous", converted=True),
@@ -56,7 +56,7 @@ REQUESTS = {
     "empty prompt": example("a prompt is empty", tokens=()),
     "tokens of a prompt": example("token 128, which is not in the model's vocabulary of 128", tokens=(1, 128)),
     "length of a prompt": example(
-        "14 tokens and 4 new ones are 18, more than max_sequence_length 16", tokens=(1,) * 14
+        "14 tokens plus 4 new ones makes 18, more than max_sequence_length 16", tokens=(1,) * 14
     ),
     "requests of one queue": example("differ in top_k", queued=[SimpleNamespace(**PARAMS | {"top_k": 2})]),
 }

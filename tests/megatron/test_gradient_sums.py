@@ -68,7 +68,7 @@ def _between_hosts() -> None:
             "leave messages between hosts exposed; dk and dv are rounded at each",
         ),
         (_between_hosts, "--cp-gradient-dtype float32", "", ""),
-        (None, "", "float32", "on CPU ranks there is no slow network to save"),
+        (None, "", "float32", "on CPU ranks there is no slow network to relieve"),
     ],
     ids=["between hosts", "the user's word", "Gloo"],
 )
@@ -100,8 +100,8 @@ def test_auto_may_choose_a_provider_without_sums(
         args = validated(f"{auto} --num-query-groups 4")
     told = capsys.readouterr().out
     assert runtime.settings().provider == "ulysses" and args.cp_gradient_dtype is None
-    assert "--cp-gradient-dtype" not in told.partition("the same without the planner: ")[2].splitlines()[0]
+    assert "--cp-gradient-dtype" not in told.partition("equivalent flags without the planner: ")[2].splitlines()[0]
     validated(f"{auto} --cp-head-groups 1")
     told = capsys.readouterr().out
     assert runtime.settings().options.gradient_dtype == "model"
-    assert MODEL in told.partition("the same without the planner: ")[2].splitlines()[0]
+    assert MODEL in told.partition("equivalent flags without the planner: ")[2].splitlines()[0]

@@ -175,7 +175,7 @@ def test_meshes_follow_the_hosts(
         sums = {"inter_sums": [2, 6], "intra_sums": [0, 2]}
         assert results[2][0]["ranks"] == {"inter": [2, 6], "intra": [0, 2], **sums}
     text = capfd.readouterr().out
-    assert text.count("warning: the context-parallel groups lie on the hosts in different ways") == warned
+    assert text.count("warning: the context-parallel groups are spread over the hosts in different ways") == warned
     if warned:
         assert "[0, 1, 2, 3]: ranks 0-1 on a, 2-3 on b; [4, 5, 6, 7]: ranks 0-3 on c" in text
 
@@ -207,7 +207,7 @@ def test_models_with_groups_of_their_own_are_refused() -> None:
 
     if "local_world_size" not in inspect.signature(parallel_state.initialize_model_parallel).parameters:
         pytest.skip("this megatron-core makes groups of all ranks only")
-    with pytest.raises(RankError, match="does not support models whose modules have process groups of their own"):
+    with pytest.raises(RankError, match="does not support models whose modules have their own process groups"):
         run_ranks(_part_of_the_ranks, 4, init_process_group=True)
 
 
@@ -235,8 +235,8 @@ def test_nccl_options_have_their_own_key(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "write the name of a group, and below it options"),
-        ("cp: 1", "write the name of a group, and below it options"),
+        ("[1]", "write the name of a group and its options below it"),
+        ("cp: 1", "write the name of a group and its options below it"),
         ("cp: [", "is not valid YAML"),
         ("!!python/name:os.system", "is not valid YAML"),
     ],

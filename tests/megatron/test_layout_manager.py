@@ -26,7 +26,7 @@ with_manager = pytest.mark.skipif(
 ZIGZAG = "ring --cp-layout zigzag"
 LINEAR, ATTENTION = "--linear-cp-layout contiguous", "--attention-cp-layout contiguous"
 CONVERTED = "contiguous outside attention: Megatron's layout manager converts"
-ONE_LAYOUT = "--linear-cp-layout and --attention-cp-layout are set to zigzag"
+ONE_LAYOUT = "setting --linear-cp-layout and --attention-cp-layout to zigzag"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 CASES = {
@@ -120,12 +120,12 @@ def _configured_otherwise() -> None:
 @with_manager
 def test_a_configuration_that_is_not_the_command_lines_is_refused() -> None:
     flags = f"--hybrid-layer-pattern *- --context-parallel-size 2 --cp-provider {ZIGZAG}"
-    with pytest.raises(RankError, match="has linear_cp_layout 'contiguous', and the command line has not"):
+    with pytest.raises(RankError, match="has linear_cp_layout 'contiguous', but the command line does not"):
         train(2, flags, model=SHORT, prepare=_configured_otherwise)
 
 
 @with_manager
 def test_the_flag_of_attention_is_not_overridden() -> None:
     flags = f"--hybrid-layer-pattern *- --context-parallel-size 2 --cp-provider striped {ATTENTION}"
-    with pytest.raises(RankError, match="--cp-layout is the layout of attention"):
+    with pytest.raises(RankError, match="--cp-layout sets the layout of attention"):
         train(2, flags, model=SHORT)

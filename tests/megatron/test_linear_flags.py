@@ -196,9 +196,9 @@ def test_options_of_other_providers_are_refused(parted: None) -> None:
     (told,) = (action.help for action in parser._actions if "--cp-state-parts" in action.option_strings)
     assert (told or "").startswith("parts in which a state is sent; with --cp-linear-provider parted. Default: auto")
     for flags, message in (
-        ("--cp-linear-attention gla --cp-state-parts 2", r"^--cp-state-parts would do nothing: all layers of "),
+        ("--cp-linear-attention gla --cp-state-parts 2", r"^--cp-state-parts has no effect: all layers of "),
         ("--cp-provider ring --cp-state-parts 2", r"^--cp-state-parts 2 has no effect with --cp-provider ring"),
-        ("--cp-state-parts 2", r"^--cp-state-parts would do nothing without a context-parallel provider"),
+        ("--cp-state-parts 2", r"^--cp-state-parts has no effect without a context-parallel provider"),
     ):
         args = parser.parse_args(flags.split())
         args.context_parallel_size = 4

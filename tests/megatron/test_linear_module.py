@@ -146,9 +146,11 @@ def test_calls_and_layers_it_does_not_support(gla: None) -> None:
 
     module = _module()
     q, k = torch.randn(8, 2, 4, 16), torch.randn(8, 2, 2, 16)
-    with pytest.raises(ValueError, match=r"^layer 1: --cp-linear-attention gla got no gate: it is made in get_query_"):
+    with pytest.raises(
+        ValueError, match=r"^layer 1: --cp-linear-attention gla got no gate, which is computed in get_query_"
+    ):
         module(q, k, k, None)
-    with pytest.raises(ValueError, match=r"^layer 1: linear attention is causal, got the mask type no_mask"):
+    with pytest.raises(ValueError, match=r"^layer 1: linear attention is causal, but got the mask type no_mask"):
         module(q, k, k, None, attn_mask_type=AttnMaskType.no_mask)
     with pytest.raises(ValueError, match=r"^layer 1: --cp-linear-attention gla does not support an attention bias"):
         module(q, k, k, None, attention_bias=torch.zeros(1))
@@ -170,7 +172,7 @@ def test_audit_and_traffic_log_name_both_kinds(capfd: pytest.CaptureFixture[str]
     assert rows["layer pattern"] == "LN x 2"
     assert rows["attention layers"] == "4 of 4 replaced: 2 linear, 2 softmax"
     assert rows["layout"].startswith("zigzag; each of 2 ranks")
-    assert "chunked: linear attention, plain torch, since fla does not run: its Triton kernels need a CUDA" in text
+    assert "chunked: linear attention, plain torch, because fla does not run: its Triton kernels need a CUDA" in text
     assert "sdpa: " in text
     assert rows["groups: cp (2 ranks)"] == rows["groups: linear cp (2 ranks)"] == "0 1"
     assert text.count("cp_plugin: self-check passed") == 1
@@ -251,7 +253,7 @@ def test_providers_with_different_token_orders_are_refused(monkeypatch: pytest.M
     other = replace(providers.get("attention2d"), beside=("q",))
     monkeypatch.setitem(providers.registry(), "attention2d", other)
     flags = HYBRID.replace("size 2", "size 4") + " --cp-provider attention2d --cp-grid 2x2"
-    with pytest.raises(RankError, match="attention2d assigns the zigzag tokens to ranks in another order"):
+    with pytest.raises(RankError, match="attention2d assigns zigzag tokens to ranks in a different order"):
         train(4, flags)
 
 

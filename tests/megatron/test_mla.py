@@ -154,7 +154,7 @@ def test_the_fused_rotation_is_switched_off(
     args.apply_rope_fusion = True  # the default on CUDA
     checks.before(args, runtime.settings())
     assert not args.apply_rope_fusion
-    assert "--no-rope-fusion is switched on: the fused rotation of MLA" in capsys.readouterr().out
+    assert "setting --no-rope-fusion: the fused rotation of MLA" in capsys.readouterr().out
 
 
 def test_the_provider_is_told_both_head_sizes(validated: Callable[..., argparse.Namespace]) -> None:

@@ -229,9 +229,9 @@ def test_every_entry_of_a_batch_is_padded(padding: Callable[..., None], layout: 
 @pytest.mark.parametrize(
     ("batch", "more", "said"),
     [
-        ({"labels": 9}, {}, "the batch has labels and no loss_mask, so the padding would count"),
-        ({"tokens": 9, "features": 9}, {}, "the batch has 'features' of 9 tokens, and no padding is defined for it"),
-        ({"tokens": 10}, {"experts": True}, "the batch has 10 tokens where --seq-length gives it 9, and routers"),
+        ({"labels": 9}, {}, "the batch has labels and no loss_mask, so padding would count"),
+        ({"tokens": 9, "features": 9}, {}, "the batch has 'features' of 9 tokens, which the plugin cannot pad"),
+        ({"tokens": 10}, {"experts": True}, "the batch has 10 tokens instead of the 9 of --seq-length, so routers"),
     ],
 )
 def test_unpaddable_batches_are_refused(
@@ -273,9 +273,7 @@ def test_routers_are_told_which_tokens_are_padding(
     assert router(None, torch.zeros(2, 3, 8), theirs) is theirs
     with torch.no_grad():
         assert router(None, torch.zeros(5, 3, 8)) is None, "it balances nothing"
-    with pytest.raises(
-        ValueError, match="a router has 24 tokens on all ranks, and those of --seq-length are 9, padded"
-    ):
+    with pytest.raises(ValueError, match="a router has 24 tokens on all ranks, but --seq-length has 9, padded"):
         router(None, torch.zeros(3, 3, 8))
 
 

@@ -267,7 +267,7 @@ def test_an_unknown_source_is_refused_where_the_flag_asks_for_it(
     unknown: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(STATE, "strict", True)
-    with pytest.raises(ValueError, match="--cp-unknown-source stop does not allow"):
+    with pytest.raises(ValueError, match="--cp-unknown-source stop forbids"):
         patching.install([_patch()])
 
 
@@ -295,7 +295,7 @@ def test_a_probe_runs_on_the_first_rank_only(unknown: types.ModuleType, monkeypa
 
 def test_a_probe_that_fails_breaks_the_contract(unknown: types.ModuleType) -> None:
     found = patching.examine(_patch(contract=replaces("x", probe=lambda original, replacement: 1 / 0)))
-    assert found.broken == "its probe ended in ZeroDivisionError: division by zero"
+    assert found.broken == "its probe failed with ZeroDivisionError: division by zero"
     assert "no probe" in str(patching.examine(_patch(contract=replaces("x", probe=None))).broken)
 
 

@@ -194,10 +194,10 @@ REFUSED = {
     "--recompute-granularity selective --recompute-modules atn": r"Invalid choices for recompute_modules: {'atn'}",
     "--context-parallel-size 8 --cp-provider rong": r"--cp-provider rong: did you mean ring\? Choose one of upstream",
     "--context-parallel-size 8 --cp-provider ring --qk-clip": r"--cp-provider ring does not support --qk-clip",
-    "--help": r"--help describes Megatron's flags",
+    "--help": r"--help after -- would only print Megatron's flags",
     "--yaml-cfg x.yaml": r"--yaml-cfg x.yaml makes Megatron ignore the command line",
-    "--is-hybrid-model --hybrid-layer-pattern M*M*": r"--hybrid-layer-pattern M\*M\*: the planner has no model",
-    "--moe-latent-size 64 --num-experts 8": r"--moe-latent-size 64: the planner has no model of this",
+    "--is-hybrid-model --hybrid-layer-pattern M*M*": r"--hybrid-layer-pattern M\*M\*: the planner cannot price",
+    "--moe-latent-size 64 --num-experts 8": r"--moe-latent-size 64: the planner cannot price this",
 }
 
 
@@ -210,7 +210,7 @@ def test_refusals_of_megatron_are_passed_on(flags: str, capfd: pytest.CaptureFix
 
 
 def test_missing_sizes() -> None:
-    with pytest.raises(ValueError, match=r"0 devices: training needs at least 1"):
+    with pytest.raises(ValueError, match=r"--devices 0: training needs at least 1"):
         planned.from_flags([], 0)
     with pytest.raises(ValueError, match=r"--micro-batch-size: Megatron stops at: assert args.micro_batch_size is not"):
         planned.from_flags([], 8)

@@ -32,7 +32,7 @@ WINDOW = f"{STRIPED} --window-size 3,0"
 SINK = f"{STRIPED} --softmax-type learnable"
 PACKED = f"{STRIPED} --dataloader-inter-document-masking"
 LINEAR = "--context-parallel-size 2 --cp-linear-attention basic"
-SECOND = "in the second call alone"
+SECOND = "in the second call only"
 
 SLICER = "megatron.core.utils:get_batch_on_this_cp_rank"
 BATCH = "cp_plugin.megatron.patches.batch:slice_batch"

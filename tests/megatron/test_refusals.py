@@ -120,14 +120,14 @@ RUNS = {
     ),
     "hybrid D": example("D in --hybrid-layer-pattern D*", hybrid_layer_pattern="D*"),
     "local attention of the dev branch": example(
-        "--cp-comm-type is set to all_gather",
+        "setting --cp-comm-type to all_gather",
         fallback_to_eager_attn=False,
         transformer_impl="local",
         cp_comm_type=["p2p"],
     ),
     "exchange of gated delta net": example("--cp-comm-type is unset", hybrid_layer_pattern="G*", cp_comm_type=["p2p"]),
     "chunks of gated delta net": example(
-        "--linear-cp-mode is set to headwise", hybrid_layer_pattern="G*", linear_cp_mode="chunkwise"
+        "setting --linear-cp-mode to headwise", hybrid_layer_pattern="G*", linear_cp_mode="chunkwise"
     ),
     "hybrid without attention": example("--hybrid-layer-pattern M-", hybrid_layer_pattern="M-"),
     "hybrid before 0.18": example(
@@ -154,7 +154,7 @@ RUNS = {
     "sequence length": example("--seq-length 62", seq_length=62),
     "losses of experts": example("--moe-aux-loss-coeff 0.01", version="0.18.2", num_experts=4, moe_aux_loss_coeff=0.01),
     "capacity of experts": example(
-        "--moe-expert-capacity-factor 1.5: .*, or use a --moe-expert-capacity-factor of 2",
+        "--moe-expert-capacity-factor 1.5: .*, or use --moe-expert-capacity-factor 2",
         **ROUTED | {"seq_length": 64, "moe_expert_capacity_factor": 1.5},
     ),
     "sinkhorn": example(
@@ -179,12 +179,12 @@ RUNS = {
     "gradients of torch's FSDP": example("--use-torch-fsdp2", use_torch_fsdp2=True),
     "gradients averaged in the collective": example("--ddp-average-in-collective", ddp_average_in_collective=True),
     "layout of attention": example(
-        "--attention-cp-layout contiguous, and tokens in the striped layout",
+        "--attention-cp-layout contiguous conflicts with tokens in the striped layout",
         settings=Settings(provider="striped"),
         attention_cp_layout="contiguous",
     ),
     "sizes of the model": example("--num-layers -1, --hidden-size 0", num_layers=-1, hidden_size=0),
-    "documents to be placed": example("--cp-layout documents, and no packed documents", settings=PLACED),
+    "documents to be placed": example("--cp-layout documents without packed documents", settings=PLACED),
     "padding that is placed with documents": example(
         "--cp-layout documents and --num-experts with 2 tokens of padding",
         settings=replace(PLACED, pad_sequence=True),
@@ -198,9 +198,9 @@ RUNS = {
     "layout of hybrid layers": example("--linear-cp-layout", linear_cp_layout="contiguous"),
     "losses per token": example("--calculate-per-token-loss", calculate_per_token_loss=False),
     "upstream on the CPU": example("--context-parallel-size 4", settings=Settings()),
-    "linear layers": example("--cp-layer-pattern LLL has 3 letters, which do not divide --num-layers 4"),
+    "linear layers": example("--cp-layer-pattern LLL has 3 letters, which does not divide --num-layers 4"),
     "linear heads": example(
-        "--cp-linear-attention gla divides the key/value heads .* --tensor-model-parallel-size 4",
+        "--cp-linear-attention gla splits the key/value heads .* --tensor-model-parallel-size 4",
         tensor_model_parallel_size=4,
     ),
 }
@@ -408,7 +408,7 @@ def test_all_refusals_in_one_message_in_table_order() -> None:
         "--cp-provider ring does not support --reset-position-ids",
         "--qk-clip",
         "--spec local",
-        "--seq-length 62 cannot be divided over --context-parallel-size 4 in the contiguous layout",
+        "--seq-length 62 cannot be split evenly across --context-parallel-size 4 in the contiguous layout",
     ]
     assert parts[1].endswith("leave it out (or use --cp-provider upstream)")
 

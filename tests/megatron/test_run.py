@@ -83,7 +83,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["--nproc", "2"], "no script given"),
-        (["--cp-provider", "ring", "x.py"], "--cp-provider: only --nproc may stand before the script"),
+        (["--cp-provider", "ring", "x.py"], "--cp-provider: only --nproc may precede the script"),
         (["no_such_script.py"], "no_such_script.py: no such script"),
     ],
 )

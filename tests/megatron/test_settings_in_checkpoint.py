@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("adapter")
 def test_checkpoint_of_linear_layers_is_refused_for_softmax_layers(tmp_path: Path) -> None:
     basic = "--cp-linear-attention basic --context-parallel-size 2"
     train(2, f"{basic} --make-vocab-size-divisible-by 64 --ckpt-format torch --save {tmp_path} --save-interval 1")
-    with pytest.raises(Exception, match="saved with --cp-linear-attention basic --cp-layer-pattern L, and this run"):
+    with pytest.raises(Exception, match="saved with --cp-linear-attention basic --cp-layer-pattern L, but this run"):
         train(1, f"--make-vocab-size-divisible-by 64 --ckpt-format torch --load {tmp_path}", steps=2)
 
 

@@ -99,7 +99,7 @@ def _of_this_rank(batch: dict[str, Tensor]) -> None:
 
 
 def test_other_samples_on_a_rank_are_found() -> None:
-    with pytest.raises(RankError, match="tokens of the first batch differ before slicing: other batches on rank 1"):
+    with pytest.raises(RankError, match="tokens of the first batch differ before slicing: rank 1 has other batches"):
         train(2, STRIPED, prepare=_batches(_of_this_rank, whole=True))
 
 

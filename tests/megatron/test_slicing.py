@@ -142,7 +142,7 @@ def test_contiguous_tokens_where_the_model_has_others_are_refused(
 ) -> None:
     slicer = replace_get_batch(_with_layouts)
     on_rank(one_rank_of("striped", "striped", 4, 1))
-    with pytest.raises(ValueError, match="use_contiguous_cp=True, and this model computes in the striped layout"):
+    with pytest.raises(ValueError, match="use_contiguous_cp=True, but this model computes in the striped layout"):
         slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
     on_rank(one_rank_of("ring", "contiguous", 4, 1))
     found = slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)["position_ids"]
@@ -215,7 +215,7 @@ def test_several_layouts_where_megatron_converts_between_them(
     on_rank(one_rank_of("ring", "zigzag", 4, 1))
     found = get_batches(_batch(), "contiguous", additional_layouts={"zigzag"})
     assert _at(found) == [4, 5, 6, 7] and _at(found, "zigzag") == [2, 3, 12, 13]
-    with pytest.raises(ValueError, match=r"in the zigzag layout, and .* the zigzag layout: ask for contiguous"):
+    with pytest.raises(ValueError, match=r"in the zigzag layout, but .* the zigzag layout: request contiguous"):
         get_batches(_batch(), "zigzag")
 
 
@@ -223,16 +223,16 @@ def test_layouts_that_the_model_cannot_give(
     on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any]
 ) -> None:
     on_rank(one_rank_of("striped", "striped", 4, 1))
-    with pytest.raises(ValueError, match=r"in the contiguous layout, and .* in the striped layout: ask for striped or"):
+    with pytest.raises(ValueError, match=r"in the contiguous layout, but .* in the striped layout: request striped or"):
         get_batches(_batch(), "contiguous")
-    with pytest.raises(ValueError, match=r"in the spiral layout, and .*: ask for contiguous or striped or zigzag"):
+    with pytest.raises(ValueError, match=r"in the spiral layout, but .*: request contiguous or striped or zigzag"):
         get_batches(_batch(), "zigzag", additional_layouts=("spiral",))
     bounds = torch.tensor([[0, 3, TOKENS]], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"packed documents in the layouts zigzag, contiguous, and .* ask for zigzag"):
+    with pytest.raises(ValueError, match=r"packed documents in the layouts zigzag, contiguous, and .* request zigzag"):
         get_batches(_batch() | {"cu_seqlens": bounds}, "zigzag", additional_layouts=("contiguous",))
     on_rank(one_rank_of("attention2d", "striped", 4, 1, head_parallel=2))
     assert _at(get_batches(_batch(), "zigzag")) == list(range(2, TOKENS, 4))
-    with pytest.raises(ValueError, match=r"in the contiguous layout, and .*: ask for striped"):
+    with pytest.raises(ValueError, match=r"in the contiguous layout, but .*: request striped"):
         get_batches(_batch(), "zigzag", additional_layouts=("contiguous",))
 
 
@@ -259,7 +259,7 @@ def _marks_tokens(batch: dict[str, Any], boundary_layout: str, **named: Any) -> 
     ("original", "says"),
     [
         (context_parallel_batch.get_batches_on_this_cp_rank, None),
-        (_slices_itself, "it slices the batch by itself"),
+        (_slices_itself, "it slices the batch itself"),
         (_marks_tokens, "its PackedSeqParams have real_token_mask_q"),
     ],
 )

@@ -17,6 +17,7 @@ import pytest
 import torch
 from harness import train
 from nightly import slow
+from rich.console import Console
 from test_planted_faults import STRIPED, replace_slicer
 
 from cp_plugin.megatron.startup.agreement import difference
@@ -48,9 +49,20 @@ def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
 REPLACED = ("get_batch_on_this_cp_rank", "get_pos_emb_on_this_cp_rank", "LocalSpecProvider.core_attention")
 
 
-def test_the_verbose_audit_lists_what_was_replaced(capfd: pytest.CaptureFixture[str]) -> None:
-    train(2, f"{STRIPED} --cp-verbose")
-    text = capfd.readouterr().out
+def _narrow_terminal() -> None:
+    from cp_plugin.megatron.selfcheck import audit
+
+    audit.Console = lambda **_: Console(width=80)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("prepare", [None, _narrow_terminal])
+def test_the_verbose_audit_lists_what_was_replaced(
+    capfd: pytest.CaptureFixture[str], prepare: Callable[[], None] | None
+) -> None:
+    """A name that is wider than its column goes on in the next line."""
+    train(2, f"{STRIPED} --cp-verbose", prepare=prepare)
+    rows = (line.split("|") for line in capfd.readouterr().out.splitlines())
+    text = "".join(row[2].strip() for row in rows if len(row) == 4)
     assert all(target in text for target in REPLACED)
 
 
@@ -160,7 +172,7 @@ def _own_slicing() -> None:
 
 
 def test_a_script_that_slices_otherwise_is_refused() -> None:
-    with pytest.raises(RankError, match="without slicing its batch by"):
+    with pytest.raises(RankError, match="without slicing its batch with"):
         train(2, f"{STRIPED} --cp-selfcheck off", prepare=_own_slicing)
 
 

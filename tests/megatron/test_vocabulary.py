@@ -26,8 +26,8 @@ def test_dataset_with_larger_vocabulary_is_refused(
     with pytest.raises(ValueError) as error:
         validated(f"{data} 256", ranks=2, without="--mock-data")
     assert str(error.value) == (
-        f"--vocab-size 256: the model has 256 token ids, and the dataset {prefix} was made with 257: its description, "
-        f"{prefix}.json, has the flags to train on it"
+        f"--vocab-size 256: the model has 256 token ids, but the dataset {prefix} was built with 257: "
+        f"{prefix}.json has the flags to train on it"
     )
     assert validated(f"{data} 257", ranks=2, without="--mock-data").vocab_size == 257
 
@@ -48,7 +48,7 @@ def test_all_dataset_flags(prefix: str, tmp_path: Path) -> None:
         {"data_args_path": str(tmp_path / "list")},
         {"per_split_data_args_path": str(tmp_path / "splits.json")},
     ):
-        with pytest.raises(ValueError, match="made with 257"):
+        with pytest.raises(ValueError, match="built with 257"):
             vocabulary.check(args(**given))
     with pytest.raises(ValueError, match="--padded-vocab-size 200: the model has 200"):
         vocabulary.check(args(data_path=[prefix], padded_vocab_size=200, tokenizer_type="HuggingFaceTokenizer"))

@@ -29,5 +29,5 @@ def test_linear_attention(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_planner_chooses(capfd: pytest.CaptureFixture[str]) -> None:
     check_same(train(2, {"provider": "auto"}, model=DIVIDED), one_rank())
     told = capfd.readouterr().out
-    assert told.count("cp_plugin: auto: the same without the planner: provider ") == 1
+    assert told.count("cp_plugin: auto: equivalent flags without the planner: provider ") == 1
     assert "predicted" in told.partition("| auto")[2]

@@ -112,13 +112,13 @@ def test_measured_profile(measured, tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("here.toml", "--ranks", "1"), "--ranks 1: one rank has no links to measure"),
+        (("here.toml", "--ranks", "1"), "--ranks 1: a single rank has no links to measure"),
         (("here.toml", "--ranks", "0"), "--ranks 0: write a whole number, 1 or more"),
         (("here.toml", "--timeout", "inf"), "--timeout inf: write seconds"),
         (("",), "name the profile to write, such as profile.toml"),
         (("here.json",), "here.json: profiles are .toml files; write here.toml"),
         (("no/such/folder/here.toml",), "no/such/folder/here.toml cannot be written"),
-        (("here.toml", "--device", "cuda"), "torch sees no CUDA device here"),
+        (("here.toml", "--device", "cuda"), "torch sees no CUDA device"),
     ],
 )
 def test_bad_commands_are_refused_before_measuring(words, part, tmp_path: Path, monkeypatch):
@@ -133,7 +133,7 @@ def test_bad_launches_are_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     done = CliRunner().invoke(app, ["calibrate", str(tmp_path / "here.toml"), "--ranks", "2"])
-    assert done.exit_code == 2 and "--ranks 2: torchrun has started 4 ranks already; leave --ranks out" in done.output
+    assert done.exit_code == 2 and "--ranks 2: torchrun has already started 4 ranks; leave --ranks out" in done.output
     with pytest.raises(ValueError, match="3 ranks on 2 hosts are not spread evenly"):
         link_rates.Measured(("a", "a", "b"), _HERE, lambda text: None)
 

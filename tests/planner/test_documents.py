@@ -168,13 +168,15 @@ def test_lengths_from_a_file_a_list_or_a_distribution(tmp_path: Path) -> None:
 
 
 def test_bad_lengths_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no such file: did you mean chat\? Write a file"):
+    with pytest.raises(ValueError, match=r"no such file: did you mean chat\? Give a file"):
         given.bounds("chatt", 1024)
-    with pytest.raises(ValueError, match=r"file\. Write a file, lengths such as 600,200,224, or one of chat, code, lo"):
+    with pytest.raises(ValueError, match=r"file\. Give a file, lengths such as 600,200,224, or one of chat, code, lo"):
+        given.bounds("nowhere", 1024)
+    with pytest.raises(ValueError, match="--documents 600,0: '0' is not a length; write numbers of tokens, 1 or more"):
         given.bounds("600,0", 1024)
     for content, said in (("12\nabc\n", "'abc' is not a length"), ("\n", "it is empty")):
         (path := tmp_path / "lengths.txt").write_text(content)
-        with pytest.raises(ValueError, match=f"{said}: write the tokens of one document, 1 or more, on each line"):
+        with pytest.raises(ValueError, match=f"{said}; write the length of one document, 1 or more, on each line"):
             given.bounds(str(path), 1024)
 
 
@@ -195,7 +197,7 @@ def test_commands() -> None:
     assert status == 0 and "--cp-provider needed --cp-layout " in text, text
     assert "upstream pads each to a multiple of 16" in " ".join(text.split())
     status, text = asked("plan --model llama3-8b --cluster dgx-h100 --prefill --documents chat")
-    assert status == 2 and "--documents chat is for training" in text
+    assert status == 2 and "--documents chat applies to training" in text
     status, text = asked("draw --plot x.svg --documents 8,8")
     assert status == 2 and "needs --provider needed" in text
 

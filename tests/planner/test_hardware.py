@@ -66,7 +66,7 @@ def test_measured_collectives_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("look_up", "name", "said"),
     [
-        (cluster, "a100", "did you mean a100-4-per-node or a100-pcie-roce or dgx-a100?"),
+        (cluster, "a100", "did you mean a100-4-per-node, a100-pcie-roce or dgx-a100?"),
         (device, "h100", "unknown device 'h100': did you mean h100-80gb-sxm"),
         (link, "hdr", "unknown link 'hdr': did you mean hdr200?"),
         (device, "xyzzy", "unknown device 'xyzzy' (there are a100-40gb-sxm, "),
@@ -169,12 +169,16 @@ BAD = [
     ("latency_s = 20e-6", "latencys = 20e-6", "[inter] latencys is unknown: did you mean latency_s?"),
     ("latency_s = 20e-6", "", "[inter] latency_s is missing"),
     ("nics = 8", "nics = 0", "nics = 0 is below 1: expected a number of network cards"),
-    ("nics = 8", "nics = 400", "nics = 400 for 8 devices of a node: network cards of one node, at most 4 for each"),
+    (
+        "nics = 8",
+        "nics = 400",
+        "nics = 400 for 8 devices of a node: write the network cards of one node, at most 4 per",
+    ),
     ("per_node = 8", "per_node = 0", "per_node = 0 is below 1: expected a number of devices"),
     ("per_node = 8", "per_node = 8.5", "per_node = 8.5: input should be a valid integer"),
     ("nics = 8", "nic = 8", "nic is unknown: did you mean nics?"),
-    ('"nvlink3"', '"nvlink"', "intra: unknown link 'nvlink': did you mean nvlink3 or "),
-    ('"a100-80gb-sxm"', '"a100"', "device: unknown device 'a100': did you mean a100-40gb-sxm or "),
+    ('"nvlink3"', '"nvlink"', "intra: unknown link 'nvlink': did you mean nvlink3, "),
+    ('"a100-80gb-sxm"', '"a100"', "device: unknown device 'a100': did you mean a100-40gb-sxm, "),
     ("per_node = 8", "per_node 8", "is not TOML: Expected '=' after a key"),
     ("24e9", "24e9\n[inter.verbs.gather]", "[inter.verbs] gather is unknown: expected 'exchange', 'all_gather'"),
 ]

@@ -193,7 +193,7 @@ def test_order_of_an_answer() -> None:
     times = [one.seconds for one in slower]
     assert times == sorted(times) and all(seconds > (1 + KNOWN_ERROR) * found.fastest for seconds in times)
     assert all(one.working[1] > 0 for one in found.prefills)
-    with pytest.raises(ValueError, match=r"--seq-length 256: small needs .* no context fits"):
+    with pytest.raises(ValueError, match=r"--seq-length 256: small needs .* no context length fits"):
         answer(asked(256), limit=1e6)
 
 
@@ -221,13 +221,13 @@ def test_json() -> None:
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--decode --chunk 64", "--chunk 64 is for --prefill"),
-        ("--prefill --chunk 40", "--chunk 40: give a multiple of 16"),
-        ("--prefill --chunk 96", "--chunk 96: give a divisor of --seq-length 1024"),
-        ("--decode --pipeline 2", "--pipeline 2 is for training"),
-        ("--decode --recompute full", "--recompute full is for training"),
+        ("--decode --chunk 64", "--chunk 64 has no effect without --prefill"),
+        ("--prefill --chunk 40", "--chunk 40: write a multiple of 16"),
+        ("--prefill --chunk 96", "--chunk 96: write a divisor of --seq-length 1024"),
+        ("--decode --pipeline 2", "--pipeline 2 applies to training"),
+        ("--decode --recompute full", "--recompute full applies to training"),
         ("--decode --tensor 3", "--devices 8 is not --tensor 3 x --context 2"),
-        ("--decode --memory 1", "no context fits"),
+        ("--decode --memory 1", "no context length fits"),
         ("--prefill --memory inf", "--memory inf: write GB per device"),
         ("--prefill --devices 0", "--devices 0: write a whole number, 1 or more"),
         ("--decode --devices -1", "--devices -1: write a whole number, 1 or more"),

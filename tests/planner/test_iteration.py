@@ -39,7 +39,7 @@ def test_matrix_products_take_their_flops() -> None:
     m, p = replace(LLAMA, vocab=128), Parallel(seq_length=128, global_batch=64)
     seconds = iteration(m, p, CLUSTER, NO_ATTENTION).seconds
     assert utilisation(m, p, CLUSTER, seconds) == pytest.approx(1.0, rel=0.05)
-    with pytest.raises(ValueError, match=r"round has no rate for products of matrices in float8.*there are bfloat16"):
+    with pytest.raises(ValueError, match=r"round has no matrix-product rate for float8.*there are bfloat16"):
         iteration(LLAMA, Parallel(gemm_dtype="float8"), CLUSTER, NO_ATTENTION)
 
 
@@ -65,7 +65,7 @@ def test_attention_counts_per_call() -> None:
     mixed = replace(LLAMA, attention_pattern="LLLN", linear="basic")
     kinds = {"L": Seconds(0.25, 0.5), "N": Seconds(1.0, 2.5)}
     assert iteration(mixed, p, CLUSTER, kinds).attention == 4 * (6 * 0.75 + 2 * 3.5)
-    with pytest.raises(ValueError, match=r"llama has layers L: give the seconds of their attention, too"):
+    with pytest.raises(ValueError, match=r"llama has layers L: give their attention times, too"):
         iteration(mixed, p, CLUSTER, {"N": Seconds(1.0, 2.5)})
 
 

@@ -275,7 +275,7 @@ def test_unknown_paper_is_refused_with_the_nearest() -> None:
 def test_command_without_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plan_command, "__file__", str(tmp_path / "cp_plugin/cli/plan.py"))
     done = CliRunner().invoke(app, ["plan", "--reproduce", "lasp2", "--reproduce", "burst"])
-    assert done.exit_code == 2 and "in a checkout of it: python ci/papers lasp2 burst" in done.output
+    assert done.exit_code == 2 and "run python ci/papers lasp2 burst in a checkout" in done.output
 
 
 @nightly

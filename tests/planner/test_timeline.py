@@ -140,7 +140,7 @@ def test_few_ranks_stand_for_all_and_faster_links_never_cost_time(name: str) -> 
 
 
 def test_refusals_and_deadlocks() -> None:
-    with pytest.raises(ValueError, match="cannot be divided over 64 ranks"):
+    with pytest.raises(ValueError, match="cannot be split across 64 ranks"):
         simulate("ulysses", Problem(size=64, heads=4, kv_heads=4), Options(), cluster=cluster("dgx-h100"))
     problem = Problem(size=2, heads=2, kv_heads=2, seq_length=256)
     setup = settled(providers.get("ring"), problem, Options())

@@ -120,14 +120,14 @@ def make_case(
         ValueError: for an unknown mask or distribution, or a window of no token.
     """
     if mask_name in OTHERS:
-        raise ValueError(f"--mask {mask_name}: no method here has such a mask: use one of {', '.join(PATTERNS)}")
+        raise ValueError(f"--mask {mask_name}: no method here supports this mask: use one of {', '.join(PATTERNS)}")
     flags.check_name("--mask", mask_name, PATTERNS)
     pattern, seq_length = PATTERNS[mask_name], problem.seq_length
     problem = replace(problem, causal=pattern.causal, documents=pattern.packed, window=None)
     if pattern.windowed:
         reach = min(WINDOW, max(1, seq_length // 8)) if window is None else window
         if reach < 1:
-            raise ValueError(f"--window {window}: a token sees at least 1 other; for none leave the window masks out")
+            raise ValueError(f"--window {window}: write 1 or more, or choose masks without a window (--mask)")
         problem = replace(problem, window=(reach, 0 if pattern.causal else reach))
     if not pattern.packed:
         return Case(mask_name=mask_name, problem=problem)

@@ -42,7 +42,7 @@ Distribution = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="distribution of document lengths: pile, prolong64k or prolong512k; default: by sequence length",
+        help="distribution of document lengths: pile, prolong64k or prolong512k; default: chosen by sequence length",
     ),
 ]
 
@@ -58,12 +58,10 @@ def bench(
     ] = None,
     heads: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="query heads of the model, divided by its tensor-parallel size; default: 64, 8 on the CPU"
-        ),
+        typer.Option(min=1, help="query heads of the model per tensor-parallel rank; default: 64, 8 on the CPU"),
     ] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="key/value heads, counted like --heads; default: 8, 4 on the CPU")
+        int | None, typer.Option(min=1, help="key/value heads per tensor-parallel rank; default: 8, 4 on the CPU")
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="size of a head; default: 128, 64 on the CPU")] = None,
     v_head_dim: flags.ValueDim = None,
@@ -72,25 +70,24 @@ def bench(
         int | None, typer.Option(help="sliding window in tokens; default: 1024, at most an eighth of the sequence")
     ] = None,
     distribution: Distribution = None,
-    seed: Annotated[int, typer.Option(min=0, help="random seed of the document lengths")] = 0,
-    decay: Annotated[flags.Decays, typer.Option(help="granularity of the decay of linear attention")] = (
-        flags.Decays.none
-    ),
+    seed: Annotated[int, typer.Option(min=0, help="random seed for the document lengths")] = 0,
+    decay: Annotated[flags.Decays, typer.Option(help="granularity of linear attention's decay")] = (flags.Decays.none),
     rounds: Annotated[int, typer.Option(min=1, help="timed calls per provider")] = 5,
     timeout: flags.Timeout = 3600,
     cluster: Annotated[
-        str | None, typer.Option(metavar="NAME", help="also predict the times, for a packaged cluster or a .toml file")
+        str | None,
+        typer.Option(metavar="NAME", help="also predict the times for this cluster, packaged or a .toml file"),
     ] = None,
     as_json: output.AsJson = None,
-    markdown: Annotated[Path | None, typer.Option(help="write the tables to this file")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw speeds to this file: PNG, SVG or PDF, by its suffix")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="also write the tables to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the speeds to this .png, .svg or .pdf file")] = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="time prefill and decode instead, and decode's messages alone")
+        bool, typer.Option("--decode", help="time prefill and decode instead, and decode's messages on their own")
     ] = False,
 ) -> None:
     """Time providers, and the context parallelism of other libraries, on real ranks; each is checked first.
 
-    Starts ranks on this machine, unless torchrun has started them on all machines:
+    Starts ranks on this machine. To bench several machines, start it with torchrun on each of them:
 
     torchrun --nproc-per-node 8 --no-python cp-plugin bench
     """
@@ -105,7 +102,7 @@ def bench(
             pointless = {"--mask": mask, "--window": window, "--distribution": distribution, "--seed": seed or None}
             pointless |= {"--decay": None if decay == flags.Decays.none else decay, "--cluster": cluster}
             pointless |= {"--markdown": markdown, "--plot": plot}
-            flags.refuse(pointless, "has no effect on --decode")
+            flags.refuse(pointless, "has no effect with --decode")
         elif plot is not None and started.is_first():
             picture.check(plot)
         flags.check_forked(ranks, timeout)

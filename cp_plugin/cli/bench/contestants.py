@@ -123,7 +123,7 @@ def _option(name: str, part: str) -> tuple[str, Any]:
     try:
         return key, option.parse(value)
     except ValueError:
-        raise ValueError(f"{key} must be {option.write}, or {option.unset}, not {value!r}") from None
+        raise ValueError(f"{key} must be {option.accepted}, or {option.unset}, not {value!r}") from None
 
 
 def _text(key: str, value: Any) -> str:

@@ -38,9 +38,9 @@ def contestants(texts: Sequence[str], device: str) -> tuple[list[Entry], dict[st
     entries = [entry for entry in entries if str(entry) not in missing]
     listed = ", ".join(map(str, entries))
     if len(set(entries)) < len(entries):
-        raise ValueError(f"--provider: every contestant once, not {listed}")
+        raise ValueError(f"--provider: name every contestant only once, not {listed}")
     if len({entry.kind for entry in entries}) > 1:
-        raise ValueError(f"--provider: softmax and linear attention compute different things: run them apart: {listed}")
+        raise ValueError(f"--provider: bench softmax and linear attention separately, not together: {listed}")
     return entries, missing
 
 
@@ -95,8 +95,10 @@ class Request:
         """
         decay = self.problem.decay
         if kind == "softmax" and decay != "none":
-            linear = " or ".join(providers.names("linear"))
-            raise ValueError(f"--decay {decay} is for linear attention: leave it out, or add --provider {linear}")
+            linear = ", ".join(providers.names("linear"))
+            raise ValueError(
+                f"--decay {decay} is for linear attention: leave it out, or use --provider with one of {linear}"
+            )
         known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]
         masks = list(dict.fromkeys(self.masks or known))
         how = {"window": self.window, "distribution": self.distribution, "seed": self.seed}
@@ -129,6 +131,6 @@ def _check_length(length: int, size: int) -> None:
         below = length // divisor * divisor
         near = f"{below} or {below + divisor}" if below else f"{divisor}"
         raise ValueError(
-            f"--seq-length {length} cannot be divided over {size} ranks on every layout: it must be a multiple of "
+            f"--seq-length {length} cannot be split evenly across {size} ranks in every layout: use a multiple of "
             f"{divisor}, such as {near}"
         )

@@ -39,9 +39,11 @@ def unsupported(comm_type: str, problem: Problem) -> str | None:
     if problem.window is not None and comm_type not in ("a2a", "all_gather"):
         return f"Transformer Engine has no sliding window with {comm_type}"
     if comm_type == "a2a" and (problem.heads % problem.size or problem.kv_heads % problem.size):
-        return f"{problem.heads} query heads and {problem.kv_heads} key/value heads do not divide over {problem.size}"
+        return (
+            f"{problem.heads} query heads and {problem.kv_heads} key/value heads cannot be split across {problem.size}"
+        )
     if comm_type == "a2a+p2p" and _inner(problem) == 1:
-        return f"heads divide over no part of the {problem.size} ranks that would leave p2p something to do"
+        return f"heads can be split across no part of the {problem.size} ranks that would leave p2p something to do"
     return None
 
 

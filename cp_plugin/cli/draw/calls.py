@@ -109,8 +109,8 @@ def record(
     settled = providers.settle(provider, typical, Options(**options))
     if settled.provider.kind == "linear":
         raise ValueError(
-            f"provider {settled.provider.name!r} is for linear layers, where no query attends to single keys: "
-            "cp-plugin draw --sent draws the bytes it sends"
+            f"provider {settled.provider.name!r} is for linear layers, in which queries attend to no individual keys: "
+            "add --sent to draw the bytes it sends"
         )
     reason = providers.unsupported(settled.provider, typical, settled.options)
     if reason is not None:

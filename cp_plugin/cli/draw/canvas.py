@@ -83,7 +83,7 @@ def plain_ticks(axes: Axes, *, x: Sequence[float] = (), y: Sequence[float] = ())
 def check_ranks(size: int) -> None:
     """Refuse more ranks than there are colours (ValueError)."""
     if size > len(RANK_COLOURS):
-        raise ValueError(f"{size} ranks cannot be told apart in a picture: use {len(RANK_COLOURS)} or fewer")
+        raise ValueError(f"{size} ranks have no distinct colours: use {len(RANK_COLOURS)} or fewer")
 
 
 def about(tokens: int, size: int) -> int:

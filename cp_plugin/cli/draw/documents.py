@@ -102,7 +102,7 @@ def draw_documents(path: Path, lengths: Sequence[int], size: int = 4) -> None:
     """
     check_ranks(size)
     if sum(lengths) > MOST:
-        raise ValueError(f"--documents of {sum(lengths)} tokens cannot be told apart in a picture: {MOST} at most")
+        raise ValueError(f"--documents of {sum(lengths)} tokens do not fit in a picture: use {MOST} tokens or fewer")
     heights = (0.7, 3.6, 0.9 + 0.25 * size)
     figure = new_figure(WIDTH, 2 * (sum(heights) + 0.6))
     grid = figure.add_gridspec(6, 1, height_ratios=heights * 2)

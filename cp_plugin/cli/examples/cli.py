@@ -45,14 +45,15 @@ def example(
         bool, typer.Option("--scaled", help="train with narrow layers on CPU ranks here, and compare with CP 1")
     ] = False,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help=f"with --scaled: ranks to start here; default: {RANKS}")
+        int | None, typer.Option(min=1, help=f"with --scaled: ranks to start on this machine; default: {RANKS}")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help=f"with --scaled: iterations; default: {STEPS}")] = None,
     printed: Annotated[
-        Printed | None, typer.Option("--print", help="print the script for a node or for Slurm, or the flags")
+        Printed | None,
+        typer.Option("--print", help="print the script for one node (sh) or for Slurm (sbatch), or only the flags"),
     ] = None,
     provider: Annotated[
-        str | None, typer.Option(metavar="NAME", help="another method; upstream: Megatron's own")
+        str | None, typer.Option(metavar="NAME", help="another method; upstream: stock Megatron")
     ] = None,
     *,
     options: Options,
@@ -60,7 +61,7 @@ def example(
     per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per node; default: as published")] = None,
     as_json: output.AsJson = None,
 ) -> None:
-    """Show, check, scale down or print a published experiment; Megatron flags after ``--`` change it."""
+    """Show, check, scale down or print a published experiment; Megatron flags after ``--`` override its own."""
     from cp_plugin.cli.examples.command import Changes
     from cp_plugin.cli.examples.config import load
     from cp_plugin.cli.examples.sizes import usable
@@ -71,11 +72,11 @@ def example(
         if sum(ways) > 1:
             raise ValueError("choose one of --dry-run, --scaled and --print")
         if not scaled:
-            flags.refuse({"--ranks": ranks, "--steps": steps}, "is for --scaled")
+            flags.refuse({"--ranks": ranks, "--steps": steps}, "has no effect without --scaled")
         if listed and (name is not None or any(ways)):
             raise ValueError("--list shows all examples: leave the other arguments out")
         if not any(ways) and (changes != Changes() or variant is not None or seq_length is not None):
-            raise ValueError("these options have no effect on their own: add --dry-run, --scaled or --print sh")
+            raise ValueError("these options have no effect alone: add --dry-run, --scaled or --print sh")
         if name is None and any(ways):
             raise ValueError("NAME is missing: cp-plugin example --list shows all examples")
         found = load(name) if name is not None else None

@@ -109,7 +109,7 @@ def parsed(more: Sequence[str]) -> dict[str, Value]:
             name, equals, value = word.removeprefix("--").partition("=")
             found[name] = [value] if equals else []
         elif not name:
-            raise ValueError(f"{word}: only flags of Megatron may follow --, such as --train-iters 100")
+            raise ValueError(f"{word}: only Megatron's flags may follow --, such as --train-iters 100")
         else:
             found[name].append(word)
     return {flag: _value(words) for flag, words in found.items()}
@@ -172,7 +172,8 @@ def _with_provider(flags: Mapping[str, Value], provider: str) -> dict[str, Value
         return {**flags, "cp-linear-provider": provider}
     if _all_linear(flags) or (linear and provider == UPSTREAM):
         raise ValueError(
-            f"--provider {provider}: the layers have linear attention; use {', '.join(providers.names('linear'))}"
+            f"--provider {provider}: the layers have linear attention; use one of "
+            f"{', '.join(providers.names('linear'))}"
         )
     options = {option.flag.removeprefix("--") for option in providers.registry().options.values()}
     found = {flag: value for flag, value in flags.items() if flag not in options}
@@ -194,7 +195,7 @@ def _divided(asked: Command, given: Set[str]) -> Command:
         given_sizes = ((AXES[0], tensor), (AXES[1], pipeline), (CONTEXT, ours))
         sizes = " x ".join(f"--{flag} {n}" for flag, n in given_sizes if n > 1)
         raise ValueError(
-            f"{_shown(asked)}: {asked.devices} GPUs are not a multiple of {need} ({sizes or 'data-parallel'})"
+            f"{_shown(asked)}: {asked.devices} GPUs is not a multiple of {need} ({sizes or 'data-parallel'})"
         )
     if fixed:
         return asked

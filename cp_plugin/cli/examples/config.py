@@ -144,14 +144,14 @@ class Config(Sections):
     @model_validator(mode="after")
     def _is_complete(self) -> Config:
         if BASE in self.variants:
-            raise ValueError(f"variants: {BASE} names the example without a variant: use another name")
+            raise ValueError(f"variants: {BASE} stands for the example without a variant; use another name")
         for flag, value in self.flags.items():
             if flag in SIZES and removes(value):
-                raise ValueError(f"{flag}: there is no inherited value to remove: write a whole number, 1 or more")
+                raise ValueError(f"{flag}: there is no inherited value to remove; write a whole number, 1 or more")
         if "context-parallel-size" not in self.parallel:
             raise ValueError("parallel: context-parallel-size is missing")
         if "vocab-size" not in self.model:
-            raise ValueError("model: vocab-size is missing: no tokenizer says how many ids there are")
+            raise ValueError("model: vocab-size is missing: without a tokenizer, the vocabulary size must be given")
         return self
 
 
@@ -251,7 +251,7 @@ def load(name: str) -> Example:
     folder = known.get(name) or (Path(name) if name and (Path(name) / FILE).is_file() else None)
     if folder is None:
         if name and Path(name).is_dir():
-            raise ValueError(f"{name}: a folder without {FILE}: it describes an example")
+            raise ValueError(f"{name}: this folder has no {FILE}, which describes an example")
         folder = find("example", name, known)
     path = folder / FILE
     found = yaml_files.read(path)

@@ -115,8 +115,8 @@ def _sent(priced: Priced, model: Model, parallel: Parallel) -> dict[tuple[str, s
 
 
 NOT_CHECKED = (
-    "A dry run launches no GPU kernel, opens no NCCL connection and imports no Transformer Engine: what these refuse, "
-    "need or take is not checked."
+    "Not checked, since a dry run uses no GPU: what GPU kernels, NCCL or Transformer Engine would refuse, and how much "
+    "memory and time they take."
 )
 
 

@@ -91,10 +91,11 @@ def _fault(members: Sequence[Member], rank: int, name: str) -> str | None:
     if group.ranks != right or len(right) != math.prod(group.axes.values()):
         axes = " x ".join(f"{axis} {n}" for axis, n in group.axes.items())
         return (
-            f"{name}: rank {rank} has {list(group.ranks)}; those that differ from it along {axes} only: {list(right)}"
+            f"{name}: rank {rank} has {list(group.ranks)}; those that differ from it only along {axes} are "
+            f"{list(right)}"
         )
     if group.heard and group.heard != group.ranks:
-        return f"{name}: rank {rank} has {list(group.ranks)}, and {list(group.heard)} answer"
+        return f"{name}: rank {rank} has {list(group.ranks)}, but {list(group.heard)} answered"
     return None
 
 

@@ -34,14 +34,14 @@ FIRST_STEP = 1e-6
 HALF = 2e-4
 """Largest relative difference of a loss of a bfloat16 model, whose payloads may be FP8 (docs/fp8.md)."""
 
-NARROW = "narrow layers, or a training of a few steps"
-SHAPE = "fewer ranks of the same shape"
+NARROW = "narrow layers, or only a few steps"
+SHAPE = "fewer ranks in the same shape"
 _PRECISION = ("bf16", "fp16")
 _KEPT_ALONE = ("cp-linear-attention", "cp-layer-pattern")
 """The ``cp-...`` flags that the run with CP 1 keeps."""
-_FP8 = "matrices in FP8 are Transformer Engine's, on CUDA"
-_SHARDED = "divides parameters, not attention, over ranks by means of NCCL"
-_OFFLOADED = "everything is on the CPU here"
+_FP8 = "FP8 matrices need Transformer Engine, on CUDA"
+_SHARDED = "shards parameters, not attention, and needs NCCL"
+_OFFLOADED = "everything runs on the CPU here"
 _LEFT_OUT: Mapping[str, str] = {
     "use-megatron-fsdp": _SHARDED,
     "use-torch-fsdp2": _SHARDED,
@@ -49,15 +49,15 @@ _LEFT_OUT: Mapping[str, str] = {
     "optimizer-cpu-offload": _OFFLOADED,
     "optimizer-offload-fraction": _OFFLOADED,
     "overlap-cpu-optimizer-d2h-h2d": _OFFLOADED,
-    "use-precision-aware-optimizer": "is Transformer Engine's, on CUDA",
+    "use-precision-aware-optimizer": "needs Transformer Engine, on CUDA",
     "ckpt-format": "nothing is saved",
     "save-interval": "nothing is saved",
 }
 """Flags omitted on the CPU, with reasons."""
 _ADDED: Mapping[str, tuple[Value, str]] = {
-    "calculate-per-token-loss": (True, "losses are summed alike with and without context parallelism"),
-    "disable-gloo-process-groups": (True, "all groups are Gloo's here already"),
-    "num-workers": (0, "no further processes"),
+    "calculate-per-token-loss": (True, "losses are then summed in the same way with and without context parallelism"),
+    "disable-gloo-process-groups": (True, "all groups already use Gloo here"),
+    "num-workers": (0, "no extra processes"),
 }
 """Flags added on the CPU, with reasons."""
 _SHAPES = (CONTEXT, "cp-grid", "cp-intra-size", "cp-head-parallel")
@@ -123,7 +123,7 @@ def _on_cpu(flags: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, str
     if flags.get("cp-fp8") == "compute":
         found["cp-backend"] = "float8"
         reasons["cp-backend"] = (
-            "the numerics of FP8 attention on any device; the kernel is Transformer Engine's, on Hopper"
+            "the numerics of FP8 attention on any device; the real kernel needs Transformer Engine and Hopper"
         )
     for flag, (value, why) in _ADDED.items():
         reasons[flag] = why
@@ -202,7 +202,10 @@ def print_changes(console: Console, of: Scaled) -> None:
     """The changed flags with reasons, then the parallel flags that are kept."""
     experiment = of.command.experiment
     rows = [((f"--{flag}", _shown(full), _shown(here), why), "") for flag, (full, here, why) in of.changed.items()]
-    title = f"{experiment.config.title}, variant {experiment.variant}, on {of.many.devices} CPU ranks: what is changed"
+    title = (
+        f"{experiment.config.title}, variant {experiment.variant}, on {of.many.devices} CPU ranks: what differs from "
+        "the published one"
+    )
     print_table(console, title, ("flag", "full", "here", "why"), rows)
     kept = [
         " ".join(words(flag, value))

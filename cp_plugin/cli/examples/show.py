@@ -33,7 +33,7 @@ def print_example(console: Console, example: Example) -> None:
     ways = [
         ("--dry-run", "check the whole command here, without a GPU"),
         ("--scaled", "train with narrow layers on CPU ranks here, and compare with CP 1"),
-        ("--print sh", "the script for a cluster; --print sbatch: for Slurm"),
+        ("--print sh", "the script for each node; --print sbatch: for Slurm"),
     ]
     if example.config.variants:
         other = example.experiment(example.variants[-1])
@@ -47,10 +47,10 @@ def print_dry_run(console: Console, run: DryRun) -> None:
     _print_groups(console, run)
     _line(console, "")
     p = run.prediction
-    print_memory(console, f"Memory of a GPU, predicted: {_memory(run)}", p.priced.footprint)
+    print_memory(console, f"Memory per GPU, predicted: {_memory(run)}", p.priced.footprint)
     _line(console, "")
     total = in_bytes(sum(p.sent.values()))
-    title = f"Sent for attention by the rank that sends most, in one iteration: {total}"
+    title = f"Sent for attention in one iteration by the rank that sends most: {total}"
     print_sent(console, title, sorted(p.sent.items(), key=str))
     _line(console, "")
     title = (
@@ -67,9 +67,9 @@ def print_dry_run(console: Console, run: DryRun) -> None:
 
 def verdict(run: DryRun) -> str:
     wrong = [f"{len(run.faults)} faults in the process groups"] * bool(run.faults)
-    wrong += [f"does not fit the memory: {_memory(run)}"] * (not run.prediction.fits)
+    wrong += [f"does not fit in memory: {_memory(run)}"] * (not run.prediction.fits)
     where = f"{run.command.experiment.name} ({run.command.experiment.variant}) on {run.command.devices} GPUs"
-    return f"{where}: {'; '.join(wrong) or 'flags accepted by Megatron, process groups right, memory fits'}"
+    return f"{where}: {'; '.join(wrong) or 'flags accepted by Megatron, process groups correct, fits in memory'}"
 
 
 def as_json(run: DryRun) -> dict[str, Any]:
@@ -111,13 +111,13 @@ def _heading(run: DryRun) -> Iterator[str]:
     yield (
         f"{command.nodes} x {command.per_node} {p.cluster.device.name} ({p.cluster.name}): tensor {p.parallel.tensor}, "
         f"context {p.parallel.context}, pipeline {p.parallel.pipeline}, data {p.parallel.data}; "
-        f"{command.seq_length:,} tokens, {p.parallel.tokens:,} a GPU"
+        f"{command.seq_length:,} tokens, {p.parallel.tokens:,} per GPU"
     )
     yield from command.notes
     if command.value("cp-provider") or command.value("cp-linear-attention"):
         setups = [timeline.setup for timeline in p.priced.timelines.values()]
         yield "method: " + "; ".join(f"{s.provider.name} {s.layout} {s}".strip() for s in setups)
-    for reason in dict.fromkeys([*run.why, *p.why]):
+    for reason in p.why or run.why:  # on the cluster, if the planner knows
         yield f"  {reason}"
 
 

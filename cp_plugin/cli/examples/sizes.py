@@ -48,7 +48,7 @@ def refusal(of: Command) -> str | None:
     """Why the context-parallel ranks cannot run the attention, or None."""
     ranks = of.size(CONTEXT)
     if ranks < 2 and of.value("cp-provider") not in (None, "upstream"):
-        return f"--{CONTEXT} {ranks}: there is nothing to divide; 2 or more are needed"
+        return f"--{CONTEXT} {ranks}: there is nothing to split; use 2 or more"
     heads = of.size("num-attention-heads") // of.size("tensor-model-parallel-size")
     groups = of.value("num-query-groups", None)
     dim = of.value("kv-channels") or of.size("hidden-size") // of.size("num-attention-heads")
@@ -103,4 +103,6 @@ def _described(one: Command) -> str:
     names = ("cp-grid", "cp-head-parallel", "cp-intra-size")
     shape = "".join(f", {n.removeprefix('cp-').replace('-', ' ')} {one.value(n)}" for n in names if one.value(n))
     tokens = one.seq_length // one.size(CONTEXT)
-    return f"--nodes {one.nodes} --per-node {one.per_node}: context {one.size(CONTEXT)}{shape}, {tokens:,} tokens a GPU"
+    return (
+        f"--nodes {one.nodes} --per-node {one.per_node}: context {one.size(CONTEXT)}{shape}, {tokens:,} tokens per GPU"
+    )

@@ -52,7 +52,7 @@ def corpus(prefix: Path, max_bytes: int = 4_000_000, *, quiet: bool = False) -> 
     out = subprocess.DEVNULL if quiet else None
     made = subprocess.run([sys.executable, *map(str, words)], check=False, stdout=out)
     if made.returncode:
-        raise TrainingError(f"making the dataset {prefix} ended with status {made.returncode}")
+        raise TrainingError(f"building the dataset {prefix} ended with status {made.returncode}")
     return json.loads(Path(f"{prefix}_text_document.json").read_text())["flags"]
 
 

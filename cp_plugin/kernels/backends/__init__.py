@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from cp_plugin.common.names import not_one_of
 from cp_plugin.common.plugins import with_entry_points
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
@@ -143,7 +144,7 @@ def get(name: str) -> AnyBackend:
     """
     found = _backends()
     if name not in found:
-        raise ValueError(f"unknown backend {name!r}: {spelled('backend')} must be one of {', '.join(names())}")
+        raise ValueError(not_one_of(spelled("backend", name), name, names()))
     return found[name]
 
 
@@ -169,14 +170,14 @@ def choose(
             raise ValueError(
                 f"{spelled('backend', name)} cannot run here: {reason}; use {spelled('backend', other.name, 'auto')}"
             )
-        return backend, "asked for"
+        return backend, "requested"
     reasons: list[str] = []
     where, candidates = _candidates(device)
     for title, backend in candidates:
         reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
         if reason is None:
             first = f"first choice for {dtype} on {where}"
-            return backend, f"{title} on {where}, since not {'; not '.join(reasons)}" if reasons else first
+            return backend, f"{title} on {where}; not {'; not '.join(reasons)}" if reasons else first
         reasons.append(f"{title}: {reason}")
     raise ValueError(f"no attention kernel for {dtype}, head size {head_dim}, on {device}: {'; '.join(reasons)}")
 

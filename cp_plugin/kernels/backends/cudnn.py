@@ -35,9 +35,9 @@ class Cudnn:
         if dtype not in (torch.bfloat16, torch.float16):
             return f"cuDNN's attention takes bfloat16 and float16, not {dtype}"
         if not torch.backends.cudnn.is_available():
-            return "this torch is built without cuDNN"
+            return "this torch was built without cuDNN"
         if torch.are_deterministic_algorithms_enabled():
-            return "torch does not take cuDNN's attention for deterministic"
+            return "torch does not consider cuDNN's attention deterministic"
         largest = _largest(device)
         if (head_dim, v_head_dim) == (192, 128) and _takes_192_with_128(device):
             return None

@@ -148,7 +148,7 @@ def _flash4() -> Library:
             two_sizes=True,
         )
     except (AttributeError, TypeError) as wrong:
-        raise TypeError(f"{title} is not a version this plugin can call (4.0.0b36 is): {wrong}") from None
+        raise TypeError(f"{title} is not a version that this plugin can call (4.0.0b36 is): {wrong}") from None
 
 
 LOAD: Mapping[int, Callable[[], Library]] = {4: _flash4, 3: _flash3, 2: _flash2}
@@ -174,7 +174,7 @@ def _bound(generation: int, title: str, module: Any, marks: tuple[str, ...]) -> 
             causal=causal,
         )
     except (AttributeError, TypeError) as wrong:
-        raise TypeError(f"{title} is not a version this plugin can call: {wrong}") from None
+        raise TypeError(f"{title} is not a version that this plugin can call: {wrong}") from None
 
 
 def _there(module: str) -> bool:

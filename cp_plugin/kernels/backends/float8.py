@@ -49,7 +49,7 @@ class Float8:
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
         if dtype in (torch.float32, torch.bfloat16, torch.float16):
             return None
-        return f"its sums are float32, which is not enough for {dtype}"
+        return f"it accumulates in float32, which is not enough for {dtype}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
         dtype, bound = q.dtype, bound_of_out(extent(v))

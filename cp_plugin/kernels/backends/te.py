@@ -126,7 +126,7 @@ def load() -> Library:
             dtypes=constants.TE_DType,
         )
     except (AttributeError, TypeError) as wrong:
-        raise TypeError(f"{title} is not a version this plugin can call (2.20 is): {wrong}") from None
+        raise TypeError(f"{title} is not a version that this plugin can call (2.20 is): {wrong}") from None
 
 
 def must_be_deterministic() -> bool:
@@ -203,7 +203,7 @@ def _refusal(
             with torch.cuda.device(device):
                 found, reason = library.query(library.parameters(**asked))
         except RuntimeError as wrong:
-            return f"Transformer Engine {library.version} fails when asked for a kernel: {wrong}"
+            return f"Transformer Engine {library.version} fails to select a kernel: {wrong}"
         if found != library.tables.FusedAttnBackend["F16_arbitrary_seqlen"]:
             what = f"{_mask(causal)}, {dtype}, head sizes {head_dim}, {v_head_dim}"
             return f"Transformer Engine {library.version} has no kernel for {what}: {reason or 'no reason given'}"

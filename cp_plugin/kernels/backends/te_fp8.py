@@ -60,7 +60,7 @@ class TransformerEngineFp8:
         if dtype not in (torch.bfloat16, torch.float16):
             return f"Transformer Engine's FP8 attention takes bfloat16 and float16, not {dtype}"
         if te.must_be_deterministic():
-            return "Transformer Engine's FP8 attention is not tested for deterministic backwards"
+            return "Transformer Engine's FP8 attention is not tested with deterministic algorithms"
         capability = torch.cuda.get_device_capability(device)
         if capability < HOPPER:
             shown, needed = (".".join(map(str, c)) for c in (capability, HOPPER))
@@ -87,7 +87,7 @@ class TransformerEngineFp8:
         reason = self.unsupported_tile(q.device, q.dtype, q.size(3), v.size(3), causal, sizes)
         if reason is not None:
             raise ValueError(
-                f"{spelled('fp8', 'compute')} cannot do this tile: {reason}; use cuDNN 9.7 or newer, tiles of "
+                f"{spelled('fp8', 'compute')} cannot compute this tile: {reason}; use cuDNN 9.7 or newer, tiles of "
                 f"multiples of 128 tokens ({spelled('layout', 'zigzag')}), or {spelled('fp8', 'comm')}"
             )
 
@@ -140,7 +140,8 @@ def load() -> Library:
         return Library(te=library, quantizer=made, types={E4M3: types.kFloat8E4M3, E5M2: types.kFloat8E5M2})
     except (ImportError, AttributeError) as wrong:
         raise TypeError(
-            f"Transformer Engine {library.version} is not a version whose FP8 this plugin can call (2.20 is): {wrong}"
+            f"Transformer Engine {library.version} is not a version whose FP8 attention this plugin can call (2.20 "
+            f"is): {wrong}"
         ) from None
 
 

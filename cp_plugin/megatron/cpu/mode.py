@@ -165,15 +165,15 @@ def check_flags(args: argparse.Namespace) -> None:
         asked = ", ".join(_spelled(flag, getattr(args, flag.dest)) for flag in wrong)
         fix = " ".join(flag.spelling for flag in wrong)
         raise ValueError(
-            f"{asked}: not possible on the CPU. Leave it out, or give {fix}, or train on a GPU with --cp-device cuda"
+            f"{asked}: not available on the CPU. Leave it out, use {fix}, or train on a GPU with --cp-device cuda"
         )
     _refuse_resumption(args)
     fully_sharded = args.use_megatron_fsdp or args.use_torch_fsdp2
     os.environ[_CONNECTIONS] = "8" if fully_sharded else "1"
     if getattr(args, "fp8", None) and args.rank == 0:
         print(
-            f"cp_plugin: --fp8-format {args.fp8} does nothing for linear layers on the CPU: in FP8 they are "
-            "Transformer Engine's, on CUDA",
+            f"cp_plugin: --fp8-format {args.fp8} has no effect on linear layers on the CPU: FP8 layers need "
+            "Transformer Engine, on CUDA",
             flush=True,
         )
 
@@ -185,7 +185,7 @@ def _refuse_resumption(args: argparse.Namespace) -> None:
     if sharded and saved and not (args.no_load_optim or args.finetune):
         raise ValueError(
             f"--load {args.load} with --use-distributed-optimizer on the CPU: Megatron resumes its distributed "
-            "optimizer with the Adam of Transformer Engine or Apex only, on CUDA. Add --no-load-optim, or train on a "
+            "optimizer only with the Adam of Transformer Engine or Apex, on CUDA. Add --no-load-optim, or train on a "
             "GPU; without --use-distributed-optimizer from the start, the CPU resumes too"
         )
 
@@ -338,7 +338,7 @@ PATCHES = (
         make=replace_dot_product_attention,
         reason="packed documents on one rank",
         contract=wraps("query", "key", "value"),
-        otherwise="tokens would attend to other documents than their own",
+        otherwise="tokens would attend to other documents",
     ),
 )
 

@@ -97,10 +97,9 @@ def build(
             work = _in_order(job, _batches(sources, batch_bytes), workers or len(os.sched_getaffinity(0)))
             indexed.write(str(unfinished), _counted(work, done, recipe, progress), tokenizer.vocabulary)
         if not done.documents:
-            bad = f" ({done.bad} documents cannot be read, the first: {done.unreadable[0]})" if done.bad else ""
+            bad = f" ({done.bad} documents are unreadable, the first: {done.unreadable[0]})" if done.bad else ""
             raise ValueError(
-                f"{recipe.paths[0]}: no text in {len(sources)} files for which --tokenizer {recipe.tokenizer} has a "
-                f"token{bad}"
+                f"{recipe.paths[0]}: --tokenizer {recipe.tokenizer} finds no tokens in {len(sources)} files{bad}"
             )
         done.save(unfinished)
         return _published(unfinished, path, done, None if fresh else recipe)
@@ -149,7 +148,7 @@ def _counted(
         bad = [f"{one.where}: {one.problem}" for one in batch if one.problem is not None]
         if bad and not recipe.skip_bad:
             more = [f"... and {len(bad) - _NAMED} more"] if len(bad) > _NAMED else []
-            put_right = f"{len(bad)} to fix, or to leave out with --skip-bad"
+            put_right = f"{len(bad)} unreadable: fix, or skip with --skip-bad"
             raise ValueError("\n".join([*bad[:_NAMED], *more, put_right]))
         texts = [one.ids for one in batch if one.ids is not None]
         yield from texts
@@ -181,7 +180,7 @@ def _in_order(job: _Job, work: Iterable[list[Document]], workers: int) -> Iterat
                 yield ahead.popleft().result()
     except BrokenProcessPool:
         raise RuntimeError(
-            "a worker process was killed, most likely because memory ran out: take fewer --workers"
+            "a worker process was killed, most likely because memory ran out: use fewer --workers"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -243,13 +242,11 @@ def _check_fit(ids: np.ndarray, where: str, vocabulary: int) -> None:
     from cp_plugin.megatron.models.indexed import LONGEST
 
     if len(ids) > LONGEST:
-        raise ValueError(
-            f"{where}: a document of {len(ids):,} tokens; Megatron's format has room for {LONGEST:,}: divide it"
-        )
+        raise ValueError(f"{where}: a document of {len(ids):,} tokens; Megatron's format allows {LONGEST:,}: split it")
     low, high = ids.min(), ids.max()
     if not 0 <= low <= high < vocabulary:
         raise ValueError(
-            f"{where}: the tokenizer gives the id {high if low >= 0 else low}, but says that it has {vocabulary} ids: "
+            f"{where}: the tokenizer returns the id {high if low >= 0 else low}, but claims to have {vocabulary} ids: "
             "its files do not belong together"
         )
 
@@ -294,6 +291,6 @@ def _flags(path: Path, recipe: Recipe, vocabulary: int) -> list[str]:
 def _check_size(recipe: Recipe, vocabulary: int, limit: int | None) -> None:
     if limit is not None and vocabulary > limit:
         raise ValueError(
-            f"--vocab-size {limit}: --tokenizer {recipe.tokenizer} has {vocabulary} ids, which a model of {limit} "
-            f"cannot take in; give the model --vocab-size {vocabulary}, or choose another tokenizer"
+            f"--vocab-size {limit}: --tokenizer {recipe.tokenizer} has {vocabulary} token ids: use --vocab-size "
+            f"{vocabulary} for the model, or another tokenizer"
         )

@@ -51,7 +51,7 @@ def read(source: Source) -> Iterator[Document]:
     with open(source.path, "rb") as file:
         status = os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != (source.size, source.modified):
-            raise SourceChanged(f"{source.path}: changed while the dataset is built from it; start again")
+            raise SourceChanged(f"{source.path}: changed while the dataset was being built from it; start again")
         stream = gzip.GzipFile(fileobj=file) if source.packed else file
         try:
             if not source.lines:

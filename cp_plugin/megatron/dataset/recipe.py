@@ -101,7 +101,7 @@ def require_same(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) ->
         if then.get(key) != value
     ]
     if differing:
-        raise Changed(f"{path}: made from something else ({'; '.join(differing)}); start over with --fresh")
+        raise Changed(f"{path}: built from something else ({'; '.join(differing)}); rebuild it with --fresh")
 
 
 def _digest(sources: Sequence[Source]) -> str:

@@ -57,16 +57,16 @@ def find(paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES, max_bytes: i
         ValueError: for a path that is missing, unreadable or without such files, and for a file found twice.
     """
     if max_bytes is not None and max_bytes < 1:
-        raise ValueError(f"--max-bytes {max_bytes}: give a positive number of bytes, or leave it out")
+        raise ValueError(f"--max-bytes {max_bytes}: write 1 or more, or leave it out")
     found = [file for path in paths for file in (_below(path, suffixes) if path.is_dir() else [_named(path)])]
     met: set[str] = set()
     sources, total = [], 0
     for path in found:
         if not os.access(path, os.R_OK):
-            raise ValueError(f"{path}: no permission to read it, or a link that leads nowhere")
+            raise ValueError(f"{path}: not readable, or a broken link")
         if (real := os.path.realpath(path)) in met:
             raise ValueError(
-                f"{path}: found twice, its text would count twice: name the file, or a folder with it, once"
+                f"{path}: found twice, so its text would count twice: name the file or its folder only once"
             )
         met.add(real)
         status = path.stat()
@@ -74,7 +74,9 @@ def find(paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES, max_bytes: i
         if max_bytes is None or total <= max_bytes:
             sources.append(Source(path=os.path.abspath(path), size=status.st_size, modified=status.st_mtime_ns))
     if not sources:
-        raise ValueError(f"--max-bytes {max_bytes}: the first file, {found[0]}, has {found[0].stat().st_size} bytes")
+        raise ValueError(
+            f"--max-bytes {max_bytes}: the first file, {found[0]}, has {found[0].stat().st_size} bytes; allow more"
+        )
     return sources
 
 
@@ -85,7 +87,7 @@ def _named(path: Path) -> Path:
         raise ValueError(f"{path}: neither a file nor a folder")
     if _suffix(str(path)) == ".json":
         raise ValueError(
-            f"{path}: text is read from .jsonl, one JSON object a line; if this is such a file, name it so"
+            f"{path}: JSON is read from .jsonl files, one object per line; if this is such a file, rename it to .jsonl"
         )
     return path
 

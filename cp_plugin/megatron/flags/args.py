@@ -95,66 +95,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--cp-provider",
         metavar="NAME",
-        help=f"context-parallel attention: {', '.join([UPSTREAM, AUTO, *declared().names()])}. {AUTO}: what the "
-        "planner predicts to be fastest for this model on --cp-cluster, "
-        f"{UPSTREAM} where that ties. Default: {UPSTREAM}, "
-        "which is stock Megatron with nothing replaced",
+        help=f"context-parallel attention: {', '.join([UPSTREAM, AUTO, *declared().names()])}. {AUTO}: the method that "
+        f"the planner predicts to be fastest for this model on --cp-cluster, or {UPSTREAM} if it ties. Default: "
+        f"{UPSTREAM}, stock Megatron with nothing replaced",
     )
     group.add_argument(
         "--cp-cluster",
         metavar="NAME|FILE.toml",
-        help=f"with --cp-provider {AUTO}: the machine to plan for, a packaged profile or a file that cp-plugin "
-        "calibrate wrote. Default: the packaged profile with the GPU and the ranks per node that there are",
+        help=f"with --cp-provider {AUTO}: the cluster to plan for, a packaged profile or a file written by cp-plugin "
+        "calibrate. Default: the packaged profile that matches this GPU and the ranks per node",
     )
     option_flags.add_option_flags(group)
     linear_flags.add_flags(group)
     group.add_argument(
         "--cp-device",
         metavar="NAME",
-        help=f"{', '.join(DEVICES)}. Default: auto, which is cuda where there is a CUDA device and cpu elsewhere",
+        help=f"device to train on: {', '.join(DEVICES)}. Default: auto, cuda if there is a CUDA device, else cpu",
     )
     group.add_argument(
         "--cp-selfcheck",
         metavar="WHEN",
-        help=f"compare a tiny batch with one rank before training: {', '.join(SELFCHECKS)}. Default: once",
+        help=f"compare a tiny batch with a single rank before training: {', '.join(SELFCHECKS)}. Default: once",
     )
     group.add_argument(
         "--cp-unknown-source",
         metavar="WHAT",
-        help=f"where a function of Megatron that the plugin replaces differs from the releases that were compared: "
-        f"{', '.join(UNKNOWN_SOURCES)}. Default: check, which starts if what the plugin relies on still holds",
+        help="what to do if a Megatron function that the plugin replaces differs from all known releases: "
+        f"{', '.join(UNKNOWN_SOURCES)}. Default: check, which starts if everything the plugin relies on still holds",
     )
     group.add_argument(
         "--cp-check-every",
         metavar="N",
-        help="in every N-th iteration check one call of one layer's attention, and stop on a mismatch: identities that "
-        "its output and gradients satisfy by any method, and a few rows of output and query gradient, recomputed from "
-        "separately gathered keys and values; also a micro-batch's slices, and the RoPE of one layer. Not checked: "
-        "evaluation, layers quantized by nvidia-modelopt (it rounds inside). 0: never. Default: all but the rows, "
-        f"every {IDENTITIES_EVERY} iterations",
+        help="in every N-th iteration, check one attention call of one layer, and stop on a mismatch: identities that "
+        "output and gradients satisfy whatever the method, and a few rows of output and query gradient, recomputed "
+        "from separately gathered keys and values; also one micro-batch's slices, and RoPE in one layer. Not checked: "
+        "evaluation, and layers quantized by nvidia-modelopt (it rounds inside). 0: never. Default: everything except "
+        f"the rows, every {IDENTITIES_EVERY} iterations",
     )
     group.add_argument(
         "--cp-pad-sequence",
         action="store_true",
-        help="pad sequences and packs of documents to a length that the layout divides over the ranks; padding is "
-        "masked from attention, losses and the balancing of routers. Default: such a --seq-length is refused",
+        help="pad sequences and packs to a length that the layout can split evenly across the ranks; padding is "
+        "excluded from attention, losses and expert load balancing. Default: any other --seq-length is refused",
     )
     group.add_argument(
         "--cp-log-traffic",
         action="store_true",
-        help="at each log interval: bytes that context-parallel attention sends per iteration, the time waited for "
-        "them, and the load balance of the ranks; printed, and sent to Megatron's TensorBoard and W&B writers",
+        help="at each log interval, report the bytes that context-parallel attention sends per iteration, the time "
+        "spent waiting for them, and the load balance of the ranks: on the terminal, TensorBoard and W&B",
     )
     group.add_argument(
         "--cp-verbose",
         action="store_true",
-        help="list the functions of Megatron that are replaced, at start-up. Default: their number is printed",
+        help="at start-up, list the Megatron functions that are replaced. Default: print only their number",
     )
     group.add_argument(
         "--cp-recompute-attention",
         action="store_true",
-        help="with --recompute-granularity: repeat attention and its communication in the backward, as stock Megatron "
-        "does. Default: its output is kept instead",
+        help="with --recompute-granularity: repeat attention and its communication in the backward pass, as stock "
+        "Megatron does. Default: keep its output instead",
     )
     return parser
 
@@ -186,7 +185,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
     name = getattr(args, "cp_provider", None)
     if name != AUTO and getattr(args, "cp_cluster", None) is not None:
         raise ValueError(
-            f"--cp-cluster {args.cp_cluster} would do nothing: only --cp-provider {AUTO} uses it. Leave it out"
+            f"--cp-cluster {args.cp_cluster} has no effect: only --cp-provider {AUTO} uses it. Leave it out"
         )
     linear = linear_flags.linear_from(args)
     if linear is None and name in (None, UPSTREAM):
@@ -243,7 +242,7 @@ def refuse_yaml(argv: Sequence[str]) -> None:
     yaml_cfg = peek(argv, "--yaml-cfg")
     if given and yaml_cfg is not None:
         raise ValueError(
-            f"--yaml-cfg {yaml_cfg} makes Megatron ignore the command line, and {', '.join(given)} with it: pass the "
+            f"--yaml-cfg {yaml_cfg} makes Megatron ignore the command line, including {', '.join(given)}: pass the "
             "settings of that file as flags"
         )
 
@@ -267,8 +266,8 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
     """The provider of the softmax layers beside linear ones; None: no such layers."""
     if name == UPSTREAM:
         raise ValueError(
-            f"--cp-provider {UPSTREAM} leaves Megatron unchanged, and --cp-linear-attention {linear.variant} does not: "
-            "leave one of them out"
+            f"--cp-provider {UPSTREAM} leaves Megatron unchanged, but --cp-linear-attention {linear.variant} replaces "
+            "its attention: leave one of them out"
         )
     if linear.hybrid:
         return name or linear_flags.SOFTMAX_PROVIDER
@@ -276,8 +275,9 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
     given += [option.flag for option in option_flags.given(args) if not declared().takes(linear.provider, option)]
     if given:
         raise ValueError(
-            f"{', '.join(given)} would do nothing: all layers of --cp-layer-pattern {linear.pattern} are linear. Leave "
-            f"{'it' if len(given) == 1 else 'them'} out, or write N for layers with softmax attention, such as LLLN"
+            f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: all layers of --cp-layer-pattern "
+            f"{linear.pattern} are linear. Leave {'it' if len(given) == 1 else 'them'} out, or keep some softmax "
+            "layers (N): --cp-layer-pattern LLLN"
         )
     return None
 
@@ -294,7 +294,8 @@ def _check_every(args: argparse.Namespace, default: int) -> int:
 def _recompute_attention(args: argparse.Namespace) -> bool:
     if args.cp_recompute_attention and args.recompute_granularity is None:
         raise ValueError(
-            "--cp-recompute-attention would do nothing without --recompute-granularity: add that, or leave it out"
+            "--cp-recompute-attention has no effect without --recompute-granularity: add --recompute-granularity "
+            "selective, or leave --cp-recompute-attention out"
         )
     return bool(args.cp_recompute_attention)
 
@@ -304,13 +305,13 @@ def _refuse_without_provider(args: argparse.Namespace, name: str | None) -> None
     given = [option.flag for option in option_flags.given(args)] + own
     if not given:
         return
-    them = "it" if len(given) == 1 else "them"
+    have, them = ("has", "it") if len(given) == 1 else ("have", "them")
     if name == UPSTREAM:
         raise ValueError(
-            f"{', '.join(given)} would do nothing with --cp-provider {UPSTREAM}, which is stock Megatron: leave {them} "
+            f"{', '.join(given)} {have} no effect with --cp-provider {UPSTREAM}, which is stock Megatron: leave {them} "
             "out, or name another provider"
         )
     raise ValueError(
-        f"{', '.join(given)} would do nothing without a context-parallel provider: add --cp-provider with one of "
+        f"{', '.join(given)} {have} no effect without a context-parallel provider: add --cp-provider with one of "
         f"{', '.join(declared().names())}, or leave {them} out"
     )

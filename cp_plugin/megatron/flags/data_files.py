@@ -39,7 +39,7 @@ def check(args: argparse.Namespace) -> None:
     for flag in _LISTS:
         path = getattr(args, flag[2:].replace("-", "_"))
         if path is not None and "://" not in path and not os.path.exists(path):
-            wrong.append(f"{flag} {path}: there is no such file")
+            wrong.append(f"{flag} {path}: no such file")
     if args.data_args_path is not None and not wrong and os.path.isfile(args.data_args_path):
         listed = Path(args.data_args_path).read_text().split()
         wrong = [f"{path} in --data-args-path: {reason}" for path in _paths(listed) if (reason := _missing(path))]

@@ -16,6 +16,7 @@ from typing import Any
 
 from cp_plugin.common.names import one_of
 from cp_plugin.common.plugins import third_parties
+from cp_plugin.common.text import either
 from cp_plugin.core import options as functions
 from cp_plugin.core.options import AUTO, Option, Options, behind_heads, check_fp8, heads_are_divided
 
@@ -77,8 +78,8 @@ class Declared:
         method = self.methods[provider]
         if options.layout is not None and options.layout not in method.layouts:
             raise ValueError(
-                f"--cp-layout {options.layout}: --cp-provider {provider} runs on {', '.join(method.layouts)}; use "
-                f"{'that' if len(method.layouts) == 1 else 'one of these'}, or another provider"
+                f"--cp-provider {provider} does not run on --cp-layout {options.layout}: use --cp-layout "
+                f"{either(method.layouts)}, or another provider"
             )
         unused = [name for name in options.chosen if not self.takes(provider, name)]
         if unused:
@@ -95,13 +96,14 @@ class Declared:
 
     def check_some(self, options: Options, ranks: int) -> None:
         """ValueError for options that ``check`` refuses with every provider of softmax attention, with all reasons."""
+        taking = [name for name in self.names() if all(self.takes(name, option) for option in options.chosen)]
         reasons = []
-        for name in self.names():
+        for name in taking or self.names():
             try:
                 return self.check(name, options, ranks)
             except ValueError as error:
                 reasons.append(f"{name}: {error}")
-        raise ValueError(f"--cp-provider {AUTO}: no provider can do this. {' | '.join(reasons)}")
+        raise ValueError(f"--cp-provider {AUTO}: no provider fits these flags. {' | '.join(reasons)}")
 
     def _unused(self, name: str, value: Any, provider: str) -> str:
         if name == HEAD_PARALLEL:

@@ -97,7 +97,7 @@ def _check_ranks(parsed: argparse.Namespace, ranks: int, start: str) -> None:
         given = [f"{flag} {size}" for flag, size in sizes.items() if size != 1]
         product = f"{' x '.join(given)} = {total}" if len(given) > 1 else given[0]
         raise ValueError(
-            f"{product} needs {f'a multiple of {total}' if ranks > total else total} ranks, and {ranks} "
-            f"{'was' if ranks == 1 else 'were'} started: {start.format(ranks=total)}, or "
-            f"torchrun --nproc-per-node {total} without --nproc"
+            f"{product} needs {f'a multiple of {total}' if ranks > total else total} ranks, but {ranks} "
+            f"{'was' if ranks == 1 else 'were'} started: use {start.format(ranks=total)}, or torchrun --nproc-per-node "
+            f"{total} without --nproc"
         )

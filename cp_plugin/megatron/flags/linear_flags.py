@@ -108,7 +108,7 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         pattern,
         metavar="PATTERN",
         help="which layers are linear (L) and which keep softmax attention (N), repeated over the layers; LLLN: every "
-        "fourth is softmax. Default: L, all are linear",
+        "fourth is softmax. Default: L, all layers are linear",
     )
     group.add_argument(
         provider,
@@ -132,8 +132,9 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
         given = [f"{f} {v}" for f, v in zip(FLAGS[1:], (pattern, provider), strict=True) if v is not None]
         if given:
             raise ValueError(
-                f"{', '.join(given)} would do nothing without --cp-linear-attention: add it with one of "
-                f"{', '.join(declared().variants)}, or leave {'it' if len(given) == 1 else 'them'} out"
+                f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect without --cp-linear-attention: "
+                f"add --cp-linear-attention with one of {', '.join(declared().variants)}, or leave "
+                f"{'it' if len(given) == 1 else 'them'} out"
             )
         return None
     one_of("--cp-linear-attention", variant, declared().variants)
@@ -167,7 +168,7 @@ def delta_net_from(args: argparse.Namespace, provider: str | None, options: Opti
     if provider in (None, AUTO):
         raise ValueError(
             f"--cp-linear-provider {name} with G in --hybrid-layer-pattern {args.hybrid_layer_pattern}: all layers "
-            "share the token layout of a provider of attention. Add --cp-provider with one of "
+            "share one token layout, which a softmax provider must support. Add --cp-provider with one of "
             f"{', '.join(declared().names())}"
         )
     layout = _layout(Linear(variant="", provider=name), provider, options.layout)
@@ -219,11 +220,12 @@ def attribute(flag: str) -> str:
 def _pattern(text: str) -> str:
     if not text or set(text) - {LINEAR, SOFTMAX}:
         raise ValueError(
-            f"--cp-layer-pattern {text}: write {LINEAR} for a linear and {SOFTMAX} for a softmax layer, such as LLLN"
+            f"--cp-layer-pattern {text}: write {LINEAR} for a linear layer and {SOFTMAX} for a softmax layer, such as "
+            "LLLN"
         )
     if LINEAR not in text:
         raise ValueError(
-            f"--cp-layer-pattern {text} has no linear layer ({LINEAR}): leave --cp-linear-attention out, or add one"
+            f"--cp-layer-pattern {text} has no linear layer ({LINEAR}): add one, or leave --cp-linear-attention out"
         )
     return text
 
@@ -234,7 +236,7 @@ def check_layout(linear: Linear, layout: str) -> None:
     has = declared().methods[linear.provider].layouts
     if layout not in has:
         raise ValueError(
-            f"--cp-layout {layout} does not suit linear attention, which needs neighbouring tokens on one rank: "
+            f"--cp-layout {layout} does not suit linear attention, which needs neighbouring tokens on the same rank: "
             f"--cp-linear-provider {linear.provider} runs on {', '.join(has)}; use one of these"
         )
 
@@ -251,8 +253,8 @@ def _layout(linear: Linear, provider: str | None, asked: str | None) -> str:
     if not common:
         fits = [name for name in declared().names() if set(methods[name].layouts) & set(has)]
         raise ValueError(
-            f"--cp-provider {provider} runs on the layout {', '.join(methods[provider].layouts)} only, and "
-            f"--cp-linear-provider {linear.provider} on {', '.join(has)}; a model has one layout: use --cp-provider "
-            f"with one of {', '.join(fits)}"
+            f"--cp-provider {provider} runs only on the layout {', '.join(methods[provider].layouts)}, but "
+            f"--cp-linear-provider {linear.provider} on {', '.join(has)}; a model has a single layout: use "
+            f"--cp-provider with one of {', '.join(fits)}"
         )
     return common[0]

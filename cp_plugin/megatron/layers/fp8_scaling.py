@@ -100,7 +100,7 @@ def started_anew(now: Mapping[str, str], asked: Any) -> list[str]:
     """A notice if this run has histories and loads none of them."""
     if _LENGTH not in now or any(str(name).endswith(HISTORY) for part in _dicts(asked) for name in part):
         return []
-    return ["histories of attention's FP8 scales start anew: the checkpoint has none of this length"]
+    return ["the history of attention's FP8 scales restarts: the checkpoint has none of this length"]
 
 
 def _dicts(state: Any) -> Iterator[dict[Any, Any]]:

@@ -107,8 +107,8 @@ def _linear(
     length = cp.layout.divisor(cp.size)
     if beside is not None and not torch.equal(beside.positions(length), cp.positions(length)):
         raise ValueError(
-            f"--cp-provider {beside.provider.name} assigns the {cp.layout.name} tokens to ranks in another order than "
-            f"--cp-linear-provider {resolved.provider.name}, and a model has one: use another --cp-provider"
+            f"--cp-provider {beside.provider.name} assigns {cp.layout.name} tokens to ranks in a different order from "
+            f"--cp-linear-provider {resolved.provider.name}, but a model has a single order: use another --cp-provider"
         )
     return cp
 
@@ -161,7 +161,7 @@ def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
     part = arguments.get("local_world_size")
     if arguments.get("rank_offset") or (part is not None and part != dist.get_world_size()):
         raise ValueError(
-            f"{runtime.settings().asked} does not support models whose modules have process groups of their own "
+            f"{runtime.settings().asked} does not support models whose modules have their own process groups "
             f"(initialize_model_parallel with rank_offset or local_world_size): {runtime.settings().instead}"
         )
     nccl: dict[str, Any] = {}
@@ -170,7 +170,7 @@ def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
         nccl = yaml_files.read(Path(path)) or {}
         if not isinstance(nccl, dict) or not all(isinstance(one, dict) for one in nccl.values()):
             raise ValueError(
-                f"--nccl-communicator-config-path {path}: write the name of a group, and below it options, such as "
+                f"--nccl-communicator-config-path {path}: write the name of a group and its options below it, such as "
                 "cp_plugin_ring: {min_ctas: 8}"
             )
     for name in arguments.get("high_priority_stream_groups") or ():
@@ -208,8 +208,8 @@ def _for_the_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -
     if dist.get_rank() == 0:
         shown = "; ".join(f"{list(place.ranks)}: {describe(place.hosts)}" for place in list(examples)[:4])
         print(
-            f"cp_plugin: warning: the context-parallel groups lie on the hosts in different ways ({shown}), so "
-            f"--cp-provider {settings.provider} chooses as if the hosts were unknown",
+            f"cp_plugin: warning: the context-parallel groups are spread over the hosts in different ways ({shown}), "
+            f"so --cp-provider {settings.provider} chooses as if the hosts were unknown",
             flush=True,
         )
     return without

@@ -80,12 +80,12 @@ class LinearCoreAttention(AnyCoreAttention):
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         if not causal:
-            raise ValueError(f"layer {self.layer_number}: linear attention is causal, got the mask type no_mask")
+            raise ValueError(f"layer {self.layer_number}: linear attention is causal, but got the mask type no_mask")
         gate = None
         if self.gate is not None:
             if value.size(3) != 2 * self.linear.heads.v_head_dim:
                 raise ValueError(
-                    f"layer {self.layer_number}: {runtime.settings().asked} got no gate: it is made in "
+                    f"layer {self.layer_number}: {runtime.settings().asked} got no gate, which is computed in "
                     "get_query_key_value_tensors of Megatron's SelfAttention, which the --spec must use for this layer"
                 )
             value, gate = value.chunk(2, 3)

@@ -81,7 +81,7 @@ def _refusing(reason: str) -> type:
     class Refusing:
         def _setup(self) -> None:
             raise ValueError(
-                f"nvidia-modelopt {version()} cannot quantise the attention of {runtime.settings().asked} ({reason}): "
+                f"nvidia-modelopt {version()} cannot quantise attention with {runtime.settings().asked} ({reason}): "
                 f"use {MODELOPT_MINIMUM} or newer"
             )
 

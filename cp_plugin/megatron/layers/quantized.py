@@ -62,7 +62,7 @@ class QuantCoreAttention(QuantModule):
     def modelopt_post_restore(self, prefix: str = "") -> None:
         """Called when quantisers are rebuilt, before their states are loaded."""
         if any(state.numel() != 1 for name in NAMES for state in getattr(self, name).state_dict().values()):
-            raise ValueError(f"{prefix}: {runtime.settings().asked} restores quantisers with one amax only")
+            raise ValueError(f"{prefix}: {runtime.settings().asked} can only restore quantisers with a single amax")
         if hasattr(self, "device"):  # modelopt's note of the weights' device
             self.to(self.device)
 
@@ -87,17 +87,17 @@ def unsupported(quantizer: torch.nn.Module, dims: int) -> str | None:
     by_token = quantizer._dynamic and axis == tuple(range(dims - 1))
     calibrator = type(quantizer._calibrator)
     problems = {
-        f"a custom backend ({quantizer.backend}): what it does with tokens is not known": quantizer.backend,
-        "fake_quant False: attention takes real numbers": not quantizer.fake_quant,
+        f"a custom backend ({quantizer.backend}): its treatment of tokens is unknown": quantizer.backend,
+        "fake_quant False: attention needs real numbers": not quantizer.fake_quant,
         "a bias (affine quantisation): its mean would be that of this rank's tokens": quantizer.bias is not None,
         f"scales along the axis {axis}: use one scale, or one for each block of the last dimension": axis
         and not by_token,
-        f"blocks along the dimensions {across}: they would hold several tokens or heads": across,
-        "static blocks: their amax would be that of a place in the calibration data": blocks and not dynamic,
+        f"blocks along the dimensions {across}: they would span several tokens or heads": across,
+        "static blocks: their amax would belong to positions in the calibration data": blocks and not dynamic,
         "a dynamic scale of the whole tensor: it would be that of this rank's tokens": dynamic
         and not blocks
         and not by_token,
-        f"the calibrator {calibrator.__name__}: of what ranks find, only the maximum is that of all data": not dynamic
+        f"the calibrator {calibrator.__name__}: only a maximum can be combined across ranks": not dynamic
         and not issubclass(calibrator, MaxCalibrator),
     }
     return "; ".join(problem for problem, present in problems.items() if present) or None
@@ -125,7 +125,7 @@ def _all_ranks(cp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | int:
     if cp_group is not None and not set(dist.get_process_group_ranks(cp_group)) <= set(ranks):
         raise ValueError(
             f"{runtime.settings().asked} cannot calibrate a layer whose context-parallel ranks are "
-            f"{dist.get_process_group_ranks(cp_group)}: Megatron's ranks of its tensor and data parallelism are {ranks}"
+            f"{dist.get_process_group_ranks(cp_group)}: Megatron's tensor- and data-parallel ranks are {ranks}"
         )
     return group
 
@@ -168,8 +168,8 @@ def _refuse_other_quantizers(module: torch.nn.Module) -> None:
     found = [f"{name} ({_REFUSED[name]})" for name, enabled in asked.items() if enabled]
     if found:
         raise ValueError(
-            f"{runtime.settings().asked} does not support {', '.join(found)}: no kernel exposes these. Leave them "
-            f"out of quant_cfg; there are {', '.join(NAMES)}"
+            f"{runtime.settings().asked} does not support {', '.join(found)}: no kernel exposes these. Leave them out "
+            f"of quant_cfg; supported are {', '.join(NAMES)}"
         )
     STATE.quantized.pop(module)
 

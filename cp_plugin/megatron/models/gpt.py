@@ -86,9 +86,9 @@ def refuse(args: argparse.Namespace) -> None:
         given.append("--mtp-num-layers with --pipeline-model-parallel-layout")
     if given:
         raise ValueError(
-            f"{', '.join(given)}: not supported by cp_plugin.pretrain_gpt, which does plain GPT pretraining. Leave "
-            f"{'it' if len(given) == 1 else 'them'} out, or run Megatron-LM's own script with `python -m cp_plugin.run "
-            "path/to/pretrain_gpt.py ...`"
+            f"{', '.join(given)}: not supported by cp_plugin.pretrain_gpt, which only pretrains plain GPT models. "
+            f"Leave {'it' if len(given) == 1 else 'them'} out, or run Megatron-LM's own script with `python -m "
+            "cp_plugin.run path/to/pretrain_gpt.py ...`"
         )
 
 

@@ -55,8 +55,8 @@ def on_cpu(spec: ModuleSpec, config: Any, pattern: str) -> ModuleSpec:
         modules = [sys.modules[base.__module__] for base in layer.__mro__]
         if symbol in pattern and not all(getattr(module, exists, True) for module in modules):
             raise ValueError(
-                f"{symbol} in --hybrid-layer-pattern {pattern}: the kernels of {name} run on CUDA only. Train on a "
-                f"GPU, or try out a pattern without {symbol}"
+                f"{symbol} in --hybrid-layer-pattern {pattern}: the kernels of {name} run only on CUDA. Train on a "
+                f"GPU, or try a pattern without {symbol}"
             )
     return stack_spec(config) if spec is with_transformer_engine else spec
 

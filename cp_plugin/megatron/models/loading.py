@@ -65,7 +65,7 @@ def load() -> torch.nn.Module:
         raise ValueError(f"Megatron refuses the flags: {error}") from error
     chunks = training.get_model(gpt.build_model, wrap_with_ddp=False)
     if len(chunks) != 1:
-        raise ValueError("generation runs on one pipeline stage, not on virtual ones: leave their flags out")
+        raise ValueError("generation does not support virtual pipeline stages: leave their flags out")
     if get_args().load is not None:
         checkpointing.load_checkpoint(chunks, None, None)
     if runtime.settings().active:

@@ -40,7 +40,7 @@ class Tokens:
             return list(self._tokenizer.tokenize(text))
         except ValueError as error:
             raise ValueError(
-                f"--prompt: {get_args().tokenizer_type} cannot read it ({error}): where tokens are the bytes of the "
+                f"--prompt: {get_args().tokenizer_type} cannot encode it ({error}): if tokens are the bytes of the "
                 "text, add --bytes"
             ) from None
 
@@ -64,7 +64,7 @@ def encode(request: Request, tokens: Tokens) -> list[list[int]]:
     for prompt in request.prompts:
         ids = tokens.encode(prompt)
         if not ids:
-            raise ValueError(f"--prompt {prompt!r} has no tokens: give at least one")
+            raise ValueError(f"--prompt {prompt!r} has no tokens: write at least one")
         known = get_args().padded_vocab_size
         strange = sorted({token for token in ids if not 0 <= token < known})
         if strange:
@@ -84,8 +84,8 @@ def require_agreement(request: Request, prompts: list[list[int]]) -> None:
     others = [rank for rank, digest in enumerate(everywhere) if digest != everywhere[0]]
     if others:
         raise ValueError(
-            f"ranks disagree on the request: {ranks_named(others)} got a different --prompt or different options from "
-            "rank 0"
+            f"the ranks disagree on the request: {ranks_named(others)} got a different --prompt or different options "
+            "from rank 0"
         )
 
 

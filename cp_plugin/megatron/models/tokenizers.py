@@ -1,6 +1,6 @@
-"""Megatron's tokenizers by short names, and the flags that give a training the same one.
+"""Megatron's tokenizers by short names, and the flags for training with the same one.
 
-bytes                    one token per byte; a training only needs the size of the vocabulary
+bytes                    one token per byte; training only needs the size of the vocabulary
 huggingface:NAME_OR_PATH transformers' AutoTokenizer
 sentencepiece:FILE       a model of sentencepiece
 tiktoken:FILE            a vocabulary in Megatron's .json form of tiktoken's
@@ -16,10 +16,10 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from cp_plugin.common.names import did_you_mean
 from cp_plugin.megatron import compat
 
 EOD = 256
@@ -91,17 +91,18 @@ def named(text: str, more: Sequence[str] = ()) -> Name:
     """
     kind, _, model = text.partition(":")
     if kind not in KINDS:
-        near = get_close_matches(kind, KINDS, 1)
+        hint = did_you_mean(kind, KINDS)
+        choose = f"{hint} Choose" if hint else ": choose"
         raise ValueError(
-            f"--tokenizer {text}: unknown{f'; did you mean {near[0]}' if near else ''} (there are bytes, "
-            "huggingface:NAME_OR_PATH, sentencepiece:FILE, tiktoken:FILE)"
+            f"--tokenizer {text}{choose} one of bytes, huggingface:NAME_OR_PATH, sentencepiece:FILE, tiktoken:FILE"
         )
     if kind == "bytes":
         if model or more:
-            raise ValueError(f"--tokenizer {text}: bytes takes no {'flags after --' if more else 'file'}; leave it out")
+            wrong = "flags after --; leave them out" if more else "file; write --tokenizer bytes"
+            raise ValueError(f"--tokenizer {text}: the bytes tokenizer takes no {wrong}")
         return Name(kind=kind)
     if not model:
-        raise ValueError(f"--tokenizer {text}: write {kind}: and its file{' or name' * (kind == 'huggingface')}")
+        raise ValueError(f"--tokenizer {text}: write {kind}:{'NAME_OR_PATH' if kind == 'huggingface' else 'FILE'}")
     library = LIBRARIES[kind]
     if importlib.util.find_spec(library.module) is None:
         raise ValueError(f"--tokenizer {text}: {library.module} is not installed: {EXTRA}")
@@ -109,7 +110,7 @@ def named(text: str, more: Sequence[str] = ()) -> Name:
     if path.exists():
         model = str(path.absolute())
     elif kind != "huggingface" or model.startswith((".", "/", "~")):
-        raise ValueError(f"--tokenizer {text}: there is no such file")
+        raise ValueError(f"--tokenizer {text}: no such file")
     return Name(kind=kind, model=model, more=tuple(more))
 
 
@@ -180,4 +181,4 @@ def _part_of_tokenizer(path: Path) -> bool:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; only Megatron's flags for tokenizers may follow --")
+        raise ValueError(f"{message}; only Megatron's tokenizer flags may follow --")

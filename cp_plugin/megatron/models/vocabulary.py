@@ -28,8 +28,8 @@ def check(args: argparse.Namespace) -> None:
         ids = _described(prefix)
         if ids is not None and ids > limit:
             raise ValueError(
-                f"{flag}: the model has {limit} token ids, and the dataset {prefix} was made with {ids}: its "
-                f"description, {prefix}.json, has the flags to train on it"
+                f"{flag}: the model has {limit} token ids, but the dataset {prefix} was built with {ids}: "
+                f"{prefix}.json has the flags to train on it"
             )
 
 

@@ -45,8 +45,8 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
     layout = runtime.between_layers(cp).layout
     if call.arguments.get("use_contiguous_cp") and cp.size > 1 and layout.name != "contiguous":
         raise ValueError(
-            "the training script slices its batch with use_contiguous_cp=True, and this model computes in the "
-            f"{layout.name} layout: pass it only where the configuration has linear_cp_layout 'contiguous'"
+            "the training script slices its batch with use_contiguous_cp=True, but this model computes in the "
+            f"{layout.name} layout: pass it only if the configuration has linear_cp_layout 'contiguous'"
         )
     return _slice(call["batch"], cp, call["cp_group"])
 
@@ -62,8 +62,8 @@ def replace_get_thd_batch(call: Call) -> tuple[dict[str, Any], Any]:
     cp = runtime.context_parallel(group)
     if call["cp_size"] not in (None, cp.size):
         raise ValueError(
-            f"the training script slices a packed batch for {call['cp_size']} ranks, and context parallelism is over "
-            f"{cp.size}: groups that change from batch to batch are not supported"
+            f"the training script slices a packed batch for {call['cp_size']} ranks, but there are {cp.size} "
+            "context-parallel ranks: groups that change from batch to batch are not supported"
         )
     bounds = {name: call[name] for name in ("cu_seqlens", "cu_seqlens_padded")}
     batch, packed = call.original(cp_size=1, cp_rank=0)
@@ -114,13 +114,13 @@ def pad_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
         _check_experts(length, length + more)
         if key not in _BEHIND_THE_END:
             raise ValueError(
-                f"--cp-pad-sequence: the batch has {key!r} of {length} tokens, and no padding is defined for it: pad "
-                "the batch in the script, or use a --seq-length that the layout divides"
+                f"--cp-pad-sequence: the batch has {key!r} of {length} tokens, which the plugin cannot pad: pad the "
+                "batch in the script, or use a --seq-length that needs no padding"
             )
         if key == "labels" and batch.get("loss_mask") is None:
             raise ValueError(
-                "--cp-pad-sequence: the batch has labels and no loss_mask, so the padding would count: return a "
-                "loss_mask with the batch, or use a --seq-length that the layout divides"
+                "--cp-pad-sequence: the batch has labels and no loss_mask, so padding would count in the loss: return "
+                "a loss_mask with the batch, or use a --seq-length that needs no padding"
             )
         both = (0, more, 0, more) if key == "attention_mask" else (0, more)
         batch[key] = pad(value, both, value=_BEHIND_THE_END[key])
@@ -132,8 +132,8 @@ def _check_experts(length: int, padded: int) -> None:
     model = runtime.model()
     if model is not None and model.experts and padded == model.problem.seq_length and length != model.tokens:
         raise ValueError(
-            f"--cp-pad-sequence: the batch has {length} tokens where --seq-length gives it {model.tokens}, and routers "
-            "would not know which are padding: use batches of that length"
+            f"--cp-pad-sequence: the batch has {length} tokens instead of the {model.tokens} of --seq-length, so "
+            "routers would not know which are padding: use batches of that length"
         )
 
 
@@ -172,13 +172,13 @@ def _check_layouts(cp: ContextParallel, boundary: str, views: Sequence[str], *, 
         wrong, right = next((name for name in views if name not in others), None), others
     if wrong is not None:
         raise ValueError(
-            f"the training script asks for its batch in the {wrong} layout, and {runtime.settings().asked} computes in "
-            f"the {cp.layout.name} layout: ask for {' or '.join(sorted(right))}"
+            f"the training script requests its batch in the {wrong} layout, but {runtime.settings().asked} computes in "
+            f"the {cp.layout.name} layout: request {' or '.join(sorted(right))}"
         )
     if views and packed:
         raise ValueError(
-            f"the training script asks for packed documents in the layouts {', '.join((boundary, *views))}, and "
-            f"{runtime.settings().asked} divides a pack in one of them only: ask for {boundary} alone"
+            f"the training script requests packed documents in the layouts {', '.join((boundary, *views))}, and "
+            f"{runtime.settings().asked} shards a pack in only one of them: request {boundary} alone"
         )
 
 

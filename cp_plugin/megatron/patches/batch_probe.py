@@ -38,7 +38,7 @@ def batches(original: Callable[..., Any], replacement: Callable[..., Any]) -> st
         for names, function in zip(holders, before, strict=True):
             names[_SLICER] = function
     if not all(torch.equal(found.get_batch()[name], sliced) for name in _ENTRIES):
-        return "it slices the batch by itself, instead of calling get_batch_on_this_cp_rank"
+        return "it slices the batch itself instead of calling get_batch_on_this_cp_rank"
     packed = found.get_packed_seq_params()
     if made := [name for name, x in vars(packed).items() if isinstance(x, Tensor) and name not in _OF_ANY_PACK]:
         return f"its PackedSeqParams have {', '.join(made)}, made for Megatron's own layout"

@@ -53,13 +53,13 @@ class Contract:
         if self.form != "wraps" and (asked := [name for name in self._others(found) if _required(found[name])]):
             return f"it requires {', '.join(asked)}, which cp_plugin does not know"
         if self.probe is None and self.form == "replaces":
-            return "cp_plugin runs something else instead, and has no probe that would compare the two"
+            return "cp_plugin replaces it, and has no probe to compare the two"
         if self.probe is None or not probing:
             return None
         try:
             return self.probe(original, replacement)
         except Exception as error:  # of code that nobody has seen
-            return f"its probe ended in {type(error).__name__}: {error}"
+            return f"its probe failed with {type(error).__name__}: {error}"
 
     def guarded(self, target: str, original: Callable[..., Any], replacement: Any) -> Any:
         """The replacement, which refuses values other than the defaults for parameters that it does not know."""
@@ -76,8 +76,8 @@ class Contract:
             for name in others:
                 if name in given and given[name] is not found.parameters[name].default:
                     raise ValueError(
-                        f"{target} was called with {name}={given[name]!r}, a parameter that this Megatron has added "
-                        "and cp_plugin does not know: leave it out, or use --cp-provider upstream"
+                        f"{target} was called with {name}={given[name]!r}, a parameter that this Megatron added and "
+                        "cp_plugin does not know: leave it out, or use --cp-provider upstream"
                     )
                 named.pop(name, None)
             return replacement(*positional, **named)

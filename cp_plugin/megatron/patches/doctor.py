@@ -34,7 +34,7 @@ def examined(folder: str, words: Sequence[str]) -> dict[str, Any]:
     root = Path(folder).resolve()
     if not (root / "megatron" / "core").is_dir():
         raise ValueError(
-            f"--megatron {folder}: no megatron/core there; give a Megatron-LM checkout, or an unpacked wheel"
+            f"--megatron {folder}: no megatron/core in it; give a Megatron-LM checkout or an unpacked wheel"
         )
     sys.path.insert(0, str(root))
     from cp_plugin.common.versions import require_megatron

@@ -124,7 +124,7 @@ COMMAND_LINE = (
         "checks of the flags",
         wraps("args"),
         called_by="Megatron's parser, where it has no hook for extensions (native)",
-        otherwise="flags that do not fit would be found by a crash, or not at all",
+        otherwise="flags that do not fit would crash later, or go unnoticed",
     ),
 )
 """Not needed where Megatron has a hook for extensions: see ``native``."""

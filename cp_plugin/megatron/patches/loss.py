@@ -115,11 +115,11 @@ def _wrong_report(
         return ""
     logged = sum(first) / sum(second)
     if isclose(logged, size * mean, rel_tol=1e-4) and _alike(first):
-        return f"a sum over all ranks with this rank's own count: {size} times the loss, {mean:.6g}"
+        return f"the sum over all ranks with this rank's own count: {size} times the loss, {mean:.6g}"
     if isclose(logged, mean / size, rel_tol=1e-4) and _alike(second):
         return f"this rank's own sum with the count of all ranks: 1/{size} of the loss, {mean:.6g}"
     if counts and of_own and set(second) == {1.0} and not isclose(logged, mean, rel_tol=1e-4):
-        return f"the mean over this rank's tokens, as if ranks had equally many: {logged:.6g} for {mean:.6g}"
+        return f"the mean over this rank's tokens, as if all ranks had equally many: {logged:.6g} for {mean:.6g}"
     return ""
 
 
@@ -138,11 +138,11 @@ def _wrong_weights(weights: list[float], counts: list[float] | None) -> str:
         return "returns two parts, with the mean over this rank's own tokens" if means and len(weighing) > 1 else ""
     weight, count = sum(weights), sum(counts)
     if count > size and (means or isclose(weight, 1, rel_tol=1e-3)):
-        return f"returns a mean, where Megatron wants a sum over tokens to divide by their number, {count:.0f}"
+        return f"returns a mean instead of a sum over tokens, which Megatron divides by their number, {count:.0f}"
     if weighing and isclose(count, size * weight, rel_tol=1e-3):
-        return f"counts the tokens of all ranks on each of them: {count:.0f} together, of {weight:.0f}"
+        return f"counts all ranks' tokens on every rank: {count:.0f} together, of {weight:.0f}"
     if weighing and isclose(weight, size * count, rel_tol=1e-3):
-        return f"sums the losses of all ranks on each of them: {weight:.0f} together, of {count:.0f}"
+        return f"sums all ranks' losses on every rank: {weight:.0f} together, of {count:.0f}"
     return ""
 
 

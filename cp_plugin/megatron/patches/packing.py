@@ -117,7 +117,7 @@ def places(packed: PackedSeqParams | None) -> Tensor | None:
 def _lengths(where: Tensor, tokens: int) -> list[int]:
     ends = where.flatten().tolist()
     if ends[0] != 0 or ends[-1] > tokens or any(a > b for a, b in pairwise(ends)):
-        raise ValueError(f"documents begin at {ends[:8]}: the tokens of a pack are 0 to {tokens}, one after the other")
+        raise ValueError(f"document boundaries {ends[:8]} must start at 0, never decrease, and not exceed {tokens}")
     return [b - a for a, b in pairwise([*ends, tokens]) if b > a]
 
 
@@ -139,7 +139,7 @@ def _read(packed: PackedSeqParams, tokens: int) -> Tensor:
     if padded is not None and real is not None:
         places += (padded[:-1] + real.diff()).tolist()
     if max(places) > tokens:
-        raise ValueError(f"the documents of this batch end at token {max(places)}, and it has {tokens} on all ranks")
+        raise ValueError(f"the documents of this batch end at token {max(places)}, but it has {tokens} on all ranks")
     return torch.tensor(sorted(set(places)))
 
 

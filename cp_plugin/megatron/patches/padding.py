@@ -55,9 +55,8 @@ def replace_router_forward(call: Call) -> Any:
     tokens = rows * model.parts * cp.size
     if tokens != model.problem.seq_length:
         raise ValueError(
-            f"--cp-pad-sequence: a router has {tokens} tokens on all ranks, and those of --seq-length are "
-            f"{model.tokens}, padded to {model.problem.seq_length}: it does not know which are padding. Use batches of "
-            "that length"
+            f"--cp-pad-sequence: a router has {tokens} tokens on all ranks, but --seq-length has {model.tokens}, "
+            f"padded to {model.problem.seq_length}: it cannot tell which are padding. Use batches of that length"
         )
     first = rows * parallel_state.get_tensor_model_parallel_rank() if model.parts > 1 else 0
     padding = cp.positions(tokens, call["input"].device)[first : first + rows] >= tokens - model.padding

@@ -180,7 +180,7 @@ def examine(patch: Patch, *, probing: bool | None = None) -> Finding:
     if _is_known(patch, original):
         return replace(found, known=True)
     if STATE.strict:
-        return replace(found, broken="its source is unknown, which --cp-unknown-source stop does not allow")
+        return replace(found, broken="its source is unknown, which --cp-unknown-source stop forbids")
     if probing is None:
         probing = os.environ.get("RANK", "0") == "0"
     plain = original.__func__ if isinstance(original, staticmethod) else original
@@ -193,14 +193,14 @@ def examine(patch: Patch, *, probing: bool | None = None) -> Finding:
 def refusal(findings: Sequence[Finding]) -> str:
     """What differs, what would go wrong, and what to do, of all broken contracts."""
     packages = " and ".join(dict.fromkeys(f"{f.patch.package} {_release(f.patch.package)}" for f in findings))
-    lines = [f"cp_plugin cannot run on this {packages}, since functions that it builds on do something else here:"]
+    lines = [f"cp_plugin cannot run on this {packages}, because functions it relies on behave differently:"]
     for number, found in enumerate(findings, 1):
         patch = found.patch
         lines.append(f"  {number}. {patch.target} ({patch.reason}): {found.broken}.")
         lines.append(f"     If it ran, {patch.otherwise}." if patch.otherwise else "")
         lines += [f"     {line}" for line in _difference(found).splitlines()]
     lines.append(
-        "Use a Megatron without these changes, a cp_plugin release that knows them, or --cp-provider upstream; "
+        "Use a Megatron without these changes, a cp_plugin release that supports them, or --cp-provider upstream; "
         "cp-plugin doctor --megatron DIR checks a checkout without starting anything"
     )
     return "\n".join(line for line in lines if line)
@@ -227,7 +227,7 @@ def tell_unknown() -> None:
         names = ", ".join(target.rpartition(":")[2] for target in STATE.unknown)
         print(
             f"cp_plugin: {len(STATE.unknown)} functions of this megatron-core {megatron_version()} differ from the "
-            f"releases that cp_plugin knows; their behaviour was checked, and the self-check follows: {names}",
+            f"releases that cp_plugin knows; their behaviour was tested, and the self-check follows: {names}",
             flush=True,
         )
 

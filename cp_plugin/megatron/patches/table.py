@@ -35,7 +35,7 @@ ALWAYS = (
         "comparison of the ranks' flags, and process groups",
         wraps("distributed_timeout_minutes"),
         called_by="Megatron's initialization",
-        otherwise="ranks with other flags than their peers would wait for each other for ever",
+        otherwise="ranks with different flags would wait for each other forever",
     ),
     Patch(
         "megatron.training.checkpointing:_load_base_checkpoint",
@@ -43,7 +43,7 @@ ALWAYS = (
         "settings that a checkpoint was saved with",
         wraps("load_dir", "args", "rank0", "sharded_state_dict"),
         called_by="Megatron's loading of checkpoints, and its reading of arguments from them",
-        otherwise="a checkpoint of other layers would be loaded as if it were of these",
+        otherwise="a checkpoint with other layers would be loaded as if it had these",
     ),
 )
 
@@ -78,7 +78,7 @@ PROVIDER = (
             also=probes.OF_BATCHES,
         ),
         called_by="the training script",
-        otherwise="ranks would train on other tokens than their angles and masks are for",
+        otherwise="ranks would train on tokens that do not match their angles and masks",
         when=_provider,
     ),
     Patch(
@@ -87,7 +87,7 @@ PROVIDER = (
         "layout of packed batches, which some versions slice by a function of their own",
         wraps("batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", probe=probes.packed_batch),
         called_by="the training script",
-        otherwise="ranks would train on other tokens of a pack than their angles and masks are for",
+        otherwise="ranks would train on tokens of a pack that do not match their angles and masks",
         when=_provider,
         late=True,
         required=False,
@@ -95,7 +95,7 @@ PROVIDER = (
     Patch(
         "megatron.core.context_parallel.utils:get_batches_on_this_cp_rank",
         batch.replace_get_batches,
-        "layout of the batch, where a script may ask for several",
+        "layout of the batch, if a script may request several",
         wraps(
             "batch",
             "cp_group",
@@ -105,7 +105,7 @@ PROVIDER = (
             probe=batch_probe.batches,
         ),
         called_by="the training script",
-        otherwise="ranks would train on other tokens than their angles and masks are for",
+        otherwise="ranks would train on tokens that do not match their angles and masks",
         when=_provider,
         required=False,
     ),
@@ -163,7 +163,7 @@ PROVIDER = (
             also=probes.OF_ROLLING,
         ),
         called_by="multi-token prediction",
-        otherwise="multi-token prediction would learn other tokens than the next ones",
+        otherwise="multi-token prediction would learn the wrong next tokens",
         when=_mtp,
     ),
     Patch(
@@ -176,7 +176,7 @@ PROVIDER = (
             also=probes.OF_PREDICTION,
         ),
         called_by="GPTModel and HybridModel",
-        otherwise="the loss of multi-token prediction would weigh tokens by the rank that holds them",
+        otherwise="the loss of multi-token prediction would weight tokens by the rank that holds them",
         when=_mtp,
     ),
     Patch(
@@ -189,7 +189,7 @@ PROVIDER = (
             also=probes.OF_LOSSES,
         ),
         called_by="the pipeline schedules",
-        otherwise="the loss would weigh tokens by the rank that holds them",
+        otherwise="the loss would weight tokens by the rank that holds them",
         when=_provider,
     ),
     Patch(
@@ -200,7 +200,7 @@ PROVIDER = (
             probe=attention_probes.core_attention,
             also=attention_probes.OF_ATTENTION,
         ),
-        otherwise="attention would compute something else than on one rank",
+        otherwise="attention would not match a single rank's",
         when=_provider,
     ),
     Patch(
@@ -211,7 +211,7 @@ PROVIDER = (
             probe=attention_probes.te_attention,
             also=("megatron.core.extensions.transformer_engine:TEDotProductAttention",),
         ),
-        otherwise="attention would compute something else than on one rank",
+        otherwise="attention would not match a single rank's",
         when=_provider,
     ),
     Patch(
@@ -229,7 +229,7 @@ PROVIDER = (
         "audit and self-check of the model",
         wraps(),
         called_by="pretrain",
-        otherwise="a model with other attention than the provider's would train",
+        otherwise="a model without the provider's attention would train",
         when=_provider,
     ),
     Patch(
@@ -238,7 +238,7 @@ PROVIDER = (
         "traffic at each log interval (--cp-log-traffic)",
         wraps("iteration"),
         called_by="the training loop",
-        otherwise="the traffic would be logged for other iterations",
+        otherwise="traffic would be logged for the wrong iterations",
         when=lambda run: run.settings.active and run.settings.log_traffic,
     ),
 )
@@ -277,10 +277,10 @@ PADDING = (
     Patch(
         "megatron.core.transformer.moe.router:TopKRouter.forward",
         padding.replace_router_forward,
-        "padding, which experts do not balance",
+        "padding, excluded from expert load balancing",
         wraps("input", "padding_mask"),
         called_by="MoE layers",
-        otherwise="experts would be balanced for padding, too",
+        otherwise="padding would count in expert load balancing",
         when=lambda run: _padded(run) and run.has("num_experts"),
     ),
     Patch(
@@ -289,7 +289,7 @@ PADDING = (
         "token counts of experts in padded sequences",
         wraps("reduce_group", probe=probes.token_counts),
         called_by="routers",
-        otherwise="losses of experts would weigh tokens by the rank that holds them",
+        otherwise="losses of experts would weight tokens by the rank that holds them",
         when=lambda run: _padded(run) and run.has("num_experts"),
     ),
 )

@@ -34,7 +34,7 @@ LINEAR = (
         "floating point operations of linear layers",
         wraps("args", "batch_size"),
         called_by="the training loop",
-        otherwise="the throughput that is logged would be that of quadratic attention",
+        otherwise="the logged throughput would be that of quadratic attention",
         when=lambda run: run.settings.linear is not None,
     ),
 )
@@ -55,7 +55,7 @@ HYBRID = (
         "layout of Mamba and gated delta net, on the way back",
         replaces("input_", "cp_size", "packed_seq_params", probe=probes.order_of_states),
         called_by="Mamba and gated delta net",
-        otherwise="layers after states would see the tokens in another order",
+        otherwise="layers after it would see the tokens in another order",
         when=_states,
     ),
     Patch(
@@ -108,7 +108,7 @@ DELTA_NET = (
             also=delta_net_probe.OF_DELTA_NET,
         ),
         called_by="the layer's module call",
-        otherwise="gated delta net would compute something else than on one rank",
+        otherwise="gated delta net would not match a single rank's",
         when=lambda run: run.settings.delta_net is not None,
     ),
 )

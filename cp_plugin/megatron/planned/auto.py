@@ -42,7 +42,7 @@ from cp_plugin.planner.training.parallel import Parallel
 
 CLUSTER = "--cp-cluster"
 _ASKED = f"--cp-provider {AUTO}"
-_ELSEWHERE = "only a training command can be left to it"
+_ELSEWHERE = "only works in a training command"
 
 
 def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = False) -> Settings:
@@ -169,14 +169,14 @@ def _best(found: Plan, real: Problem, allowed: Allowed) -> Priced:
     """The best plan; ValueError if there is none."""
     if not found.found:
         reasons = " | ".join(f"{name}: {_why_not(name, real, allowed)}" for name in providers.names())
-        raise ValueError(f"{_ASKED}: no provider can do this. {reasons}")
+        raise ValueError(f"{_ASKED}: no provider can run this model. {reasons}")
     if found.fits(found.best):
         return found.best
     least = min(found.found, key=lambda priced: priced.footprint.total)
     raise ValueError(
-        f"{_ASKED}: nothing fits the memory: {least.candidate.name}, which needs least, needs "
+        f"{_ASKED}: nothing fits the memory: {least.candidate.name}, the smallest, needs "
         f"{in_bytes(least.footprint.total)}, and {found.cluster.device.name} has {in_bytes(found.limit)}. Raise "
-        f"--context-parallel-size or --tensor-model-parallel-size, use --recompute-granularity full, or name another "
+        "--context-parallel-size or --tensor-model-parallel-size, use --recompute-granularity full, or name another "
         f"device with {CLUSTER}"
     )
 
@@ -185,7 +185,7 @@ def _why_not(name: str, real: Problem, allowed: Allowed) -> str:
     provider = providers.get(name)
     layouts = [layout for layout in provider.layouts if layout in allowed.layouts]
     if not layouts:
-        return f"it runs on {', '.join(provider.layouts)}, and here tokens can be {', '.join(allowed.layouts)}"
+        return f"it runs on {', '.join(provider.layouts)}, but these flags allow {', '.join(allowed.layouts)}"
     return str(
         settled_or_reason(provider, real, replace(without_sums(provider, allowed.options), layout=layouts[0])).reason
     )
@@ -202,21 +202,21 @@ def _upstream(model: Model, parallel: Parallel, cluster: Inferred, real: Problem
 def _why_not_stock(args: argparse.Namespace, real: Problem, stock: Priced) -> str:
     """Why stock Megatron cannot be chosen here; empty: it can."""
     if args.transformer_impl != "transformer_engine" or importlib.util.find_spec("transformer_engine") is None:
-        return "it needs Transformer Engine, which is not here"
+        return "it needs Transformer Engine, which is not installed"
     if args.attention_backend.name not in ("auto", "flash", "fused"):
         return f"it has no --attention-backend {args.attention_backend.name} under context parallelism"
     if real.documents:
-        return "it needs documents that are padded one by one"
+        return "it needs every document padded separately"
     if _comm_type(stock) == "a2a+p2p":
         return "Megatron makes its groups before the planner chooses"
     if real.seq_length % (2 * real.size) or args.cp_pad_sequence:
-        return "it has no padding of sequences"
+        return "it cannot pad sequences"
     trial = copy.copy(args)
     trial.cp_provider = trial.cp_cluster = None
     try:
         our_flags.settings_from(trial)
     except ValueError:
-        return "the flags ask for what only the plugin has"
+        return "some flags need the plugin"
     return ""
 
 
@@ -233,7 +233,7 @@ def _of_stock(answer: _Answer) -> Iterator[str]:
         f"{best.candidate.name} {_ms(best)}; iterations are {_beside_ours(answer)}"
     )
     yield f"planned for {answer.cluster.how}"
-    yield f"the same without the planner: --cp-provider {UPSTREAM} {stock.candidate.flags}"
+    yield f"equivalent flags without the planner: --cp-provider {UPSTREAM} {stock.candidate.flags}"
 
 
 def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
@@ -245,7 +245,7 @@ def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
     )
     parts = [f"{best.candidate.name} ({chosen}): predicted {_ms(best)} ms per attention call"]
     if tied:
-        parts.append(f"the simplest of a tie with {_each(tied)}")
+        parts.append(f"the simplest in a tie with {_each(tied)}")
     if slower:
         least = slower[0].iteration.seconds / found.fastest
         parts.append(f"iterations take {least:.2f}x or more with {_each(slower)}")
@@ -255,10 +255,10 @@ def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
     parts.append(in_words(p.provider for p in (*found.found, *filter(None, [stock]))))
     yield "; ".join(parts)
     yield f"planned for {answer.cluster.how}"
-    yield f"the same without the planner: {best.candidate.flags}"
+    yield f"equivalent flags without the planner: {best.candidate.flags}"
     if stock is not None and answer.stock_is_enough:
         yield (
-            f"stock Megatron would do as well: --cp-provider {UPSTREAM} {stock.candidate.flags}, whose iterations "
+            f"stock Megatron would do just as well: --cp-provider {UPSTREAM} {stock.candidate.flags}, whose iterations "
             f"are {_beside_ours(answer)}; it was not chosen because {reason}"
         )
     if answer.packed is not None:
@@ -268,7 +268,7 @@ def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
             f"{answer.packed.prefix}.idx"
         )
     elif answer.real.documents:
-        yield "packed documents were planned for as one sequence: their lengths are not known before training"
+        yield "planned for packs as single sequences, because document lengths are unknown before training"
 
 
 def _beside_ours(answer: _Answer) -> str:

@@ -84,9 +84,11 @@ def read(flags: Sequence[str], devices: int) -> Planned:
         RankError: for any other error.
     """
     if devices < 1:
-        raise ValueError(f"{devices} devices: training needs at least 1")
+        raise ValueError(f"--devices {devices}: training needs at least 1")
     if {"-h", "--help"} & set(flags):
-        raise ValueError("--help describes Megatron's flags instead of using them: leave it out")
+        raise ValueError(
+            "--help after -- would only print Megatron's flags: leave it out (cp-plugin plan -h lists plan's own)"
+        )
     (found,) = run_ranks(_read, 1, args=(list(flags),), env={"WORLD_SIZE": str(devices)}, timeout=SECONDS)
     if isinstance(found, Refused):
         raise ValueError(found.message)

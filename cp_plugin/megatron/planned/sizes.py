@@ -27,7 +27,7 @@ def from_args(args: argparse.Namespace, settings: Settings) -> tuple[Model, Para
     for attribute, flag in UNKNOWN:
         value = getattr(args, attribute, None)
         if value:
-            raise ValueError(f"{flag} {value}: the planner has no model of this")
+            raise ValueError(f"{flag} {value}: the planner cannot price this")
     model, parallel = _model(args, settings), _parallel(args, settings)
     check(model, parallel)
     return model, parallel
@@ -106,8 +106,7 @@ def _vocab(args: argparse.Namespace) -> int:
     found = args.vocab_size or args.padded_vocab_size
     if not found:
         raise ValueError(
-            f"--tokenizer-type {args.tokenizer_type}: the size of the vocabulary is not among the flags: add "
-            "--vocab-size"
+            f"--tokenizer-type {args.tokenizer_type}: the flags do not give the vocabulary size: add --vocab-size"
         )
     return found
 

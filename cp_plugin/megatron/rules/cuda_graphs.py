@@ -21,9 +21,9 @@ OUTSIDE = {"transformer_engine": ("mlp", *_EXPERTS), "local": _EXPERTS}
 """``--cuda-graph-impl`` -> parts that can be captured without the plugin's communication."""
 _CAPTURED = {
     "attn": "attention",
-    "mamba": "the relayout of Mamba's tokens",
-    "mlp": "layers as a whole",
-    "full": "layers as a whole",
+    "mamba": "the reordering of Mamba's tokens",
+    "mlp": "whole layers",
+    "full": "whole layers",
     "full_iteration": "whole steps",
 }
 """Other parts -> description for the message."""
@@ -61,6 +61,6 @@ CUDA_GRAPH = Rule(
     name="--cuda-graph-impl",
     what="--cuda-graph-impl {asked}",
     why="it captures {captured}, and context parallelism cannot communicate in a CUDA graph yet",
-    fix="use --cuda-graph-impl transformer_engine {flag} with mlp, moe, or moe_router, or leave it out",
+    fix="use --cuda-graph-impl transformer_engine {flag} with mlp, moe or moe_router, or leave it out",
     looks_at=_captured,
 )

@@ -14,18 +14,18 @@ from cp_plugin.megatron.rules.rule import Found, Rule, flag, shown, value_of, wh
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
-_MASK = "attention is causal over the whole sequence, whatever the data loader's mask"
-_CROSS_LAYER = "its layers are not attention that a provider can replace, or they shard the sequence themselves"
+_MASK = "attention is causal over the whole sequence, whatever mask the data loader builds"
+_CROSS_LAYER = "a provider cannot replace the attention of its layers, or they shard the sequence themselves"
 _GRAPH = "it captures whole layers, and context parallelism cannot communicate in a CUDA graph yet"
 _PARTS = "use --cuda-graph-impl transformer_engine and name the parts: mlp, moe, or moe_router"
 _OFFLOAD = (
-    "it moves or frees tensors that attention saves for the backward; it needs Transformer Engine, and is not tested"
+    "it moves or frees tensors that attention saves for the backward pass; it needs Transformer Engine and is untested"
 )
 _OTHER_GROUPS = "it creates its own context-parallel groups"
 _INFERENCE = "the providers are for training and have no key/value cache"
-_TE_FP8 = "it is a switch of Transformer Engine's own attention"
-_KERNEL = "the kernels compute the plain softmax and do not report its statistics"
-_FILES = "its files are keyed by context-parallel rank and do not say which tokens a rank held"
+_TE_FP8 = "it only controls Transformer Engine's own attention"
+_KERNEL = "the kernels compute a plain softmax and do not report its statistics"
+_FILES = "its files are keyed by context-parallel rank and do not record which tokens a rank held"
 
 
 def names_its_exchange(run: Run) -> bool:
@@ -43,17 +43,17 @@ def _comm_type(run: Run) -> Found:
 
 DROPOUT = flag(
     "--attention-dropout",
-    why="all context-parallel ranks would draw the same mask, and the result would depend on their number",
+    why="all context-parallel ranks would draw the same mask, so results would depend on the number of ranks",
     fix="set --attention-dropout 0",
 )
 QK_CLIP = flag("--qk-clip", why=_KERNEL)
 MAX_LOGIT = flag("--log-max-attention-logit", why=_KERNEL)
-BATCH_INVARIANT = flag("--batch-invariant-mode", why="Megatron allows it without context parallelism only")
+BATCH_INVARIANT = flag("--batch-invariant-mode", why="Megatron allows it only without context parallelism")
 FP8_ATTENTION = flag("--fp8-dot-product-attention", why=_TE_FP8, fix="use --cp-fp8 compute")
 PARTITION = flag(
     "--cp-partition-mode",
-    why="Megatron would convert tokens around attention from its own layout, and they have the provider's",
-    fix="leave it out, and choose the layout by --cp-layout",
+    why="Megatron would convert tokens from its own layout before attention, but they are in the provider's",
+    fix="leave it out, and choose the layout with --cp-layout",
     refused=lambda v: v != "zigzag",
 )
 FP8_BETWEEN = flag("--fp8-multi-head-attention", why=_TE_FP8, fix="use --cp-fp8 compute")
@@ -65,12 +65,12 @@ RULES = (
     flag("--max-seqlen-per-dp-cp-rank", why=_OTHER_GROUPS, refused=lambda v: True),
     flag(
         "--sequence-packing-scheduler",
-        why="its packs are made and sliced on each rank, in Megatron's own layout (--use-varlen-dataset implies it)",
-        fix="leave both out, and pack documents by --sft",
+        why="it builds and slices packs on each rank, in Megatron's own layout (--use-varlen-dataset implies it)",
+        fix="leave both out, and pack documents with --sft",
     ),
     flag(
         "--pad-packed-seq-alignment",
-        why="it pads each rank's tokens after they are sliced, in the middle of the provider's layout",
+        why="it pads each rank's tokens after slicing, in the middle of the provider's layout",
         fix="use --cp-pad-sequence",
         refused=lambda v: True,
     ),
@@ -83,7 +83,7 @@ RULES = (
     ),
     # other attention
     flag("--cache-mla-latents", why=_INFERENCE),
-    flag("--mla-down-proj-fusion", why="it is Transformer Engine's, and not tested with the plugin yet"),
+    flag("--mla-down-proj-fusion", why="it needs Transformer Engine, and is not yet tested with the plugin"),
     QK_CLIP,
     MAX_LOGIT,
     flag(
@@ -91,10 +91,10 @@ RULES = (
         why="such layers assume Megatron's own layout and groups",
         refused=lambda v: True,
     ),
-    flag("--use-kitchen-attention", why="it would replace the provider by Kitchen's attention"),
+    flag("--use-kitchen-attention", why="it would replace the provider with Kitchen's attention"),
     flag(
         "--attention-backend",
-        why="it would replace the provider by Megatron's unfused attention, which has no context parallelism",
+        why="it would replace the provider with Megatron's unfused attention, which has no context parallelism",
         fix="use --cp-backend to choose the kernel",
         refused=lambda v: getattr(v, "name", v) == "local",
     ),
@@ -112,7 +112,7 @@ RULES = (
     flag("--fine-grained-activation-offloading", why=_OFFLOAD),
     flag(
         "--rerun-mode",
-        why="Megatron's parser accepts it, but its rerun engine fails with a less clear message",
+        why="Megatron's parser accepts it, but its rerun engine later fails with an obscure message",
         fix="use validate_results or disabled",
         refused=lambda v: v == "report_stats",
     ),
@@ -145,7 +145,7 @@ RULES = (
     flag("--external-cuda-graph", why=_GRAPH, fix=_PARTS),
     flag("--overlap-moe-expert-parallel-comm", why="two micro-batches would share the provider's streams"),
     flag("--perform-rl-step", why=_INFERENCE),
-    flag("--log-straggler", why="it times CUDA devices, and is not tested with the plugin yet"),
+    flag("--log-straggler", why="it times CUDA devices, and is not yet tested with the plugin"),
     flag("--logits-save-dir", why=_FILES),
     flag("--logits-load-dir", why=_FILES),
 )

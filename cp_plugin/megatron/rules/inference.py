@@ -109,12 +109,12 @@ CONTINUED = (
     Rule(
         name="pipeline stages of a generation",
         what="generation runs on one pipeline stage, got --pipeline-model-parallel-size {stages}",
-        fix="use 1; a checkpoint in the torch_dist format loads on other numbers of stages",
+        fix="use 1; a torch_dist checkpoint can be loaded with any number of stages",
         looks_at=lambda model: when(model.stages > 1, stages=model.stages),
     ),
     Rule(
         name="attention of a generation",
-        what="generation found no attention layer that it supports",
+        what="generation supports none of this model's attention layers",
         fix="use --transformer-impl local",
         looks_at=lambda model: when(model.layers == 0),
     ),
@@ -128,14 +128,14 @@ CONTINUED = (
     Rule(
         name="states of a generation",
         what="generation cannot continue {stateful}",
-        why="their state is not kept between tokens here",
+        why="the plugin does not keep their state between tokens",
         fix="use a model without them",
         looks_at=given("stateful"),
     ),
     Rule(
         name="layouts of a generation",
         what="generation runs without --linear-cp-layout contiguous",
-        why="it shards a prompt in the layout of attention",
+        why="it shards a prompt in attention's layout",
         fix="leave it out",
         looks_at=given("converted"),
     ),
@@ -161,15 +161,15 @@ ENGINE = (
     ),
     Rule(
         name="CUDA graphs of the engine",
-        what="generation with context parallelism runs without CUDA graphs",
+        what="--cuda-graph-impl {graphs} is not supported in generation with context parallelism",
         why="its cache grows, and its communication cannot be captured",
-        fix="got --cuda-graph-impl {graphs}, use none",
+        fix="use --cuda-graph-impl none",
         looks_at=lambda engine: when(engine.cuda_graphs != "none", graphs=engine.cuda_graphs),
     ),
     Rule(
         name="flash decode",
         what="--flash-decode reads Megatron's own cache, which holds whole sequences",
-        fix="leave it out, the plugin decodes from its sharded cache",
+        fix="leave it out: the plugin decodes from its own, sharded cache",
         looks_at=given("flash_decode"),
     ),
     Rule(
@@ -181,29 +181,28 @@ ENGINE = (
     ),
     Rule(
         name="speculative decoding",
-        what="speculative decoding is not supported with context parallelism",
+        what="--num-speculative-tokens {speculative} is not supported with context parallelism",
         why="rejected tokens would have to be removed from a sharded cache",
-        fix="got --num-speculative-tokens {speculative}, use 0; layers for multi-token prediction in the model are "
-        "left out of inference",
+        fix="use 0; inference skips the model's layers for multi-token prediction",
         looks_at=given("speculative"),
     ),
     Rule(
         name="wrapper of the engine",
-        what="Controller runs cp_plugin.megatron.inference.engine.InferenceWrapper, got {wrapper}, which knows no "
-        "context parallelism",
+        what="Controller runs cp_plugin.megatron.inference.engine.InferenceWrapper, got {wrapper}, which does not "
+        "support context parallelism",
         fix="use static_engine(), or InferenceWrapper",
         looks_at=given("wrapper"),
     ),
     Rule(
         name="tokenizer of the engine",
         what="the tokenizer {tokenizer} has no end-of-document token (eod), with which Megatron pads a batch",
-        fix="use one that has",
+        fix="use one that has it",
         looks_at=given("tokenizer"),
     ),
     Rule(
         name="controller of the engine",
         what="StaticEngine runs cp_plugin.megatron.inference.engine.Controller, got {controller}",
-        fix="use static_engine(), which makes one",
+        fix="use static_engine(), which creates one",
         looks_at=given("controller"),
     ),
     Rule(
@@ -214,7 +213,7 @@ ENGINE = (
     ),
     Rule(
         name="encoder prompts",
-        what="encoder prompts are for encoder-decoder models",
+        what="encoder prompts apply only to encoder-decoder models",
         fix="leave encoder_prompt and encoder_prompts out",
         looks_at=given("encoder_prompt"),
     ),
@@ -223,14 +222,14 @@ REQUEST = (
     Rule(
         name="number of new tokens",
         what="SamplingParams.num_tokens_to_generate is {new}",
-        fix="Megatron's static engine needs a number of 0 or more",
+        fix="Megatron's static engine needs 0 or more",
         looks_at=lambda request: when(_new(request) < 0, new=request.params.num_tokens_to_generate),
     ),
     _ignored("num_tokens_total", lambda request: request.params.num_tokens_total is None, "use num_tokens_to_generate"),
     _ignored(
         "stop_words",
         lambda request: not request.params.stop_words,
-        "it stops at the tokenizer's end of document alone; cut the text",
+        "it stops only at the tokenizer's end of document; truncate the text yourself",
     ),
     _ignored("termination_id", lambda request: request.params.termination_id in (None, request.eod), "leave it out"),
     _ignored(
@@ -247,7 +246,7 @@ REQUEST = (
     Rule(
         name="top_k and top_p",
         what="SamplingParams.top_k={k} and top_p={p}",
-        fix="give one of them",
+        fix="set only one of them",
         looks_at=lambda request: when(
             request.params.top_k and request.params.top_p, k=request.params.top_k, p=request.params.top_p
         ),
@@ -262,20 +261,20 @@ REQUEST = (
     Rule(
         name="tokens of a prompt",
         what="a prompt has token {token}, which is not in the model's vocabulary of {vocabulary}",
-        fix="use the tokenizer of the training",
+        fix="use the tokenizer that the model was trained with",
         looks_at=_foreign,
     ),
     Rule(
         name="length of a prompt",
-        what="a prompt of {tokens} tokens and {new} new ones are {both}, more than max_sequence_length {limit}",
-        fix="raise it, or ask for less",
+        what="a prompt of {tokens} tokens plus {new} new ones makes {both}, more than max_sequence_length {limit}",
+        fix="raise it, or generate fewer tokens",
         looks_at=_too_long,
     ),
     Rule(
         name="requests of one queue",
         what="SamplingParams differ in {names} between queued requests, and Megatron's static engine would use the "
         "first for all",
-        fix="run these first, and then queue the others",
+        fix="run the queued ones first, then queue the others",
         looks_at=_unlike,
     ),
 )

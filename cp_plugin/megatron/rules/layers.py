@@ -124,7 +124,7 @@ LINEAR_LAYER = (
     Rule(
         name="linear layer with a scale",
         what="a scale of the scores (softmax_scale {scale})",
-        why="linear attention has its own",
+        why="linear attention has a scale of its own",
         fix="leave it out",
         looks_at=lambda layer: when(layer.scale is not None, scale=layer.scale),
     ),
@@ -132,14 +132,14 @@ LINEAR_LAYER = (
         name="linear layer with a window",
         what="a sliding window (--window-size)",
         why="all layers of this model are linear",
-        fix="leave it out, or keep softmax layers for it: --cp-layer-pattern LLLN",
+        fix="leave it out, or keep some softmax layers: --cp-layer-pattern LLLN",
         looks_at=_window,
     ),
     Rule(
         name="linear layer with fused q, k and v",
         what="fused_single_qkv_rope",
-        why="it leaves no room for a gate",
-        fix="switch it off in the configuration",
+        why="it leaves no place to compute a gate",
+        fix="set it to False in the configuration",
         looks_at=lambda layer: when(getattr(layer.args, "fused_single_qkv_rope", False)),
     ),
 )
@@ -160,8 +160,8 @@ CALL = (
     Rule(
         name="partition of a pack",
         what="packed documents with cp_partition_mode {mode!r}",
-        why="they have the {layout} layout",
-        fix="leave it out, and choose the layout by --cp-layout",
+        why="they are in the {layout} layout",
+        fix="leave it out, and choose the layout with --cp-layout",
         looks_at=_partition,
     ),
     Rule(
@@ -182,20 +182,20 @@ CALL = (
         name="padding of a call",
         what="the attention mask type {type} with --cp-pad-sequence",
         why="every token would attend to the padding",
-        fix="use a causal mask, or a --seq-length that the layout divides without --cp-pad-sequence",
+        fix="use a causal mask, or a --seq-length that needs no padding, without --cp-pad-sequence",
         looks_at=_padding,
     ),
     Rule(
         name="mask of a call",
-        what="an attention mask tensor, got one of shape {shape}",
-        why="the mask follows from the mask type, here {type}",
+        what="an attention mask tensor (got one of shape {shape})",
+        why="the mask type determines the mask, here {type}",
         fix="pass None as attention_mask (--no-create-attention-mask-in-dataloader)",
         looks_at=_mask,
     ),
     Rule(
         name="cache of a call",
         what="a key/value cache ({queries} queries and {keys} keys)",
-        why="it is for training, not for inference",
+        why="this layer is for training, not for inference",
         fix="generate with cp-plugin generate, or static_engine()",
         looks_at=_cache,
     ),
@@ -203,7 +203,7 @@ CALL = (
         name="capture of a call",
         what="being captured in a CUDA graph",
         why="its communication cannot be captured",
-        fix="use --cuda-graph-impl transformer_engine and name parts without attention: mlp, moe, or moe_router",
+        fix="use --cuda-graph-impl transformer_engine and name parts without attention: mlp, moe or moe_router",
         looks_at=lambda call: when(call.capturing),
     ),
 )
@@ -219,7 +219,7 @@ def refuse_more(layer_number: int, more: Mapping[str, Any]) -> None:
     for name, value in more.items():
         if value is not None and value is not False:
             raise ValueError(
-                f"layer {layer_number}: this Megatron hands {name}={value!r} to attention, which cp_plugin does not "
+                f"layer {layer_number}: this Megatron passes {name}={value!r} to attention, which cp_plugin does not "
                 "know: use a Megatron without it, or --cp-provider upstream"
             )
 

@@ -13,7 +13,7 @@ from cp_plugin.placement.documents import DOCUMENTS
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
-_COUNTED = "with --calculate-per-token-loss, which the {layout} layout needs or the command line asks for"
+_COUNTED = "with --calculate-per-token-loss, which the {layout} layout needs or the command line sets"
 
 
 def contiguous_between_layers(args: argparse.Namespace) -> bool:
@@ -99,7 +99,7 @@ def _averaged(run: Run) -> Found:
 RULES = (
     Rule(
         name="sequence length",
-        what="{flag} {length} cannot be divided over --context-parallel-size {size} in the {layout} layout",
+        what="{flag} {length} cannot be split evenly across --context-parallel-size {size} in the {layout} layout",
         why="it must be a multiple of {divisor}",
         fix="use {nearest}, or --cp-pad-sequence",
         looks_at=_length,
@@ -118,7 +118,7 @@ RULES = (
     Rule(
         name="gradients of torch's FSDP",
         what=f"--use-torch-fsdp2 {_COUNTED}",
-        why="Megatron does not divide the gradients of torch's FSDP by the number of tokens",  # with or without CP
+        why="Megatron does not divide torch FSDP's gradients by the number of tokens",  # with or without CP
         fix="use --cp-layout zigzag without that flag and without padding, or --use-megatron-fsdp",
         looks_at=_torch_fsdp,
         sentence=True,
@@ -127,7 +127,7 @@ RULES = (
     Rule(
         name="gradients averaged in the collective",
         what=f"--ddp-average-in-collective {_COUNTED}",
-        why="gradients that are divided by the number of tokens must be summed over the ranks, not averaged",
+        why="gradients divided by the number of tokens must be summed over the ranks, not averaged",
         fix="leave --ddp-average-in-collective out, or use --cp-layout zigzag without that flag and without padding",
         looks_at=_averaged,
         sentence=True,
@@ -135,15 +135,15 @@ RULES = (
     ),
     Rule(
         name="layout of attention",
-        what="--attention-cp-layout contiguous, and tokens in the {layout} layout",
-        why="--cp-layout is the layout of attention",
+        what="--attention-cp-layout contiguous conflicts with tokens in the {layout} layout",
+        why="--cp-layout sets the layout of attention",
         fix="use --cp-layout contiguous, or leave --attention-cp-layout out",
         looks_at=_attention_elsewhere,
         sentence=True,
     ),
     Rule(
         name="documents to be placed",
-        what=f"--cp-layout {DOCUMENTS.name}, and no packed documents",
+        what=f"--cp-layout {DOCUMENTS.name} without packed documents",
         why="the layout is computed for each pack from its document lengths",
         fix="pack them with --dataloader-inter-document-masking or --sft, or use another --cp-layout",
         looks_at=lambda run: when(_placed(run) and not run.packed),
@@ -152,8 +152,8 @@ RULES = (
     Rule(
         name="padding that is placed with documents",
         what=f"--cp-layout {DOCUMENTS.name} and --num-experts with {{padding}} tokens of padding (--cp-pad-sequence)",
-        why="routers do not know the document boundaries, nor which tokens are padding",
-        fix="use another --cp-layout, or a --seq-length that --context-parallel-size divides",
+        why="routers know neither the document boundaries nor which tokens are padding",
+        fix="use another --cp-layout, or a --seq-length that is a multiple of --context-parallel-size",
         looks_at=_padded_experts,
         sentence=True,
         late=True,
@@ -161,7 +161,7 @@ RULES = (
     Rule(
         name="layout of hybrid layers",
         kind="adjust",
-        what="--linear-cp-layout and --attention-cp-layout are set to zigzag, so that Megatron converts nothing",
+        what="setting --linear-cp-layout and --attention-cp-layout to zigzag, so that Megatron converts nothing",
         why="all layers compute in the {layout} layout",
         looks_at=_not_converted,
         sets={"linear_cp_layout": "zigzag", "attention_cp_layout": "zigzag"},
@@ -169,8 +169,8 @@ RULES = (
     Rule(
         name="losses per token",
         kind="adjust",
-        what="--calculate-per-token-loss is switched on",
-        why="in the {layout} layout ranks may hold different numbers of loss tokens, and a mean of their means would "
+        what="setting --calculate-per-token-loss",
+        why="in the {layout} layout, ranks may hold different numbers of loss tokens, and averaging their means would "
         "weight tokens unequally",
         looks_at=lambda run: when(not run.settings.undecided and needs_counting(run, run.layout), layout=_name(run)),
         sets={"calculate_per_token_loss": True},

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
 _SHARDED = "sharding linear attention's own weights with FSDP is not tested"
-_PATTERN = "its symbols define every layer, and none of them is linear attention"
+_PATTERN = "its symbols define every layer, and none of them stands for linear attention"
 
 
 def _layers(run: Run) -> Found:
@@ -28,13 +28,11 @@ def _heads(run: Run) -> Found:
     return when(groups % tp, variant=linear.variant, groups=groups, tp=tp)
 
 
-MLA = flag(
-    "--multi-latent-attention", why="its layers do not compute a gate, and its head sizes are not tested", linear=True
-)
+MLA = flag("--multi-latent-attention", why="its layers compute no gate, and its head sizes are not tested", linear=True)
 RULES = (
     flag(
         "--mtp-num-layers",
-        why="multi-token prediction (MTP) restarts layer numbers at 1, so the layer pattern would not match",
+        why="multi-token prediction (MTP) restarts layer numbers at 1, which would shift the layer pattern",
         linear=True,
     ),
     flag("--hybrid-layer-pattern", why=_PATTERN, linear=True),
@@ -49,18 +47,18 @@ RULES = (
     flag("--use-torch-fsdp2", why=_SHARDED, linear=True),
     Rule(
         name="linear layers",
-        what="--cp-layer-pattern {pattern} has {length} letters, which do not divide --num-layers {layers}",
+        what="--cp-layer-pattern {pattern} has {length} letters, which does not divide --num-layers {layers}",
         why="the pattern is repeated over the layers",
-        fix="give one whose length divides them",
+        fix="use a pattern whose length divides the number of layers",
         looks_at=_layers,
         sentence=True,
         late=True,
     ),
     Rule(
         name="linear heads",
-        what="--cp-linear-attention {variant} divides the key/value heads over the tensor-parallel ranks",
-        why="{groups} heads (--num-query-groups) are not a multiple of --tensor-model-parallel-size {tp}",
-        fix="use a smaller --tensor-model-parallel-size, or more groups",
+        what="--cp-linear-attention {variant} splits the key/value heads across the tensor-parallel ranks",
+        why="{groups} heads (--num-query-groups) is not a multiple of --tensor-model-parallel-size {tp}",
+        fix="use a smaller --tensor-model-parallel-size, or a larger --num-query-groups",
         looks_at=_heads,
         sentence=True,
         late=True,

@@ -65,16 +65,16 @@ RULES = (
     Rule(
         name="sizes of the model",
         what="{given}",
-        why="Megatron would fail later with an unclear error",
-        fix="give a positive number",
+        why="Megatron would fail later with an obscure error",
+        fix="use 1 or more",
         looks_at=_below_one,
         sentence=True,
     ),
     Rule(
         name="position embeddings of MLA",
         what="--position-embedding-type {kind} conflicts with --multi-latent-attention",
-        why="its layers have rotary embeddings of their own",
-        fix="choose theirs by --rope-type rope or yarn, and leave --position-embedding-type at rope",
+        why="multi-latent attention has rotary embeddings of its own",
+        fix="select them with --rope-type rope or yarn, and use --position-embedding-type rope",
         looks_at=lambda run: when(
             run.args.multi_latent_attention and run.args.position_embedding_type in ("yarn", "mrope"),
             kind=run.args.position_embedding_type,
@@ -85,7 +85,7 @@ RULES = (
         name="multimodal positions of packs",
         what="--position-embedding-type mrope with packed documents ({packed})",
         why="Megatron slices the angles before document boundaries are known",
-        fix="use rope, or batches that are not packed",
+        fix="use --position-embedding-type rope, or unpacked batches",
         looks_at=lambda run: when(
             run.packed and run.args.context_parallel_size > 1 and run.args.position_embedding_type == "mrope",
             packed=run.packed,
@@ -96,14 +96,14 @@ RULES = (
         name="hybrid without attention",
         what="--hybrid-layer-pattern {pattern} without * or +",
         why="no layer of this model would use the provider",
-        fix="add one of them",
+        fix="add an attention layer (*)",
         looks_at=lambda run: when(_pattern(run) and not set("*+") & set(_pattern(run)), pattern=_pattern(run)),
     ),
     Rule(
         name="hybrid before 0.18",
         what="--hybrid-layer-pattern {pattern} on megatron-core {version}",
-        why="this version has hybrid models under another name",
-        fix="use 0.18 or newer",
+        why="this version keeps hybrid models under another name",
+        fix="use megatron-core 0.18 or newer",
         looks_at=lambda run: when(
             _pattern(run) and not compat.has_hybrid_models(run.version), pattern=_pattern(run), version=run.version
         ),
@@ -112,7 +112,7 @@ RULES = (
         name="packed micro-batches in a pipeline",
         what="{packed} with --pipeline-model-parallel-size {stages} and --micro-batch-size {batch}",
         why="Megatron packs a micro-batch into one sequence, but communicates between stages in the unpacked shape",
-        fix="set --micro-batch-size 1",
+        fix="use --micro-batch-size 1",
         looks_at=_joined,
         sentence=True,
         late=True,
@@ -120,7 +120,7 @@ RULES = (
     Rule(
         name="words of --spec",
         what="--spec {spec}",
-        fix="give a module and a name in it, for example --spec my_package.my_spec layer",
+        fix="give a module and a name in it, such as --spec my_package.my_spec layer",
         looks_at=lambda run: when(
             run.args.spec is not None and len(run.args.spec) != 2, spec=" ".join(run.args.spec or ())
         ),
@@ -130,7 +130,7 @@ RULES = (
         name="module of --spec",
         what="--spec {spec}",
         why="module {module} cannot be imported ({error}), and Megatron would silently train with its default spec",
-        fix="fix the import or the name, or leave --spec out",
+        fix="correct the import or the name, or leave --spec out",
         looks_at=_unimportable,
         sentence=True,
     ),
@@ -138,14 +138,14 @@ RULES = (
         name="name of --spec",
         what="--spec {spec}",
         why="module {module} has no {name!r}",
-        fix="use a name that it has, or leave --spec out",
+        fix="use a name that exists there, or leave --spec out",
         looks_at=_nameless,
         sentence=True,
     ),
     Rule(
         name="mask of the data loader",
         kind="adjust",
-        what="--no-create-attention-mask-in-dataloader is switched on",
+        what="setting --no-create-attention-mask-in-dataloader",
         why="the providers apply the causal mask themselves",
         looks_at=lambda run: when(run.args.create_attention_mask_in_dataloader),
         sets={"create_attention_mask_in_dataloader": False},
@@ -153,8 +153,8 @@ RULES = (
     Rule(
         name="local attention of the dev branch",
         kind="adjust",
-        what="--cp-comm-type is set to all_gather",
-        why="this Megatron wants that of its own local attention, which the provider replaces",
+        what="setting --cp-comm-type to all_gather",
+        why="this Megatron demands it for its own local attention, which the provider replaces",
         looks_at=lambda run: when(
             run.args.context_parallel_size > 1 and names_its_exchange(run) and run.args.cp_comm_type != ["all_gather"]
         ),
@@ -176,8 +176,8 @@ RULES = (
     Rule(
         name="chunks of gated delta net",
         kind="adjust",
-        what="--linear-cp-mode is set to headwise",
-        why="chunkwise converts tokens to other ranks from Megatron's own layout, and they have the provider's",
+        what="setting --linear-cp-mode to headwise",
+        why="chunkwise moves tokens between ranks from Megatron's own layout, but they are in the provider's",
         looks_at=lambda run: when(
             run.args.context_parallel_size > 1
             and "G" in _pattern(run)
@@ -189,7 +189,7 @@ RULES = (
     Rule(
         name="fused rotation of MLA",
         kind="adjust",
-        what="--no-rope-fusion is switched on",
+        what="setting --no-rope-fusion",
         why="the fused rotation of MLA is not tested with the plugin",
         looks_at=lambda run: when(run.args.multi_latent_attention and run.args.apply_rope_fusion),
         sets={"apply_rope_fusion": False},
@@ -197,7 +197,7 @@ RULES = (
     Rule(
         name="fused rotation of packed documents",
         kind="adjust",
-        what="--no-rope-fusion is switched on",
+        what="setting --no-rope-fusion",
         why="the fused rotation shards every document separately",
         looks_at=lambda run: when(run.packed and run.args.apply_rope_fusion),
         sets={"apply_rope_fusion": False},

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
 _UNMASKED = ("quantile_balancing",)  # load balancing without padding masks
-_FIX = "leave it out, or use a --seq-length that the layout divides"
+_FIX = "leave it out, or use a --seq-length that needs no padding"
 
 
 def _with_experts(found: Callable[[Run], Found]) -> Callable[[Run], Found]:
@@ -43,16 +43,16 @@ RULES = (
     Rule(
         name="balancing of padding",
         what="--moe-router-load-balancing-type {kind} with {padding} tokens of padding (--cp-pad-sequence)",
-        why="it also balances padding",
-        fix="use aux_loss, or a --seq-length that the layout divides",
+        why="it would balance the padding, too",
+        fix="use aux_loss, or a --seq-length that needs no padding",
         looks_at=_balancing,
         late=True,
     ),
     Rule(
         name="expert bias and padding",
         what="--moe-router-enable-expert-bias with {padding} tokens of padding (--cp-pad-sequence)",
-        why="megatron-core {version} cannot leave padding out of it",
-        fix=f"use 0.20 or newer, {_FIX}",
+        why="megatron-core {version} cannot exclude padding from it",
+        fix=f"use megatron-core 0.20 or newer, {_FIX}",
         looks_at=_expert_bias,
         late=True,
     ),
@@ -60,8 +60,8 @@ RULES = (
         name="experts in padded micro-batches of packs",
         what="{packed} and --num-experts with --micro-batch-size {batch} and {padding} tokens of padding "
         "(--cp-pad-sequence)",
-        why="Megatron splits the pack of a micro-batch again for experts, and every part would need its own padding",
-        fix="set --micro-batch-size 1, or use a --seq-length that the layout divides",
+        why="Megatron splits a micro-batch's pack again for experts, and every part would need its own padding",
+        fix="use --micro-batch-size 1, or a --seq-length that needs no padding",
         looks_at=_packed_experts,
         late=True,
     ),

@@ -33,7 +33,7 @@ def _of_linear_layers(run: Run) -> Found:
 RULES = (
     Rule(
         name="blockwise FP8",
-        what="--fp8-recipe blockwise has no FP8 attention, here or in Transformer Engine",
+        what="--fp8-recipe blockwise has no FP8 attention, neither in the plugin nor in Transformer Engine",
         fix=_FIX,
         looks_at=lambda run: _follows(run, "blockwise"),
         sentence=True,
@@ -41,14 +41,14 @@ RULES = (
     Rule(
         name="custom FP8",
         what="--fp8-recipe custom with --cp-fp8 compute",
-        why="the attention kernels use one scale per tensor, and would ignore the factory",
+        why="the attention kernels use one scale per tensor, and would ignore the custom recipe",
         fix=_FIX,
         looks_at=lambda run: _follows(run, "custom"),
         sentence=True,
     ),
     Rule(
         name="first and last layers in bfloat16",
-        what="--first-last-layers-bf16 with --cp-fp8 compute, which is for all layers",
+        what="--first-last-layers-bf16 with --cp-fp8 compute, which applies to all layers",
         fix="use --cp-fp8 comm{instead}",
         looks_at=lambda run: when(
             _computes(run) and getattr(run.args, "first_last_layers_bf16", False), instead=run.instead
@@ -58,7 +58,7 @@ RULES = (
     Rule(
         name="recipes of linear layers",
         kind="warn",
-        what="{recipe} is for linear layers",
+        what="{recipe} applies to linear layers only",
         why="attention uses FP8 with one scale per tensor (current scaling)",
         looks_at=_of_linear_layers,
     ),

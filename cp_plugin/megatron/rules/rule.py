@@ -91,7 +91,9 @@ def nonzero(value: float | list[float]) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A flag's value with a leading space; empty for a switch."""
+    """A flag's value with a leading space, as it is typed; empty for a switch."""
+    if isinstance(value, list | tuple):
+        return "".join(shown(one) for one in value)
     return "" if value is True else f" {getattr(value, 'name', value)}"
 
 

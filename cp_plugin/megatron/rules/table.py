@@ -13,8 +13,8 @@ LINEAR = linear.RULES
 ON_CPU = Rule(
     name="upstream on the CPU",
     what="--context-parallel-size {size} on the CPU needs --cp-provider with one of {names}",
-    why="stock Megatron has it in Transformer Engine only, on CUDA",
-    fix="name one of them, or leave it out",
+    why="stock Megatron's context parallelism needs Transformer Engine, on CUDA",
+    fix="add one, or leave --context-parallel-size out",
     looks_at=lambda run: when(
         not run.settings.active and run.args.context_parallel_size > 1,
         size=run.args.context_parallel_size,

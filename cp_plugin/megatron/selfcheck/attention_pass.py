@@ -157,7 +157,7 @@ def _beyond(module: AnyCoreAttention, calls: Sequence[Call], allowed: float | No
         for name, got, want in zip(("out", "dq", "dk", "dv"), (outs[number], *grads[number]), wanted, strict=True):
             error = _error(got, want)
             if name not in found and not error <= allowed:  # true for NaN, too
-                when = " in the second call alone" if number else ""
+                when = " in the second call only" if number else ""
                 found[name] = f"{kind}{name} is off by {error:.1e}{when} (relative; allowed {allowed:.0e})"
     return list(found.values())
 

@@ -113,8 +113,8 @@ def check(audit: Audit) -> None:
         )
     if converted and not runtime.converted():
         raise ValueError(
-            f"the configuration of {'; '.join(converted[:4])} has linear_cp_layout 'contiguous', and the command line "
-            f"has not: {runtime.settings().asked} computes in one layout. Set it by --linear-cp-layout"
+            f"the configuration of {'; '.join(converted[:4])} has linear_cp_layout 'contiguous', but the command line "
+            f"does not: {runtime.settings().asked} computes in a single layout. Set it with --linear-cp-layout"
         )
     if not replaced:
         raise ValueError(
@@ -126,6 +126,7 @@ def show(audit: Audit, cp: ContextParallel) -> None:
     """Print the audit as a table, and warnings again below it."""
     terminal = sys.stdout.isatty()
     table = Table("context parallelism", f"cp_plugin {__version__}", box=box.ROUNDED if terminal else box.ASCII)
+    table.columns[1].overflow = "fold"  # the name of a function is not cut
     layers, linear, states = (audit.names(kind) for kind in ("replaced", "linear", "states"))
     if runtime.settings().softmax:
         table.add_row("provider", f"{cp.provider.name}: {cp.provider.summary}")
@@ -150,9 +151,9 @@ def show(audit: Audit, cp: ContextParallel) -> None:
         provider = runtime.context_parallel(kind="linear").provider
         table.add_row("gated delta net", f"by {provider.name}: {provider.summary}")
     if states:
-        table.add_row("Mamba and gated delta net", f"{len(states)} layers, in the order of the layout")
+        table.add_row("Mamba and gated delta net", f"{len(states)} layers, tokens in the order of the layout")
     if ahead := sum(".mtp." in name for name in layers):
-        table.add_row("multi-token prediction", f"{ahead} of these layers; next tokens found by the layout")
+        table.add_row("multi-token prediction", f"{ahead} of these layers; next tokens follow the layout")
     for axis, lists in audit.groups.items():
         table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", _rank_lists(lists))
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")

@@ -70,7 +70,8 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
         runtime.note_batch_sliced(False)
     if dist.get_rank() == 0:
         print(
-            "cp_plugin: self-check passed: batch, RoPE and attention, forward and backward, as on one rank", flush=True
+            "cp_plugin: self-check passed: batch, RoPE and attention match a single rank, forward and backward",
+            flush=True,
         )
 
 
@@ -83,9 +84,8 @@ def _refuse(problems: list[str], cp: ContextParallel) -> None:
         more = f" (and {len(failed) - 4} more ranks)" if len(failed) > 4 else ""
         raise ValueError(
             f"the self-check of {runtime.settings().asked} on the {cp.layout.name} layout failed. "
-            f"{' | '.join(failed[:4])}{more}. Batch, RoPE and attention must all be cut in the same layout, and "
-            "gradients be those of one rank; training would have gone wrong without an error. --cp-selfcheck off skips "
-            "this check"
+            f"{' | '.join(failed[:4])}{more}. Batch, RoPE and attention must be sharded in the same layout, with the "
+            "gradients of a single rank; training would have gone wrong silently. --cp-selfcheck off skips this check"
         )
 
 
@@ -93,7 +93,7 @@ def _check_importers() -> list[str]:
     """No loaded module may hold a batch slicer other than Megatron's, which is the plugin's by now."""
     ours = getattr(megatron_utils, _SLICER)
     return [
-        f"module {name} holds a {_SLICER} of its own, which does not know the layout"
+        f"module {name} holds a {_SLICER} of its own, unaware of the layout"
         for name, module in patching.importers().items()
         if vars(module).get(_SLICER) not in (None, ours)
     ]

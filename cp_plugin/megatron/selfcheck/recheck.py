@@ -241,10 +241,10 @@ class Rows(ABC):
         head = place.tp_rank * self.shape[2] + self.head
         more = f" (and {len(found) - 4} more ranks)" if len(found) > 4 else ""
         return (
-            f"--cp-check-every {settings.check_every}: in step {place.step}, layer {place.layer}, head {head} of "
-            f"batch entry {self.batch}, the {place.cp.provider.name} attention on the {place.cp.layout.name} layout is "
-            f"not that of its queries, keys and values. {'; '.join(found[:4])}{more}. A rank attended to data other "
-            "than what was sent: a device, a link or a buffer is at fault. Resume from an earlier checkpoint, and see "
+            f"--cp-check-every {settings.check_every}: in step {place.step}, layer {place.layer}, head {head} of batch "
+            f"entry {self.batch}, the {place.cp.provider.name} attention on the {place.cp.layout.name} layout does not "
+            f"match its queries, keys and values. {'; '.join(found[:4])}{more}. A rank attended to data other than "
+            "what was sent: a device, a link or a buffer is at fault. Resume from an earlier checkpoint, and watch "
             "whether the same rank fails again"
         )
 

@@ -166,7 +166,7 @@ class _Watch:
             self._leave_out(call.layer, "a rotation fused with the projections")
             return
         if not all(call.fits(x, before) for x, before in zip((q, given["key"]), call.rows, strict=True)):
-            self._leave_out(call.layer, "heads that attention has in another number")
+            self._leave_out(call.layer, "another number of heads than attention")
             return
         with place.booked(q.device):
             wrong = call.wrong(place, q, given["key"], packed)
@@ -188,7 +188,7 @@ class _Watch:
             raise AttentionError(
                 f"--cp-check-every: in step {place.step}, layer {place.layer}, queries or keys are not rotated by "
                 f"their positions on the {place.cp.layout.name} layout. {'; '.join(found)}. A table of angles was "
-                "overwritten or cut for another rank, or the rank keeps another order of tokens. Resume from an "
+                "overwritten or sliced for another rank, or the rank has its tokens in another order. Resume from an "
                 "earlier checkpoint; --cp-check-every 0 checks nothing"
             )
 

@@ -87,9 +87,9 @@ def require_one_batch(batch: Mapping[str, Any], group: dist.ProcessGroup | None)
     if others:
         wrong = [key for place, key in enumerate(whole) if len({digests[place] for digests in found}) > 1]
         raise BatchError(
-            f"{', '.join(wrong)} of the first batch differ before slicing: other batches on rank "
-            f"{', '.join(map(str, others))} than on the other ones of the context-parallel ranks {ranks}. They must "
-            "read the same samples: build data loaders by data-parallel ranks, without context-parallel ones"
+            f"{', '.join(wrong)} of the first batch differ before slicing: rank {', '.join(map(str, others))} has "
+            f"other batches than the rest of the context-parallel ranks {ranks}. All must read the same samples: build "
+            "data loaders per data-parallel rank, without context-parallel ranks"
         )
 
 

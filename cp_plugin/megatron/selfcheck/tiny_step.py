@@ -114,7 +114,7 @@ def _of_weights(chunks: Sequence[Any]) -> list[str]:
     apart = torch.stack([(other - mine)[:, 0].abs() > 1e-9 * mine[:, 1] for other in everyone]).any(0)
     wrong = [name for (name, _), differs in zip(named, apart.tolist(), strict=True) if differs]
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return [f"context-parallel ranks begin with other weights: {wrong[0]}{more}"] if wrong else []
+    return [f"context-parallel ranks start with different weights: {wrong[0]}{more}"] if wrong else []
 
 
 def _of_gradients(chunks: Sequence[Any], tokens: int) -> list[str]:
@@ -151,7 +151,7 @@ def _of_gradients(chunks: Sequence[Any], tokens: int) -> list[str]:
     mine = _reduction(model.buffers[0])
     for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
         if _reduction(buffer) != mine:
-            problems.append(f"gradients of the model are reduced otherwise: {_reduction(buffer)}, not {mine}")
+            problems.append(f"the model's gradients are reduced differently: {_reduction(buffer)}, not {mine}")
     return problems
 
 

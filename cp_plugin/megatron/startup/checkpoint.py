@@ -81,8 +81,8 @@ def other_model(now: Mapping[str, str], then: Mapping[str, str], layers: int) ->
         return None
     here, there = (_described(found) for found in (now, then))
     return (
-        f"the checkpoint is of another model: it was saved with {there}, and this run has {here}. Use the flags it was "
-        "saved with, or another --load"
+        f"the checkpoint belongs to another model: it was saved with {there}, but this run has {here}. Use the flags "
+        "it was saved with, or another --load"
     )
 
 

@@ -2,7 +2,7 @@
 
     cp_plugin: rank 1 of 4 on node0: step 7, backward, backward exchange along 'ring' with ranks 0, 2: RuntimeError: ...
       ranks 0, 3: no error; step 7, reduction of gradients, in all_reduce over ranks 0-3 (start_grad_sync)
-      rank 2 on node0 says nothing: killed, frozen, cut off, or deep inside a call
+      no response from rank 2 on node0 (killed, suspended, unreachable, or holding the GIL)
 
 Nothing is tracked in advance: activity and collective are read from Python's stack once something has failed.
 
@@ -40,7 +40,7 @@ _DOING = {  # Megatron's function -> activity; the innermost counts
     "build_train_valid_test_data_iterators": "building the datasets",
     "load_checkpoint": "reading a checkpoint",
     "save_checkpoint": "writing a checkpoint",
-    "train_step": "between the parts of the step",
+    "train_step": "between phases of the step",
     "evaluate": "evaluation",
     "forward_step": "forward",
     "backward_step": "backward",
@@ -126,7 +126,7 @@ def _iteration() -> int | None:
 def _place(frames: Sequence[FrameType]) -> list[str]:
     """Step, activity and layer from the stack, outermost frame first."""
     iteration = _iteration()
-    doing, layer = "start" if iteration is None else "between the steps", ""
+    doing, layer = "start" if iteration is None else "between steps", ""
     for frame in frames:
         name = frame.f_code.co_name
         doing = _DOING.get(name, doing)

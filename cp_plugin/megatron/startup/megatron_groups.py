@@ -54,10 +54,9 @@ def check(arguments: Mapping[str, Any]) -> None:
         found = dist.get_process_group_ranks(group())
         if want != sorted(found):
             raise ValueError(
-                f"initialize_model_parallel of this Megatron made a {name} group of the ranks {found} on rank "
-                f"{dist.get_rank()}, where its order {arguments['order']!r} gives {want}: gradients, or tokens, of "
-                "other ranks would be taken for this group's. Use a Megatron without this change, or --cp-provider "
-                "upstream"
+                f"initialize_model_parallel of this Megatron created a {name} group of the ranks {found} on rank "
+                f"{dist.get_rank()}, where its order {arguments['order']!r} gives {want}: it would use gradients or "
+                "tokens of other ranks. Use a Megatron without this change, or --cp-provider upstream"
             )
 
 

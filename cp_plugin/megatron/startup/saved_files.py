@@ -49,8 +49,7 @@ def check(folder: str | None, step: int | None) -> int | None:
     asked = step or latest(Path(folder))
     if asked is not None and asked not in (found := iterations(Path(folder))):
         raise ValueError(
-            f"--load {folder}: the checkpoint of iteration {asked} is not there, or was not written to its end. "
-            f"{_instead(found)}"
+            f"--load {folder}: the checkpoint of iteration {asked} is missing or incomplete. {_instead(found)}"
         )
     return asked
 
@@ -83,12 +82,12 @@ def repair_latest(folder: Path) -> None:
     found = iterations(folder)
     if not found:
         raise ValueError(
-            f"--load {folder}: {LATEST} says {text!r}, and no checkpoint there is complete. Start without --load, or "
-            "from another folder"
+            f"--load {folder}: {LATEST} says {text!r}, but it contains no complete checkpoint. Start without --load, "
+            "or from another folder"
         )
     if not ranked or dist.get_rank() == 0:
         print(
-            f"cp_plugin: {folder / LATEST} says {text!r}: a run was stopped while it was written. Taking iteration "
+            f"cp_plugin: {folder / LATEST} says {text!r}: a run was stopped while writing it. Using iteration "
             f"{found[-1]}, the newest complete checkpoint",
             flush=True,
         )
@@ -135,5 +134,5 @@ def _unreadable(folder: str, asked: int | None, error: BaseException) -> ValueEr
 
 def _instead(found: list[int]) -> str:
     if not found:
-        return "There is no other complete one: start without --load, or from another folder"
-    return f"Complete ones: {', '.join(map(str, found))}; take one with --ckpt-step {found[-1]}"
+        return "There is no other complete checkpoint: start without --load, or from another folder"
+    return f"Complete checkpoints: {', '.join(map(str, found))}; choose one with --ckpt-step {found[-1]}"

@@ -42,7 +42,7 @@ def calibrate(
     """
     size = dist.get_world_size()
     if size == 1:
-        raise ValueError("one rank has no links to measure: start two or more, on the machines that are to be used")
+        raise ValueError("a single rank has no links to measure: start two or more, on the machines to be used")
     sharing = hosts_of(dist.group.WORLD)
     links = Measured(hosts or sharing, device, shown)
     sizes = kernel_rates.ON_CUDA if device.type == "cuda" else kernel_rates.ON_CPU

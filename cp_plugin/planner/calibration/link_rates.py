@@ -58,8 +58,8 @@ class Measured:
         size, self.per_node = len(hosts), neighbours_per_host(hosts)
         if self.per_node * len(set(hosts)) != size:
             raise ValueError(
-                f"{size} ranks on {len(set(hosts))} hosts are not spread evenly, one host's after the other's: start "
-                "the same number of ranks on each host"
+                f"{size} ranks on {len(set(hosts))} hosts are not spread evenly, in consecutive blocks: start the same "
+                "number of ranks on each host"
             )
         rows = max(r for r in range(1, size + 1) if r * r <= size and size % r == 0)
         self._nodes = size // self.per_node

@@ -160,8 +160,8 @@ class Cluster(_Profile):
     def _cards_fit(self) -> Cluster:
         if self.nics > CARDS_PER_DEVICE * self.per_node:
             raise ValueError(
-                f"nics = {self.nics} for {self.per_node} devices of a node: network cards of one node, at most "
-                f"{CARDS_PER_DEVICE} for each device"
+                f"nics = {self.nics} for {self.per_node} devices of a node: write the network cards of one node, at "
+                f"most {CARDS_PER_DEVICE} per device"
             )
         return self
 

@@ -69,5 +69,5 @@ def cluster_of(gpu: str, per_node: int, ranks: int, flag: str) -> Inferred:
         nearest = min(having, key=lambda c: (c.per_node < per_node, c.per_node))
         changed = override(nearest, per_node=per_node, nics=min(nearest.nics, per_node))
         return Inferred(changed, f"{nearest.name} with {per_node} per node, inferred from {how}")
-    known = ", ".join(f"{c.name} has {c.per_node} per node" for c in having) or "no packaged cluster has such GPUs"
-    raise ValueError(f"{how}: the network is not known ({known}): use {choices}")
+    known = ", ".join(f"{c.name} has {c.per_node} per node" for c in having) or "no packaged cluster has these GPUs"
+    raise ValueError(f"{how}: the network is unknown ({known}): use {choices}")

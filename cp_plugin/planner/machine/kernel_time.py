@@ -90,7 +90,7 @@ def kernel_for(device: Device, dtype: str) -> Kernel:
     found = device.attention.get(dtype) or device.attention.get(_ALIKE.get(dtype, dtype))  # type: ignore[call-overload]
     if found is None:
         raise ValueError(
-            f"the profile of {device.name} has no rate of attention in {dtype}, only in "
+            f"the profile of {device.name} has no attention rate for {dtype}, only for "
             f"{', '.join(map(in_words, device.attention))}: add it, or use one of these"
         )
     return found
@@ -99,7 +99,7 @@ def kernel_for(device: Device, dtype: str) -> Kernel:
 def _rate(device: Device, dtype: str) -> float:
     found = device.gemm_flops_per_s.get(dtype) or device.gemm_flops_per_s.get(_ALIKE.get(dtype, dtype))  # type: ignore[call-overload]
     if found is None:
-        raise ValueError(f"the profile of {device.name} has no rate of matrix products in {dtype}: add it")
+        raise ValueError(f"the profile of {device.name} has no matrix-product rate for {dtype}: add it")
     return found
 
 

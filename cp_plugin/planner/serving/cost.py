@@ -61,17 +61,17 @@ class Asked:
         object.__setattr__(self, "chunk", chunk)
         if p.pipeline > 1:
             raise ValueError(
-                f"--pipeline {p.pipeline}: inference is priced on one pipeline stage: use --tensor or --context"
+                f"--pipeline {p.pipeline}: inference is priced on a single pipeline stage: use --tensor or --context"
             )
         multiple = self.multiple
         for flag, tokens in (("--seq-length", p.seq_length), ("--chunk", chunk)):
             if tokens < 1 or tokens % multiple:
                 raise ValueError(
-                    f"{flag} {tokens}: give a multiple of {multiple}, twice the context-parallel ranks, such as "
+                    f"{flag} {tokens}: write a multiple of {multiple}, twice the context-parallel ranks, such as "
                     f"{max(1, round(tokens / multiple)) * multiple}"
                 )
         if p.seq_length % chunk:
-            raise ValueError(f"--chunk {chunk}: give a divisor of --seq-length {p.seq_length}")
+            raise ValueError(f"--chunk {chunk}: write a divisor of --seq-length {p.seq_length}")
 
     @property
     def multiple(self) -> int:

@@ -91,8 +91,8 @@ def shape(
         ranks = context or devices // size
         if size * ranks != devices:
             reason = ValueError(
-                f"--devices {devices} is not --tensor {size} x --context {ranks} = {size * ranks}: one copy of the "
-                "model is priced; leave --devices or --context out"
+                f"--devices {devices} is not --tensor {size} x --context {ranks} = {size * ranks}: a single copy of "
+                "the model is priced; leave --devices or --context out"
             )
             continue
         one = replace(base, devices=devices, tensor=size, context=ranks, expert_tensor=size)
@@ -149,7 +149,7 @@ def _best(asked: Asked, some: Sequence[Candidate], letter: str) -> Candidate:
 
 def _too_large(asked: Asked, needs: Memory) -> str:
     p, longest = asked.parallel, needs.longest(asked.parallel.context)
-    fits = f"the longest context that fits is {longest} tokens" if longest else "no context fits"
+    fits = f"the longest context that fits is {longest} tokens" if longest else "no context length fits"
     return (
         f"--seq-length {p.seq_length}: {asked.model.name} needs {in_bytes(needs.fixed + needs.cache)} on each of "
         f"{p.devices} devices (parameters {in_bytes(needs.parameters)}, cache {in_bytes(needs.cache)}), tensor "

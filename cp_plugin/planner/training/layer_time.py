@@ -59,8 +59,8 @@ def multiplied(cluster: Cluster, parallel: Parallel, flops: float) -> float:
     rates = cluster.device.gemm_flops_per_s
     if parallel.gemm_dtype not in rates:
         raise ValueError(
-            f"{cluster.device.name} has no rate for products of matrices in {parallel.gemm_dtype}"
-            f"{did_you_mean(parallel.gemm_dtype, rates)} (there are {', '.join(rates)})"
+            f"{cluster.device.name} has no matrix-product rate for "
+            f"{parallel.gemm_dtype}{did_you_mean(parallel.gemm_dtype, rates)} (there are {', '.join(rates)})"
         )
     return flops / rates[parallel.gemm_dtype]
 

@@ -182,11 +182,13 @@ def _check(m: Model) -> None:
             "multiple of the second"
         )
     if m.top_k > m.experts:
-        raise ValueError(f"model {m.name}: top_k {m.top_k} of {m.experts} experts: at most as many as there are")
+        raise ValueError(f"model {m.name}: top_k {m.top_k} of {m.experts} experts: choose at most as many as there are")
     for field, known in (("attention_pattern", SOFTMAX + WINDOW + LINEAR), ("ffn_pattern", DENSE + EXPERTS)):
         pattern = getattr(m, field)
         if not pattern or set(pattern) - set(known):
-            raise ValueError(f"model {m.name}: {field} {pattern!r}: write letters of {known}, such as {known[0] * 4}")
+            raise ValueError(
+                f"model {m.name}: {field} {pattern!r}: use only the letters {known}, such as {known[0] * 4}"
+            )
     if LINEAR in m.attention_pattern and m.linear not in variants():
         raise ValueError(
             f"model {m.name}: linear {m.linear!r}: layers with linear attention (L) need one of {', '.join(variants())}"

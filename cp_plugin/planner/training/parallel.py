@@ -242,7 +242,7 @@ def _check_batch(p: Parallel) -> None:
     at_once = p.micro_batch * p.data
     if p.global_batch % at_once:
         raise ValueError(
-            f"--global-batch-size {p.global_batch} cannot be divided over --micro-batch-size {p.micro_batch} x "
+            f"--global-batch-size {p.global_batch} cannot be split evenly across --micro-batch-size {p.micro_batch} x "
             f"{p.data} data-parallel ranks: use a multiple of {at_once}"
         )
 
