@@ -62,7 +62,7 @@ def doctor(
     if megatron is not None:
         from cp_plugin.cli import doctor_megatron
 
-        with flags.errors_in_one_line():
+        with flags.errors_in_one_line(translated=False):
             found = doctor_megatron.examine(megatron, words or [])
         console = new_console()
         output.show(as_json, lambda: found, lambda: doctor_megatron.show(console, found, megatron))

@@ -159,7 +159,7 @@ def plan(
         *(model, context.args, cluster, flags.changes(per_node, nics), devices, seq_length),
         *(tensor, pipeline, context_parallel, global_batch, memory, fp8, documents),
     )
-    with flags.errors_in_one_line():
+    with flags.errors_in_one_line("--context", translated=not context.args):
         if reproduce:
             if as_json:
                 raise ValueError(

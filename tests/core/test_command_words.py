@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -150,3 +151,15 @@ def test_a_hint_helps() -> None:
         ("x", known),
     ):
         assert did_you_mean(word, listed) == "", word
+
+
+@pytest.mark.parametrize(
+    "command", [["plan", "--cluster", "dgx-h100"], ["doctor", "--megatron"], ["example", "striped-16"]]
+)
+def test_flags_after_two_dashes_are_named_as_written(command: list[str]) -> None:
+    """They are Megatron's, which the command's own are not."""
+    if "--megatron" in command:
+        command = [*command, str(Path(importlib.util.find_spec("megatron.core").origin).parents[2])]
+    more = ["--dry-run"] if "example" in command else []
+    status, _, told = run(*command, *more, "--", "--cp-provider", "rnig", "--context-parallel-size", "2")
+    assert status == 2 and "--cp-provider rnig: did you mean ring?" in told

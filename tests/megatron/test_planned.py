@@ -188,6 +188,7 @@ REFUSED = {
     "--num-layers many": r"argument --num-layers: invalid int value: 'many'",
     "--checkpoint-activations": r"^--checkpoint-activations is no longer valid, use",
     "--batch-size 4": r"--batch-size argument is no longer valid, use --micro-batch-size instead",
+    "--global-batch-size 17": r"^--global-batch-size 17: 64 devices with --tensor-model-parallel-size .* data-parallel",
     "--micro-batch-size 0": r"^--micro-batch-size: Megatron stops at: assert args.micro_batch_size > 0",
     "--expert-model-parallel-size 2": r"num_experts must be non None to use expert model parallelism",
     "--recompute-granularity full": r"so recompute_method must be \"block\" or \"uniform\"",

@@ -66,7 +66,7 @@ def example(
     from cp_plugin.cli.examples.config import load
     from cp_plugin.cli.examples.sizes import usable
 
-    with flags.errors_in_one_line():
+    with flags.errors_in_one_line(translated=not context.args):
         ways = [dry_run, scaled, printed is not None]
         changes = Changes(provider=provider, options=options, nodes=nodes, per_node=per_node, more=tuple(context.args))
         if sum(ways) > 1:

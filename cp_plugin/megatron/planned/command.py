@@ -150,12 +150,30 @@ def _validated(flags: list[str], options: list[str]) -> tuple[argparse.Namespace
     if settings.active:
         checks.before(args, settings)
         with checks.lift_divisor(args, settings):
-            arguments.validate_args(args, {})
+            _validate(args)
         checks.after(args, settings, None)
     else:
-        arguments.validate_args(args, {})
+        _validate(args)
     _check_config(args)
     return args, settings
+
+
+def _validate(args: argparse.Namespace) -> None:
+    """Megatron's validation; where it only names the number of data-parallel ranks, say where that comes from."""
+    from megatron.training import arguments
+
+    try:
+        arguments.validate_args(args, {})
+    except AssertionError as error:
+        if "data_parallel_size" not in str(error):
+            raise
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        given = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in sizes)
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size}: {args.world_size} devices with {given} are "
+            f"{args.data_parallel_size} data-parallel ranks, and each needs as many micro-batches: use a multiple of "
+            f"{args.data_parallel_size * args.micro_batch_size}, or raise one of these sizes"
+        ) from error
 
 
 def _pretend_gpu() -> None:
