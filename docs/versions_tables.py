@@ -62,7 +62,7 @@ def _left_out(found: dict[str, Any]) -> list[str]:
 
 
 def _named(commit: str, one: dict[str, Any]) -> str:
-    return f"#{one['name'].split('/')[2]}" if one["name"].startswith("refs/pull/") else commit[:10]
+    return f"pull request {one['name'].split('/')[2]}" if one["name"].startswith("refs/pull/") else commit[:10]
 
 
 def _group(one: dict[str, Any]) -> str:

@@ -75,6 +75,12 @@ def test_the_search_finds_the_page_on_installing_first(site: Path) -> None:
     assert {entry["location"].partition("#")[0] for entry in entries if entry.get("boost", 1) > 1} == {"install.html"}
 
 
+def test_a_list_has_no_headings(site: Path) -> None:
+    """``- #6293`` is one."""
+    lists = {page.name for page in site.rglob("*.html") if re.search(r"<li>\s*<h\d", page.read_text(encoding="utf-8"))}
+    assert lists == set()
+
+
 def test_messages_have_pages_that_the_search_finds(site: Path) -> None:
     """The link to ``messages.toml`` leads there."""
     index = (site / "search" / "search_index.json").read_text()

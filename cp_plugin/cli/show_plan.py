@@ -208,8 +208,8 @@ def sizes(p: Parallel) -> str:
 
 
 def recomputes(p: Parallel) -> str:
-    """``recomputes layernorm mlp``."""
-    modules = f"recomputes {' '.join(p.recompute_modules)}"
+    """``recomputes layernorm and mlp``."""
+    modules = f"recomputes {' and '.join(p.recompute_modules)}"
     return {"none": "recomputes nothing", "selective": modules, "full": "recomputes all layers"}[p.recompute]
 
 

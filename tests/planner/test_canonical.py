@@ -41,7 +41,7 @@ def test_the_example_has_one_answer(planned: dict[str, object], page: str) -> No
 def test_the_sentence_is_the_commands_answer(planned: dict[str, object]) -> None:
     told, sizes = regimes.sentence(CANONICAL), ("tensor", "context", "pipeline", "data")
     shape = " x ".join(f"{name} {planned[name]}" for name in sizes if planned[name] != 1)
-    again = {"none": "nothing", "selective": " ".join(planned["recompute_modules"]), "full": "all layers"}  # type: ignore[arg-type]
+    again = {"none": "nothing", "selective": " and ".join(planned["recompute_modules"]), "full": "all layers"}  # type: ignore[arg-type]
     answer, other = told.split(". `")
     assert regimes.CONSTRAINT in answer and "(typical error " in other
     assert other.startswith(f"{regimes.apart(CANONICAL).ours.candidate.name}`")

@@ -249,7 +249,7 @@ def named(priced: Priced) -> str:
 
 
 def shaped(priced: Priced) -> str:
-    """``tensor 8 x context 8, recomputes layernorm mlp``."""
+    """``tensor 8 x context 8, recomputes layernorm and mlp``."""
     return f"{sizes(priced.parallel)}, {recomputes(priced.parallel)}"
 
 
