@@ -17,7 +17,9 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?:|mailto:|#)[^)\s#]+)(#[^)\s]*)?\)")
-_SHORT = re.compile(r"<code>([^<]{1,32})</code>")
+_CODE = re.compile(r"(?<!</span>)<code>([^<\n]+)</code>")
+_SHORT = 32
+"""Characters that fit the line of a phone."""
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -72,8 +74,16 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark short code, which is not broken at its hyphens: it fits the line of a phone."""
-    return _SHORT.sub(r'<code class="short">\1</code>', html)
+    """Mark short code, and short words of longer code, which are not broken at their hyphens."""
+
+    def marked(found: re.Match[str]) -> str:
+        text = found[1]
+        if len(text) <= _SHORT:
+            return f'<code class="short">{text}</code>'
+        words = (f'<span class="short">{word}</span>' if len(word) <= _SHORT else word for word in text.split(" "))
+        return f"<code>{' '.join(words)}</code>"
+
+    return _CODE.sub(marked, html)
 
 
 def rewritten(markdown: str, page: str, repo_url: str | None) -> str:
