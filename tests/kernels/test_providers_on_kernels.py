@@ -79,7 +79,7 @@ def test_a_tree_equals_one_device() -> None:
 
 def test_requested_by_name_and_refusals() -> None:
     chosen, reason = backends.choose("triton", CPU, torch.bfloat16, 192, 128)
-    assert isinstance(chosen, Triton) and reason == "asked for"
+    assert isinstance(chosen, Triton) and reason == "requested"
     for dtype, size, why in ((torch.float64, 64, "not torch.float64"), (torch.bfloat16, 512, "up to 256, not 512")):
         with pytest.raises(ValueError, match=rf"--cp-backend triton cannot run here: .*{why}.*use --cp-backend"):
             backends.choose("triton", CPU, dtype, size, size)

@@ -122,7 +122,7 @@ WRONG = {
     ),
     "a report of all ranks' sum": (
         lambda total, tokens, report: (total, tokens, {"lm loss": _pair(_over_all(total), tokens)}),
-        "reports 'lm loss' as a sum over all ranks with this rank's own count: 2 times the loss",
+        "reports 'lm loss' as the sum over all ranks with this rank's own count: 2 times the loss",
         CONTIGUOUS,
     ),
     "a report of all ranks' count": (

@@ -8,6 +8,7 @@
     q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``attention_pass``
     projections      --> gated delta net by a provider of ours          --> out, gradient: ``delta_net_pass``
     hidden states    --> a router of experts                            --> gradient of its losses: ``router_pass``
+    tokens, labels   --> the model, without its attention               --> losses of single tokens: ``independence``
     a weight         --> a step by Megatron's schedule                  --> its gradient: ``tiny_step``
 
 Each must equal this rank's rows, by the layout, of the same quantity for the whole sequence: a batch, a RoPE table or
@@ -42,6 +43,7 @@ from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import delta_net, hybrid, mtp, packing, patching
 from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, pack_of, packed_problems, table_of
 from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
+from cp_plugin.megatron.selfcheck.independence import independence_problems
 from cp_plugin.megatron.selfcheck.router_pass import router_problems
 from cp_plugin.megatron.selfcheck.tiny_step import step_problems
 from cp_plugin.placement.documents import DOCUMENTS
@@ -64,7 +66,8 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
     tokens = tokens_for(cp.layout, cp.size, cuda=_device(chunks).type == "cuda")
     try:
         _refuse([*_check_importers(), *_check_tensors(chunks, cp, tokens)], cp)
-        _refuse(step_problems(chunks, tokens), cp)  # of batches that are right
+        mine = runtime.between_layers(cp).positions(tokens, _device(chunks))
+        _refuse([*independence_problems(chunks, mine), *step_problems(chunks, tokens)], cp)  # of batches that are right
     finally:
         cp.mesh.ledger.reset()
         runtime.note_batch_sliced(False)

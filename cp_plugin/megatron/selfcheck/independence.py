@@ -1,0 +1,135 @@
+"""Self-check of a model outside its attention: what it computes for a token depends on that token and its label alone.
+
+    tokens and labels, twice; some differ --> the model, with attention that returns its values --> the others' losses
+
+Context-parallel ranks hold tokens that are no neighbours, so a model that shifts labels, or mixes tokens in a layer of
+its own (a convolution, an average over the sequence), would train on other pairs than one rank does. The losses of
+tokens that do not differ must be equal; of pipeline stages, the hidden states that they hand on.
+
+Not checked: models with layers that mix tokens and have context parallelism of their own (Mamba, gated delta net,
+multi-token prediction), experts of limited capacity, and what a forward pass before training would disturb (``off``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
+from cp_plugin.megatron.patches import delta_net, hybrid, patching
+
+_TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
+"""Of the largest change of a token by itself: kernels of experts round by how many tokens each expert has."""
+_BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
+_DISTURBED = ("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph")
+"""Settings of histories, copies and graphs that a forward pass would begin."""
+
+
+def independence_problems(chunks: Sequence[torch.nn.Module], positions: Tensor) -> list[str]:
+    """Errors of a model that mixes tokens; collective over the tensor- and expert-parallel ranks.
+
+    Args:
+        positions: of this rank's tokens: ``[s/cp]``.
+    """
+    problems: list[str] = []
+    for chunk in chunks:
+        model: Any = unwrap_model(chunk)
+        if not off(chunk, model):
+            problems += _of_chunk(chunk, model, positions)
+    return problems
+
+
+def off(chunk: Any, model: Any) -> bool:
+    """Whether a part of the model is not checked."""
+    if type(chunk) is not DistributedDataParallel or not isinstance(model, LanguageModule):
+        return True
+    config: Any = model.config
+    kinds = getattr(config, "moe_router_load_balancing_type", "none")
+    mixes = any(isinstance(m, MultiTokenPredictionBlock) or hybrid.keeps_layout(m) for m in model.modules())
+    attention = [module for module in model.modules() if isinstance(module, AnyCoreAttention)]
+    return (
+        mixes
+        or any(map(delta_net.replaced, model.modules()))
+        or any(type(module).forward is not AnyCoreAttention.forward for module in attention)
+        or any(getattr(config, name, None) for name in _DISTURBED)
+        or getattr(config, "cuda_graph_impl", "none") != "none"
+        or getattr(config, "moe_expert_capacity_factor", None) is not None
+        or not {kinds} <= _BALANCED
+        or bool(chunk.ddp_config.overlap_param_gather)
+        or getattr(model, "position_embedding_type", "") == "mrope"
+    )
+
+
+def _of_chunk(chunk: Any, model: Any, positions: Tensor) -> list[str]:
+    tokens = positions.numel()
+    other = torch.rand(tokens, generator=torch.Generator().manual_seed(50)).lt(0.5).to(positions.device)
+    ids = (positions * 7 + 3) % model.vocab_size
+    hidden = torch.randn(tokens, 1, model.config.hidden_size, generator=torch.Generator().manual_seed(51))
+    hidden = hidden.to(positions.device, model.config.params_dtype)
+    with _apart(chunk):
+        same = _outputs(chunk, model, positions, ids, hidden)
+        changed = _outputs(
+            chunk,
+            model,
+            positions,
+            torch.where(other, (ids + 1) % model.vocab_size, ids),
+            torch.where(other[:, None, None], -hidden, hidden),
+        )
+    apart = (same - changed).abs().flatten(1).amax(1)
+    differs = other if len(apart) == tokens else _own_part(other, model)
+    kept, moved = apart[~differs].amax(), apart[differs].amax()
+    allowed = _TOLERANCE if model.config.params_dtype == torch.float32 else _TOLERANCE_HALF
+    if kept <= allowed * moved:
+        return []
+    what = "loss" if model.post_process else "output"
+    return [
+        f"the model mixes tokens outside of attention: other tokens change a token's {what} by {kept:.1e}, itself by "
+        f"{moved:.1e} (allowed: {allowed:.0e} of that). Shift labels before the batch is sliced, and give layers that "
+        "mix tokens context parallelism"
+    ]
+
+
+def _outputs(chunk: Any, model: Any, positions: Tensor, ids: Tensor, hidden: Tensor) -> Tensor:
+    """By token, losses ``[s/cp, 1]`` or hidden states ``[s/cp, h]``; of sequence parallelism ``[s/cp/tp, h]``."""
+    if not model.pre_process:
+        model.set_input_tensor(_own_part(hidden, model))
+    out = chunk.module(ids[None], positions[None], None, labels=ids[None])
+    return (out.view(-1, 1) if model.post_process else out.flatten(1)).float()
+
+
+def _own_part(x: Tensor, model: Any) -> Tensor:
+    """A tensor-parallel rank's tokens under sequence parallelism."""
+    if not model.config.sequence_parallel:
+        return x
+    return x.chunk(parallel_state.get_tensor_model_parallel_world_size())[
+        parallel_state.get_tensor_model_parallel_rank()
+    ]
+
+
+@contextmanager
+def _apart(chunk: torch.nn.Module) -> Iterator[None]:
+    """In the block attention returns its values, and nothing is drawn, recorded or kept for a backward pass."""
+    training = [module for module in chunk.modules() if module.training]
+    chunk.eval()
+    try:
+        with torch.no_grad(), patching.lent(AnyCoreAttention, forward=_values):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _values(layer: AnyCoreAttention, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Tensor:
+    """Stands in for attention; gated linear attention has its gates beside the values."""
+    if getattr(layer, "gate", None) is not None:
+        value = value.chunk(2, -1)[0]
+    return value.repeat_interleave(query.size(-2) // value.size(-2), -2).flatten(-2)
