@@ -63,7 +63,7 @@ def off(chunk: Any, model: Any) -> bool:
         or any(getattr(config, name, None) for name in _DISTURBED)
         or getattr(config, "cuda_graph_impl", "none") != "none"
         or getattr(config, "moe_expert_capacity_factor", None) is not None
-        or not {kinds} <= _BALANCED
+        or not ({kinds} if isinstance(kinds, str) else {*kinds}) <= _BALANCED
         or bool(chunk.ddp_config.overlap_param_gather)
         or getattr(model, "position_embedding_type", "") == "mrope"
     )
