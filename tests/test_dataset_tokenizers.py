@@ -102,7 +102,7 @@ def test_documents_are_tokenized_as_the_training_does(spec: str, source: Path) -
         ids = dataset[i].tolist()
         assert ids[-1] == trained.eod == done.end_of_document
         assert ids[:-1] == trained.tokenize(text) and trained.detokenize(ids[:-1]).strip() == text.strip()
-    with pytest.raises(ValueError, match=f"--vocab-size 100: --tokenizer .* has {done.vocabulary} ids"):
+    with pytest.raises(ValueError, match=f"--vocab-size 100: --tokenizer .* has {done.vocabulary} token ids"):
         build(source / "e", Recipe(paths=paths, tokenizer=named(spec)), vocab_size=100)
 
 
