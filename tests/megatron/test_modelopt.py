@@ -246,7 +246,9 @@ def test_quantisers_inside_attention_are_refused() -> None:
 
     for name in ("softmax_quantizer", "p_bmm_quantizer", "bmm2_output_quantizer"):
         on, off = {"quantizer_name": f"*{name}", "cfg": FP8}, {"quantizer_name": f"*{name}", "enable": False}
-        with pytest.raises(ValueError, match=rf"--cp-provider ring does not support {name} \(.*supported are q_bmm_quant"):
+        with pytest.raises(
+            ValueError, match=rf"--cp-provider ring does not support {name} \(.*supported are q_bmm_quant"
+        ):
             quantise(on)
         quantise(on, off)
 
