@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?:|mailto:|#)[^)\s#]+)(#[^)\s]*)?\)")
-_CODE = re.compile(r"(?<!</span>)<code>([^<\n]+)</code>")
+_CODE = re.compile(r"(?<!</span>)(?<!<pre>)<code>([^<]+)</code>")
 _SHORT = 32
 """Characters that fit the line of a phone."""
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
@@ -80,7 +80,7 @@ def on_page_content(html: str, **_: Any) -> str:
         text = found[1]
         if len(text) <= _SHORT:
             return f'<code class="short">{text}</code>'
-        words = (f'<span class="short">{word}</span>' if len(word) <= _SHORT else word for word in text.split(" "))
+        words = (f'<span class="short">{word}</span>' if len(word) <= _SHORT else word for word in text.split())
         return f"<code>{' '.join(words)}</code>"
 
     return _CODE.sub(marked, html)
