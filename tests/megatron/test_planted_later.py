@@ -130,8 +130,9 @@ def test_ranks_of_other_groups_are_ended_too(tmp_path: Path) -> None:
     text = str(raised.value)
     assert "rank 1 of 4" in text or "rank 0 of 4" in text
     assert "step 2, layer 1" in text
-    apart = "rank 2: no error" in text and "rank 3: no error" in text  # told at different places of their step
-    assert "ranks 2-3: no error" in text or apart
+    for rank in (2, 3):  # told, at different places of their step, or cut off by a rank that was told before
+        told = rf"(?:ranks 2-3|rank {rank}): no error|rank {rank}( of 4 on \S+)?: .*Connection (closed|reset) by peer"
+        assert re.search(told, text), text
 
 
 def _train(later: Later, tmp_path: Path, more: str, model: str = ONE_CALL) -> list[float]:
