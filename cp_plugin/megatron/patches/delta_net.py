@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import normalize, softplus
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.convolution import short_convolution
@@ -58,6 +58,11 @@ def computed(
     """
     out, gate = attend(layer, cp, projected, bounds, unit)
     return layer.out_proj(layer._apply_gated_norm(out, gate).view(*out.shape[:2], -1))
+
+
+def unit(y: Tensor) -> Tensor:
+    """Scaled to a norm of 1 along the last dimension, as by Megatron's kernel."""
+    return normalize(y, dim=-1, eps=1e-6)
 
 
 def replaced(module: torch.nn.Module) -> bool:

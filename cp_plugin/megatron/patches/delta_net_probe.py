@@ -38,14 +38,7 @@ _SIZES = {
     "linear_num_value_heads": 4,
 }
 _LIMIT = 1e-4
-
-
-def unit(y: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Scaled to a norm of 1 along the last dimension."""
-    return F.normalize(y, dim=-1, eps=1e-6)
-
-
-_KERNELS = {"HAVE_FLA": True, "l2norm": unit}
+_KERNELS = {"HAVE_FLA": True, "l2norm": lambda y, *_, **__: delta_net.unit(y)}
 
 
 class _Linear(torch.nn.Linear):
@@ -84,7 +77,7 @@ def forward(original: Callable[..., Any], _: Any) -> str | None:
         hidden = numbers(_TOKENS, _BATCH, settings.hidden_size).to(stock.device()).requires_grad_()
         with torch.enable_grad():
             want, _bias = original(layer, hidden, None)
-            got, _bias = delta_net.computed(layer, alone, layer.in_proj(hidden)[0], None, unit)
+            got, _bias = delta_net.computed(layer, alone, layer.in_proj(hidden)[0], None, delta_net.unit)
             dout = numbers(*want.shape).to(want)
             grads = [torch.autograd.grad(out, hidden, dout)[0] for out in (want, got)]
     return difference("outputs", want, got, _LIMIT) or difference("gradients", *grads, _LIMIT)

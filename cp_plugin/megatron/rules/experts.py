@@ -6,7 +6,7 @@ by Megatron. What is below is not: with context parallelism each rank would deci
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cp_plugin.megatron.rules.rule import Found, Rule, nonzero, spelled, when
 
@@ -26,19 +26,20 @@ def _capacity(run: Run) -> Found:
     return when(found, given=found, never=f"{never:g}")
 
 
-def _kinds(run: Run) -> list[str]:
-    kinds = run.args.moe_router_load_balancing_type
+def balancing(settings: Any) -> list[str]:
+    """Kinds of load balancing; ``settings``: Megatron's arguments, or a model's configuration."""
+    kinds = settings.moe_router_load_balancing_type
     return [kinds] if isinstance(kinds, str) else list(kinds or ())
 
 
 def _sinkhorn(run: Run) -> Found:
-    return when(run.args.num_experts and run.args.context_parallel_size > 1 and "sinkhorn" in _kinds(run))
+    return when(run.args.num_experts and run.args.context_parallel_size > 1 and "sinkhorn" in balancing(run.args))
 
 
 def _sequences_of_packs(run: Run) -> Found:
     """A pack of several samples is divided as one sequence, so no rank's part is a number of whole samples."""
     args = run.args
-    asked = args.num_experts and run.packed and args.micro_batch_size > 1 and "seq_aux_loss" in _kinds(run)
+    asked = args.num_experts and run.packed and args.micro_batch_size > 1 and "seq_aux_loss" in balancing(args)
     lossy = asked and args.context_parallel_size > 1 and spelled(args, ("--moe-aux-loss-coeff",), nonzero)
     return when(lossy, packed=run.packed, batch=args.micro_batch_size)
 

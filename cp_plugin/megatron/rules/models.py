@@ -32,6 +32,11 @@ def _hybrid(symbol: str, why: str, fix: str) -> Rule:
     )
 
 
+def _divides_delta_net(run: Run) -> bool:
+    """Whether gated delta net layers run on several context-parallel ranks."""
+    return run.args.context_parallel_size > 1 and "G" in _pattern(run)
+
+
 def _below_one(run: Run) -> Found:
     given = spelled(run.args, _SIZES, lambda size: size < 1)
     return when(given, given=given)
@@ -166,10 +171,7 @@ RULES = (
         what="--cp-comm-type is unset",
         why="this Megatron would pass it to gated delta net, which has no such parameter",
         looks_at=lambda run: when(
-            run.args.context_parallel_size > 1
-            and "G" in _pattern(run)
-            and run.args.cp_comm_type == ["p2p"]
-            and not compat.delta_net_takes_exchange()
+            _divides_delta_net(run) and run.args.cp_comm_type == ["p2p"] and not compat.delta_net_takes_exchange()
         ),
         sets={"cp_comm_type": [None]},
     ),
@@ -179,8 +181,7 @@ RULES = (
         what="setting --linear-cp-mode to headwise",
         why="chunkwise moves tokens between ranks from Megatron's own layout, but they are in the provider's",
         looks_at=lambda run: when(
-            run.args.context_parallel_size > 1
-            and "G" in _pattern(run)
+            _divides_delta_net(run)
             and run.settings.delta_net is None
             and getattr(run.args, "linear_cp_mode", None) == "chunkwise"
         ),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cp_plugin.megatron.compat import masks_expert_bias
+from cp_plugin.megatron.rules.experts import balancing
 from cp_plugin.megatron.rules.rule import Found, Rule, when
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ def _with_experts(found: Callable[[Run], Found]) -> Callable[[Run], Found]:
 
 @_with_experts
 def _balancing(run: Run) -> Found:
-    kinds = run.args.moe_router_load_balancing_type
-    unmasked = [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in _UNMASKED]
+    unmasked = [kind for kind in balancing(run.args) if kind in _UNMASKED]
     return when(unmasked, kind=" ".join(unmasked), padding=run.padding)
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
@@ -79,13 +78,9 @@ def _reference(layer: Any, call: _Call) -> tuple[Tensor, Tensor]:
     x = call.projected.detach().requires_grad_()
     alone = ContextParallel("lasp2", group=None, backend="reference")
     with torch.enable_grad():
-        out, _ = delta_net.attend(_in_float64(layer), alone, x, call.bounds, unit=_unit)
+        out, _ = delta_net.attend(_in_float64(layer), alone, x, call.bounds, unit=delta_net.unit)
         (grad,) = torch.autograd.grad(out, x, call.dout)
     return out.detach(), grad
-
-
-def _unit(y: Tensor) -> Tensor:
-    return normalize(y, dim=-1, eps=1e-6)
 
 
 def _in_float64(layer: Any) -> Any:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.patches import delta_net, hybrid, patching
+from cp_plugin.megatron.rules.experts import balancing
 
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
 """Of the largest change of a token by itself: kernels of experts round by how many tokens each expert has."""
@@ -53,7 +54,6 @@ def off(chunk: Any, model: Any) -> bool:
     if type(chunk) is not DistributedDataParallel or not isinstance(model, LanguageModule):
         return True
     config: Any = model.config
-    kinds = getattr(config, "moe_router_load_balancing_type", "none")
     mixes = any(isinstance(m, MultiTokenPredictionBlock) or hybrid.keeps_layout(m) for m in model.modules())
     attention = [module for module in model.modules() if isinstance(module, AnyCoreAttention)]
     return (
@@ -63,7 +63,7 @@ def off(chunk: Any, model: Any) -> bool:
         or any(getattr(config, name, None) for name in _DISTURBED)
         or getattr(config, "cuda_graph_impl", "none") != "none"
         or getattr(config, "moe_expert_capacity_factor", None) is not None
-        or not ({kinds} if isinstance(kinds, str) else {*kinds}) <= _BALANCED
+        or not {*balancing(config)} <= _BALANCED
         or bool(chunk.ddp_config.overlap_param_gather)
         or getattr(model, "position_embedding_type", "") == "mrope"
     )

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.rules.experts import balancing
 
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
 _BALANCED = {"aux_loss", "seq_aux_loss", "none"}
@@ -70,13 +71,11 @@ def _has_losses(module: torch.nn.Module) -> bool:
     if not isinstance(module, megatron_router.TopKRouter):
         return False
     config: Any = module.config
-    kinds = config.moe_router_load_balancing_type
-    known = {kinds} if isinstance(kinds, str) else {*kinds}
     losses = config.moe_z_loss_coeff is not None or module.is_aux_loss_enabled()
     plain = not any(getattr(config, name, None) for name in _RANDOM) and config.moe_expert_capacity_factor is None
     weak = config.calculate_per_token_loss and compat.weakens_expert_losses(compat.megatron_version())
     alone = config.tensor_model_parallel_size == 1 and module.weight.requires_grad
-    return losses and plain and alone and not weak and known <= _BALANCED
+    return losses and plain and alone and not weak and {*balancing(config)} <= _BALANCED
 
 
 def _gradient(router: Any, hidden: Tensor, scale: int) -> Tensor:
