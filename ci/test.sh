@@ -21,7 +21,7 @@ ruff format --check .
 ruff check .
 lint-imports
 
-alone=(tests/test_cluster.py tests/test_launch.py tests/planner/test_calibrate.py) # they watch clocks and processes
+alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
 elsewhere=(tests/te tests/nemo)                    # they need their own environments
 
 trainer() { bash ci/huggingface.sh tests/huggingface/test_trainer.py -k example; }
@@ -33,7 +33,7 @@ in_parts() { # TEST FILE...: each in the process that it needs
       tests/te/* | tests/nemo/*) echo "LEFT OUT: $file: it needs its own environment (ci/te.sh, ci/nemo.sh)" ;;
       tests/kernels/*) kernels+=("$file") ;;
       tests/huggingface/test_trainer.py) trainer ;;
-      tests/test_cluster.py | tests/test_launch.py | tests/planner/test_calibrate.py) clocks+=("$file") ;;
+      tests/test_cluster.py | tests/test_launch.py) clocks+=("$file") ;;
       *) others+=("$file") ;;
     esac
   done

@@ -159,8 +159,7 @@ def test_a_balanced_rate_is_that_of_the_computation_alone():
     with Network(scenario.topology(), 1_000_000) as network:
         entries, problem = scenario.entries(), scenario.problem()
         alone = bench.measure_alone(network, entries[0], problem, timeout=60)
-        assert 8 * alone.sent / 1_000_000 > 5, "on these links it would take seconds"
-        assert 0 < alone.seconds < 2
+        assert 0 < alone.seconds < 0.5 * 8 * alone.sent / 1_000_000, "half of what its bytes take on these links"
         network.shape(None)
         assert alone.sent == bench.measure(network, scenario, rounds=1, timeout=60)[0].booked[1]
 
