@@ -22,7 +22,7 @@ ruff check .
 lint-imports
 
 alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
-elsewhere=(tests/te tests/nemo)                     # they need their own environments
+elsewhere=(tests/te tests/nemo)                    # they need their own environments
 
 trainer() { bash ci/huggingface.sh tests/huggingface/test_trainer.py -k example; }
 
