@@ -47,10 +47,14 @@ def read() -> list[Edit]:
     edits = []
     for kind in ("harmless", "harmful"):
         for entry in entries.get(kind, ()):
-            parts = [entry, *entry.get("also", ())]
-            changes = tuple(Change(part["file"], part["old"], part["new"]) for part in parts)
-            edits.append(Edit(entry["name"], changes, runs[entry.get("run", "gpt")], entry.get("found", "")))
+            parts = [{name: entry.pop(name) for name in ("file", "old", "new")}, *entry.pop("also", ())]
+            changes = tuple(Change(**part) for part in parts)
+            edits.append(_edit(changes, runs, **entry))
     return edits
+
+
+def _edit(changes: tuple[Change, ...], runs: dict[str, str], name: str, run: str = "gpt", found: str = "") -> Edit:
+    return Edit(name, changes, runs[run], found)
 
 
 def texts(edit: Edit, root: Path) -> dict[str, tuple[str, str]]:

@@ -81,6 +81,7 @@ def replace_roll_tensor(call: Call) -> Any:
     several, group, packed = "tensors" in call.arguments, call["cp_group"], call["packed_seq_params"]
     tensors = call["tensors"] if several else [call["tensor"]]
     if _alone(group) or any(x is None for x in tensors):
+        _require_alone(group)
         return call.original()
     cp, fills = _context_parallel(group), call.arguments.get("fill_values") or [0] * len(tensors)
     rolled = []
@@ -128,6 +129,18 @@ def _context_parallel(group: dist.ProcessGroup) -> ContextParallel:
         connect({WHOLE: group}, cp.mesh.watch)  # a shift may be between some of the ranks only
         cp.mesh.groups[WHOLE] = group
     return cp
+
+
+def _require_alone(group: dist.ProcessGroup | None) -> None:
+    """ValueError if a caller leaves out the group of tokens that are divided."""
+    size = parallel_state.get_context_parallel_world_size() or 1
+    if _alone(group) and size > 1:
+        given = "no group" if group is None else "a group of one rank"
+        raise ValueError(
+            f"multi-token prediction of this Megatron calls roll_tensor with {given}, though tokens are divided over "
+            f"{size} context-parallel ranks: each would take the next tokens from its own part. Use a Megatron without "
+            "this change, or --cp-provider upstream"
+        )
 
 
 def _alone(group: dist.ProcessGroup | None) -> bool:

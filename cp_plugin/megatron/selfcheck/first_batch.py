@@ -55,8 +55,11 @@ _PACKS = 2
 _SLICER = "get_batch_on_this_cp_rank"
 
 
-def run(chunks: Sequence[torch.nn.Module]) -> None:
+def run(chunks: Sequence[torch.nn.Module], parts: tuple[Any, Any] = (None, None)) -> None:
     """Check this process's model chunks; collective over all ranks.
+
+    Args:
+        parts: the run's optimizer, and its schedule of learning rates.
 
     Raises:
         ValueError: on every rank, naming the wrong quantities and their ranks.
@@ -67,7 +70,9 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
     try:
         _refuse([*_check_importers(), *_check_tensors(chunks, cp, tokens)], cp)
         mine = runtime.between_layers(cp).positions(tokens, _device(chunks))
-        _refuse([*independence_problems(chunks, mine), *step_problems(chunks, tokens)], cp)  # of batches that are right
+        _refuse(
+            [*independence_problems(chunks, mine), *step_problems(chunks, tokens, parts)], cp
+        )  # of batches that are right
     finally:
         cp.mesh.ledger.reset()
         runtime.note_batch_sliced(False)

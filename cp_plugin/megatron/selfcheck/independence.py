@@ -1,10 +1,15 @@
 """Self-check of a model outside its attention: what it computes for a token depends on that token and its label alone.
 
-    tokens and labels, twice; some differ --> the model, with attention that returns its values --> the others' losses
+    tokens and labels, twice; some differ --> the model, with attention of each token to itself --> the others' losses
+    the tokens, and again in reverse      --> the same                                          --> the same losses
+    the angles that the model's layers are given: those of the positions
 
 Context-parallel ranks hold tokens that are no neighbours, so a model that shifts labels, or mixes tokens in a layer of
 its own (a convolution, an average over the sequence), would train on other pairs than one rank does. The losses of
-tokens that do not differ must be equal; of pipeline stages, the hidden states that they hand on.
+tokens that do not differ must be equal; of pipeline stages, the hidden states that they hand on. Neither may they
+depend on a token's place among those of its rank, or on how many these are: a model that counts positions by itself, or
+scales by the length of its input, would do so by a rank's part of the sequence. A token attends to itself with a weight
+made of its query and key, so that these are checked, too; both are rotated alike, which leaves it as it is.
 
 Not checked: models with layers that mix tokens and have context parallelism of their own (Mamba, gated delta net,
 multi-token prediction), experts of limited capacity, and what a forward pass before training would disturb (``off``).
@@ -24,9 +29,11 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.patches import delta_net, hybrid, patching
 from cp_plugin.megatron.rules.experts import balancing
+from cp_plugin.megatron.selfcheck.attention_pass import table_of
 
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
 """Of the largest change of a token by itself: kernels of experts round by how many tokens each expert has."""
@@ -75,8 +82,9 @@ def _of_chunk(chunk: Any, model: Any, positions: Tensor) -> list[str]:
     ids = (positions * 7 + 3) % model.vocab_size
     hidden = torch.randn(tokens, 1, model.config.hidden_size, generator=torch.Generator().manual_seed(51))
     hidden = hidden.to(positions.device, model.config.params_dtype)
-    with _apart(chunk):
+    with _apart(chunk), _given_angles(model, tokens) as angles:
         same = _outputs(chunk, model, positions, ids, hidden)
+        twice = _outputs(chunk, model, *(torch.cat((x, x.flip(0))) for x in (positions, ids, hidden)))
         changed = _outputs(
             chunk,
             model,
@@ -87,15 +95,62 @@ def _of_chunk(chunk: Any, model: Any, positions: Tensor) -> list[str]:
     apart = (same - changed).abs().flatten(1).amax(1)
     differs = other if len(apart) == tokens else _own_part(other, model)
     kept, moved = apart[~differs].amax(), apart[differs].amax()
-    allowed = _TOLERANCE if model.config.params_dtype == torch.float32 else _TOLERANCE_HALF
-    if kept <= allowed * moved:
-        return []
+    exact = model.config.params_dtype == torch.float32
+    allowed = _TOLERANCE if exact else _TOLERANCE_HALF
     what = "loss" if model.post_process else "output"
-    return [
-        f"the model mixes tokens outside of attention: other tokens change a token's {what} by {kept:.1e}, itself by "
-        f"{moved:.1e} (allowed: {allowed:.0e} of that). Shift labels before the batch is sliced, and give layers that "
-        "mix tokens context parallelism"
-    ]
+    problems = _of_angles(model, tokens, angles[0]) if angles else []
+    if not kept <= allowed * moved:
+        problems.append(
+            f"the model mixes tokens outside of attention: other tokens change a token's {what} by {kept:.1e}, itself "
+            f"by {moved:.1e} (allowed: {allowed:.0e} of that). Shift labels before the batch is sliced, and give "
+            "layers that mix tokens context parallelism"
+        )
+    elif len(same) == tokens and (exact or not model.config.num_moe_experts):  # other sizes, other near ties of experts
+        elsewhere = (twice - torch.cat((same, same.flip(0)))).abs().amax()
+        if not elsewhere <= allowed * moved:
+            problems.append(
+                f"the model computes by a token's place among those of its rank, or by their number: either changes a "
+                f"token's {what} by {elsewhere:.1e}, the token by {moved:.1e} (allowed: {allowed:.0e} of that). Take "
+                "positions from position_ids, and lengths from the configuration"
+            )
+    return problems
+
+
+def _of_angles(model: Any, tokens: int, given: Tensor) -> list[str]:
+    """Whether the model's layers are given the angles of this rank's positions."""
+    cp = runtime.context_parallel()
+    table = table_of(model.rotary_pos_emb.get_emb(tokens * cp.size))
+    want = table[cp.positions(tokens * cp.size, table.device)]
+    if want.shape == given.shape and torch.equal(want, given):
+        return []
+    return ["the model gives its layers the angles of other tokens than this rank's"]
+
+
+@contextmanager
+def _given_angles(model: Any, tokens: int) -> Iterator[list[Tensor]]:
+    """The rotary embeddings ``[s/cp, r]`` that the model gives to its layers in the block.
+
+    Raises:
+        ValueError: for a number of them that is none of the tokens.
+    """
+    found: list[Tensor] = []
+
+    def look(_: Any, __: Any, named: dict[str, Any]) -> None:
+        angles = named.get("rotary_pos_emb")
+        if isinstance(angles, Tensor):
+            found.append(table_of(angles))
+            if len(angles) % tokens:
+                raise ValueError(
+                    f"the model gives its layers {len(angles)} angles of RoPE for {tokens} tokens of a rank: "
+                    "it does not count the tokens of all ranks. Use a Megatron without this change, or "
+                    "--cp-provider upstream"
+                )
+
+    hook = model.decoder.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 def _outputs(chunk: Any, model: Any, positions: Tensor, ids: Tensor, hidden: Tensor) -> Tensor:
@@ -117,19 +172,23 @@ def _own_part(x: Tensor, model: Any) -> Tensor:
 
 @contextmanager
 def _apart(chunk: torch.nn.Module) -> Iterator[None]:
-    """In the block attention returns its values, and nothing is drawn, recorded or kept for a backward pass."""
+    """In the block tokens attend to themselves, and nothing is drawn, recorded or kept for a backward pass."""
     training = [module for module in chunk.modules() if module.training]
     chunk.eval()
     try:
-        with torch.no_grad(), patching.lent(AnyCoreAttention, forward=_values):
+        with torch.no_grad(), patching.lent(AnyCoreAttention, forward=_to_itself):
             yield
     finally:
         for module in training:
             module.training = True
 
 
-def _values(layer: AnyCoreAttention, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Tensor:
+def _to_itself(layer: AnyCoreAttention, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Tensor:
     """Stands in for attention; gated linear attention has its gates beside the values."""
     if getattr(layer, "gate", None) is not None:
         value = value.chunk(2, -1)[0]
-    return value.repeat_interleave(query.size(-2) // value.size(-2), -2).flatten(-2)
+    key, value = (x.repeat_interleave(query.size(-2) // x.size(-2), -2) for x in (key, value))
+    query, key = query.float(), key.float()
+    sizes = (query.norm(dim=-1) * key.norm(dim=-1)).clamp(min=1e-9)
+    weight = 1 + (query * key).sum(-1) / sizes + (8 * sizes.log()).sin()  # as steep for trained weights as for new ones
+    return (value * weight.unsqueeze(-1).to(value.dtype)).flatten(-2)

@@ -28,7 +28,7 @@ from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.rules.experts import balancing
 
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
-_BALANCED = {"aux_loss", "seq_aux_loss", "none"}
+_BALANCED = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 _GROUPS = ("tp_group", "cp_group", "tp_cp_group", "tp_dp_cp_group")
 _RANDOM = ("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased")
 _LOGS = {
@@ -75,7 +75,8 @@ def _has_losses(module: torch.nn.Module) -> bool:
     plain = not any(getattr(config, name, None) for name in _RANDOM) and config.moe_expert_capacity_factor is None
     weak = config.calculate_per_token_loss and compat.weakens_expert_losses(compat.megatron_version())
     alone = config.tensor_model_parallel_size == 1 and module.weight.requires_grad
-    return losses and plain and alone and not weak and {*balancing(config)} <= _BALANCED
+    one_batch = "global_aux_loss" not in balancing(config) or parallel_state.get_data_parallel_world_size() == 1
+    return losses and plain and alone and not weak and one_batch and {*balancing(config)} <= _BALANCED
 
 
 def _gradient(router: Any, hidden: Tensor, scale: int) -> Tensor:
@@ -89,6 +90,6 @@ def _gradient(router: Any, hidden: Tensor, scale: int) -> Tensor:
     if runtime.settings().pad_sequence:  # as in training, with none of it here
         padding = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     with scaled, patching.lent(megatron_router, **logs), torch.enable_grad():
-        probs, _ = twin(hidden, padding_mask=padding)
+        probs, *_ = twin(hidden, padding_mask=padding)
         (found,) = torch.autograd.grad(0 * probs.sum(), router.weight)
     return found.float()

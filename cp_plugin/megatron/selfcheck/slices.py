@@ -175,9 +175,10 @@ class Slices:
         self._embedded = False
         compute, self._own = model.compute_language_model_loss, vars(model).get("compute_language_model_loss")
 
-        def computing(labels: Tensor, logits: Tensor) -> Tensor:
+        def computing(*args: Any, **named: Any) -> Tensor:
+            labels = args[0] if args else named.get("labels")
             self._take("labels", labels)  # the last call is that of the loss; those of prediction come before
-            return compute(labels, logits)
+            return compute(*args, **named)
 
         model.compute_language_model_loss = computing  # the instance's, which shadows the class's
 

@@ -1,7 +1,8 @@
 """Self-check of all that is between the tokens' losses and the optimizer: a training step of a model of one weight.
 
     get_batch_on_this_cp_rank --> loss of a token = weight x token --> Megatron's schedule, with two micro-batches
-        --> gradients scaled, reduced, finished --> the gradient that one rank would have, known in advance
+        --> gradients scaled, reduced, finished --> train_step --> the gradient that the optimizer of one rank would
+            have, known in advance, and the samples by which learning rates advance
 
 The model is wrapped as the run's is (``DistributedDataParallel``, with its options), and unmasked tokens lie unevenly
 on the ranks. So a loss that is averaged or scaled otherwise, a gradient that is scaled twice or reduced over other
@@ -11,6 +12,7 @@ ranks cannot pass, wherever in Megatron that is. Context-parallel ranks must beg
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
 from megatron.core import utils as megatron_utils
 from megatron.core.distributed import DistributedDataParallel
@@ -27,10 +30,12 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.training import global_vars, training
 from torch import Tensor
 
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches.probing import accepted
 from cp_plugin.megatron.state import STATE
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
@@ -39,33 +44,51 @@ _SCALE = "main_loss_backward_scale"
 _ALIGNED = 128  # elements of a rank's part of the gradients, with the distributed optimizer
 _OFF: dict[str, Any] = dict.fromkeys(
     (
-        *("timers", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
+        *("timers", "grad_scale_func", "grad_sync_func", "param_sync_func"),
         "experimental_attention_variant",
     )
 ) | dict.fromkeys(
     (
-        *("moe_router_enable_expert_bias", "overlap_moe_expert_parallel_comm", "deallocate_pipeline_outputs"),
+        *("overlap_moe_expert_parallel_comm", "deallocate_pipeline_outputs"),
         *("fine_grained_activation_offloading", "enable_autocast", "moe_paged_stash", "flextron"),
     ),
     False,
 )
 """Settings of parts that the model does not have."""
+_OFF_IN_STEP: dict[str, Any] = dict.fromkeys(
+    ("save_params_interval", "save_activations_interval", "save_tokens_per_expert_interval", "save_wgrads_interval"),
+) | {"save_dgrads_interval": None, "empty_unused_memory_level": 0}
+_OFF_IN_STEP |= dict.fromkeys(("qk_clip", "log_max_attention_logit", "vision_pretraining", "modelopt_enabled"), False)
 _OTHER_LOSSES = (("num_moe_experts", MoEAuxLossAutoScaler, 2.0), ("mtp_num_layers", MTPLossAutoScaler, 3.0))
 """Setting -> how its loss is scaled, and its gradient here; every rank has an equal part of it."""
-_PLAIN = ("overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad", "nccl_ub", "fp8_param_gather")
+_PLAIN = ("overlap_param_gather", "check_for_nan_in_grad", "nccl_ub", "fp8_param_gather")
 
 
 class _OneWeight(torch.nn.Module):
-    """The loss of a token is the weight times the token; the weight is stored once for each element of a gradient."""
+    """The loss of a token is the weight times the token; the weight is stored once for each element of a gradient.
+
+    What else a step asks a model for is that of the run's.
+    """
 
     model_type = ModelType.encoder_or_decoder
     pre_process = post_process = True
     share_embeddings_and_output_weights = False
 
-    def __init__(self, config: Any, elements: int, device: torch.device) -> None:
+    def __init__(self, config: Any, elements: int, device: torch.device, other: torch.nn.Module) -> None:
         super().__init__()
+        vars(self)["other"] = other  # and not one of its modules
         self.config = config
         self.weight = torch.nn.Parameter(torch.ones(elements, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel
+        if getattr(config, "moe_router_enable_expert_bias", False):
+            self.expert_bias = torch.zeros(2, device=device)
+            self.local_tokens_per_expert = _counts(device)[parallel_state.get_context_parallel_rank()]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["other"], name)
 
     def shared_embedding_or_output_weight(self) -> None:
         """Asked for with multi-token prediction in a pipeline: there is none whose gradients stages would share."""
@@ -83,18 +106,30 @@ class _OneWeight(torch.nn.Module):
         return losses
 
 
-def step_problems(chunks: Sequence[torch.nn.Module], tokens: int) -> list[str]:
+def step_problems(chunks: Sequence[torch.nn.Module], tokens: int, parts: tuple[Any, Any] = (None, None)) -> list[str]:
     """Errors of a step, and of the weights that training begins with; collective over all ranks.
 
     Args:
         chunks: of the model, as ``setup_model_and_optimizer`` built them; others than ``DistributedDataParallel`` are
             not checked.
         tokens: length of a sequence that the layout can divide.
+        parts: the run's optimizer, and its schedule of learning rates.
     """
     wrapped = [chunk for chunk in chunks if type(chunk) is DistributedDataParallel]
     if not wrapped:
         return []
-    return [*_of_weights(wrapped), *_of_gradients(wrapped, tokens)]
+    return [*_of_samples(), *_of_weights(wrapped), *_of_gradients(wrapped, tokens, parts)]
+
+
+def _of_samples() -> list[str]:
+    """Context-parallel ranks hold parts of the same samples, and must not count as data-parallel ones."""
+    if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
+        return []
+    sizes = calculator.get_micro_batch_size(), parallel_state.get_data_parallel_world_size()
+    batches, want = calculator.get_num_microbatches(), calculator.get_current_running_global_batch_size()
+    if batches * sizes[0] * sizes[1] == want:
+        return []
+    return [f"{batches} micro-batches of {sizes[0]} samples on {sizes[1]} data-parallel ranks are no step of {want}"]
 
 
 def _of_weights(chunks: Sequence[Any]) -> list[str]:
@@ -117,8 +152,9 @@ def _of_weights(chunks: Sequence[Any]) -> list[str]:
     return [f"context-parallel ranks start with different weights: {wrong[0]}{more}"] if wrong else []
 
 
-def _of_gradients(chunks: Sequence[Any], tokens: int) -> list[str]:
+def _of_gradients(chunks: Sequence[Any], tokens: int, parts: tuple[Any, Any]) -> list[str]:
     model, config = _tiny(chunks[0])
+    optimizer, schedule = _Optimizer(model, parts[0]), _Schedule(parts[1])
     masks = _masks(tokens, model.module.weight.device)
     x = _values(torch.arange(tokens, device=masks[0].device))
     sums, counts = (torch.stack(found) for found in ([(mask * x).sum() for mask in masks], [m.sum() for m in masks]))
@@ -128,31 +164,113 @@ def _of_gradients(chunks: Sequence[Any], tokens: int) -> list[str]:
         if getattr(config, setting, None):
             want += size * (_MICRO_BATCHES * ranks / counts.sum() if per_token else 1)
             want += size * (ranks - 1) * (scaler is MoEAuxLossAutoScaler and not per_token)  # parts are summed
+    if config.sequence_parallel:
+        want *= parallel_state.get_tensor_model_parallel_world_size()  # each with all tokens here
     checked, STATE.loss_checked = STATE.loss_checked, True  # the script's own loss is checked in its first micro-batch
     try:
         with ExitStack() as back:
             for _, scaler, _ in _OTHER_LOSSES:
                 back.enter_context(patching.lent(scaler, **{_SCALE: getattr(scaler, _SCALE)}))
-            schedules.forward_backward_no_pipelining(
-                forward_step_func=_forward,
-                data_iterator=iter(masks),
-                model=[model],
-                num_microbatches=_MICRO_BATCHES,
-                seq_length=tokens,
-                micro_batch_size=1,
-            )
+            _train_step(model, iter(masks), tokens, optimizer, schedule)
     finally:
         STATE.loss_checked = checked
-    found = _own_part(model)
-    problems = []
+    found, problems = optimizer.gradient, schedule.problems()
     if found.numel() and not torch.allclose(found, want.expand_as(found), rtol=1e-4, atol=0):
         given = found[(found - want).abs().argmax()].item()
         problems.append(f"the gradient of a step differs: {given:.6g}, and {want.item():.6g} on one rank")
+    if getattr(config, "moe_router_enable_expert_bias", False) and config.moe_router_bias_update_rate:
+        problems += _of_biases(model.module.expert_bias)
     mine = _reduction(model.buffers[0])
     for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
         if _reduction(buffer) != mine:
             problems.append(f"the model's gradients are reduced differently: {_reduction(buffer)}, not {mine}")
     return problems
+
+
+class _Instead:
+    """Stands in for a part of the run, which is asked for everything else."""
+
+    def __init__(self, other: Any) -> None:
+        self._other = other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_other"], name)
+
+
+class _Optimizer(_Instead):
+    """Takes the gradients, and changes no weights."""
+
+    def __init__(self, model: Any, other: Any) -> None:
+        super().__init__(other)
+        self._model = model
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """The model's are zeroed apart."""
+
+    def step(self) -> tuple[bool, float, int]:
+        self.gradient = _own_part(self._model).clone()
+        return True, 0.0, 0
+
+
+class _Schedule(_Instead):
+    """Takes the number of samples, and changes no learning rate."""
+
+    samples: int | None = None
+
+    def step(self, increment: int) -> None:
+        self.samples = increment
+
+    def problems(self) -> list[str]:
+        want = None if self.samples is None else calculator.get_current_running_global_batch_size()
+        if self.samples == want:
+            return []
+        return [f"learning rates advance by {self.samples} samples in a step of {want}"]
+
+
+class _Once:
+    """Stands in for Megatron's repetitions of steps."""
+
+    def __init__(self) -> None:
+        self._turns = iter((True, False))
+
+    def should_run_forward_backward(self, _: Any) -> bool:
+        """Once."""
+        return next(self._turns)
+
+    def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
+        return False, False, 0
+
+
+def _train_step(model: Any, masks: Iterator[Tensor], tokens: int, optimizer: _Optimizer, schedule: _Schedule) -> None:
+    """By ``train_step`` of Megatron's loop, without what is wrapped around it; by the schedule alone in other loops."""
+    passes = schedules.forward_backward_no_pipelining
+    own = {"num_microbatches": _MICRO_BATCHES, "seq_length": tokens, "micro_batch_size": 1}
+
+    def scheduled(**named: Any) -> Any:
+        return passes(**accepted(passes, **named | own))
+
+    args = global_vars._GLOBAL_ARGS
+    if args is None:
+        scheduled(forward_step_func=_forward, data_iterator=masks, model=[model])
+        optimizer.step()
+        return
+    off = {name: value for name, value in _OFF_IN_STEP.items() if hasattr(args, name)}
+    once, step = _Once(), inspect.unwrap(training.train_step)
+    with patching.lent(args, **off), patching.lent(training, get_rerun_state_machine=lambda: once):
+        step(_forward, masks, [model], optimizer, schedule, model.config, scheduled, **accepted(step, iteration=0))
+
+
+def _counts(device: torch.device) -> Tensor:
+    """Tokens of two experts on each context-parallel rank; those of the first outweigh all others' on other ranks."""
+    counts = torch.tensor([0.0, 1.0], device=device).repeat(parallel_state.get_context_parallel_world_size(), 1)
+    counts[0] = counts.new_tensor([2.0 * len(counts), 0.0])
+    return counts
+
+
+def _of_biases(found: Tensor) -> list[str]:
+    if found[0] < 0 < found[1]:
+        return []
+    return [f"biases of experts are updated by the tokens of other ranks: {found.tolist()}, where the first has most"]
 
 
 def _tiny(chunk: Any) -> tuple[Any, Any]:
@@ -167,12 +285,13 @@ def _tiny(chunk: Any) -> tuple[Any, Any]:
     names = {field.name for field in fields(chunk.ddp_config)}
     options = replace(chunk.ddp_config, **{name: False for name in _PLAIN if name in names})
     device = next((parameter.device for parameter in chunk.parameters()), torch.device("cpu"))
-    module = _OneWeight(config, _ALIGNED * chunk.intra_dp_cp_group.size(), device)
+    module = _OneWeight(config, _ALIGNED * chunk.intra_dp_cp_group.size(), device, chunk.module)
     logging.disable(logging.WARNING)  # that no layout of parameters was given
     try:
         model = DistributedDataParallel(config=config, ddp_config=options, module=module)
     finally:
         logging.disable(logging.NOTSET)
+    config.no_sync_func = model.no_sync if options.overlap_grad_reduce else None
     return model, config
 
 
