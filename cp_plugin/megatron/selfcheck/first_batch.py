@@ -7,9 +7,11 @@
     rotary table     --> the model's rotary embedding                   --> rope
     q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``attention_pass``
     projections      --> gated delta net by a provider of ours          --> out, gradient: ``delta_net_pass``
+    hidden states    --> Mamba, gated delta net by Megatron's ranks     --> out, gradient: ``states_pass``
     hidden states    --> a router of experts                            --> gradient of its losses: ``router_pass``
     tokens, labels   --> the model, without its attention               --> losses of single tokens: ``independence``
     a weight         --> a step by Megatron's schedule                  --> its gradient: ``tiny_step``
+    gradients of 1   --> the optimizer, if it clips                     --> their norm: ``norm_pass``
 
 Each must equal this rank's rows, by the layout, of the same quantity for the whole sequence: a batch, a RoPE table or
 an attention module in another layout than the others cannot pass. Batch and RoPE are copies and must be equal. A model
@@ -44,7 +46,9 @@ from cp_plugin.megatron.patches import delta_net, hybrid, mtp, packing, patching
 from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, pack_of, packed_problems, table_of
 from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
 from cp_plugin.megatron.selfcheck.independence import independence_problems
+from cp_plugin.megatron.selfcheck.norm_pass import norm_problems
 from cp_plugin.megatron.selfcheck.router_pass import router_problems
+from cp_plugin.megatron.selfcheck.states_pass import states_problems
 from cp_plugin.megatron.selfcheck.tiny_step import step_problems
 from cp_plugin.placement.documents import DOCUMENTS
 
@@ -70,9 +74,8 @@ def run(chunks: Sequence[torch.nn.Module], parts: tuple[Any, Any] = (None, None)
     try:
         _refuse([*_check_importers(), *_check_tensors(chunks, cp, tokens)], cp)
         mine = runtime.between_layers(cp).positions(tokens, _device(chunks))
-        _refuse(
-            [*independence_problems(chunks, mine), *step_problems(chunks, tokens, parts)], cp
-        )  # of batches that are right
+        problems = [*independence_problems(chunks, mine), *step_problems(chunks, tokens, parts)]  # of right batches
+        _refuse([*problems, *norm_problems(parts[0], _device(chunks))], cp)
     finally:
         cp.mesh.ledger.reset()
         runtime.note_batch_sliced(False)
@@ -127,6 +130,7 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel, token
         problems += mtp.roll_problems(tokens, packs, device)
     if any(hybrid.keeps_layout(module) for module in modules):
         problems += hybrid.order_problems(tokens, packs, device)
+    problems += states_problems(modules, tokens, outside)
     problems += router_problems(modules, tokens, outside)
     layer = next(filter(delta_net.replaced, modules), None)
     if layer is not None:

@@ -30,7 +30,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
-from megatron.training import global_vars, training
+from megatron.training import global_vars
 from torch import Tensor
 
 from cp_plugin.megatron import compat
@@ -254,6 +254,8 @@ def _train_step(model: Any, masks: Iterator[Tensor], tokens: int, optimizer: _Op
         scheduled(forward_step_func=_forward, data_iterator=masks, model=[model])
         optimizer.step()
         return
+    from megatron.training import training  # other loops do without it
+
     off = {name: value for name, value in _OFF_IN_STEP.items() if hasattr(args, name)}
     once, step = _Once(), inspect.unwrap(training.train_step)
     with patching.lent(args, **off), patching.lent(training, get_rerun_state_machine=lambda: once):
