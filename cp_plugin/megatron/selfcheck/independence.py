@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.utils import unwrap_model
@@ -118,6 +120,8 @@ def _of_chunk(chunk: Any, model: Any, positions: Tensor) -> list[str]:
 
 def _of_angles(model: Any, tokens: int, given: Tensor) -> list[str]:
     """Whether the model's layers are given the angles of this rank's positions."""
+    if not isinstance(model.rotary_pos_emb, RotaryEmbedding | YarnRotaryEmbedding):
+        return []
     cp = runtime.context_parallel()
     table = table_of(model.rotary_pos_emb.get_emb(tokens * cp.size))
     want = table[cp.positions(tokens * cp.size, table.device)]
@@ -146,7 +150,11 @@ def _given_angles(model: Any, tokens: int) -> Iterator[list[Tensor]]:
                     "--cp-provider upstream"
                 )
 
-    hook = model.decoder.register_forward_pre_hook(look, with_kwargs=True)
+    layers = getattr(model, "decoder", None)
+    if layers is None:
+        yield found
+        return
+    hook = layers.register_forward_pre_hook(look, with_kwargs=True)
     try:
         yield found
     finally:

@@ -1,8 +1,8 @@
 """Self-check of all that is between the tokens' losses and the optimizer: a training step of a model of one weight.
 
-    get_batch_on_this_cp_rank --> loss of a token = weight x token --> Megatron's schedule, with two micro-batches
-        --> gradients scaled, reduced, finished --> train_step --> the gradient that the optimizer of one rank would
-            have, known in advance, and the samples by which learning rates advance
+    get_batch_on_this_cp_rank --> loss of a token = weight x token --> train_step, whose schedule has two micro-batches
+        --> the gradient that the optimizer of one rank would have, known in advance; the samples by which learning
+            rates advance; the loss that is logged
 
 The model is wrapped as the run's is (``DistributedDataParallel``, with its options), and unmasked tokens lie unevenly
 on the ranks. So a loss that is averaged or scaled otherwise, a gradient that is scaled twice or reduced over other
@@ -12,12 +12,12 @@ ranks cannot pass, wherever in Megatron that is. Context-parallel ranks must beg
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
+from math import isclose
 from typing import Any
 
 import torch
@@ -27,15 +27,13 @@ from megatron.core import parallel_state
 from megatron.core import utils as megatron_utils
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
-from megatron.training import global_vars
 from torch import Tensor
 
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.probing import accepted
+from cp_plugin.megatron.selfcheck.stand_ins import Optimizer, Schedule, train_step
 from cp_plugin.megatron.state import STATE
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
@@ -55,10 +53,8 @@ _OFF: dict[str, Any] = dict.fromkeys(
     False,
 )
 """Settings of parts that the model does not have."""
-_OFF_IN_STEP: dict[str, Any] = dict.fromkeys(
-    ("save_params_interval", "save_activations_interval", "save_tokens_per_expert_interval", "save_wgrads_interval"),
-) | {"save_dgrads_interval": None, "empty_unused_memory_level": 0}
-_OFF_IN_STEP |= dict.fromkeys(("qk_clip", "log_max_attention_logit", "vision_pretraining", "modelopt_enabled"), False)
+_LOGGED = "lm loss"
+"""As Megatron's scripts name the loss that they log, with its sum and its number of tokens."""
 _OTHER_LOSSES = (("num_moe_experts", MoEAuxLossAutoScaler, 2.0), ("mtp_num_layers", MTPLossAutoScaler, 3.0))
 """Setting -> how its loss is scaled, and its gradient here; every rank has an equal part of it."""
 _PLAIN = ("overlap_param_gather", "check_for_nan_in_grad", "nccl_ub", "fp8_param_gather")
@@ -154,7 +150,8 @@ def _of_weights(chunks: Sequence[Any]) -> list[str]:
 
 def _of_gradients(chunks: Sequence[Any], tokens: int, parts: tuple[Any, Any]) -> list[str]:
     model, config = _tiny(chunks[0])
-    optimizer, schedule = _Optimizer(model, parts[0]), _Schedule(parts[1])
+    optimizer, schedule = Optimizer(parts[0], partial(_own_part, model)), Schedule(parts[1])
+    sizes = {"num_microbatches": _MICRO_BATCHES, "seq_length": tokens, "micro_batch_size": 1}
     masks = _masks(tokens, model.module.weight.device)
     x = _values(torch.arange(tokens, device=masks[0].device))
     sums, counts = (torch.stack(found) for found in ([(mask * x).sum() for mask in masks], [m.sum() for m in masks]))
@@ -171,10 +168,13 @@ def _of_gradients(chunks: Sequence[Any], tokens: int, parts: tuple[Any, Any]) ->
         with ExitStack() as back:
             for _, scaler, _ in _OTHER_LOSSES:
                 back.enter_context(patching.lent(scaler, **{_SCALE: getattr(scaler, _SCALE)}))
-            _train_step(model, iter(masks), tokens, optimizer, schedule)
+            logged = train_step(_forward, iter(masks), model, optimizer, schedule, sizes)
     finally:
         STATE.loss_checked = checked
     found, problems = optimizer.gradient, schedule.problems()
+    mean = (sums.sum() / counts.sum() * model.module.weight.numel()).item()
+    if _LOGGED in logged and not isclose(float(logged[_LOGGED]), mean, rel_tol=1e-4):
+        problems.append(f"the loss that is logged differs: {float(logged[_LOGGED]):.6g}, and {mean:.6g} on one rank")
     if found.numel() and not torch.allclose(found, want.expand_as(found), rtol=1e-4, atol=0):
         given = found[(found - want).abs().argmax()].item()
         problems.append(f"the gradient of a step differs: {given:.6g}, and {want.item():.6g} on one rank")
@@ -185,81 +185,6 @@ def _of_gradients(chunks: Sequence[Any], tokens: int, parts: tuple[Any, Any]) ->
         if _reduction(buffer) != mine:
             problems.append(f"the model's gradients are reduced differently: {_reduction(buffer)}, not {mine}")
     return problems
-
-
-class _Instead:
-    """Stands in for a part of the run, which is asked for everything else."""
-
-    def __init__(self, other: Any) -> None:
-        self._other = other
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_other"], name)
-
-
-class _Optimizer(_Instead):
-    """Takes the gradients, and changes no weights."""
-
-    def __init__(self, model: Any, other: Any) -> None:
-        super().__init__(other)
-        self._model = model
-
-    def zero_grad(self, *_: Any, **__: Any) -> None:
-        """The model's are zeroed apart."""
-
-    def step(self) -> tuple[bool, float, int]:
-        self.gradient = _own_part(self._model).clone()
-        return True, 0.0, 0
-
-
-class _Schedule(_Instead):
-    """Takes the number of samples, and changes no learning rate."""
-
-    samples: int | None = None
-
-    def step(self, increment: int) -> None:
-        self.samples = increment
-
-    def problems(self) -> list[str]:
-        want = None if self.samples is None else calculator.get_current_running_global_batch_size()
-        if self.samples == want:
-            return []
-        return [f"learning rates advance by {self.samples} samples in a step of {want}"]
-
-
-class _Once:
-    """Stands in for Megatron's repetitions of steps."""
-
-    def __init__(self) -> None:
-        self._turns = iter((True, False))
-
-    def should_run_forward_backward(self, _: Any) -> bool:
-        """Once."""
-        return next(self._turns)
-
-    def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
-        return False, False, 0
-
-
-def _train_step(model: Any, masks: Iterator[Tensor], tokens: int, optimizer: _Optimizer, schedule: _Schedule) -> None:
-    """By ``train_step`` of Megatron's loop, without what is wrapped around it; by the schedule alone in other loops."""
-    passes = schedules.forward_backward_no_pipelining
-    own = {"num_microbatches": _MICRO_BATCHES, "seq_length": tokens, "micro_batch_size": 1}
-
-    def scheduled(**named: Any) -> Any:
-        return passes(**accepted(passes, **named | own))
-
-    args = global_vars._GLOBAL_ARGS
-    if args is None:
-        scheduled(forward_step_func=_forward, data_iterator=masks, model=[model])
-        optimizer.step()
-        return
-    from megatron.training import training  # other loops do without it
-
-    off = {name: value for name, value in _OFF_IN_STEP.items() if hasattr(args, name)}
-    once, step = _Once(), inspect.unwrap(training.train_step)
-    with patching.lent(args, **off), patching.lent(training, get_rerun_state_machine=lambda: once):
-        step(_forward, masks, [model], optimizer, schedule, model.config, scheduled, **accepted(step, iteration=0))
 
 
 def _counts(device: torch.device) -> Tensor:
@@ -318,7 +243,8 @@ def _forward(masks: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
 
 
 def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    return (losses * mask).sum(), mask.sum().int(), {}
+    total, count = (losses * mask).sum(), mask.sum()
+    return total, count.int(), {_LOGGED: torch.stack((total.detach(), count))}
 
 
 def _own_part(model: Any) -> Tensor:
