@@ -27,6 +27,13 @@ PROGRAM = "cp-plugin"
 JSON = "--json"
 _SHORT = 24
 """Columns of a placeholder; choices that take more are listed in the help text."""
+_HELP = {
+    "-h": "show this help",
+    "--help": "show this help",
+    "--install-completion": "install completion for this shell",
+    "--show-completion": "print the completion for this shell, to copy or to adapt",
+}
+"""Of options that typer adds, in the style of all others."""
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])  # click's, or that of the copy within typer
 
 
@@ -41,6 +48,8 @@ class _Main:
         """All parameters; that a switch takes no value, and which Python type an argument has, is noise in the help."""
         found = super().get_params(ctx)  # type: ignore[misc]
         for param in found:
+            if param.opts[0] in _HELP:
+                param.help = _HELP[param.opts[0]]
             if param.param_type_name == "argument":
                 param.display_type_rich = lambda ctx: None
             elif param.is_flag:
