@@ -89,6 +89,7 @@ _OURS = {
     r"^unknown (model|cluster) '(.*?)'": r"--\1 \2",
     r"^unknown variant of \S+ '(.*?)'": r"--variant \1",
     r"^unknown paper '(.*?)'": r"--reproduce \1",
+    r"^profile (.*) (cannot be read|is not TOML)": r"--cluster \1 \2",
     r"^heads (\d+), kv_heads (\d+):": r"--heads \1 --kv-heads \2:",
     r"^sequence length (\d+)": r"--seq-length \1",
     r"^provider '(\w+)'": r"--provider \1",

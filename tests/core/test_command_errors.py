@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -27,6 +31,7 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--heads", "12"), "error: --heads 12 --kv-heads 8: "),
         (("--measure", "--seq-length", "4194304"), "use a smaller --seq-length"),
         (("--measure", "--head-dim", "100000000"), "--head-dim 100000000 "),
+        (("--json", ""), "error: --json: name the file to write, such as file.json"),
         (("--provider", "ring", "--decay", "token"), "--decay token is for linear attention: leave it out, or use"),
     ],
     ("verify", "--device", "cpu"): [
@@ -39,6 +44,8 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--provider", "striped", "--layout", "zigzag"), "error: --provider striped does not run on"),
     ],
     ("plan",): [
+        (("--model", "llama3-8b", "--cluster", "nowhere.toml"), "error: --cluster nowhere.toml cannot be read"),
+        (("--model", "llama3-8b", "--cluster", "dgx-h100", "--documents", "/"), "--documents /: a folder."),
         (("--model", "lama3-8b", "--cluster", "dgx-h100"), "error: --model lama3-8b: did you mean llama3-8b"),
         (("--model", "llama3-8b", "--cluster", "dgx-h10"), "error: --cluster dgx-h10: did you mean dgx-h100"),
         (("--model", "llama3-8b", "--cluster", __file__), "a profile is a .toml file"),
@@ -98,3 +105,18 @@ def test_help_texts_have_one_style() -> None:
     """No capital, no full stop; also those that typer adds."""
     for option in typer.main.get_command(app).get_params(typer.Context(typer.main.get_command(app))):
         assert option.help and option.help[0].islower() and not option.help.endswith("."), option.name
+
+
+def test_a_dash_is_standard_output() -> None:
+    plain, dash = (
+        CliRunner().invoke(app, ["traffic", "--provider", "ring", *to]) for to in (["--json"], ["--json", "-"])
+    )
+    assert json.loads(dash.stdout) == json.loads(plain.stdout)
+
+
+@pytest.mark.parametrize("words", ["--version", "-h", "traffic --provider ring", "traffic --json", "example --list"])
+def test_a_full_disk_is_one_line(words: str) -> None:
+    with open("/dev/full", "w") as full:
+        run = [sys.executable, "-m", "cp_plugin.cli", *words.split()]
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")
