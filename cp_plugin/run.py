@@ -10,10 +10,12 @@ The script runs as ``__main__``, with its directory first on the path (so its Me
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cp_plugin.common import refusals
 
@@ -51,6 +53,11 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
         raise ValueError(f"{rest[0]}: only --nproc may precede the script; put other flags after it; usage: {USAGE}")
     if not os.path.isfile(rest[0]):
         raise ValueError(f"{rest[0]}: no such script; usage: {USAGE}")
+    try:
+        ast.parse(Path(rest[0]).read_bytes(), rest[0])
+    except (SyntaxError, ValueError) as error:
+        at = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ValueError(f"{rest[0]}: not a Python script ({error.args[0]}{at}); usage: {USAGE}") from None
     return rest[0], rest[1:]
 
 

@@ -241,7 +241,7 @@ def test_ranks_are_not_started_twice(rank: str, flags: tuple[str, ...], monkeypa
         ("--heads 6 --kv-heads 4", "6 query heads cannot share 4"),
         ("--plot a.txt", "a.txt: pictures are .svg, .png or .pdf files; write a.svg"),
         ("--json /nowhere/a.json", "cannot be written: name a file in an existing folder"),
-        ("--json .", "--json .: name the file to write"),
+        ("--json .", "--json: name the file to write"),
         ("--cluster dgx-a10", "did you mean dgx-a100"),
         ("--cluster dgx-h100 --dtype float64", "no attention rate for float64"),
     ],

@@ -344,7 +344,7 @@ def test_the_list_and_one_of_it() -> None:
     ("words", "message"),
     [
         (["--dry-run"], "NAME is missing"),
-        (["lasp2-64xa100", "--nodes", "2"], "these options have no effect alone: add --dry-run"),
+        (["lasp2-64xa100", "--nodes", "2"], "--nodes 2 has no effect alone: add --dry-run"),
         (["lasp2-64xa100", "--dry-run", "--print", "sh"], "choose one of --dry-run"),
         (["lasp2-64xa100", "--dry-run", "--steps", "9"], "--steps 9 has no effect without --scaled"),
         (["lasp3-64xa100", "--dry-run"], "did you mean lasp2-64xa100"),

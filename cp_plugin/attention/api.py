@@ -21,7 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention import agreement, autocast, linear, softmax
-from cp_plugin.attention.inputs import UNSET, Group, check_sink, mask_of, problem_of, process_group, typical_call
+from cp_plugin.attention.inputs import (
+    UNSET,
+    Group,
+    check_numbers,
+    check_sink,
+    mask_of,
+    problem_of,
+    process_group,
+    typical_call,
+)
 from cp_plugin.attention.linear_calls import LinearAttention
 from cp_plugin.attention.recompute import to_be_repeated
 from cp_plugin.attention.tokens import token_order
@@ -222,6 +231,7 @@ class ContextParallel(LinearAttention):
             ValueError: for shapes, dtypes or devices that do not fit, a problem the provider does not support, or
                 (compared in the first calls, and rarely after) ranks with other settings.
         """
+        check_numbers(scale, window)
         if scaling is not None and not (torch.is_grad_enabled() or to_be_repeated()):
             scaling = scaling.reader()
         documents = () if cu_seqlens is None else document_bounds(cu_seqlens, q.size(0) * self.size)

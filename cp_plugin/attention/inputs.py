@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,6 +86,18 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Prob
         dtype=q.dtype,
         causal=causal,
     )
+
+
+def check_numbers(scale: Any, window: Any = None) -> None:
+    """ValueError for a scale that is no finite number, or a window that is no pair of whole numbers."""
+    if scale is not None and not (isinstance(scale, numbers.Real | torch.SymFloat) and math.isfinite(scale)):
+        raise ValueError(f"scale={scale!r}: give a finite number, or None for head size ** -0.5")
+    if window is not None and not (
+        isinstance(window, tuple) and len(window) == 2 and all(isinstance(n, int | torch.SymInt) for n in window)
+    ):
+        raise ValueError(
+            f"window={window!r}: give the tokens before and after, such as (1023, 0), or -1 for all of them"
+        )
 
 
 def check_sink(sink: Tensor | None, q: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.attention import agreement, autocast, linear
+from cp_plugin.attention.inputs import check_numbers
 from cp_plugin.attention.tokens import Sharding
 from cp_plugin.common.eager import eager
 from cp_plugin.common.recent import Recent
@@ -80,6 +81,7 @@ class LinearAttention(Sharding):
                 the provider does not support.
         """
         self._is_for("linear")
+        check_numbers(scale)
         packed = cu_seqlens is not None
         problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, documents=packed, scale=scale)
         scan, parts = self.scan(problem, q.device)

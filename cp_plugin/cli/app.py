@@ -63,6 +63,8 @@ def doctor(
         from cp_plugin.cli import doctor_megatron
 
         with flags.errors_in_one_line(translated=False):
+            if everything:
+                raise ValueError("--all has no effect with --megatron: leave it out")
             found = doctor_megatron.examine(megatron, words or [])
         console = new_console()
         output.show(as_json, lambda: found, lambda: doctor_megatron.show(console, found, megatron))
@@ -70,8 +72,9 @@ def doctor(
             raise typer.Exit(1)
         return
     if words or as_json:
-        with flags.errors_in_one_line():
-            raise ValueError("run flags and --json need --megatron DIR")
+        with flags.errors_in_one_line(translated=False):
+            given = " ".join([*(words or []), *(["--json"] if as_json else [])])
+            raise ValueError(f"{given} has no effect without --megatron DIR: add it, or leave this out")
     if not show(new_console(), everything=everything):
         raise typer.Exit(1)
 
@@ -174,6 +177,7 @@ def traffic(
             bounds=() if documents is None else packs.bounds(documents, tokens),
         )
         rows = price(provider or (), problem, options)
+        flags.check_decay(decay, {row.setup.provider.kind for row in rows})
         measured = compare(rows) if measure else None
 
     def print_tables() -> None:
@@ -253,7 +257,9 @@ def verify(
         ]
         planned = (generation if decode else training).plan(provider or (), problems, options)
         results = generation.verify(planned, where) if decode else training.verify(planned, where)
-    title = f"{ranks} ranks on {where}{', prefill and decode' * decode}, against attention on one device"
+    title = (
+        f"{ranks} rank{'s' * (ranks > 1)} on {where}{', prefill and decode' * decode}, against attention on one device"
+    )
     output.show(
         as_json,
         lambda: verified_as_json(planned, results),

@@ -64,13 +64,18 @@ def dataset(
     """
     from cp_plugin.megatron.dataset.build import build
     from cp_plugin.megatron.dataset.recipe import Recipe
-    from cp_plugin.megatron.dataset.sources import SUFFIXES, standard_library
+    from cp_plugin.megatron.dataset.sources import LINES, PACKED, SUFFIXES, standard_library
     from cp_plugin.megatron.models.tokenizers import named
 
     with flags.errors_in_one_line(), _system_errors_in_one_line():
         words = list(map(str, paths or []))
         first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
         given, more = [Path(word) for word in words[:first]], words[first:]
+        if not given and (prefix.exists() or prefix.suffix in (*SUFFIXES, *LINES, PACKED)):
+            raise ValueError(
+                f"{prefix}: the first argument is the prefix of the files to write, the sources follow it: write "
+                f"cp-plugin dataset {prefix.name.partition('.')[0] or 'text'} {prefix}"
+            )
         recipe = Recipe(
             paths=tuple(given) or (standard_library(),),
             tokenizer=named(tokenizer, more),

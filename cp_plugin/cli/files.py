@@ -15,7 +15,7 @@ def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), f
     """ValueError for an unwritable file or a wrong suffix; ``kind`` of file and ``flag``: for the message."""
     if not path.name:
         example = f"{kind}{suffixes[0] if suffixes else ''}"
-        raise ValueError(f"{f'{flag} {path}'.strip()}: name the {kind} to write, such as {example}")
+        raise ValueError(f"{flag or path}: name the {kind} to write, such as {example}")
     if suffixes and path.suffix not in suffixes:
         listed = either(suffixes)
         shown = f"{flag} {path}".strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -84,8 +85,24 @@ ForkedRanks = Annotated[
 Timeout = Annotated[float, typer.Option(min=1, help="time limit in seconds for ranks started on this machine")]
 
 
+_OURS = {
+    r"^unknown (model|cluster) '(.*?)'": r"--\1 \2",
+    r"^unknown variant of \S+ '(.*?)'": r"--variant \1",
+    r"^unknown paper '(.*?)'": r"--reproduce \1",
+    r"^profile (.*) (cannot be read|is not TOML)": r"--cluster \1 \2",
+    r"^heads (\d+), kv_heads (\d+):": r"--heads \1 --kv-heads \2:",
+    r"^sequence length (\d+)": r"--seq-length \1",
+    r"^provider '(\w+)'": r"--provider \1",
+    r"--bf16\b": "--dtype bfloat16",
+    r"--fp16\b": "--dtype float16",
+}
+"""What messages call by another name than a command's flag."""
+
+
 def in_our_flags(text: str, ranks: str = "--ranks") -> str:
     """Replace Megatron's flags in a message by those of a command; ``ranks``: its flag for the number of ranks."""
+    for pattern, flag in _OURS.items():
+        text = re.sub(pattern, flag, text)
     return text.replace("--context-parallel-size", ranks).replace("--cp-", "--")
 
 
@@ -163,6 +180,15 @@ def check_sizes(given: Mapping[str, int | None]) -> None:
     for flag, number in given.items():
         if number is not None and number < 1:
             raise ValueError(f"{flag} {number}: write a whole number, 1 or more")
+
+
+def check_decay(decay: str, kinds: Collection[str]) -> None:
+    """ValueError for ``--decay`` where no method is for linear attention."""
+    if decay != Decays.none and "linear" not in kinds:
+        linear = ", ".join(providers.names("linear"))
+        raise ValueError(
+            f"--decay {decay} is for linear attention: leave it out, or use --provider with one of {linear}"
+        )
 
 
 def refuse(given: Mapping[str, object], reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from itertools import accumulate, cycle, pairwise
 from pathlib import Path
@@ -73,9 +74,10 @@ def _read(text: str) -> list[str]:
         words = Path(text).read_text(encoding="utf-8", errors="replace").split()
     except (OSError, ValueError):  # such as a name that is too long
         names = (*LENGTHS, *distributions())
+        what = "a folder" if os.path.isdir(text) else "no such file"
         raise ValueError(
-            f"--documents {text}: no such file{did_you_mean(text, names) or '.'} Give a file, lengths such as "
-            f"600,200,224, or one of {', '.join(names)}"
+            f"--documents {text}: {what}{did_you_mean(text, names) or '.'} Give a file, lengths such as 600,200,224, "
+            f"or one of {', '.join(names)}"
         ) from None
     wrong = [f"{word!r} is not a length" for word in words if not _is_length(word)] or ["it is empty"] * (not words)
     if wrong:

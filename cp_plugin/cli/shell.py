@@ -7,6 +7,7 @@ optional. ``register`` gives a command what typer lacks, from the annotations th
 from __future__ import annotations
 
 import copy
+import errno
 import inspect
 import re
 import sys
@@ -25,8 +26,16 @@ from cp_plugin.common.names import did_you_mean, not_one_of
 
 PROGRAM = "cp-plugin"
 JSON = "--json"
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _SHORT = 24
 """Columns of a placeholder; choices that take more are listed in the help text."""
+_HELP = {
+    "-h": "show this help",
+    "--help": "show this help",
+    "--install-completion": "install completion for this shell",
+    "--show-completion": "print the completion for this shell, to copy or to adapt",
+}
+"""Of options that typer adds, in the style of all others."""
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])  # click's, or that of the copy within typer
 
 
@@ -41,6 +50,8 @@ class _Main:
         """All parameters; that a switch takes no value, and which Python type an argument has, is noise in the help."""
         found = super().get_params(ctx)  # type: ignore[misc]
         for param in found:
+            if param.opts[0] in _HELP:
+                param.help = _HELP[param.opts[0]]
             if param.param_type_name == "argument":
                 param.display_type_rich = lambda ctx: None
             elif param.is_flag:
@@ -52,9 +63,16 @@ class _Main:
         settings["standalone_mode"] = False
         try:
             status = super().main(args, PROGRAM, **settings)  # type: ignore[misc]
+            sys.stdout.flush()
         except _UsageError as error:
             output.error(_in_one_line(error))
             status = 2
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            output.error(f"cannot write {error.filename or 'the output'}: {error.strerror}")
+            sys.stdout = None  # type: ignore[assignment]  # its buffer would be written again at exit
+            status = 1
         except typer.Abort:
             typer.echo("interrupted", err=True)
             status = 1
@@ -69,7 +87,7 @@ class Command(_Main, TyperCommand):
         last = args.index("--") if "--" in args else len(args)
         if any(JSON in param.opts for param in self.params):
             for i in [i for i, word in enumerate(args[:last]) if word == JSON]:
-                if i + 1 >= last or args[i + 1].startswith("-"):
+                if i + 1 >= last or (args[i + 1].startswith("-") and args[i + 1] != output.STDOUT):
                     args = [*args[:i], f"{JSON}={output.STDOUT}", *args[i + 1 :]]
         return super().parse_args(ctx, args)
 

@@ -119,6 +119,8 @@ def document_bounds(cu_seqlens: Tensor | None, seq_length: int | None) -> tuple[
     """
     if cu_seqlens is None:
         return ()
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise ValueError(f"cu_seqlens must be a tensor, int32 or int64 [documents + 1], got {cu_seqlens!r}")
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"cu_seqlens must be int32 or int64 [documents + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"

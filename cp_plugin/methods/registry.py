@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from cp_plugin import methods
-from cp_plugin.common.names import did_you_mean, not_one_of
+from cp_plugin.common.names import not_one_of
 from cp_plugin.common.plugins import with_entry_points
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.options import AUTO, Option, Options
@@ -149,8 +149,7 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Reso
     unused = []
     for name, value in options.chosen.items():
         if name not in declared:
-            hint = did_you_mean(name, declared)
-            raise ValueError(f"unknown option {name}{hint} (there are {', '.join(sorted(declared))})")
+            raise ValueError(not_one_of(f"unknown option {name}", name, sorted(declared)))
         option = declared[name]
         if name not in ANY_SOFTMAX and name not in found.options:
             having = sorted(p.name for p in registry().values() if name in p.options)

@@ -23,7 +23,9 @@ def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) ->
     """
     import psutil  # absent where only torch is installed
 
-    shapes = f"--ranks {problem.size} --seq-length {problem.seq_length} --heads {problem.heads}"
+    sizes = {"ranks": problem.size, "seq-length": problem.seq_length, "heads": problem.heads}
+    sizes |= {"head-dim": problem.head_dim, "batch": problem.batch}
+    shapes = " ".join(f"--{name} {size}" for name, size in sizes.items())
     needed, free = (
         _bytes(problem) + (6 * 8 * problem.seq_length**2 if reference else 0),
         psutil.virtual_memory().available,

@@ -98,3 +98,23 @@ def test_usp_without_a_problem_chooses_at_its_first_call() -> None:
             ContextParallel("usp", group=dist.group.WORLD, layout="striped")
 
     run_ranks(rank, 4, init_process_group=True)
+
+
+@pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), 4, "4,0", [4, 0], (4,), (4.0, 0), True])
+@pytest.mark.parametrize("name", ["scale", "window", "cu_seqlens"])
+def test_arguments_of_another_type(name: str, value: object) -> None:
+    """Refused by name, neither computed nor an error of what receives them."""
+    if name == "scale" and isinstance(value, int):
+        return
+    x = torch.randn(8, 1, 2, 4)
+    with pytest.raises(ValueError, match=f"^{name}"):
+        ContextParallel("ring").attention(x, x, x, **{name: value})
+    if name == "scale":
+        with pytest.raises(ValueError, match=r"^scale"):
+            ContextParallel("lasp2").linear_attention(x, x, x, scale=value)
+
+
+@pytest.mark.parametrize("provider", [None, 5, "RING"])
+def test_provider_of_another_type(provider: object) -> None:
+    with pytest.raises(ValueError, match=r"^provider="):
+        ContextParallel(provider)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
@@ -23,7 +28,11 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--head-dim", "1e2"), "--head-dim 1e2: write a whole number, 1 or more"),
         (("--dtype", "fp16"), "--dtype fp16: choose one of float64, float32"),
         (("--heads", "12"), "12 query heads cannot share 8 key/value heads"),
+        (("--heads", "12"), "error: --heads 12 --kv-heads 8: "),
         (("--measure", "--seq-length", "4194304"), "use a smaller --seq-length"),
+        (("--measure", "--head-dim", "100000000"), "--head-dim 100000000 "),
+        (("--json", ""), "error: --json: name the file to write, such as file.json"),
+        (("--provider", "ring", "--decay", "token"), "--decay token is for linear attention: leave it out, or use"),
     ],
     ("verify", "--device", "cpu"): [
         (("--provider", "rign"), "--provider rign: did you mean ring?"),
@@ -32,6 +41,36 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--backend", "cudnn"), "--backend cudnn cannot run here"),
         (("--kv-heads", "3"), "8 query heads cannot share 3 key/value heads"),
         (("--seq-length", "1048576"), "use a smaller --seq-length"),
+        (("--provider", "striped", "--layout", "zigzag"), "error: --provider striped does not run on"),
+    ],
+    ("plan",): [
+        (("--model", "llama3-8b", "--cluster", "nowhere.toml"), "error: --cluster nowhere.toml cannot be read"),
+        (("--model", "llama3-8b", "--cluster", "dgx-h100", "--documents", "/"), "--documents /: a folder."),
+        (("--model", "lama3-8b", "--cluster", "dgx-h100"), "error: --model lama3-8b: did you mean llama3-8b"),
+        (("--model", "llama3-8b", "--cluster", "dgx-h10"), "error: --cluster dgx-h10: did you mean dgx-h100"),
+        (("--model", "llama3-8b", "--cluster", __file__), "a profile is a .toml file"),
+        (("--reproduce", "lasp3"), "error: --reproduce lasp3: did you mean lasp2? Choose one of"),
+    ],
+    ("bench", "--device", "cpu"): [
+        (("--plot", "x.gif"), "error: --plot x.gif: pictures are"),
+        (("--cluster", "dgx-h10"), "error: --cluster dgx-h10: did you mean dgx-h100"),
+        (("--provider", "ring", "--decay", "key"), "--decay key is for linear attention"),
+    ],
+    ("example", "striped-16"): [
+        (("--nodes", "2", "--grid", "2x2"), "--nodes 2, --grid 2x2 have no effect alone: add --dry-run"),
+        (("--variant", "base"), "--variant base has no effect alone"),
+        (("--", "--lr", "3"), "--lr, 3 have no effect alone"),
+        (("--dry-run", "--variant", "bas"), "error: --variant bas: did you mean base"),
+        (("--json", "--print", "sh"), "--json has no effect with --print sh"),
+    ],
+    ("doctor",): [
+        (("--json",), "--json has no effect without --megatron DIR"),
+        (("--", "--cp-provider", "ring"), "--cp-provider ring has no effect without --megatron DIR"),
+        (("--all", "--megatron", "."), "--all has no effect with --megatron"),
+    ],
+    ("dataset",): [
+        ((__file__,), "write cp-plugin dataset test_command_errors " + __file__),
+        (("missing.jsonl.gz",), "missing.jsonl.gz: the first argument is the prefix of the files to write"),
     ],
     ("verify", "--decode", "--device", "cpu", *SMALL): [
         (("--mask", "full"), "--mask full has no effect with --decode"),
@@ -51,3 +90,33 @@ def test_errors_are_one_line_and_exit_status_2(command: tuple[str, ...], args: t
     result = CliRunner().invoke(app, [*command, *args])
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_reasons_of_rows_name_the_flags_of_the_command() -> None:
+    """Not Megatron's: ``--bf16`` is none of these commands'."""
+    for command in (["traffic"], ["verify", "--device", "cpu"]):
+        odd = CliRunner().invoke(app, [*command, "--provider", "ring", "--seq-length", "7"])
+        assert "ring: cannot: --seq-length 7 cannot be split" in odd.stdout
+        wide = CliRunner().invoke(app, [*command, "--provider", "ring", "--fp8", "comm", "--dtype", "float32"])
+        assert "use --dtype bfloat16" in " ".join(wide.stdout.split())
+
+
+def test_help_texts_have_one_style() -> None:
+    """No capital, no full stop; also those that typer adds."""
+    for option in typer.main.get_command(app).get_params(typer.Context(typer.main.get_command(app))):
+        assert option.help and option.help[0].islower() and not option.help.endswith("."), option.name
+
+
+def test_a_dash_is_standard_output() -> None:
+    plain, dash = (
+        CliRunner().invoke(app, ["traffic", "--provider", "ring", *to]) for to in (["--json"], ["--json", "-"])
+    )
+    assert json.loads(dash.stdout) == json.loads(plain.stdout)
+
+
+@pytest.mark.parametrize("words", ["--version", "-h", "traffic --provider ring", "traffic --json", "example --list"])
+def test_a_full_disk_is_one_line(words: str) -> None:
+    with open("/dev/full", "w") as full:
+        run = [sys.executable, "-m", "cp_plugin.cli", *words.split()]
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")

@@ -151,6 +151,9 @@ def test_a_hint_helps() -> None:
         ("x", known),
     ):
         assert did_you_mean(word, listed) == "", word
+    for name in known:
+        for same in {name.upper(), name.replace("_", "-"), name.replace("-", "_")} - {name}:
+            assert did_you_mean(same, known) == f": did you mean {name}?", "not those that contain it, too"
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_usp_takes_the_heads_there_are() -> None:
 def test_context_parallel_takes_options_by_name() -> None:
     cp = ContextParallel("attention2d", mesh=TraceMesh({"q": 2, "kv": 4}, 0), grid=(4, 2), head_groups=1)
     assert (cp.options.grid, cp.why) == ((4, 2), ())
-    with pytest.raises(ValueError, match=r"unknown option gird: did you mean grid\? .there are backend, .*grid"):
+    with pytest.raises(ValueError, match=r"unknown option gird: did you mean grid\? Choose one of backend, .*grid"):
         ContextParallel("attention2d", gird=(4, 2))
     with pytest.raises(ValueError, match="needs the mesh axes"):
         ContextParallel("attention2d", mesh=TraceMesh({"q": 2, "kv": 4}, 0), grid=(2, 4))

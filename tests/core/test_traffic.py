@@ -185,7 +185,7 @@ def test_measuring_notices_a_wrong_formula(wrong: int, monkeypatch: pytest.Monke
 
 def test_too_large_problems_are_refused() -> None:
     assert refuse_too_large(Problem(size=4, heads=8, kv_heads=8, seq_length=128), 10) < 60
-    with pytest.raises(ValueError, match=r"--ranks 64 --seq-length 1048576 --heads 8: .* of memory, but .* is free"):
+    with pytest.raises(ValueError, match=r"--ranks 64 --seq-length 1048576 --heads 8 .* of memory, but .* is free"):
         refuse_too_large(Problem(size=64, heads=8, kv_heads=8, seq_length=2**20), 1)
     with pytest.raises(ValueError, match=r"would take .* minutes or so"):
         refuse_too_large(Problem(size=2, heads=8, kv_heads=1, head_dim=16, seq_length=2**17), 1)

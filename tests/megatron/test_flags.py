@@ -134,7 +134,7 @@ def test_auxiliary_losses_of_experts_before_0_19(
 def test_lengths_not_divisible_for_zigzag_only(validated: Callable[..., argparse.Namespace], flag: str) -> None:
     args = validated(f"{RING} {flag} 60", without="--seq-length 64")
     assert args.seq_length == args.encoder_seq_length == 60
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"^--seq-length 60, --context-parallel-size 4: seq-length should be"):
         validated(f"{RING} --seq-length 60 --encoder-seq-length 60")
 
 

@@ -90,3 +90,12 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_command_lines(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run.main(words)
+
+
+@pytest.mark.parametrize("text", [b"# A heading\nand prose\n", b"\x7fELF\x00\x01", b"x = '\xff'\n"])
+def test_a_file_that_is_no_python(text: bytes, tmp_path: Path) -> None:
+    """Named at once, before Megatron is imported, instead of a traceback after it."""
+    path = tmp_path / "file"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match="file: not a Python script"):
+        run.main([str(path), "--cp-provider", "ring"])

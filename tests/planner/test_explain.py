@@ -139,8 +139,8 @@ def test_packed_documents() -> None:
     [
         (["--documents", "chatt"], "--documents chatt: no such file: did you mean chat?"),
         (["--global-batch", "0"], "--global-batch 0: write a whole number, 1 or more"),
-        (["--model", "lama3-8b"], "unknown model 'lama3-8b': did you mean llama3-8b"),
-        (["--cluster", "dgx-h10"], "unknown cluster 'dgx-h10': did you mean dgx-h100"),
+        (["--model", "lama3-8b"], "--model lama3-8b: did you mean llama3-8b"),
+        (["--cluster", "dgx-h10"], "--cluster dgx-h10: did you mean dgx-h100"),
         (["--provider", "atention2d"], "--provider atention2d: did you mean attention2d"),
         (["--provider", "attention2d", "--grid", "3x2"], "--grid 3x2 does not hold 8 context-parallel ranks"),
         (["--provider", "ring", "--grid", "4x2"], "--grid 4x2 has no effect with --provider ring"),

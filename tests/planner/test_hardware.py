@@ -69,7 +69,7 @@ def test_measured_collectives_are_kept(tmp_path: Path) -> None:
         (cluster, "a100", "did you mean a100-4-per-node, a100-pcie-roce or dgx-a100?"),
         (device, "h100", "unknown device 'h100': did you mean h100-80gb-sxm"),
         (link, "hdr", "unknown link 'hdr': did you mean hdr200?"),
-        (device, "xyzzy", "unknown device 'xyzzy' (there are a100-40gb-sxm, "),
+        (device, "xyzzy", "unknown device 'xyzzy': choose one of a100-40gb-sxm, "),
     ],
 )
 def test_names(look_up: object, name: str, said: str) -> None:

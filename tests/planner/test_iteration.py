@@ -39,7 +39,7 @@ def test_matrix_products_take_their_flops() -> None:
     m, p = replace(LLAMA, vocab=128), Parallel(seq_length=128, global_batch=64)
     seconds = iteration(m, p, CLUSTER, NO_ATTENTION).seconds
     assert utilisation(m, p, CLUSTER, seconds) == pytest.approx(1.0, rel=0.05)
-    with pytest.raises(ValueError, match=r"round has no matrix-product rate for float8.*there are bfloat16"):
+    with pytest.raises(ValueError, match=r"round has no matrix-product rate for float8.*one of bfloat16"):
         iteration(LLAMA, Parallel(gemm_dtype="float8"), CLUSTER, NO_ATTENTION)
 
 

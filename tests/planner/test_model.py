@@ -83,7 +83,7 @@ def test_flops_of_attention() -> None:
 
 def test_nearest_names() -> None:
     assert model("LLaMA3_8B") is model("llama3-8b")
-    with pytest.raises(ValueError, match=r"unknown model 'lama3-8b': did you mean llama3-8b.*there are gpt3-760m"):
+    with pytest.raises(ValueError, match=r"unknown model 'lama3-8b': did you mean llama3-8b.*one of gpt3-760m"):
         model("lama3-8b")
 
 
@@ -144,8 +144,8 @@ def test_the_problem_of_an_attention_layer() -> None:
         ({"devices": 4, "context": 4, "seq_length": 42}, r"--context-parallel-size 4 does not divide the 42 tokens"),
         ({"devices": 4, "global_batch": 6}, r"--global-batch-size 6 .*1 x 4 data-parallel ranks: use a multiple of 4"),
         ({"recompute": "ful"}, r"recompute ful: did you mean full\?"),
-        ({"zero": 4}, r"zero 4.*there are 0, 1, 2, 3"),
-        ({"dtype": "bf16"}, r"dtype bf16.*there are bfloat16"),
+        ({"zero": 4}, r"zero 4.*one of 0, 1, 2, 3"),
+        ({"dtype": "bf16"}, r"dtype bf16.*one of bfloat16"),
         ({"recompute_modules": ("mpl",)}, r"recompute_modules mpl: did you mean mlp\?"),
         ({"micro_batch": 0}, r"micro_batch 0: sizes must be 1 or more"),
         ({"devices": 3, "tensor": 3}, r"--tensor-model-parallel-size 3 does not divide the 8 query heads.*2 or 4"),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 
 from cp_plugin.cli.tables import Cells, print_table
+from cp_plugin.cli.terminal import print_lines
 from evidence import data
 from evidence.data import Kind, Row
 from evidence.reproduce import TIMES, Reproduction
@@ -35,17 +36,17 @@ def show(found: Reproduction, console: Console) -> None:
     """Print the papers' tables, fits and errors, and the summary as the last line."""
     for name in found.names:
         part = found.of(name)
-        console.print(f"\n{data.paper(name).title}: {data.paper(name).source}", style="bold", soft_wrap=True)
+        print_lines(console, f"\n{data.paper(name).title}: {data.paper(name).source}", style="bold")
         for table in data.paper(name).tables:
             lines = [(cells(p), style(p)) for p in part.predicted if p.row.table == table.id]
             print_table(console, f"\n{table.where} [{table.figure}]", COLUMNS, lines)
         for text in _notes(part):
-            _print(console, text)
+            print_lines(console, text)
     for title, (head, *rows) in (("median errors", _errors(found)), ("methods against each other", _methods(found))):
         print_table(console, f"\n{title}", head, [(row, "") for row in rows])
     console.print()
     for text in (worth(found), *map(str, found.aims), str(found)):
-        _print(console, text)
+        print_lines(console, text)
 
 
 def cells(p: Predicted) -> Cells:
@@ -232,10 +233,6 @@ def _notes(part: Reproduction) -> Iterator[str]:
 def _markdown(rows: Iterable[Cells]) -> str:
     head, *rest = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, "|---" * (head.count(" | ") + 1) + "|", *rest])
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _signed(error: float | None) -> str:

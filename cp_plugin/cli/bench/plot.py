@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def check(path: Path) -> None:
     """ValueError for a picture that cannot be drawn or written."""
-    files.check_output(path, "picture", files.PICTURES)
+    files.check_output(path, "picture", files.PICTURES, "--plot")
     new_figure(1, 1)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from cp_plugin.cli.bench.cases import PATTERNS, Case, make_case
 from cp_plugin.cli.bench.contestants import PEERS, Entry
+from cp_plugin.cli.flags import check_decay
 from cp_plugin.comm import network_between
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
@@ -93,12 +94,7 @@ class Request:
         Raises:
             ValueError: for an unknown mask or distribution, a length that does not divide, or a flag that does nothing.
         """
-        decay = self.problem.decay
-        if kind == "softmax" and decay != "none":
-            linear = ", ".join(providers.names("linear"))
-            raise ValueError(
-                f"--decay {decay} is for linear attention: leave it out, or use --provider with one of {linear}"
-            )
+        check_decay(self.problem.decay, {kind})
         known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]
         masks = list(dict.fromkeys(self.masks or known))
         how = {"window": self.window, "distribution": self.distribution, "seed": self.seed}

@@ -26,7 +26,7 @@ COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 def missing(device: str) -> str | None:
     """Why it is not available here, or None."""
     if find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed: pip install cp-plugin[te]"
+        return "Transformer Engine is not installed: pip install 'cp-plugin[te]'"
     return None if device == "cuda" else "Transformer Engine's attention runs on CUDA devices only"
 
 

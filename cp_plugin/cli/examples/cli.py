@@ -11,10 +11,11 @@ import typer
 
 from cp_plugin.cli import flags, output
 from cp_plugin.cli.terminal import new_console
+from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
 
 if TYPE_CHECKING:
-    from cp_plugin.cli.examples.command import Command
+    from cp_plugin.cli.examples.command import Changes, Command
     from cp_plugin.cli.examples.config import Example
 
 RANKS, STEPS = 8, 4
@@ -75,8 +76,11 @@ def example(
             flags.refuse({"--ranks": ranks, "--steps": steps}, "has no effect without --scaled")
         if listed and (name is not None or any(ways)):
             raise ValueError("--list shows all examples: leave the other arguments out")
-        if not any(ways) and (changes != Changes() or variant is not None or seq_length is not None):
-            raise ValueError("these options have no effect alone: add --dry-run, --scaled or --print sh")
+        if not any(ways) and (given := _given(variant, seq_length, changes)):
+            effect = "have no effect" if len(given) > 1 else "has no effect"
+            raise ValueError(f"{', '.join(given)} {effect} alone: add --dry-run, --scaled or --print sh")
+        if printed is not None and as_json is not None:
+            raise ValueError(f"--json has no effect with --print {printed}: leave one of the two out")
         if name is None and any(ways):
             raise ValueError("NAME is missing: cp-plugin example --list shows all examples")
         found = load(name) if name is not None else None
@@ -90,6 +94,15 @@ def example(
             _dry_run(command, as_json)
         else:
             _scaled(command, ranks or RANKS, steps or STEPS, as_json)
+
+
+def _given(variant: str | None, seq_length: int | None, changes: Changes) -> list[str]:
+    """The options that change an example, as typed."""
+    values = {"variant": variant, "seq-length": seq_length, "provider": changes.provider}
+    values |= {"nodes": changes.nodes, "per-node": changes.per_node}
+    chosen = {"layout": changes.options.layout, **changes.options.chosen}
+    values |= {name.replace("_", "-"): in_words(value) for name, value in chosen.items() if value is not None}
+    return [*(f"--{name} {value}" for name, value in values.items() if value is not None), *changes.more]
 
 
 def _show(example: Example | None, as_json: Path | None) -> None:

@@ -68,7 +68,8 @@ def build(
         _check_size(recipe, done.vocabulary, vocab_size)
         return done
 
-    from cp_plugin.megatron.models import indexed, tokenizers  # imports Megatron, which takes seconds
+    with warnings.catch_warnings(action="ignore"):  # of Megatron's, about libraries that nothing here needs
+        from cp_plugin.megatron.models import indexed, tokenizers  # imports Megatron, which takes seconds
 
     tokenizer = tokenizers.load(recipe.tokenizer)
     _check_size(recipe, tokenizer.vocabulary, vocab_size)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
+from cp_plugin.common import usage
 from cp_plugin.megatron.flags import args, data_files
 from cp_plugin.megatron.flags.linear_flags import attribute
 from cp_plugin.testing.nproc import split_nproc
@@ -29,7 +31,7 @@ _OF_MEGATRON: dict[str, type] = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument ").replace("unrecognized arguments", "no such flags"))
+        raise ValueError(usage.plain(message))
 
 
 def check(words: Sequence[str], ranks: int | None = None, start: str = "") -> None:
@@ -53,12 +55,23 @@ def check(words: Sequence[str], ranks: int | None = None, start: str = "") -> No
         parser.add_argument(flag, type=kind, default=1 if kind is int else None)
     parser.add_argument("--fake-process-group", action="store_true")
     data_files.add_flags(parser)
-    parsed, others = parser.parse_known_args(list(words))
+    parsed, others = parser.parse_known_args(_with_values(words, known))
     refuse_misspelt([word for word in others if word.startswith("--cp")], known)
     args.settings_from(parsed)
     if ranks is not None and not parsed.fake_process_group:
         _check_ranks(parsed, ranks, start)
     data_files.check(parsed)
+
+
+def _with_values(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The words, with a value such as ``-1x4`` joined to its flag: argparse would take it for a flag of its own."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in flags and re.match(r"-\d", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def shorten_errors(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ import torch
 from cp_plugin.common import refusals
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
-from cp_plugin.megatron.flags import args, early
+from cp_plugin.megatron.flags import args, early, stops
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.models import vocabulary
@@ -86,7 +86,12 @@ def _add_arguments(call: Call) -> argparse.ArgumentParser:
 @around
 def _validate_args(call: Call) -> argparse.Namespace:
     with refusals.output_held(), validation(call["args"]):
-        return call.original()
+        try:
+            return call.original()
+        except stops.KINDS as error:
+            if refusals.message_of(error) is not None:
+                raise
+            raise ValueError(stops.reason(error, call["args"])) from error
 
 
 def start(settings: Settings, model: Model | None = None, parsed: argparse.Namespace | None = None) -> None:

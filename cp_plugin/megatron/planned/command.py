@@ -11,14 +11,14 @@ import contextlib
 import copy
 import io
 import os
-import re
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from cp_plugin.common import usage
 from cp_plugin.common.names import did_you_mean
 from cp_plugin.common.versions import require_megatron
+from cp_plugin.megatron.flags import stops
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.contract import wraps
@@ -48,11 +48,6 @@ class Planned(NamedTuple):
     model: Model
     parallel: Parallel
     settings: Settings
-
-
-_BARE = (ArithmeticError, LookupError, AttributeError)
-"""Errors without a message in Megatron's validation, such as a division by a size of 0."""
-_WORDS = 3  # characters of the shortest meaningful message
 
 
 class Refused(NamedTuple):
@@ -115,10 +110,8 @@ def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Setti
             else:
                 text = out.getvalue().strip().rpartition("\n")[2]
             return Refused(_with_nearest(text or "Megatron exits", options))
-        except (AssertionError, ValueError, RuntimeError, TypeError, ImportError, *_BARE) as error:
-            said = str(error)
-            bare = len(said) < _WORDS or isinstance(error, _BARE)
-            return Refused(f"{_failed_line(error)}: {said}".rstrip(": ") if bare else said)
+        except (AssertionError, ValueError, RuntimeError, TypeError, ImportError, *stops.BARE) as error:
+            return Refused(stops.reason(error))
 
 
 def _validated(flags: list[str], options: list[str]) -> tuple[argparse.Namespace, Settings]:
@@ -196,16 +189,8 @@ def _check_config(args: argparse.Namespace) -> None:
 
 
 def _with_nearest(message: str, options: list[str]) -> str:
-    """Add the nearest known flags to argparse's message about unknown ones."""
-    if "unrecognized arguments" not in message:
-        return message
+    """argparse's message in plain words, with the nearest known flags for unknown ones."""
     unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-    return message + "".join(f"; {word}{did_you_mean(word, options)}" for word in unknown)
-
-
-def _failed_line(error: BaseException) -> str:
-    """Describe an error without a message by its source line and the flags in it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    flags = [f"--{name.replace('_', '-')}" for name in dict.fromkeys(re.findall(r"\bargs\.(\w+)", frame.line or ""))]
-    about = f"{', '.join(flags)}: " if flags else ""
-    return f"{about}Megatron stops at: {frame.line} ({os.path.basename(frame.filename)}:{frame.lineno})"
+    if not message.startswith("unrecognized arguments") or not unknown:
+        return usage.plain(message)
+    return " | ".join(f"{word}: no such flag{did_you_mean(word, options)}" for word in unknown)

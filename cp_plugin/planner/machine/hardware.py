@@ -194,7 +194,16 @@ def link(name: str) -> Link:
 
 def cluster(name: str) -> Cluster:
     """Look up a packaged cluster, or load a ``.toml`` file; ValueError as for ``device`` and ``load``."""
-    return load(Path(name)) if name.lower().endswith(".toml") else find("cluster", name, clusters())
+    if name.lower().endswith(".toml"):
+        return load(Path(name))
+    try:
+        return find("cluster", name, clusters())
+    except ValueError:
+        if Path(name).is_file():
+            raise ValueError(
+                f"unknown cluster {name!r}: a profile is a .toml file, as cp-plugin calibrate writes"
+            ) from None
+        raise
 
 
 def load(path: Path) -> Cluster:

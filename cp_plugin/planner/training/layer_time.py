@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cp_plugin.common.names import did_you_mean
+from cp_plugin.common.names import not_one_of
 from cp_plugin.planner.machine.collectives import Group, all_to_all, ring
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.training import operations
@@ -58,10 +58,8 @@ def layer(model: Model, parallel: Parallel, cluster: Cluster, number: int, repea
 def multiplied(cluster: Cluster, parallel: Parallel, flops: float) -> float:
     rates = cluster.device.gemm_flops_per_s
     if parallel.gemm_dtype not in rates:
-        raise ValueError(
-            f"{cluster.device.name} has no matrix-product rate for "
-            f"{parallel.gemm_dtype}{did_you_mean(parallel.gemm_dtype, rates)} (there are {', '.join(rates)})"
-        )
+        lacking = f"{cluster.device.name} has no matrix-product rate for {parallel.gemm_dtype}"
+        raise ValueError(not_one_of(lacking, parallel.gemm_dtype, rates))
     return flops / rates[parallel.gemm_dtype]
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from cp_plugin.common.names import did_you_mean
+from cp_plugin.common.names import not_one_of
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.planner.training.model import LINEAR, SOFTMAX, WINDOW, Model
@@ -214,8 +214,7 @@ def _check_values(p: Parallel) -> None:
         *(("recompute_modules", module, MODULES) for module in p.recompute_modules),
     ):
         if value not in known:
-            names = [str(k) for k in known]
-            raise ValueError(f"{name} {value}{did_you_mean(str(value), names)} (there are {', '.join(names)})")
+            raise ValueError(not_one_of(f"{name} {value}", str(value), map(str, known)))
 
 
 def _check_sizes(p: Parallel) -> None:
