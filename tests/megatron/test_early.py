@@ -243,6 +243,26 @@ def test_a_missing_dataset_is_named(words: str, message: str, tmp_path: Path, mo
     early.check(given)  # a rank of a stage in between may read no data
 
 
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir"])
+def test_a_folder_that_cannot_be_written_is_named(flag: str, tmp_path: Path) -> None:
+    """Megatron would find out with its first checkpoint."""
+    (tmp_path / "file").touch()
+    message = f"^{flag} {tmp_path}/file/deep: {tmp_path}/file is no folder; name a folder that can be made and written$"
+    with pytest.raises(ValueError, match=message):
+        early.check(["--mock-data", flag, f"{tmp_path}/file/deep"])
+    for fine in (tmp_path, tmp_path / "new" / "deep", "s3://bucket/new"):
+        early.check(["--mock-data", flag, str(fine)])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is made"
+
+
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir"])
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_of_others_is_named(flag: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ValueError, match=f"^{flag} {tmp_path}/new: {tmp_path} cannot be written by you; name"):
+        early.check(["--mock-data", flag, f"{tmp_path}/new"])
+
+
 def test_a_missing_dataset_ends_the_run_before_anything_is_imported(tmp_path: Path) -> None:
     done = _python(START, *STARTS["pretrain_gpt --nproc"], "--data-path", f"{tmp_path}/text")
     assert json.loads(done.stdout) == [refusals.STATUS, []]

@@ -1,4 +1,7 @@
-"""Whether the datasets of a command line exist; Megatron looks for them only once the model is built."""
+"""Whether the datasets of a command line exist, and its folders can be written.
+
+Megatron looks for datasets only once the model is built, and for ``--save`` when it writes the first checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+_FOLDERS = ("--save", "--tensorboard-dir")
 _LISTS = ("--data-args-path", "--per-split-data-args-path")
 
 
@@ -15,22 +19,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare Megatron's flags."""
     for flag in _PATHS:
         parser.add_argument(flag, nargs="*", default=[])
-    for flag in _LISTS:
+    for flag in (*_LISTS, *_FOLDERS):
         parser.add_argument(flag)
     for flag in ("--mock-data", "--sft"):
         parser.add_argument(flag, action="store_true")
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check on the first rank, which reads data in every division of a model.
+    """Check on the first rank, which reads data in every division of a model, and writes most.
 
     A dataset is a pair of files ``PATH.bin`` and ``PATH.idx``. A path that exists itself is the script's affair, as are
     addresses (``s3://...``), and names with ``--sft``.
 
     Raises:
         FileNotFoundError: for all datasets and lists of datasets that do not exist.
+        ValueError: for a folder that cannot be made or written.
     """
-    if args.mock_data or args.sft or os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for flag in _FOLDERS:
+        _check_folder(flag, getattr(args, flag[2:].replace("-", "_")))
+    if args.mock_data or args.sft:
         return
     wrong = []
     for flag in _PATHS:
@@ -45,6 +54,17 @@ def check(args: argparse.Namespace) -> None:
         wrong = [f"{path} in --data-args-path: {reason}" for path in _paths(listed) if (reason := _missing(path))]
     if wrong:
         raise FileNotFoundError(" | ".join(wrong))
+
+
+def _check_folder(flag: str, path: str | None) -> None:
+    if not path or "://" in path:
+        return
+    existing = Path(path).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "is no folder" if not existing.is_dir() else "cannot be written by you"
+        raise ValueError(f"{flag} {path}: {existing} {why}; name a folder that can be made and written")
 
 
 def _paths(words: Sequence[str]) -> list[str]:

@@ -137,7 +137,7 @@ def _require_alone(group: dist.ProcessGroup | None) -> None:
     if _alone(group) and size > 1:
         given = "no group" if group is None else "a group of one rank"
         raise ValueError(
-            f"multi-token prediction of this Megatron calls roll_tensor with {given}, though tokens are divided over "
+            f"multi-token prediction of this Megatron calls roll_tensor with {given}, though tokens are split over "
             f"{size} context-parallel ranks: each would take the next tokens from its own part. Use a Megatron without "
             "this change, or --cp-provider upstream"
         )

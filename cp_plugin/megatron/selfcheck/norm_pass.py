@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+_GRADIENTS = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")
+"""Names of the method for the gradients that this rank counts; the second before 0.19."""
 _REPLICATED, _SHARDED = ("FP32Optimizer", "Float16OptimizerWithFloat16Params"), ("DistributedOptimizer",)
 
 
@@ -35,7 +37,7 @@ def norm_problems(optimizer: Any, device: torch.device) -> list[str]:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     try:
-        mine = sum(x.numel() for x in parts[0].get_grads_for_grad_norm())
+        mine = sum(x.numel() for x in _counted(parts[0])())
         found = float(optimizer.get_grad_norm())
     finally:
         for parameter, gradient in zip(parameters, kept, strict=True):
@@ -57,5 +59,11 @@ def _is_known(parts: Sequence[Any]) -> bool:
     if len(parts) != 1 or type(parts[0]).__name__ not in (*_REPLICATED, *_SHARDED):
         return False
     config = parts[0].config
+    if _counted(parts[0]) is None:
+        return False
     others = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
     return config.clip_grad > 0 and not any(getattr(config, name, False) for name in others)
+
+
+def _counted(optimizer: Any) -> Any:
+    return next((found for name in _GRADIENTS if (found := getattr(optimizer, name, None)) is not None), None)
