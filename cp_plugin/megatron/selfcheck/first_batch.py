@@ -130,7 +130,7 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel, token
         problems += mtp.roll_problems(tokens, packs, device)
     if any(hybrid.keeps_layout(module) for module in modules):
         problems += hybrid.order_problems(tokens, packs, device)
-    problems += states_problems(modules, tokens, outside)
+    problems += states_problems(chunks, tokens, outside)
     problems += router_problems(modules, tokens, outside)
     layer = next(filter(delta_net.replaced, modules), None)
     if layer is not None:
