@@ -255,7 +255,7 @@ def test_refusals(flags: str, part: str) -> None:
 def test_missing_peers_are_left_out_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = Entry.parse("te-a2a+p2p")
     monkeypatch.setattr(te_peer, "find_spec", lambda name: None)
-    assert "pip install cp-plugin[te]" in str(entry.missing("cuda"))
+    assert "pip install 'cp-plugin[te]'" in str(entry.missing("cuda"))
     monkeypatch.setattr(te_peer, "find_spec", lambda name: object())
     assert "CUDA devices only" in str(entry.missing("cpu")) and entry.missing("cuda") is None
     done = command(*_TWO, "--provider", "te-p2p", "--mask", "causal")

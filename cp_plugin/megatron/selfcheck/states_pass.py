@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from cp_plugin.megatron.patches import delta_net, hybrid, stock
+from cp_plugin.megatron.patches.probing import accepted
 from cp_plugin.megatron.selfcheck.attention_pass import TOLERANCE_LINEAR, TOLERANCE_TF32
 
 _INNER = ("MambaMixer", "GatedDeltaNet")
@@ -70,9 +71,8 @@ def _of_layer(layer: Any, tokens: int, mine: Tensor) -> str:
 def _computed(layer: Any, hidden: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs, and the gradient of the hidden states."""
     leaf = hidden.clone().requires_grad_()
-    masked = {"attention_mask": None} if "attention_mask" in inspect.signature(layer.forward).parameters else {}
     with torch.enable_grad():
-        out, _bias = layer.forward(leaf, **masked)
+        out, _bias = layer.forward(leaf, **accepted(layer.forward, attention_mask=None))
         (gradient,) = torch.autograd.grad(out, leaf, dout)
     return out.detach().float(), gradient.float()
 
