@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from cp_plugin.megatron.flags.linear_flags import attribute
+
 _PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _FOLDERS = ("--save", "--tensorboard-dir")
 _LISTS = ("--data-args-path", "--per-split-data-args-path")
@@ -38,15 +40,15 @@ def check(args: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     for flag in _FOLDERS:
-        _check_folder(flag, getattr(args, flag[2:].replace("-", "_")))
+        _check_folder(flag, getattr(args, attribute(flag)))
     if args.mock_data or args.sft:
         return
     wrong = []
     for flag in _PATHS:
-        words = getattr(args, flag[2:].replace("-", "_"))
+        words = getattr(args, attribute(flag))
         wrong += [f"{flag} {path}: {reason}" for path in _paths(words) if (reason := _missing(path))]
     for flag in _LISTS:
-        path = getattr(args, flag[2:].replace("-", "_"))
+        path = getattr(args, attribute(flag))
         if path is not None and "://" not in path and not os.path.exists(path):
             wrong.append(f"{flag} {path}: no such file")
     if args.data_args_path is not None and not wrong and os.path.isfile(args.data_args_path):
@@ -62,9 +64,13 @@ def _check_folder(flag: str, path: str | None) -> None:
     existing = Path(path).absolute()
     while not existing.exists():
         existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        why = "is no folder" if not existing.is_dir() else "cannot be written by you"
-        raise ValueError(f"{flag} {path}: {existing} {why}; name a folder that can be made and written")
+    if not existing.is_dir():
+        why = "is no folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        why = "cannot be written by you"
+    else:
+        return
+    raise ValueError(f"{flag} {path}: {existing} {why}; name a folder that can be made and written")
 
 
 def _paths(words: Sequence[str]) -> list[str]:

@@ -26,6 +26,10 @@ def _capacity(run: Run) -> Found:
     return when(found, given=found, never=f"{never:g}")
 
 
+BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
+"""Kinds of load balancing by losses, which leave the experts of a token as they are."""
+
+
 def balancing(settings: Any) -> list[str]:
     """Kinds of load balancing; ``settings``: Megatron's arguments, or a model's configuration."""
     kinds = settings.moe_router_load_balancing_type

@@ -10,7 +10,7 @@
     hidden states    --> Mamba, gated delta net by Megatron's ranks     --> out, gradient: ``states_pass``
     hidden states    --> a router of experts                            --> gradient of its losses: ``router_pass``
     tokens, labels   --> the model, without its attention               --> losses of single tokens: ``independence``
-    a weight         --> a step by Megatron's schedule                  --> its gradient: ``tiny_step``
+    a weight         --> a step by Megatron's ``train_step``            --> gradient, logged loss: ``tiny_step``
     gradients of 1   --> the optimizer, if it clips                     --> their norm: ``norm_pass``
 
 Each must equal this rank's rows, by the layout, of the same quantity for the whole sequence: a batch, a RoPE table or
@@ -59,23 +59,25 @@ _PACKS = 2
 _SLICER = "get_batch_on_this_cp_rank"
 
 
-def run(chunks: Sequence[torch.nn.Module], parts: tuple[Any, Any] = (None, None)) -> None:
+def run(chunks: Sequence[torch.nn.Module], optimizer: Any = None, schedule: Any = None) -> None:
     """Check this process's model chunks; collective over all ranks.
 
     Args:
-        parts: the run's optimizer, and its schedule of learning rates.
+        optimizer, schedule: Megatron's, the schedule of learning rates; None in other training loops.
 
     Raises:
         ValueError: on every rank, naming the wrong quantities and their ranks.
     """
     cp = runtime.context_parallel()
     runtime.note_batch_sliced()  # no script has sliced a batch yet
-    tokens = tokens_for(cp.layout, cp.size, cuda=_device(chunks).type == "cuda")
+    device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
+    tokens = tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
     try:
-        _refuse([*_check_importers(), *_check_tensors(chunks, cp, tokens)], cp)
-        mine = runtime.between_layers(cp).positions(tokens, _device(chunks))
-        problems = [*independence_problems(chunks, mine), *step_problems(chunks, tokens, parts)]  # of right batches
-        _refuse([*problems, *norm_problems(parts[0], _device(chunks))], cp)
+        outside = runtime.between_layers(cp).positions(tokens, device)
+        _refuse([*_check_importers(), *_check_tensors(chunks, cp, tokens, outside)], cp)
+        problems = independence_problems(chunks, outside)  # from here on batches are right
+        problems += step_problems(chunks, tokens, optimizer, schedule)
+        _refuse([*problems, *norm_problems(optimizer, device)], cp)
     finally:
         cp.mesh.ledger.reset()
         runtime.note_batch_sliced(False)
@@ -110,14 +112,10 @@ def _check_importers() -> list[str]:
     ]
 
 
-def _device(chunks: Sequence[torch.nn.Module]) -> torch.device:
-    return next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
-
-
-def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel, tokens: int) -> list[str]:
-    device = _device(chunks)
+def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel, tokens: int, outside: Tensor) -> list[str]:
+    """outside: positions of this rank's tokens between the layers."""
+    device = outside.device
     mine = cp.positions(tokens).to(device)
-    outside = runtime.between_layers(cp).positions(tokens, device)
     problems = [*_check_batch(tokens, outside), *_check_padding(tokens, cp, device)]
     modules = [module for chunk in chunks for module in chunk.modules()]
     typical = runtime.problem()

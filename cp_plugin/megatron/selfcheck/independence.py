@@ -25,7 +25,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.utils import unwrap_model
@@ -34,12 +33,11 @@ from torch import Tensor
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.patches import delta_net, hybrid, patching
-from cp_plugin.megatron.rules.experts import balancing
+from cp_plugin.megatron.rules.experts import BALANCED, balancing
 from cp_plugin.megatron.selfcheck.attention_pass import table_of
 
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
 """Of the largest change of a token by itself: kernels of experts round by how many tokens each expert has."""
-_BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
 _DISTURBED = ("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph")
 """Settings of histories, copies and graphs that a forward pass would begin."""
 
@@ -72,7 +70,7 @@ def off(chunk: Any, model: Any) -> bool:
         or any(getattr(config, name, None) for name in _DISTURBED)
         or getattr(config, "cuda_graph_impl", "none") != "none"
         or getattr(config, "moe_expert_capacity_factor", None) is not None
-        or not {*balancing(config)} <= _BALANCED
+        or not {*balancing(config)} <= BALANCED
         or bool(chunk.ddp_config.overlap_param_gather)
         or getattr(model, "position_embedding_type", "") == "mrope"
     )
@@ -120,7 +118,7 @@ def _of_chunk(chunk: Any, model: Any, positions: Tensor) -> list[str]:
 
 def _of_angles(model: Any, tokens: int, given: Tensor) -> list[str]:
     """Whether the model's layers are given the angles of this rank's positions."""
-    if not isinstance(model.rotary_pos_emb, RotaryEmbedding | YarnRotaryEmbedding):
+    if not isinstance(model.rotary_pos_emb, RotaryEmbedding):
         return []
     cp = runtime.context_parallel()
     table = table_of(model.rotary_pos_emb.get_emb(tokens * cp.size))

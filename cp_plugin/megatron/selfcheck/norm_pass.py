@@ -56,11 +56,9 @@ def norm_problems(optimizer: Any, device: torch.device) -> list[str]:
 
 
 def _is_known(parts: Sequence[Any]) -> bool:
-    if len(parts) != 1 or type(parts[0]).__name__ not in (*_REPLICATED, *_SHARDED):
+    if len(parts) != 1 or type(parts[0]).__name__ not in (*_REPLICATED, *_SHARDED) or _counted(parts[0]) is None:
         return False
     config = parts[0].config
-    if _counted(parts[0]) is None:
-        return False
     others = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
     return config.clip_grad > 0 and not any(getattr(config, name, False) for name in others)
 

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.rules.experts import balancing
+from cp_plugin.megatron.rules.experts import BALANCED, balancing
 
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
-_BALANCED = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 _GROUPS = ("tp_group", "cp_group", "tp_cp_group", "tp_dp_cp_group")
 _RANDOM = ("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased")
 _LOGS = {
@@ -76,7 +75,7 @@ def _has_losses(module: torch.nn.Module) -> bool:
     weak = config.calculate_per_token_loss and compat.weakens_expert_losses(compat.megatron_version())
     alone = config.tensor_model_parallel_size == 1 and module.weight.requires_grad
     one_batch = "global_aux_loss" not in balancing(config) or parallel_state.get_data_parallel_world_size() == 1
-    return losses and plain and alone and not weak and one_batch and {*balancing(config)} <= _BALANCED
+    return losses and plain and alone and not weak and one_batch and {*balancing(config)} <= BALANCED
 
 
 def _gradient(router: Any, hidden: Tensor, scale: int) -> Tensor:

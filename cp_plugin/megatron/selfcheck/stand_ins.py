@@ -16,9 +16,8 @@ from torch import Tensor
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.probing import accepted
 
-_OFF: dict[str, Any] = dict.fromkeys(
-    ("save_params_interval", "save_activations_interval", "save_tokens_per_expert_interval", "save_wgrads_interval"),
-) | {"save_dgrads_interval": None, "empty_unused_memory_level": 0}
+_SAVED = ("params", "activations", "tokens_per_expert", "wgrads", "dgrads")
+_OFF: dict[str, Any] = {f"save_{what}_interval": None for what in _SAVED} | {"empty_unused_memory_level": 0}
 _OFF |= dict.fromkeys(("qk_clip", "log_max_attention_logit", "vision_pretraining", "modelopt_enabled"), False)
 """Arguments of what such a step does without."""
 

@@ -25,8 +25,6 @@ from cp_plugin.megatron.patches.probing import accepted
 from cp_plugin.megatron.selfcheck.attention_pass import TOLERANCE_LINEAR, TOLERANCE_TF32
 
 _INNER = ("MambaMixer", "GatedDeltaNet")
-
-
 _HALF = 0.1
 """Tolerance in bfloat16 and float16, where layers of other sizes round otherwise; with other heads' parameters: 1."""
 

@@ -102,19 +102,19 @@ class _OneWeight(torch.nn.Module):
         return losses
 
 
-def step_problems(chunks: Sequence[torch.nn.Module], tokens: int, parts: tuple[Any, Any] = (None, None)) -> list[str]:
+def step_problems(chunks: Sequence[torch.nn.Module], tokens: int, optimizer: Any, schedule: Any) -> list[str]:
     """Errors of a step, and of the weights that training begins with; collective over all ranks.
 
     Args:
         chunks: of the model, as ``setup_model_and_optimizer`` built them; others than ``DistributedDataParallel`` are
             not checked.
         tokens: length of a sequence that the layout can divide.
-        parts: the run's optimizer, and its schedule of learning rates.
+        optimizer, schedule: the run's, for what a step asks of them besides; or None.
     """
     wrapped = [chunk for chunk in chunks if type(chunk) is DistributedDataParallel]
     if not wrapped:
         return []
-    return [*_of_samples(), *_of_weights(wrapped), *_of_gradients(wrapped, tokens, parts)]
+    return [*_of_samples(), *_of_weights(wrapped), *_of_gradients(wrapped, tokens, optimizer, schedule)]
 
 
 def _of_samples() -> list[str]:
@@ -148,9 +148,9 @@ def _of_weights(chunks: Sequence[Any]) -> list[str]:
     return [f"context-parallel ranks start with different weights: {wrong[0]}{more}"] if wrong else []
 
 
-def _of_gradients(chunks: Sequence[Any], tokens: int, parts: tuple[Any, Any]) -> list[str]:
+def _of_gradients(chunks: Sequence[Any], tokens: int, optimizer: Any, schedule: Any) -> list[str]:
     model, config = _tiny(chunks[0])
-    optimizer, schedule = Optimizer(parts[0], partial(_own_part, model)), Schedule(parts[1])
+    optimizer, schedule = Optimizer(optimizer, partial(_own_part, model)), Schedule(schedule)
     sizes = {"num_microbatches": _MICRO_BATCHES, "seq_length": tokens, "micro_batch_size": 1}
     masks = _masks(tokens, model.module.weight.device)
     x = _values(torch.arange(tokens, device=masks[0].device))
