@@ -85,6 +85,11 @@ class State:
     """Whether the weights of tokens in the script's loss were compared over the ranks."""
     first_batch: Callable[[Mapping[str, Any], dist.ProcessGroup | None], None] | None = None
     """Compares the first batch between the ranks."""
+    unchecked: tuple[Any, Any] | None = None
+    """Optimizer and schedule of learning rates of a training whose first step is still to be checked."""
+    losses: tuple[dict[str, tuple[float, float]], Callable[[list[str]], None]] | None = None
+    """Of the first step, to be compared with those logged, and what stops the run if they differ."""
+    trial: bool = False  # while the start-up check runs a step
     slices: BatchWatch | None = None  # compares slices of checked steps with whole batches
     last_pack: Pack | None = None  # the pack of the last softmax attention call
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's

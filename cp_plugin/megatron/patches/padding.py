@@ -35,7 +35,9 @@ def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
         lengths = {name: runtime.padded(cp, named[name]) for name in _LENGTHS if named.get(name) is not None}
         return schedule(**named | lengths)
 
-    return padded
+    from cp_plugin.megatron.selfcheck.step import watched
+
+    return watched(padded)
 
 
 @around

@@ -235,11 +235,11 @@ PROVIDER = (
     Patch(
         "megatron.training.training:training_log",
         step_traffic.replace_training_log,
-        "traffic at each log interval (--cp-log-traffic)",
+        "comparison of the first logged losses; traffic at each log interval (--cp-log-traffic)",
         wraps("iteration"),
         called_by="the training loop",
-        otherwise="traffic would be logged for the wrong iterations",
-        when=lambda run: run.settings.active and run.settings.log_traffic,
+        otherwise="a loss could be logged that is not the one trained on",
+        when=_provider,
     ),
 )
 
@@ -272,7 +272,7 @@ PADDING = (
         wraps(),
         called_by="the training loop",
         otherwise="pipeline stages would wait for tensors of another length",
-        when=_padded,
+        when=_provider,
     ),
     Patch(
         "megatron.core.transformer.moe.router:TopKRouter.forward",

@@ -16,6 +16,7 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import WHOLE
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
+from cp_plugin.megatron.state import STATE
 
 PHASE = "check"  # phase in the ledger
 CALL = inspect.signature(AnyCoreAttention.forward)
@@ -35,7 +36,7 @@ class Steps:
     def due(self) -> int:
         """The current step; 0 if it is not checked."""
         step = self.iterations() + 1
-        return 0 if step % self.every else step
+        return 0 if STATE.trial or step % self.every else step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,6 @@
     rotary table     --> the model's rotary embedding                   --> rope
     q, k, v, rotated --> the model's core attention, forward, backward  --> out, dq, dk, dv: ``attention_pass``
     projections      --> gated delta net by a provider of ours          --> out, gradient: ``delta_net_pass``
-    hidden states    --> Mamba, gated delta net by Megatron's ranks     --> out, gradient: ``states_pass``
-    hidden states    --> a router of experts                            --> gradient of its losses: ``router_pass``
-    tokens, labels   --> the model, without its attention               --> losses of single tokens: ``independence``
-    a weight         --> a step by Megatron's ``train_step``            --> gradient, logged loss: ``tiny_step``
     gradients of 1   --> the optimizer, if it clips                     --> their norm: ``norm_pass``
 
 Each must equal this rank's rows, by the layout, of the same quantity for the whole sequence: a batch, a RoPE table or
@@ -45,11 +41,7 @@ from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import delta_net, hybrid, mtp, packing, patching
 from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, pack_of, packed_problems, table_of
 from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
-from cp_plugin.megatron.selfcheck.independence import independence_problems
 from cp_plugin.megatron.selfcheck.norm_pass import norm_problems
-from cp_plugin.megatron.selfcheck.router_pass import router_problems
-from cp_plugin.megatron.selfcheck.states_pass import states_problems
-from cp_plugin.megatron.selfcheck.tiny_step import step_problems
 from cp_plugin.placement.documents import DOCUMENTS
 
 _TOKENS = 32
@@ -59,11 +51,11 @@ _PACKS = 2
 _SLICER = "get_batch_on_this_cp_rank"
 
 
-def run(chunks: Sequence[torch.nn.Module], optimizer: Any = None, schedule: Any = None) -> None:
+def run(chunks: Sequence[torch.nn.Module], optimizer: Any = None) -> None:
     """Check this process's model chunks; collective over all ranks.
 
     Args:
-        optimizer, schedule: Megatron's, the schedule of learning rates; None in other training loops.
+        optimizer: Megatron's; None in other training loops.
 
     Raises:
         ValueError: on every rank, naming the wrong quantities and their ranks.
@@ -75,9 +67,7 @@ def run(chunks: Sequence[torch.nn.Module], optimizer: Any = None, schedule: Any 
     try:
         outside = runtime.between_layers(cp).positions(tokens, device)
         _refuse([*_check_importers(), *_check_tensors(chunks, cp, tokens, outside)], cp)
-        problems = independence_problems(chunks, outside)  # from here on batches are right
-        problems += step_problems(chunks, tokens, optimizer, schedule)
-        _refuse([*problems, *norm_problems(optimizer, device)], cp)
+        _refuse(norm_problems(optimizer, device), cp)  # from here on batches are right
     finally:
         cp.mesh.ledger.reset()
         runtime.note_batch_sliced(False)
@@ -128,8 +118,6 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel, token
         problems += mtp.roll_problems(tokens, packs, device)
     if any(hybrid.keeps_layout(module) for module in modules):
         problems += hybrid.order_problems(tokens, packs, device)
-    problems += states_problems(chunks, tokens, outside)
-    problems += router_problems(modules, tokens, outside)
     layer = next(filter(delta_net.replaced, modules), None)
     if layer is not None:
         problems += delta_net_problems(layer, tokens, packs, device)

@@ -36,6 +36,7 @@ from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.selfcheck.checked_call import PHASE
+from cp_plugin.megatron.selfcheck import first_step
 from cp_plugin.megatron.state import STATE
 
 _NO_DATA = torch.device("meta")
@@ -57,12 +58,13 @@ def watch() -> None:
 
 
 def replace_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's ``training_log``, which is called after every iteration."""
+    """Wrap Megatron's ``training_log``, which is called after every iteration: the first losses are compared."""
     since = 0  # iterations since the ledger was reset
 
     @around
     def training_log(call: Call) -> Any:
         nonlocal since
+        first_step.compare_log(call.arguments.get("loss_dict"))
         result = call.original()
         if runtime.settings().log_traffic:
             from megatron.training import get_args

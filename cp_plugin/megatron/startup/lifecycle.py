@@ -37,7 +37,8 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     chunks = result[0]
     audit.run(chunks)
     if runtime.settings().selfcheck or STATE.unknown:
-        first_batch.run(chunks, *result[1:3])
+        first_batch.run(chunks, result[1])
+        STATE.unchecked = result[1], result[2]
     STATE.first_batch = slices.require_one_batch
     recheck.watch(chunks, _iterations)
     runtime.expect_documents()

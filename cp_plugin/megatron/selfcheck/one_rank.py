@@ -1,0 +1,154 @@
+"""One context-parallel rank for a while: in the block this process computes whole sequences, each rank the same.
+
+    context parallelism          -> this rank alone
+    tensor x context parallelism -> this rank's tensor-parallel ranks (and so on: each group without the other CP ranks)
+    data x context, experts      -> as they are: the ranks hold equal copies, whose average, or quotient of sums, is
+                                    one rank's. So nothing that reduces gradients is touched, however it is built
+
+Groups are swapped wherever they hang: in Megatron's and the script's modules, in modules of the model, in their helper
+objects and collections of groups; sizes that these keep (``cp_size``) with them. A helper that derived more from its
+group (``MambaContextParallel``) is built anew from its own attributes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
+
+from cp_plugin.megatron.patches import patching, rope
+
+_DIVIDES = re.compile("CONTEXT_PARALLEL|TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+"""Megatron's names of groups whose ranks divide sequences; those over which gradients are averaged are left."""
+_SIZE, _RANK = (re.compile(rf"^_?(cp|context_parallel)(_world)?_{what}$") for what in ("size", "rank"))
+
+_OF_A_RANK = ("feat_dim_split",)  # of GatedDeltaNet
+"""Sizes that a module computed for a context-parallel rank when it was built."""
+
+
+class OneRank:
+    """What replaces each process group; made once, collectively over all ranks."""
+
+    def __init__(self) -> None:
+        own = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        self.size = len(own)
+        place = {rank: ranks.index(rank) for rank, ranks in enumerate(everyone)}
+        known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group, ranks in distributed_c10d._world.pg_group_ranks.items():
+            known.setdefault(tuple(ranks), group)
+        self.to: dict[int, dist.ProcessGroup] = {}
+        self.groups: list[dist.ProcessGroup] = []
+        for group in self._divided():
+            part = tuple(r for r in dist.get_process_group_ranks(group) if place[r] == place[dist.get_rank()])
+            if part not in known:
+                known[part] = dist.new_group(list(part), use_local_synchronization=True)
+            self.to[id(group)] = known[part]
+            self.groups.append(group)
+
+    @staticmethod
+    def _divided() -> list[dist.ProcessGroup]:
+        """Groups that hold several context-parallel ranks of one sequence, in a common order."""
+        own = set(dist.get_process_group_ranks(parallel_state.get_context_parallel_group()))
+        found: dict[int, dist.ProcessGroup] = {}
+        for name, value in sorted(vars(parallel_state).items()):
+            for group in value if isinstance(value, list) else [value]:
+                if not isinstance(group, dist.ProcessGroup) or not _DIVIDES.search(name):
+                    continue
+                if len(own & set(dist.get_process_group_ranks(group))) > 1:
+                    found[id(group)] = group
+        return list(found.values())
+
+    def used(self) -> int:
+        """How many collectives the swapped groups have begun."""
+        return sum(group._get_sequence_number_for_group() for group in self.groups if group.size() > 1)
+
+    @contextmanager
+    def alone(self, roots: Iterable[Any], args: Any) -> Iterator[None]:
+        """In the block there is one context-parallel rank.
+
+        Args:
+            roots: the model's chunks, and other objects that may hold process groups.
+            args: Megatron's; None in other loops.
+        """
+        undo: list[tuple[dict[str, Any], str, Any]] = []
+
+        def put(owner: dict[str, Any], name: str, value: Any) -> None:
+            undo.append((owner, name, owner[name]))
+            owner[name] = value
+
+        try:
+            for module in patching.importers().values():
+                for name, value in list(vars(module).items()):
+                    if id(value) in self.to:
+                        put(vars(module), name, self.to[id(value)])
+                    elif isinstance(value, list) and any(id(one) in self.to for one in value):
+                        put(vars(module), name, [self.to.get(id(one), one) for one in value])
+            for owner in _reachable([*roots, args]):
+                self._swap(owner, put)
+            rope.forget_cached_embeddings()
+            yield
+        finally:
+            for owner, name, value in reversed(undo):
+                owner[name] = value
+            rope.forget_cached_embeddings()
+
+    def _swap(self, owner: Any, put: Any) -> None:
+        for name, value in list(vars(owner).items()):
+            if id(value) in self.to:
+                put(vars(owner), name, self.to[id(value)])
+            elif type(value) is int and _SIZE.match(name) and value == self.size:
+                put(vars(owner), name, 1)
+            elif name in _OF_A_RANK and hasattr(owner, "cp_size"):
+                put(vars(owner), name, type(value)(self.size * one for one in value))
+            elif type(value) is int and _RANK.match(name):
+                put(vars(owner), name, 0)
+            elif not isinstance(value, torch.nn.Module) and (new := self._rebuilt(value)) is not None:
+                put(vars(owner), name, new)
+
+    def _rebuilt(self, helper: Any) -> Any:
+        """A helper object that keeps what it was built from, built for one rank; None: of another kind."""
+        if not type(helper).__module__.startswith("megatron.") or not hasattr(helper, "__dict__"):
+            return None
+        held = vars(helper)
+        if not any(id(value) in self.to for value in held.values()):
+            return None
+        names = list(inspect.signature(type(helper).__init__).parameters)[1:]
+        if not names or not all(name in held for name in names):
+            return None
+        return type(helper)(**{name: self.to.get(id(held[name]), held[name]) for name in names})
+
+
+def _reachable(roots: Iterable[Any]) -> list[Any]:
+    """Objects with attributes that may hold process groups: modules, and what belongs to Megatron or the script."""
+    found: dict[int, Any] = {}
+    stack = list(roots)
+    while stack:
+        owner = stack.pop()
+        if isinstance(owner, list | tuple):
+            stack += [one for one in owner if hasattr(one, "__dict__") or isinstance(one, list | tuple | dict)]
+        elif isinstance(owner, dict):
+            stack += [one for one in owner.values() if hasattr(one, "__dict__") or isinstance(one, list | tuple | dict)]
+        elif id(owner) not in found and hasattr(owner, "__dict__"):
+            if isinstance(owner, torch.Tensor | type | dist.ProcessGroup | torch.Generator) or callable(
+                getattr(owner, "__code__", None)
+            ):
+                continue
+            found[id(owner)] = owner
+            for value in vars(owner).values():
+                ours = type(value).__module__.partition(".")[0]
+                if isinstance(value, list | tuple | dict | torch.nn.Module) or ours not in _ELSEWHERE:
+                    stack.append(value)
+    return list(found.values())
+
+
+_ELSEWHERE = frozenset({"torch", "builtins", "numpy", "transformer_engine_torch", "cp_plugin", "functools", "types"})
+"""Packages whose objects hold no process group of Megatron's."""

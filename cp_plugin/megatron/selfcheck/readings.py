@@ -1,0 +1,210 @@
+"""What a training step computes, in a few numbers: gradients as the optimizer would read them, losses as logged.
+
+A gradient is read by its products with random signs, and its norm. Products are linear, so those of two steps differ by
+the product of their difference: none is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from cp_plugin.megatron import runtime
+
+_PROJECTIONS = 4
+_CHUNK = 1 << 22  # elements of a gradient that are projected at once
+_GROWTH = 10.0
+"""Limit, in units of what a rounding error of the embeddings changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a step gives."""
+
+    gradients: Tensor  # float64 [parameters, projections + 1], on the CPU; the last column has squared norms
+    values: dict[str, float]
+    """Logged losses, and the norm of all gradients."""
+
+
+def differences(many: Result, alone: Result, moved: Result, names: Sequence[str], floor: float) -> list[str]:
+    """What differs between a step on many ranks and on one, beyond rounding.
+
+    Args:
+        moved: the step on one rank, with a rounding error of its embeddings.
+        names: of the gradients.
+        floor: smallest limit, relative to a gradient's norm.
+    """
+    found = []
+    if len(names):
+        norms = _norms(alone)
+        apart, growth = _apart(many, alone) / norms, _apart(moved, alone) / norms
+        limits = (_GROWTH * growth.clamp(min=float(growth.median()))).clamp(min=floor)
+        wrong = ~(apart <= limits)
+        if wrong.any():
+            first = int(wrong.nonzero()[0])
+            found.append(
+                f"the gradient of {names[first]} by {float(apart[first]):.1e} of its norm (allowed "
+                f"{float(limits[first]):.0e}{_factor(many, alone, first, float(limits[first]))}), the first of "
+                f"{int(wrong.sum())} of {len(names)} that differ"
+            )
+    for key in many.values.keys() & alone.values.keys():
+        a, b, c = many.values[key], alone.values[key], moved.values[key]
+        if not abs(a - b) <= max(floor * abs(b), _GROWTH * abs(c - b)):
+            found.append(f"{key}: {a:.6g} instead of {b:.6g}")
+    return found
+
+
+def _factor(many: Result, alone: Result, place: int, limit: float) -> str:
+    """If one gradient is a multiple of the other, which."""
+    a, b = (x.gradients[place, :-1] for x in (many, alone))
+    ratio = float(a @ b / (b @ b).clamp(min=1e-300))
+    if not float((a - ratio * b).norm()) <= 10 * limit * float(a.norm()):
+        return ""
+    size = runtime.context_parallel().size
+    named = {float(size): "the number of context-parallel ranks", 1 / size: "1 over the number of these ranks"}
+    what = next((f", {name}" for factor, name in named.items() if abs(ratio / factor - 1) < 10 * limit), "")
+    return f"; it is {ratio:.4g} times that of one rank{what}"
+
+
+def largest(many: Result, alone: Result) -> float:
+    """Return the largest difference of a gradient, relative to its norm."""
+    return float((_apart(many, alone) / _norms(alone)).max()) if len(many.gradients) else 0.0
+
+
+def _apart(a: Result, b: Result) -> Tensor:
+    return (a.gradients[:, :-1] - b.gradients[:, :-1]).square().mean(1).sqrt()
+
+
+def _norms(x: Result) -> Tensor:
+    return x.gradients[:, -1].sqrt().clamp(min=1e-30)
+
+
+def signs(numbers: Tensor, salt: int) -> Tensor:
+    """1 or -1 by number: int64 of any shape -> float32."""
+    bits = (numbers + 1 + salt * 0x632BE59B) * 0x1E3779B97F4A7C15
+    bits = (bits ^ (bits >> 31)) * 0x3F58476D1CE4E5B9
+    return ((bits >> 40) & 1).float().mul_(2).sub_(1)
+
+
+def projections(flat: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Products of each gradient with random signs, and its squared norm."""
+    rows = torch.zeros(len(flat), _PROJECTIONS + 1, dtype=torch.float64, device=device)
+    for place, g in enumerate(flat):
+        for first in range(0, 0 if g is None else g.numel(), _CHUNK):
+            part = g[first : first + _CHUNK].double().to(device)
+            numbers = torch.arange(first, first + part.numel(), device=device)
+            drawn = [signs(numbers, 7 * place + k).double() for k in range(_PROJECTIONS)]
+            rows[place] += torch.stack([*(part @ one for one in drawn), part @ part])
+    return rows.cpu()
+
+
+def optimizers(optimizer: Any) -> list[Any]:
+    """Return Megatron's optimizer, and those that it is a chain of."""
+    return [optimizer, *getattr(optimizer, "chained_optimizers", ())]
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def gradients(optimizer: Any) -> list[Tensor | None]:
+    """What the optimizer would read, flat, of this rank's parts."""
+    found: list[Tensor | None] = []
+    for p in _parameters(optimizer):
+        g = getattr(p, "decoupled_grad", None) if p.grad is None else p.grad
+        g = g.to_local() if hasattr(g, "to_local") else g
+        found.append(None if g is None else g.detach().flatten())
+    return found
+
+
+def named_parameters(chunks: Sequence[Any], chunk: Any) -> list[tuple[str, Tensor]]:
+    """Return a chunk's parameters, by names that are unique in the model's."""
+    prefix = f"{list(chunks).index(chunk)}." if len(chunks) > 1 else ""
+    return [(prefix + name, p) for name, p in unwrap_model(chunk).named_parameters()]
+
+
+def parameter_names(chunks: Sequence[Any], optimizer: Any) -> list[str]:
+    """Of the optimizer's parameters: a name of the model, where it is known whose part one is."""
+    known: dict[int, str] = {}
+    spans = []
+    for chunk in chunks:
+        for name, p in named_parameters(chunks, chunk):
+            known[id(p)] = known[id(getattr(p, "main_param", p))] = name
+            spans.append((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
+    found = []
+    for place, p in enumerate(_parameters(optimizer)):
+        at = next((name for low, high, name in spans if low <= p.data_ptr() < high), f"parameter {place}")
+        found.append(known.get(id(p), at))
+    return found
+
+
+def saved_buffers(chunks: Sequence[Any]) -> dict[str, float]:
+    """A number for each of the buffers that checkpoints have, such as biases of experts."""
+    found = {}
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for name, x in module._buffers.items():
+            if x is not None and x.is_floating_point() and name not in module._non_persistent_buffers_set:
+                numbers = torch.arange(x.numel(), device=x.device)
+                found[f"{name} of {type(module).__name__} {len(found)}"] = float(
+                    x.flatten().double() @ signs(numbers, 0).double()
+                )
+    return found
+
+
+def logged_losses(reports: Any) -> dict[str, float]:
+    """What would be logged of the losses: means, or quotients of sums, over micro-batches and these ranks."""
+    group, found = parallel_state.get_context_parallel_group(), {}
+    for key in reports[0] if reports and isinstance(reports[0], dict) else ():
+        rows = [report[key] if isinstance(report[key], Tensor) else torch.as_tensor(report[key]) for report in reports]
+        total = torch.stack([row.detach().double().flatten() for row in rows]).sum(0)
+        dist.all_reduce(total, group=group)
+        pair = total.numel() == 2
+        found[f"{key!r}"] = float(total[0] / total[1]) if pair else float(total.sum()) / len(rows) / group.size()
+    return found
+
+
+def reduced_ones(
+    chunks: Sequence[Any], optimizer: Any, finalize: Callable[[], Any], clear: Callable[[], None], scale: float
+) -> list[str]:
+    """Return what is wrong with the scale of reduced gradients: where each rank's are 1, for one token, so are they.
+
+    Steps over equal copies cannot tell, since the same code reduces both. An expert's gradient is the sum over the
+    ranks that share the expert, over the number of all.
+
+    Args:
+        finalize: Megatron's, as the schedule calls it, with one token on each rank.
+        clear: sets gradients to zero.
+        scale: of losses.
+    """
+    named = [pair for chunk in chunks for pair in named_parameters(chunks, chunk) if pair[1].requires_grad]
+    if not all(hasattr(p, "main_grad") for _, p in named):
+        return []
+    clear()
+    for _, p in named:
+        p.main_grad.fill_(scale)
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_grad_reduce:
+            chunk.start_grad_sync()
+    finalize()
+    optimizer.prepare_grads()
+    everyone = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    of_expert = parallel_state.get_expert_data_parallel_world_size() / everyone
+    experts = {name for name, p in named if not getattr(p, "allreduce", True)}
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    staged = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    copies = {1, tensor, *((2, 2 * tensor) if staged else ())}  # whose gradients are added: norms, tied embeddings
+    wrong = []
+    for name, g in zip(parameter_names(chunks, optimizer), gradients(optimizer), strict=True):
+        if g is not None and g.numel():
+            want = of_expert if name in experts else 1.0
+            factors = [float(x) / want for x in g.aminmax()]
+            if not any(all(abs(factor / k - 1) < 1e-2 for factor in factors) for k in copies):
+                wrong.append(f"the gradient of {name} by {factors[0]:.4g}")
+    return [f"reduction over ranks scales {wrong[0]}, and {len(wrong) - 1} others"] if wrong else []

@@ -1,0 +1,389 @@
+"""The start-up check: one step of the run itself on a tiny batch, on N context-parallel ranks and on one.
+
+    the first call of Megatron's schedule in training, and before it, with a few tokens for each rank:
+        schedule --> the script's get_batch, model and loss --> finalize_model_grads --> what the optimizer would read
+        the same, each rank alone with the whole sequence (``one_rank``)             --> the same gradients and losses
+        once more, its embeddings moved by a rounding error                          --> how far rounding moves them
+
+Nothing of Megatron is rebuilt: whatever makes N ranks train otherwise than one differs here, be it in the script, the
+model, the schedule, or the reduction of gradients. Gradients are compared by random projections, so none is copied;
+afterwards everything is as before (``restored``). A difference stops the run on all ranks. A step that cannot be run
+so, on a fork, is reported, and the run starts.
+
+New weights hide much of attention: its scores are nearly equal, whatever the angles. So queries and keys are scaled to
+a norm at which scores differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.layers.core_attention import CoreAttention
+from cp_plugin.megatron.patches import patching, rope
+from cp_plugin.megatron.selfcheck import first_step
+from cp_plugin.megatron.selfcheck.one_rank import OneRank
+from cp_plugin.megatron.selfcheck.readings import (
+    Result,
+    differences,
+    gradients,
+    largest,
+    logged_losses,
+    optimizers,
+    parameter_names,
+    projections,
+    reduced_ones,
+    saved_buffers,
+    signs,
+)
+from cp_plugin.megatron.selfcheck.restored import restored
+from cp_plugin.megatron.selfcheck.tiny_batch import Looked, batches
+from cp_plugin.megatron.state import STATE
+
+_FLOOR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Smallest limit of a gradient, relative to its norm."""
+_TF32 = 2e-3
+_GAIN = 1.5  # of queries and keys: a score has a standard deviation of its square
+_SCALE = 256.0  # of losses in float16
+_WAIT_S = 60.0  # for the other ranks, once the step has failed on this one
+
+
+class StepError(ValueError):
+    """A step on N context-parallel ranks is not the step on one rank."""
+
+
+def watched(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the schedule; before its first call in training, a tiny step is checked."""
+
+    @functools.wraps(schedule)
+    def checked(**named: Any) -> Any:
+        if STATE.unchecked is None or named.get("forward_only"):
+            return schedule(**named)
+        (optimizer, rates), STATE.unchecked = STATE.unchecked, None
+        chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
+        named["data_iterator"] = check(schedule, named, chunks, optimizer)
+        reports = schedule(**named)
+        first_step.watch(named, chunks, optimizer, rates, reports, stop_if_any)
+        return reports
+
+    return checked
+
+
+def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequence[Any], optimizer: Any) -> Any:
+    """Compare a step on all context-parallel ranks with one on a single rank; collective over all ranks.
+
+    Args:
+        schedule: Megatron's.
+        named: the arguments of its first call.
+        chunks: of the model.
+        optimizer: Megatron's.
+
+    Returns:
+        The data iterator of the call, which still has all batches.
+
+    Raises:
+        StepError: on every rank, if the steps differ.
+    """
+    began, given = time.monotonic(), named["data_iterator"]
+    looked = [None if one is None else Looked(one) for one in (given if isinstance(given, list) else [given])]
+    iterators = looked if isinstance(given, list) else looked[0]
+    found: list[str] = []
+    line = ""
+    try:
+        step = _Step(schedule, {**named, "data_iterator": iterators}, chunks, looked, optimizer)
+        found, line = step.compare()
+    except Exception as error:
+        if isinstance(error, StepError) or not _all_met(error):
+            raise
+        _print(
+            f"the check of a training step could not be run: {type(error).__name__}: {error}. Whether "
+            "context-parallel ranks train as one rank does was not compared"
+        )
+        return iterators
+    _all_met(None)
+    stop_if_any(found)
+    _print(f"self-check passed: {line}; {time.monotonic() - began:.1f} s")
+    return iterators
+
+
+class _Step:
+    def __init__(
+        self,
+        schedule: Callable[..., Any],
+        named: Mapping[str, Any],
+        chunks: Sequence[Any],
+        looked: Sequence[Looked | None],
+        optimizer: Any,
+    ) -> None:
+        from megatron.training import get_args
+
+        self.schedule, self.named, self.chunks, self.looked, self.optimizer = schedule, named, chunks, looked, optimizer
+        self.args, self.cp = get_args(), runtime.context_parallel()
+        parameter = next(p for chunk in chunks for p in chunk.parameters())
+        self.device, self.dtype = parameter.device, unwrap_model(chunks[0]).config.params_dtype
+        self.finalized: Any = None
+        self.padded = _tokens(self.cp, self.device)
+        self.tokens = self.padded - (
+            0 if STATE.model is None else STATE.model.padding % self.cp.layout.divisor(self.cp.size)
+        )
+
+    def compare(self) -> tuple[list[str], str]:
+        """Differences on this rank, and a line on what was compared."""
+        one = OneRank()
+        roots = [*self.chunks, self.named.get("pg_collection"), self.named.get("p2p_communicator")]
+        scalers = [s for o in optimizers(self.optimizer) if (s := getattr(o, "grad_scaler", None)) is not None]
+        with ExitStack() as back:
+            back.callback(self.cp.mesh.ledger.reset)
+            back.callback(self._clear)
+            back.enter_context(restored(self.chunks, scalers))
+            back.enter_context(self._lent(scalers))
+            many = self._run()
+            before = one.used()
+            with one.alone(roots, self.args), self._unpadded():
+                alone = self._run()
+                moved = self._run(noise=True)
+            leaked = one.used() - before
+            scaled = self._reduced_ones(scalers)
+        names = parameter_names(self.chunks, self.optimizer)
+        floor = _FLOOR.get(self.dtype, _FLOOR[torch.bfloat16])
+        if self.device.type == "cuda":
+            floor = max(floor, _TF32)
+        found = [*differences(many, alone, moved, names, floor), *scaled]
+        if found and leaked:
+            raise RuntimeError(
+                f"the step on one rank still used groups of context-parallel ranks ({leaked} times), so it is no "
+                f"reference; {'; '.join(found)}"
+            )
+        worst = largest(many, alone)
+        size = self.cp.size
+        logged = [name for name in many.values if " of " not in name or "norm" in name]
+        line = (
+            f"a step of {self.tokens} tokens on {size} context-parallel ranks equals the step on one rank: "
+            f"{len(names)} gradients within {worst:.0e} of their norm, {', '.join(logged) or 'no losses here'}"
+        )
+        return found, line
+
+    def _run(self, *, noise: bool = False) -> Result:
+        with restored(self.chunks):
+            return self._run_once(noise)
+
+    def _run_once(self, noise: bool) -> Result:
+        self._clear()
+        rope.forget_cached_embeddings()
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        seed = 1000 * parallel_state.get_data_parallel_rank()
+        old = self.named["seq_length"]
+        rows, vocabulary = self.args.micro_batch_size, self.args.padded_vocab_size - 1
+        data = [
+            None if one is None else batches(one.first, self.tokens, old, rows, vocabulary, seed) for one in self.looked
+        ]
+        lengths = {"seq_length": self.padded, "decoder_seq_length": self.padded}
+        count = 2 if len(self.chunks) == 1 else max(2, stages)
+        iterators = data if isinstance(self.named["data_iterator"], list) else data[0]
+        with _noisy(self.chunks, torch.finfo(self.dtype).eps if noise else 0.0), self._finalizing():
+            reports = self.schedule(**{**self.named, **lengths, "data_iterator": iterators, "num_microbatches": count})
+        self.optimizer.prepare_grads()
+        values = logged_losses(reports)
+        if getattr(self.args, "clip_grad", 0):
+            values["the norm of gradients"] = float(self.optimizer.get_grad_norm())
+        values |= saved_buffers(self.chunks)
+        return Result(projections(gradients(self.optimizer), self.device), values)
+
+    @contextmanager
+    def _finalizing(self) -> Iterator[None]:
+        """In the block, note how the schedule finalizes gradients."""
+        config = unwrap_model(self.chunks[0]).config
+        finalize = config.finalize_model_grads_func
+        if finalize is None:
+            yield
+            return
+
+        def noted(*args: Any, **named: Any) -> Any:
+            self.finalized = finalize, args, named
+            return finalize(*args, **named)
+
+        with patching.lent(config, finalize_model_grads_func=noted):
+            yield
+
+    def _reduced_ones(self, scalers: Sequence[Any]) -> list[str]:
+        if self.finalized is None:
+            return []
+        finalize, args, named = self.finalized
+        one = [torch.ones_like(x) if isinstance(x, Tensor) else x for x in args]  # the number of tokens is a tensor
+        named = {key: torch.ones_like(x) if isinstance(x, Tensor) else x for key, x in named.items()}
+        scale = _SCALE if scalers else 1.0
+        with restored(self.chunks):
+            return reduced_ones(self.chunks, self.optimizer, partial(finalize, *one, **named), self._clear, scale)
+
+    @contextmanager
+    def _unpadded(self) -> Iterator[None]:
+        """In the block the model's sequences have no padding, as on one rank."""
+        model = STATE.model
+        if model is not None:
+            STATE.model = replace(model, problem=replace(model.problem, seq_length=self.tokens), padding=0)
+        try:
+            yield
+        finally:
+            STATE.model = model
+
+    def _clear(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    @contextmanager
+    def _lent(self, scalers: Sequence[Any]) -> Iterator[None]:
+        """In the block lengths are those of the tiny batch, and what is random or timed is off."""
+        with ExitStack() as back:
+            for field in fields(STATE):
+                back.callback(setattr, STATE, field.name, getattr(STATE, field.name))
+            STATE.slices = STATE.first_batch = None
+            STATE.trial = True
+            if STATE.model is not None:
+                problem = replace(STATE.model.problem, seq_length=self.padded)
+                STATE.model = replace(STATE.model, problem=problem, padding=self.padded - self.tokens)
+            lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
+            back.enter_context(patching.lent(self.args, **lengths))
+            for scaler in scalers:
+                if isinstance(getattr(scaler, "_scale", None), Tensor):
+                    back.enter_context(patching.lent(scaler, _scale=torch.full_like(scaler._scale, _SCALE)))
+            configs = [one.config for one in optimizers(self.optimizer) if hasattr(one, "config")]
+            for owner in _distinct([*_owners(self.chunks), *configs]):
+                back.enter_context(patching.lent(owner, **_quiet(owner)))
+            for module in _modules(self.chunks):
+                if isinstance(module, CoreAttention):
+                    back.callback(module.register_forward_pre_hook(_Strong(), with_kwargs=True, prepend=True).remove)
+            yield
+
+
+def stop_if_any(found: list[str]) -> None:
+    everyone: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    by_text: dict[str, list[int]] = {}
+    for rank, texts in enumerate(everyone):
+        if texts:
+            by_text.setdefault("; ".join(texts), []).append(rank)
+    if not by_text:
+        return
+    told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in list(by_text.items())[:3]]
+    cp = runtime.context_parallel()
+    raise StepError(
+        f"{runtime.settings().asked} on the {cp.layout.name} layout: a step on {cp.size} context-parallel ranks "
+        f"differs from the step on one rank. {' | '.join(told)}. Training would have gone wrong silently: the script, "
+        "or this Megatron, computes by a rank's part of the sequence what belongs to the whole. --cp-selfcheck off "
+        "skips this check, --cp-provider upstream trains without the plugin"
+    )
+
+
+def _all_met(error: Exception | None) -> bool:
+    """Whether all ranks have ended the step; waits for them a while where this one has failed.
+
+    A rank that failed alone leaves the others in its collectives, and its error ends the run.
+    """
+    store, size = distributed_c10d._get_default_store(), dist.get_world_size()
+    counted = "cp_plugin_step/met"
+    store.add(counted, 1)
+    deadline = time.monotonic() + _WAIT_S
+    while error is not None and store.add(counted, 0) < size:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _print(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"cp_plugin: {text}", flush=True)
+
+
+def _tokens(cp: Any, device: torch.device) -> int:
+    from cp_plugin.megatron.selfcheck.first_batch import tokens_for
+
+    return tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
+
+
+def _modules(chunks: Sequence[Any]) -> list[Any]:
+    return [module for chunk in chunks for module in chunk.modules()]
+
+
+def _owners(chunks: Sequence[Any]) -> list[Any]:
+    """Modules, and their configurations."""
+    return [one for m in _modules(chunks) for one in (m, getattr(m, "config", None)) if one is not None]
+
+
+def _distinct(objects: Sequence[Any]) -> list[Any]:
+    return list({id(one): one for one in objects}.values())
+
+
+def _quiet(owner: Any) -> dict[str, Any]:
+    """Attributes of a module or configuration, and values by which nothing is random or timed."""
+    off: dict[str, Any] = {}
+    for name, value in vars(owner).items():
+        if "dropout" in name and isinstance(value, float) and value:
+            off[name] = 0.0
+        elif name in ("timers", "moe_input_jitter_eps") and value is not None:
+            off[name] = None
+        elif name == "moe_router_force_load_balancing" and value:
+            off[name] = False
+    if isinstance(owner, torch.nn.Dropout):
+        off["p"] = 0.0
+    return off
+
+
+@contextmanager
+def _noisy(chunks: Sequence[Any], noise: float) -> Iterator[None]:
+    """In the block the embeddings' outputs are moved by this part of themselves."""
+
+    def move(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        numbers = torch.arange(output.numel(), device=output.device).view_as(output)
+        return (output.float() * (1 + noise * signs(numbers, 0))).to(output.dtype)
+
+    hooks = [
+        embedding.register_forward_hook(move)
+        for chunk in chunks
+        if noise and isinstance(embedding := getattr(unwrap_model(chunk), "embedding", None), torch.nn.Module)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Strong:
+    """A hook that multiplies queries and keys of core attention, so that scores differ as those of a trained model.
+
+    The factors are those of the first call, equal on all context-parallel ranks, and stay: what scales queries or keys
+    otherwise on one rank is not hidden.
+    """
+
+    def __init__(self) -> None:
+        self.factors: list[float] = []
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = dict(zip(("query", "key"), args, strict=False)) | named
+        if not self.factors:
+            squares = torch.stack([given[name].detach().float().square().mean() for name in ("query", "key")])
+            dist.all_reduce(squares, group=parallel_state.get_context_parallel_group())
+            sizes = (squares / parallel_state.get_context_parallel_world_size()).sqrt().clamp(min=1e-9)
+            self.factors = (_GAIN / sizes).tolist()
+        scale = dict(zip(("query", "key"), self.factors, strict=True))
+        given = {name: x * scale[name] if name in scale else x for name, x in given.items()}
+        if len(args) >= 2:
+            return (given["query"], given["key"], *args[2:]), named
+        return args, named | {name: given[name] for name in named}

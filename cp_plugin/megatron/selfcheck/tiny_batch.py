@@ -1,0 +1,94 @@
+"""Batches of a few tokens in the form of the run's own, for the start-up check.
+
+    the first batch of the run's iterator --> its entries, their shapes and dtypes --> the same entries, shorter
+    known entries (tokens, labels, ...)   --> drawn anew, unmasked tokens unevenly on the ranks
+    others                                --> cut
+
+The batch that was looked at is handed to the run afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BOUNDS = "cu_seqlens"
+_PARTS = (0.3, 0.45)
+"""Where the documents of a pack end, in parts of its tokens."""
+
+
+class Looked:
+    """The run's iterator, of which the first batch has been looked at."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        try:
+            self.first = next(iterator)
+        except StopIteration:
+            self.first = None
+        self._iterator, self._given = iterator, self.first is None
+
+    def __iter__(self) -> Looked:
+        return self
+
+    def __next__(self) -> Any:
+        if self._given:
+            return next(self._iterator)
+        self._given = True
+        return self.first
+
+
+def batches(first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed: int) -> Iterator[Any]:
+    """Yield batches of so many tokens, forever.
+
+    Args:
+        first: of the run; what is no mapping of tensors is replaced by Megatron's entries.
+        tokens, old: lengths of the sequences here and in the run.
+        rows: micro-batch size, where the run's batch does not tell.
+        vocabulary: tokens are below.
+    """
+    like = first if isinstance(first, Mapping) else {}
+    if not isinstance(like.get("tokens"), Tensor):
+        like = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), torch.empty(rows, old)) | dict(like)
+    rows = like["tokens"].size(0)
+    for number in itertools.count(seed):
+        drawn = _drawn(rows, tokens, vocabulary, torch.Generator().manual_seed(number))
+        bounds = [0, *(int(part * tokens) for part in _PARTS), tokens]
+        if any(key.startswith(_BOUNDS) for key in like):
+            starts = torch.tensor(bounds)[torch.bucketize(torch.arange(tokens), torch.tensor(bounds), right=True) - 1]
+            drawn["position_ids"] = (torch.arange(tokens) - starts).expand(rows, tokens)
+        yield {key: _entry(key, x, drawn.get(key), bounds, old, tokens) for key, x in like.items()}
+
+
+def _drawn(rows: int, tokens: int, vocabulary: int, generator: torch.Generator) -> dict[str, Tensor]:
+    ids = torch.randint(vocabulary, (rows, tokens + 1), generator=generator)
+    share = 0.2 + 0.7 * torch.arange(tokens) / tokens
+    return {
+        "tokens": ids[:, :-1],
+        "labels": ids[:, 1:],
+        "loss_mask": (torch.rand(rows, tokens, generator=generator) < share).float(),
+        "position_ids": torch.arange(tokens).expand(rows, tokens),
+    }
+
+
+def _entry(key: str, x: Any, drawn: Tensor | None, bounds: list[int], old: int, tokens: int) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if drawn is not None and drawn.numel() * old == x.numel() * tokens:
+        return (
+            drawn.to(x.dtype if (x.numel() and x.dtype != torch.float32) or key == "loss_mask" else torch.int64)
+            .reshape([tokens if n == old else n for n in x.shape])
+            .contiguous()
+        )
+    lengths = [tokens + n - old if n in (old, old + 1) else n for n in x.shape]
+    if key.startswith(_BOUNDS) and not key.endswith("argmin"):
+        padding = tokens if int(x.flatten()[-1]) >= old else int(x.flatten()[-1])
+        row = torch.full((lengths[-1],), padding, dtype=x.dtype)
+        row[: len(bounds)] = torch.tensor(bounds, dtype=x.dtype)[: lengths[-1]]
+        return row.expand(lengths).contiguous()
+    if key.startswith("max_seqlen"):
+        return torch.full_like(x, max(b - a for a, b in itertools.pairwise(bounds)))
+    return x[tuple(slice(n) for n in lengths)].contiguous()
