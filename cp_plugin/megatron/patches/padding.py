@@ -9,8 +9,7 @@ routers             get a padding mask, so padding counts neither in balancing n
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -24,20 +23,13 @@ from cp_plugin.megatron.patches.patching import Call, around
 _LENGTHS = ("seq_length", "decoder_seq_length")
 
 
-@around
-def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
-    """Replaces ``get_forward_backward_func``: the schedule, with padded lengths."""
-    schedule = call.original()
+def padded_lengths(named: Mapping[str, Any]) -> dict[str, int]:
+    """Return the lengths that a schedule is told for padded sequences.
 
-    @functools.wraps(schedule)
-    def padded(**named: Any) -> Any:
-        cp = runtime.context_parallel()
-        lengths = {name: runtime.padded(cp, named[name]) for name in _LENGTHS if named.get(name) is not None}
-        return schedule(**named | lengths)
-
-    from cp_plugin.megatron.selfcheck.step import watched
-
-    return watched(padded)
+    named: its arguments.
+    """
+    cp = runtime.context_parallel()
+    return {name: runtime.padded(cp, named[name]) for name in _LENGTHS if named.get(name) is not None}
 
 
 @around

@@ -25,7 +25,7 @@ from cp_plugin.megatron.patches.contract import registers, replaces, wraps
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.patches.table_of_states import DELTA_NET, HYBRID, LINEAR
-from cp_plugin.megatron.selfcheck import step_traffic
+from cp_plugin.megatron.selfcheck import step, step_traffic
 from cp_plugin.megatron.startup import checkpoint, lifecycle
 
 ALWAYS = (
@@ -233,6 +233,15 @@ PROVIDER = (
         when=_provider,
     ),
     Patch(
+        "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        step.replace_get_forward_backward_func,
+        "check of the first training step; length of padded sequences",
+        wraps(),
+        called_by="the training loop",
+        otherwise="a step on several ranks would not be compared with one rank's",
+        when=_provider,
+    ),
+    Patch(
         "megatron.training.training:training_log",
         step_traffic.replace_training_log,
         "comparison of the first logged losses; traffic at each log interval (--cp-log-traffic)",
@@ -265,15 +274,6 @@ def _padded(run: Run) -> bool:
 
 
 PADDING = (
-    Patch(
-        "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-        padding.replace_get_forward_backward_func,
-        "length of padded sequences",
-        wraps(),
-        called_by="the training loop",
-        otherwise="pipeline stages would wait for tensors of another length",
-        when=_provider,
-    ),
     Patch(
         "megatron.core.transformer.moe.router:TopKRouter.forward",
         padding.replace_router_forward,

@@ -33,7 +33,8 @@ from torch.distributed import distributed_c10d
 
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
-from cp_plugin.megatron.patches import patching, rope
+from cp_plugin.megatron.patches import padding, patching, rope
+from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.selfcheck import first_step
 from cp_plugin.megatron.selfcheck.one_rank import OneRank
 from cp_plugin.megatron.selfcheck.readings import (
@@ -65,10 +66,16 @@ class StepError(ValueError):
     """A step on N context-parallel ranks is not the step on one rank."""
 
 
-def watched(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the schedule; before its first call in training, a tiny step is checked."""
+@around
+def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
+    """Replaces ``get_forward_backward_func``: the schedule, with padded lengths; its first training step is checked."""
+    original = call.original()
 
-    @functools.wraps(schedule)
+    @functools.wraps(original)
+    def schedule(**named: Any) -> Any:
+        return original(**named | padding.padded_lengths(named))
+
+    @functools.wraps(original)
     def checked(**named: Any) -> Any:
         if STATE.unchecked is None or named.get("forward_only"):
             return schedule(**named)
@@ -190,7 +197,7 @@ class _Step:
         data = [
             None if one is None else batches(one.first, self.tokens, old, rows, vocabulary, seed) for one in self.looked
         ]
-        lengths = {"seq_length": self.padded, "decoder_seq_length": self.padded}
+        lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
         count = 2 if len(self.chunks) == 1 else max(2, stages)
         iterators = data if isinstance(self.named["data_iterator"], list) else data[0]
         with _noisy(self.chunks, torch.finfo(self.dtype).eps if noise else 0.0), self._finalizing():

@@ -35,8 +35,8 @@ from cp_plugin.kernels.blocks import Block
 from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, around
-from cp_plugin.megatron.selfcheck.checked_call import PHASE
 from cp_plugin.megatron.selfcheck import first_step
+from cp_plugin.megatron.selfcheck.checked_call import PHASE
 from cp_plugin.megatron.state import STATE
 
 _NO_DATA = torch.device("meta")
