@@ -61,7 +61,6 @@ run() { # STEP
     cluster)
       if [ "$(id -u)" = 0 ]; then
         step cluster "$python" ci/cluster/run.py --scenario flat64 --rounds 2
-        step inference "$python" ci/cluster/inference.py
       else
         note cluster 0 "LEFT OUT: it needs root"
       fi

@@ -11,7 +11,7 @@ from types import ModuleType
 _PLANNER = {
     "calibration": ("calibrate", "fitting", "kernel_rates", "link_rates"),
     "machine": ("collectives", "events", "hardware", "inferred", "kernel_time", "links", "profile_files", "protocols"),
-    "trace": ("chakra", "memory", "passes", "program", "sharing", "simulation", "timeline"),
+    "trace": ("memory", "passes", "program", "sharing", "simulation", "timeline"),
     "training": ("activations", "footprint", "iteration", "layer_time", "model", "operations", "parallel", "weights"),
 }
 """Subpackage -> modules that used to be beside it."""
@@ -32,9 +32,6 @@ MODULES = {
     "cp_plugin.megatron.tokenizers": "cp_plugin.megatron.models.tokenizers",
     "cp_plugin.mesh": "cp_plugin.comm",
     "cp_plugin.moves": "cp_plugin.methods.moves",
-    "cp_plugin.planner.inference": "cp_plugin.planner.serving.cost",
-    "cp_plugin.planner.inference_search": "cp_plugin.planner.serving.search",
-    "cp_plugin.planner.inference_trace": "cp_plugin.planner.serving.trace",
     "cp_plugin.planner.names": "cp_plugin.common.names",
     "cp_plugin.planner.traced_blocks": "cp_plugin.attention.traced_blocks",
     "cp_plugin.protocol": "cp_plugin.methods.protocol",
