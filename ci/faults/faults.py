@@ -157,7 +157,7 @@ START = (
 )  # fmt: skip
 
 _LATEST = "latest_checkpointed_iteration.txt"
-_UNREADABLE = "Megatron stops while reading a checkpoint: "
+_UNREADABLE = r"Megatron fails \(reading a checkpoint"
 CHECKPOINT = (
     Fault(name="cut-data", what="__0_0.distcp of the checkpoint cut to half", format="torch_dist",
           damage=("iter_0000004/__0_0.distcp", "cut"), says=_UNREADABLE, short=True),

@@ -86,7 +86,7 @@ def _validate_args(call: Call) -> argparse.Namespace:
     with refusals.output_held(), validation(call["args"]):
         try:
             return call.original()
-        except stops.KINDS as error:
+        except (*stops.KINDS, *stops.CRASHES) as error:
             if refusals.message_of(error) is not None:
                 raise
             raise ValueError(stops.reason(error, call["args"])) from error
