@@ -43,7 +43,7 @@ def router_problems(modules: Sequence[torch.nn.Module], tokens: int, mine: Tenso
         tokens: length of the whole sequence.
         mine: positions of this rank's tokens.
     """
-    router: Any = next((module for module in modules if _has_losses(module)), None)
+    router: Any = next((module for module in modules if has_losses(module)), None)
     group = parallel_state.get_context_parallel_group()
     if router is None or group.size() == 1:
         return []
@@ -65,7 +65,7 @@ def router_problems(modules: Sequence[torch.nn.Module], tokens: int, mine: Tenso
     return [f"the gradient of experts' losses is off by {error:.1e} (relative; allowed {allowed:.0e})"]
 
 
-def _has_losses(module: torch.nn.Module) -> bool:
+def has_losses(module: torch.nn.Module) -> bool:
     """Whether a router has losses that this check can compare."""
     if not isinstance(module, megatron_router.TopKRouter):
         return False
