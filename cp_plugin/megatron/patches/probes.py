@@ -52,9 +52,9 @@ def batch(original: Callable[..., Any], replacement: Callable[..., Any]) -> str 
     """``get_batch_on_this_cp_rank``: what each rank keeps."""
 
     def made() -> dict[str, Any]:
-        row = torch.arange(TOKENS).unsqueeze(0)
+        row = torch.arange(TOKENS, device=stock.device()).unsqueeze(0)
         entries = {name: row + 100 * i for i, name in enumerate(("tokens", "labels", "loss_mask", "position_ids"))}
-        mask = torch.arange(TOKENS**2).view(1, 1, TOKENS, TOKENS)
+        mask = torch.arange(TOKENS**2, device=stock.device()).view(1, 1, TOKENS, TOKENS)
         none = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
         return entries | {"attention_mask": mask} | dict.fromkeys(none)
 
@@ -69,8 +69,9 @@ def batch(original: Callable[..., Any], replacement: Callable[..., Any]) -> str 
 
 def packed_batch(original: Callable[..., Any], replacement: Callable[..., Any]) -> str | None:
     """``get_thd_batch_on_this_cp_rank``: on one rank it leaves the batch as it is, and describes its documents."""
-    row, bounds = torch.arange(TOKENS).unsqueeze(0), torch.tensor([0, 5, TOKENS], dtype=torch.int32)
-    batch, packed = original({"tokens": row}, bounds, bounds, torch.tensor([11]), cp_size=1, cp_rank=0)
+    row = torch.arange(TOKENS, device=stock.device()).unsqueeze(0)
+    bounds, longest = (torch.tensor(x, dtype=torch.int32, device=row.device) for x in ([0, 5, TOKENS], [11]))
+    batch, packed = original({"tokens": row}, bounds, bounds, longest, cp_size=1, cp_rank=0)
     return difference("the tokens of one rank", row, batch["tokens"]) or difference(
         "the bounds of documents", bounds, packed.cu_seqlens_q_padded
     )

@@ -85,7 +85,7 @@ def attention_problems(
 
 
 def with_own_sink(module: CoreAttention) -> CoreAttention:
-    """A copy without hooks and with random sinks, for a module whose parameters are there in the model's passes only."""
+    """A copy without hooks and with random sinks, for one whose parameters are there in the model's passes only."""
     twin, sink, config = copy.copy(module), module.softmax_offset, module.config
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     own = torch.randn(heads, generator=torch.Generator().manual_seed(19)).to(sink.device, sink.dtype)
