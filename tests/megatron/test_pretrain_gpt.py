@@ -125,6 +125,27 @@ def test_other_errors_keep_their_traceback(whose: str, monkeypatch: pytest.Monke
     assert run.returncode == 1 and "Traceback" in run.stderr and "ZeroDivisionError" in run.stderr, run.stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "error", "named"),
+    [
+        ("megatron.core.x", RuntimeError("no such head"), True),
+        ("megatron.core.x", RuntimeError("[/x/gloo/pair.cc:537] Read error: Connection reset by peer"), False),
+        ("torch.distributed.distributed_c10d", RuntimeError("closed"), False),
+        ("cp_plugin.megatron.patches.x", RuntimeError("ours"), False),
+        ("helper_of_a_script", RuntimeError("theirs"), False),
+    ],
+)
+def test_whose_error_it_is(module: str, error: Exception, named: bool) -> None:
+    """A message that is lost fails with another rank, wherever it is waited for."""
+    from cp_plugin.megatron.flags import stops
+
+    names = {"__name__": module, "error": error}
+    exec(compile("def f():\n    raise error", "/some/where.py", "exec"), names)
+    with pytest.raises(RuntimeError) as raised:
+        names["f"]()  # type: ignore[operator]
+    assert (stops.in_setup(raised.value, None, "start", str(error)) is not None) == named
+
+
 @pytest.mark.usefixtures("adapter")
 def test_a_later_refusal_of_a_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin import pretrain_gpt

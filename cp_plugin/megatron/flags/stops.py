@@ -10,6 +10,8 @@ import sysconfig
 import traceback
 from types import FrameType
 
+import torch.distributed as dist
+
 KINDS = (AssertionError, ValueError, RuntimeError)
 """What the validation raises on purpose."""
 _ON_PURPOSE = ("raise", "assert")
@@ -65,6 +67,8 @@ def stopped(error: BaseException) -> tuple[FrameType, int] | None:
 
     None, too, for a collective, which fails with another rank.
     """
+    if isinstance(error, dist.DistError) or re.match(r"\[[^]]*\.cc:\d+\]", str(error)):
+        return None
     for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
         owner = _owner(frame)
         if owner != "library":
