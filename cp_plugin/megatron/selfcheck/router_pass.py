@@ -25,11 +25,10 @@ from torch import Tensor
 
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.rules.experts import BALANCED, balancing
+from cp_plugin.megatron.rules.experts import BALANCED, RANDOM, balancing
 
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
 _GROUPS = ("tp_group", "cp_group", "tp_cp_group", "tp_dp_cp_group")
-_RANDOM = ("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased")
 _LOGS = {
     "get_moe_metrics_tracker": lambda: SimpleNamespace(record=lambda *_, **__: None),
     "save_to_aux_losses_tracker": lambda *_, **__: None,  # before 0.19
@@ -43,7 +42,7 @@ def router_problems(modules: Sequence[torch.nn.Module], tokens: int, mine: Tenso
         tokens: length of the whole sequence.
         mine: positions of this rank's tokens.
     """
-    router: Any = next((module for module in modules if _has_losses(module)), None)
+    router: Any = next((module for module in modules if has_losses(module)), None)
     group = parallel_state.get_context_parallel_group()
     if router is None or group.size() == 1:
         return []
@@ -65,13 +64,13 @@ def router_problems(modules: Sequence[torch.nn.Module], tokens: int, mine: Tenso
     return [f"the gradient of experts' losses is off by {error:.1e} (relative; allowed {allowed:.0e})"]
 
 
-def _has_losses(module: torch.nn.Module) -> bool:
+def has_losses(module: torch.nn.Module) -> bool:
     """Whether a router has losses that this check can compare."""
     if not isinstance(module, megatron_router.TopKRouter):
         return False
     config: Any = module.config
     losses = config.moe_z_loss_coeff is not None or module.is_aux_loss_enabled()
-    plain = not any(getattr(config, name, None) for name in _RANDOM) and config.moe_expert_capacity_factor is None
+    plain = not any(getattr(config, name, None) for name in RANDOM) and config.moe_expert_capacity_factor is None
     weak = config.calculate_per_token_loss and compat.weakens_expert_losses(compat.megatron_version())
     alone = config.tensor_model_parallel_size == 1 and module.weight.requires_grad
     one_batch = "global_aux_loss" not in balancing(config) or parallel_state.get_data_parallel_world_size() == 1
