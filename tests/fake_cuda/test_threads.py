@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import CaptureError, FakeCuda, Start
+from fake_device import CUDA, CaptureError, FakeCuda, Start
 
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention.calls import Inputs, directly
+from cp_plugin.attention.setups import settled
 from cp_plugin.comm import Mesh, Watch, run_threads
 from cp_plugin.common import background
+from cp_plugin.methods import registry as providers
 
 MINE = 3
 """The device of the main thread's rank."""
@@ -95,6 +99,26 @@ def test_a_rank_keeps_its_thread_until(then: Callable[[int], object], fails: boo
     assert not first[1].is_alive() and torch.is_grad_enabled()
     again = ranks(then=lambda rank: torch.ones(1, requires_grad=True).exp().backward())
     assert again[0] == first[0] and again[1] != first[1] and again[2] == first[2]
+
+
+@pytest.mark.parametrize("te", [False, True], ids=["cudnn", "te"])
+@pytest.mark.parametrize("provider", ["ring", "attention2d", "usp"])
+def test_timed_calls_build_no_plans(gpu: Start, provider: str, te: bool) -> None:
+    """As the check on GPUs times methods: the ranks are threads, and one call warms up."""
+    device = gpu(flash=None, te=te)
+    setup = settled(providers.get(provider), Problem(size=4, heads=8, kv_heads=4, seq_length=2**16), Options())
+    given = (torch.empty(2**14, 1, heads, 128, dtype=torch.bfloat16, device=CUDA) for heads in (8, 4, 4, 8))
+    x = Inputs(*given)
+
+    def rank(mesh: Mesh) -> None:
+        with device.seen():
+            directly(ContextParallel(setup, mesh=mesh), x, setup.problem)
+
+    run_threads(rank, setup.axes)
+    warm = set(device.ops.plans)
+    for _ in range(2):
+        run_threads(rank, setup.axes)
+    assert len({thread for thread, _ in warm}) == 4 and set(device.ops.plans) == warm
 
 
 def test_a_forked_process_starts_its_own() -> None:

@@ -155,9 +155,11 @@ def check_name(name: str) -> None:
 
 
 def choose(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *, plans: bool = True
 ) -> tuple[AnyBackend, str]:
     """The backend for such tensors, and why it was chosen.
+
+    plans: False: ``auto`` takes none of ``devices.PLANS_EACH_SHAPE``.
 
     Raises:
         ValueError: if the requested backend cannot run them; the message says why and which can.
@@ -175,6 +177,8 @@ def choose(
     where, candidates = _candidates(device)
     for title, backend in candidates:
         reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
+        if reason is None and not plans and backend.name in devices.PLANS_EACH_SHAPE:
+            reason = "it would build a plan for each new shape"
         if reason is None:
             first = f"first choice for {dtype} on {where}"
             return backend, f"{title} on {where}; not {'; not '.join(reasons)}" if reasons else first
