@@ -43,11 +43,16 @@ class Calls:
         self.ledger = Ledger()
         """What the comparisons have sent, apart from what attention sends."""
 
+    def is_next_compared(self) -> bool:
+        """Return True if the next call is."""
+        number = self.number + 1
+        return self._compared and (number <= FIRST or number & (number - 1) == 0 or number % EVERY == 0)
+
     def is_compared(self) -> bool:
         """Whether this call is; counts it."""
+        found = self.is_next_compared()
         self.number += 1
-        power = self.number & (self.number - 1) == 0
-        return self._compared and (self.number <= FIRST or power or self.number % EVERY == 0)
+        return found
 
     def note(self, settings: Mapping[str, Any]) -> None:
         """Keep the settings of the next call until it is its turn to be compared."""
@@ -74,7 +79,7 @@ def check(mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]]) -
     """
     if not _has_others(mesh) or not calls.is_compared():
         return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _capturing():
         return
     named = settings()
     device = next((x.device for x in named.values() if isinstance(x, Tensor)), torch.device("cpu"))
@@ -117,12 +122,21 @@ def of_call(cp: Any, name: str, tensors: Sequence[Tensor | None], **settings: An
     check(cp.mesh, cp._calls, cp._calls.noted)
 
 
-_SETTINGS = {"causal": None, "scale": None, "window": None, "documents": (), "tree": None}
+_SETTINGS = {"causal": None, "scale": None, "window": None, "documents": (), "tree": None, "log_decay > 0": False}
 """Of every call, so that ranks that make different ones send as many digests."""
+
+
+def may_wait(cp: Any) -> bool:
+    """Return True if the host may wait for the device, since the next call is compared."""
+    return _has_others(cp.mesh) and cp._calls.is_next_compared() and not _capturing()
 
 
 def _has_others(mesh: Mesh) -> bool:
     return mesh.size > 1 and isinstance(mesh, GroupMesh | ThreadMesh)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def gathered(mesh: Mesh, x: Tensor, ledger: Ledger | None = None) -> Tensor:

@@ -57,6 +57,12 @@ CALLS: Mapping[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] 
     "shapes, by dtype": (softmax, {}, {"dtype": torch.float64}),
     "causal, linear": (linear, {}, {"causal": False}),
     "scale, linear": (linear, {}, {"scale": 0.5}),
+    "documents, linear": (
+        linear,
+        {"cu_seqlens": torch.tensor([0, 8, 32])},
+        {"cu_seqlens": torch.tensor([0, 12, 32])},
+    ),
+    "log_decay > 0": (linear, {"log_decay": -torch.ones(4)}, {"log_decay": torch.ones(4)}),
     "shapes, convolution": (convolution, {}, {"width": 3}),
     "shapes, sink": (softmax, {}, {"sink": torch.zeros(4)}),
     "gradients": (softmax, {}, {"grad": True}),
