@@ -4,7 +4,7 @@
                 views, ``empty``, and results without elements
     bytes       inputs are read once, outputs written once, in-place arguments both; elements repeated by a stride of 0
                 count once
-    allocation  a tensor with memory of its own; ``peak`` is the most alive at once
+    allocation  a tensor with memory of its own (none without elements); ``peak`` is the most alive at once
 
 An operation that torch splits into several kernels (a softmax of odd sizes, a sort) counts once, so bytes are a lower
 bound.
@@ -143,7 +143,7 @@ class Ops:
 
     def _allocated(self, made: Iterable[Tensor]) -> None:
         for x in made:
-            self.allocations += 1
+            self.allocations += x.numel() > 0
             self.meter.count(x)
 
     def _launched(self, name: str, touched: Iterable[Tensor]) -> None:
