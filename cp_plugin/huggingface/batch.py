@@ -61,22 +61,32 @@ def shard(
         raise ValueError(f"input_ids and labels must be [b, s], got {list(input_ids.shape)} and {list(labels.shape)}")
     if attention_mask is not None:
         refuse(not bool(attention_mask.all()), "padding: pack or truncate the sequences")
-    bounds = _bounds(input_ids, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    bounds = bounds_of(input_ids, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     if cp.layout == DOCUMENTS and cp.size > 1 and not bounds:
         bounds = (0, input_ids.size(1))
+    following = pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return part(cp, input_ids, following, bounds, position_ids)
+
+
+def part(
+    cp: ContextParallel,
+    input_ids: Tensor,
+    following: Tensor | None,
+    bounds: tuple[int, ...],
+    position_ids: Tensor | None = None,
+) -> dict[str, Any]:
+    """What ``shard`` returns, for labels ``[b, s]`` that are shifted already, or for none."""
     cp = placed(cp, bounds)
     if position_ids is None:
         position_ids = _positions(input_ids.size(1), bounds).to(input_ids.device)
-    following = pad(labels[:, 1:], (0, 1), value=IGNORED)
-    mine = cp.shard(following, 1)
-    batch = {
+    batch: dict[str, Any] = {
         "input_ids": cp.shard(input_ids, 1),
         "position_ids": cp.shard(position_ids.expand(input_ids.shape), 1),
-        "labels": mine,
-        "shift_labels": mine,
-        "num_items_in_batch": (following != IGNORED).sum(),
-        DIGEST: torch.stack([digest(input_ids), digest(labels)]),
     }
+    if following is not None:
+        batch["labels"] = batch["shift_labels"] = cp.shard(following, 1)
+        batch["num_items_in_batch"] = (following != IGNORED).sum()
+    batch[DIGEST] = torch.stack([digest(input_ids), digest(input_ids if following is None else following)])
     if bounds:
         batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor(bounds, dtype=torch.int32)
     return batch
@@ -137,7 +147,7 @@ def _positions(seq_length: int, bounds: tuple[int, ...]) -> Tensor:
     return (positions - starts(bounds, positions) if bounds else positions)[None]
 
 
-def _bounds(
+def bounds_of(
     input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None
 ) -> tuple[int, ...]:
     """Of the documents; empty: one."""
