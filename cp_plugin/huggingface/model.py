@@ -15,7 +15,7 @@ from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.tree import Tree
 from cp_plugin.huggingface.attention import Call, Division, refuse
 from cp_plugin.huggingface.batch import DIGEST, IGNORED, starts
-from cp_plugin.huggingface.rows import ROWS, of_own_rows
+from cp_plugin.huggingface.rows import ASKED, ROWS, of_own_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +46,8 @@ class Forward:
         named = self._by_name(args) | named
         if ROWS in named:
             return of_own_rows(self.division.cp, self, self.model.training, named)
+        if (asked := named.pop(ASKED, None)) is not None:
+            return asked.of(self, named)
         named = self.before(named)
         output = original(self.model, **named)
         self.after(named, output)

@@ -32,6 +32,8 @@ from cp_plugin.placement.documents import DOCUMENTS
 
 ROWS = "cp_rows"
 """Key of a tensor ``[b]`` by which rows of a rank's own are known; it holds the id of padding."""
+ASKED = "cp_asked"
+"""Key of what is asked for instead of the model's output: an object with ``of(forward, named)``."""
 _TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _TEXT = 400

@@ -91,8 +91,8 @@ def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def packs(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Two documents in each row."""
     batch = padded(examples)
-    n = batch["input_ids"].size(1)
-    positions = torch.stack([torch.cat([torch.arange(k), torch.arange(n - k)]) for k in range(3, 3 + len(examples))])
+    n, halves = batch["input_ids"].size(1), [len(example["input_ids"]) // 2 for example in examples]
+    positions = torch.stack([torch.cat([torch.arange(k), torch.arange(n - k)]) for k in halves])
     return {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions}
 
 
