@@ -31,11 +31,13 @@ from cp_plugin.huggingface.batch import IGNORED, part
 from cp_plugin.placement.documents import DOCUMENTS
 
 ROWS = "cp_rows"
-"""Key of a tensor ``[b]`` by which rows of a rank's own are known; it holds the id of padding."""
+"""Key of a tensor ``[b, s]`` by which rows of a rank's own are known: 1 where an example begins; -1: nobody knows."""
 ASKED = "cp_asked"
 """Key of what is asked for instead of the model's output: an object with ``of(forward, named)``."""
-_TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+_TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_idx")
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_FILLING = (0, IGNORED, 0)
+"""Of input_ids, labels and starts; no counted token sees them, whatever they are."""
 _TEXT = 400
 
 
@@ -103,32 +105,29 @@ def _of_all_ranks(cp: ContextParallel, training: bool, named: dict[str, Any]) ->
         ValueError: on every rank, for what cannot be divided on any, or for ranks that differ in more than rows.
     """
     named = dict(named)
-    filling = named.pop(ROWS)
-    problem, starts = None, named["input_ids"]
+    examples = named.pop(ROWS)
+    ids, following = named["input_ids"], named.get("shift_labels") if named.get("labels") is not None else None
+    problem, starts, counted = None, ids, following
     try:
         starts = starts_of(named)
+        counted = None if following is None else _without_repeated(following, examples, training)
     except ValueError as error:
         problem = str(error)
-    ids, following = named["input_ids"], named.get("shift_labels") if named.get("labels") is not None else None
     items, (b, s) = named.get("num_items_in_batch"), ids.shape if problem is None else (0, 0)
-    count = kept = 0
-    if following is not None and problem is None:
-        count, following = int((following != IGNORED).sum()), _without_repeated(following, training)
-        kept = int((following != IGNORED).sum())
+    count, kept = (0 if x is None else int((x != IGNORED).sum()) for x in (following, counted))
     ours = [problem is not None, following is not None, training, -1.0 if items is None else float(items)]
     theirs = [b, s, problem is None and bool(starts[:, 1:].any()), count, kept]
     table = _agreed(cp, ours, theirs, problem, ids.device)
     shapes = [(int(row[0]), int(row[1])) for row in table]
-    x = torch.stack([ids, torch.full_like(ids, IGNORED) if following is None else following, starts])
-    filled = (int(filling[0]) if len(filling) else 0, IGNORED, 0)
+    x = torch.stack([ids, torch.full_like(ids, IGNORED) if counted is None else counted, starts])
     if any(row[2] for row in table):
-        ids, following_all, starts, owner, place = _in_one_row(cp, x, shapes, filled)
+        ids, labels, starts, owner, place = _in_one_row(cp, x, shapes)
         bounds = (*starts[0].nonzero().flatten().tolist(), ids.size(1))
     else:
-        ids, following_all, starts, owner, place = _stacked_rows(cp, x, shapes, filled)
+        ids, labels, starts, owner, place = _stacked_rows(cp, x, shapes)
         bounds = (0, ids.size(1)) if cp.layout == DOCUMENTS and cp.size > 1 else ()
     rest = {key: x for key, x in named.items() if key not in (*_TOKENS, *_BOUNDS)}
-    batch = part(cp, ids, None if following is None else following_all, bounds)
+    batch = part(cp, ids, None if following is None else labels, bounds)
     total, real = (sum(row[i] for row in table) for i in (3, 4))
     if items is not None and 0 < real < total:
         rest["num_items_in_batch"] = items * real / total
@@ -146,14 +145,18 @@ def _uneven() -> bool:
     return not getattr(sampler, "even_batches", True) and not getattr(sampler, "drop_last", True)
 
 
-def _without_repeated(following: Tensor, training: bool) -> Tensor:
-    """Without labels of the rows by which accelerate fills up the last batch of an evaluation."""
+def _without_repeated(following: Tensor, examples: Tensor, training: bool) -> Tensor:
+    """Without labels of the examples by which accelerate fills up the last batch of an evaluation."""
     state = _loading()
     if training or state is None or not state.end_of_dataloader or state.remainder <= 0:
         return following
-    first = len(following) * (dist.get_rank() if dist.is_initialized() else 0)
-    repeated = torch.arange(first, first + len(following), device=following.device) >= state.remainder
-    return following.masked_fill(repeated[:, None], IGNORED)
+    refuse(
+        bool((examples < 0).any()),
+        "an evaluation whose last batch is not full, of packs that do not tell which example is where",
+    )
+    number = examples.flatten().cumsum(0).view(examples.shape)  # from 1
+    first = int(number[-1, -1]) * (dist.get_rank() if dist.is_initialized() else 0)
+    return following.masked_fill(number + first > state.remainder, IGNORED)
 
 
 def _agreed(
@@ -185,13 +188,11 @@ def _agreed(
     return [row[len(ours) :] for row in table]
 
 
-def _stacked_rows(
-    cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]], filled: tuple[int, ...]
-) -> tuple[Tensor, ...]:
+def _stacked_rows(cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]]) -> tuple[Tensor, ...]:
     """``[n, b, s]`` of this rank -> tensors ``[size * b, s]``: the n of all ranks, their owners, and their places."""
     b, longest = (max(sizes) for sizes in zip(*shapes, strict=True))
     s = cp.layout.padded(longest, cp.size)
-    whole = _gathered(cp, x, (b, s), filled)
+    whole = _gathered(cp, x, (b, s))
     rows, tokens = torch.arange(b, device=x.device)[:, None], torch.arange(s, device=x.device)[None]
     owner, place = (x.new_zeros(cp.size, b, s) for _ in range(2))
     for rank, (r, n) in enumerate(shapes):
@@ -200,27 +201,25 @@ def _stacked_rows(
     return *whole.flatten(1, 2), owner.flatten(0, 1), place.flatten(0, 1)
 
 
-def _in_one_row(
-    cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]], filled: tuple[int, ...]
-) -> tuple[Tensor, ...]:
+def _in_one_row(cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]]) -> tuple[Tensor, ...]:
     """The same as tensors ``[1, s]``: one row of all ranks' documents; what fills it up is a document of its own."""
     sizes = [b * s for b, s in shapes]
-    whole = _gathered(cp, x.flatten(1)[:, None], (1, max(sizes)), filled)
+    whole = _gathered(cp, x.flatten(1)[:, None], (1, max(sizes)))
     here = x.device
     owner = torch.repeat_interleave(torch.arange(cp.size, device=here), torch.tensor(sizes, device=here))
     place = torch.cat([torch.arange(size, device=here) for size in sizes])
     joined = torch.cat([whole[:, rank, 0, :size] for rank, size in enumerate(sizes)], dim=-1)
     more = (0, cp.layout.padded(sum(sizes), cp.size) - sum(sizes))
-    rows = [pad(row, more, value=value) for row, value in zip((*joined, owner, place), (*filled, -1, 0), strict=True)]
+    rows = [pad(row, more, value=value) for row, value in zip((*joined, owner, place), (*_FILLING, -1, 0), strict=True)]
     if more[1]:
         rows[2][-more[1]] = 1
     return tuple(row[None] for row in rows)
 
 
-def _gathered(cp: ContextParallel, x: Tensor, shape: tuple[int, int], filled: tuple[int, ...]) -> Tensor:
+def _gathered(cp: ContextParallel, x: Tensor, shape: tuple[int, int]) -> Tensor:
     """``[n, ...]`` of every rank, filled up to ``shape``: ``[n, size, *shape]``."""
     more = (0, shape[1] - x.size(2), 0, shape[0] - x.size(1))
-    x = torch.stack([pad(one, more, value=value) for one, value in zip(x, filled, strict=True)])
+    x = torch.stack([pad(one, more, value=value) for one, value in zip(x, _FILLING, strict=True)])
     return (gathered(cp.mesh, x[None]) if cp.size > 1 else x[None]).transpose(0, 1)
 
 
@@ -294,6 +293,10 @@ def starts_of(named: Mapping[str, Any]) -> Tensor:
         told[:, 0] = 0
         refuse(bool(starts.any()) and not torch.equal(starts, told), "other documents by position_ids than by bounds")
         starts = told
+    documents = named.get("seq_idx")
+    if documents is not None:
+        differ = documents.diff(dim=1) != 0
+        refuse(not torch.equal(differ, starts[:, 1:] != 0), "other documents by seq_idx than by position_ids")
     refuse(
         mask is not None and bool(starts[:, 1:].any()),
         "documents beside an attention_mask, with which transformers looks for none: leave the mask out",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
@@ -36,7 +37,7 @@ class Collator:
             collate: makes a batch of rows: ``input_ids`` ``[b, s]`` and perhaps ``labels``, ``attention_mask`` (padding
                 on the right) and ``position_ids`` of that shape, or packs as ``DataCollatorWithFlattening`` does. None:
                 pads the rows on the right and stacks them.
-            pad_token_id: fills up rows, on the right and without labels, until the ranks can divide them.
+            pad_token_id: fills up rows on the right, without labels, where there is no ``collate``.
         """
         self.cp, self.collate, self.pad_token_id = cp, collate, pad_token_id
 
@@ -52,10 +53,22 @@ class Collator:
         batch["labels"] = labels.masked_fill(mask == 0, IGNORED) if fits else labels
         if batch.get("shift_labels") is None:
             batch["shift_labels"] = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-        batch[ROWS] = torch.full((len(ids),), self.pad_token_id, device=ids.device)
-        if self.cp.size == 1:
-            starts_of(batch)
+        batch[ROWS] = self._begun(batch, len(examples))
         return batch
+
+    def _begun(self, batch: Mapping[str, Any], examples: int) -> Tensor:
+        """``[b, s]``: 1 where an example begins; -1 where that is not known."""
+        rows = torch.zeros_like(batch["input_ids"])
+        rows[:, 0] = 1
+        try:
+            documents = starts_of(batch)
+        except ValueError:
+            if self.cp.size == 1:
+                raise
+            return rows
+        if len(rows) == examples:
+            return rows
+        return documents if int(documents.sum()) == examples else -rows
 
     def _stacked(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows = [{key: x for key, x in example.items() if not isinstance(x, str)} for example in examples]

@@ -99,7 +99,7 @@ def packs(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def flat(examples: list[dict[str, Any]]) -> dict[str, Any]:
     import transformers
 
-    return transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(examples)
+    return transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(examples)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -210,6 +210,26 @@ def test_evaluation_and_prediction_equal_one_rank(number: int, place: dict[str, 
     for got in run_ranks(many, ranks, init_process_group=True):
         assert got[:3] == pytest.approx(want[:3], rel=1e-5)
         assert abs(got[3] - want[3]).max() <= 1e-4 and (got[4] == want[4]).all()
+
+
+def test_evaluation_of_flat_packs(tmp_path: Path) -> None:
+    """Their rows hold several examples, some of which fill up the last batch."""
+    rows = [row | {"labels": row["input_ids"]} for row in ROWS[:5]]
+
+    def loss(model: Any, collate: Any, each: int) -> float:
+        from transformers import Trainer, TrainingArguments
+
+        args = TrainingArguments(str(tmp_path), per_device_eval_batch_size=each, use_cpu=True, report_to=[])
+        args.remove_unused_columns, args.disable_tqdm = False, True
+        return Trainer(model=model, args=args, data_collator=collate).evaluate(rows)["eval_loss"]
+
+    def many() -> float:
+        cp, model = ContextParallel("ring", group=dist.group.WORLD), model_of("llama")
+        huggingface.apply(model, cp, check=False)
+        return loss(model, huggingface.Collator(cp, flat), 2)
+
+    want = run_ranks(lambda: loss(model_of("llama"), padded, 4), 1, init_process_group=True)[0]
+    assert run_ranks(many, 2, init_process_group=True) == pytest.approx([want] * 2, rel=1e-5)
 
 
 def rows_of(rank: int, length: int = 32, number: int = 2) -> dict[str, torch.Tensor]:
