@@ -21,6 +21,8 @@ from cp_plugin.testing.launch import RankError, run_ranks
 
 try:
     import accelerate
+    import transformers
+    from transformers import Trainer, TrainingArguments
 except ImportError:
     accelerate = None
 pytestmark = [
@@ -39,8 +41,6 @@ def test_the_example(flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: p
 
 
 def trained(model: Any, collate: Any, rows: list[dict[str, Any]], path: Path, **more: Any) -> list[float]:
-    from transformers import Trainer, TrainingArguments
-
     function = more.pop("compute_loss_func", None)
     args = TrainingArguments(
         output_dir=str(path),
@@ -97,8 +97,6 @@ def packs(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def flat(examples: list[dict[str, Any]]) -> dict[str, Any]:
-    import transformers
-
     return transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(examples)
 
 
@@ -170,8 +168,6 @@ def test_evaluation_and_prediction_equal_one_rank(number: int, place: dict[str, 
     ]
 
     def evaluated(model: Any, collate: Any, each: int) -> tuple[Any, ...]:
-        from transformers import Trainer, TrainingArguments
-
         args = TrainingArguments(
             str(tmp_path),
             per_device_eval_batch_size=each,
@@ -217,8 +213,6 @@ def test_evaluation_of_flat_packs(tmp_path: Path) -> None:
     rows = [row | {"labels": row["input_ids"]} for row in ROWS[:5]]
 
     def loss(model: Any, collate: Any, each: int) -> float:
-        from transformers import Trainer, TrainingArguments
-
         args = TrainingArguments(str(tmp_path), per_device_eval_batch_size=each, use_cpu=True, report_to=[])
         args.remove_unused_columns, args.disable_tqdm = False, True
         return Trainer(model=model, args=args, data_collator=collate).evaluate(rows)["eval_loss"]
