@@ -39,8 +39,10 @@ def shard(
     cu_seq_lens_q, or by both.
 
     Args:
-        input_ids: int ``[b, s]``.
-        labels: int ``[b, s]``, not shifted; -100 is not counted. None: the input.
+        input_ids: int ``[b, s]``, of any length: what fills it up on the right, until the ranks can divide it, has no
+            labels and is a document of its own in a pack.
+        labels: int ``[b, s]``, not shifted; -100 is not counted. None: the input. In a pack the first label of each
+            document, which the end of another one would predict, should be -100.
         position_ids: int ``[b, s]`` or ``[1, s]``; wherever they do not go up by one, a document begins. None: from 0
             in each document.
         cu_seq_lens_q: int ``[n + 1]``: bounds of the n documents, from 0 to s. None: by position_ids.
@@ -49,12 +51,12 @@ def shard(
         attention_mask: None, or ones.
 
     Returns:
-        ``input_ids``, ``position_ids`` and ``labels`` ``[b, s / size]``, the last shifted over the whole sequence, what
+        ``input_ids``, ``position_ids`` and ``labels`` ``[b, filled up / size]``, the last shifted over the whole sequence, what
         keeps the model from shifting them again and from dividing by its own count of tokens, the bounds of documents,
         and digests of the whole batch.
 
     Raises:
-        ValueError: for other shapes, padding, documents that differ between rows, or a length that cannot be divided.
+        ValueError: for other shapes, padding in the mask, or documents that differ between rows.
     """
     labels = input_ids if labels is None else labels
     if input_ids.dim() != 2 or labels.shape != input_ids.shape:
@@ -64,7 +66,15 @@ def shard(
     bounds = bounds_of(input_ids, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     if cp.layout == DOCUMENTS and cp.size > 1 and not bounds:
         bounds = (0, input_ids.size(1))
-    following = pad(labels[:, 1:], (0, 1), value=IGNORED)
+    s, following = input_ids.size(1), pad(labels[:, 1:], (0, 1), value=IGNORED)
+    more = cp.layout.padded(s, cp.size) - s
+    if more:
+        input_ids, following = pad(input_ids, (0, more)), pad(following, (0, more), value=IGNORED)
+        bounds = (*bounds, s + more) if bounds else ()
+    if more and position_ids is not None:
+        restarting = bool((position_ids.diff(dim=1) != 1).any())
+        filling = _positions(s + more, bounds if restarting else ())[:, s:].to(position_ids)
+        position_ids = torch.cat([position_ids, filling.expand(len(position_ids), -1)], dim=1)
     return part(cp, input_ids, following, bounds, position_ids)
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.huggingface.attention import placed, refuse
-from cp_plugin.huggingface.batch import IGNORED, bounds_of, shard
+from cp_plugin.huggingface.batch import IGNORED, shard
 from cp_plugin.huggingface.rows import ASKED
 
 if TYPE_CHECKING:
@@ -27,7 +27,15 @@ _AT_ONCE = 2048
 """Tokens whose logits are in memory at once."""
 
 
-def hidden_states(model: nn.Module, cp: ContextParallel, input_ids: Tensor, **row: Tensor | None) -> Tensor:
+def hidden_states(
+    model: nn.Module,
+    cp: ContextParallel,
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+) -> Tensor:
     """The last hidden states of whole rows, on every rank; collective.
 
     Differentiable, as a replicated tensor is: every rank computes the same from it, and the parameters' gradients are
@@ -37,17 +45,17 @@ def hidden_states(model: nn.Module, cp: ContextParallel, input_ids: Tensor, **ro
         model: a divided model, or a wrapper around one.
         cp: that it is divided by.
         input_ids: int ``[b, s]``, the same on every rank; s of any length.
-        row: of packs, ``position_ids`` or ``cu_seq_lens_q`` as for ``shard``; of padded rows, ``attention_mask``
-            ``[b, s]`` with zeros on the left or right, where the result is 0. Positions then count from a row's
-            first token.
+        attention_mask: ``[b, s]``, 0 for padding on the left or right, where the result is 0. Positions count from a
+            row's first token.
+        position_ids, cu_seq_lens_q: of packs, as for ``shard``.
 
     Returns:
-        ``[b, s, hidden size]`` in the dtype of the model.
+        ``[b, s, hidden size]`` in the model's dtype.
 
     Raises:
         ValueError: for a model that is not divided by ``cp``, or arguments that do not fit.
     """
-    return _of_rows(model, cp, input_ids, None, 1.0, **row)
+    return _of_rows(model, cp, input_ids, None, 1.0, attention_mask, position_ids, cu_seq_lens_q)
 
 
 def log_probabilities(
@@ -57,23 +65,24 @@ def log_probabilities(
     labels: Tensor | None = None,
     *,
     temperature: float = 1.0,
-    **row: Tensor | None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
 ) -> Tensor:
     """The log-probability of each token of whole rows, given those before it, on every rank; collective.
 
-    Logits are computed, and in the backward computed again, for a few tokens at a time. Otherwise like
-    ``hidden_states``.
+    Logits are computed for 2048 tokens at a time, and again in the backward. Otherwise like ``hidden_states``.
 
     Args:
-        labels: int ``[b, s]``, not shifted: the tokens to ask for; where -100, the result is 0. None: the input.
+        labels: int ``[b, s]``, not shifted: the tokens to ask for; where -100, the result is 0. None: the input. In a
+            pack the first label of each document should be -100.
         temperature: divides the logits.
 
     Returns:
-        float32 ``[b, s - 1]``: at t that of ``labels[:, t + 1]``. As under any packing, the first token of a later
-        document is taken for the successor of the one before it: set its label to -100.
+        float32 ``[b, s - 1]``: at t that of ``labels[:, t + 1]``.
     """
     labels = input_ids if labels is None else labels
-    return _of_rows(model, cp, input_ids, labels, temperature, **row)[:, :-1]
+    return _of_rows(model, cp, input_ids, labels, temperature, attention_mask, position_ids, cu_seq_lens_q)[:, :-1]
 
 
 def _of_rows(
@@ -82,40 +91,27 @@ def _of_rows(
     ids: Tensor,
     labels: Tensor | None,
     temperature: float,
-    *,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seq_lens_q: Tensor | None,
 ) -> Tensor:
-    whole, s = (ids if labels is None else labels), ids.size(1)
-    padding, order = None, None
-    if attention_mask is not None:
-        refuse(attention_mask.shape != ids.shape, f"an attention_mask of {list(attention_mask.shape)}")
+    targets, padding, order = (ids if labels is None else labels), None, None
+    if mask is not None:
+        refuse(mask.shape != ids.shape, f"an attention_mask of {list(mask.shape)} for {list(ids.shape)}")
         refuse(position_ids is not None or cu_seq_lens_q is not None, "packs that are padded by an attention_mask")
-        padding = attention_mask == 0
+        padding = mask == 0
         runs = (pad((~padding).long(), (1, 0)).diff(dim=1) > 0).sum(1)
         refuse(bool((runs > 1).any()), "an attention_mask with zeros between ones")
         order = padding.sort(dim=1, stable=True).indices
-        ids, whole = ids.gather(1, order), whole.masked_fill(padding, IGNORED).gather(1, order)
-    bounds, more = bounds_of(ids, position_ids, cu_seq_lens_q, None), cp.layout.padded(s, cp.size) - s
-    if more and position_ids is not None:
-        filling = torch.arange(more, device=ids.device).expand(len(position_ids), -1)
-        position_ids = torch.cat([position_ids, filling], dim=1)
-    if more and bounds:
-        bounds = (*bounds, s + more)
-    batch = shard(
-        cp,
-        pad(ids, (0, more)),
-        pad(whole, (0, more), value=IGNORED),
-        position_ids=position_ids,
-        cu_seq_lens_q=torch.tensor(bounds) if bounds else None,
-    )
-    targets = batch.pop("labels")
+        ids, targets = ids.gather(1, order), targets.masked_fill(padding, IGNORED).gather(1, order)
+    batch = shard(cp, ids, targets, position_ids=position_ids, cu_seq_lens_q=cu_seq_lens_q)
+    mine = batch.pop("labels")
     del batch["shift_labels"], batch["num_items_in_batch"]
-    asked = _Asked(cp, None if labels is None else targets, temperature)
+    asked = _Asked(cp, None if labels is None else mine, temperature)
     output = model(**batch, use_cache=False, **{ASKED: asked})
     refuse(not isinstance(output, dict) or ASKED not in output, "a model that is not divided: call apply first")
-    found = placed(cp, bounds).unshard(output[ASKED], 1)[:, :s]
+    bounds = batch["cu_seq_lens_q"].tolist() if "cu_seq_lens_q" in batch else []
+    found = placed(cp, tuple(bounds)).unshard(output[ASKED], 1)[:, : ids.size(1)]
     if padding is None or order is None:
         return found
     back = order.argsort(dim=1)
