@@ -60,7 +60,7 @@ def uses(files: set[str]) -> dict[str, set[str]]:
             if not module.startswith("cp_"):
                 modules[module.rpartition(".")[2]].add(file)  # its folder is on the importer's path
     found: dict[str, set[str]] = {}
-    for file in files - {"cp_plugin/renamed.py"}:  # it contains all names
+    for file in files:
         if file.endswith(".py"):
             source = (ROOT / file).read_text()
             nodes, package = list(ast.walk(ast.parse(source))), file.startswith(("cp_plugin/", "kernels/"))

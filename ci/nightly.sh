@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What is too long for every change, each step to its end, and a summary; exit status 1 if any step failed.
-# Usage: ci/nightly.sh [STEP...]     (default: all of cluster ratios faults saves te tests kernels parity mutants fuzz
+# Usage: ci/nightly.sh [STEP...]     (default: all of cluster ratios faults te tests kernels parity mutants fuzz
 # inputs models soak exact torch megatron_main)
 #
 # What ci/test.sh --all runs is left to it: other environments and versions, the release, and in `tests` and `kernels`
@@ -14,7 +14,7 @@
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-in_turn=(cluster ratios faults saves te tests) # they watch clocks, or use every processor
+in_turn=(cluster ratios faults te tests) # they watch clocks, or use every processor
 in_pairs=(kernels parity mutants fuzz inputs models soak exact torch megatron_main)
 [ $# -gt 0 ] || set -- "${in_turn[@]}" "${in_pairs[@]}"
 turns=() pairs=()
@@ -61,14 +61,12 @@ run() { # STEP
     cluster)
       if [ "$(id -u)" = 0 ]; then
         step cluster "$python" ci/cluster/run.py --scenario flat64 --rounds 2
-        step inference "$python" ci/cluster/inference.py
       else
         note cluster 0 "LEFT OUT: it needs root"
       fi
       ;;
     ratios) step ratios ratios ;;
     faults) step faults bash ci/faults/run.sh --all ;;
-    saves) step saves bash ci/faults/run.sh --saves 100 ;;
     te)
       if command -v nvcc >/dev/null || compgen -G '/usr/local/cuda*/bin/nvcc' >/dev/null; then
         step te bash ci/te.sh

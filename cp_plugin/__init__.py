@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from cp_plugin.renamed import install as install_old_names
-
 if TYPE_CHECKING:
     from cp_plugin.attention.api import ContextParallel
     from cp_plugin.core.options import Options
@@ -14,8 +12,6 @@ if TYPE_CHECKING:
     from cp_plugin.core.tree import Tree
     from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
     from cp_plugin.methods.protocol import Attend, Provider
-
-install_old_names()
 
 __version__ = "0.1.0"
 __all__ = [

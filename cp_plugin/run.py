@@ -52,7 +52,8 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
     if rest[0].startswith("-"):
         raise ValueError(f"{rest[0]}: only --nproc may precede the script; put other flags after it; usage: {USAGE}")
     if not os.path.isfile(rest[0]):
-        raise ValueError(f"{rest[0]}: no such script; usage: {USAGE}")
+        without = "without a Megatron-LM checkout, use -m cp_plugin.pretrain_gpt instead; "
+        raise ValueError(f"{rest[0]}: no such script; {without if 'pretrain_gpt' in rest[0] else ''}usage: {USAGE}")
     try:
         ast.parse(Path(rest[0]).read_bytes(), rest[0])
     except (SyntaxError, ValueError) as error:

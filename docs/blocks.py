@@ -235,6 +235,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "bibtex": reference_blocks.bibtex,
     "kernel-calls": kernel_tables.calls_table,
     "kernel-order": kernel_tables.order_table,
+    "kernel-takes": kernel_tables.taken_table,
     "memory": kernel_tables.memory_table,
     "budget": recorded_tables.budget,
     "seen": recorded_tables.seen,

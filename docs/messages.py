@@ -30,9 +30,7 @@ LISTED = {
         "megatron/dataset/*.py",
         "cli/dataset.py",
         "megatron/models/tokenizers.py",
-        "megatron/models/vocabulary.py",
     ),
-    "checkpoints": ("megatron/startup/saved_files.py",),
     "examples": ("cli/examples/*.py",),
     "generation": (
         "cli/generate.py",

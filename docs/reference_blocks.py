@@ -29,7 +29,15 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "Tree": ("position_ids", "predictions", "sequences_per_token"),
     },
-    "cp_plugin.huggingface": {"apply": (), "shard": (), "shard_tree": (), "Collator": (), "undo": ()},
+    "cp_plugin.huggingface": {
+        "apply": (),
+        "shard": (),
+        "shard_tree": (),
+        "Collator": (),
+        "hidden_states": (),
+        "log_probabilities": (),
+        "undo": (),
+    },
     "cp_plugin.nemo": {"apply": (), "activate": ()},
 }
 """Module -> public class or function -> the methods that the page shows."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -11,8 +10,6 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 from package_sources import PACKAGE, SOURCES
-
-from cp_plugin import renamed
 
 KERNELS = PACKAGE.parent / "kernels" / "cp_kernels"
 
@@ -117,18 +114,6 @@ def test_the_command_line_is_frozen() -> None:
 
     commands = "bench calibrate dataset doctor draw example explain generate plan traffic verify"
     assert {command.callback.__name__ for command in app.registered_commands} == set(commands.split())
-
-
-@pytest.mark.parametrize("old", sorted(renamed.MODULES))
-def test_old_names_stay_valid(old: str) -> None:
-    """And lead to the same module, which keeps its new name."""
-    now = importlib.import_module(renamed.MODULES[old])
-    assert importlib.import_module(old) is now and now.__spec__ is not None
-    assert now.__spec__.name == now.__name__ == renamed.MODULES[old]
-
-
-def test_modules_of_a_renamed_package_are_loaded_once() -> None:
-    assert importlib.import_module("cp_plugin.mesh.group") is importlib.import_module("cp_plugin.comm.group")
 
 
 def test_threads_are_started_in_one_place() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -77,146 +76,46 @@ def test_a_lost_message_has_its_name() -> None:
     assert issubclass(MessageError, RuntimeError)
 
 
-def checkpoint(folder: Path, iteration: int, *names: str) -> Path:
-    folder = folder / f"iter_{iteration:07d}"
-    folder.mkdir()
-    for name in names:
-        (folder / name).write_bytes(pickle.dumps(name))
-    return folder
-
-
-def test_complete_checkpoints_are_told_from_others(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
-    from cp_plugin.megatron.startup import saved_files
-
-    checkpoint(tmp_path, 2, ".metadata", "metadata.json", "__0_0.distcp")
-    checkpoint(tmp_path, 4, "__0_0.distcp")
-    checkpoint(tmp_path, 6)
-    assert saved_files.iterations(tmp_path) == [2]
-    latest = tmp_path / saved_files.LATEST
-    latest.write_text("")
-    with saved_files.readable(str(tmp_path), None):
-        assert latest.read_text() == "2", "repaired"
-    missing = pytest.raises(ValueError, match=r"the checkpoint of iteration 4 is missing .*--ckpt-step 2")
-    with missing, saved_files.readable(str(tmp_path), 4):
-        raise AssertionError("must not be read")
-    short = pytest.raises(ValueError, match=r"iteration 2 cannot be read \(OSError: short\). There is no other")
-    with short, saved_files.readable(str(tmp_path), None):
-        raise OSError("short")
-    left = pytest.raises(ValueError, match=r"iteration 2 cannot be read \(EOFError: cut\)")
-    with left, saved_files.readable(str(tmp_path), None):
-        try:
-            raise EOFError("cut")
-        except EOFError:
-            sys.exit()
-
-
-def test_a_sharded_checkpoint_has_no_metadata_json_and_a_truncated_index_is_noticed(tmp_path: Path) -> None:
-    """``torch_dcp`` and ``fsdp_dtensor`` are written by torch alone."""
-    pytest.importorskip("megatron.core")
-    from cp_plugin.megatron.startup import saved_files
-
-    folder = checkpoint(tmp_path, 2, "__0_0.distcp")
-    checkpoint(tmp_path, 4, "__0_0.distcp")
-    contents = pickle.dumps({f"decoder.layers.{i}.": "." * i for i in range(700)})
-    assert contents.count(pickle.STOP) > 10_000 and len(contents) > 3 * (64 << 10), "in several frames"
-    for length in (0, 1, 2, 3, 11, *range(12, len(contents), 997), len(contents) - 1):
-        (folder / ".metadata").write_bytes(contents[:length])
-        assert saved_files.iterations(tmp_path) == [], length
-    (folder / ".metadata").write_bytes(contents)
-    assert saved_files.iterations(tmp_path) == [2]
-    (tmp_path / saved_files.LATEST).write_text("2")
-    with saved_files.readable(str(tmp_path), None):
-        pass
-
-
 def test_flags_of_a_model_are_those_of_the_weights_that_megatron_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("megatron.core")
     from cp_plugin.megatron.inference import saved_model
-    from cp_plugin.megatron.startup import saved_files
 
     monkeypatch.setattr(saved_model, "_common", lambda folder: {"args": Namespace(folder=folder.name)})
-    for iteration in (2, 4):
-        checkpoint(tmp_path, iteration, ".metadata", "metadata.json", "__0_0.distcp")
 
     def read(step: int | None) -> str:
         return saved_model.arguments(tmp_path, step).folder
 
-    assert read(None) == "iter_0000004", "no tracker file"
-    for text, taken in (("2", "iter_0000002"), ("4", "iter_0000004"), ("9", "iter_0000004"), ("", "iter_0000004")):
-        (tmp_path / saved_files.LATEST).write_text(text)
-        assert read(None) == taken, text
-    assert read(2) == "iter_0000002"
-
-
-def test_what_torch_collected_from_the_ranks_is_named(tmp_path: Path) -> None:
-    """``CheckpointException`` is no ``Exception``."""
-    pytest.importorskip("megatron.core")
-    from torch.distributed.checkpoint import CheckpointException
-
-    from cp_plugin.megatron.startup import saved_files
-
-    for iteration in (2, 4):
-        (tmp_path / f"iter_{iteration:07d}" / "mp_rank_00").mkdir(parents=True)
-        (tmp_path / f"iter_{iteration:07d}" / "mp_rank_00" / "model_optim_rng.pt").touch()
-    (tmp_path / saved_files.LATEST).write_text("4")
-    said = r"4 cannot be read \(on rank 1 EOFError: cut\)\. Complete checkpoints: 2; choose one with --ckpt-step 2"
-    with pytest.raises(ValueError, match=said), saved_files.readable(str(tmp_path), None):
-        raise CheckpointException("read", {3: (OSError(), None), 1: (EOFError("cut\nhere"), None)})
+    with pytest.raises(ValueError, match="names no checkpoint in it: choose one with --ckpt-step"):
+        read(None)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    assert read(None) == "iter_0000004" and read(2) == "iter_0000002"
 
 
 def test_the_table_of_faults_and_what_its_patterns_demand() -> None:
-    """The report of ``raise-forward`` must name every rank; kills during saving cover both formats."""
+    """The report of ``raise-forward`` must name every rank."""
     first = "cp_plugin: rank 1 of 4 on a: step 3, forward, layer 1, in x: RuntimeError: planted\n"
     complete = "  ranks 0, 2: no error; step 2, logging\n  no response from rank 3 on a (killed)\n"
     found = _python(f"""
-import faults, re, saving
+import faults, re
 names = [f.name for f in faults.FAULTS]
 print(len(names), len(set(names)))
 says = next(f for f in faults.FAULTS if f.name == "raise-forward").says
 below = ({complete!r}, "  ranks 0, 3: no error; step 2, logging\\n  \\n", "rank 0 of 4\\n")
-print([bool(re.search(says, {first!r} + text)) for text in below])
-print([(c.style, c.kills) for n in (200, 7) for c in saving.chains(n, seed=0)])""")
-    assert found.splitlines() == [
-        "48 48",
-        "[True, False, False]",
-        str([("torch", 25), ("torch_dist", 25)] * 4 + [("torch", 4), ("torch_dist", 3)]),
-    ]
-
-
-def test_a_start_that_resumes_wrongly_is_found() -> None:
-    at_4 = "loading checkpoint from F at iteration 4\n"
-    said = {
-        f"{at_4}LOSS 5 e\nLOSS 6 f\n": "5",
-        "loading checkpoint from F at iteration 2\nLOSS 3 c\nLOSS 4 d\n": "resumed from 2, but 4 had been saved",
-        "LOSS 1 a\n": "resumed from 0, but 4 had been saved",
-        "LOSS 5 e\n": "began with step 5 without reading a checkpoint",
-        f"{at_4}LOSS 5 e\nLOSS 6 g\n": "has different losses: {6: 'g'}",
-        "ValueError: cut\n": "ended with 1, without a step: ValueError: cut",
-    }
-    found = _python(f"""
-import saving, special, trial
-for text in {list(said)}:
-    try: print(saving.resumed_at(trial.Ended(status=1, text=text, seconds=1), 4, dict(enumerate("abcdef", 1))))
-    except special.Wrong as wrong: print(str(wrong).strip())""").splitlines()
-    assert len(found) == len(said) and all(map(str.endswith, found, said.values())), found
+print([bool(re.search(says, {first!r} + text)) for text in below])""")
+    assert found.splitlines() == ["42 42", "[True, False, False]"]
 
 
 def test_the_page_is_updated_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(
-        "a\n<!-- saves -->\nold\n<!-- end of the saves -->\nb\n<!-- faults -->\n<!-- end of the faults -->\nc\n"
-    )
+    page.write_text("a\n<!-- faults -->\nold\n<!-- end of the faults -->\nc\n")
     row = {"name": "x", "what": "torch: y", "expect": "ends", "verdict": "ok", "seconds": 1.25}
-    saves = [row, row | {"verdict": "WRONG"}]
-    text = f"import run, pathlib; run.renew_page([{row}], {saves}, pathlib.Path({str(page)!r}))"
+    text = f"import run, pathlib; run.renew_page([{row}], pathlib.Path({str(page)!r}))"
     _python(text)
     lines = page.read_text().splitlines()
     assert lines[0] == "a" and lines[-1] == "c" and "old" not in lines
-    assert "1 of 2 kills during saving (2 of `torch`)" in lines[2]
-    assert lines[6].startswith("1 of 1 ended as required; the slowest end came 1.2 s after the fault")
+    assert lines[2].startswith("1 of 1 ended as required; the slowest end came 1.2 s after the fault")
     assert json.loads(page.with_suffix(".json").read_text()) == [row]
     page.write_text("nothing")
     with pytest.raises(subprocess.CalledProcessError):

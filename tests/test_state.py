@@ -10,6 +10,7 @@ from package_sources import PACKAGE, SOURCES
 EXPLAINED = {
     "megatron/state.py: STATE": "the one State",
     "attention/recompute.py: _local": "of the thread: autograd repeats a forward in threads of its own",
+    "comm/threads.py: _idle": "threads that outlive a call, since libraries keep what they build per thread",
     "core/mask.py: _READ": "a cache of the numbers in a tensor, for as long as it lives unchanged",
     "core/spelling.py: _python": "of the context: how messages that are written inside it spell options",
     "core/layout.py: _orders": "a cache of what a function of its arguments returns, with a limit in bytes",

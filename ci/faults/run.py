@@ -1,9 +1,8 @@
 """Plant faults in trainings and check how they end.
 
-    bash ci/faults/run.sh --short                a subset, and 6 kills during saving
+    bash ci/faults/run.sh --short                a subset
     bash ci/faults/run.sh --all                  every fault
     bash ci/faults/run.sh --only kill-forward    one; repeat it
-    bash ci/faults/run.sh --saves 200            kill -9 at a random moment of saving, 200 times
 
 Exits with 1 if a fault did not end as required. Faults that mount a file system or cut a link need root and are listed
 as left out without it.
@@ -12,7 +11,6 @@ as left out without it.
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import multiprocessing
 import os
@@ -32,39 +30,31 @@ from rich.console import Console
 from rich.table import Table
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
-SHORT_SAVES = 6
 app = typer.Typer(add_completion=False)
 Row = dict[str, Any]
 
 
 @app.command(help=__doc__)
 def main(
-    short: Annotated[bool, typer.Option("--short", help="a subset, and 6 kills during saving")] = False,
+    short: Annotated[bool, typer.Option("--short", help="a subset")] = False,
     all_: Annotated[bool, typer.Option("--all", help="every fault")] = False,
     only: Annotated[list[str] | None, typer.Option(help="a fault's name; repeat it")] = None,
-    saves: Annotated[int | None, typer.Option(min=0, help="kills at a random moment of saving")] = None,
-    seed: Annotated[int, typer.Option(help="of the random moments")] = 0,
     lanes: Annotated[int, typer.Option(min=1, help="trials in parallel")] = 3,
     out: Annotated[Path | None, typer.Option("--json", help="write every outcome to this file")] = None,
     renew: Annotated[
         bool,
-        typer.Option(
-            "--page", help="rewrite the results in docs/faults.md and faults.json: with --all, --saves or both"
-        ),
+        typer.Option("--page", help="rewrite the results in docs/faults.md and faults.json: with --all"),
     ] = False,
 ) -> None:
     chosen = choose(short=short, everything=all_, only=only or [])
-    if saves is None:
-        saves = SHORT_SAVES if short else 0
-    if not chosen and not saves:
-        raise _usage("give --short, --all, --only NAME or --saves N")
-    if renew and not all_ and (chosen or not saves):
-        raise _usage("--page: a table has every fault; give --all, or --saves alone")
-    rows = run_all(chosen, saves, seed, lanes, out)
-    faults, kills = rows[: len(chosen)], rows[len(chosen) :]
-    show(faults + [row for row in kills if row["verdict"] != "ok"])
+    if not chosen:
+        raise _usage("give --short, --all or --only NAME")
+    if renew and not all_:
+        raise _usage("--page: a table has every fault; give --all")
+    rows = run_all(chosen, lanes, out)
+    show(rows)
     if renew:
-        renew_page(faults, kills)
+        renew_page(rows)
     failed = [row for row in rows if row["verdict"] not in ("ok", "left out")]
     print(
         f"{len(rows) - len(failed)} of {len(rows)} ended as required; timeout {TIMEOUT:g} s, limit {LIMIT:g} times that"
@@ -87,29 +77,23 @@ def choose(*, short: bool, everything: bool, only: list[str]) -> list[Fault]:
     return [fault for fault in FAULTS if everything or (short and fault.short) or fault.name in only]
 
 
-def run_all(chosen: list[Fault], saves: int, seed: int, lanes: int, out: Path | None) -> list[Row]:
-    """A row per fault, in their order, followed by a row per kill during saving."""
-    import saving
+def run_all(chosen: list[Fault], lanes: int, out: Path | None) -> list[Row]:
+    """A row per fault, in their order."""
     import special
     import trial
 
     trial.preload()
     if any(fault.expect == "resumes" for fault in chosen):
         special.undisturbed()  # once, before the lanes fork
-    losses = saving.undisturbed(saving.STEPS) if saves else {}
-    work: list[tuple[Callable[..., Any], Any]] = [
-        (judge, fault) for fault in sorted(chosen, key=lambda fault: not fault.waits_for_timeout)
-    ]
-    work += [(functools.partial(saving.run, losses=losses), chain) for chain in saving.chains(saves, seed)]
-    found: list[list[Row]] = [[] for _ in work]
-    for place, rows in in_lanes(work, lanes):
-        found[place] = rows if isinstance(rows, list) else [rows]
-        for row in found[place]:
-            print(f"{row['name']}: {row['verdict']} ({row['seconds']:.1f} s)", flush=True)
+    work = [(judge, fault) for fault in sorted(chosen, key=lambda fault: not fault.waits_for_timeout)]
+    found: list[Row] = []
+    for _, row in in_lanes(work, lanes):
+        found.append(row)
+        print(f"{row['name']}: {row['verdict']} ({row['seconds']:.1f} s)", flush=True)
         if out:
-            out.write_text(json.dumps([row for rows in found for row in rows], indent=1))
+            out.write_text(json.dumps(found, indent=1))
     order = {fault.name: i for i, fault in enumerate(chosen)}
-    return sorted((row for rows in found for row in rows), key=lambda row: order.get(row["name"], len(order)))
+    return sorted(found, key=lambda row: order[row["name"]])
 
 
 def in_lanes(work: Sequence[tuple[Callable[..., Any], Any]], lanes: int) -> Iterator[tuple[int, Any]]:
@@ -193,19 +177,15 @@ def show(rows: list[Row]) -> None:
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def renew_page(faults: list[Row], saves: list[Row], path: Path = PAGE) -> None:
-    """Replace the results in docs/faults.md, and all rows in faults.json beside it; a part without new results stays.
+def renew_page(faults: list[Row], path: Path = PAGE) -> None:
+    """Replace the results in docs/faults.md, and all rows in faults.json beside it.
 
     ValueError if the markers are gone.
     """
-    text = path.read_text()
-    if faults:
-        text = _replaced(text, ("<!-- faults -->", "<!-- end of the faults -->"), _faults_sentence(faults))
-        kept = ("name", "what", "expect", "verdict", "seconds")
-        rows = (json.dumps({key: row[key] for key in kept}) for row in faults)
-        path.with_suffix(".json").write_text("[\n" + ",\n".join(rows) + "\n]\n")
-    if saves:
-        text = _replaced(text, ("<!-- saves -->", "<!-- end of the saves -->"), _saves_sentence(saves))
+    text = _replaced(path.read_text(), ("<!-- faults -->", "<!-- end of the faults -->"), _faults_sentence(faults))
+    kept = ("name", "what", "expect", "verdict", "seconds")
+    rows = (json.dumps({key: row[key] for key in kept}) for row in faults)
+    path.with_suffix(".json").write_text("[\n" + ",\n".join(rows) + "\n]\n")
     path.write_text(text)
 
 
@@ -217,16 +197,6 @@ def _faults_sentence(rows: list[Row]) -> str:
         f"{counts['ok']} of {len(rows)} ended as required{without}; the slowest end came "
         f"{max(ending, default=0.0):.1f} s after the fault, and {LIMIT * TIMEOUT:g} s are allowed. "
         f"{os.cpu_count()} cores, shared with other work."
-    )
-
-
-def _saves_sentence(rows: list[Row]) -> str:
-    styles = Counter(row["what"].partition(":")[0] for row in rows)
-    good = sum(row["verdict"] == "ok" for row in rows)
-    by_style = ", ".join(f"{number} of `{style}`" for style, number in sorted(styles.items()))
-    return (
-        f"{good} of {len(rows)} kills during saving ({by_style}): the next start resumed from the last checkpoint "
-        "reported as saved, or a later complete one, with exactly the losses of an undisturbed run."
     )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Plant faults in trainings and look how they end. Usage: ci/faults/run.sh [--short | --all | --only NAME | --saves N]
+# Plant faults in trainings and look how they end. Usage: ci/faults/run.sh [--short | --all | --only NAME]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 bash ci/environment.sh dev

@@ -1,8 +1,15 @@
-"""Do all ranks make the same call? Settings are compared as digests in the first calls, and rarely after.
+"""Do all ranks make the same call? Settings are compared as digests in the first calls, and ever more rarely after.
 
 Ranks that disagree would not fail, but train on something else: rows of their own, another mask, another length. In a
-comparison 8 bytes per setting and rank go around, and the host waits for the device once; between comparisons a call
-costs nothing. With options that were resolved elsewhere nothing is compared: Megatron's start-up has done so.
+comparison 8 bytes per setting and rank go around, and the host waits for the device once; it covers all calls since the
+last one, so that a call of its own on one rank is found even where the next ones agree. Between comparisons a call
+costs the host a few microseconds. With options that were resolved elsewhere nothing is compared: Megatron's start-up
+has done so.
+
+Not every call is compared, as its messages cannot carry a digest for nothing: NCCL delivers it to the device, where the
+host must wait to read it, or three launches a call copy, compare and fetch it; a call that sends nothing (documents
+that are all at home) carries none; and the run's store, which needs no device, would get a request of every rank in
+every layer. So a rank that changes at call n > 4 is found by call 2n, and by call n + 256.
 """
 
 from __future__ import annotations
@@ -19,7 +26,11 @@ from cp_plugin.comm.every_rank import of_every_rank
 from cp_plugin.common.text import ranks_named
 
 FIRST, EVERY = 4, 256
-"""Calls that are compared: so many at first, and every so many."""
+"""Calls that are compared: so many at first, then those whose number is a power of two, and every so many."""
+
+
+class Changes(list[tuple[int, Any]]):
+    """Values of a setting since the last comparison, each with the number of the first call that had it."""
 
 
 class Calls:
@@ -28,13 +39,33 @@ class Calls:
     def __init__(self, *, compared: bool = True) -> None:
         self.number = 0
         self._compared = compared
+        self._since: dict[str, Changes] = {}
         self.ledger = Ledger()
         """What the comparisons have sent, apart from what attention sends."""
 
+    def is_next_compared(self) -> bool:
+        """Return True if the next call is."""
+        number = self.number + 1
+        return self._compared and (number <= FIRST or number & (number - 1) == 0 or number % EVERY == 0)
+
     def is_compared(self) -> bool:
         """Whether this call is; counts it."""
+        found = self.is_next_compared()
         self.number += 1
-        return self._compared and (self.number <= FIRST or self.number % EVERY == 0)
+        return found
+
+    def note(self, settings: Mapping[str, Any]) -> None:
+        """Keep the settings of the next call until it is its turn to be compared."""
+        if self._compared:
+            for name, value in settings.items():
+                changes = self._since.setdefault(name, Changes())
+                if not changes or changes[-1][1] != value:
+                    changes.append((self.number + 1, value))
+
+    def noted(self) -> dict[str, Changes]:
+        """The settings kept since the last comparison, which are forgotten."""
+        found, self._since = self._since, {}
+        return found
 
 
 def check(mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]]) -> None:
@@ -46,9 +77,9 @@ def check(mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]]) -
     Raises:
         ValueError: on every rank, naming each setting that differs, and the ranks on which it does.
     """
-    if mesh.size == 1 or not isinstance(mesh, GroupMesh | ThreadMesh) or not calls.is_compared():
+    if not _has_others(mesh) or not calls.is_compared():
         return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _capturing():
         return
     named = settings()
     device = next((x.device for x in named.values() if isinstance(x, Tensor)), torch.device("cpu"))
@@ -74,19 +105,38 @@ def check(mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]]) -
 
 def of_call(cp: Any, name: str, tensors: Sequence[Tensor | None], **settings: Any) -> None:
     """``check`` for a call of a ``ContextParallel``: its settings, and its tensors' shapes and dtypes."""
-
-    def named() -> dict[str, Any]:
-        gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        return {
+    if not _has_others(cp.mesh):
+        return
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    cp._calls.note(
+        {
             "call": name,
             "shapes": [None if x is None else (*x.shape, x.dtype) for x in tensors],
             "gradients": gradients,
             "provider": cp.provider.name,
             "layout": cp.layout.name,
+            **_SETTINGS,
             **settings,
         }
+    )
+    check(cp.mesh, cp._calls, cp._calls.noted)
 
-    check(cp.mesh, cp._calls, named)
+
+_SETTINGS = {"causal": None, "scale": None, "window": None, "documents": (), "tree": None, "log_decay > 0": False}
+"""Of every call, so that ranks that make different ones send as many digests."""
+
+
+def may_wait(cp: Any) -> bool:
+    """Return True if the host may wait for the device, since the next call is compared."""
+    return _has_others(cp.mesh) and cp._calls.is_next_compared() and not _capturing()
+
+
+def _has_others(mesh: Mesh) -> bool:
+    return mesh.size > 1 and isinstance(mesh, GroupMesh | ThreadMesh)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def gathered(mesh: Mesh, x: Tensor, ledger: Ledger | None = None) -> Tensor:
@@ -115,5 +165,8 @@ def _digest(x: Any, device: torch.device) -> Tensor:
 
 
 def _shown(x: Any) -> str:
+    if isinstance(x, Changes):
+        (_, first), *later = x
+        return "".join([_shown(first), *(f", from call {number} on {_shown(value)}" for number, value in later[-3:])])
     text = str(x.item()) if isinstance(x, Tensor) else repr(x)
     return text if len(text) <= 80 else f"{text[:77]}..."

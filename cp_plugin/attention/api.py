@@ -89,6 +89,7 @@ class ContextParallel(LinearAttention):
         self.from_python = not isinstance(provider, providers.Resolved)
         self._open: Callable[[Problem], None] | None = None
         self._calls = agreement.Calls(compared=self.from_python)
+        self._planned = blocks.Planned()
         self.group = None if mesh is not None and group is UNSET else process_group(group)
         self._resolve(provider, self.group, mesh, problem, options)
         self._forget()
@@ -280,7 +281,8 @@ class ContextParallel(LinearAttention):
 
         Args: mask, segments, keys: as for ``around``.
         """
-        kernel = blocks.choose(self.options, problem, device, scaling).kernel
+        alike = keys is None and not (mask is not None and mask.packed)  # calls of a problem have the same shapes
+        kernel = blocks.choose(self.options, problem, device, scaling, plans=alike and problem in self._planned).kernel
         return self.around(kernel, problem, scale, mask, segments, keys)
 
     def around(

@@ -85,6 +85,7 @@ class _Plan:
     """Where each token's gradients are among the rows that come back; -1: nowhere. int32 ``[most of any token, s]``."""
 
 
+@first_order
 class _Convolution(torch.autograd.Function):
     """Saves the tokens and their halo; all sums are in the accumulation dtype."""
 
@@ -99,7 +100,6 @@ class _Convolution(torch.autograd.Function):
         return fused.convolve(x, halo, plan.before, weight, bias)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, halo, weight, bias = ctx.saved_tensors
         plan, mesh, tokens = ctx.plan, ctx.mesh, len(x)

@@ -306,6 +306,7 @@ def _tokens(
     return Tokens(*(parts.fold(y) for y in (q, k, v, log_decay, beta)), parts.fold(starts, ends))
 
 
+@first_order
 class _Linear(torch.autograd.Function):
     """Any scan as one differentiable operation."""
 
@@ -325,7 +326,6 @@ class _Linear(torch.autograd.Function):
         return out.detach()  # a kept result must not get a history
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         saved, n = ctx.saved_tensors, len(Tokens._fields)  # read once: a checkpoint unpacks tensors a single time
         x, kept = Tokens(*saved[:n]), saved[n:]

@@ -31,6 +31,7 @@ class LinearAttention(Sharding):
     options: Options
     from_python: bool
     """Whether messages write options as arguments: it was made in Python, not from the flags of a training."""
+    _calls: agreement.Calls
     _scans: Recent[Hashable, tuple[Scan, linear.Segmented]]
 
     @abstractmethod
@@ -67,7 +68,8 @@ class LinearAttention(Sharding):
 
         Args:
             q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
-            log_decay: at most 0: ``[g]``, ``[s, b, g]`` or ``[s, b, g, d]``; None is no decay.
+            log_decay: at most 0: ``[g]``, ``[s, b, g]`` or ``[s, b, g, d]``; None is no decay. On CUDA the values are
+                looked at where ranks compare their calls, as the host must wait for them.
             beta: ``[s, b, g]``, the share that is replaced, from 0 to 1 (or 2); keys should have a norm of 1.
             scale: factor on q.
             cu_seqlens: int ``[n + 1]``: as for ``attention``.
@@ -77,13 +79,12 @@ class LinearAttention(Sharding):
 
         Raises:
             ValueError: for a provider of softmax attention, shapes, dtypes or devices that do not fit, bounds that do
-                not increase from 0 to the length of the sequence or lack some of the placed documents', or a problem
-                the provider does not support.
+                not increase from 0 to the length of the sequence or lack some of the placed documents', a log_decay
+                above 0, or a problem the provider does not support.
         """
         self._is_for("linear")
         check_numbers(scale)
-        packed = cu_seqlens is not None
-        problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, documents=packed, scale=scale)
+        problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, cu_seqlens=cu_seqlens, scale=scale)
         scan, parts = self.scan(problem, q.device)
         documents = self._documents(problem.seq_length, cu_seqlens, q.device)
         return linear.attend(q * scale, k, v, log_decay, beta, scan, parts, self.mesh, documents)
@@ -109,7 +110,7 @@ class LinearAttention(Sharding):
             ``[b, g, d, e]`` in float32 (float64 for float64 inputs), the same on every rank.
         """
         self._is_for("linear")
-        problem = self._linear_problem(k, k, v, log_decay, beta, causal=True, documents=cu_seqlens is not None)
+        problem = self._linear_problem(k, k, v, log_decay, beta, causal=True, cu_seqlens=cu_seqlens)
         parts = self.scan(problem, k.device)[1]
         linear.refuse_placed(parts)
         documents = self._documents(problem.seq_length, cu_seqlens, k.device)
@@ -144,7 +145,7 @@ class LinearAttention(Sharding):
         self._is_for("linear")
         if kept is not None:
             k, log_decay = linear.without_padding(k, log_decay, kept)
-        problem = self._linear_problem(q, k, v, log_decay, beta, causal=True, documents=False)
+        problem = self._linear_problem(q, k, v, log_decay, beta, causal=True)
         parts = self.scan(problem, k.device)[1]
         linear.refuse_placed(parts)
         return linear.extend(q * scale, k, v, log_decay, beta, parts, self.mesh, state)
@@ -181,10 +182,25 @@ class LinearAttention(Sharding):
             return None
         return linear.documents_of(self.positions(seq_length, device), cu_seqlens, bounds)
 
-    def _linear_problem(self, *tensors: Any, causal: bool, documents: bool, scale: float = 1.0) -> Problem:
+    def _linear_problem(
+        self, *tensors: Any, causal: bool, cu_seqlens: Tensor | None = None, scale: float = 1.0
+    ) -> Problem:
         """tensors: q, k, v, log_decay and beta."""
-        agreement.of_call(self, "linear_attention", tensors, causal=causal, documents=documents, scale=scale)
         q, k, v, log_decay, beta = tensors
+        settings = {"causal": causal, "documents": document_bounds(cu_seqlens, k.size(0) * self.size), "scale": scale}
+        grows = self._grows(log_decay)
+        agreement.of_call(self, "linear_attention", tensors, **settings, **{"log_decay > 0": grows})
         problem = self.problem(q, k, v, causal=causal)
         decay, delta = linear.decay_of(log_decay, k), linear.is_delta(beta, k)
-        return replace(problem, decay=decay, delta=delta, documents=documents)
+        if grows:
+            raise ValueError(
+                f"log_decay must be at most 0, got {log_decay.max().item():.3g}: with a decay rate, pass its negative; "
+                "with a factor on the state, from 0 to 1, its logarithm"
+            )
+        return replace(problem, decay=decay, delta=delta, documents=cu_seqlens is not None)
+
+    def _grows(self, log_decay: Tensor | None) -> bool:
+        """Return True for a decay above 0. CUDA is asked where ranks compare their calls, as the host must wait."""
+        if log_decay is None or (log_decay.device.type == "cuda" and not agreement.may_wait(self)):
+            return False
+        return bool((log_decay.detach() > 0).any())

@@ -49,6 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, moves: tuple[Mo
     return Attended(home.wait()[0], out, lse, brought, (queries.owners, kv.owners))
 
 
+@first_order
 class Attention(torch.autograd.Function):
     """Any composed method as one differentiable operation, inside its kept moves."""
 
@@ -64,7 +65,6 @@ class Attention(torch.autograd.Function):
         return done.home.detach()  # a kept result must not get a history
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         with ctx.mesh.ledger.phase("backward"), autocast.off(dout.device.type):

@@ -47,13 +47,6 @@ def explain(
         bool, typer.Option("--every-rank", help="simulate every rank instead of three representative ones")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the timeline to this .png, .svg or .pdf file")] = None,
-    chakra: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="simulate every rank and write Chakra execution traces, for ASTRA-sim, to this folder",
-        ),
-    ] = None,
     as_json: output.AsJson = None,
 ) -> None:
     """Show where the time of one configuration goes, what limits it, and the memory it needs."""
@@ -63,13 +56,10 @@ def explain(
     from cp_plugin.planner.explain import explain as look_into
     from cp_plugin.planner.machine.hardware import cluster as named
     from cp_plugin.planner.machine.hardware import override
-    from cp_plugin.planner.trace import chakra as traces
 
     with flags.errors_in_one_line("--context"):
         if plot is not None:
             files.check_output(plot, "picture", files.PICTURES, "--plot")
-        if chakra is not None:
-            files.make_folder("--chakra", chakra)
         if provider is None and options != Options():
             given = ", ".join(f"--{name.replace('_', '-')}" for name in providers.in_order(options))
             raise ValueError(f"{given}: a method's options need --provider NAME")
@@ -81,17 +71,12 @@ def explain(
         machine = override(named(cluster), **flags.changes(per_node, nics))
         asked = packs.packed(_asked(model, machine, devices, seq_length, fixed, global_batch), documents)
         setup = _chosen(asked) if provider is None else _asked_for(asked, provider, options)
-        found = look_into(asked.model, asked.shapes[0], setup, asked.cluster, every=every_rank or chakra is not None)
+        found = look_into(asked.model, asked.shapes[0], setup, asked.cluster, every=every_rank)
         if plot is not None:
             _draw(plot, found)
-        if chakra is not None:
-            traces.write(chakra, found.timeline, found.parallel.tensor)
     output.show(as_json, lambda: in_json(found), lambda: print_explanation(new_console(), found))
-    if not output.only_json(as_json):
-        if plot is not None:
-            typer.echo(f"wrote {plot}")
-        if chakra is not None:
-            typer.echo(f"wrote {chakra}/forward.*.et, backward.*.et and groups.json")
+    if plot is not None and not output.only_json(as_json):
+        typer.echo(f"wrote {plot}")
     if not found.fits:
         raise typer.Exit(1)
 

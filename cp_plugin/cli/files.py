@@ -23,11 +23,3 @@ def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), f
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         shown = f"{flag} {path}".strip()
         raise ValueError(f"{shown} cannot be written: name a file in an existing folder that you can write to")
-
-
-def make_folder(flag: str, path: Path) -> None:
-    """Create a folder unless it exists; ValueError if that fails."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: cannot create this folder: {error.strerror}") from None

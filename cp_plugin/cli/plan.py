@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from cp_plugin.planner.asked import Asked, Fixed
     from cp_plugin.planner.machine.hardware import Cluster
     from cp_plugin.planner.search import Plan
-    from cp_plugin.planner.serving.search import Answer
 
 _GB = 1e9
 _TOKENS = 131072
@@ -35,13 +33,6 @@ _GlobalBatch = Annotated[
 ]
 _Fp8 = Annotated[bool, typer.Option("--fp8", help="also consider sending in FP8")]
 _Memory = Annotated[float | None, typer.Option(metavar="GB", help="usable memory per device; default: all of it")]
-_Prefill = Annotated[
-    bool, typer.Option("--prefill", help="price prefilling a prompt of --seq-length tokens instead of training")
-]
-_Decode = Annotated[
-    bool, typer.Option("--decode", help="price one decode step after such a prompt instead; with --prefill: both")
-]
-_Chunk = Annotated[int | None, typer.Option(min=1, help="with --prefill: tokens prefilled at a time; default: all")]
 _Reproduce = Annotated[
     list[str] | None,
     typer.Option(
@@ -138,9 +129,6 @@ def plan(
     memory: _Memory = None,
     per_node: flags.PerNode = None,
     nics: flags.Nics = None,
-    prefill: _Prefill = False,
-    decode: _Decode = False,
-    chunk: _Chunk = None,
     reproduce: _Reproduce = None,
     plot: _Plot = None,
     as_json: output.AsJson = None,
@@ -150,10 +138,8 @@ def plan(
     """Find the fastest context-parallel method for a model on a cluster, and the flags that enable it.
 
     Name a model (--model llama3-8b), or write your Megatron flags after ``--``; Megatron parses and checks them.
-
-    With --prefill or --decode: time and memory of inference instead of training.
     """
-    from cp_plugin.cli import show_answer, show_plan
+    from cp_plugin.cli import show_plan
 
     given = _Given(
         *(model, context.args, cluster, flags.changes(per_node, nics), devices, seq_length),
@@ -167,17 +153,6 @@ def plan(
                 )
             raise typer.Exit(not _reproduced(reproduce, plot))
         flags.refuse({"--plot": plot}, "has no effect without --reproduce")
-        if chunk is not None and not prefill:
-            raise ValueError(f"--chunk {chunk} has no effect without --prefill: add --prefill, or leave --chunk out")
-        if prefill or decode:
-            for_training = {"--pipeline": pipeline, "--recompute": recompute}
-            for_training |= {"--gradient-dtype": options.gradient_dtype, "--documents": documents}
-            flags.refuse(for_training, "applies to training, not to --prefill or --decode")
-            answer = _answered(given, chunk or 0, prefill, decode, quiet=output.only_json(as_json))
-            output.show(
-                as_json, lambda: show_answer.as_json(answer), lambda: show_answer.print_answer(new_console(), answer)
-            )
-            return
         found = _searched(given, recompute, options, quiet=output.only_json(as_json))
     output.show(as_json, lambda: show_plan.as_json(found), lambda: show_plan.print_plan(new_console(), found))
     if not found.fits(found.best):
@@ -196,36 +171,6 @@ def _reproduced(names: list[str], plots: Path | None) -> bool:
     from evidence.command import reproduce_and_show
 
     return reproduce_and_show(names, new_console(), plots)
-
-
-def _answered(given: _Given, chunk: int, prefill: bool, decode: bool, *, quiet: bool) -> Answer:
-    """Price prefill and decode; ValueError for sizes that do not fit the model, the machine or its memory."""
-    from cp_plugin.megatron.planned.command import from_flags
-    from cp_plugin.planner.machine.hardware import override
-    from cp_plugin.planner.serving.cost import Asked
-    from cp_plugin.planner.serving.search import answer, shape
-    from cp_plugin.planner.training.model import model
-    from cp_plugin.planner.training.parallel import Parallel
-
-    given.check()
-    tensor, context, fp8 = given.tensor, given.context, given.fp8
-    base = Parallel(micro_batch=given.global_batch or 1, seq_length=given.tokens)
-    machine = override(given.machine, **given.changes) if given.changes else given.machine
-    limit = machine.device.memory_bytes if given.memory is None else given.memory * _GB
-    with new_console(stderr=True, quiet=quiet).status("planning"):
-        if given.megatron:
-            its, p = from_flags(given.megatron, given.devices or given.needs)
-            if p.pipeline > 1:
-                raise ValueError(
-                    f"--pipeline-model-parallel-size {p.pipeline}: inference is priced on one pipeline stage: write 1"
-                )
-            tensor, context, devices = p.tensor, p.context, p.tensor * p.context
-            base = replace(base, dtype=p.dtype, seq_length=p.seq_length, vocab_multiple=p.vocab_multiple)
-        else:
-            its, devices = model(str(given.model)), given.devices or max(given.needs, machine.per_node)
-        sizes = shape(its, machine, devices, base, tensor=tensor, context=context, limit=limit, fp8=fp8)
-        question = Asked(model=its, cluster=machine, parallel=sizes, chunk=chunk, fp8=fp8)
-        return answer(question, limit=limit, prefills=prefill, decodes=decode)
 
 
 def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: bool) -> Plan:

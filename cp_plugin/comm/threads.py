@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -28,42 +29,93 @@ _EXIT_S = 5.0  # longest wait for the native exit of threads that have returned
 
 
 def run_threads[T](fn: Callable[[ThreadMesh], T], axes: Mapping[str, int], *, patience: float = 60.0) -> list[T]:
-    """Run ``fn(mesh)`` once per rank of a mesh with these axes, each in a thread; the results in rank order;
-    RuntimeError if a rank raised (its error is the cause), or waited ``patience`` seconds for a peer that never sent.
+    """Run ``fn(mesh)`` once per rank of a mesh with these axes, each in a thread that later calls use again; the
+    results in rank order; RuntimeError if a rank raised (its error is the cause), or waited ``patience`` seconds for a
+    peer that never sent.
     """
     hub = Hub(patience)
     return in_turns([partial(fn, ThreadMesh(axes, index, hub)) for index in range(prod(axes.values()))], hub)
 
 
 def in_turns[T](ranks: Sequence[Callable[[], T]], hub: Hub) -> list[T]:
-    """Results of the ranks, each in a thread of its own that takes turns on the hub; RuntimeError if a rank raised; its
-    error is the cause."""
+    """Results of the ranks, each in the thread of its number, which takes turns on the hub; RuntimeError if a rank
+    raised; its error is the cause."""
     results: list[Any] = [None] * len(ranks)
 
-    def run(index: int) -> None:
+    def run(index: int) -> bool:
         with hub.turn:
             try:
                 results[index] = ranks[index]()
             except BaseException as error:
                 hub.fail(index, error)
+                return False
+        return _as_in_a_new_thread()
 
-    threads = [background.start(run, f"rank-{i}", i) for i in range(len(ranks))]
-    for thread in threads:
-        thread.join()
-    _await_native_exit(threads)
+    threads = list(map(_thread_of, range(len(ranks))))
+    ended = [thread.call(partial(run, i)) for i, thread in enumerate(threads)]
+    for each in ended:
+        each.wait()
+    _await_native_exit([thread.native_id for thread in threads if not thread.lives])
     if hub.failure is not None:
         index, error = hub.failure
         raise RuntimeError(f"rank {index} of {len(ranks)} failed: {error!r}") from error
     return results
 
 
-def _await_native_exit(threads: list[threading.Thread]) -> None:
-    """Wait until the operating system's threads are gone too.
+class _RankThread:
+    """A thread that runs the calls of one rank number, as long as the process.
 
-    ``join`` returns before their native clean-up has run. A process forked in between inherits the locks it holds and
+    Libraries keep what they have prepared for a shape per thread and never free it (cuDNN's plans), so that threads of
+    one call each would prepare it again. One that has failed, or is in another mode than a new thread, ends.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index, self._calls = index, SimpleQueue[tuple[Callable[[], bool], threading.Event]]()
+        self.lives = True
+        self.native_id = background.start(self._serve, f"rank-{index}").native_id
+
+    def call(self, run: Callable[[], bool]) -> threading.Event:
+        """Set the event after ``run``, which returns whether the thread is fit for another one."""
+        ended = threading.Event()
+        self._calls.put((background.keeping_device(run), ended))
+        return ended
+
+    def _serve(self) -> None:
+        while self.lives:
+            run, ended = self._calls.get()
+            self.lives = run()
+            del run  # and with it the call's tensors
+            if self.lives:
+                _idle[self._index].append(self)
+            ended.set()
+
+
+_idle: dict[int, list[_RankThread]] = defaultdict(list)
+"""Rank -> its threads without a call: one, or more after calls inside of calls or beside each other."""
+os.register_at_fork(after_in_child=_idle.clear)  # a child has no threads
+
+
+def _thread_of(index: int) -> _RankThread:
+    try:
+        return _idle[index].pop()
+    except IndexError:
+        return _RankThread(index)
+
+
+def _as_in_a_new_thread() -> bool:
+    """Whether this thread's modes (gradients, inference, autocast, default device, tracing) are torch's defaults."""
+    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    return torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or cast or modes)
+
+
+def _await_native_exit(native_ids: Sequence[int | None]) -> None:
+    """Wait until the operating system's threads are gone, too.
+
+    A Python thread ends before its native clean-up has run. A process forked in between inherits the locks it holds and
     hangs in its first matrix product (seen in 2 of 400 forks right after eight threads).
     """
-    ours = {str(t.native_id) for t in threads}
+    ours = set(map(str, native_ids))
     tasks = "/proc/self/task"
     deadline = time.monotonic() + _EXIT_S
     while os.path.isdir(tasks) and not ours.isdisjoint(os.listdir(tasks)) and time.monotonic() < deadline:

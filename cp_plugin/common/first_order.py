@@ -1,44 +1,51 @@
 """``@first_order``: gradients of an autograd.Function that cannot be differentiated again, and say so.
 
-torch's ``once_differentiable`` marks gradients only where the incoming gradient requires one. Under
-``loss + penalty(grad(loss, q, create_graph=True))`` it does not, and the penalty would be dropped without an error.
+torch's ``once_differentiable`` marks gradients only where the incoming gradient requires one, and hangs the mark on a
+leaf of its own, which ``autograd.grad(penalty, weights)`` does not reach: a penalty on gradients would be dropped
+without an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-type Backward = Callable[..., tuple[Any, ...]]
 
+def first_order[F: type[torch.autograd.Function]](function: F) -> F:
+    """Run the function's backward without autograd; to differentiate its gradients again raises RuntimeError.
 
-def first_order(backward: Backward) -> Backward:
-    """Run a backward without autograd; to differentiate its gradients (``create_graph=True``) raises RuntimeError."""
+    Where a graph is made of the gradients (``create_graph=True``), they depend on the function's inputs and on the
+    gradient that came in, so that whatever is differentiated behind those meets the error.
+    """
+    forward, backward = function.forward, function.backward
+
+    @wraps(forward)
+    def forward_tied(ctx: Any, *inputs: Any) -> Any:
+        found = forward(ctx, *inputs)
+        with torch.enable_grad():  # empty tensors, which keep no memory
+            ctx.ties = [torch.slice_copy(x, 0, 0, 0) for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        return found
 
     @wraps(backward)
-    def call(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward_once(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         with torch.no_grad():
             found = backward(ctx, *grads)
-        return tuple(map(_final, found)) if torch.is_grad_enabled() else found
+        return _Final.apply(len(found), *found, *ctx.ties, *grads) if torch.is_grad_enabled() else found
 
-    return call
-
-
-def _final(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else _Final.apply(grad.detach().requires_grad_())
+    function.forward, function.backward = staticmethod(forward_tied), staticmethod(backward_once)
+    return function
 
 
 class _Final(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.view_as(grad)
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else grad.view_as(grad) for grad in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Tensor:
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
         raise RuntimeError(
             "context-parallel attention supports first derivatives only, but a gradient penalty or a Hessian needs "
             "second ones. Leave out create_graph=True, or compute the second derivative by finite differences"

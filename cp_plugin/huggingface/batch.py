@@ -39,8 +39,10 @@ def shard(
     cu_seq_lens_q, or by both.
 
     Args:
-        input_ids: int ``[b, s]``.
-        labels: int ``[b, s]``, not shifted; -100 is not counted. None: the input.
+        input_ids: int ``[b, s]``, of any length: what fills it up on the right, until the ranks can divide it, has no
+            labels and is a document of its own in a pack.
+        labels: int ``[b, s]``, not shifted; -100 is not counted. None: the input. In a pack the first label of each
+            document, which the end of another one would predict, should be -100.
         position_ids: int ``[b, s]`` or ``[1, s]``; wherever they do not go up by one, a document begins. None: from 0
             in each document.
         cu_seq_lens_q: int ``[n + 1]``: bounds of the n documents, from 0 to s. None: by position_ids.
@@ -49,34 +51,52 @@ def shard(
         attention_mask: None, or ones.
 
     Returns:
-        ``input_ids``, ``position_ids`` and ``labels`` ``[b, s / size]``, the last shifted over the whole sequence, what
+        ``input_ids``, ``position_ids`` and ``labels`` ``[b, filled up / size]``, the last shifted over the whole sequence, what
         keeps the model from shifting them again and from dividing by its own count of tokens, the bounds of documents,
         and digests of the whole batch.
 
     Raises:
-        ValueError: for other shapes, padding, documents that differ between rows, or a length that cannot be divided.
+        ValueError: for other shapes, padding in the mask, or documents that differ between rows.
     """
     labels = input_ids if labels is None else labels
     if input_ids.dim() != 2 or labels.shape != input_ids.shape:
         raise ValueError(f"input_ids and labels must be [b, s], got {list(input_ids.shape)} and {list(labels.shape)}")
     if attention_mask is not None:
         refuse(not bool(attention_mask.all()), "padding: pack or truncate the sequences")
-    bounds = _bounds(input_ids, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    bounds = bounds_of(input_ids, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     if cp.layout == DOCUMENTS and cp.size > 1 and not bounds:
         bounds = (0, input_ids.size(1))
+    s, following = input_ids.size(1), pad(labels[:, 1:], (0, 1), value=IGNORED)
+    more = cp.layout.padded(s, cp.size) - s
+    if more:
+        input_ids, following = pad(input_ids, (0, more)), pad(following, (0, more), value=IGNORED)
+        bounds = (*bounds, s + more) if bounds else ()
+    if more and position_ids is not None:
+        restarting = bool((position_ids.diff(dim=1) != 1).any())
+        filling = _positions(s + more, bounds if restarting else ())[:, s:].to(position_ids)
+        position_ids = torch.cat([position_ids, filling.expand(len(position_ids), -1)], dim=1)
+    return part(cp, input_ids, following, bounds, position_ids)
+
+
+def part(
+    cp: ContextParallel,
+    input_ids: Tensor,
+    following: Tensor | None,
+    bounds: tuple[int, ...],
+    position_ids: Tensor | None = None,
+) -> dict[str, Any]:
+    """What ``shard`` returns, for labels ``[b, s]`` that are shifted already, or for none."""
     cp = placed(cp, bounds)
     if position_ids is None:
         position_ids = _positions(input_ids.size(1), bounds).to(input_ids.device)
-    following = pad(labels[:, 1:], (0, 1), value=IGNORED)
-    mine = cp.shard(following, 1)
-    batch = {
+    batch: dict[str, Any] = {
         "input_ids": cp.shard(input_ids, 1),
         "position_ids": cp.shard(position_ids.expand(input_ids.shape), 1),
-        "labels": mine,
-        "shift_labels": mine,
-        "num_items_in_batch": (following != IGNORED).sum(),
-        DIGEST: torch.stack([digest(input_ids), digest(labels)]),
     }
+    if following is not None:
+        batch["labels"] = batch["shift_labels"] = cp.shard(following, 1)
+        batch["num_items_in_batch"] = (following != IGNORED).sum()
+    batch[DIGEST] = torch.stack([digest(input_ids), digest(input_ids if following is None else following)])
     if bounds:
         batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor(bounds, dtype=torch.int32)
     return batch
@@ -137,7 +157,7 @@ def _positions(seq_length: int, bounds: tuple[int, ...]) -> Tensor:
     return (positions - starts(bounds, positions) if bounds else positions)[None]
 
 
-def _bounds(
+def bounds_of(
     input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None
 ) -> tuple[int, ...]:
     """Of the documents; empty: one."""

@@ -21,8 +21,8 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _SIGN = 0x6D61736B
 """First number of a tensor that stands for a mask."""
 _UNREADABLE = _SIGN + 1
-_ROWS = 256
-"""Queries at which a mask function is read where a length is new."""
+_ROWS, _KEYS = 256, 512
+"""Queries at which a mask function is read where a length is new, and keys up to which each of them reads them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,11 @@ def unreadable(reason: str) -> Tensor:
 
 
 class Reader:
-    """Reads mask functions: three queries each time, and many where the length or the answer is new."""
+    """Reads mask functions: three queries each time, and many where the length or the answer is new.
+
+    A query of a long sequence reads some hundred keys, whatever the length: those around itself and around the window's
+    edges, the sequence's ends, distances of powers of two, and a sample of its own of the sequence and of the window.
+    """
 
     def __init__(self) -> None:
         self._known: set[tuple[int, Sight]] = set()
@@ -85,48 +89,70 @@ class Reader:
         Raises:
             ValueError: for a mask that is not a window of the same size at every token.
         """
-        few = torch.tensor(sorted({0, seq_length // 2, seq_length - 1}))
-        sight = _sight(function, few, seq_length)
+        last = seq_length - 1
+        left = _reach(lambda far: _seen(function, torch.tensor([last]), last - far), last)
+        right = _reach(lambda far: _seen(function, torch.tensor([0]), far), last)
+        sight = Sight(None if left == last else left, None if 0 < right == last else right)
+        _compare(sight, function, torch.tensor(sorted({0, seq_length // 2, last})), seq_length)
         if (seq_length, sight) not in self._known:
-            step = max(1, seq_length // _ROWS)
-            rows = torch.arange(seq_length - 1, -1, -step).flip(0)
-            _compare(sight, function, rows, seq_length)
+            _compare(sight, function, _spread(torch.zeros(1), min(seq_length, _ROWS), seq_length)[0], seq_length)
             self._known.add((seq_length, sight))
         return sight
 
 
-def _sight(function: MaskFunction, rows: Tensor, seq_length: int) -> Sight:
-    seen = _seen(function, rows, seq_length)
-    if not seen.any(1).all():
-        raise ValueError("a mask in which some token sees nothing")
-    last = rows[-1] - seen[-1].int().argmax()
-    first = seq_length - 1 - seen[0].flip(0).int().argmax()
-    left = None if seen[-1, 0] else int(last)
-    right = None if seen[0, -1] and seq_length > 1 else int(first)
-    sight = Sight(left, right)
-    _compare(sight, function, rows, seq_length)
-    return sight
+def _reach(seen: Callable[[Tensor], Tensor], most: int) -> int:
+    """Up to which distance, at most ``most``, tokens are seen: by search, which takes what is between for granted."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        far = torch.arange(low + 1, high, max(1, (high - low) // 64))
+        (hidden,) = (~seen(far[None])[0]).nonzero(as_tuple=True)
+        first = int(hidden[0]) if len(hidden) else len(far)
+        low, high = int(far[first - 1]) if first else low, int(far[first]) if first < len(far) else high
+    return low
 
 
 def _compare(sight: Sight, function: MaskFunction, rows: Tensor, seq_length: int) -> None:
-    keys = torch.arange(seq_length)
-    expected = torch.ones(len(rows), seq_length, dtype=torch.bool)
+    keys = _keys(sight, rows, seq_length)
+    wrong = (_seen(function, rows, keys) != _expected(sight, rows, keys)).any(1).nonzero()
+    if len(wrong):
+        row = rows[wrong[0]]
+        visible = _seen(function, row, torch.arange(seq_length)[None])[0].nonzero().flatten().tolist()
+        ends = f"{len(visible)} tokens ({visible[0]} to {visible[-1]})" if visible else "nothing"
+        raise ValueError(f"a mask that is not a sliding window: token {int(row)} sees {ends}")
+
+
+def _expected(sight: Sight, rows: Tensor, keys: Tensor) -> Tensor:
+    ahead = keys - rows[:, None]
+    expected = torch.ones(keys.shape, dtype=torch.bool)
     if sight.left is not None:
-        expected &= keys >= rows[:, None] - sight.left
+        expected &= ahead >= -sight.left
     if sight.right is not None:
-        expected &= keys <= rows[:, None] + sight.right
-    seen = _seen(function, rows, seq_length)
-    if not torch.equal(seen, expected):
-        row = int((seen != expected).any(1).nonzero()[0])
-        visible = seen[row].nonzero().flatten().tolist()
-        ends = f"{visible[0]} to {visible[-1]}" if visible else "nothing"
-        raise ValueError(
-            f"a mask that is not a sliding window: token {int(rows[row])} sees {len(visible)} tokens ({ends})"
-        )
+        expected &= ahead <= sight.right
+    return expected
 
 
-def _seen(function: MaskFunction, rows: Tensor, seq_length: int) -> Tensor:
-    """bool ``[rows, seq_length]``."""
+def _keys(sight: Sight, rows: Tensor, seq_length: int) -> Tensor:
+    """Keys at which to read each row: int64 ``[rows, n]``."""
+    if seq_length <= _KEYS:
+        return torch.arange(seq_length).expand(len(rows), -1)
+    near, powers = torch.arange(-32, 33), 2 ** torch.arange(6, seq_length.bit_length())
+    edges = [n + torch.arange(-2, 3) for n in (-(sight.left or 0), sight.right or 0)]
+    ahead = torch.cat([near, powers, -powers, *edges]).expand(len(rows), -1)
+    inside = [sign * _spread(rows, 64, n or 64) for sign, n in ((-1, sight.left), (1, sight.right))]
+    keys = rows[:, None] + torch.cat([ahead, *inside], 1)
+    ends = torch.arange(16).expand(len(rows), -1)
+    return torch.cat([keys, ends, seq_length - 1 - ends, _spread(rows, 256, seq_length)], 1).clamp(0, seq_length - 1)
+
+
+def _spread(seeds: Tensor, count: int, length: int) -> Tensor:
+    """So many numbers below ``length`` for each seed, one from each part, at other places: int64 ``[seeds, count]``."""
+    part, golden = torch.arange(count), (5**0.5 - 1) / 2
+    place = ((seeds[:, None].double() + part) * golden) % 1
+    return ((part + place) * (length / count)).long()
+
+
+def _seen(function: MaskFunction, rows: Tensor, keys: Tensor) -> Tensor:
+    """bool ``[rows, n]``, of each row's keys ``[rows, n]``."""
     one = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
-    seen: Any = function(one, one, rows.view(1, 1, -1, 1), torch.arange(seq_length).view(1, 1, 1, -1))
-    return seen.bool().expand(1, 1, len(rows), seq_length)[0, 0]
+    seen: Any = function(one, one, rows.view(1, 1, -1, 1), keys[None, None])
+    return seen.bool().expand(1, 1, *keys.shape)[0, 0]

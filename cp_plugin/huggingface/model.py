@@ -15,6 +15,7 @@ from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.tree import Tree
 from cp_plugin.huggingface.attention import Call, Division, refuse
 from cp_plugin.huggingface.batch import DIGEST, IGNORED, starts
+from cp_plugin.huggingface.rows import ASKED, ROWS, of_own_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,9 +42,13 @@ class Forward:
     def __call__(self, *args: Any, **named: Any) -> Any:
         original = type(self.model).forward
         if self.model.config._attn_implementation != self.division.name or self.division.probe is not None:
-            named.pop(DIGEST, None)
-            return original(self.model, *args, **named)
-        named = self.before(self._by_name(args) | named)
+            return original(self.model, *args, **{key: x for key, x in named.items() if key not in (DIGEST, ROWS)})
+        named = self._by_name(args) | named
+        if ROWS in named:
+            return of_own_rows(self.division.cp, self, self.model.training, named)
+        if (asked := named.pop(ASKED, None)) is not None:
+            return asked.of(self, named)
+        named = self.before(named)
         output = original(self.model, **named)
         self.after(named, output)
         return output

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -65,10 +66,34 @@ class Chosen(NamedTuple):
         )
 
 
-def choose(options: Options, problem: Problem, device: torch.device, scaling: Scaling | None = None) -> Chosen:
+class Planned:
+    """The problems for which ``auto`` takes a library that builds plans: the first few of tensors of the same heads.
+
+    cuDNN builds a plan for each tile shape, in each thread, and never frees it; where lengths vary, that would be in
+    every step. The answer for a problem never changes, and is the same on ranks that make the same calls.
+    """
+
+    MOST = 8
+
+    def __init__(self) -> None:
+        self._first: dict[Hashable, set[Problem]] = defaultdict(set)
+
+    def __contains__(self, problem: Problem) -> bool:
+        p = problem
+        first = self._first[p.heads, p.kv_heads, p.head_dim, p.v_head_dim, p.dtype]
+        if len(first) < self.MOST:
+            first.add(problem)
+        return problem in first
+
+
+def choose(
+    options: Options, problem: Problem, device: torch.device, scaling: Scaling | None = None, *, plans: bool = True
+) -> Chosen:
     """The kernel for such a problem.
 
-    scaling: scales of an FP8 kernel; None: current scaling.
+    Args:
+        scaling: scales of an FP8 kernel; None: current scaling.
+        plans: False: ``auto`` takes no library that builds a plan per shape, as for packed documents.
 
     Raises:
         ValueError: if the requested kernel cannot run it, with the reason and an alternative.
@@ -84,7 +109,8 @@ def choose(options: Options, problem: Problem, device: torch.device, scaling: Sc
                 f"{spelled('backend', backends.fp8_kernels()[1])}, a reference with the same numerics"
             )
         return Chosen(kernel(_scaled(backend, scaling), problem, device, auto=False), (backend.name,), why)
-    backend, why = backends.choose(options.backend, device, problem.dtype, *sizes)
+    plans = plans and not problem.documents
+    backend, why = backends.choose(options.backend, device, problem.dtype, *sizes, plans=plans)
     backend = _scaled(backend, scaling)
     found = kernel(backend, problem, device, auto=options.backend == "auto")
     second = (backends.OURS,) if isinstance(found, Either) else ()

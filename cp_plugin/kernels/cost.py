@@ -57,8 +57,6 @@ class Speeds(NamedTuple):
     own: Rate
     processors: int
     bytes_per_s: float
-    plans: bool
-    """Whether the library builds a plan per tile shape."""
 
 
 class Cost(NamedTuple):
@@ -87,8 +85,7 @@ def speeds_on(family: Family, backend: str, generation: int | None = None) -> Sp
     line, scale = family.candidate(backend, generation), family.scale
     if line is None or line.rate is None or scale is None:
         return None
-    plans = backend in devices.PLANS_EACH_SHAPE
-    return Speeds(line.rate, scale.own, scale.processors, scale.bytes_per_s, plans)
+    return Speeds(line.rate, scale.own, scale.processors, scale.bytes_per_s)
 
 
 @lru_cache(maxsize=1024)
@@ -99,10 +96,8 @@ def cost(rows: Segments, keys: Segments, mask: Mask, sizes: Sizes, at: Speeds | 
         at: None: the library runs single tiles only.
         enough: run length from which our kernels skip sorting.
     """
-    if mask.packed and (at is None or at.plans):
-        return Cost(None, 1.0, 0.0, "packed documents: the library would build plans for their shapes")
-    if mask.windowed and at is None:
-        return Cost(None, 1.0, 0.0, "a sliding window")
+    if at is None and (mask.windowed or mask.packed):
+        return Cost(None, 1.0, 0.0, "a sliding window or packed documents")
     (q_runs, q_order), (k_runs, k_order) = sort_positions(rows, _CPU), sort_positions(keys, _CPU)
     found = tiles_up_to(MOST, q_runs, k_runs, mask)
     if found is None:

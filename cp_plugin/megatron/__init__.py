@@ -17,14 +17,11 @@ def activate(argv: Sequence[str] | None = None) -> None:
         argv: the training's command line, searched for ``--cp-device``; default ``sys.argv[1:]``.
 
     Raises:
-        ModuleNotFoundError: without Megatron, or what it compiles its dataset helper with.
+        ModuleNotFoundError: without Megatron.
         ValueError: for a megatron-core outside the supported range, or that breaks a contract of the patches, and for
             an unknown or missing ``--cp-device``.
     """
     require_megatron()
-    from cp_plugin.megatron.startup import dataset_helper
-
-    dataset_helper.prepare()
     from cp_plugin.megatron.cpu import mode as cpu
     from cp_plugin.megatron.flags.args import peek
 

@@ -17,7 +17,6 @@ from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args, early
 from cp_plugin.megatron.patches import hooks, patching
 from cp_plugin.megatron.patches.patching import Patch
-from cp_plugin.megatron.startup import dataset_helper
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -29,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     refusals.print_uncaught()
     words = sys.argv[1:]
     early.check(words)
-    dataset_helper.prepare()
     if cpu.decide(args.peek(words, "--cp-device") or "auto"):
         cpu.activate()
     return hooks.add_arguments(parser)

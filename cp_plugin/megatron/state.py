@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -91,6 +93,8 @@ class State:
     """Of the first step, to be compared with those logged, and what stops the run if they differ."""
     trial: bool = False  # while the start-up check runs a step
     slices: BatchWatch | None = None  # compares slices of checked steps with whole batches
+    placed: deque[int] = field(default_factory=partial(deque, maxlen=4096))
+    """Hashes of the lengths of documents by which batches were sliced in training (``--cp-layout documents``)."""
     last_pack: Pack | None = None  # the pack of the last softmax attention call
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's
     replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})

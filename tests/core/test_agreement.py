@@ -22,8 +22,19 @@ from cp_plugin.comm import Mesh, run_threads
 LENGTH = 32
 
 
-def softmax(cp: ContextParallel, *, tokens: int = LENGTH, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
-    q = torch.ones(tokens // cp.size, 1, 4, 8, dtype=dtype)
+def made(call: Callable[..., None], mesh: Mesh, *, provider: str = "", layout: str | None = None) -> ContextParallel:
+    return ContextParallel(provider or ("ring" if call is softmax else "lasp2"), mesh=mesh, layout=layout)
+
+
+def softmax(
+    cp: ContextParallel,
+    *,
+    tokens: int = LENGTH,
+    dtype: torch.dtype = torch.float32,
+    grad: bool = False,
+    **settings: Any,
+) -> None:
+    q = torch.ones(tokens // cp.size, 1, 4, 8, dtype=dtype, requires_grad=grad)
     cp.attention(q, q, q, **settings)
 
 
@@ -46,7 +57,19 @@ CALLS: Mapping[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] 
     "shapes, by dtype": (softmax, {}, {"dtype": torch.float64}),
     "causal, linear": (linear, {}, {"causal": False}),
     "scale, linear": (linear, {}, {"scale": 0.5}),
+    "documents, linear": (
+        linear,
+        {"cu_seqlens": torch.tensor([0, 8, 32])},
+        {"cu_seqlens": torch.tensor([0, 12, 32])},
+    ),
+    "log_decay > 0": (linear, {"log_decay": -torch.ones(4)}, {"log_decay": torch.ones(4)}),
     "shapes, convolution": (convolution, {}, {"width": 3}),
+    "shapes, sink": (softmax, {}, {"sink": torch.zeros(4)}),
+    "gradients": (softmax, {}, {"grad": True}),
+    "call": (linear, {}, {"instead": convolution}),
+    "layout": (softmax, {"layout": "zigzag"}, {"layout": "contiguous"}),
+    "layout, linear": (linear, {"layout": "zigzag"}, {"layout": "contiguous"}),
+    "provider": (softmax, {"layout": "zigzag"}, {"layout": "zigzag", "provider": "all_gather"}),
 }
 
 
@@ -58,10 +81,13 @@ def test_a_rank_with_other_settings_is_named(name: str, when: int, other: int) -
     call, usual, different = CALLS[name]
 
     def rank(mesh: Mesh) -> str:
-        cp = ContextParallel("ring" if call is softmax else "lasp2", mesh=mesh)
+        settings = dict(different if mesh.index == other else usual)
+        cp = made(
+            call, mesh, **{option: settings.pop(option) for option in ("provider", "layout") if option in settings}
+        )
         cp._calls.number = when - 1
         with pytest.raises(ValueError, match="ranks made different calls") as raised:
-            call(cp, **(different if mesh.index == other else usual))
+            settings.pop("instead", call)(cp, **settings)
         return str(raised.value)
 
     rest = {0: "ranks 1-3", 2: "ranks 0, 1, 3"}[other]
@@ -69,10 +95,30 @@ def test_a_rank_with_other_settings_is_named(name: str, when: int, other: int) -
         assert f"{name.split(',')[0]} ({rest} and rank {other} disagree)" in text, text
 
 
+@pytest.mark.parametrize("last", [6, 8])
+@pytest.mark.parametrize("name", ["causal", "scale", "causal, linear", "scale, linear"])
+def test_a_rank_that_differs_later_is_named(name: str, last: int) -> None:
+    """From the sixth call on, or in that one alone, which nobody compares."""
+    call, usual, different = CALLS[name]
+
+    def rank(mesh: Mesh) -> str:
+        cp = made(call, mesh)
+        with pytest.raises(ValueError, match="ranks made different calls") as raised:
+            for number in range(1, EVERY):
+                call(cp, **(different if mesh.index == 1 and 6 <= number <= last else usual))
+        assert cp._calls.number == 8
+        return str(raised.value)
+
+    texts = run_threads(rank, {"cp": 4})
+    assert all(f"{name.split(',')[0]} (ranks 0, 2, 3 and rank 1 disagree)" in text for text in texts), texts
+    (setting,) = different
+    assert f"{different[setting]}" in texts[1].partition("from call 6 on ")[2] and "from call" not in texts[0]
+
+
 @pytest.mark.parametrize("call", [softmax, linear, convolution])
 def test_calls_that_agree_are_compared_in_the_first_calls_and_rarely_after(call: Callable[..., None]) -> None:
     def rank(mesh: Mesh) -> list[int]:
-        cp = ContextParallel("ring" if call is softmax else "lasp2", mesh=mesh)
+        cp = made(call, mesh)
         sent = []
         for number in range(FIRST + 3):
             if number == FIRST + 2:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from fake_flash import FA3_2_8, FA3_LATER, Machine
 
-from cp_plugin.kernels import backends
+from cp_plugin import Options, Problem
+from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.backends import devices, flash
 from cp_plugin.kernels.backends.flash import Flash
 
@@ -83,6 +84,18 @@ def test_reason_names_rejected_candidates(machine: Machine) -> None:
     assert backends.choose("auto", CUDA, torch.bfloat16, 128, 128)[1] == (
         "first choice for torch.bfloat16 on Hopper (compute capability 9.0)"
     )
+
+
+def test_no_plans_for_packs_and_where_lengths_vary(machine: Machine) -> None:
+    fake_te.install(machine.patch)
+    here, packed = Problem(size=2), Problem(size=2, documents=True)
+    for problem, plans in ((here, False), (packed, True)):
+        found = blocks.choose(Options(), problem, CUDA, plans=plans)
+        assert found.backends == ("sdpa", "triton") and "te: it would build a plan for each new shape" in found.why
+    assert blocks.choose(Options(), here, CUDA).backends == ("te", "triton")
+    assert blocks.choose(Options(backend="te"), packed, CUDA).backends == ("te",)
+    INSTALL["3"](machine)
+    assert blocks.choose(Options(), packed, CUDA).backends == ("flash", "triton")
 
 
 def test_other_dtypes_and_deterministic_mode(machine: Machine) -> None:

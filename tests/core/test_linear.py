@@ -415,6 +415,13 @@ def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             "backend='sdpa': choose one of auto, fla, ch",
         ),
         (lambda q: ContextParallel("lasp2").linear_attention(q, q, q, q[0, 0]), r"log_decay has shape \(2, 4\)"),
+        (
+            lambda q: ContextParallel("lasp2").linear_attention(q, q, q, q.sigmoid()),
+            "log_decay must be at most 0, got 0.",
+        ),
+        (lambda q: ContextParallel("zeco").linear_attention(q, q, q, torch.tensor([-1, 1e-9])), "at most 0, got 1e-09"),
+        (lambda q: ContextParallel("lasp2").linear_state(q, q, q[..., 0].abs()), "log_decay must be at most 0"),
+        (lambda q: ContextParallel("lasp2").extend_linear(q, q, q, q.abs()), "log_decay must be at most 0"),
         (lambda q: ContextParallel("lasp1").linear_attention(q, q, q, causal=False), "with a causal mask: use lasp2"),
         (
             lambda q: ContextParallel("linear_ring").linear_attention(q, q, q, -q[0, 0, :, 0].abs()),

@@ -138,28 +138,31 @@ def test_gradients_are_those_without_the_wrapper(name: str, wrapper: str) -> Non
     assert torch.equal(gradient(WRAPPERS[wrapper]), gradient(lambda f, x: f(x)))
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+SECOND: dict[str, Callable[[Tensor, list[Tensor]], object]] = {
+    "backward": lambda total, weights: total.backward(),
+    "backward(inputs=)": lambda total, weights: total.backward(inputs=weights),
+    "autograd.grad": torch.autograd.grad,
+    "autograd.grad, of the last": lambda total, weights: torch.autograd.grad(total, weights[1:]),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_penalty_on_gradients_is_right_or_refused(name: str, backend: str) -> None:
+def test_a_penalty_on_gradients_is_right_or_refused(name: str, second: str) -> None:
     """``loss + penalty``: the loss has a gradient of its own, so that a lost penalty would go unnoticed."""
     provider, call = CALLS[name]
-    if backend == "reference" and call in (shifted, unshard):
-        pytest.skip("no kernel is chosen in it")
     x = torch.randn(16, 1, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-    def total(x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
-        for loss in (call(x).sum(), call(x).square().sum()):  # the gradient that comes in needs none, and needs one
-            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-            yield loss + slope.square().sum()
-
-    cp = ContextParallel(provider, backend=backend)
-    for found in total(x.clone().requires_grad_(), lambda x: call(cp, x)):
-        leaf = x.clone().requires_grad_()
-        if call in (shifted, unshard):
-            torch.autograd.gradgradcheck(lambda x: call(cp, x), leaf)
-            continue
+    cp = ContextParallel(provider)
+    if call in (shifted, unshard):
+        torch.autograd.gradgradcheck(lambda x: call(cp, x), x.requires_grad_())
+        return
+    for power in (1, 2):  # the gradient that comes in needs none but for the weight behind the call, and needs one
+        weights = [torch.ones(8, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        at = x.clone().requires_grad_()
+        loss = (call(cp, at * weights[0]).view_as(at) * weights[1]).pow(power).sum()
+        (slope,) = torch.autograd.grad(loss, at, create_graph=True)
         with pytest.raises(RuntimeError, match="first derivatives only"):
-            found.backward()
+            SECOND[second](loss + slope.square().sum(), weights)
 
 
 @pytest.mark.parametrize("name", ["attention, striped", "gated, lasp2", "short convolution", "unshard", "shift"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import device_libraries
 import pytest
@@ -14,9 +15,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts the device, with our kernels, Transformer Engine and one generation of flash-attn on it."""
     started: list[FakeCuda] = []
 
-    def start(*, flash: int = 3, capability: tuple[int, int] = (9, 0), triton: str = "3.7.1") -> FakeCuda:
+    def start(*, capability: tuple[int, int] = (9, 0), **libraries: Any) -> FakeCuda:
         device = FakeCuda(capability)
-        device_libraries.install(monkeypatch, device, flash, triton)
+        device_libraries.install(monkeypatch, device, **libraries)
         started.append(device.__enter__())
         return device
 

@@ -35,10 +35,17 @@ FLASH = {2: ("flash_attn.flash_attn_interface", *FA2), 3: ("flash_attn_interface
 """Version -> module, and recorded parameters of its forward and backward."""
 
 
-def install(patch: pytest.MonkeyPatch, device: FakeCuda, flash_generation: int, triton: str = "3.7.1") -> None:
+def install(
+    patch: pytest.MonkeyPatch, device: FakeCuda, flash: int | None = 3, te: bool = True, triton: str = "3.7.1"
+) -> None:
+    """flash: the generation of flash-attn; None: none."""
     install_ours(patch, device)
-    install_flash(patch, device, flash_generation)
+    install_flash(patch, device, flash)
     install_te(patch, device)
+    if not te:
+        patch.setitem(sys.modules, "transformer_engine", None)
+    patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    patch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     install_fla(patch, device, triton)
     forget()
 
@@ -93,8 +100,12 @@ def _check_attention(given: Given) -> None:
     assert {given[name].dtype for name in ("first", "last", "blocks", "runs")} == {torch.int32}
 
 
-def install_flash(patch: pytest.MonkeyPatch, device: FakeCuda, generation: int) -> None:
-    """Install one generation of flash-attn."""
+def install_flash(patch: pytest.MonkeyPatch, device: FakeCuda, generation: int | None) -> None:
+    """Install one generation of flash-attn, or none."""
+    for other in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn_config"):
+        patch.setitem(sys.modules, other, None)
+    if generation is None:
+        return
     name, forward, backward = FLASH[generation]
 
     def attend(given: Given) -> tuple[Any, ...]:
@@ -116,8 +127,6 @@ def install_flash(patch: pytest.MonkeyPatch, device: FakeCuda, generation: int) 
     module = ModuleType(name)
     module._flash_attn_forward = fake_te.function("_flash_attn_forward", forward, attend)  # type: ignore[attr-defined]
     module._flash_attn_backward = fake_te.function("_flash_attn_backward", backward, gradients)  # type: ignore[attr-defined]
-    for other in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn_config"):
-        patch.setitem(sys.modules, other, None)
     package = name.partition(".")[0]
     if package != name:
         _put(patch, ModuleType(package))
@@ -139,6 +148,7 @@ def install_te(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
     def attend(given: Given) -> tuple[Any, ...]:
         q, k, v = (_plain(given, name) for name in ("q", "k", "v"))
         _check_te(given, q, k)
+        device.ops.plan(("te forward", given["attn_mask_type"]), q, k, v)
         with device.library("te forward", q, k, v) as made:
             out = torch.empty((*q.shape[:3], v.size(3)), dtype=given["fake_dtype"], device=q.device)
             made += [out, torch.empty((q.size(1), q.size(2), q.size(0), 1), device=q.device)]
@@ -150,6 +160,7 @@ def install_te(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
         assert statistics.shape == (q.size(1), q.size(2), q.size(0), 1) and statistics.is_contiguous()
         assert statistics.dtype == torch.float32 and out.shape == dout.shape
         _check_te(given, q, k)
+        device.ops.plan(("te backward", given["attn_mask_type"]), q, k, v, others=(out, dout))
         with device.library("te backward", dout, q, k, v, out, statistics) as made:
             made += [torch.empty(x.shape, dtype=given["fake_dtype"], device=q.device) for x in (q, k, v)]
         return [*made, None, None]

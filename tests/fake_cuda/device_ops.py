@@ -4,7 +4,7 @@
                 views, ``empty``, and results without elements
     bytes       inputs are read once, outputs written once, in-place arguments both; elements repeated by a stride of 0
                 count once
-    allocation  a tensor with memory of its own; ``peak`` is the most alive at once
+    allocation  a tensor with memory of its own (none without elements); ``peak`` is the most alive at once
 
 An operation that torch splits into several kernels (a softmax of odd sizes, a sort) counts once, so bytes are a lower
 bound.
@@ -13,8 +13,9 @@ bound.
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -64,6 +65,8 @@ class Ops:
         self.waits: list[Wait] = []
         self.allocations = 0
         self.meter = Meter()
+        self.plans: dict[tuple[threading.Thread, Hashable], tuple[tuple[int, ...], ...]] = {}
+        """What cuDNN keeps for good: by thread and key, the strides of its first call's out and dout."""
         self._before = 0
         self._quiet = False
 
@@ -98,6 +101,13 @@ class Ops:
         if not self._quiet:
             self.waits.append(Wait(what, place()))
 
+    def plan(self, key: Hashable, *keyed: Tensor, others: Sequence[Tensor] = ()) -> None:
+        """cuDNN finds a graph by these sizes and strides, and built it with the strides of others in the first call."""
+        of = threading.current_thread(), (key, *((x.shape, x.stride(), x.dtype) for x in keyed))
+        strides = tuple(x.stride() for x in others)
+        built = self.plans.setdefault(of, strides)
+        assert built == strides, f"out and dout have strides {strides} in a plan for {built}"
+
     def launch(self, name: str, given: Iterable[Any], made: Iterable[Any]) -> None:
         """Record a kernel that reads ``given`` and returns ``made``."""
         if self._quiet:
@@ -110,6 +120,10 @@ class Ops:
     def torch(self, func: Any, args: Any, named: Any, result: Any) -> None:
         """Record an operation of torch."""
         name = func.overloadpacket.__name__
+        if name == "_scaled_dot_product_cudnn_attention":
+            self.plan((name, *args[6:]), *args[:3])
+        elif name == "_scaled_dot_product_cudnn_attention_backward":
+            self.plan((name, *args[14:]), *args[1:4], others=(args[4], args[0]))
         if self._quiet or func.is_view or name in _VIEWS:
             return
         written = []
@@ -129,7 +143,7 @@ class Ops:
 
     def _allocated(self, made: Iterable[Tensor]) -> None:
         for x in made:
-            self.allocations += 1
+            self.allocations += x.numel() > 0
             self.meter.count(x)
 
     def _launched(self, name: str, touched: Iterable[Tensor]) -> None:

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CUDA = torch.device("cuda:0")
 _META = torch.device("meta")
 Start = Callable[..., "FakeCuda"]
-"""Starts a device; takes flash (generation), capability and triton (version, for fla)."""
+"""Starts a device; takes its capability and libraries, as for ``device_libraries.install``."""
 
 
 class MixedDevicesError(RuntimeError):
@@ -123,6 +123,7 @@ class FakeCuda:
             "_lazy_init": lambda: None,
         }
         self._stack.enter_context(mock.patch.multiple(torch.cuda, **stubs))
+        self._stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda x, stream: None))
         # otherwise Python functions of an autograd graph would run without ``_Above``
         self._stack.enter_context(mock.patch.object(torch.autograd, "has_torch_function", lambda tensors: False))
         self._stack.enter_context(_Below(self))
@@ -131,6 +132,12 @@ class FakeCuda:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """In the block the device is there for this thread, too, which did not start it."""
+        with _Below(self), _Above(self):
+            yield
 
     @contextmanager
     def library(self, name: str, *given: Any) -> Iterator[list[Any]]:

@@ -6,17 +6,27 @@ the device, no blocking copy to it. First calls may wait: they copy tables to th
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
-from device_cases import BACKENDS, MASKS, Linear, Result, Softmax, linear_cases, softmax_cases
+from device_cases import BACKENDS, MASKS, Linear, Peerless, Result, Softmax, leaf, linear_cases, softmax_cases
 from fake_device import CUDA, MixedDevicesError, Start, once_warm
 from nightly import NIGHT, nightly, one_case
 
+from cp_plugin import ContextParallel, Problem
 from cp_plugin.kernels.backends import sdpa
+from cp_plugin.kernels.blocks import Planned
 from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
+
+sys.path.append(str(Path(__file__).parents[2] / "docs"))
+import kernel_tables
 
 SHORT = tuple(
     dict.fromkeys(
@@ -85,6 +95,62 @@ def test_attention_by_night(gpu: Start, case: Softmax | Linear) -> None:
 @pytest.mark.parametrize("provider", ["ring", "attention2d"])
 def test_generations_of_gpus(gpu: Start, provider: str, capability: tuple[int, int]) -> None:
     softmax(gpu, Softmax(provider=provider, fp8="comm"), capability)
+
+
+@pytest.mark.parametrize("te", [False, True], ids=["cudnn", "te"])
+@pytest.mark.parametrize("mask", ["causal", "full", "documents"])
+def test_lengths_that_vary_stop_building_plans(gpu: Start, te: bool, mask: str) -> None:
+    """The library computes the first few lengths, now and later; torch's flash attention or ours the others."""
+    device, few = gpu(flash=None, te=te), 0 if mask == "documents" else Planned.MOST
+    case = Softmax(provider="ring", layout="zigzag", mask=mask)
+    cp, found = case.context_parallel(), []
+    for tokens in (*range(1024, 1024 + 8 * (Planned.MOST + 4), 8), 1024):
+        before = len(device.ops.plans)
+        device.ops.clear()
+        replace(case, tokens=tokens, documents=(0, tokens, 3 * tokens + 8, 4 * tokens)).run(cp)
+        by_library = any(("te " if te else "cudnn") in name for name in device.ops.by_name)
+        found.append((by_library, len(device.ops.plans) > before))
+    assert found[:-1] == [(True, True)] * few + [(False, False)] * (len(found) - few - 1)
+    assert found[-1] == (few > 0, False)
+    replace(case, tokens=2048, mask="gqa").run(cp)
+    assert len(device.ops.plans) > before, "other heads have their own few"
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("backend", ["cudnn", "te"])
+def test_a_plan_meets_one_order_of_dout(gpu: Start, backend: str, batch_first: bool) -> None:
+    """cuDNN's graph of a backward has the strides of its first call's out and dout (asserted in ``Ops.plan``)."""
+    device, case = gpu(), Softmax(provider="ring", backend=backend)
+    cp, s, h, d = case.context_parallel(), case.tokens, case.problem.heads, case.head_dim
+    shape = (2, s, h, d) if batch_first else (s, 2, h, d)
+    inputs = [leaf(*shape) for _ in range(3)]
+    out = case.forward(cp, [x.transpose(0, 1) if batch_first else x for x in inputs])
+    douts = leaf(s, 2, h, d), leaf(2, h, s, d).permute(2, 0, 1, 3), leaf(s, 2, 1, 2 * d)[..., :d].expand(-1, -1, h, -1)
+    for dout in douts:
+        torch.autograd.grad(out, inputs, dout.detach(), retain_graph=True)
+    graphs = [(key[1][1], *strides) for (_, key), strides in device.ops.plans.items() if strides]
+    assert graphs and all(len({tuple(sorted(range(3), key=x.__getitem__)) for x in graph}) == 1 for graph in graphs)
+
+
+@pytest.mark.parametrize("mask", kernel_tables.MASKS)
+@pytest.mark.parametrize("provider", providers.names())
+def test_auto_is_as_the_page_on_kernels_tells(gpu: Start, provider: str, mask: str) -> None:
+    """Calls of the library, and launches of ours, in a forward in each layout."""
+    asked, device = kernel_tables.MASKS[mask], gpu()
+    bounds = torch.tensor(asked["bounds"]) if "bounds" in asked else None
+    for layout, tokens in product(providers.get(provider).layouts, (512, 8192)[mask != "causal" :]):
+        problem = Problem(**kernel_tables.SIZES, seq_length=8 * tokens, **asked)
+        resolved = providers.settle(provider, problem, kernel_tables.options(provider, layout))
+        cp, found = ContextParallel(resolved, mesh=Peerless(resolved.axes, 5)), Counter[str]()
+        for each in kernel_tables.costs(provider, layout, tokens, mask):
+            found["flash_attn_interface forward" if each.by_library else "triton _forward"] += (
+                each.by_library and each.tiles
+            ) or 1
+        device.ops.clear()
+        q, k, v = (leaf(tokens, 1, heads, 128) for heads in (32, 8, 8))
+        cp.attention(q, k, v, causal=problem.causal, window=problem.window, cu_seqlens=bounds)
+        assert Counter({name: device.ops.by_name[name] for name in found}) == found, (layout, tokens)
+        assert not any("_forward" in name for name in device.ops.by_name.keys() - found.keys()), (layout, tokens)
 
 
 def test_a_cpu_tensor_on_its_way_into_a_kernel_is_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:

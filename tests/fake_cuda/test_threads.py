@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from fake_device import CaptureError, FakeCuda, Start
+from fake_device import CUDA, CaptureError, FakeCuda, Start
 
+from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin.attention.calls import Inputs, directly
+from cp_plugin.attention.setups import settled
 from cp_plugin.comm import Mesh, Watch, run_threads
 from cp_plugin.common import background
+from cp_plugin.methods import registry as providers
 
 MINE = 3
 """The device of the main thread's rank."""
@@ -57,6 +63,70 @@ def test_threads_of_the_plugin_are_on_the_device_of_their_starter(device: FakeCu
 
     assert run_threads(rank, {"cp": 2}) == [MINE, MINE]
     assert device.contexts == {MINE}
+
+
+def ranks(*, then: Callable[[int], object] = lambda rank: None) -> list[threading.Thread]:
+    """The threads of three ranks in one call."""
+
+    def rank(mesh: Mesh) -> threading.Thread:
+        mesh.shift("cp", (torch.ones(1),)).wait()
+        then(mesh.index)
+        return threading.current_thread()
+
+    return run_threads(rank, {"cp": 3}, patience=0.2)
+
+
+def planted(rank: int) -> None:
+    if rank == 1:
+        raise ZeroDivisionError("planted")
+
+
+@pytest.mark.parametrize(
+    ("then", "fails"),
+    [
+        (planted, True),
+        (lambda rank: rank == 1 and torch.set_grad_enabled(False), False),
+        (lambda rank: rank == 1 and torch.set_default_device("meta"), False),
+    ],
+    ids=["it fails", "it leaves gradients off", "it leaves a default device"],
+)
+def test_a_rank_keeps_its_thread_until(then: Callable[[int], object], fails: bool) -> None:
+    first = ranks()
+    assert ranks() == first and [thread.name for thread in first] == ["rank-0", "rank-1", "rank-2"]
+    assert ranks(then=lambda rank: run_threads(lambda mesh: None, {"cp": 3})) == first  # which starts others
+    with pytest.raises(RuntimeError, match=r"rank 1 of 3 failed.*planted") if fails else nullcontext():
+        ranks(then=then)
+    assert not first[1].is_alive() and torch.is_grad_enabled()
+    again = ranks(then=lambda rank: torch.ones(1, requires_grad=True).exp().backward())
+    assert again[0] == first[0] and again[1] != first[1] and again[2] == first[2]
+
+
+@pytest.mark.parametrize("te", [False, True], ids=["cudnn", "te"])
+@pytest.mark.parametrize("provider", ["ring", "attention2d", "usp"])
+def test_timed_calls_build_no_plans(gpu: Start, provider: str, te: bool) -> None:
+    """As the check on GPUs times methods: the ranks are threads, and one call warms up."""
+    device = gpu(flash=None, te=te)
+    setup = settled(providers.get(provider), Problem(size=4, heads=8, kv_heads=4, seq_length=2**16), Options())
+    given = (torch.empty(2**14, 1, heads, 128, dtype=torch.bfloat16, device=CUDA) for heads in (8, 4, 4, 8))
+    x = Inputs(*given)
+
+    def rank(mesh: Mesh) -> None:
+        with device.seen():
+            directly(ContextParallel(setup, mesh=mesh), x, setup.problem)
+
+    run_threads(rank, setup.axes)
+    warm = set(device.ops.plans)
+    for _ in range(2):
+        run_threads(rank, setup.axes)
+    assert len({thread for thread, _ in warm}) == 4 and set(device.ops.plans) == warm
+
+
+def test_a_forked_process_starts_its_own() -> None:
+    ranks()
+    child = multiprocessing.get_context("fork").Process(target=ranks)
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
 
 
 def test_cuda_is_not_initialized_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,15 @@ documents known by ``cu_seq_lens_q`` or by positions that restart, which were re
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from nightly import each_value
-from tiny import CONVOLUTION, DELTA_NET, EXPERTS, differs, model_of, needs_transformers, tokens, transformers
+from tiny import CONVOLUTION, DELTA_NET, EXPERTS, differs, model_of, needs_transformers, tokens, train, transformers
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import RankError, run_ranks
@@ -210,3 +212,52 @@ def test_ranks_that_disagree_are_named(what: str, number: int) -> None:
     texts = run_ranks(rank, 2, init_process_group=True)
     assert f"{DISAGREEMENTS[what]} (rank 0 and rank 1 disagree)" in texts[0], texts[0]
     assert "disagree" in texts[1] or what == "a wrong call"
+
+
+@needs_transformers
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "documents"])
+def test_the_code_of_the_page(layout: str) -> None:
+    """Kind: what a page leads to, nobody ran. Padding was counted as labels (4.574 for 4.579)."""
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    by_hand, ddp, padded, documents, own = re.findall(
+        r"```python\n(.*?)```", page.split("## A step by hand")[1].split("## With Trainer")[0], re.DOTALL
+    )
+    model, ids = model_of("llama"), tokens(61, 1)
+    lengths, mask = (20, 1, 40), (torch.arange(61) < 57)[None].long()
+    known: dict[str, Any] = {
+        **{"torch": torch, "huggingface": huggingface, "model": model, "input_ids": ids, "labels": ids.clone()},
+        **{"attention_mask": mask, "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]},
+    }
+    want = train(model, {"input_ids": ids, "labels": ids})
+    shorter = train(model, {"input_ids": ids[:, :57], "labels": ids[:, :57]}).loss
+    parts = [model(input_ids=x, labels=x).loss * (x.size(1) - 1) for x in ids.split(lengths, 1) if x.size(1) > 1]
+    in_documents = float(sum(parts)) / 58
+
+    def rank() -> list[float]:
+        cp = ContextParallel("needed", group=dist.group.WORLD, layout=layout)
+        huggingface.apply(model, cp)
+
+        def run(code: str) -> list[float]:
+            model.zero_grad()
+            exec(code, known | {"cp": cp}, ran := dict[str, Any]())
+            known.update(ran)
+            return [float(p.grad.norm()) for p in model.parameters()] if "backward" in code else []
+
+        def loss(batch: dict[str, Any]) -> float:
+            total = model(**batch).loss.detach()
+            dist.all_reduce(total)
+            return float(total)
+
+        gradients = [float(x.norm()) for x in want.gradients.values()]
+        assert run(by_hand) == pytest.approx(gradients, rel=1e-4) and run(ddp) == pytest.approx(gradients, rel=1e-4)
+        losses = [loss(known["batch"])]
+        run(padded)
+        losses.append(loss(huggingface.shard(cp, ids, known["labels"])))
+        run(documents)
+        losses.append(loss(known["packed"]))
+        run(own)
+        assert known["logs"].shape == (1, 60) and known["states"].shape == (1, 61, 64)
+        return losses
+
+    for got in run_ranks(rank, 4, init_process_group=True):
+        assert got == pytest.approx([want.loss, shorter, in_documents], rel=1e-5)

@@ -8,6 +8,7 @@ Public reports: Accelerate 3990 and axolotl 3608 (a mean of ranks' means), verl 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -168,3 +169,88 @@ def test_a_router_loss_under_another_name_is_refused() -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError, match="aux_loss: each rank would balance"):
         run_ranks(rank, 2, args=(patch,), init_process_group=True)
+
+
+def packed() -> torch.Tensor:
+    """Bounds of three documents of 61 tokens; their first labels are not counted, by ``document_labels``."""
+    return torch.tensor([0, 20, 21, 61])
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "padded left and right": {"attention_mask": (torch.arange(61) >= torch.tensor([[5], [0]])).long()},
+    "packed": {"cu_seq_lens_q": packed()},
+    "packed by positions": {"position_ids": torch.cat([torch.arange(n) for n in packed().diff()])[None]},
+}
+ROWS["padded left and right"]["attention_mask"][1, 50:] = 0
+MORE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "granite": {"logits_scaling": 3.0},
+    "gpt2": {"tie_word_embeddings": True, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+}
+
+
+def wanted(model: Any, ids: torch.Tensor, targets: torch.Tensor, rows: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and log-probabilities on one rank, from all logits: document by document, and without padding."""
+    where = ROWS[rows].get("attention_mask", torch.ones_like(ids))
+    spans = [(i, int(x.argmax()), int(x.argmax() + x.sum())) for i, x in enumerate(where)]
+    if rows.startswith("packed"):
+        spans = [(i, *ends) for i in range(len(ids)) for ends in pairwise(packed().tolist())]
+    logs, states = torch.zeros(ids.size(0), 60), torch.zeros(*ids.shape, 64)
+    for i, start, end in spans:
+        output = model(input_ids=ids[i : i + 1, start:end], use_cache=False, output_hidden_states=True)
+        states[i, start:end] = output.hidden_states[-1][0]
+        following = targets[i, start + 1 : end]
+        each = -cross_entropy(output.logits[0, :-1] / 0.7, following, ignore_index=-100, reduction="none")
+        logs[i, start : end - 1] = each
+    return states, logs
+
+
+@pytest.mark.parametrize("wrapper", ["model", "DDP"])
+@pytest.mark.parametrize(
+    ("kind", "rows", "place"),
+    [
+        ("llama", "plain", {"layout": "contiguous"}),
+        ("llama", "padded left and right", {"layout": "zigzag"}),
+        ("granite", "packed", {"provider": "striped"}),
+        ("mixtral", "packed by positions", {"provider": "needed", "layout": "documents"}),
+        ("gpt2", "plain", {"provider": "attention2d"}),
+    ],
+)
+def test_what_a_loss_of_ones_own_needs(
+    kind: str, rows: str, place: dict[str, str], wrapper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kind: the only way to whole rows was logits of all tokens. Values and gradients are those of one rank; also of
+    labels that are on another rank than the token before them."""
+    monkeypatch.setattr("cp_plugin.huggingface.probabilities._AT_ONCE", 7)
+    model, ids = model_of(kind, **MORE[kind]), tokens(61, 1 if rows.startswith("packed") else 2)
+    targets = ids.clone()
+    targets[:, 30:34] = -100
+    if rows.startswith("packed"):
+        targets[:, packed()[:-1]] = -100
+
+    def own(states: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
+        return -torch.nn.functional.logsigmoid(logs.sum(1)).sum() + states.float().square().mean()
+
+    states, logs = wanted(model, ids, targets, rows)
+    loss = own(states, logs)
+    want = torch.autograd.grad(loss, list(model.parameters()))
+
+    def rank() -> list[float]:
+        options = dict(place)
+        cp = ContextParallel(options.pop("provider", "ring"), group=dist.group.WORLD, **options)
+        huggingface.apply(model, cp)
+        called = torch.nn.parallel.DistributedDataParallel(model) if wrapper == "DDP" else model
+        got = huggingface.log_probabilities(called, cp, ids, targets, temperature=0.7, **ROWS[rows])
+        hidden = huggingface.hidden_states(model, cp, ids, **ROWS[rows])
+        assert got.dtype == torch.float32 and got.shape == (len(ids), 60)
+        errors = [float((got - logs).abs().max()), float((hidden - states).abs().max())]
+        (own(hidden, got) * (cp.size if wrapper == "DDP" else 1)).backward()
+        for p, gradient in zip(model.parameters(), want, strict=True):
+            if wrapper != "DDP":
+                dist.all_reduce(p.grad)
+            errors.append(float((p.grad - gradient).norm() / gradient.norm().clamp_min(1e-3)))
+        return errors
+
+    assert max(max(errors) for errors in run_ranks(rank, 4, init_process_group=True)) <= 1e-4

@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import model_of, needs_transformers, tokens
+from tiny import Trained, difference, model_of, needs_transformers, summed, tokens, train
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import RankError, run_ranks
 
 try:
     import accelerate
+    import transformers
+    from transformers import Trainer, TrainingArguments
 except ImportError:
     accelerate = None
 pytestmark = [
@@ -39,8 +41,7 @@ def test_the_example(flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: p
 
 
 def trained(model: Any, collate: Any, rows: list[dict[str, Any]], path: Path, **more: Any) -> list[float]:
-    from transformers import Trainer, TrainingArguments
-
+    function = more.pop("compute_loss_func", None)
     args = TrainingArguments(
         output_dir=str(path),
         per_device_train_batch_size=more.pop("per_device_train_batch_size", 1),
@@ -53,7 +54,7 @@ def trained(model: Any, collate: Any, rows: list[dict[str, Any]], path: Path, **
         remove_unused_columns=False,
         **more,
     )
-    trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collate)
+    trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collate, compute_loss_func=function)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -75,50 +76,219 @@ def test_rows_of_each_ranks_own_are_refused(tmp_path: Path) -> None:
         run_ranks(rank, 2, init_process_group=True)
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-def test_rows_of_all_kinds(kind: str, tmp_path: Path) -> None:
-    """Rows of other lengths, padded or packed."""
-    import transformers
+LENGTHS = [20, 31, 17, 44, 9, 40, 33, 28] * 2
+ROWS = [{"input_ids": tokens(64, 16)[i, :n].tolist()} for i, n in enumerate(LENGTHS)]
 
-    lengths = [20, 31, 17, 44, 9, 40, 33, 28] * 2
-    rows = [{"input_ids": tokens(64, 16)[i, :n].tolist()} for i, n in enumerate(lengths)]
 
-    def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        size = max(len(example["input_ids"]) for example in examples)
-        ids = torch.zeros(len(examples), size, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, example in enumerate(examples):
-            ids[row, : len(example["input_ids"])] = torch.tensor(example["input_ids"])
-            mask[row, : len(example["input_ids"])] = 1
-        return {"input_ids": ids, "attention_mask": mask}
+def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    size = max(len(example["input_ids"]) for example in examples)
+    rows = [example["input_ids"] + [0] * (size - len(example["input_ids"])) for example in examples]
+    mask = [[1] * len(example["input_ids"]) + [0] * (size - len(example["input_ids"])) for example in examples]
+    batch = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
-    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True) if kind == "packed" else padded
 
-    def losses(cp: ContextParallel, each: int) -> list[float]:
-        model = model_of("llama")
-        huggingface.apply(model, cp)
-        return trained(model, huggingface.Collator(cp, collate), rows, tmp_path, per_device_train_batch_size=each)
+def packs(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Two documents in each row."""
+    batch = padded(examples)
+    n, halves = batch["input_ids"].size(1), [len(example["input_ids"]) // 2 for example in examples]
+    positions = torch.stack([torch.cat([torch.arange(k), torch.arange(n - k)]) for k in halves])
+    return {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions}
+
+
+def flat(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    return transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(examples)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([row | {"input_ids": row["input_ids"][:9]} for row in ROWS])
+
+
+def smooth(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """As a user's own loss function of whole rows: logits and labels that are not shifted."""
+    logits = outputs["logits"][:, :-1].float().flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.2, reduction="sum")
+    return loss / num_items_in_batch
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "padded": {"collate": padded},
+    "no collate": {"collate": None},
+    "rows of packs": {"collate": packs},
+    "packed": {"collate": flat},
+    "streaming": {"collate": None, "rows": Stream()},
+    "workers": {"collate": padded, "dataloader_num_workers": 1},
+    "label smoothing": {"collate": padded, "label_smoothing_factor": 0.2},
+    "own loss": {"collate": padded, "compute_loss_func": smooth},
+    "a grid": {"collate": packs, "provider": "attention2d", "ranks": 4},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_one_rank(name: str, tmp_path: Path) -> None:
+    """Kind: what Trainer and its users see of a batch is not this rank's rows. With the same rows in a batch; stock's
+    own loss divides by all labels of a row, and the label smoother asks for logits."""
+    more = dict(CASES[name])
+    collate, rows, ranks = more.pop("collate"), more.pop("rows", ROWS), more.pop("ranks", 2)
+    provider = more.pop("provider", "ring")
 
     def many() -> list[float]:
-        return losses(ContextParallel("ring", group=dist.group.WORLD, layout="zigzag"), 2)
+        cp, model = ContextParallel(provider, group=dist.group.WORLD), model_of("llama")
+        huggingface.apply(model, cp)
+        return trained(model, huggingface.Collator(cp, collate), rows, tmp_path, **more)
 
     def one() -> list[float]:
-        return losses(ContextParallel("ring"), 4)
+        cp = ContextParallel("ring")
+        whole = huggingface.Collator(cp, collate)
+        return trained(model_of("llama"), whole, rows, tmp_path, per_device_train_batch_size=ranks, **more)
 
     want = run_ranks(one, 1, init_process_group=True)[0]
-    for got in run_ranks(many, 2, init_process_group=True):
+    for got in run_ranks(many, ranks, init_process_group=True):
         assert got == pytest.approx(want, rel=1e-5)
 
 
-def test_collators_refuse_what_they_cannot_do() -> None:
-    cp = ContextParallel("ring")
-    ids = tokens(16, 2)
-    left = torch.ones_like(ids)
-    left[0, :3] = 0
-    with pytest.raises(ValueError, match="padding on the left: set the tokenizer's padding_side to right"):
-        huggingface.Collator(cp, lambda examples: {"input_ids": ids, "attention_mask": left})([])
-    loader = torch.utils.data.DataLoader(
-        [{"input_ids": row} for row in ids], batch_size=2, collate_fn=huggingface.Collator(cp), num_workers=1
-    )
-    with pytest.raises(ValueError, match="dataloader_num_workers=0"):
-        next(iter(loader))
+def likelihood(p: Any) -> dict[str, float]:
+    logits, labels = torch.tensor(p.predictions[:, :-1]), torch.tensor(p.label_ids[:, 1:])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return {"likelihood": loss.item(), "right": (logits.argmax(-1) == labels).float().mean().item()}
+
+
+@pytest.mark.parametrize(
+    ("number", "place"),
+    [(5, {"layout": "contiguous"}), (1, {"layout": "zigzag"}), (6, {"layout": "zigzag"}), (5, {"provider": "usp"})],
+    ids=str,
+)
+def test_evaluation_and_prediction_equal_one_rank(number: int, place: dict[str, str], tmp_path: Path) -> None:
+    """Kind: ranks are taken for rows. Losses of the last, incomplete batch were cut by rank, a rank's tokens came back
+    as rows, and labels shifted (4.17 was 3.33 to 7.31)."""
+    rows = [
+        {"input_ids": row, "labels": row.masked_fill(torch.arange(32) < 9 + 2 * i, -100)}
+        for i, row in enumerate(tokens(32, number))
+    ]
+
+    def evaluated(model: Any, collate: Any, each: int) -> tuple[Any, ...]:
+        args = TrainingArguments(
+            str(tmp_path),
+            per_device_eval_batch_size=each,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
+        seen: list[torch.Size] = []
+
+        def kept(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            seen.append(logits.shape[1:2] + labels.shape[1:])
+            return logits
+
+        trainer = Trainer(
+            model=model,
+            args=args,
+            data_collator=collate,
+            compute_metrics=likelihood,
+            preprocess_logits_for_metrics=kept,
+        )
+        found = trainer.predict(rows)
+        assert set(seen) == {(32, 32)}
+        loss = trainer.evaluate(rows)["eval_loss"]
+        return loss, found.metrics["test_likelihood"], found.metrics["test_right"], found.predictions, found.label_ids
+
+    def many() -> tuple[Any, ...]:
+        options = dict(place)
+        cp = ContextParallel(options.pop("provider", "ring"), group=dist.group.WORLD, **options)
+        model = model_of("llama")
+        huggingface.apply(model, cp)
+        return evaluated(model, huggingface.Collator(cp), 1)
+
+    ranks = 4 if "provider" in place else 2
+    want = run_ranks(lambda: evaluated(model_of("llama"), None, ranks), 1, init_process_group=True)[0]
+    for got in run_ranks(many, ranks, init_process_group=True):
+        assert got[:3] == pytest.approx(want[:3], rel=1e-5)
+        assert abs(got[3] - want[3]).max() <= 1e-4 and (got[4] == want[4]).all()
+
+
+def test_evaluation_of_flat_packs(tmp_path: Path) -> None:
+    """Their rows hold several examples, some of which fill up the last batch."""
+    rows = [row | {"labels": row["input_ids"]} for row in ROWS[:5]]
+
+    def loss(model: Any, collate: Any, each: int) -> float:
+        args = TrainingArguments(str(tmp_path), per_device_eval_batch_size=each, use_cpu=True, report_to=[])
+        args.remove_unused_columns, args.disable_tqdm = False, True
+        return Trainer(model=model, args=args, data_collator=collate).evaluate(rows)["eval_loss"]
+
+    def many() -> float:
+        cp, model = ContextParallel("ring", group=dist.group.WORLD), model_of("llama")
+        huggingface.apply(model, cp, check=False)
+        return loss(model, huggingface.Collator(cp, flat), 2)
+
+    want = run_ranks(lambda: loss(model_of("llama"), padded, 4), 1, init_process_group=True)[0]
+    assert run_ranks(many, 2, init_process_group=True) == pytest.approx([want] * 2, rel=1e-5)
+
+
+def rows_of(rank: int, length: int = 32, number: int = 2) -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens(length, 4)[2 * rank : 2 * rank + number]}
+
+
+def left(n: int) -> torch.Tensor:
+    return (torch.arange(32) >= torch.tensor([[n], [0]])).long()
+
+
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "left padding": ("rank 1: .* padding on the left: set the tokenizer's padding_side", {"attention_mask": left(3)}),
+    "a mask of its own": ("rank 1: .* `token_type_ids` in rows", {"token_type_ids": left(3)}),
+    "positions": ("rank 1: .* position_ids that do not count from 0", {"position_ids": torch.arange(5, 37)[None]}),
+    "documents and a mask": (
+        "rank 1: .* documents beside an attention_mask",
+        {"position_ids": torch.arange(32)[None] % 16, "attention_mask": left(0)},
+    ),
+    "bounds": ("rank 1: cu_seqlens must increase", {"cu_seq_lens_q": torch.tensor([0, 7])}),
+    "another shape": (r"rank 1: .* `attention_mask` of \[2, 31\]", {"attention_mask": left(3)[:, 1:]}),
+    "logits_to_keep": ("rank 1: .* logits_to_keep", {"logits_to_keep": 3}),
+    "counts": ("num_items_in_batch: leave average_tokens_across_devices on", {"num_items_in_batch": 7}),
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_what_one_rank_cannot_divide_is_refused_by_all(what: str) -> None:
+    """Kind: an error on one rank, and a collective in which the others wait; or an argument that is dropped."""
+    message, more = ALONE[what]
+
+    def rank() -> None:
+        cp, model = ContextParallel("ring", group=dist.group.WORLD), model_of("llama")
+        huggingface.apply(model, cp, check=False)
+        batch = huggingface.Collator(cp, lambda rows: rows_of(cp.index) | (more if cp.index else {}))([])
+        for _ in range(6):  # beyond the calls that are compared
+            with pytest.raises(ValueError, match=message):
+                model(**({"num_items_in_batch": 9} | batch))
+
+    run_ranks(rank, 2, init_process_group=True)
+
+
+@pytest.mark.parametrize("what", ["packs on one rank", "other lengths", "other numbers of rows"])
+def test_ranks_with_rows_of_other_shapes(what: str) -> None:
+    other = {"other lengths": (1, 20, 2), "other numbers of rows": (1, 32, 1)}.get(what, (1,))
+    mine: list[dict[str, Any]] = [rows_of(0), rows_of(*other)]
+    if what == "packs on one rank":
+        mine[1]["position_ids"] = torch.cat([torch.arange(12), torch.arange(20)])[None]
+    batches = [huggingface.Collator(ContextParallel("ring"), lambda rows, one=one: one)([]) for one in mine]
+    model = model_of("llama")
+    alone = [train(model, batch | {"num_items_in_batch": 100}) for batch in batches]
+    one = Trained(sum(x.loss for x in alone), {k: sum(x.gradients[k] for x in alone) for k in alone[0].gradients})
+
+    def rank() -> float:
+        cp = ContextParallel("striped", group=dist.group.WORLD)
+        huggingface.apply(model, cp)
+        return difference(summed(train(model, batches[cp.index] | {"num_items_in_batch": 100})), one)
+
+    assert max(run_ranks(rank, 2, init_process_group=True)) <= 1e-5
+
+
+def test_uneven_batches_are_refused(tmp_path: Path) -> None:
+    def rank() -> None:
+        cp, model = ContextParallel("ring", group=dist.group.WORLD), model_of("llama")
+        huggingface.apply(model, cp, check=False)
+        trained(model, huggingface.Collator(cp), ROWS[:3], tmp_path, accelerator_config={"even_batches": False})
+
+    with pytest.raises(RankError, match="even_batches=False of accelerate"):
+        run_ranks(rank, 2, init_process_group=True)

@@ -53,6 +53,44 @@ def test_other_masks_are_refused(function: Callable[..., torch.Tensor], message:
         Reader().read(function, 96)
 
 
+MILLION = 1 << 20
+
+
+@pytest.mark.parametrize("sight", [Sight(), Sight(4095), Sight(None, None), Sight(70000, 3)])
+def test_reading_a_length_costs_the_same_at_any_length(sight: Sight) -> None:
+    """All keys of 256 queries of a million tokens took 5 to 9 s and 1 GB."""
+    read, reader = 0, Reader()
+
+    def function(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        nonlocal read
+        read += max(q.numel(), k.numel())
+        far = k - q
+        left, right = (1 << 30 if n is None else n for n in (sight.left, sight.right))
+        return (far >= -left) & (far <= right)
+
+    for length, most in ((MILLION, 1 << 18), (MILLION, 1 << 12), (MILLION + 8, 1 << 18), (MILLION // 8, 1 << 18)):
+        read = 0
+        assert reader.read(function, length) == sight and read <= most
+
+
+FAR: dict[str, Callable[..., torch.Tensor]] = {
+    **{f"chunks of {n}": lambda q, k, n=n: (k <= q) & (k // n == q // n) for n in (96, 1024, 4096, 5000, 1 << 18)},
+    **{f"every {n}th": lambda q, k, n=n: (k <= q) & ((k % n == 0) | (q - k < 9)) for n in (2, 128)},
+    "a hole": lambda q, k: (k <= q) & ~((k > 300_000) & (k < 310_000) & (k < q)),
+    "first tokens": lambda q, k: (k <= q) & ((q - k < 4096) | (k < 4)),
+    "a prefix": lambda q, k: (k <= q) | ((k < 9) & (q < 9)),
+    "a smaller window later": lambda q, k: (k <= q) & (q - k < torch.where(q > MILLION // 3, 100, 90)),
+    "holes in a window": lambda q, k: (k <= q) & (q - k < 4096) & ((k // 64) % 8 > 0) | (q == k),
+    "documents": lambda q, k: (k <= q) & ((k < 700_001) == (q < 700_001)),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_other_masks_of_a_million_tokens_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="not a sliding window"):
+        Reader().read(lambda b, h, q, k: FAR[name](q, k), MILLION)
+
+
 def test_another_tensor_is_no_window() -> None:
     assert Sight.from_tensor(torch.zeros(1, 1, 1, 8, dtype=torch.int64)) is None
     assert Sight.from_tensor(torch.ones(1, 1, 4, 4)) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -129,3 +130,28 @@ def test_the_self_check_finds_what_is_not_placed(where: str, flags: str, found: 
     divided = f"--context-parallel-size 2 --cp-provider needed {PLACED} {PACKED}"
     with pytest.raises(RankError, match=found):
         train(2, f"{flags} {divided}", prepare=partial(_unplaced, where))
+
+
+def _other_bounds_for_the_model() -> None:
+    """The script slices by the documents' bounds, and gives the model those with padding."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from cp_plugin.megatron.models import gpt
+
+    def padded(batch: dict[str, Any]) -> PackedSeqParams:
+        wide = (batch["cu_seqlens"].squeeze(0) + 7) // 8 * 8
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=wide, cu_seqlens_kv=wide, max_seqlen_q=64, max_seqlen_kv=64
+        )
+
+    with_documents()
+    gpt._packed_seq_params = padded
+
+
+@pytest.mark.parametrize("layout", ["documents", "striped"])
+def test_a_batch_is_placed_by_the_bounds_that_the_model_has(layout: str) -> None:
+    """Other layouts do not depend on them."""
+    divided = f"--context-parallel-size 2 --cp-provider needed --cp-layout {layout} {PACKED}"
+    wrong = pytest.raises(RankError, match=r"the model is given documents of .* by which no batch was sliced")
+    with wrong if layout == "documents" else nullcontext():
+        train(2, divided, prepare=_other_bounds_for_the_model)

@@ -8,10 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from contextlib import nullcontext
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from nightly import slow
@@ -20,7 +17,6 @@ from cp_plugin.common import plugins, refusals
 from cp_plugin.kernels import backends
 from cp_plugin.linear import variants
 from cp_plugin.megatron.flags import declared, early
-from cp_plugin.megatron.startup import dataset_helper
 from cp_plugin.methods import registry
 
 HEAVY = ("torch", "torch.distributed", "megatron", "numpy")
@@ -211,96 +207,3 @@ def test_declarations_are_those_of_the_providers() -> None:
             ours, its = getattr(read.options[name], part), getattr(option, part)
             assert ours == its or ours.__qualname__ == its.__qualname__, f"{name}: {part} is not in core.options"
     assert set(plugins.GROUPS) == {registry.ENTRY_POINTS, backends.ENTRY_POINTS, variants.ENTRY_POINTS}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "--data-path DIR/other",
-            "^--data-path DIR/other: neither DIR/other.bin nor DIR/other.idx exists; cp-plugin data",
-        ),
-        ("--data-path 0.3 DIR/text 0.7 DIR/other", "^--data-path DIR/other: neither"),
-        ("--valid-data-path DIR/half", "^--valid-data-path DIR/half: DIR/half.idx is missing$"),
-        ("--data-path DIR/text.bin", "^--data-path DIR/text.bin: write DIR/text, without the suffix$"),
-        ("--data-args-path DIR/no_list", "^--data-args-path DIR/no_list: no such file$"),
-        ("--data-args-path DIR/list", "^DIR/other in --data-args-path: neither"),
-        ("--data-path DIR/text", ""),
-        ("--data-path 1 s3://bucket/text 2 DIR/text", ""),
-        ("--data-path DIR", ""),
-        ("--sft --data-path a-name/of-a-data-set", ""),
-        ("--mock-data --data-path DIR/other", ""),
-    ],
-)
-def test_a_missing_dataset_is_named(words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("text.bin", "text.idx", "half.bin"):
-        (tmp_path / name).write_text("")
-    (tmp_path / "list").write_text(f"1.0\n{tmp_path}/other\n")
-    given = words.replace("DIR", str(tmp_path)).split()
-    with pytest.raises(FileNotFoundError, match=message.replace("DIR", str(tmp_path))) if message else nullcontext():
-        early.check(given)
-    monkeypatch.setenv("RANK", "1")
-    early.check(given)  # a rank of a stage in between may read no data
-
-
-@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir"])
-def test_a_folder_that_cannot_be_written_is_named(flag: str, tmp_path: Path) -> None:
-    """Megatron would find out with its first checkpoint."""
-    (tmp_path / "file").touch()
-    message = f"^{flag} {tmp_path}/file/deep: {tmp_path}/file is no folder; name a folder that can be made and written$"
-    with pytest.raises(ValueError, match=message):
-        early.check(["--mock-data", flag, f"{tmp_path}/file/deep"])
-    for fine in (tmp_path, tmp_path / "new" / "deep", "s3://bucket/new"):
-        early.check(["--mock-data", flag, str(fine)])
-    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is made"
-
-
-@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir"])
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_folder_of_others_is_named(flag: str, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ValueError, match=f"^{flag} {tmp_path}/new: {tmp_path} cannot be written by you; name"):
-        early.check(["--mock-data", flag, f"{tmp_path}/new"])
-
-
-def test_a_missing_dataset_ends_the_run_before_anything_is_imported(tmp_path: Path) -> None:
-    done = _python(START, *STARTS["pretrain_gpt --nproc"], "--data-path", f"{tmp_path}/text")
-    assert json.loads(done.stdout) == [refusals.STATUS, []]
-    assert done.stderr.startswith(f"cp_plugin: --data-path {tmp_path}/text: neither") and done.stderr.count("\n") == 1
-
-
-@pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Megatron that would compile its dataset helper, and a ``python3`` of the system without pybind11."""
-    folder = tmp_path / "megatron" / "core" / "datasets"
-    folder.mkdir(parents=True)
-    (folder / "Makefile").write_text("")
-    (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "python3").chmod(0o755)
-    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "megatron")])
-    monkeypatch.setattr(dataset_helper, "find_spec", {"megatron": found}.get)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("RANK", raising=False)
-    return tmp_path
-
-
-def test_pybind11_is_missing(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModuleNotFoundError, match=f"pybind11 is missing: {sys.executable} -m pip install pybind11$"):
-        dataset_helper.prepare()
-    monkeypatch.setenv("RANK", "1")
-    dataset_helper.prepare()  # the first rank compiles
-    monkeypatch.setenv("RANK", "0")
-    (checkout / "python3").write_text("#!/bin/sh\nexit 0\n")
-    dataset_helper.prepare()  # another Python has it
-    (checkout / "python3").write_text("#!/bin/sh\nexit 1\n")
-    (checkout / "megatron/core/datasets" / f"helpers_cpp{EXTENSION_SUFFIXES[0]}").write_text("")
-    dataset_helper.prepare()  # it is compiled already
-    assert os.environ["PATH"] == str(checkout)
-
-
-def test_an_environment_that_is_not_activated(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its Python has pybind11, and the Makefile would ask another one."""
-    known = dataset_helper.find_spec
-    monkeypatch.setattr(dataset_helper, "find_spec", lambda name: known(name) or name == "pybind11" or None)
-    dataset_helper.prepare()
-    assert os.environ["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)

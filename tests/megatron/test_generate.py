@@ -106,7 +106,7 @@ def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: Checkpo
     ("words", "says"),
     [
         ("--load /nowhere --prompt a", "--load /nowhere: no such folder"),
-        ("--load EMPTY --prompt a", "there is no complete checkpoint in it"),
+        ("--load EMPTY --prompt a", "names no checkpoint in it: choose one with --ckpt-step"),
         ("--load SAVED --prompt=", "--prompt must not be empty"),
         ("--load SAVED --prompt a --new-tokens 0", "--new-tokens 0: write 1 or more"),
         ("--load SAVED --prompt a --top-k 5", "have no effect without --temperature"),

@@ -17,6 +17,7 @@ from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.megatron.selfcheck.exact_rows import Rounding
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.gradient_dtype import GRADIENT_DTYPE
+from cp_plugin.planner.trace.memory import Meter
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -109,6 +110,21 @@ def totals(case: Case, spoil: Callable[[int, dict[str, Tensor]], None] | None = 
     if None in by_rank:
         return None
     return {name: torch.stack([found[name] for found in by_rank]).sum(0) for name in by_rank[0]}
+
+
+@pytest.mark.parametrize("shape", [(40_000, 1, 1, 64), (300, 2, 8, 1024), (9, 1, 2, 250_000)])
+def test_products_need_little_memory_beside_the_gradients(shape: tuple[int, int, int, int]) -> None:
+    """At most 64 MB, and the sums of whole tensors."""
+    from cp_plugin.megatron.selfcheck.identities import sums
+
+    x, dx = (torch.randn(shape, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))
+    dx = dx.movedim(0, -1).contiguous().movedim(-1, 0)  # autograd gives any strides
+    with Meter() as meter:
+        found = sums("q", x, dx, shape[:3])
+    assert meter.peak <= 64 << 20
+    product = x.double() * dx.double()
+    want = torch.stack([y.sum((0, 1, 3)) for y in (product, product**2, product.abs(), x.double() ** 2)])
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-9)
 
 
 def apart(case: Case, total: dict[str, Tensor]) -> list[tuple[float, str]]:

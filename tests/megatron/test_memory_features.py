@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Record, train
-from nightly import one_case, slow
+from nightly import each_value, one_case, slow
 from parity import LOSS, TRAINING, stock
 
 STEPS = 3
@@ -41,18 +41,25 @@ def test_the_distributed_optimizer(layout: str) -> None:
 
 
 MEGATRON_FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
+TORCH_FSDP = "--use-torch-fsdp2"
 
 
-@one_case
-@pytest.mark.parametrize(
-    ("sharded", "layout"),
-    [(MEGATRON_FSDP, LAYOUTS[0]), (MEGATRON_FSDP, LAYOUTS[1]), ("--use-torch-fsdp2", LAYOUTS[1])],
-)
-def test_fully_sharded_data_parallelism(sharded: str, layout: str) -> None:
-    if sharded is MEGATRON_FSDP:
+@each_value
+@pytest.mark.parametrize("sharded", [MEGATRON_FSDP, MEGATRON_FSDP.replace("optim_grads_params", "optim"), TORCH_FSDP])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["", "--num-experts 4 --moe-aux-loss-coeff 0.1", "--softmax-type learnable"])
+def test_fully_sharded_data_parallelism(
+    sharded: str, layout: str, model: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if sharded is TORCH_FSDP and "striped" in layout:
+        pytest.skip("it needs --calculate-per-token-loss, which FSDP2 does not take")
+    if sharded is not TORCH_FSDP:
         pytest.importorskip("einops")
-    got = train(2, f"{ADAM} {sharded} --context-parallel-size 2 --cp-provider {layout}", steps=STEPS)
-    same_losses(got, stock(1, ADAM, steps=STEPS))
+    got = train(2, f"{ADAM} {sharded} {model} --context-parallel-size 2 --cp-provider {layout}", steps=STEPS)
+    same_losses(got, stock(1, f"{ADAM} {model}", steps=STEPS))
+    experts = "experts' losses, " if "experts" in model else ""
+    said = f"cp_plugin: the self-check leaves out {experts}the model outside of attention: "
+    assert capfd.readouterr().out.count(said) == 1
 
 
 @one_case

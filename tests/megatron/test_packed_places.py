@@ -108,3 +108,18 @@ def test_tensors_without_a_version_counter() -> None:
         assert packing.bounds(packed, TOKENS).tolist() == [0, 5, 24]
         bounds[1] = 9
         assert packing.bounds(packed, TOKENS).tolist() == [0, 9, 24]
+
+
+@pytest.mark.parametrize("padded", [[0, 5, 12, 24], [0, 5, 24]])
+def test_bounds_with_padding_in_place_of_those_without_are_refused(padded: list[int]) -> None:
+    """They would make documents overlap."""
+    from cp_plugin.megatron.patches import packing
+
+    wide, narrow = torch.tensor([0, 8, 16, 24]), torch.tensor(padded)
+    packed = packing.PackedSeqParams(
+        cu_seqlens_q=wide, cu_seqlens_kv=wide, cu_seqlens_q_padded=narrow, cu_seqlens_kv_padded=narrow
+    )
+    with pytest.raises(
+        ValueError, match=r"documents of \[8, 8, 8\] tokens are in places for \[5, .*: give their bounds"
+    ):
+        packing.bounds(packed, TOKENS)

@@ -132,6 +132,52 @@ def test_experts_documents_and_states(case: str) -> None:
     _compare(flags, cp, layout, ranks=ranks)
 
 
+def _padded_by_the_script() -> None:
+    """Rows end early, one after another; the script masks what follows them in the loss, and tells the routers."""
+    from megatron.core.models.gpt import GPTModel
+
+    from cp_plugin.megatron.models import gpt
+
+    cut, get_batch, forward = gpt._slice, gpt.get_batch, GPTModel.forward
+    held: dict[str, Any] = {}
+
+    def shorter(batch: dict[str, Any]) -> dict[str, Any]:
+        mask = batch["loss_mask"].clone()
+        for i, row in enumerate(mask):
+            row[32 + 16 * i :] = 0
+        return cut(batch | {"loss_mask": mask, "padding_mask": mask == 0})
+
+    def kept(*args: Any, **named: Any) -> dict[str, Any]:
+        held.update(batch := get_batch(*args, **named))
+        return batch
+
+    def told(model: Any, *args: Any, **named: Any) -> Any:
+        labels, padding = named.get("labels"), held.get("padding_mask")
+        also = {"padding_mask": padding} if labels is not None and padding is not None else {}
+        return forward(model, *args, **named, **(also if also and labels.shape == padding.shape else {}))
+
+    gpt._slice, gpt.get_batch, GPTModel.forward = shorter, kept, told  # type: ignore[method-assign]
+
+
+BY_SCRIPT = {
+    **{f"{kind}, {per}": (f"--moe-aux-loss-coeff 0.3 --moe-router-load-balancing-type {kind}", per, "striped")
+       for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss") for per in (PER_TOKEN, "")},
+    "z-loss": ("--moe-z-loss-coeff 0.1", "", "ring --cp-layout zigzag"),
+    "z-loss, a rank without tokens": ("--moe-z-loss-coeff 0.1", "", "ring --cp-layout contiguous"),
+    f"z-loss, {PER_TOKEN}": ("--moe-z-loss-coeff 0.1", PER_TOKEN, "ring --cp-layout zigzag"),
+}  # fmt: skip
+
+
+@one_case
+@since_0_19
+@pytest.mark.parametrize("case", BY_SCRIPT)
+def test_losses_of_experts_with_a_padding_mask_of_the_script(case: str) -> None:
+    losses, per_token, provider = BY_SCRIPT[case]
+    flags = f"--num-experts 4 --moe-router-topk 2 {losses} {per_token}"
+    both = {"prepare": _padded_by_the_script, "alone": _padded_by_the_script}
+    check(flags, f"--cp-provider {provider}", steps=1, **both)
+
+
 # -- planted faults
 
 
@@ -282,10 +328,11 @@ def test_ranks_weigh_alike_in_a_balancing_loss() -> None:
     from cp_plugin.megatron.patches.padding import replace_token_counts
 
     theirs = "per expert", torch.tensor(3), torch.tensor(20)
-    counts = replace_token_counts(lambda routing_map, reduce_group: theirs)
+    counts = replace_token_counts(lambda routing_map, reduce_group, with_padding_mask=False: theirs)
     group = SimpleNamespace(size=lambda: 4)
-    assert counts("routing map", reduce_group=group) == ("per expert", 5, 20)
-    counts = replace_token_counts(lambda routing_map, reduce_group, reduce_groups=None: theirs)
-    assert counts("routing map", reduce_group=group) == ("per expert", 5, 20)
+    assert counts("routing map", reduce_group=group) is theirs
+    assert counts("routing map", reduce_group=group, with_padding_mask=True) == ("per expert", 5, 20)
+    counts = replace_token_counts(lambda routing_map, reduce_group, with_padding_mask, reduce_groups=None: theirs)
+    assert counts("routing map", reduce_group=group, with_padding_mask=True) == ("per expert", 5, 20)
     halves = [SimpleNamespace(size=lambda: 2)] * 2  # tensor-parallel ranks, then context-parallel ones
-    assert counts("routing map", reduce_group=None, reduce_groups=halves) == ("per expert", 5, 20)
+    assert counts("routing map", None, with_padding_mask=True, reduce_groups=halves) == ("per expert", 5, 20)

@@ -77,6 +77,75 @@ def test_a_later_refusal_is_one_message_of_all_ranks(flags: str, monkeypatch: py
     assert re.fullmatch(f"cp_plugin: {re.escape(LATE[flags])}.*\n", run.stderr), "once, and no traceback"
 
 
+IN_SETUP = {
+    ("--num-experts 4 --moe-router-topk 8", ""): r"Megatron fails \(self-check.*\): at .* with topk = 8",
+    ("--log-interval 0", ""): r"Megatron fails \(the first step, logging\): --log-interval 0: at if",
+    ("", "--eval-interval 1000"): r"Megatron fails \(building the datasets\): .*, --eval-interval \(not given\): at ",
+    ("", "--mock-data"): "there is no data to train on: add --data-path PREFIX, or --mock-data",
+    (
+        "--data-path /no",
+        "--mock-data",
+    ): r"Megatron fails \(building the datasets\): .* prefix /no \(indexed_dataset.py:",
+    ("--load DIR", ""): r"Megatron fails \(reading a checkpoint\): at iteration = .*: ValueError: invalid literal",
+}
+"""Flags, and those left out -> what stops a run after the flags are valid."""
+
+
+@pytest.mark.usefixtures("adapter")
+@pytest.mark.parametrize(("flags", "without"), IN_SETUP)
+def test_an_error_in_the_set_up_of_megatron_is_one_line(
+    flags: str, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint's file is as a kill leaves it: Megatron would exit with status 0."""
+    from cp_plugin import pretrain_gpt
+
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
+    usual = f"{MODEL} {DATA} {SGD} --train-iters 1 --context-parallel-size 2 --cp-provider ring".replace(without, "")
+    monkeypatch.setattr(sys, "argv", f"pretrain_gpt --nproc 2 {usual} {flags}".replace("DIR", str(tmp_path)).split())
+    run = in_a_fork(lambda: refusals.exit_status(pretrain_gpt.main))
+    assert run.returncode == refusals.STATUS, run.stderr
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("cp_plugin: ")]
+    assert re.match(f"cp_plugin: {IN_SETUP[flags, without]}", line) and "Traceback" not in run.stderr, run.stderr
+
+
+@pytest.mark.usefixtures("adapter")
+@pytest.mark.parametrize("whose", ["a script's", "Megatron's, asked for"])
+def test_other_errors_keep_their_traceback(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin import pretrain_gpt
+    from cp_plugin.megatron.models import gpt
+
+    words = f"pretrain_gpt --nproc 2 {MODEL} {DATA} {SGD} --train-iters 1"
+    if whose == "a script's":
+        monkeypatch.setattr(gpt, "build_model", lambda *_, **__: 1 // 0)
+    else:
+        monkeypatch.setenv("CP_PLUGIN_TRACEBACK", "1")
+        words += " --log-interval 0"
+    monkeypatch.setattr(sys, "argv", words.split())
+    run = in_a_fork(lambda: refusals.exit_status(pretrain_gpt.main))
+    assert run.returncode == 1 and "Traceback" in run.stderr and "ZeroDivisionError" in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "named"),
+    [
+        ("megatron.core.x", RuntimeError("no such head"), True),
+        ("megatron.core.x", RuntimeError("[/x/gloo/pair.cc:537] Read error: Connection reset by peer"), False),
+        ("torch.distributed.distributed_c10d", RuntimeError("closed"), False),
+        ("cp_plugin.megatron.patches.x", RuntimeError("ours"), False),
+        ("helper_of_a_script", RuntimeError("theirs"), False),
+    ],
+)
+def test_whose_error_it_is(module: str, error: Exception, named: bool) -> None:
+    """A message that is lost fails with another rank, wherever it is waited for."""
+    from cp_plugin.megatron.flags import stops
+
+    names = {"__name__": module, "error": error}
+    exec(compile("def f():\n    raise error", "/some/where.py", "exec"), names)
+    with pytest.raises(RuntimeError) as raised:
+        names["f"]()  # type: ignore[operator]
+    assert (stops.in_setup(raised.value, None, "start", str(error)) is not None) == named
+
+
 @pytest.mark.usefixtures("adapter")
 def test_a_later_refusal_of_a_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin import pretrain_gpt

@@ -79,6 +79,7 @@ FLAGS = dict.fromkeys(SWITCHES.split(), True) | {
     "--pad-packed-seq-alignment": 16,
     "--cp-partition-mode": "contiguous",
     "--experimental-attention-variant": "dsa",
+    "--attn-logit-softcapping": 50.0,
     "--attention-backend": "local",
     "--position-embedding-type": "relative",
     "--cpu-offloading-num-layers": 1,
@@ -358,6 +359,8 @@ def test_no_rule_applies_to_a_plain_run(bridge_stub: None) -> None:
     plain = example("")
     assert [rule.name for rule in training() if not rule.name.startswith("linear ") and rule.of(run_of(plain))] == []
     assert [rule.name for rule in training() if rule.of(run_of(with_linear(plain)))] == []
+    uncapped = example("", args={"attn_logit_softcapping": 0.0})
+    assert [rule.name for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule.of(layer_of(uncapped))] == []
     assert [rule.name for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule.of(layer_of(plain))] == []
     assert [rule.name for rule in layers.CALL if rule.of(call_of(plain))] == []
     assert nemo.refused_by(_Config()) == []
@@ -389,6 +392,7 @@ def test_refused_flags_exist_in_megatron() -> None:
         "dataloader_inter_document_masking",  # since 0.19
         "logits_save_dir",
         "logits_load_dir",
+        "attn_logit_softcapping",
         "fp8_dot_product_attention",  # model configurations only
         "fp8_multi_head_attention",
         *("cp_partition_mode", "dynamic_context_parallel", "sequence_packing_scheduler"),  # the dev branch

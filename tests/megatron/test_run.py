@@ -85,6 +85,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["--nproc", "2"], "no script given"),
         (["--cp-provider", "ring", "x.py"], "--cp-provider: only --nproc may precede the script"),
         (["no_such_script.py"], "no_such_script.py: no such script"),
+        (["pretrain_gpt.py"], "no such script; without a Megatron-LM checkout, use -m cp_plugin.pretrain_gpt instead"),
     ],
 )
 def test_bad_command_lines(words: list[str], message: str) -> None:

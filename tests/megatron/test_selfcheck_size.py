@@ -1,9 +1,10 @@
-"""Batch sizes of the self-check, and its reference in chunks of limited size."""
+"""What the self-check costs, and leaves as it is: batch sizes, memory, settings that a pass would disturb."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.megatron.selfcheck import attention_pass
 from cp_plugin.megatron.selfcheck.first_batch import tokens_for
 from cp_plugin.placement.layouts import get_layout
+from cp_plugin.planner.trace.memory import Meter
 from cp_plugin.testing import oracle
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -79,6 +81,35 @@ def test_reference_is_computed_in_chunks(kind: str, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(a, b)
     inputs = max(x.numel() for x in whole)
     assert largest[0] <= max(limit, inputs) < tokens * tokens * 2
+
+
+def test_gradients_of_1_take_the_memory_of_one_parameter() -> None:
+    from cp_plugin.megatron.selfcheck import norm_pass
+
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((64, 32), (32,), (8, 8, 8))]
+    with Meter() as meter:
+        norm_pass._give_ones(parameters)
+    assert meter.peak == 64 * 32 * 4
+    assert all(p.grad.is_contiguous() and p.grad.eq(1).all() and p.grad.shape == p.shape for p in parameters)
+
+
+DRAWN = ("--moe-router-force-load-balancing", "--moe-input-jitter-eps 1e-2 --init-method-std 0.2")
+
+
+@pytest.mark.parametrize("flags", DRAWN)
+def test_routers_that_draw_are_not_compared(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
+    train(2, f"--num-experts 4 {flags} --context-parallel-size 2 --cp-provider ring --cp-layout zigzag")
+    said = "the self-check leaves out the model outside of attention: " + flags.split()[0][2:].replace("-", "_")
+    assert capfd.readouterr().out.count(f"{said} is set") == 1
+
+
+def test_a_buffer_that_fits_the_first_batch_is_not_made() -> None:
+    from cp_plugin.megatron.selfcheck.independence import disturbed_by
+
+    settings = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+    assert disturbed_by(SimpleNamespace(**settings)) == "moe_flex_dispatcher_backend"
+    for other in ({"moe_flex_dispatcher_backend": "deepep"}, {"moe_token_dispatcher_type": "alltoall"}):
+        assert disturbed_by(SimpleNamespace(**settings | other)) is None
 
 
 SIZES = (

@@ -18,7 +18,6 @@ from cp_plugin.planner.explain import without
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.price import computes
-from cp_plugin.planner.serving.cost import Asked, decode, memory
 from cp_plugin.planner.training import activations, operations, weights
 from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.iteration import iteration
@@ -197,25 +196,6 @@ def test_tensor_parallel_ranks_wait_as_long(case: str) -> None:
     layers, ends = m.layers // p.pipeline, 2 if p.pipeline == 1 else 1
     times = layers * (6 if p.recompute == "full" else 4) + ends
     assert found.tensor_parallel == pytest.approx(p.microbatches * times * one)
-
-
-@pytest.mark.parametrize(
-    "case", ["llama2-7b, 8 data-parallel ranks", "llama2-70b, tensor 8 x pipeline 4 x data 2, selective"]
-)
-def test_answers_keep_and_read_the_same(case: str) -> None:
-    """Bytes of weights and cache, and seconds of reading the weights once: all but the embedding, of which a row is
-    read. Norms as above."""
-    m, theirs = both(case).alike, both(case).theirs
-    p = Parallel(devices=(tensor := both(case).parallel.tensor), tensor=tensor, seq_length=2**14, micro_batch=4)
-    asked = Asked(model=m, cluster=cluster("dgx-a100"), parallel=p)
-    norms = m.hidden * (2 * m.layers + 1) * (1 - 1 / tensor) * p.element
-    needs = memory(asked, 80e9)
-    assert needs.cache == m.layers * theirs.get_memory_kv_cache_per_layer(p.micro_batch, p.seq_length)
-    layers = m.layers * theirs.get_weight_memory_per_layer()
-    head, last = theirs.get_memory_embedding(), theirs.get_weight_memory_last_layernorm()
-    assert needs.parameters == pytest.approx(layers + head + last + norms, rel=1e-12)
-    seconds = (layers + head + norms) / asked.cluster.device.memory_bytes_per_s
-    assert decode(asked).parts["weights"] == pytest.approx(seconds, rel=1e-6), "but for the last norm"
 
 
 def test_the_page_has_the_ratios() -> None:

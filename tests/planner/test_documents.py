@@ -196,8 +196,6 @@ def test_commands() -> None:
     status, text = asked(f"{asked_for} --seq-length 65536 --documents chat")
     assert status == 0 and "--cp-provider needed --cp-layout " in text, text
     assert "upstream pads each to a multiple of 16" in " ".join(text.split())
-    status, text = asked("plan --model llama3-8b --cluster dgx-h100 --prefill --documents chat")
-    assert status == 2 and "--documents chat applies to training" in text
     status, text = asked("draw --plot x.svg --documents 8,8")
     assert status == 2 and "needs --provider needed" in text
 

@@ -11,7 +11,6 @@ from cp_plugin.cli import files, flags, output
 from cp_plugin.cli.terminal import new_console, print_verdict
 
 if TYPE_CHECKING:
-    from cp_plugin.cli.bench import decode_cli
     from cp_plugin.cli.bench.report import Report
     from cp_plugin.cli.bench.request import Request
 
@@ -81,9 +80,6 @@ def bench(
     as_json: output.AsJson = None,
     markdown: Annotated[Path | None, typer.Option(help="also write the tables to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the speeds to this .png, .svg or .pdf file")] = None,
-    decode: Annotated[
-        bool, typer.Option("--decode", help="time prefill and decode instead, and decode's messages on their own")
-    ] = False,
 ) -> None:
     """Time providers, and the context parallelism of other libraries, on real ranks; each is checked first.
 
@@ -91,19 +87,14 @@ def bench(
 
     torchrun --nproc-per-node 8 --no-python cp-plugin bench
     """
-    from cp_plugin.cli.bench import decode_cli, request
     from cp_plugin.cli.bench import plot as picture
+    from cp_plugin.cli.bench import request
     from cp_plugin.testing import ranks as started
 
     with flags.errors_in_one_line():
         if started.is_first() and markdown is not None:
             files.check_output(markdown, flag="--markdown")
-        if decode:
-            pointless = {"--mask": mask, "--window": window, "--distribution": distribution, "--seed": seed or None}
-            pointless |= {"--decay": None if decay == flags.Decays.none else decay, "--cluster": cluster}
-            pointless |= {"--markdown": markdown, "--plot": plot}
-            flags.refuse(pointless, "has no effect with --decode")
-        elif plot is not None and started.is_first():
+        if plot is not None and started.is_first():
             picture.check(plot)
         flags.check_forked(ranks, timeout)
         where = flags.device_name(device)
@@ -115,7 +106,7 @@ def bench(
             problem=problem, providers=provider or (), masks=mask or (), lengths=seq_length or (), device=where,
             rounds=rounds, timeout=timeout, window=window, distribution=distribution, seed=seed, cluster=cluster,
         )  # fmt: skip
-        found = decode_cli.bench_decode(asked) if decode else _bench(asked)
+        found = _bench(asked)
     if started.is_first():
         output.show(as_json, found.as_json, lambda: found.print(new_console()))
         _write(found, markdown, plot, quiet=output.only_json(as_json))
@@ -151,7 +142,7 @@ def _bench(asked: Request) -> Report:
     )
 
 
-def _write(found: Report | decode_cli.Report, markdown: Path | None, plot: Path | None, *, quiet: bool) -> None:
+def _write(found: Report, markdown: Path | None, plot: Path | None, *, quiet: bool) -> None:
     """The other files, and the verdict."""
     from cp_plugin.cli.bench import plot as picture
 

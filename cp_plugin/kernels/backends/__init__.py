@@ -107,6 +107,7 @@ class BlockBackend(Protocol):
 
 AnyBackend = Backend | BlockBackend
 ENTRY_POINTS = "cp_plugin.backends"
+A_PLAN_EACH = "it would build a plan for each new shape"
 OURS = "triton"
 """The plugin's own kernel, for blocks that are not a few large tiles."""
 
@@ -155,9 +156,11 @@ def check_name(name: str) -> None:
 
 
 def choose(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *, plans: bool = True
 ) -> tuple[AnyBackend, str]:
     """The backend for such tensors, and why it was chosen.
+
+    plans: False: ``auto`` takes none of ``devices.PLANS_EACH_SHAPE``.
 
     Raises:
         ValueError: if the requested backend cannot run them; the message says why and which can.
@@ -172,9 +175,11 @@ def choose(
             )
         return backend, "requested"
     reasons: list[str] = []
-    where, candidates = _candidates(device)
-    for title, backend in candidates:
+    where, in_order = candidates(device)
+    for title, backend in in_order:
         reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
+        if reason is None and not plans and backend.name in devices.PLANS_EACH_SHAPE:
+            reason = A_PLAN_EACH
         if reason is None:
             first = f"first choice for {dtype} on {where}"
             return backend, f"{title} on {where}; not {'; not '.join(reasons)}" if reasons else first
@@ -182,7 +187,7 @@ def choose(
     raise ValueError(f"no attention kernel for {dtype}, head size {head_dim}, on {device}: {'; '.join(reasons)}")
 
 
-def _candidates(device: torch.device) -> tuple[str, list[tuple[str, AnyBackend]]]:
+def candidates(device: torch.device) -> tuple[str, list[tuple[str, AnyBackend]]]:
     """A description of the device, and the backends that ``auto`` tries on it, best first, with titles."""
     found = _backends()
     if device.type != "cuda":

@@ -59,7 +59,8 @@ class Cudnn:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out, causal = *map(heads_first, (dout, q, k, v, row_term)), is_causal(q, k, diagonal)
+        causal, dout, out = is_causal(q, k, diagonal), _dense(dout, q), _dense(row_term, q)
+        dout, q, k, v, out = map(heads_first, (dout, q, k, v, out))
         lse = lse.permute(1, 2, 0).unsqueeze(-1).contiguous()
         rng = torch.empty((), dtype=torch.int64, device=q.device)  # unused without dropout
         lengths = (None, None, q.size(2), k.size(2))
@@ -68,6 +69,17 @@ class Cudnn:
         )
         dq, dk, dv = map(rows_first, grads)
         return dq, dk, dv
+
+
+def _dense(x: Tensor, q: Tensor) -> Tensor:
+    """``x [s, b, h, e]`` dense, in the order of q's dimensions.
+
+    torch finds the graph of a backward by the sizes and strides of q, k and v alone, and hands it the addresses of out
+    and dout, with the strides of its first call.
+    """
+    order = (*sorted(range(3), key=q.stride, reverse=True), 3)
+    dense = x.permute(order).contiguous()
+    return dense.flatten().view(dense.shape).permute([order.index(i) for i in range(4)])
 
 
 def _largest(device: torch.device) -> int:

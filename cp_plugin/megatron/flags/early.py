@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from cp_plugin.common import usage
-from cp_plugin.megatron.flags import args, data_files
+from cp_plugin.megatron.flags import args
 from cp_plugin.megatron.flags.linear_flags import attribute
 from cp_plugin.testing.nproc import split_nproc
 
@@ -44,7 +44,6 @@ def check(words: Sequence[str], ranks: int | None = None, start: str = "") -> No
     Raises:
         ValueError: for misspelt flags, unknown names, unreadable values, conflicts of flags, and a number of ranks over
             which the model cannot be divided.
-        FileNotFoundError: for datasets that do not exist.
     """
     if {"-h", "--help"} & set(words):
         return
@@ -54,13 +53,11 @@ def check(words: Sequence[str], ranks: int | None = None, start: str = "") -> No
     for flag, kind in _OF_MEGATRON.items():
         parser.add_argument(flag, type=kind, default=1 if kind is int else None)
     parser.add_argument("--fake-process-group", action="store_true")
-    data_files.add_flags(parser)
     parsed, others = parser.parse_known_args(_with_values(words, known))
     refuse_misspelt([word for word in others if word.startswith("--cp")], known)
     args.settings_from(parsed)
     if ranks is not None and not parsed.fake_process_group:
         _check_ranks(parsed, ranks, start)
-    data_files.check(parsed)
 
 
 def _with_values(words: Sequence[str], flags: Sequence[str]) -> list[str]:

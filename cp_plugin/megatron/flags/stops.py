@@ -1,33 +1,96 @@
-"""Why Megatron's validation of a command line stops, in one line: most of its assertions name no flag."""
+"""Why Megatron stops before it trains, in one line: most of its assertions name no flag, and its crashes no cause."""
 
 from __future__ import annotations
 
 import argparse
+import linecache
 import os
 import re
+import sysconfig
 import traceback
+from types import FrameType
+
+import torch.distributed as dist
 
 KINDS = (AssertionError, ValueError, RuntimeError)
 """What the validation raises on purpose."""
+_ON_PURPOSE = ("raise", "assert")
 _WORDS = 3  # characters of the shortest meaningful message
 BARE = (ArithmeticError, LookupError, AttributeError)
 """Errors without a message, such as a division by a size of 0."""
+CRASHES = (*BARE, TypeError)
+"""And what it raises by mistake."""
+_PASSING_ON = ("cp_plugin.megatron.patches.patching", "cp_plugin.megatron.cpu.cuda_surface")
+"""Our modules that call what Megatron would call without them."""
+WHOLE = "CP_PLUGIN_TRACEBACK"
+"""Environment variable that asks for the traceback."""
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib"))
 
 
-def reason(error: BaseException, args: argparse.Namespace | None = None) -> str:
-    """Megatron's message, or the line that stops; with ``args`` after the flags in that line, and their values."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    said, line = " ".join(str(error).split()), (frame.line or "").rstrip("\\ ")
-    bare = len(said) < _WORDS or isinstance(error, BARE)
-    place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-    why = f"Megatron stops at: {line} ({place}): {said}".rstrip(": ") if bare else said
+def reason(error: BaseException, args: argparse.Namespace | None = None, said: str | None = None) -> str:
+    """Megatron's message, or the line that stops; with ``args`` after the flags in that line, and their values.
+
+    said: a summary of its message; None: all of it.
+    """
+    frame, number = stopped(error) or [*traceback.walk_tb(error.__traceback__)][-1]
+    said = " ".join((str(error) if said is None else said).split())
+    line = linecache.getline(frame.f_code.co_filename, number).strip().rstrip("\\ ")
+    bare = len(said) < _WORDS or isinstance(error, CRASHES) or not line.startswith(_ON_PURPOSE)
+    why = said
+    if bare:
+        numbers = {name: frame.f_locals.get(name) for name in re.findall(r"(?<![.\w])[a-z_]\w*", line)}
+        values = [f"{name} = {value}" for name, value in numbers.items() if type(value) in (int, float)]
+        at = f"{line} with {', '.join(values)}" if values else line
+        why = f"Megatron stops at: {at} ({_place(frame, number)}): {said}".rstrip(": ")
     if args is None and not bare:
         return said
     named = dict.fromkeys(re.findall(r"\bargs\.(\w+)", line))
-    flags = ", ".join(_shown(name, getattr(args, name, None)) for name in named)
+    flags = ", ".join(_shown(name, getattr(args, name, None) if args else True) for name in named)
     return f"{flags}: {why}" if flags else why
+
+
+def in_setup(error: BaseException, args: argparse.Namespace | None, doing: str, said: str) -> str | None:
+    """An error of Megatron's own set-up in one line; None for all others, which need their traceback."""
+    found = stopped(error)
+    if found is None or os.environ.get(WHOLE):
+        return None
+    why, place = reason(error, args, said).replace("Megatron stops at: ", "at "), _place(*found)
+    others = [place for place in traceback.walk_tb(error.__traceback__) if _owner(place[0]) == "other"]
+    called = "".join(f", called in {_place(*place)}" for place in others[-1:])
+    cause = f", from {type(error.__cause__).__name__}: {error.__cause__}" if error.__cause__ else ""
+    where = "" if place in why else f" ({place})"
+    return f"Megatron fails ({doing}): {why.rstrip('.')}{where}{cause}{called}. {WHOLE}=1 shows the traceback"
+
+
+def stopped(error: BaseException) -> tuple[FrameType, int] | None:
+    """Megatron's frame, and its line, where an error was raised, or in a library below; None: other code raised it.
+
+    None, too, for a collective, which fails with another rank.
+    """
+    if isinstance(error, dist.DistError) or re.match(r"\[[^]]*\.cc:\d+\]", str(error)):
+        return None
+    for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
+        owner = _owner(frame)
+        if owner != "library":
+            return (frame, number) if owner == "megatron" else None
+    return None
+
+
+def _owner(frame: FrameType) -> str:
+    module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+    if module.startswith("megatron."):
+        return "megatron"
+    if module == "torch.distributed.distributed_c10d":
+        return "collective"
+    return "library" if module.startswith(_PASSING_ON) or file.startswith(("<", *_LIBRARIES)) else "other"
+
+
+def _place(frame: FrameType, number: int) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{number}"
 
 
 def _shown(name: str, value: object) -> str:
     flag = f"--{name.replace('_', '-')}"
-    return flag if value is None or isinstance(value, bool) else f"{flag} {value}"
+    if value is None:
+        return f"{flag} (not given)"
+    return flag if isinstance(value, bool) else f"{flag} {value}"

@@ -20,7 +20,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from cp_plugin.megatron.startup import saved_files
+from cp_plugin.megatron.startup import failures
 
 _GROUPS = ("network size", "mla", "moe", "tokenizer", "heterogeneous architecture", "experimental_attention_variant")
 _MORE = (
@@ -55,11 +55,11 @@ def flags(folder: Path, step: int | None, parser: argparse.ArgumentParser) -> li
 
     Args:
         folder: as given to ``--load``.
-        step: as given to ``--ckpt-step``; None: the tracker file's, or else the newest complete one.
+        step: as given to ``--ckpt-step``; None: the tracker file's.
         parser: Megatron's, with the plugin's flags.
 
     Raises:
-        ValueError: for a folder without a complete checkpoint, or with arguments that cannot be read or put in flags.
+        ValueError: for a folder without such a checkpoint, or with arguments that cannot be read or put in flags.
     """
     saved = vars(arguments(folder, step))
     asked = [a for a in _of_the_model(parser) if saved.get(a.dest) is not None and saved[a.dest] != a.default]
@@ -79,17 +79,16 @@ def arguments(folder: Path, step: int | None) -> argparse.Namespace:
     """Megatron's arguments saved in a checkpoint; ValueError as in ``flags``."""
     if not folder.is_dir():
         raise ValueError(f"--load {folder}: there is no such folder")
-    complete = saved_files.iterations(folder)
-    if not complete:
-        raise ValueError(f"--load {folder}: there is no complete checkpoint in it")
-    if step is None:  # what Megatron would load
-        latest = saved_files.latest(folder)
-        step = latest if latest in complete else complete[-1]
-    if step not in complete:
-        raise ValueError(f"--ckpt-step {step}: --load {folder} has complete checkpoints of {complete}")
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if step is None and tracker.is_file() and (latest := tracker.read_text(errors="replace").strip()).isdecimal():
+        step = int(latest)
+    if step is None:
+        raise ValueError(f"--load {folder}: {tracker.name} names no checkpoint in it: choose one with --ckpt-step")
     directory = folder / f"iter_{step:07d}"
-    with saved_files.readable(str(folder), step):
+    try:
         found = _common(directory).get("args")
+    except failures.ENDS as error:
+        raise ValueError(f"{directory}: the checkpoint cannot be read ({failures.summary(error)})") from error
     if not isinstance(found, argparse.Namespace):
         raise ValueError(f"{directory}: the arguments of its training were not saved: give the model's flags by hand")
     return found

@@ -217,6 +217,8 @@ def build_datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
 
+    if not args.mock_data and config.blend is None and config.blend_per_split is None:
+        raise ValueError("there is no data to train on: add --data-path PREFIX, or --mock-data")
     kind = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, samples, partial(_builds_data, vp_stage), config).build()
 

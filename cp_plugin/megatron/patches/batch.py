@@ -91,7 +91,10 @@ def _on_pack(cp: ContextParallel, batch: dict[str, Any]) -> ContextParallel:
     if where is None:
         runtime.require_places(cp)
         return cp
-    return packing.on_pack(cp, where, tokens) if tokens else cp
+    if not tokens:
+        return cp
+    packing.note_sliced(cp, where, tokens)
+    return packing.on_pack(cp, where, tokens)
 
 
 def pad_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:

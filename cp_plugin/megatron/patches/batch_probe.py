@@ -20,8 +20,9 @@ def batches(original: Callable[..., Any], replacement: Callable[..., Any]) -> st
     """In one layout it leaves the tokens to ``get_batch_on_this_cp_rank``, and describes the whole pack."""
     from megatron.core import utils
 
-    row, bounds = torch.arange(TOKENS).unsqueeze(0), torch.tensor([[0, 5, TOKENS]], dtype=torch.int32)
-    batch = {**dict.fromkeys(_ENTRIES, row), "cu_seqlens": bounds, "max_seqlen": torch.tensor([11])}
+    row = torch.arange(TOKENS, device=stock.device()).unsqueeze(0)
+    bounds, longest = (torch.tensor(x, dtype=torch.int32, device=row.device) for x in ([[0, 5, TOKENS]], [11]))
+    batch = {**dict.fromkeys(_ENTRIES, row), "cu_seqlens": bounds, "max_seqlen": longest}
     sliced = row[:, :3]  # as no layout would have it
 
     def slicer(given: dict[str, Any], **_: Any) -> dict[str, Any]:

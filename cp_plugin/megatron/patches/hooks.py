@@ -20,7 +20,6 @@ from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args, early, stops
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.layers import modelopt
-from cp_plugin.megatron.models import vocabulary
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.hybrid_model import HYBRID_MODEL
@@ -47,7 +46,6 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
     """Around Megatron's validation: check the flags before and after, then start what they ask for."""
     settings = args.settings_from(parsed)
     STATE.strict = getattr(parsed, "cp_unknown_source", None) == "stop"
-    vocabulary.check(parsed)
     if cpu.active():
         cpu.check_flags(parsed)
         checks.need_provider_on_cpu(parsed, settings)
@@ -88,7 +86,7 @@ def _validate_args(call: Call) -> argparse.Namespace:
     with refusals.output_held(), validation(call["args"]):
         try:
             return call.original()
-        except stops.KINDS as error:
+        except (*stops.KINDS, *stops.CRASHES) as error:
             if refusals.message_of(error) is not None:
                 raise
             raise ValueError(stops.reason(error, call["args"])) from error

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.packs import place_lengths
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.state import STATE
 from cp_plugin.placement.documents import DOCUMENTS
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"
@@ -99,12 +101,32 @@ def on_pack(cp: ContextParallel, where: Tensor | None, tokens: int) -> ContextPa
     Args:
         where: documents begin, as ``places`` returns it; read from the device once.
         tokens: of the whole pack; those after the last document count as one more.
+
+    Raises:
+        ValueError: for bounds by which no batch was sliced.
     """
     if where is None or cp.size == 1 or cp.layout.name != DOCUMENTS.name:
         return cp
-    lengths = _once(where, "_cp_plugin_lengths", (where,), tokens, partial(_lengths, where, tokens))
+
+    def make() -> list[int]:
+        found = _lengths(where, tokens)
+        if STATE.placed and hash(tuple(found)) not in STATE.placed:
+            raise ValueError(
+                f"the model is given documents of {found[:8]} tokens, by which no batch was sliced: slice the batch by "
+                "the bounds that PackedSeqParams has (cu_seqlens_q_padded, or else cu_seqlens_q)"
+            )
+        return found
+
+    lengths = _once(where, "_cp_plugin_lengths", (where,), tokens, make)
     model = runtime.model()
     return place_lengths(cp, lengths, left=None if model is None else model.left)
+
+
+def note_sliced(cp: ContextParallel, where: Tensor, tokens: int) -> None:
+    """Let a pack of the training be placed by these bounds; on the first stage, whose layers come after slicing."""
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    if STATE.documents_expected and cp.layout.name == DOCUMENTS.name and first:
+        STATE.placed.append(hash(tuple(_lengths(where, tokens))))
 
 
 def places(packed: PackedSeqParams | None) -> Tensor | None:
@@ -135,6 +157,11 @@ def _read(packed: PackedSeqParams, tokens: int) -> Tensor:
     if real is None and padded is None:
         raise ValueError("the PackedSeqParams of this batch have no cu_seqlens_q")
     starts = real if padded is None else padded
+    if padded is not None and real is not None and (len(padded) != len(real) or (padded.diff() < real.diff()).any()):
+        raise ValueError(
+            f"documents of {real.diff().tolist()[:8]} tokens are in places for {padded.diff().tolist()[:8]}: give "
+            "their bounds without padding as cu_seqlens_q, and those with it as cu_seqlens_q_padded"
+        )
     places = [*starts.tolist(), tokens]
     if padded is not None and real is not None:
         places += (padded[:-1] + real.diff()).tolist()

@@ -1,10 +1,11 @@
-"""Padded sequences (``--cp-pad-sequence``) beyond the batch: pipeline stages and experts.
+"""Padded sequences beyond the batch: pipeline stages and experts, whoever pads (``--cp-pad-sequence`` or the script).
 
 batch               ``batch.pad_batch`` appends tokens that count in no loss
 attention, states   are causal, so no token sees the padding; in a pack it is one more document
 pipeline stages     are told the padded length
-routers             get a padding mask, so padding counts neither in balancing nor in losses and statistics. Their
-                    logged z-loss is that of all tokens, where Megatron averages the means of ranks
+routers             get a padding mask, so padding counts neither in balancing nor in losses and statistics
+losses of experts   with a padding mask are those of all ranks' tokens. Megatron averages the ranks' z-losses, though
+                    some have fewer tokens, and takes the tokens of all ranks for those of each
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from cp_plugin.megatron import compat, runtime
+from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.patching import Call, around
 
 _LENGTHS = ("seq_length", "decoder_seq_length")
@@ -34,16 +37,39 @@ def padded_lengths(named: Mapping[str, Any]) -> dict[str, int]:
 
 @around
 def replace_router_forward(call: Call) -> Any:
-    """In training, give ``TopKRouter.forward`` a padding mask.
+    """In training, give ``TopKRouter.forward`` a padding mask, if it needs one, and weigh its z-loss by tokens.
 
-    Its input is ``[s/cp, b, h]``, with sequence parallelism ``[s/cp/tp, b, h]``.
+    Its input is ``[s/cp, b, h]``, with sequence parallelism ``[s/cp/tp, b, h]``. With a mask and a z-loss, collective
+    over the context- and tensor-parallel ranks, which all have a mask or none.
 
     Raises:
-        ValueError: for sequences of another length than ``--seq-length``.
+        ValueError: for padded sequences of another length than ``--seq-length``.
     """
-    if call["padding_mask"] is not None or not torch.is_grad_enabled():
+    router, padding = call["self"], call["padding_mask"]
+    if not torch.is_grad_enabled():
         return call.original()
-    rows, batch = call["input"].shape[:2]
+    if padding is None and runtime.settings().pad_sequence:
+        padding = _padding_of(call["input"])
+    config: Any = getattr(router, "config", None)
+    coefficient = getattr(config, "moe_z_loss_coeff", None)
+    if padding is None or coefficient is None or router.tp_cp_group.size() == 1:
+        return call.original(padding_mask=padding)
+    mine = (~padding).sum().clamp(min=1).float()
+    everyone = mine.clone()
+    dist.all_reduce(everyone, group=router.tp_cp_group)
+    weight = mine * router.tp_cp_group.size() / everyone
+    before = 0 if (logged := compat.logged_of_experts("z_loss")) is None else logged.clone()
+    scaled = coefficient if config.calculate_per_token_loss else coefficient * weight  # or else it is a sum already
+    with patching.lent(config, moe_z_loss_coeff=scaled):
+        found = call.original(padding_mask=padding)
+    if (logged := compat.logged_of_experts("z_loss")) is not None:
+        logged.sub_(before).mul_(weight).add_(before)
+    return found
+
+
+def _padding_of(hidden: Tensor) -> Tensor:
+    """Which tokens ``[s/cp, b]``, or ``[s/cp/tp, b]``, of a router's input are ``--cp-pad-sequence`` padding."""
+    rows, batch = hidden.shape[:2]
     cp, model = runtime.context_parallel(), runtime.model()
     assert model is not None, "padding is asked for by a flag"
     tokens = rows * model.parts * cp.size
@@ -53,23 +79,19 @@ def replace_router_forward(call: Call) -> Any:
             f"padded to {model.problem.seq_length}: it cannot tell which are padding. Use batches of that length"
         )
     first = rows * parallel_state.get_tensor_model_parallel_rank() if model.parts > 1 else 0
-    padding = cp.positions(tokens, call["input"].device)[first : first + rows] >= tokens - model.padding
-    logged = compat.logged_of_experts("z_loss")
-    before = 0 if logged is None else logged.clone()
-    found = call.original(padding_mask=padding.unsqueeze(1).expand(rows, batch))
-    logged = compat.logged_of_experts("z_loss")
-    if logged is not None:
-        weight = (~padding).sum() * (tokens / rows / (tokens - model.padding))  # of this rank in the mean over ranks
-        logged.sub_(before).mul_(weight).add_(before)
-    return found
+    padding = cp.positions(tokens, hidden.device)[first : first + rows] >= tokens - model.padding
+    return padding.unsqueeze(1).expand(rows, batch)
 
 
 @around
 def replace_token_counts(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces ``get_tokens_per_expert_and_token_count``: every rank counts the ranks' mean number of tokens.
+    """Replaces ``get_tokens_per_expert_and_token_count``: with padding, every rank counts the ranks' mean of tokens.
 
-    Megatron weights a rank's load-balancing loss by its own tokens, of which padding leaves ranks unequally many.
+    Megatron weights a rank's load-balancing loss by its own tokens, of which padding leaves ranks unequally many; and
+    since it adds up in place, it takes those of all ranks for its own.
     """
+    if not call.arguments.get("with_padding_mask"):
+        return call.original()
     per_expert, _, total = call.original()
     groups = call.arguments.get("reduce_groups") or (call["reduce_group"],)
     return per_expert, total / prod(group.size() for group in groups), total

@@ -52,9 +52,9 @@ def batch(original: Callable[..., Any], replacement: Callable[..., Any]) -> str 
     """``get_batch_on_this_cp_rank``: what each rank keeps."""
 
     def made() -> dict[str, Any]:
-        row = torch.arange(TOKENS).unsqueeze(0)
+        row = torch.arange(TOKENS, device=stock.device()).unsqueeze(0)
         entries = {name: row + 100 * i for i, name in enumerate(("tokens", "labels", "loss_mask", "position_ids"))}
-        mask = torch.arange(TOKENS**2).view(1, 1, TOKENS, TOKENS)
+        mask = torch.arange(TOKENS**2, device=stock.device()).view(1, 1, TOKENS, TOKENS)
         none = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
         return entries | {"attention_mask": mask} | dict.fromkeys(none)
 
@@ -69,8 +69,9 @@ def batch(original: Callable[..., Any], replacement: Callable[..., Any]) -> str 
 
 def packed_batch(original: Callable[..., Any], replacement: Callable[..., Any]) -> str | None:
     """``get_thd_batch_on_this_cp_rank``: on one rank it leaves the batch as it is, and describes its documents."""
-    row, bounds = torch.arange(TOKENS).unsqueeze(0), torch.tensor([0, 5, TOKENS], dtype=torch.int32)
-    batch, packed = original({"tokens": row}, bounds, bounds, torch.tensor([11]), cp_size=1, cp_rank=0)
+    row = torch.arange(TOKENS, device=stock.device()).unsqueeze(0)
+    bounds, longest = (torch.tensor(x, dtype=torch.int32, device=row.device) for x in ([0, 5, TOKENS], [11]))
+    batch, packed = original({"tokens": row}, bounds, bounds, longest, cp_size=1, cp_rank=0)
     return difference("the tokens of one rank", row, batch["tokens"]) or difference(
         "the bounds of documents", bounds, packed.cu_seqlens_q_padded
     )
@@ -238,17 +239,20 @@ def calc_loss(original: Callable[..., Any], replacement: Callable[..., Any]) -> 
 
 
 def token_counts(original: Callable[..., Any], replacement: Callable[..., Any]) -> str | None:
-    """``get_tokens_per_expert_and_token_count``: tokens of each expert, of this rank, of all ranks."""
+    """``get_tokens_per_expert_and_token_count``: tokens of each expert, of a rank in the mean, of all ranks.
+
+    Two ranks with the same tokens; the sum over them is made in place, as Megatron's.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     routed = torch.tensor([[1, 0], [1, 0], [0, 1], [0, 0]])  # the last token is padding
-    with patching.lent(moe_utils, reduce_from_tensor_model_parallel_region=lambda x, group: x):
-        found = original(routed, stock.Group(), topk=1, with_padding_mask=True)
+    with patching.lent(moe_utils, reduce_from_tensor_model_parallel_region=lambda x, group: x.mul_(group.size())):
+        found = replacement(routed, stock.Group(0, _RANKS), topk=1, with_padding_mask=True)
     if len(found) != 3:
         return f"it returns {len(found)} values, not 3"
-    names = ("tokens of each expert", "this rank's tokens", "all ranks' tokens")
-    pairs = zip(names, (torch.tensor([2, 1]), torch.tensor(3), torch.tensor(3)), found, strict=True)
-    return next((x for name, want, got in pairs if (x := difference(name, want, torch.as_tensor(got)))), None)
+    names = ("tokens of each expert", "a rank's tokens", "all ranks' tokens")
+    pairs = zip(names, (torch.tensor([4.0, 2.0]), torch.tensor(3.0), torch.tensor(6.0)), found, strict=True)
+    return next((x for name, want, got in pairs if (x := difference(name, want, torch.as_tensor(got).float()))), None)
 
 
 def order_of_states(original: Callable[..., Tensor], replacement: Callable[..., Tensor]) -> str | None:

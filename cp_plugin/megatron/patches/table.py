@@ -273,15 +273,19 @@ def _padded(run: Run) -> bool:
     return run.settings.active and run.settings.pad_sequence
 
 
+def _experts(run: Run) -> bool:
+    return run.settings.active and run.has("num_experts")
+
+
 PADDING = (
     Patch(
         "megatron.core.transformer.moe.router:TopKRouter.forward",
         padding.replace_router_forward,
-        "padding, excluded from expert load balancing",
+        "padding, excluded from expert load balancing; z-loss by tokens",
         wraps("input", "padding_mask"),
         called_by="MoE layers",
-        otherwise="padding would count in expert load balancing",
-        when=lambda run: _padded(run) and run.has("num_experts"),
+        otherwise="padding would count in expert load balancing, or a z-loss weight tokens by the rank that holds them",
+        when=_experts,
     ),
     Patch(
         "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
@@ -290,7 +294,7 @@ PADDING = (
         wraps("reduce_group", probe=probes.token_counts),
         called_by="routers",
         otherwise="losses of experts would weight tokens by the rank that holds them",
-        when=lambda run: _padded(run) and run.has("num_experts"),
+        when=_experts,
     ),
 )
 

@@ -48,6 +48,12 @@ DROPOUT = flag(
 )
 QK_CLIP = flag("--qk-clip", why=_KERNEL)
 MAX_LOGIT = flag("--log-max-attention-logit", why=_KERNEL)
+SOFTCAP = flag("--attn-logit-softcapping", why="the kernels do not cap the scores, and would train as if without it")
+VARIANT = flag(
+    "--experimental-attention-variant",
+    why="such layers assume Megatron's own layout and groups",
+    refused=lambda v: True,
+)
 BATCH_INVARIANT = flag("--batch-invariant-mode", why="Megatron allows it only without context parallelism")
 FP8_ATTENTION = flag("--fp8-dot-product-attention", why=_TE_FP8, fix="use --cp-fp8 compute")
 PARTITION = flag(
@@ -86,11 +92,8 @@ RULES = (
     flag("--mla-down-proj-fusion", why="it needs Transformer Engine, and is not yet tested with the plugin"),
     QK_CLIP,
     MAX_LOGIT,
-    flag(
-        "--experimental-attention-variant",
-        why="such layers assume Megatron's own layout and groups",
-        refused=lambda v: True,
-    ),
+    SOFTCAP,
+    VARIANT,
     flag("--use-kitchen-attention", why="it would replace the provider with Kitchen's attention"),
     flag(
         "--attention-backend",

@@ -108,6 +108,8 @@ LAYER = (
     ),
     flags.QK_CLIP,
     flags.MAX_LOGIT,
+    flags.SOFTCAP,
+    flags.VARIANT,
     replace(
         flags.FP8_ATTENTION,
         name="FP8 attention of a layer",

@@ -16,6 +16,7 @@ causes errors of 3 % to 7 %, e5m2 in the kernel up to 12 %: the tolerance only s
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -81,6 +82,16 @@ def attention_problems(
         return Call(attend, reference(module, mine), whole, local)
 
     return _compare(module, call)
+
+
+def with_own_sink(module: CoreAttention) -> CoreAttention:
+    """A copy without hooks and with random sinks, for one whose parameters are there in the model's passes only."""
+    twin, sink, config = copy.copy(module), module.softmax_offset, module.config
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    own = torch.randn(heads, generator=torch.Generator().manual_seed(19)).to(sink.device, sink.dtype)
+    twin._parameters = {"softmax_offset": torch.nn.Parameter(own)}
+    twin._forward_pre_hooks, twin._forward_hooks = OrderedDict(), OrderedDict()
+    return twin
 
 
 def packed_problems(module: CoreAttention, tokens: int, device: torch.device, table: Tensor | None) -> list[str]:

@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core import utils as megatron_utils
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -39,7 +41,13 @@ from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import delta_net, hybrid, mtp, packing, patching
-from cp_plugin.megatron.selfcheck.attention_pass import attention_problems, pack_of, packed_problems, table_of
+from cp_plugin.megatron.selfcheck.attention_pass import (
+    attention_problems,
+    pack_of,
+    packed_problems,
+    table_of,
+    with_own_sink,
+)
 from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
 from cp_plugin.megatron.selfcheck.norm_pass import norm_problems
 from cp_plugin.placement.documents import DOCUMENTS
@@ -118,7 +126,8 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel, token
         problems += mtp.roll_problems(tokens, packs, device)
     if any(hybrid.keeps_layout(module) for module in modules):
         problems += hybrid.order_problems(tokens, packs, device)
-    layer = next(filter(delta_net.replaced, modules), None)
+    callable_alone = _without_gathered(chunks)
+    layer = next(filter(delta_net.replaced, callable_alone), None)
     if layer is not None:
         problems += delta_net_problems(layer, tokens, packs, device)
     for stack in filter(hybrid.converts, modules):
@@ -130,13 +139,29 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel, token
         if rows.shape != table[mine].shape or not torch.equal(rows, table[mine]):
             problems.append("rope differs")
     for kind in (CoreAttention, LinearCoreAttention):
-        attention = _first(modules, kind)
+        attention = _first(callable_alone, kind)
         if attention is not None:
             problems += attention_problems(attention, tokens, mine, table, rows)
-    attention = _first(modules, CoreAttention)
+    attention = _first(callable_alone, CoreAttention)
     if attention is not None and packed:
         problems += packed_problems(attention, tokens, device, table)
     return problems
+
+
+def _without_gathered(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the modules that can be called alone: not those whose weights a wrapper gathers for its own passes (FSDP).
+
+    Of such an attention, one with a sink of its own is among them; the others are checked by the step of the run.
+    """
+    found: list[torch.nn.Module] = []
+    for chunk in chunks:
+        gathers = isinstance(chunk, _BaseDataParallel) and type(chunk) is not DistributedDataParallel
+        for module in chunk.modules():
+            if not gathers or next(module.parameters(), None) is None:
+                found.append(module)
+            elif isinstance(module, CoreAttention):
+                found.append(with_own_sink(module))
+    return found
 
 
 def tokens_for(layout: Layout, size: int, *, cuda: bool) -> int:

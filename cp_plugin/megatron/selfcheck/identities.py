@@ -37,6 +37,8 @@ from cp_plugin.megatron.selfcheck.exact_rows import Rounding
 
 _OF_SQUARES, _OF_MAGNITUDES = 10.0, 64.0
 """Limits in units of u and of a: at least twice what was seen in any case."""
+_CHUNK = 1 << 20
+"""Elements that are multiplied at once: of six copies in float64, 48 MB."""
 _SOFTMAX = (("v", "out"), ("q", "k"))
 _LINEAR = (("v", "out"), ("q", "k"), ("q", "out"))
 
@@ -125,13 +127,14 @@ def sums(name: str, x: Tensor, dx: Tensor, shape: Sequence[int]) -> Tensor:
         name: ``q``, ``k``, ``v`` or ``out``.
         shape: tokens, batch, key/value heads g; the heads that share one follow each other in x.
     """
-    heads = []
-    for head in range(shape[2]):  # one at a time: products in float64 are large
-        value, slope = (y.reshape(*shape, -1)[:, :, head].double() for y in (x, dx))
+    total = torch.zeros(4, shape[2], dtype=torch.float64, device=x.device)
+    rows = max(1, _CHUNK * shape[0] // max(1, x.numel()))
+    for parts in zip(x.split(rows), dx.split(rows), strict=True):
+        value, slope = (part.reshape(len(part), *shape[1:], -1).double() for part in parts)
         product = value * slope
         factor = slope if name == "out" else value
-        heads.append(torch.stack([y.sum() for y in (product, product.square(), product.abs(), factor.square())]))
-    return torch.stack(heads, 1)
+        total += torch.stack([y.sum((0, 1, 3)) for y in (product, product.square(), product.abs(), factor.square())])
+    return total
 
 
 def compared(one: Tensor, other: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:

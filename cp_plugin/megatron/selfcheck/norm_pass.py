@@ -34,8 +34,7 @@ def norm_problems(optimizer: Any, device: torch.device) -> list[str]:
         return []
     parameters = parts[0].get_parameters()
     kept = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
+    _give_ones(parameters)
     try:
         mine = sum(x.numel() for x in _counted(parts[0])())
         found = float(optimizer.get_grad_norm())
@@ -53,6 +52,15 @@ def norm_problems(optimizer: Any, device: torch.device) -> list[str]:
     return [
         f"the norm of gradients is that of other ranks: {found:.6g} for {want:.6g}, so they would be clipped otherwise"
     ]
+
+
+def _give_ones(parameters: Sequence[Any]) -> None:
+    """Gradients of 1, in one buffer of the largest parameter's size: they are only read."""
+    for kind in {(parameter.dtype, parameter.device) for parameter in parameters}:
+        alike = [parameter for parameter in parameters if (parameter.dtype, parameter.device) == kind]
+        ones = torch.ones(max(parameter.numel() for parameter in alike), dtype=kind[0], device=kind[1])
+        for parameter in alike:
+            parameter.grad = ones[: parameter.numel()].view(parameter.shape)
 
 
 def _is_known(parts: Sequence[Any]) -> bool:

@@ -20,7 +20,6 @@ from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.args import UPSTREAM
 from cp_plugin.megatron.layers import fp8_scaling as scaling
 from cp_plugin.megatron.patches.patching import Call, around
-from cp_plugin.megatron.startup import saved_files
 
 ATTRIBUTE = "context_parallel_plugin"  # attribute of the saved arguments: flag -> value, as on a command line
 _PROVIDER, _SIZE, _LAYOUT = "--cp-provider", "--context-parallel-size", "--cp-layout"
@@ -32,13 +31,6 @@ def note() -> None:
     args = global_vars._GLOBAL_ARGS
     if args is not None and runtime.settings().active:
         setattr(args, ATTRIBUTE, current(args))
-
-
-def look() -> None:
-    """ValueError for an incomplete checkpoint, before anything is built; Megatron-FSDP reads parts of it by itself."""
-    args = global_vars._GLOBAL_ARGS
-    if args is not None:
-        saved_files.check(getattr(args, "load", None), getattr(args, "ckpt_step", None))
 
 
 def current(args: argparse.Namespace) -> dict[str, str]:
@@ -96,8 +88,7 @@ def replace_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., 
         running, asked = global_vars._GLOBAL_ARGS, call["sharded_state_dict"]
         if asked is not None and running is not None and not scaling.same_histories(current(running), then):
             scaling.drop_histories(asked)
-        with saved_files.readable(call["load_dir"], getattr(call["args"], "ckpt_step", None)):
-            result = call.original()
+        result = call.original()
         args = (result[0] or {}).get("args")
         if args is not None and running is not None:
             now, then = current(running), saved(args)

@@ -32,6 +32,7 @@ from cp_plugin.comm import MessageError, group
 from cp_plugin.comm.alarm import EXIT_STATUS, Alarm
 from cp_plugin.common import background, refusals
 from cp_plugin.common.text import ranks_named
+from cp_plugin.megatron.flags import stops
 from cp_plugin.megatron.state import STATE
 
 _DOING = {  # Megatron's function -> activity; the innermost counts
@@ -39,6 +40,7 @@ _DOING = {  # Megatron's function -> activity; the innermost counts
     "setup_model_and_optimizer": "building the model",
     "build_train_valid_test_data_iterators": "building the datasets",
     "load_checkpoint": "reading a checkpoint",
+    "read_metadata": "reading a checkpoint",
     "save_checkpoint": "writing a checkpoint",
     "train_step": "between phases of the step",
     "evaluate": "evaluation",
@@ -47,6 +49,7 @@ _DOING = {  # Megatron's function -> activity; the innermost counts
     "finalize_model_grads": "reduction of gradients",
     "training_log": "logging",
 }
+_SELFCHECK = "cp_plugin.megatron.selfcheck.first_batch"
 ENDS = (Exception, CheckpointException)
 """Errors that end a run; torch's checkpoint error is not an ``Exception``."""
 _PART_OF_TIMEOUT = 0.9  # a message is overdue after this part of the timeout, before NCCL's watchdog acts
@@ -73,19 +76,33 @@ def _give_up_after(alarm: Alarm, limit: float) -> None:
 def told() -> Iterator[None]:
     """Report an error that ends the ``with`` block to the other ranks, print the joint report, and re-raise.
 
-    Not a refusal in the first step or before: all ranks refuse, and its message says all.
+    Not a refusal in the first step or before: all ranks refuse, and its message says all. An error of Megatron's own
+    until then becomes a refusal in one line (``stops``), as does its exit with status 0 while it handles one.
     """
     try:
         yield
-    except (*ENDS, SystemExit) as error:
+    except (*ENDS, SystemExit) as raised:
+        error = raised
+        if isinstance(raised, SystemExit) and raised.code in (None, 0) and raised.__context__ is not None:
+            error = raised.__context__
         if refusals.message_of(error) is not None and not _iteration():
             raise
-        if not (isinstance(error, SystemExit) and error.code in (None, 0)) and STATE.alarm is not None:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            raise
+        frames = [f for e in dict.fromkeys((raised, error)) for f, _ in traceback.walk_tb(e.__traceback__)]
+        doing = ", ".join(_place(frames)[:2] if _iteration() is None else ["the first step", *_place(frames)[1:2]])
+        said = None if _iteration() else stops.in_setup(error, global_vars._GLOBAL_ARGS, doing, summary(error))
+        if STATE.alarm is not None:
+            story = described(error)
             with _sigterm_waits():  # torchrun kills the others as soon as one has failed
-                report = STATE.alarm.give(described(error))
-            if report is not None:
+                report = STATE.alarm.give(story)
+            if report is not None and not (said and report.endswith(story) and report.count("\n") == 1):
                 error.add_note(report)
                 print(f"cp_plugin: {report}", file=sys.stderr, flush=True)
+        if said is not None:
+            raise ValueError(said) from error
+        if error is not raised:
+            raise error from None
         raise
 
 
@@ -129,7 +146,8 @@ def _place(frames: Sequence[FrameType]) -> list[str]:
     doing, layer = "start" if iteration is None else "between steps", ""
     for frame in frames:
         name = frame.f_code.co_name
-        doing = _DOING.get(name, doing)
+        checks = frame.f_globals.get("__name__") == _SELFCHECK
+        doing = _DOING.get(name, "self-check" if checks else doing)
         if name in ("step", "prepare_grads", "step_with_ready_grads") and "optimizer" in frame.f_code.co_filename:
             doing = "optimizer"
         number = getattr(frame.f_locals.get("self"), "layer_number", None)

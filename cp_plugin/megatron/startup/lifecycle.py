@@ -20,7 +20,6 @@ def replace_initialize_model_parallel(call: Call) -> None:
     rope.forget_cached_embeddings()
     failures.watch(60.0 * call["distributed_timeout_minutes"])
     agreement.require()
-    checkpoint.look()
     call.original()
     if runtime.settings().active:
         options = groups.options_from(call.arguments)

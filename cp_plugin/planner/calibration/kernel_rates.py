@@ -181,6 +181,6 @@ def _counted(operation: Callable[..., Any], tensors: Sequence[Tensor], *, one: b
         found[1] += nbytes
 
     without_data = [torch.empty_like(t, device="meta") for t in tensors]
-    with Passes(add, lambda flops, dtype, nbytes: None, Meter()) as passes, observed(passes.one_pass if one else None):
+    with Passes(add, lambda flops, dtype: None, Meter()) as passes, observed(passes.one_pass if one else None):
         operation(*without_data)
     return found[0], found[1]

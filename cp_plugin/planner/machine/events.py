@@ -31,8 +31,6 @@ class Products(NamedTuple):
     flops: int
     launches: int
     dtype: str
-    nbytes: int = 0
-    """Bytes read and written, where these may take longer than the FLOPs; else 0."""
 
 
 class Memory(NamedTuple):

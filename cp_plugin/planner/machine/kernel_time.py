@@ -18,8 +18,7 @@ def seconds(event: Event, device: Device) -> float:
         case Attention():
             return _attention(event, device)
         case Products():
-            reading = event.nbytes / device.memory_bytes_per_s
-            return max(event.flops / _rate(device, event.dtype), reading) + event.launches * device.launch_s
+            return event.flops / _rate(device, event.dtype) + event.launches * device.launch_s
         case Memory():
             return event.nbytes / device.memory_bytes_per_s + event.launches * device.launch_s
     return 0.0

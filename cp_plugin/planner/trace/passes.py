@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from cp_plugin.common.without_data import Kind, WithoutData, empty, tensors_in
-from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.payload import message_bytes
 from cp_plugin.planner.trace.memory import Meter
 
@@ -19,13 +19,11 @@ from cp_plugin.planner.trace.memory import Meter
 class Passes(WithoutData):
     """While active, reports every operation that touches memory to ``memory`` or ``products``."""
 
-    def __init__(
-        self, memory: Callable[[int, int], None], products: Callable[[int, str, int], None], meter: Meter
-    ) -> None:
+    def __init__(self, memory: Callable[[int, int], None], products: Callable[[int, str], None], meter: Meter) -> None:
         """
         Args:
             memory: (bytes read and written, launches).
-            products: (FLOPs, dtype, bytes read and written).
+            products: (FLOPs, dtype).
             meter: counts live tensors.
         """
         super().__init__()
@@ -43,7 +41,7 @@ class Passes(WithoutData):
             return
         if kind == "product":
             flops = flop_registry[func.overloadpacket](*args, **named, out_val=result)
-            self._products(flops, dtype_name(result.dtype), _nbytes((args, result)))
+            self._products(flops, dtype_name(result.dtype))
         else:
             self._memory(_touched(func, args, named, result), 1)
 
@@ -96,12 +94,6 @@ def _of_message(
     return tuple(empty((sum(n), *shape), dtype) for n, shape, dtype in zip(rows, shapes, dtypes, strict=True))
 
 
-def _parts(q: Tensor, keys: Any, values: Any, v_head_dim: int, *rest: Any) -> tuple[Tensor, Tensor]:
-    """One part: their number depends on the device, and their size is small relative to the cache."""
-    wide, shape = accumulation_dtype(q.dtype), (1, *q.shape[:3])
-    return empty((*shape, v_head_dim), wide), empty(shape, wide)
-
-
 _FUSED: dict[str, Callable[..., Any]] = {
     "merge": _merged,
     "merge_into": lambda *parts: None,
@@ -109,7 +101,6 @@ _FUSED: dict[str, Callable[..., Any]] = {
     "scatter_rows": _rows,
     "pack_message": _message,
     "unpack_message": _of_message,
-    "decode": _parts,
 }
 """Results of the operations of ``cp_plugin.kernels.fused``, without running them."""
 

@@ -93,12 +93,11 @@ class Seen(NamedTuple):
 
 
 @contextmanager
-def traced(setup: Setup, index: int, *, tiled: bool = False, reads: bool = False) -> Iterator[Seen]:
+def traced(setup: Setup, index: int, *, tiled: bool = False) -> Iterator[Seen]:
     """Record what is done with meta tensors through ``Seen.cp``; ValueError for a setup that cannot run.
 
     Args:
         tiled: as for ``program``.
-        reads: also count the bytes of matrix products, where these are small enough to be memory-bound.
     """
     if setup.reason is not None:
         raise ValueError(f"provider {setup.provider.name!r} cannot do this: {setup.reason}")
@@ -108,7 +107,7 @@ def traced(setup: Setup, index: int, *, tiled: bool = False, reads: bool = False
     meter = Meter()
     passes = Passes(
         lambda nbytes, launches: _add_memory(events, nbytes, launches),
-        lambda flops, dtype, nbytes: events.append(Products(flops, 1, dtype, nbytes if reads else 0)),
+        lambda flops, dtype: events.append(Products(flops, 1, dtype)),
         meter,
     )
     mesh.passes = passes

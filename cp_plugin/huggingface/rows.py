@@ -1,0 +1,311 @@
+"""Rows of each rank's own: outside a divided model all is as under data parallelism, inside ranks hold tokens.
+
+    rank 0    row 0 ------+    +-- tokens 0 1 of rows 0 1 --> model --+    +--> logits of row 0
+                          +----+                                      +----+
+    rank 1    row 1 ------+    +-- tokens 2 3 of rows 0 1 --> model --+    +--> logits of row 1
+
+The ranks' losses add up to the loss of all rows. Loading rows needs no communication, so that any loader will do, and
+what the model says of a row comes back to the rank that has it, so that whoever gathers and counts rows may go on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cp_plugin.attention.agreement import gathered
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm import Ledger, Mesh
+from cp_plugin.common.eager import eager
+from cp_plugin.common.text import ranks_named
+from cp_plugin.core.mask import document_bounds
+from cp_plugin.huggingface.attention import placed, refuse
+from cp_plugin.huggingface.batch import IGNORED, part
+from cp_plugin.placement.documents import DOCUMENTS
+
+ROWS = "cp_rows"
+"""Key of a tensor ``[b, s]`` by which rows of a rank's own are known: 1 where an example begins; -1: nobody knows."""
+ASKED = "cp_asked"
+"""Key of what is asked for instead of the model's output: an object with ``of(forward, named)``."""
+_TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_idx")
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_FILLING = (0, IGNORED, 0)
+"""Of input_ids, labels and starts; no counted token sees them, whatever they are."""
+_TEXT = 400
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Where the tokens of a batch ``[b, s]`` of all ranks are, and whose they are."""
+
+    cp: ContextParallel
+    owner: Tensor
+    """``[b, s]``: the rank whose row a token is in; -1: of none."""
+    place: Tensor
+    """``[b, s]``: its place in that rank's rows."""
+    mine: tuple[int, int]
+    """Shape of this rank's rows."""
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """``[b, s / size, ...]`` of the tokens here -> ``[*mine, ...]`` of the rows of this rank; differentiable."""
+        cp, kind = self.cp, x.dtype
+        n = self.owner.size(1)
+        x = x.flatten(0, 1).to(torch.uint8 if kind == torch.bool else kind)
+        tokens = [cp.layout.positions(n, cp.size, number, x.device) for number in cp.numbers]
+        owners = [self.owner[:, here].flatten() for here in tokens]
+        longest = int(torch.stack([torch.bincount(of[of >= 0], minlength=cp.size) for of in owners]).max())
+        leaving = [(owners[cp.index] == rank).nonzero().flatten() for rank in range(cp.size)]
+        parts = torch.stack([pad(x[of], (*([0, 0] * (x.dim() - 1)), 0, longest - len(of))) for of in leaving])
+        parts = _ToOwners.apply(parts, cp.mesh)
+        coming = [(of == cp.index).nonzero().flatten() for of in owners]
+        found = torch.cat([part[: len(of)] for part, of in zip(parts, coming, strict=True)])
+        places = torch.cat([self.place[:, here].flatten()[of] for here, of in zip(tokens, coming, strict=True)])
+        return found.new_zeros(found.shape).index_copy(0, places, found).unflatten(0, self.mine).to(kind)
+
+
+class _ToOwners(torch.autograd.Function):
+    """Part i of ``[size, ...]`` to rank i. The gradient goes the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh, usual, mesh.ledger = mesh, mesh.ledger, Ledger()
+        sizes = tuple(mesh.axes.values())
+        x = x.unflatten(0, sizes)
+        try:
+            for i, axis in enumerate(mesh.axes):
+                (arrived,) = mesh.all_to_all(axis, (x.movedim(i, 0).contiguous(),)).wait()
+                x = arrived.movedim(0, i)
+        finally:
+            mesh.ledger = usual
+        return x.flatten(0, len(sizes) - 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ToOwners.apply(grad, ctx.mesh), None
+
+
+def of_own_rows(cp: ContextParallel, model: Callable[..., Any], training: bool, named: dict[str, Any]) -> Any:
+    """The model's output for this rank's rows: in training, if there are labels, without logits."""
+    batch, where = _of_all_ranks(cp, training, named)
+    return _to_own_rows(model(**batch), where, training, batch.get("labels") is not None)
+
+
+@eager
+def _of_all_ranks(cp: ContextParallel, training: bool, named: dict[str, Any]) -> tuple[dict[str, Any], _Where]:
+    """Arguments of the model for this rank's tokens of all ranks' rows. Collective.
+
+    Raises:
+        ValueError: on every rank, for what cannot be divided on any, or for ranks that differ in more than rows.
+    """
+    named = dict(named)
+    examples = named.pop(ROWS)
+    ids, following = named["input_ids"], named.get("shift_labels") if named.get("labels") is not None else None
+    problem, starts, counted = None, ids, following
+    try:
+        starts = starts_of(named)
+        counted = None if following is None else _without_repeated(following, examples, training)
+    except ValueError as error:
+        problem = str(error)
+    items, (b, s) = named.get("num_items_in_batch"), ids.shape if problem is None else (0, 0)
+    count, kept = (0 if x is None else int((x != IGNORED).sum()) for x in (following, counted))
+    ours = [problem is not None, following is not None, training, -1.0 if items is None else float(items)]
+    theirs = [b, s, problem is None and bool(starts[:, 1:].any()), count, kept]
+    table = _agreed(cp, ours, theirs, problem, ids.device)
+    shapes = [(int(row[0]), int(row[1])) for row in table]
+    x = torch.stack([ids, torch.full_like(ids, IGNORED) if counted is None else counted, starts])
+    if any(row[2] for row in table):
+        ids, labels, starts, owner, place = _in_one_row(cp, x, shapes)
+        bounds = (*starts[0].nonzero().flatten().tolist(), ids.size(1))
+    else:
+        ids, labels, starts, owner, place = _stacked_rows(cp, x, shapes)
+        bounds = (0, ids.size(1)) if cp.layout == DOCUMENTS and cp.size > 1 else ()
+    rest = {key: x for key, x in named.items() if key not in (*_TOKENS, *_BOUNDS)}
+    batch = part(cp, ids, None if following is None else labels, bounds)
+    total, real = (sum(row[i] for row in table) for i in (3, 4))
+    if items is not None and 0 < real < total:
+        rest["num_items_in_batch"] = items * real / total
+    return batch | rest, _Where(placed(cp, bounds), owner, place, (b, s))
+
+
+def _loading() -> Any:
+    """accelerate's state of the loader in use; None without accelerate."""
+    accelerate = sys.modules.get("accelerate.state")
+    return None if accelerate is None else accelerate.GradientState()
+
+
+def _uneven() -> bool:
+    sampler = getattr(getattr(_loading(), "active_dataloader", None), "batch_sampler", None)
+    return not getattr(sampler, "even_batches", True) and not getattr(sampler, "drop_last", True)
+
+
+def _without_repeated(following: Tensor, examples: Tensor, training: bool) -> Tensor:
+    """Without labels of the examples by which accelerate fills up the last batch of an evaluation."""
+    state = _loading()
+    if training or state is None or not state.end_of_dataloader or state.remainder <= 0:
+        return following
+    refuse(
+        bool((examples < 0).any()),
+        "an evaluation whose last batch is not full, of packs that do not tell which example is where",
+    )
+    number = examples.flatten().cumsum(0).view(examples.shape)  # from 1
+    first = int(number[-1, -1]) * (dist.get_rank() if dist.is_initialized() else 0)
+    return following.masked_fill(number + first > state.remainder, IGNORED)
+
+
+def _agreed(
+    cp: ContextParallel, ours: list[Any], theirs: list[Any], problem: str | None, device: torch.device
+) -> list[list[float]]:
+    """Every rank's ``theirs``, in rank order, once all have the same ``ours``."""
+    if cp.size == 1:
+        if problem is not None:
+            raise ValueError(problem)
+        return [theirs]
+    header = torch.tensor([[*ours, *theirs]], dtype=torch.float64, device=device)
+    table = gathered(cp.mesh, header).tolist()
+    failed = [rank for rank, row in enumerate(table) if row[0]]
+    if failed:
+        text = (problem or "").encode()[:_TEXT].ljust(_TEXT)
+        texts = gathered(cp.mesh, torch.tensor([list(text)], dtype=torch.uint8, device=device)).tolist()
+        raise ValueError(f"{ranks_named(failed)}: {bytes(texts[failed[0]]).decode(errors='ignore').strip()}")
+    for column, what in enumerate(
+        (
+            "labels: some have them, and some have none",
+            "model.training",
+            "num_items_in_batch: leave average_tokens_across_devices on",
+        ),
+        start=1,
+    ):
+        if len({row[column] for row in table}) > 1:
+            values = ", ".join(f"{row[column]:g}" for row in table)
+            raise ValueError(f"context-parallel ranks differ in {what} (ranks 0-{cp.size - 1}: {values})")
+    return [row[len(ours) :] for row in table]
+
+
+def _stacked_rows(cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """``[n, b, s]`` of this rank -> tensors ``[size * b, s]``: the n of all ranks, their owners, and their places."""
+    b, longest = (max(sizes) for sizes in zip(*shapes, strict=True))
+    s = cp.layout.padded(longest, cp.size)
+    whole = _gathered(cp, x, (b, s))
+    rows, tokens = torch.arange(b, device=x.device)[:, None], torch.arange(s, device=x.device)[None]
+    owner, place = (x.new_zeros(cp.size, b, s) for _ in range(2))
+    for rank, (r, n) in enumerate(shapes):
+        owner[rank] = torch.where((rows < r) & (tokens < n), rank, -1)
+        place[rank] = rows * n + tokens
+    return *whole.flatten(1, 2), owner.flatten(0, 1), place.flatten(0, 1)
+
+
+def _in_one_row(cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """The same as tensors ``[1, s]``: one row of all ranks' documents; what fills it up is a document of its own."""
+    sizes = [b * s for b, s in shapes]
+    whole = _gathered(cp, x.flatten(1)[:, None], (1, max(sizes)))
+    here = x.device
+    owner = torch.repeat_interleave(torch.arange(cp.size, device=here), torch.tensor(sizes, device=here))
+    place = torch.cat([torch.arange(size, device=here) for size in sizes])
+    joined = torch.cat([whole[:, rank, 0, :size] for rank, size in enumerate(sizes)], dim=-1)
+    more = (0, cp.layout.padded(sum(sizes), cp.size) - sum(sizes))
+    rows = [pad(row, more, value=value) for row, value in zip((*joined, owner, place), (*_FILLING, -1, 0), strict=True)]
+    if more[1]:
+        rows[2][-more[1]] = 1
+    return tuple(row[None] for row in rows)
+
+
+def _gathered(cp: ContextParallel, x: Tensor, shape: tuple[int, int]) -> Tensor:
+    """``[n, ...]`` of every rank, filled up to ``shape``: ``[n, size, *shape]``."""
+    more = (0, shape[1] - x.size(2), 0, shape[0] - x.size(1))
+    x = torch.stack([pad(one, more, value=value) for one, value in zip(x, _FILLING, strict=True)])
+    return (gathered(cp.mesh, x[None]) if cp.size > 1 else x[None]).transpose(0, 1)
+
+
+@eager
+def _to_own_rows(output: Any, where: _Where, training: bool, labelled: bool) -> Any:
+    cp = where.cp
+    shape = (where.owner.size(0), where.owner.size(1) // cp.size)
+
+    def own(name: str, x: Any) -> Any:
+        if isinstance(x, tuple | list):
+            return type(x)(own(name, one) for one in x)
+        if not isinstance(x, Tensor) or not x.dim():
+            return x
+        refuse(x.shape[:2] != shape, f"an output `{name}` of {list(x.shape)}, which is not one of {list(shape)} tokens")
+        return where.to_rows(x)
+
+    if not isinstance(output, Mapping):
+        names = ("loss", "logits") if labelled else ("logits",)
+        return tuple(
+            _loss(cp, x, training) if name == "loss" else own(name, x)
+            for x, name in zip(output, (*names, *["output"] * len(output)), strict=False)
+        )
+    found = {}
+    for name, x in output.items():
+        if name == "loss" and x is not None:
+            x = _loss(cp, x, training)
+        elif not (name == "logits" and labelled and training):
+            x = own(name, x)
+        else:
+            continue
+        found[name] = x
+    return type(output)(**found)
+
+
+def _loss(cp: ContextParallel, loss: Tensor, training: bool) -> Tensor:
+    """In an evaluation the same value on every rank, because some ranks' are not counted in its last batch."""
+    if training or cp.size == 1:
+        return loss
+    mean = gathered(cp.mesh, loss.detach().view(1)).mean(0)
+    return loss + (mean - loss).detach()
+
+
+def starts_of(named: Mapping[str, Any]) -> Tensor:
+    """1 where a document begins, int64 like the ids.
+
+    Raises:
+        ValueError: for rows that cannot be divided.
+    """
+    ids = named["input_ids"]
+    refuse(ids.dim() != 2, f"input_ids of {list(ids.shape)}, which are not [b, s]")
+    for name, x in named.items():
+        if isinstance(x, Tensor) and x.numel() > 1 and name not in (*_BOUNDS, ROWS):
+            refuse(name not in _TOKENS, f"`{name}` in rows: remove it from them, or in a collate function")
+            shapes = (ids.shape, (1, ids.size(1))) if name == "position_ids" else (ids.shape,)
+            refuse(x.shape not in shapes, f"`{name}` of {list(x.shape)} for input_ids of {list(ids.shape)}")
+    refuse(_uneven(), "even_batches=False of accelerate, by which ranks get different numbers of batches")
+    refuse(bool(named.get("logits_to_keep")), "logits_to_keep, which would count from the end of each shard")
+    mask = named.get("attention_mask")
+    real = torch.ones_like(ids) if mask is None else (mask != 0).long()
+    refuse(bool((real.diff(dim=1) > 0).any()), "padding on the left: set the tokenizer's padding_side to right")
+    starts = torch.zeros_like(ids)
+    positions, bounds = named.get("position_ids"), named.get("cu_seq_lens_q")
+    if positions is not None:
+        starts[:, 1:] = (positions.expand(ids.shape).diff(dim=1) != 1) & (real[:, 1:] != 0)
+    if bounds is not None:
+        ends = document_bounds(bounds, ids.numel())
+        other = named.get("cu_seq_lens_k")
+        refuse(other is not None and document_bounds(other, ids.numel()) != ends, "other cu_seq_lens_k than _q")
+        told = torch.zeros_like(ids)
+        told.view(-1)[list(ends[:-1])] = 1
+        told[:, 0] = 0
+        refuse(bool(starts.any()) and not torch.equal(starts, told), "other documents by position_ids than by bounds")
+        starts = told
+    documents = named.get("seq_idx")
+    if documents is not None:
+        differ = documents.diff(dim=1) != 0
+        refuse(not torch.equal(differ, starts[:, 1:] != 0), "other documents by seq_idx than by position_ids")
+    refuse(
+        mask is not None and bool(starts[:, 1:].any()),
+        "documents beside an attention_mask, with which transformers looks for none: leave the mask out",
+    )
+    starts[:, 0] = 1
+    if positions is not None:
+        index = torch.arange(ids.size(1), device=ids.device).expand(ids.shape)
+        counted = index - (index * starts).cummax(dim=1).values
+        known = (counted, index) if bounds is not None else (counted,)
+        wrong = all(bool(((positions != count) & (real != 0)).any()) for count in known)
+        refuse(wrong, "position_ids that do not count from 0 in each document")
+    return starts

@@ -1,1 +1,0 @@
-"""Serving: prices of prefill, decode and the KV cache."""
