@@ -211,15 +211,16 @@ def _at_received(step: int, happen: Callable[..., None]) -> None:
 
 
 def _in_call(number: int, happen: Callable[..., None]) -> None:
-    """In that call of softmax attention; the merge weight is restored afterwards."""
+    """In that call of softmax attention, less those of the tiny step; the merge weight is restored afterwards."""
     from cp_plugin import ContextParallel
     from cp_plugin.kernels import fused
+    from cp_plugin.megatron.state import STATE
 
     attend, weight, count = ContextParallel.attention, fused._weight, 0
 
     def attention(*args: Any, **named: Any) -> Any:
         nonlocal count
-        count += 1
+        count += not STATE.trial
         if count == number:
             happen()
         try:

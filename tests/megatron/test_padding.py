@@ -294,7 +294,7 @@ def test_stages_of_a_pipeline_are_told_padded_lengths(
     padding: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.patches.padding import replace_get_forward_backward_func
+    from cp_plugin.megatron.selfcheck.step import replace_get_forward_backward_func
 
     padding(9, 12, parts=2)
     monkeypatch.setattr(runtime, "context_parallel", lambda: _one_of("striped", 0))

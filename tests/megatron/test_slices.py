@@ -79,13 +79,12 @@ def _batches(change: Callable[[dict[str, Tensor]], Any], whole: bool) -> Callabl
     return prepare
 
 
-def _ignore_the_first(batch: dict[str, Tensor]) -> None:
-    batch["labels"] = batch["labels"].clone()
-    batch["labels"][:, 0] = 0
+def _forget_some(batch: dict[str, Tensor]) -> None:
+    batch["labels"] = batch["labels"] // 2  # as on one rank
 
 
 def test_a_script_that_changes_labels_trains(capfd: pytest.CaptureFixture[str]) -> None:
-    train(2, STRIPED, steps=3, prepare=_batches(_ignore_the_first, whole=False))
+    train(2, STRIPED, steps=3, prepare=_batches(_forget_some, whole=False))
     lines = [line for line in capfd.readouterr().out.splitlines() if "does not compare" in line]
     assert lines == [
         "cp_plugin: --cp-check-every does not compare slices of labels, which in the first one are not those of the "
@@ -94,7 +93,9 @@ def test_a_script_that_changes_labels_trains(capfd: pytest.CaptureFixture[str]) 
 
 
 def _of_this_rank(batch: dict[str, Tensor]) -> None:
-    if os.environ["RANK"] == "1":
+    from cp_plugin.megatron.state import STATE
+
+    if os.environ["RANK"] == "1" and not STATE.trial:
         batch["tokens"] = batch["tokens"].flip(0)
 
 

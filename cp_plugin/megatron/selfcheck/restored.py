@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from megatron.core import rerun_state_machine
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from cp_plugin.megatron.patches import patching
 
 _SMALL = 4096  # elements of a tensor that is copied
-_PLAIN = (int, float, bool, str, type(None))
+_PLAIN = (int, float, bool, str, type(None), dist.ProcessGroup)
 
 
 @contextmanager
@@ -45,15 +46,15 @@ def restored(chunks: Sequence[torch.nn.Module], objects: Iterable[Any] = ()) -> 
         back.callback(tracker.set_states, copy.copy(tracker.get_states()))
         for module in (module for chunk in chunks for module in chunk.modules()):
             back.callback(_put_back, vars(module), _plain(vars(module)))
-            for buffers in (module._buffers,):
-                back.callback(_put_back, buffers, {name: (x, _clone(x)) for name, x in buffers.items()})
+            buffers = module._buffers
+            back.callback(_put_back, buffers, {name: (x, _clone(x)) for name, x in buffers.items()})
         for module in patching.importers().values():
             if module.__name__.partition(".")[0] == "cp_plugin":
                 continue
             back.callback(_put_back, vars(module), _plain(vars(module)))
             for value in list(vars(module).values()):
                 if isinstance(value, type) and isinstance(kept := vars(value).get("tracker"), dict):
-                    back.callback(_put_back, kept, _plain(kept))
+                    back.callback(_put_back, {"tracker": kept}, _plain({"tracker": kept}))
         timers = _timers()
         machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
         for one in (*timers, machine, *objects):

@@ -77,7 +77,7 @@ def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def checked(**named: Any) -> Any:
-        if STATE.unchecked is None or named.get("forward_only"):
+        if STATE.unchecked is None or named.get("forward_only") or runtime.context_parallel().size == 1:
             return schedule(**named)
         (optimizer, rates), STATE.unchecked = STATE.unchecked, None
         chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
