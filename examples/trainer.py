@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/trainer.py             on GPUs, if there are as many
     python examples/trainer.py --model Qwen/Qwen3-0.6B --bf16   a model of yours: rows are its tokenizer's
 
-Four lines differ from data parallelism: the group, ``ContextParallel``, ``apply``, and the collator, by which the
-ranks exchange the rows that Trainer gives each of them.
+Four lines differ from data parallelism: the group, ``ContextParallel``, ``apply``, and the collator, which marks the
+rows that Trainer gives each rank: the model exchanges them. The evaluation's last batch is not full.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def train(args: argparse.Namespace, cp: ContextParallel, rows: int) -> list[floa
             save_strategy="no",
             disable_tqdm=True,
         ),
-        train_dataset=data[rows * cp.size :],
-        eval_dataset=data[: rows * cp.size],
+        train_dataset=data[rows * cp.size + 1 :],
+        eval_dataset=data[: rows * cp.size + 1],
         data_collator=huggingface.Collator(cp),
     )
     trainer.train()

@@ -51,9 +51,9 @@ def shard(
         attention_mask: None, or ones.
 
     Returns:
-        ``input_ids``, ``position_ids`` and ``labels`` ``[b, filled up / size]``, the last shifted over the whole sequence, what
-        keeps the model from shifting them again and from dividing by its own count of tokens, the bounds of documents,
-        and digests of the whole batch.
+        ``input_ids``, ``position_ids`` and ``labels`` ``[b, filled up / size]``, the last shifted over the whole
+        sequence, what keeps the model from shifting them again and from dividing by its own count of tokens, the bounds
+        of documents, and digests of the whole batch.
 
     Raises:
         ValueError: for other shapes, padding in the mask, or documents that differ between rows.

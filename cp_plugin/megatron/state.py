@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -93,6 +93,8 @@ class State:
     """Of the first step, to be compared with those logged, and what stops the run if they differ."""
     trial: bool = False  # while the start-up check runs a step
     slices: BatchWatch | None = None  # compares slices of checked steps with whole batches
+    complete: Callable[[Sequence[torch.nn.Module]], None] = lambda _: None
+    """Installs the patches that these models need though no flag says so."""
     placed: deque[int] = field(default_factory=partial(deque, maxlen=4096))
     """Hashes of the lengths of documents by which batches were sliced in training (``--cp-layout documents``)."""
     last_pack: Pack | None = None  # the pack of the last softmax attention call

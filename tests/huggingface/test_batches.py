@@ -231,7 +231,7 @@ def test_the_code_of_the_page(layout: str) -> None:
     want = train(model, {"input_ids": ids, "labels": ids})
     shorter = train(model, {"input_ids": ids[:, :57], "labels": ids[:, :57]}).loss
     parts = [model(input_ids=x, labels=x).loss * (x.size(1) - 1) for x in ids.split(lengths, 1) if x.size(1) > 1]
-    in_documents = float(sum(parts)) / 58
+    in_documents = sum(parts).item() / 58
 
     def rank() -> list[float]:
         cp = ContextParallel("needed", group=dist.group.WORLD, layout=layout)

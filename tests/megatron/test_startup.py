@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,3 +226,28 @@ def test_kernels_are_chosen_for_the_local_device(monkeypatch: pytest.MonkeyPatch
     assert hooks._device() == torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert hooks._device() == torch.device("cuda", 0), "each rank is shown its own device alone"
+
+
+@pytest.mark.parametrize(
+    ("built", "symbol"),
+    [
+        ({"mtp_num_layers": 1}, "megatron.core.transformer.multi_token_prediction:process_mtp_loss"),
+        ({"num_moe_experts": 4}, "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count"),
+        ({"hybrid_layer_pattern": "M*"}, "megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing"),
+        ({}, ""),
+    ],
+)
+def test_a_model_that_a_script_builds_without_a_flag_has_its_patches(
+    adapter: None, built: dict[str, object], symbol: str
+) -> None:
+    from cp_plugin.megatron.flags.args import Settings
+    from cp_plugin.megatron.patches import hooks, patching
+    from cp_plugin.megatron.state import STATE
+
+    hooks.start(Settings(provider="ring"), None, Namespace())
+    before = patching.installed()
+    assert symbol not in before
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(**built)  # type: ignore[assignment]
+    STATE.complete([model])
+    assert (symbol in patching.installed()) if built else patching.installed() == before

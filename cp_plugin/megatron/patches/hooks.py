@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
+from megatron.core.utils import unwrap_model
 
 from cp_plugin.common import refusals
 from cp_plugin.megatron import runtime
@@ -103,9 +105,15 @@ def start(settings: Settings, model: Model | None = None, parsed: argparse.Names
         ValueError: if a contract is broken.
     """
     runtime.configure(settings, model)
-    run = Run(settings=settings, args=parsed)
-    needed = [patch for patch in OF_RUN if patch.when(run)]
-    patching.install(needed, packs=model is not None and bool(model.problem.documents))  # at once: scans all modules
+    run, packs = Run(settings=settings, args=parsed), model is not None and bool(model.problem.documents)
+    patching.install([patch for patch in OF_RUN if patch.when(run)], packs=packs)  # at once: scans all modules
+
+    def complete(chunks: Sequence[torch.nn.Module]) -> None:
+        models = [unwrap_model(chunk) for chunk in chunks]
+        with_models = replace(run, built=[*models, *(getattr(one, "config", None) for one in models)])
+        patching.install([patch for patch in OF_RUN if patch.when(with_models)], packs=packs)
+
+    STATE.complete = complete
     if settings.active:
         patching.tell_unknown()
         modelopt.register()

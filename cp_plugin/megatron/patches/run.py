@@ -1,9 +1,11 @@
-"""What is known of a run when its patches are chosen: the plugin's settings, and Megatron's arguments."""
+"""What is known of a run when its patches are chosen: the plugin's settings, Megatron's arguments, the model."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cp_plugin.megatron.flags.args import Settings
 
@@ -16,15 +18,19 @@ class Run:
     args: argparse.Namespace | None = None
     """Validated; None: unknown, so that everything may be needed."""
 
+    built: Sequence[Any] = ()
+    """Models and their configurations, once a script has built them: by what it sets without a flag."""
+
     def has(self, *names: str) -> bool:
-        """Whether any of these arguments is set, or may be."""
-        return self.args is None or any(getattr(self.args, name, None) for name in names)
+        """Whether any of these arguments, or fields of a built model, is set, or may be."""
+        return self.args is None or any(getattr(one, name, None) for one in (self.args, *self.built) for name in names)
 
     @property
     def pattern(self) -> str:
         """The pattern of a hybrid model; empty for other models."""
         names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-        return next((found for name in names if (found := getattr(self.args, name, None))), "")
+        patterns = (getattr(one, name, None) for one in (self.args, *self.built) for name in names)
+        return next((found for found in patterns if found), "")
 
     @property
     def hybrid(self) -> bool:

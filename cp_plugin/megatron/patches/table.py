@@ -125,7 +125,7 @@ PROVIDER = (
         wraps(probe=probes.yarn_table),
         called_by="the embedding's constructor",
         otherwise="tokens would be rotated by angles of another length",
-        when=lambda run: run.settings.active and run.has("multi_latent_attention", "yarn"),
+        when=_provider,  # a constructor's: a model may have it without a flag
     ),
     Patch(
         packing.ROPE,
@@ -274,7 +274,7 @@ def _padded(run: Run) -> bool:
 
 
 def _experts(run: Run) -> bool:
-    return run.settings.active and run.has("num_experts")
+    return run.settings.active and run.has("num_experts", "num_moe_experts")
 
 
 PADDING = (

@@ -34,6 +34,7 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     """Replacement for ``setup_model_and_optimizer``: audit and self-check before training."""
     result = call.original()
     chunks = result[0]
+    STATE.complete(chunks)
     audit.run(chunks)
     if runtime.settings().selfcheck or STATE.unknown:
         first_batch.run(chunks, result[1])
