@@ -90,6 +90,8 @@ def test_flags_of_a_model_are_those_of_the_weights_that_megatron_loads(
     with pytest.raises(ValueError, match="names no checkpoint in it: choose one with --ckpt-step"):
         read(None)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    for step in (2, 4):
+        (tmp_path / f"iter_{step:07d}").mkdir()
     assert read(None) == "iter_0000004" and read(2) == "iter_0000002"
 
 

@@ -85,6 +85,8 @@ def arguments(folder: Path, step: int | None) -> argparse.Namespace:
     if step is None:
         raise ValueError(f"--load {folder}: {tracker.name} names no checkpoint in it: choose one with --ckpt-step")
     directory = folder / f"iter_{step:07d}"
+    if not directory.is_dir():
+        raise ValueError(f"--ckpt-step {step}: --load {folder} has no checkpoint of this iteration")
     try:
         found = _common(directory).get("args")
     except failures.ENDS as error:
