@@ -1,14 +1,16 @@
 """The host in a step of a ring, and what overlaps with NCCL's kernels, by torch's profiler.
 
 Alone: one rank of eight whose peers send zeros, with few tokens: launches, and the host's time without waiting.
-Over NCCL: the share of its kernels' time in which others run. Traces are kept beside the page.
+Over NCCL, with a GPU per rank: the share of its kernels' time in which others run. Traces are kept beside the page.
 """
 
 from __future__ import annotations
 
 import statistics
+import tarfile
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ import torch
 import torch.distributed as dist
 from cases import attend, lacking, of_timed, provider, rank_of
 from over_ranks import device, one_over_ranks
-from record import Step
+from record import Row, Step, in_a_line
+from spread import spread
 from torch.profiler import ProfilerActivity, profile
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -31,52 +34,72 @@ LAUNCHES = ("LaunchKernel", "MemcpyAsync", "MemsetAsync")
 """Parts of the names of launching functions of CUDA's runtime and driver."""
 ROUNDS = 10
 OVERLAP_S = 20.0
-"""Seconds for all ranks to start and to be traced; over sockets this teaches less than what comes after it."""
+"""Seconds for all ranks to start and to be traced."""
 
 
 def main() -> None:
     with Step("ring_trace") as step:
-        over_nccl(step)  # first: ranks are forked, which must happen before CUDA is initialised
-        problem = TINY if step.smoke else FEW
-        for backend in ("auto",) if step.smoke else ("auto", "sdpa", "cudnn", "triton"):
-            for provider in ("ring",) if step.smoke else ("ring", "striped"):
-                name = f"{provider}, backend {backend}"
-                if reason := lacking(backend, step.device, problem):
-                    step.not_run(f"trace of {name}", reason)
-                    continue
-                setup = settled(providers.get(provider), problem, Options(backend=backend))
-                step.measure(f"trace of {name}", partial(alone, step, setup, name))
+        traces = str(step.folder / "traces.tar")
+        for _, found in spread(alone, [traces], here=step.smoke, seconds=step.left):  # ranks are forked after it
+            ok, detail = found[-2:]
+            group, name = found[:2] if len(found) == 4 else ("trace", "the rest")
+            if ok:
+                step.figure(group, name, **detail)
+            else:
+                step.not_run(f"{group}: {name}", " ".join(map(str, detail.values())))
+        over_nccl(step)
 
 
-def alone(step: Step, setup: Setup, name: str) -> None:
+def alone(traces: str) -> Iterator[Row]:
+    """Figures of every kernel, in a process of its own; those whose plans take long to build come last."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    smoke = device.type == "cpu"
+    problem = TINY if smoke else FEW
+    for backend in ("auto",) if smoke else ("triton", "sdpa", "auto", "cudnn"):
+        for name in ("ring",) if smoke else ("ring", "striped"):
+            if reason := lacking(backend, device, problem):
+                yield "trace", f"{name}, backend {backend}", None, {"reason": reason}
+                continue
+            setup = settled(providers.get(name), problem, Options(backend=backend))
+            try:
+                yield from of_one(setup, device, traces)
+            except Exception as error:  # of any library
+                yield "trace", f"{name}, backend {backend}", None, {"reason": in_a_line(error)}
+
+
+def of_one(setup: Setup, device: torch.device, traces: str) -> Iterator[Row]:
     """Launches and microseconds of a ring step, forward and backward."""
-    rank, size, backend = rank_of(setup, step.device), setup.problem.size, setup.options.backend
+    rank, size, name = rank_of(setup, device), setup.problem.size, setup.provider.name
+    backend, of = setup.options.backend, of_timed(setup, device)
     _, lse = rank.forward()
     delta = torch.zeros_like(lse)
     for phase, call in (("forward", rank.forward), ("backward", lambda: rank.backward(lse, delta))):
         call()
-        file = step.folder / f"{setup.provider.name}-{backend}-{phase}.trace.json.gz"
-        found = traced(call, file if backend == "auto" else None)
+        found = traced(call, traces if backend == "auto" else "", f"{name}-{phase}.trace.json.gz")
         launches = sum(any(kind in event.name for kind in LAUNCHES) for event in found)
-        microseconds = statistics.median(host_us(call) for _ in range(1 if step.smoke else ROUNDS)) / size
-        what = f"{name}, {phase}, {setup.problem.seq_length // size} tokens a rank"
-        if step.smoke:
-            step.not_run(f"launches of a ring step: {what}", "there are launches on CUDA devices only")
+        on_cpu = device.type == "cpu"
+        microseconds = statistics.median(host_us(call) for _ in range(1 if on_cpu else ROUNDS)) / size
+        what = f"{name}, backend {backend}, {phase}, {setup.problem.seq_length // size} tokens a rank"
+        if on_cpu:
+            reason = "there are launches on CUDA devices only"
+            yield "launches of a ring step", what, None, {"reason": reason}
         else:
-            step.figure("launches of a ring step", what, launches / size, of=of_timed(setup, step.device))
-        step.figure("microseconds of the host in a ring step", what, microseconds, of=of_timed(setup, step.device))
+            yield "launches of a ring step", what, True, {"value": launches / size, "of": of}
+        yield "microseconds of the host in a ring step", what, True, {"value": microseconds, "of": of}
 
 
-def traced(call: Callable[[], object], file: Path | None = None) -> list[Any]:
-    """The profiler's events of a call including its work on the device."""
+def traced(call: Callable[[], object], traces: str = "", name: str = "") -> list[Any]:
+    """The profiler's events of a call including its work on the device; ``traces``: an archive that keeps them."""
     on_cuda = torch.cuda.is_available()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=kinds) as profiler:
         call()
         if on_cuda:
             torch.cuda.synchronize()
-    if file is not None:
-        profiler.export_chrome_trace(str(file))
+    if traces:
+        with tempfile.TemporaryDirectory() as folder, tarfile.open(traces, "a") as archive:
+            profiler.export_chrome_trace(str(file := Path(folder, name)))
+            archive.add(file, name)
     return list(profiler.events())
 
 
@@ -90,9 +113,12 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def over_nccl(step: Step) -> None:
-    """Overlap on the ranks of ``MANY``, which share GPUs if there are too few."""
+    """Overlap on the ranks of ``MANY``; on a shared GPU it would be time slicing."""
     problem = TINY if step.smoke else MANY
     title = f"share of {step.library}'s time in which other kernels run"
+    if 0 < step.devices < problem.size:
+        step.not_run(title, f"{problem.size} ranks share {step.devices} GPU")
+        return
     for connections in ("1",) if step.smoke else ("1", "8"):
         name = f"ring, {problem.seq_length} tokens on {problem.size} ranks, CUDA_DEVICE_MAX_CONNECTIONS={connections}"
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
