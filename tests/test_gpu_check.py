@@ -22,15 +22,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs/gpu"
 PATHS = os.pathsep.join(map(str, (ROOT / "ci/gpu", ROOT, ROOT / "kernels")))
 MAY_BE_MISSING = (
-    "rich",
-    "typer",
-    "psutil",
-    "megatron",
-    "transformers",
-    "hypothesis",
-    "pytest",
-    "_pytest",
-    "matplotlib",
+    *("rich", "typer", "psutil", "megatron", "transformers", "hypothesis", "pytest", "_pytest", "matplotlib"),
 )
 FAULTS = """
 import time
@@ -133,6 +125,8 @@ def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
     for divided in ("neighbours", "every other"):
         assert over_groups[f"over Gloo, 2 x CP 2, {divided}"] >= len(every)
     assert {check["name"].split()[0] for check in steps["inference"]["checks"]} == every
+    ranks = [row["name"] for row in steps["performance"]["figures"] if row["group"].startswith("compute efficiency")]
+    assert [name.split("backend ")[1].split(",")[0] for name in ranks] == ["sdpa", "triton", "auto"]
     page = (folder / "out/page.md").read_text()
     wanted = ["at commit of a test", "**Nothing is wrong.**"]
     wanted += [f"| backend {k} |" for k in ("sdpa", "triton", "float8, --cp-fp8 compute", "auto, --cp-fp8 comm")]
@@ -192,13 +186,15 @@ def test_a_wrong_kernel_is_named_and_only_its_own_timings_are_withheld(folder: P
 
 
 @nightly
-def test_training_over_process_groups(tmp_path: Path) -> None:
-    """All trainings of the check, with Megatron."""
+@pytest.mark.parametrize(("step", "needs", "number"), [("training", "megatron", 7), ("huggingface", "transformers", 3)])
+def test_training_over_process_groups(step: str, needs: str, number: int, tmp_path: Path) -> None:
+    """All trainings of the check, with Megatron and with transformers."""
+    pytest.importorskip(needs)
     (tmp_path / "site").mkdir()
-    done = check(tmp_path, "--smoke", "--only", "training")
+    done = check(tmp_path, "--smoke", "--only", step)
     assert done.returncode == 0, done.stdout + done.stderr
-    checks = json.loads((tmp_path / "out/check.json").read_text())["steps"]["training"]["checks"]
-    assert len(checks) == 7 and all(one["ok"] for one in checks)
+    checks = json.loads((tmp_path / "out/check.json").read_text())["steps"][step]["checks"]
+    assert len(checks) == number and all(one["ok"] for one in checks)
 
 
 @slow

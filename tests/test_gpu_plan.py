@@ -192,6 +192,7 @@ from cp_kernels import backward, forward
 from cp_plugin import Options
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.setups import settled
+from cp_plugin.methods import registry as providers
 
 gpu = torch.device("cuda", 0)
 brute.answer = lambda x, *_: brute.Answer(x.dout.double(), x.q[..., 0].double(), *(y.double() for y in x[:3]))
@@ -339,7 +340,10 @@ def test_ranks_are_threads_where_nccl_does_not_share_a_gpu(tmp_path: Path) -> No
     if the step nccl has not asked before."""
     text = """
 import json, pathlib, sys, nccl, over_ranks, training
+from cp_plugin.methods import registry as providers
 from record import Step
+
+out = sys.argv[1]
 
 asked = []
 def refuses(*_, **__):
@@ -347,7 +351,7 @@ def refuses(*_, **__):
     return False, {"failure": "Duplicate GPU detected"}
 
 def of_training():
-    out, sys.argv = sys.argv[-1], ["training.py", "--smoke", "--out", sys.argv[-1]]
+    sys.argv = ["training.py", "--smoke", "--out", out]
     training.main()
     left = json.loads(pathlib.Path(out, "training.json").read_text())
     print(">", left["checks"], left["not_run"][0]["reason"], len(asked))
@@ -360,7 +364,7 @@ Step.__init__ = on_one_gpu
 of_training()
 near, planted = nccl.near, (False, {"failure": "planted"})
 nccl.near = lambda setup, *rest: planted if setup.provider.name == "ring" else near(setup, *rest)
-out, sys.argv = sys.argv[1], ["nccl.py", "--smoke", "--out", sys.argv[1]]
+sys.argv = ["nccl.py", "--smoke", "--out", out]
 try:
     nccl.main()
 except SystemExit as end:

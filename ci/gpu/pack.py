@@ -62,29 +62,27 @@ def make(folder: Path, seconds: float, steps: list[str]) -> None:
     cache = folder.with_name(f"{folder.name}.cache") / f"{key()[:16]}-{source.hexdigest()[:16]}"
     for made in (folder, cache):
         made.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch, (folder / "make.log").open("w") as log:
+    log = cache.with_name("make.log")
+    with tempfile.TemporaryDirectory() as scratch, log.open("w") as output:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1", "OMP_NUM_THREADS": "1"}
-        environment |= stub_of_the_driver(Path(scratch, "driver"))
+        environment |= stub_of_the_driver(Path(scratch))
         paths = [*map(str, IMPORTED), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        Path(scratch, "claims").mkdir()
-        command = [sys.executable, str(HERE / "ahead.py"), str(Path(scratch, "claims")), *steps]
-        running = [
-            subprocess.Popen(command, env=environment, stdout=log, stderr=log) for _ in range(os.cpu_count() or 1)
-        ]
+        command, parts = [sys.executable, str(HERE / "ahead.py"), scratch, *steps], range(os.cpu_count() or 1)
+        running = [subprocess.Popen(command, env=environment, stdout=output, stderr=output) for _ in parts]
         try:
             failed = sum(process.wait(max(0.0, until - time.monotonic())) != 0 for process in running)
         except subprocess.TimeoutExpired:
-            failed = 0
-            begun = len(list(Path(scratch, "claims").iterdir()))
-            print(f"pack.py: {seconds:.0f} s are over, in part {begun}; the same call again goes on from there")
+            failed, last = 0, max(Path(scratch).glob("claimed-*"), key=lambda file: file.stat().st_mtime)
+            name = last.name.removeprefix("claimed-")
+            print(f"pack.py: {seconds:.0f} s are over, and it is at {name}; the same call again goes on from there")
         finally:
             for process in running:
                 process.kill()
                 process.wait()
     if failed or not (kernels := compiled(cache)):
-        sys.exit(f"pack.py: no kernels, or not all: see {folder / 'make.log'}")
+        sys.exit(f"pack.py: no kernels, or not all: see {log}")
     with tarfile.open(folder / "kernels.tar.xz", "w:xz", preset=9) as archive:
         for entry in sorted(cache.iterdir()):
             archive.add(entry, entry.name)
@@ -106,7 +104,6 @@ def stub_of_the_driver(folder: Path) -> dict[str, str]:
 
     if shutil.which("gcc") is None:
         return {}
-    folder.mkdir()
     sources = (Path(driver.__file__), Path(driver.__file__).with_suffix(".c"))
     names = {name for file in sources for name in re.findall(r"\bcu[A-Z]\w+", file.read_text())}
     (folder / "stub.c").write_text("".join(f"int {name}(void) {{ return 999; }}\n" for name in sorted(names)))

@@ -41,12 +41,12 @@ PLAN = {
     "training": Planned("Megatron's training with context parallelism, against one rank", 115),
     "performance": Planned("speed", 100, measures=True),
     "hot_path": Planned("no waiting of the host; peak memory", 40),
-    "ring_trace": Planned("the host, and NCCL's kernels, in a ring", 25, measures=True),
+    "ring_trace": Planned("launches, and the host's time, in a ring", 25, measures=True),
     "huggingface": Planned("training steps of transformers with context parallelism, against one rank", 40),
     "extremes": Planned("our own kernels many at a time, on large tensors, with non-finite numbers", 80),
     "providers": Planned("every provider with every kernel, against attention in float64", 75),
     "inference": Planned("prefill and decode", 40),
-    "waiting": Planned("time spent waiting for NCCL", 40, measures=True),
+    "waiting": Planned("time spent waiting for NCCL, and what runs beside it", 40, measures=True),
     "tune": Planned("block sizes", 120, measures=True),
 }
 """The first eight fill a call of nine minutes, the next two one of three."""
