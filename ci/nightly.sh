@@ -51,7 +51,7 @@ ratios() {
 }
 
 models() {
-  bash ci/huggingface.sh tests/huggingface &&
+  bash ci/huggingface.sh tests/huggingface tests/test_gpu_check.py::test_training_over_process_groups &&
     .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples "${MODELS:-2000}" --seed "$(date +%Y%m%d)"
 }
 

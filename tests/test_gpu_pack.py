@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,8 +41,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack of one kernel."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "tiny_step.py").write_text(STEP)
-    said = python(PACK, "make", str(folder / "pack"), "tiny_step", paths=[folder])
-    assert said.startswith("1 kernels of Triton ")
+    said = python(PACK, "make", str(folder / "pack"), "600", "tiny_step", paths=[folder])
+    assert re.match(r"\d kernels and C modules of Triton ", said)
     return folder / "pack"
 
 
@@ -59,7 +60,14 @@ def elsewhere(packed: Path, folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 def told(paths: list[Path], environment: dict[str, str]) -> list[str]:
     """Run the step again with the pack: whether its key fits, and what was compiled anew."""
-    python(str(ROOT / "ci/gpu/ahead.py"), "0", "1", "tiny_step", paths=paths, **environment)
+    stub = Path(environment["TRITON_CACHE_DIR"]).with_name("stub")
+    stub.mkdir()
+    text = (
+        "import pathlib, sys, pack; print(*map('='.join, pack.stub_of_the_driver(pathlib.Path(sys.argv[1])).items()))"
+    )
+    driver = python("-c", text, str(stub), paths=[*paths, ROOT / "ci/gpu"]).split()
+    given = environment | dict(line.split("=", 1) for line in driver)
+    python(str(ROOT / "ci/gpu/ahead.py"), str(stub), "tiny_step", paths=paths, **given)
     code = "import pack; found = pack.described()['pack']; print(found['packed kernels'], pack.anew(found), sep='\\n')"
     return python("-c", code, paths=[*paths, ROOT / "ci/gpu"], **environment).splitlines()
 
@@ -98,7 +106,7 @@ def test_the_page_says_whether_the_pack_fits(packed: Path, tmp_path: Path) -> No
     done = subprocess.run([*command, "--out", f"{tmp_path}/out"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "out/page.md").read_text()
-    assert "| packed kernels | 1 for sm_90 by Triton " in page and "its key is that of the Triton here |" in page
+    assert "and C modules for sm_90 by Triton " in page and "its key is that of the Triton here |" in page
     assert "| compiled anew | 0 of ours, 0 others |" in page
 
 

@@ -1,59 +1,74 @@
 """Compile the kernels that the check's own cases launch, for a GPU that is not here. ``pack.py`` starts it.
 
-    TRITON_CACHE_DIR=FOLDER python ci/gpu/ahead.py I N [STEP...]    part I of N, counted from 0; default: all of STEPS
+    TRITON_CACHE_DIR=FOLDER python ci/gpu/ahead.py CLAIMS [STEP...]    default: all of STEPS, in this order
 
-Every step runs as on a GPU, on tensors without data (``tests/fake_cuda``): it chooses, checks and launches as always,
-and Triton compiles what is launched and stops there. What the cases compute is meaningless, and ranks run alone: their
-peers send zeros. Left out are Megatron's training, and the kernels of libraries: fla tunes its own, which takes a GPU.
+Several processes share the work: each takes what no other has claimed by a file in the folder CLAIMS. Every step runs
+as on a GPU, on tensors without data (``tests/fake_cuda``): it chooses, checks and launches as always, and Triton
+compiles what is launched and stops there. Nothing is compared or timed, and ranks run alone: their peers send zeros.
+Left out are trainings, and the kernels of libraries: fla tunes its own, which takes a GPU.
+
+If TRITON_LIBCUDA_PATH names a stub of the driver, the C modules are compiled, too, by which Triton launches kernels.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import record
 import spread
 import torch
+from cases import rank_of
 from fake_device import FakeCuda
 from launches import Absent
 from torch import Tensor
-from triton.runtime import driver
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import build, driver
 from triton.runtime.jit import JITFunction
 
 from cp_plugin import comm
 from cp_plugin.comm import Mesh, TraceMesh, threads
 
 CAPABILITY = 90
-STEPS = ("our_kernels", "nccl", "hot_path", "performance", "extremes", "providers")
+STEPS = ("our_kernels", "nccl", "performance", "hot_path", "extremes", "providers")
+PLATFORMS = ("x86_64,Linux,64bit,ELF", "x86_64,Linux,64bit,")
+"""What Triton puts into the keys of C modules, with and without the command ``file`` on the GPU's machine."""
 
 
-def pretend(part: int, parts: int) -> FakeCuda:
-    """From now on this process has a GPU for which launches only compile; of independent groups of cases it runs its
-    part. Steps must be imported afterwards, inside ``with`` of the result."""
+def pretend(claims: Path) -> FakeCuda:
+    """From now on this process has a GPU for which launches only compile; of independent groups of cases it runs those
+    that it claims. Steps must be imported afterwards, inside ``with`` of the result."""
     run, generator, of_groups = JITFunction.run, torch.Generator, spread.spread
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        run(self, *args, grid=grid, warmup=True, **named)
+        kernel = run(self, *args, grid=grid, warmup=True, **named)
+        if "TRITON_LIBCUDA_PATH" in os.environ:
+            compile_launcher(kernel)
 
-    def in_turn(call: Any, groups: Sequence[Any], *, here: bool, seconds: float) -> Any:
-        return of_groups(call, groups[part::parts], here=True, seconds=seconds)
+    def in_turn(call: Any, groups: Iterable[Any], *, here: bool, seconds: float) -> Any:
+        mine = (group for place, group in enumerate(groups) if claimed(claims, f"{call.__module__}-{place}"))
+        return of_groups(call, mine, here=True, seconds=seconds)  # type: ignore[arg-type] # one after another
 
-    def milliseconds(call: Callable[[], object]) -> float:
-        call()
-        return 1.0
+    def once(calls: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, float]:
+        for name, call in calls.items():
+            if "plain torch" not in name:
+                call()
+        return dict.fromkeys(calls, 1.0)
 
     driver.set_active(Absent(CAPABILITY))
     JITFunction.run = compile_only
     Tensor.data_ptr = lambda x: x.storage_offset() * x.itemsize  # type: ignore[method-assign] # memory begins at 16 n
     torch.Generator = lambda device=None: generator()  # type: ignore[assignment,misc]
-    spread.spread, record._milliseconds = in_turn, milliseconds  # type: ignore[assignment]
+    spread.spread, record.medians = in_turn, once  # type: ignore[assignment]
     comm.run_threads = threads.run_threads = alone  # type: ignore[assignment]
     properties = SimpleNamespace(name="absent", total_memory=80 << 30, multi_processor_count=132)
     stubs: dict[str, Any] = {
@@ -71,28 +86,66 @@ def pretend(part: int, parts: int) -> FakeCuda:
     return FakeCuda(divmod(CAPABILITY, 10))
 
 
+def claimed(claims: Path, what: str) -> bool:
+    """Whether no other process has taken it before."""
+    try:
+        (claims / f"claimed-{what}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def compile_launcher(kernel: Any) -> None:
+    """What loads and launches it: one module for all kernels and, up to Triton 3.6, one for its signature."""
+    for platform in PLATFORMS:
+        with patch.object(build, "platform_key", lambda platform=platform: platform):
+            nvidia.CudaUtils()
+            if "make_launcher" in vars(nvidia):
+                nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
 def alone(call: Callable[[Mesh], Any], axes: Mapping[str, int], **_: Any) -> list[Any]:
     """Every rank without its peers, instead of ``run_threads``."""
     return [call(TraceMesh(dict(axes), index)) for index in range(math.prod(axes.values()))]
 
 
+def ranks_of(setup: Any, documents: tuple[int, ...], device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
+    """``cases.errors`` without an answer: every rank's forward and backward."""
+    for index in range(math.prod(setup.axes.values())):
+        rank_of(setup, device, documents, index)()
+    return {"out": 0.0}, {"out": 0.0}
+
+
+def unanswered(x: Any, *_: Any) -> Any:
+    """``brute.answer`` without one."""
+    import brute
+
+    return brute.Answer(x.dout.double(), x.q[..., 0].double(), *(y.double() for y in x[:3]))
+
+
 def step(name: str) -> None:
     """Run one step; what it finds is thrown away."""
     module = importlib.import_module(name)
-    stand_ins = {"starts": lambda *_: "ranks are threads", "warm": lambda *_: None, "RACE_S": 0.01}
+    stand_ins: dict[str, Any] = {
+        "words": lambda *_: (None, {"reason": "ranks are threads"}),
+        **dict.fromkeys(("compute_answers", "start"), lambda *_: None),
+        "near": lambda *given: (module.called(*given), (True, {}))[1],
+        "errors": ranks_of,
+        "RACE_S": 0.01,
+    }
     for what in set(stand_ins) & set(vars(module)):
         setattr(module, what, stand_ins[what])
     with tempfile.TemporaryDirectory() as out, suppress(SystemExit):
         sys.argv = [name, "--out", out, "--seconds", "1e9"]
-        module.main()
+        with patch("brute.answer", unanswered):
+            module.main()
 
 
 def main() -> None:
-    part, parts = map(int, sys.argv[1:3])
-    names = sys.argv[3:] or STEPS
-    with pretend(part, parts):
-        for place, name in enumerate(names):
-            if "check_each" in vars(importlib.import_module(name)) or place % parts == part:
+    claims, names = Path(sys.argv[1]), sys.argv[2:] or STEPS
+    with pretend(claims):
+        for name in names:
+            if {"spread", "check_each"} & set(vars(importlib.import_module(name))) or claimed(claims, name):
                 step(name)
 
 

@@ -31,6 +31,8 @@ AT_ONCE = 16
 """Cases per set of processes: groups, their connections and memory live as long as the processes."""
 CASE_S = 30.0
 """Seconds for a case on all ranks; by estimate it takes three, the first ones more, since they compile kernels."""
+FIRST_S = 30.0
+"""The same for the first words."""
 COMPILING = ("/triton/compiler/", "/triton/runtime/autotuner.py", "/triton/runtime/build.py", "/torch/_inductor/")
 """Parts of the paths of what compiles kernels, and of what tries their variants."""
 Done = Callable[[int, list[Any] | Found], None]
@@ -44,6 +46,41 @@ def one_over_ranks(
     found: list[list[Any] | Found] = []
     over_ranks(step, lambda _: call(), 1, lambda _, told: found.append(told), ranks=ranks, case_s=case_s, env=env)
     return found[0]
+
+
+def words(step: Step, ranks: int) -> Found:
+    """What comes of the first words of all ranks, a sum and a message to the next rank; not run if they cannot share
+    the GPUs."""
+
+    def said() -> float:
+        group, here = dist.new_group(range(ranks)), dist.get_rank()
+        total, message = (torch.full((4,), float(here), device=device()) for _ in range(2))
+        dist.all_reduce(total, group=group)
+        received = torch.empty_like(message)
+        ops = [
+            dist.P2POp(dist.isend, message, group=group, group_peer=(here + 1) % ranks),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(here - 1) % ranks),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        return total.sum().item() + received.sum().item() - 4 * ((here - 1) % ranks)
+
+    found, want = one_over_ranks(step, said, ranks=ranks, case_s=FIRST_S), 4.0 * sum(range(ranks))
+    if not isinstance(found, tuple):
+        return found == [want] * ranks, {"sums": found, "wanted": want}
+    if 0 < step.devices < ranks:
+        how = " ".join(map(str, found[1].values()))
+        return None, {"reason": f"{ranks} ranks cannot share {step.devices} GPU here: {how}"}
+    return found
+
+
+def refused(step: Step, ranks: int) -> str:
+    """Why ranks cannot share the GPUs here, or "": as the step ``nccl`` has found, or else asked now."""
+    if not 0 < step.devices < ranks:
+        return ""
+    file = step.folder / "check.json"
+    told = json.loads(file.read_text())["steps"].get("nccl", {}).get("refused") if file.exists() else None
+    return words(step, ranks)[1].get("reason", "") if told is None else told
 
 
 def over_ranks(

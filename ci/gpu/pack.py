@@ -1,9 +1,10 @@
 """A pack: what ``ci/gpu/check.sh --pack DIR`` uses on a GPU machine without a network. ``ci/gpu/pack.sh`` makes it.
 
-    pack.py make DIR [STEP...]    compile the kernels of these steps (``ahead.py``) with the Triton of this Python
-    pack.py use DIR               unpack them; prints NAME=value lines for the environment of the check
+    pack.py make DIR SECONDS [STEP...]    compile the kernels of these steps (``ahead.py``) with the Triton of this
+                                          Python, in this time; another call goes on, with what is in DIR.cache
+    pack.py use DIR                       unpack them; prints NAME=value lines for the environment of the check
 
-DIR/kernels.tar.xz    Triton's cache: the compiled kernels
+DIR/kernels.tar.xz    Triton's cache: the compiled kernels, and where gcc is, the C modules that launch them
 DIR/pack.json         with which Triton, for which GPU, and which kernels
 DIR/wheels            as of ``ci/gpu/wheels.sh``
 DIR/START             the command for the GPU machine
@@ -17,10 +18,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -45,32 +49,43 @@ def key() -> str:
 
 
 def compiled(cache: Path) -> Counter[str]:
-    """Kernel -> number of its specialisations in a cache."""
-    return Counter(file.stem for file in cache.glob("*/*.cubin"))
+    """Kernel, or C module -> number of its specialisations in a cache."""
+    return Counter(file.name.split(".")[0] for kind in ("cubin", "so") for file in cache.glob(f"*/*.{kind}"))
 
 
-def make(folder: Path, steps: list[str]) -> None:
-    """Compile, and pack what was compiled."""
+def make(folder: Path, seconds: float, steps: list[str]) -> None:
+    """Compile, until this time is over, and pack what is compiled."""
     import triton
 
-    parts = os.cpu_count() or 1
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as cache:
+    until = time.monotonic() + seconds
+    source = hashlib.sha256(b"".join(file.read_bytes() for file in sorted((ROOT / "kernels").rglob("*.py"))))
+    cache = folder.with_name(f"{folder.name}.cache") / f"{key()[:16]}-{source.hexdigest()[:16]}"
+    for made in (folder, cache):
+        made.mkdir(parents=True, exist_ok=True)
+    log = cache.with_name("make.log")
+    with tempfile.TemporaryDirectory() as scratch, log.open("w") as output:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {"TRITON_CACHE_DIR": cache, "TRITON_STORE_BINARY_ONLY": "1", "OMP_NUM_THREADS": "1"}
+        environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1", "OMP_NUM_THREADS": "1"}
+        environment |= stub_of_the_driver(Path(scratch))
         paths = [*map(str, IMPORTED), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        with (folder / "make.log").open("w") as log:
-            running = []
-            for part in range(parts):
-                command = [sys.executable, str(HERE / "ahead.py"), str(part), str(parts), *steps]
-                running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-            failed = sum(process.wait() != 0 for process in running)
-        if failed or not (kernels := compiled(Path(cache))):
-            sys.exit(f"pack.py: no kernels, or not all: see {folder / 'make.log'}")
-        with tarfile.open(folder / "kernels.tar.xz", "w:xz", preset=9) as archive:
-            for entry in sorted(Path(cache).iterdir()):
-                archive.add(entry, entry.name)
+        command, parts = [sys.executable, str(HERE / "ahead.py"), scratch, *steps], range(os.cpu_count() or 1)
+        running = [subprocess.Popen(command, env=environment, stdout=output, stderr=output) for _ in parts]
+        try:
+            failed = sum(process.wait(max(0.0, until - time.monotonic())) != 0 for process in running)
+        except subprocess.TimeoutExpired:
+            failed, last = 0, max(Path(scratch).glob("claimed-*"), key=lambda file: file.stat().st_mtime)
+            name = last.name.removeprefix("claimed-")
+            print(f"pack.py: {seconds:.0f} s are over, and it is at {name}; the same call again goes on from there")
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+    if failed or not (kernels := compiled(cache)):
+        sys.exit(f"pack.py: no kernels, or not all: see {log}")
+    with tarfile.open(folder / "kernels.tar.xz", "w:xz", preset=9) as archive:
+        for entry in sorted(cache.iterdir()):
+            archive.add(entry, entry.name)
     told = {
         "triton": triton.__version__,
         "key": key(),
@@ -78,8 +93,25 @@ def make(folder: Path, steps: list[str]) -> None:
         "kernels": dict(sorted(kernels.items())),
     }
     (folder / "pack.json").write_text(json.dumps(told, indent=1) + "\n")
-    (folder / "START").write_text(f"ci/gpu/check.sh --seconds 540 --pack {folder}\n")
-    print(f"{kernels.total()} kernels of Triton {triton.__version__} for sm_{CAPABILITY}")
+    (folder / "START").write_text(f'ci/gpu/check.sh --seconds 540 --out "${{OUT:-out/gpu}}" --pack {folder}\n')
+    print(f"{kernels.total()} kernels and C modules of Triton {triton.__version__} for sm_{CAPABILITY}")
+
+
+def stub_of_the_driver(folder: Path) -> dict[str, str]:
+    """Environment variables with which Triton's C modules link, and load here, against a driver that does nothing; none
+    without gcc: then the GPU's machine compiles them."""
+    from triton.backends.nvidia import driver
+
+    if shutil.which("gcc") is None:
+        return {}
+    sources = (Path(driver.__file__), Path(driver.__file__).with_suffix(".c"))
+    names = {name for file in sources for name in re.findall(r"\bcu[A-Z]\w+", file.read_text())}
+    (folder / "stub.c").write_text("".join(f"int {name}(void) {{ return 999; }}\n" for name in sorted(names)))
+    library = "libcuda.so.1"
+    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{library}", "-o", str(folder / library), str(folder / "stub.c")]
+    subprocess.run(command, check=True)
+    paths = filter(None, (str(folder), os.environ.get("LD_LIBRARY_PATH")))
+    return {"TRITON_LIBCUDA_PATH": str(folder), "LD_LIBRARY_PATH": os.pathsep.join(paths)}
 
 
 def use(folder: Path) -> dict[str, str]:
@@ -109,7 +141,7 @@ def described() -> dict[str, Any]:
         else "the Triton here has ANOTHER KEY: none is used"
     )
     count = sum(told["kernels"].values())
-    text = f"{count} for sm_{told['capability']} by Triton {told['triton']}; {fits}"
+    text = f"{count} and C modules for sm_{told['capability']} by Triton {told['triton']}; {fits}"
     cache = os.environ["TRITON_CACHE_DIR"]
     return {"pack": {"packed kernels": text, "cache": cache, "kernels": told["kernels"]}}
 
@@ -124,8 +156,8 @@ def anew(pack: dict[str, Any]) -> str:
 
 def main() -> int:
     match sys.argv[1:]:
-        case ["make", folder, *steps]:
-            make(Path(folder), steps)
+        case ["make", folder, seconds, *steps]:
+            make(Path(folder), float(seconds), steps)
         case ["use", folder]:
             if not Path(folder, "pack.json").exists():
                 print(f"{folder} has no pack.json: ci/gpu/pack.sh {folder} makes a pack", file=sys.stderr)

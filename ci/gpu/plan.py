@@ -37,18 +37,26 @@ class Planned(NamedTuple):
 PLAN = {
     "environment": Planned("the machine", 20),
     "our_kernels": Planned("our own kernels against their definitions", 75),
-    "nccl": Planned("every provider over process groups, through autograd", 115),
-    "hot_path": Planned("no waiting of the host; peak memory", 45),
-    "performance": Planned("speed", 105, measures=True),
+    "nccl": Planned("every provider over process groups, through autograd", 110),
     "training": Planned("Megatron's training with context parallelism, against one rank", 115),
-    "ring_trace": Planned("the host, and NCCL's kernels, in a ring", 45, measures=True),
+    "performance": Planned("speed", 100, measures=True),
+    "hot_path": Planned("no waiting of the host; peak memory", 40),
+    "ring_trace": Planned("launches, and the host's time, in a ring", 25, measures=True),
+    "huggingface": Planned("training steps of transformers with context parallelism, against one rank", 40),
     "extremes": Planned("our own kernels many at a time, on large tensors, with non-finite numbers", 80),
     "providers": Planned("every provider with every kernel, against attention in float64", 75),
     "inference": Planned("prefill and decode", 40),
-    "waiting": Planned("time spent waiting for NCCL", 40, measures=True),
+    "waiting": Planned("time spent waiting for NCCL, and what runs beside it", 40, measures=True),
     "tune": Planned("block sizes", 120, measures=True),
 }
-"""The first seven fill a call of nine minutes, the next two one of three."""
+"""The first eight fill a call of nine minutes, the next two one of three."""
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # ranks are forked before CUDA is touched
+    "TORCH_COMPILE_DISABLE": "1",  # read when torch._dynamo is imported, which is before ranks are forked
+}
+"""Environment variables of all steps."""
 LONGER = 4
 """Factor of all caps without ``--seconds``: still less than ten minutes a step."""
 SMOKE = 10
@@ -59,17 +67,19 @@ GRACE_S = 10.0
 """After its cap a step has this time to end what it has begun; then it is killed."""
 END_S = 5.0
 """Kept for writing the page."""
+NOTHING = {"error": "", "seconds": 0.0, "checks": [], "figures": [], "not_run": []}
+"""Results of a step that left none."""
+LEFT = ("check.json", "page.md", "check.log", "traces.tar")
+"""What a call leaves in ``--out``, where a step that runs has its own file beside them."""
 
 
 def main() -> int:
     began = time.monotonic()
     given = arguments()
     steps = chosen(given)
-    environment = os.environ | {
+    environment = os.environ | ENVIRONMENT
+    environment |= {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH")))),
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # ranks are forked before CUDA is touched
         "COMMIT": os.environ.get("COMMIT") or _output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip(),
     }
     if given.pack:
@@ -82,28 +92,40 @@ def main() -> int:
         refuse(f"{sys.executable} sees no CUDA device (torch.cuda.is_available()); --smoke runs on a CPU")
     given.out.mkdir(parents=True, exist_ok=True)
     if not given.resume:
-        for file in (*given.out.glob("*.trace.json.gz"), *(given.out / name for name in ("page.md", "check.log"))):
-            file.unlink(missing_ok=True)
-        for name in (*PLAN, "check"):
-            (given.out / f"{name}.json").unlink(missing_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds: no step outlives this process
+        for name in (*LEFT, *(f"{name}.json" for name in PLAN)):
+            (given.out / name).unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, _stop)
     with tempfile.TemporaryDirectory() as site, _kept(given.out / "check.log"):
         if given.wheels:
             install = ["bash", str(HERE / "wheels.sh"), "--install", str(given.wheels), site, sys.executable]
             if subprocess.run(install).returncode:
                 return 2
             environment["PYTHONPATH"] += os.pathsep + site
-        for place, name in enumerate(steps):
-            elapsed = time.monotonic() - began
-            seconds = cap(name, given.seconds, elapsed, smoke=given.smoke)
-            if seconds is None:
-                print(f"== no time is left for {name}; go on with --from {name}", flush=True)
-                steps = steps[:place]
-                break
-            print(f"== {name} (at {elapsed:.0f} s, for {seconds:.0f} s at most)", flush=True)
-            run(name, seconds, given, environment)
-        print("== result", flush=True)
-        return subprocess.run([sys.executable, str(HERE / "report.py"), "finish", str(given.out), *steps]).returncode
+        try:
+            for name in steps:
+                elapsed = time.monotonic() - began
+                seconds = cap(name, given.seconds, elapsed, smoke=given.smoke)
+                if seconds is None:
+                    print(f"== no time is left for {name}; go on with --from {name}", flush=True)
+                    break
+                print(f"== {name} (at {elapsed:.0f} s, for {seconds:.0f} s at most)", flush=True)
+                run(name, seconds, given, environment)
+                report("join", given.out, name)
+        finally:
+            print("== result", flush=True)
+            wrong = report("finish", given.out)
+        return wrong
+
+
+def report(how: str, out: Path, *steps: str) -> int:
+    """Join the results of steps and write the page (``report.py``); its exit status."""
+    return subprocess.run([sys.executable, str(HERE / "report.py"), how, str(out), *steps]).returncode
+
+
+def _stop(*_: object) -> NoReturn:
+    """Unwind, so that no step outlives this process and the page has what it found; another signal changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def cap(name: str, budget: int | None, elapsed: float, *, smoke: bool) -> float | None:
@@ -121,26 +143,25 @@ def run(name: str, seconds: float, given: argparse.Namespace, environment: Mappi
     file.unlink(missing_ok=True)
     words = ["--out", str(given.out), "--seconds", str(seconds), "--began", str(time.monotonic())]
     command = [sys.executable, str(HERE / f"{name}.py"), *words, *(["--smoke"] if given.smoke else [])]
-    step = subprocess.Popen(command, env=dict(environment), process_group=0)
+    step, ended = subprocess.Popen(command, env=dict(environment), process_group=0), ""
     try:
         status = step.wait(seconds + GRACE_S)
         if status not in (0, 1):
             print(f"{name}: exit status {status}", flush=True)
     except subprocess.TimeoutExpired:
-        print(f"{name}: killed {GRACE_S:g} s after its cap of {seconds:g} s", flush=True)
-        left = json.loads(file.read_text()) if file.exists() else {}
-        capped(file, name, left, f"killed {GRACE_S:g} s after the cap of {seconds:g} s for {name}")
+        ended = f"killed {GRACE_S:g} s after the cap of {seconds:g} s for {name}"
+    except SystemExit:
+        ended = "the call was stopped"
+        raise
     finally:
         if step.poll() is None:
             os.killpg(step.pid, signal.SIGKILL)
             step.wait()
-
-
-def capped(file: Path, name: str, left: dict[str, object], how: str) -> None:
-    """Note in a step's file that time ended it, and in which case."""
-    during = f", during {left['now']}" if left.get("now") else ""
-    nothing = {"step": name, "error": "", "seconds": 0.0, "checks": [], "figures": [], "not_run": []}
-    file.write_text(json.dumps(nothing | left | {"finished": False, "capped": how + during}))
+        if ended:
+            print(f"{name}: {ended}", flush=True)
+            left = json.loads(file.read_text()) if file.exists() else {}
+            during = f", during {left['now']}" if left.get("now") else ""
+            file.write_text(json.dumps(NOTHING | left | {"step": name, "finished": False, "capped": ended + during}))
 
 
 def packed(folder: Path) -> dict[str, str]:

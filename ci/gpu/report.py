@@ -1,9 +1,10 @@
 """Step files -> one result file -> a page that says nothing else.
 
-    report.py finish FOLDER STEP...  step files -> FOLDER/check.json and FOLDER/page.md; status 1 if anything is wrong
+    report.py join FOLDER STEP...    files of these steps, and of earlier ones -> FOLDER/check.json and FOLDER/page.md
+    report.py finish FOLDER STEP...  the same, and a summary; status 1 if anything is wrong
     report.py page CHECK.json DOCS   check.json -> DOCS/<GPU>.json and DOCS/<GPU>.md
 
-Steps of an earlier call are in FOLDER/check.json, or still in their own files if that call was stopped.
+Steps are joined as they end, so a call leaves few files, and one that is killed loses at most its last step.
 """
 
 from __future__ import annotations
@@ -15,34 +16,32 @@ from pathlib import Path
 from typing import Any
 
 from pack import anew
-from plan import PLAN
+from plan import NOTHING, PLAN
 
 MOST_SHOWN = 40
 """Failures, or cases not run for the same reason."""
 Json = dict[str, Any]
 
 
-def finish(folder: Path, asked: list[str]) -> int:
-    """Join the step files and write the page; 1 if anything is wrong."""
-    steps = _steps(folder)
+def join(folder: Path, asked: list[str]) -> Json:
+    """All results so far, written with their page; a step that was asked for and left nothing is wrong."""
+    file = folder / "check.json"
+    steps = json.loads(file.read_text())["steps"] if file.exists() else {}
+    files = {name: folder / f"{name}.json" for name in PLAN}
+    steps |= {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     for name in asked:
-        if not (folder / f"{name}.json").exists():  # what an earlier call had of it no longer counts
-            steps[name] = _empty(name, finished=False, error="it left nothing")
+        if not files[name].exists():  # what an earlier call had of it no longer counts
+            steps[name] = NOTHING | {"step": name, "finished": False, "error": "it left nothing"}
     found = {"steps": {name: steps[name] for name in PLAN if name in steps}}
-    found["asked"] = list(found["steps"])
     if pack := steps.get("environment", {}).get("pack"):
         pack["compiled anew"] = anew(pack)
-    (folder / "check.json").write_text(json.dumps(found, separators=(",", ":")))
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(found, separators=(",", ":")))
+    new.replace(file)
     (folder / "page.md").write_text(page(found))
-    for name in PLAN:
-        (folder / f"{name}.json").unlink(missing_ok=True)
-    print(summary(found))
-    return 1 if failures(found) else 0
-
-
-def _empty(name: str, **had: Any) -> Json:
-    nothing = {"finished": True, "error": "", "seconds": 0.0, "checks": [], "figures": [], "not_run": []}
-    return {"step": name} | nothing | had
+    for file in files.values():
+        file.unlink(missing_ok=True)
+    return found
 
 
 def _titled(name: str) -> str:
@@ -52,14 +51,6 @@ def _titled(name: str) -> str:
 def _unfinished(name: str, step: Json) -> bool:
     """Whether a step crashed, which is wrong of one that checks; one that its cap ended has just not run the rest."""
     return not step["finished"] and not step.get("capped") and not PLAN[name].measures
-
-
-def _steps(folder: Path) -> dict[str, Json]:
-    """All results so far; those of this call are in step files."""
-    file = folder / "check.json"
-    found = json.loads(file.read_text())["steps"] if file.exists() else {}
-    files = {name: folder / f"{name}.json" for name in PLAN}
-    return found | {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def failures(found: Json) -> list[tuple[str, str]]:
@@ -242,8 +233,12 @@ def publish(check: Path, docs: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     match arguments:
-        case ["finish", folder, *steps]:
-            return finish(Path(folder), steps)
+        case ["join" | "finish" as how, folder, *steps]:
+            found = join(Path(folder), steps)
+            if how == "finish":
+                print(summary(found))
+                return 1 if failures(found) else 0
+            return 0
         case ["page", check, docs]:
             publish(Path(check), Path(docs))
             return 0

@@ -1,44 +1,39 @@
-"""The host in a step of a ring, and what overlaps with NCCL's kernels, by torch's profiler.
+"""The host in a step of a ring, by torch's profiler: launches, and its time without waiting.
 
-Alone: one rank of eight whose peers send zeros, with few tokens: launches, and the host's time without waiting.
-Over NCCL: the share of its kernels' time in which others run. Traces are kept beside the page.
+One rank of eight runs alone, with few tokens; its peers send zeros. Traces are kept beside the page.
 """
 
 from __future__ import annotations
 
 import statistics
+import tarfile
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from cases import attend, lacking, of_timed, provider, rank_of
-from over_ranks import device, one_over_ranks
+from cases import lacking, of_timed, rank_of
 from record import Step
 from torch.profiler import ProfilerActivity, profile
 
-from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.methods import registry as providers
 
 FEW = Problem(size=8, seq_length=4096, heads=16, kv_heads=4)
-MANY = Problem(size=4, seq_length=65536, heads=16, kv_heads=4)
 TINY = Problem(size=4, seq_length=32, heads=2, head_dim=16, dtype=torch.float32)
 LAUNCHES = ("LaunchKernel", "MemcpyAsync", "MemsetAsync")
 """Parts of the names of launching functions of CUDA's runtime and driver."""
 ROUNDS = 10
-OVERLAP_S = 20.0
-"""Seconds for all ranks to start and to be traced; over sockets this teaches less than what comes after it."""
 
 
 def main() -> None:
     with Step("ring_trace") as step:
-        over_nccl(step)  # first: ranks are forked, which must happen before CUDA is initialised
         problem = TINY if step.smoke else FEW
-        for backend in ("auto",) if step.smoke else ("auto", "sdpa", "cudnn", "triton"):
+        for backend in ("auto",) if step.smoke else ("triton", "sdpa", "auto", "cudnn"):
             for provider in ("ring",) if step.smoke else ("ring", "striped"):
                 name = f"{provider}, backend {backend}"
                 if reason := lacking(backend, step.device, problem):
@@ -55,8 +50,8 @@ def alone(step: Step, setup: Setup, name: str) -> None:
     delta = torch.zeros_like(lse)
     for phase, call in (("forward", rank.forward), ("backward", lambda: rank.backward(lse, delta))):
         call()
-        file = step.folder / f"{setup.provider.name}-{backend}-{phase}.trace.json.gz"
-        found = traced(call, file if backend == "auto" else None)
+        kept = step.folder / "traces.tar" if backend == "auto" else None
+        found = traced(call, kept, f"{setup.provider.name}-{phase}.trace.json.gz")
         launches = sum(any(kind in event.name for kind in LAUNCHES) for event in found)
         microseconds = statistics.median(host_us(call) for _ in range(1 if step.smoke else ROUNDS)) / size
         what = f"{name}, {phase}, {setup.problem.seq_length // size} tokens a rank"
@@ -67,16 +62,18 @@ def alone(step: Step, setup: Setup, name: str) -> None:
         step.figure("microseconds of the host in a ring step", what, microseconds, of=of_timed(setup, step.device))
 
 
-def traced(call: Callable[[], object], file: Path | None = None) -> list[Any]:
-    """The profiler's events of a call including its work on the device."""
+def traced(call: Callable[[], object], kept: Path | None = None, name: str = "") -> list[Any]:
+    """The profiler's events of a call including its work on the device; the archive ``kept`` gets the trace."""
     on_cuda = torch.cuda.is_available()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=kinds) as profiler:
         call()
         if on_cuda:
             torch.cuda.synchronize()
-    if file is not None:
-        profiler.export_chrome_trace(str(file))
+    if kept is not None:
+        with tempfile.TemporaryDirectory() as folder, tarfile.open(kept, "a") as archive:
+            profiler.export_chrome_trace(str(file := Path(folder, name)))
+            archive.add(file, name)
     return list(profiler.events())
 
 
@@ -87,49 +84,6 @@ def host_us(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return 1e6 * (time.perf_counter() - start)
-
-
-def over_nccl(step: Step) -> None:
-    """Overlap on the ranks of ``MANY``, which share GPUs if there are too few."""
-    problem = TINY if step.smoke else MANY
-    title = f"share of {step.library}'s time in which other kernels run"
-    for connections in ("1",) if step.smoke else ("1", "8"):
-        name = f"ring, {problem.seq_length} tokens on {problem.size} ranks, CUDA_DEVICE_MAX_CONNECTIONS={connections}"
-        env = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
-        told = one_over_ranks(step, partial(overlap, problem), ranks=problem.size, case_s=OVERLAP_S, env=env)
-        if isinstance(told, tuple):
-            step.not_run(f"{title}: {name}", " ".join(map(str, told[1].values())))
-            continue
-        together, messages = (sum(one) for one in zip(*told, strict=True))
-        if messages:
-            ms, of = messages / 1e3 / len(told), (provider("ring"),)
-            step.figure(title, name, together / messages, of=of, **{"ms of messages": ms})
-        else:
-            step.not_run(f"{title}: {name}", "the profiler sees no kernels of it here")
-
-
-def overlap(problem: Problem) -> tuple[float, float]:
-    """Microseconds in which NCCL's kernels overlap with others, and in which they run."""
-    cp = ContextParallel("ring", group=dist.new_group(range(problem.size)), problem=problem)
-    x = rank_of(settled(providers.get("ring"), problem, Options()), device(), index=dist.get_rank()).x
-    attend(cp, x, problem)
-    kernels = [e for e in traced(lambda: attend(cp, x, problem)) if e.device_type == torch.autograd.DeviceType.CUDA]
-    ends = [("nccl" in e.name.lower(), e.time_range.start, e.time_range.end) for e in kernels]
-    messages = joined((start, end) for of_nccl, start, end in ends if of_nccl)
-    others = joined((start, end) for of_nccl, start, end in ends if not of_nccl)
-    together = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in messages for b in others)
-    return together, sum(end - start for start, end in messages)
-
-
-def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of time spans."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
 
 
 if __name__ == "__main__":

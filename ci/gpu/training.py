@@ -1,7 +1,8 @@
 """Megatron's training loop over process groups, with the self-check, against one rank without the plugin.
 
-Losses and the gradient of step 1 may differ in bfloat16 by twice one rank's difference to float32; in float32 (the
-smoke test) by the tolerances of ``tests/megatron/parity.py``.
+Losses and the gradients of step 1 may differ in bfloat16 by twice one rank's difference to float32; in float32 (the
+smoke test) by the tolerances of ``tests/megatron/parity.py``. Every parameter has a limit of its own: in the gradient
+of all together, those of queries and keys are too small to be seen.
 """
 
 from __future__ import annotations
@@ -10,24 +11,28 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from cases import provider
-from over_ranks import first_failure, shared_gpu
+from over_ranks import first_failure, refused, shared_gpu
 from record import OUT_OF_TIME, Found, NotRun, Step, worst
 
 from cp_plugin.testing.launch import RankError, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-sys.path.insert(1, str(Path(__file__).parents[2] / "tests/megatron"))
 
 RANKS, STEPS = 4, 2
 PASSED = "self-check passed"
 TWICE = 2.0
+LOSSES, LOSS, GRADIENT = "losses", 1e-5, 1e-4
+"""What the losses are called beside the gradients, and limits of both in float32."""
+LEAST = 2e-4
+"""Least limit of the losses in bfloat16: two losses may round to the same number by chance."""
 HALF = {True: "", False: "--bf16"}
 """Whether it is a smoke test -> flags of its precision."""
 TRAIN_S = 90.0
@@ -88,9 +93,12 @@ def main() -> None:
         if find_spec("megatron") is None:
             step.not_run("Megatron's own training steps", "megatron-core is not installed: ci/gpu/wheels.sh brings it")
             return
+        if reason := refused(step, RANKS):
+            step.not_run("Megatron's own training steps", reason)
+            return
         preload()
         for run in RUNS:
-            step.attempt("Megatron's training", run.name, partial(right, run, step), run.of)
+            step.attempt("Megatron's training", run.name, partial(right, partial(compared, run, step), step), run.of)
 
 
 def preload() -> None:
@@ -102,11 +110,11 @@ def preload() -> None:
     import cp_plugin.megatron.models.gpt  # noqa: F401
 
 
-def right(run: Run, step: Step) -> Found:
-    """``compared``, or the failure of a rank; and the seconds."""
+def right(compare: Callable[[], Found], step: Step) -> Found:
+    """What a comparison finds, or the failure of a rank; and the seconds."""
     began = time.monotonic()
     try:
-        ok, detail = compared(run, step)
+        ok, detail = compare()
     except RankError as error:
         print(error, flush=True)
         if step.late:  # the cap ended it, and nothing tells slow ranks from ranks that hang
@@ -117,31 +125,36 @@ def right(run: Run, step: Step) -> Found:
 
 def compared(run: Run, step: Step) -> Found:
     """Whether everything is right, and the error closest to its limit."""
-    from parity import GRADIENT
-    from parity import TRAINING as LOSSES
-
     alone = run.model if run.alone is None else run.alone
     want = one_rank(f"{alone} {HALF[step.smoke]}", step)
     flags = f"{run.model} {HALF[step.smoke]} {run.flags} --context-parallel-size {run.cp}"
     got = train(RANKS, flags, step)
-    limits = {"losses": LOSSES, "gradient": GRADIENT}
-    if not step.smoke:
-        exact = one_rank(alone, step)
-        limits = {name: TWICE * error for name, error in differences(want, exact).items()}
-    by_rank = [differences(ranks, want) for ranks in got]
-    errors = {name: max(of_rank[name] for of_rank in by_rank) for name in limits}
+    ok, detail = judged(got, want, limits_of(want, None if step.smoke else one_rank(alone, step)))
     wrong = [f"rank {n}: no self-check" for n, ranks in enumerate(got[:1]) if not ranks.checked]
     wrong += [f"rank {n} sent {x.sent} bytes instead of {x.formula}" for n, x in enumerate(got) if x.sent != x.formula]
-    ok, detail = worst(errors, limits)
     return ok and not wrong, detail | ({"failure": "; ".join(wrong)} if wrong else {})
+
+
+def judged(got: Sequence[Trained], want: Trained, limits: Mapping[str, float]) -> Found:
+    """Whether all ranks have these losses and gradients."""
+    by_rank = [differences(of_rank, want) for of_rank in got]
+    return worst({name: max(errors[name] for errors in by_rank) for name in limits}, limits)
+
+
+def limits_of(want: Trained, exact: Trained | None) -> dict[str, float]:
+    """Twice as far as one rank in bfloat16 is from ``exact``, itself in float32; None: it is in float32, too."""
+    if exact is None:
+        return dict.fromkeys(want.gradients, GRADIENT) | {LOSSES: LOSS}
+    limits = {name: TWICE * error for name, error in differences(want, exact).items()}
+    return limits | {LOSSES: max(LEAST, limits[LOSSES])}
 
 
 class Trained(NamedTuple):
     """What a rank reports of its training."""
 
     losses: list[float]
-    gradient: torch.Tensor
-    """Of all parameters in step 1, float32."""
+    gradients: dict[str, torch.Tensor]
+    """Of the parameters in step 1, float32."""
     sent: dict[tuple[str, str], int]
     formula: dict[tuple[str, str], int]
     checked: bool
@@ -150,12 +163,12 @@ class Trained(NamedTuple):
 
 def differences(got: Trained, want: Trained) -> dict[str, float]:
     """Relative differences; infinite if something is missing or not finite."""
-    if len(got.losses) != len(want.losses) or got.gradient.shape != want.gradient.shape:
-        return {"losses": torch.inf, "gradient": torch.inf}
+    if len(got.losses) != len(want.losses) or got.gradients.keys() != want.gradients.keys():
+        return dict.fromkeys((LOSSES, *want.gradients), torch.inf)
     errors = [abs(a / b - 1) for a, b in zip(got.losses, want.losses, strict=True)]
-    gradient = ((got.gradient - want.gradient).norm() / want.gradient.norm()).item()
-    largest = torch.tensor(errors).max().item()  # NaN if one is; Python's own max may not say so
-    return {name: x if x == x else torch.inf for name, x in (("losses", largest), ("gradient", gradient))}
+    found = {LOSSES: torch.tensor(errors).max().item()}  # NaN if one is; Python's own max may not say so
+    found |= {name: ((got.gradients[name] - x).norm() / x.norm()).item() for name, x in want.gradients.items()}
+    return {name: x if x == x else torch.inf for name, x in found.items()}
 
 
 @cache
@@ -165,31 +178,39 @@ def one_rank(flags: str, step: Step) -> Trained:
 
 
 def train(ranks: int, flags: str, step: Step) -> list[Trained]:
-    """Train; RankError if a rank fails or they do not end in time, NotRun if there is none left."""
-    if step.late:
-        raise NotRun(OUT_OF_TIME)
+    """Train, as ``ranks_in_time`` does."""
     tokens, hidden = (64, 64) if step.smoke else (4096, 512)
     words = f"{MODEL} {TRAINING} --train-iters {STEPS} {flags}".format(
         tokens=tokens, hidden=hidden, vocab=2 * tokens - 1
     )
     words += "" if step.smoke else f" {WITHOUT_LIBRARIES}"
-    seconds = min(step.left, TRAIN_S * (3 if step.smoke else 1))
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_COMPILE_DISABLE": "1"}
     documents = 5 * tokens // 8  # several per sequence
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
-        return run_ranks(rank, ranks, args=(words, documents, step.devices, Path(log.name)), timeout=seconds, env=env)
+        return ranks_in_time(rank, ranks, (words, documents, step.devices, Path(log.name)), step, TRAIN_S)
+
+
+def ranks_in_time(
+    call: Callable[..., Trained], ranks: int, arguments: tuple[Any, ...], step: Step, seconds: float
+) -> list[Trained]:
+    """What all ranks return; RankError if one fails or they do not end in time, NotRun if there is none left."""
+    if step.late:
+        raise NotRun(OUT_OF_TIME)
+    seconds = min(step.left, seconds * (3 if step.smoke else 1))
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return run_ranks(call, ranks, args=arguments, timeout=seconds, env=env)
 
 
 def rank(words: str, documents: int, devices: int, log: Path) -> Trained:
+    assert torch._dynamo.config.disable, "TORCH_COMPILE_DISABLE was set too late: every rank would compile"
     number, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if 0 < devices < ranks:  # each as if on a host with one GPU
         os.environ |= shared_gpu(number) | {"LOCAL_RANK": str(number % devices), "LOCAL_WORLD_SIZE": "1"}
     from sides import Training, train
 
     record = train(Training(side="plugin", ranks=ranks, flags=words, documents=documents), log=log)
-    gradient = torch.cat([record.grads[name].flatten().float() for name in sorted(record.grads)])
     sys.stdout.flush()
-    return Trained(record.losses, gradient, record.sent, record.formula, PASSED in log.read_text())
+    gradients = {name.replace("module.", ""): x.float() for name, x in record.grads.items()}  # in wrappers by dtype
+    return Trained(record.losses, gradients, record.sent, record.formula, PASSED in log.read_text())
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
-"""With a GPU per rank: the share of a call that waits for messages, not hidden behind computation.
+"""With a GPU per rank: the share of a call that waits for messages, and what runs beside NCCL's kernels in a ring.
 
-It is the time over NCCL minus that of the same rank alone, whose messages take none. The smoke test uses Gloo.
+Waiting is the time over NCCL minus that of the same rank alone, whose messages take none. Where ranks share a GPU, both
+would be time slicing. The smoke test uses Gloo.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cases import attend, provider, rank_of
-from over_ranks import device, over_ranks
+from over_ranks import device, one_over_ranks, over_ranks
 from record import Call, Found, Step
+from ring_trace import traced
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.setups import settled
@@ -29,8 +33,10 @@ ROUNDS = 5
 def main() -> None:
     with Step("waiting") as step:
         title = f"share of the time that {step.library} is waited for"
+        beside = f"share of {step.library}'s time in which other kernels run"
         if step.devices < 2 and not step.smoke:
-            step.not_run(title, "there is one GPU, which the ranks would share")
+            for name in (title, beside):
+                step.not_run(name, "ranks share a GPU: there is one")
             return
         names = ["ring", "all_gather"] if step.smoke else providers.names()
         size = min(MOST, 1 << (step.devices.bit_length() - 1)) if step.devices else TINY.size
@@ -45,6 +51,7 @@ def main() -> None:
             step.figure(title, name, 1 - alone / ms, of=of, **{"ms": ms, "computation ms": alone})
 
         over_ranks(step, lambda number: times(names[number], problem), len(names), done, ranks=size)
+        overlaps(step, beside, problem)
 
 
 def times(name: str, problem: Problem) -> tuple[float, float]:
@@ -65,6 +72,47 @@ def median(call: Call) -> float:
         synchronize()
         found.append(1e3 * (time.perf_counter() - start))
     return statistics.median(found[1:])
+
+
+def overlaps(step: Step, title: str, problem: Problem) -> None:
+    """Overlap in a ring."""
+    for connections in ("1",) if step.smoke else ("1", "8"):
+        name = f"ring, {problem.seq_length} tokens on {problem.size} ranks, CUDA_DEVICE_MAX_CONNECTIONS={connections}"
+        env = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+        told = one_over_ranks(step, partial(overlap, problem), ranks=problem.size, env=env)
+        if isinstance(told, tuple):
+            step.not_run(f"{title}: {name}", " ".join(map(str, told[1].values())))
+            continue
+        together, messages = (sum(one) for one in zip(*told, strict=True))
+        if messages:
+            detail = {"ms of messages": messages / 1e3 / len(told)}
+            step.figure(title, name, together / messages, of=(provider("ring"),), **detail)
+        else:
+            step.not_run(f"{title}: {name}", "the profiler sees no kernels of it here")
+
+
+def overlap(problem: Problem) -> tuple[float, float]:
+    """Microseconds in which NCCL's kernels overlap with others, and in which they run."""
+    cp = ContextParallel("ring", group=dist.new_group(range(problem.size)), problem=problem)
+    x = rank_of(settled(providers.get("ring"), problem, Options()), device(), index=dist.get_rank()).x
+    attend(cp, x, problem)
+    kernels = [e for e in traced(lambda: attend(cp, x, problem)) if e.device_type == torch.autograd.DeviceType.CUDA]
+    ends = [("nccl" in e.name.lower(), e.time_range.start, e.time_range.end) for e in kernels]
+    messages = joined((start, end) for of_nccl, start, end in ends if of_nccl)
+    others = joined((start, end) for of_nccl, start, end in ends if not of_nccl)
+    together = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in messages for b in others)
+    return together, sum(end - start for start, end in messages)
+
+
+def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of time spans."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
 
 
 if __name__ == "__main__":

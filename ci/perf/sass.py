@@ -49,7 +49,7 @@ CASES: dict[str, Callable[[], dict[str, launch_cases.Call]]] = {
     "convolution 1024": lambda: launch_cases.convolutions(1024, BF16),
 }
 """All in bfloat16; of a case several calls, and of a call several launches."""
-OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)", re.MULTILINE)
+OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)([^;]*)", re.MULTILINE)
 PRODUCT = re.compile(r"(?:[A-Z]*MMA)(?:\.\w+)?")
 """With its shape, which on 8.0 and 9.0 is part of the name."""
 
@@ -71,16 +71,26 @@ def count(gpus: tuple[int, ...] = GPUS, only: str = "") -> dict[str, Counts]:
 
 def counts(launch: Launch, gpu: int) -> dict[str, int]:
     """Registers of a thread, bytes that it spills, bytes of shared memory, and instructions: all of them, asynchronous
-    copies to shared memory, and matrix products by shape.
+    copies to shared memory, matrix products by shape, and where there are any, tensor copies by descriptor (UTMALDG),
+    accesses to spilled values (LDL, STL), and waits for products of a group of warps: how many let some go on (``wait
+    some``), and how many let none (``wait all``).
     """
-    opcodes = OPCODE.findall(disassembled(launch.cubin))
+    found = OPCODE.findall(disassembled(launch.cubin))
+    opcodes = [opcode for opcode, _ in found]
+    kinds = Counter(opcode.split(".")[0] for opcode in opcodes)
+    waits = Counter(
+        "wait all" if operands.rstrip().endswith(" 0x0") else "wait some"
+        for opcode, operands in found
+        if opcode.startswith("WARPGROUP.DEPBAR")
+    )
     products = Counter(PRODUCT.match(opcode)[0] for opcode in opcodes if PRODUCT.match(opcode))
     return {
         **assembled(launch.ptx, gpu),
         "shared": launch.shared,
         "instructions": len(opcodes),
-        "LDGSTS": sum(opcode.startswith("LDGSTS") for opcode in opcodes),
-        **dict(sorted(products.items())),
+        "LDGSTS": kinds["LDGSTS"],
+        **{name: kinds[name] for name in ("UTMALDG", "LDL", "STL") if kinds[name]},
+        **dict(sorted((products | waits).items())),
     }
 
 
@@ -113,10 +123,11 @@ def write(file: Path, now: Mapping[str, Counts]) -> None:
 
 def show(found: Mapping[str, Counts]) -> None:
     """A row per kernel."""
-    table = Table("kernel", "registers", "spilled", "shared", "instructions", "LDGSTS", "matrix products")
+    always = ("registers", "spilled", "shared", "instructions", "LDGSTS")
+    table = Table("kernel", *always, "others")
     for key, numbers in found.items():
-        products = " ".join(f"{n} x {name}" for name, n in numbers.items() if "MMA" in name)
-        table.add_row(key, *(f"{n:,}" for name, n in numbers.items() if "MMA" not in name), products)
+        others = ", ".join(f"{n} x {name}" for name, n in numbers.items() if name not in always)
+        table.add_row(key, *(f"{numbers[name]:,}" for name in always), others)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
