@@ -128,6 +128,7 @@ def _setup(call: Call) -> Any:
         audit.run(result.model)
         if settings.selfcheck:
             selfcheck.run(result.model)
+            STATE.unchecked = result.optimizer, result.scheduler
         recheck.watch(result.model, lambda: state.train_state.step)
     return result
 

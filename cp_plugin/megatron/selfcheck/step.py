@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
+from megatron.training import global_vars
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
@@ -135,10 +136,8 @@ class _Step:
         looked: Sequence[Looked | None],
         optimizer: Any,
     ) -> None:
-        from megatron.training import get_args
-
         self.schedule, self.named, self.chunks, self.looked, self.optimizer = schedule, named, chunks, looked, optimizer
-        self.args, self.cp = get_args(), runtime.context_parallel()
+        self.args, self.cp = global_vars._GLOBAL_ARGS, runtime.context_parallel()
         parameter = next(p for chunk in chunks for p in chunk.parameters())
         self.device, self.dtype = parameter.device, unwrap_model(chunks[0]).config.params_dtype
         self.finalized: Any = None
@@ -193,7 +192,7 @@ class _Step:
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         seed = 1000 * parallel_state.get_data_parallel_rank()
         old = self.named["seq_length"]
-        rows, vocabulary = self.args.micro_batch_size, self.args.padded_vocab_size - 1
+        rows, vocabulary = self.named["micro_batch_size"], self._vocabulary()
         data = [
             None if one is None else batches(one.first, self.tokens, old, rows, vocabulary, seed) for one in self.looked
         ]
@@ -204,10 +203,17 @@ class _Step:
             reports = self.schedule(**{**self.named, **lengths, "data_iterator": iterators, "num_microbatches": count})
         self.optimizer.prepare_grads()
         values = logged_losses(reports)
-        if getattr(self.args, "clip_grad", 0):
+        if any(getattr(getattr(one, "config", None), "clip_grad", 0) for one in optimizers(self.optimizer)):
             values["the norm of gradients"] = float(self.optimizer.get_grad_norm())
         values |= saved_buffers(self.chunks)
         return Result(projections(gradients(self.optimizer), self.device), values)
+
+    def _vocabulary(self) -> int:
+        sizes = (getattr(unwrap_model(chunk), "vocab_size", None) for chunk in self.chunks)
+        size = next((size for size in sizes if size), getattr(self.args, "padded_vocab_size", None))
+        if size is None:
+            raise ValueError("the model does not tell the size of its vocabulary")
+        return size - 1
 
     @contextmanager
     def _finalizing(self) -> Iterator[None]:
@@ -263,7 +269,8 @@ class _Step:
                 problem = replace(STATE.model.problem, seq_length=self.padded)
                 STATE.model = replace(STATE.model, problem=problem, padding=self.padded - self.tokens)
             lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
-            back.enter_context(patching.lent(self.args, **lengths))
+            if self.args is not None:  # of other loops: their batches tell the length
+                back.enter_context(patching.lent(self.args, **lengths))
             for scaler in scalers:
                 if isinstance(getattr(scaler, "_scale", None), Tensor):
                     back.enter_context(patching.lent(scaler, _scale=torch.full_like(scaler._scale, _SCALE)))

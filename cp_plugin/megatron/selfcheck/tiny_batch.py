@@ -53,7 +53,7 @@ def batches(first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed:
     like = first if isinstance(first, Mapping) else {}
     if not isinstance(like.get("tokens"), Tensor):
         like = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), torch.empty(rows, old)) | dict(like)
-    rows = like["tokens"].size(0)
+    rows, old = like["tokens"].size(0), like["tokens"].size(-1)
     for number in itertools.count(seed):
         drawn = _drawn(rows, tokens, vocabulary, torch.Generator().manual_seed(number))
         bounds = [0, *(int(part * tokens) for part in _PARTS), tokens]
