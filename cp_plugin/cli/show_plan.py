@@ -111,9 +111,9 @@ def why(plan: Plan) -> Iterator[str]:
         names = ", ".join(p.candidate.name for p in plan.found[1 : plan.tied])
         yield f"tie: {names} take equally long within the typical error of predictions; {_simplest(plan)}"
     stock = next((p for p in plan.found if p.candidate.upstream), None)
-    for other in plan.found[plan.tied :]:
+    for other in filter(plan.fits, plan.found[plan.tied :]):
         reasons = ", ".join(_slower(plan, other)) or "no single cause above the threshold"
-        if other is stock and plan.fits(other):
+        if other is stock and not best.candidate.upstream:
             reasons = f"{gain(plan, plan.best, other)}"
         yield f"{other.candidate.name} takes {_beaten(plan, other)}: {reasons}"
     yield (

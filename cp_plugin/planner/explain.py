@@ -108,7 +108,7 @@ class Gain(NamedTuple):
         return sorted(found, key=lambda pair: -pair[1])
 
     def __str__(self) -> str:
-        """XX``."""
+        """``attention not repeated 1.24x, the method alone 1.02x``."""
         return ", ".join(f"{name} {x:.2f}x" for name, x in self.named)
 
 

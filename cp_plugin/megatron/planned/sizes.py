@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -56,9 +57,12 @@ def question(args: argparse.Namespace, settings: Settings) -> Question:
     if not settings.undecided and (settings.softmax or not settings.active):
         settings = replace(settings, provider=AUTO, options=Options())
     model, parallel = from_args(args, settings)
+    packing = copy.copy(args)
+    if settings.options.layout is None:
+        packing.dataloader_inter_document_masking = True  # the planner looks at layouts of documents where it has any
     allowed = Allowed(
         options=settings.options,
-        layouts=checks.allowed_layouts(args, settings),
+        layouts=checks.allowed_layouts(packing, settings),
         real=checks.padded_problem(args, settings),
         stock=settings.linear is None,
     )
