@@ -15,7 +15,7 @@ from rich.console import Console
 
 from cp_plugin.planner.asked import Fixed, fitting, of_name
 from cp_plugin.planner.machine.hardware import cluster
-from cp_plugin.planner.search import Plan, plan
+from cp_plugin.planner.search import Plan, answer, plan
 from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel
 
@@ -59,9 +59,7 @@ def _fixed(devices: int, tensor: int, context: int, tokens: int) -> Plan:
 
 
 def _open(devices: int, tokens: int) -> Plan:
-    open_to_all = of_name("llama3-70b", devices, tokens, "dgx-h100", Fixed())
-    asked = fitting(open_to_all, cluster("dgx-h100").device.memory_bytes)
-    return plan(asked.model, asked.shapes, asked.cluster)
+    return answer(fitting(of_name("llama3-70b", devices, tokens, "dgx-h100", Fixed())))
 
 
 def _timed(search: Callable[[], Plan]) -> tuple[Plan, float]:

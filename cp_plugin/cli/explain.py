@@ -84,22 +84,27 @@ def explain(
 def _asked(
     model: str, machine: Cluster, devices: int | None, seq_length: int, fixed: Fixed, global_batch: int | None
 ) -> Asked:
-    """The configuration with one shape; by default context parallelism takes the remaining devices."""
+    """The configuration with one shape; by default context parallelism takes the remaining devices, and the least
+    recomputation that fits is taken."""
     from cp_plugin.planner.asked import fitting, of_name
+    from cp_plugin.planner.training.footprint import footprint
+    from cp_plugin.planner.training.parallel import RECOMPUTE
 
     others = (fixed.tensor or 1) * (fixed.pipeline or 1)
     total = devices or max(others * (fixed.context or 1), machine.per_node)
     fixed = replace(fixed, context=fixed.context or max(1, total // others))
     asked = of_name(model, total, seq_length, machine, fixed)
-    shapes = fitting(asked, asked.cluster.device.memory_bytes, global_batch).shapes
-    return replace(asked, shapes=shapes[-1:])
+    shapes = sorted(fitting(asked, global_batch).shapes, key=lambda shape: RECOMPUTE.index(shape.recompute))
+    limit = machine.device.memory_bytes
+    least = next((shape for shape in shapes if footprint(asked.model, shape).total <= limit), shapes[-1])
+    return replace(asked, shapes=[least], free=False)
 
 
 def _chosen(asked: Asked) -> Setup:
     """The planner's choice among our methods."""
-    from cp_plugin.planner.search import plan as search
+    from cp_plugin.planner.search import answer
 
-    found = search(asked.model, asked.shapes, asked.cluster)
+    found = answer(asked)
     best = next((p for p in found.found if not p.candidate.upstream), found.best)
     why = f"the planner's choice among {found.tried} configurations; of methods that tie, the simplest (cp-plugin plan)"
     return replace(best.candidate.setup, why=(why, *best.candidate.setup.why))

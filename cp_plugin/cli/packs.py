@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from itertools import accumulate, cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,10 +28,9 @@ Documents = Annotated[
 
 def packed(asked: Asked, text: str | None) -> Asked:
     """Add documents to every sequence, unless ``text`` is None; ValueError as for ``bounds``."""
-    if text is None:
-        return asked
-    documents = in_sequence(text, asked.shapes[0].seq_length)
-    return replace(asked, shapes=[replace(shape, documents=documents) for shape in asked.shapes])
+    from cp_plugin.planner.asked import packed as with_documents
+
+    return asked if text is None else with_documents(asked, lambda tokens: in_sequence(text, tokens))
 
 
 def in_sequence(text: str, seq_length: int) -> tuple[int, ...]:

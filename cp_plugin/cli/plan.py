@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -176,9 +177,7 @@ def _reproduced(names: list[str], plots: Path | None) -> bool:
 def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: bool) -> Plan:
     """Search the fastest training."""
     from cp_plugin.planner.asked import Fixed, fitting, recomputation
-    from cp_plugin.planner.candidates import Allowed
-    from cp_plugin.planner.search import WORTH
-    from cp_plugin.planner.search import plan as search
+    from cp_plugin.planner.search import answer
 
     given.check()
     if given.megatron:
@@ -187,30 +186,25 @@ def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: 
         tensor=given.tensor, pipeline=given.pipeline, context=given.context, recompute=recomputation(recompute)
     )
     asked = packs.packed(_asked(given, fixed), given.documents)
-    limit = given.memory * _GB if given.memory is not None else asked.cluster.device.memory_bytes
-    asked = fitting(asked, limit, given.global_batch)
+    fixed_options = replace(asked.allowed.options, **options.chosen)
+    asked = replace(
+        asked,
+        allowed=replace(asked.allowed, options=fixed_options),
+        fp8=(None, "comm") if given.fp8 else (None,),
+        limit=given.memory * _GB if given.memory is not None else 0.0,
+    )
+    asked = fitting(asked, given.global_batch)
     with new_console(stderr=True, quiet=quiet).status("planning") as status:
-        return search(
-            asked.model,
-            asked.shapes,
-            asked.cluster,
-            reserve=asked.reserve,
-            fp8=(None, "comm") if given.fp8 else (None,),
-            limit=limit,
-            allowed=Allowed(options=options),
-            worth=WORTH,
-            apart=not given.megatron and recompute is None,
-            progress=lambda text: status.update(f"simulating {text}"),
-        )
+        return answer(asked, progress=lambda text: status.update(f"simulating {text}"))
 
 
 def _asked(given: _Given, fixed: Fixed) -> Asked:
-    from cp_plugin.megatron.planned.command import from_flags
+    from cp_plugin.megatron.planned.command import question
     from cp_plugin.planner.asked import of_flags, of_name
 
     machine, needs = given.machine, given.needs
     if given.megatron:
-        return of_flags(given.megatron, given.devices or needs, machine, from_flags, **given.changes)
+        return of_flags(given.megatron, given.devices or needs, machine, question, **given.changes)
     whole = given.changes.get("per_node") or machine.per_node
     devices = given.devices or max(needs, whole)
     return of_name(str(given.model), devices, given.tokens, machine, fixed, **given.changes)

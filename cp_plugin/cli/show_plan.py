@@ -17,13 +17,14 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.planner.candidates import DEFAULT
 from cp_plugin.planner.errors import KNOWN_ERROR, off_by, typical_error
 from cp_plugin.planner.errors import legend as legend_of_errors
+from cp_plugin.planner.explain import gain
 from cp_plugin.planner.packs import balance, padded
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import Plan
 from cp_plugin.planner.stock_rules import VERSION
 from cp_plugin.planner.stock_rules import needed as rules_for
 from cp_plugin.planner.training.model import LINEAR
-from cp_plugin.planner.training.parallel import KEPT, Parallel, problem
+from cp_plugin.planner.training.parallel import Parallel, problem
 
 _COLUMNS = ("method", "chosen", "takes", "x best", "sends", "memory")
 _WORDS = {
@@ -38,6 +39,11 @@ _WORDS = {
 """Option -> what choosing a value means."""
 _USUAL = {"grid": (1, 1), "intra_size": 1, "head_parallel": 1, "head_groups": 1, "backward": "kv"}
 """Option -> the value that adds nothing."""
+
+_NOT_SEARCHED = (
+    "recomputation searched: none, core_attn, layernorm, mlp, both, moe, and as few whole layers of each stage as fit; "
+    "not searched: other modules, offloading activations to the host"
+)
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -56,7 +62,8 @@ def print_plan(console: Console, plan: Plan) -> None:
         "takes: time of one iteration; x best: relative to the fastest; sends: by one device, in one layer's attention"
     )
     off = legend_of_errors(p.provider for p in plan.found)
-    print_lines(console, legend, off, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
+    searched = [_NOT_SEARCHED] if plan.free else []
+    print_lines(console, legend, off, *searched, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     console.print()
     print_flags(console, "flags:", flags(best))
     console.print()
@@ -103,8 +110,11 @@ def why(plan: Plan) -> Iterator[str]:
     if plan.tied > 1:
         names = ", ".join(p.candidate.name for p in plan.found[1 : plan.tied])
         yield f"tie: {names} take equally long within the typical error of predictions; {_simplest(plan)}"
-    for other in plan.found[plan.tied :]:
+    stock = next((p for p in plan.found if p.candidate.upstream), None)
+    for other in filter(plan.fits, plan.found[plan.tied :]):
         reasons = ", ".join(_slower(plan, other)) or "no single cause above the threshold"
+        if other is stock and not best.candidate.upstream:
+            reasons = f"{gain(plan, plan.best, other)}"
         yield f"{other.candidate.name} takes {_beaten(plan, other)}: {reasons}"
     yield (
         f"{plan.simulated} of {plan.tried} configurations simulated; those not shown are slower even at their lower "
@@ -171,9 +181,11 @@ def flags(priced: Priced) -> str:
     axes += f"--context-parallel-size {p.context}"
     axes += " --sequence-parallel" if p.sequence_parallel and p.tensor > 1 else ""
     again = "" if p.recompute == "none" else f" --recompute-granularity {p.recompute}"
-    if p.recompute == "selective" and p.recompute_modules == KEPT:
-        again += f" --recompute-modules {' '.join(KEPT)}"
-    again += " --recompute-method uniform --recompute-num-layers 1" if p.recompute == "full" else ""
+    if p.recompute == "selective" and p.recompute_modules != ("core_attn",):
+        again += f" --recompute-modules {' '.join(p.recompute_modules)}"
+    if p.recompute == "full":
+        method, layers = ("block", p.recompute_layers) if p.recompute_layers else ("uniform", p.recompute_group)
+        again += f" --recompute-method {method} --recompute-num-layers {layers}"
     return f"{axes}{again} {priced.candidate.flags}" if p.context > 1 else f"{axes}{again}"
 
 
@@ -210,7 +222,8 @@ def sizes(p: Parallel) -> str:
 def recomputes(p: Parallel) -> str:
     """``recomputes layernorm and mlp``."""
     modules = f"recomputes {' and '.join(p.recompute_modules)}"
-    return {"none": "recomputes nothing", "selective": modules, "full": "recomputes all layers"}[p.recompute]
+    layers = "all layers" if not p.recompute_layers else f"{p.recompute_layers} layers" + " a stage" * (p.pipeline > 1)
+    return {"none": "recomputes nothing", "selective": modules, "full": f"recomputes {layers}"}[p.recompute]
 
 
 def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
@@ -226,6 +239,7 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
         "data": p.data,
         "recompute": p.recompute,
         "recompute_modules": list(p.recompute_modules) if p.recompute == "selective" else [],
+        "recompute_layers": p.recompute_layers,
         "seconds": priced.iteration.seconds,
         "parts": dict(priced.iteration.parts),
         "repeated_attention_s": priced.repeats,

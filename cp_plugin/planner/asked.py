@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cp_plugin.common.names import one_of
+from cp_plugin.core.problem import Fp8
+from cp_plugin.planner.candidates import ALL, Allowed
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
+from cp_plugin.planner.price import on_side
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.planner.training.parallel import RECOMPUTE, Parallel, Recompute, check
 
-FromFlags = Callable[[list[str], int], tuple[Model, Parallel]]
+FromFlags = Callable[[list[str], int], tuple[Model, Parallel, Allowed]]
 """Parses Megatron's flags for a number of devices; ValueError with Megatron's own message."""
 _PIPELINES = (1, 2, 4, 8, 16)
 MOST = 2**24
@@ -32,12 +35,19 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
+    """A query, however it was put: a model's name, flags, ``--cp-provider auto``, Python."""
+
     model: Model
     cluster: Cluster
     shapes: Sequence[Parallel]
-    """Candidate divisions of the model over the devices."""
-    reserve: Sequence[Parallel] = ()
-    """The same with more recomputation, where none of the shapes fits together with its attention."""
+    """Candidate divisions of the model over the devices, with each recomputation that may be chosen."""
+    free: bool = False
+    """Recomputation is open: also ``SELECTIONS``, and as few whole layers as the memory demands."""
+    allowed: Allowed = ALL
+    fp8: Sequence[Fp8 | None] = (None,)
+    """Payload formats to consider; None: the model's dtype."""
+    limit: float = 0.0
+    """Usable bytes of device memory; 0: all of it."""
 
 
 def of_flags(flags: list[str], devices: int, machine: str | Cluster, from_flags: FromFlags, **changes: int) -> Asked:
@@ -46,8 +56,8 @@ def of_flags(flags: list[str], devices: int, machine: str | Cluster, from_flags:
     Raises:
         ValueError: for what Megatron refuses, in its words, and an unknown cluster.
     """
-    found, parallel = from_flags(flags, devices)
-    return Asked(model=found, cluster=_cluster(machine, devices, changes), shapes=[parallel])
+    found, parallel, allowed = from_flags(flags, devices)
+    return Asked(model=found, cluster=_cluster(machine, devices, changes), shapes=[parallel], allowed=allowed)
 
 
 def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fixed: Fixed, **changes: int) -> Asked:
@@ -69,39 +79,46 @@ def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fi
     if not shapes:
         why = list(reasons)[:3] or [_nothing(fixed)]
         raise ValueError(f"cannot split {found.name} across {devices} devices: {'; '.join(why)}")
-    return Asked(model=found, cluster=there, shapes=shapes)
+    return Asked(model=found, cluster=there, shapes=shapes, free=fixed.recompute is None)
 
 
-def fitting(asked: Asked, limit: float, global_batch: int | None = None) -> Asked:
-    """Keep the shapes that fit the memory (all if none does), with the least recomputation each and one common batch;
-    more recomputation is in reserve.
+def packed(asked: Asked, documents: Callable[[int], Sequence[int]]) -> Asked:
+    """The query with documents in every sequence; Megatron joins the sequences of a micro-batch, and fills them so.
 
     Args:
-        limit: bytes per device.
+        documents: tokens of a pack -> the lengths of its documents.
+    """
+    found = documents(asked.shapes[0].seq_length * asked.shapes[0].micro_batch)
+    return replace(asked, shapes=[joined(shape, found) for shape in asked.shapes])
+
+
+def joined(shape: Parallel, documents: Sequence[int]) -> Parallel:
+    """The shape with a pack of these documents in place of a micro-batch."""
+    batch = shape.global_batch // shape.micro_batch
+    return replace(shape, documents=tuple(documents), seq_length=sum(documents), micro_batch=1, global_batch=batch)
+
+
+def fitting(asked: Asked, global_batch: int | None = None) -> Asked:
+    """Keep the shapes that may fit the memory (all if none does), with one common batch.
+
+    Args:
         global_batch: sequences per iteration; None: one per data-parallel rank of the shape with the most, but no more
             than ``MOST`` tokens.
 
     Raises:
         ValueError: for a batch that no shape can divide.
     """
-    found: dict[tuple[int, int, int], Parallel] = {}
-    reserve = []
-    for shape in sorted(asked.shapes, key=lambda s: RECOMPUTE.index(s.recompute)):
-        if footprint(asked.model, shape).total <= limit:
-            key = (shape.tensor, shape.pipeline, shape.context)
-            if found.setdefault(key, shape) is not shape:
-                reserve.append(shape)
-    shapes = list(found.values()) or list(asked.shapes)
-    if len(shapes) == 1 and global_batch is None:
-        return replace(asked, shapes=shapes, reserve=reserve)
-    batch = global_batch or _batch(shapes)
-    dividing, more = (
-        [replace(shape, global_batch=batch) for shape in some if batch % shape.data == 0] for some in (shapes, reserve)
-    )
+    limit = asked.limit or asked.cluster.device.memory_bytes
+    least = (footprint(asked.model, on_side(shape, stock=True)).total for shape in asked.shapes)
+    fits = [shape for shape, needs in zip(asked.shapes, least, strict=True) if needs <= limit] or list(asked.shapes)
+    if len({shape.data for shape in fits}) == 1 and global_batch is None:
+        return replace(asked, shapes=fits)
+    batch = global_batch or _batch(fits)
+    dividing = [replace(shape, global_batch=batch) for shape in fits if batch % shape.data == 0]
     if not dividing:
-        sizes = ", ".join(str(n) for n in sorted({shape.data for shape in shapes}))
+        sizes = ", ".join(str(n) for n in sorted({shape.data for shape in fits}))
         raise ValueError(f"--global-batch {batch} must be a multiple of the data-parallel ranks, {sizes}")
-    return replace(asked, shapes=dividing, reserve=more)
+    return replace(asked, shapes=dividing)
 
 
 def _batch(shapes: Sequence[Parallel]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -56,8 +56,23 @@ class Allowed:
     """Options fixed in advance; Megatron's own methods do not have them."""
     layouts: Sequence[str] = tuple(layouts.ALL)
     """Token layouts of our providers."""
-    suits: Callable[[Candidate], bool] = lambda candidate: True
+    suits: Callable[[Candidate], bool] | None = None
     """Any further condition."""
+    real: Problem | None = None
+    """An attention call of the training, with what is not priced: sinks, documents of unknown lengths."""
+    stock: bool = True
+    """Whether stock Megatron can run this at all."""
+
+    def chosen_from(self, some: Iterable[Candidate]) -> list[Candidate]:
+        """Those that satisfy all of this."""
+        theirs = set() if not self.stock else upstream_names(self.real) if self.real is not None else None
+        return [c for c in some if self._can(c, theirs) and (self.suits is None or self.suits(c))]
+
+    def _can(self, candidate: Candidate, theirs: set[str] | None) -> bool:
+        if candidate.upstream:
+            return theirs is None or candidate.name in theirs
+        setup = candidate.setup
+        return self.real is None or providers.unsupported(setup.provider, self.real, setup.options) is None
 
 
 ALL = Allowed()
@@ -95,6 +110,8 @@ def _upstream(problem: Problem) -> list[_Upstream]:
 
 def upstream_names(problem: Problem) -> set[str]:
     """Names of Megatron's methods that support the problem's mask and head counts."""
+    if problem.size == 1:
+        return {STOCK}
     return {f"{STOCK} {one.comm_type}" for one in _upstream(problem)}
 
 
@@ -122,7 +139,7 @@ def candidates(
     elif kind == "softmax":
         alone = settled_or_reason(providers.get(_ALONE), problem, Options())
         found[STOCK] = [Candidate(name=STOCK, setup=alone, flags="")]
-    return {name: [c for c in _distinct(some) if allowed.suits(c)] for name, some in found.items()}
+    return {name: allowed.chosen_from(_distinct(some)) for name, some in found.items()}
 
 
 def linear_candidates(problem: Problem) -> list[Candidate]:
@@ -160,7 +177,7 @@ def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
     changes += [{option: v} for option in free for v in told[option] if v != getattr(options, option)]
     own = {option: None for option in told if told[option] and option not in provider.options}
     asked = [replace(options, **{**own, **change}) for change in changes]  # type: ignore[arg-type]
-    return [c for c in _distinct(_supported(candidate.name, problem, asked)) if allowed.suits(c)]
+    return allowed.chosen_from(_distinct(_supported(candidate.name, problem, asked)))
 
 
 def without_sums(provider: Provider, options: Options) -> Options:

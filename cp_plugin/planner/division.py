@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -76,9 +76,10 @@ class Division:
         if not self.softmax:
             return {c.name: [c] for c in linear_candidates(self.problems[LINEAR])}
         first, *more = self.softmax
-        found = candidates(self.problems[first], self.fp8, self.allowed)
+        allowed = replace(self.allowed, stock=self.allowed.stock and LINEAR not in self.problems)
+        found = candidates(self.problems[first], self.fp8, allowed)
         for letter in more:
-            others = candidates(self.problems[letter], self.fp8, self.allowed)
+            others = candidates(self.problems[letter], self.fp8, allowed)
             also = {c.flags for some in others.values() for c in some}
             found = {name: [c for c in some if c.flags in also] for name, some in found.items()}
         return found

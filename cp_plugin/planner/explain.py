@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -16,13 +16,14 @@ from cp_plugin.planner.candidates import Candidate, as_flags
 from cp_plugin.planner.machine.events import Post
 from cp_plugin.planner.machine.hardware import Cluster, Kernel, Link, Rate
 from cp_plugin.planner.machine.links import Level, Links
-from cp_plugin.planner.price import beside, on, price
+from cp_plugin.planner.price import Priced, beside, on, price
+from cp_plugin.planner.search import Plan, plan
 from cp_plugin.planner.trace.simulation import HOST, WAITING
 from cp_plugin.planner.trace.timeline import Pass, Timeline, run
 from cp_plugin.planner.training.footprint import Footprint
 from cp_plugin.planner.training.iteration import Iteration
 from cp_plugin.planner.training.model import LINEAR, Model
-from cp_plugin.planner.training.parallel import Parallel, problem
+from cp_plugin.planner.training.parallel import RECOMPUTE, Parallel, divided_alike, problem
 
 Resource = Literal["kernels", "memory", "host", "inter", "intra", "latency"]
 RESOURCES: Mapping[Resource, str] = {
@@ -85,6 +86,60 @@ class Explanation:
     @property
     def fits(self) -> bool:
         return self.footprint.total <= self.timeline.cluster.device.memory_bytes
+
+
+class Gain(NamedTuple):
+    """Factors whose product is stock Megatron's time over ours, each side at its best."""
+
+    method: float
+    """In stock's parallel sizes with stock's recomputation."""
+    recomputation: float
+    """In the same sizes: attention's output is kept, or less is recomputed, as the memory allows."""
+    shape: float
+    """Sizes of its own."""
+    freed: str
+    """What is recomputed otherwise."""
+
+    @property
+    def named(self) -> list[tuple[str, float]]:
+        """Cause and factor, largest first; without those that change less than 1 %."""
+        words = {"the method alone": self.method, self.freed: self.recomputation, "other parallel sizes": self.shape}
+        found = [(name, x) for name, x in words.items() if abs(x - 1) >= 0.01]
+        return sorted(found, key=lambda pair: -pair[1])
+
+    def __str__(self) -> str:
+        """``attention not repeated 1.24x, the method alone 1.02x``."""
+        return ", ".join(f"{name} {x:.2f}x" for name, x in self.named)
+
+
+def gain(found: Plan, ours: Priced, stock: Priced) -> Gain:
+    """Where a gain over stock Megatron comes from: our method is priced in stock's shape, too, or if it cannot run
+    there, the fastest of ours that can."""
+    there, kept = stock.parallel, replace(stock.parallel, recompute_attention=ours.parallel.recompute_attention)
+    every = [replace(divided_alike(kept), recompute=again) for again in RECOMPUTE] if found.free else []
+    same, least = (
+        plan(
+            *(found.model, shapes, found.cluster),
+            **{"fp8": found.fp8, "limit": limit, "free": free, "allowed": replace(found.allowed, stock=False)},
+        ).found
+        for shapes, limit, free in (([there], math.inf, False), ([kept, *every], found.limit, found.free))
+    )
+
+    def recomputed(one: Priced) -> tuple[str, tuple[str, ...], int]:
+        return one.parallel.recompute, one.parallel.recompute_modules, one.parallel.recompute_layers
+
+    def own(some: Sequence[Priced]) -> Priced:
+        able = [p for p in some if p.footprint.total <= found.limit] or some
+        named = [p for p in able if p.candidate.name == ours.candidate.name] or able
+        return min(named, key=lambda p: p.iteration.seconds)
+
+    alike, freed = own(same), own(least)
+    return Gain(
+        method=stock.iteration.seconds / alike.iteration.seconds,
+        recomputation=alike.iteration.seconds / freed.iteration.seconds,
+        shape=ours.tokens_per_s / freed.tokens_per_s,
+        freed="attention not repeated" if recomputed(freed) == recomputed(alike) else "less recomputation",
+    )
 
 
 def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *, every: bool = False) -> Explanation:

@@ -125,7 +125,6 @@ def priced(
     """
     asked, parallel = parallel, trained(candidate, parallel)
     seconds = {letter: t.seconds_of for letter, t in timelines.items()}
-    peaks = [peak for t in timelines.values() for p in t.programs.values() for peak in p.peaks]
     takes = iteration(model, parallel, cluster, seconds)
     repeats = 0.0
     if parallel.recompute_attention:
@@ -137,8 +136,15 @@ def priced(
         timelines=timelines,
         iteration=takes,
         repeats=repeats,
-        footprint=footprint(model, parallel, peaks, sum(t.setup.communicators for t in timelines.values())),
+        footprint=held(candidate, timelines, model, asked),
     )
+
+
+def held(candidate: Candidate, timelines: Mapping[str, Timeline], model: Model, parallel: Parallel) -> Footprint:
+    """Memory of a simulated candidate."""
+    peaks = [peak for t in timelines.values() for p in t.programs.values() for peak in p.peaks]
+    communicators = sum(t.setup.communicators for t in timelines.values())
+    return footprint(model, trained(candidate, parallel), peaks, communicators)
 
 
 def beside(candidate: Candidate, problems: Mapping[str, Problem]) -> dict[str, Candidate]:
@@ -155,13 +161,16 @@ def beside(candidate: Candidate, problems: Mapping[str, Problem]) -> dict[str, C
 
 
 def trained(candidate: Candidate, parallel: Parallel) -> Parallel:
-    """The shape as the candidate trains it: stock Megatron recomputes attention, and pads each document."""
-    if not candidate.upstream:
-        return parallel
-    if candidate.setup.problem.size == 1:
-        return replace(parallel, recompute_attention=True)
-    tokens = candidate.setup.problem.seq_length
-    return replace(parallel, recompute_attention=True, seq_length=tokens, documents=())
+    """The shape as the candidate trains it: recomputation as on its side, documents padded by stock Megatron."""
+    found = on_side(parallel, stock=candidate.upstream)
+    if not candidate.upstream or candidate.setup.problem.size == 1:
+        return found
+    return replace(found, seq_length=candidate.setup.problem.seq_length, documents=())
+
+
+def on_side(parallel: Parallel, *, stock: bool) -> Parallel:
+    """The shape with what is recomputed: stock Megatron repeats attention, too, our methods only if asked to."""
+    return replace(parallel, recompute_attention=stock or parallel.recompute_attention)
 
 
 def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:

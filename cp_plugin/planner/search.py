@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cp_plugin.common.text import in_bytes
 from cp_plugin.core.problem import Fp8
+from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.candidates import ALL, DEFAULT, Allowed, Candidate, refusals, variants
 from cp_plugin.planner.division import Division
 from cp_plugin.planner.errors import KNOWN_ERROR, beating, tie
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import Cluster
-from cp_plugin.planner.price import Priced, priced, trained
-from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.price import Priced, held, on_side, priced, trained
+from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.iteration import iteration
 from cp_plugin.planner.training.model import Model
-from cp_plugin.planner.training.parallel import Parallel, kept
+from cp_plugin.planner.training.parallel import Parallel, divided_alike, selections
 
 _PATIENCE = 4000
 """Simulated events without improvement after which the rest of a method is skipped."""
@@ -45,6 +47,10 @@ class Plan:
     cluster: Cluster
     limit: float
     """Bytes of device memory."""
+    allowed: Allowed
+    fp8: Sequence[Fp8 | None]
+    free: bool
+    """Recomputation was open."""
     found: Sequence[Priced]
     """Each method's best candidate: those that tie, simplest first, then the others, fastest first. What does not fit
     the memory comes last."""
@@ -75,86 +81,104 @@ class Plan:
         return priced.footprint.total <= self.limit
 
 
+def answer(asked: Asked, *, worth: float = WORTH, progress: Progress = lambda text: None) -> Plan:
+    """``plan`` for a query; ``worth`` and ``progress`` as there."""
+    return plan(
+        *(asked.model, asked.shapes, asked.cluster),
+        **{"fp8": asked.fp8, "limit": asked.limit, "allowed": asked.allowed, "free": asked.free},
+        **{"worth": worth, "progress": progress},
+    )
+
+
 def plan(
     model: Model,
     shapes: Sequence[Parallel],
     cluster: Cluster,
     *,
-    reserve: Sequence[Parallel] = (),
     fp8: Sequence[Fp8 | None] = (None,),
     limit: float = 0,
     allowed: Allowed = ALL,
     hopeless: float = _HOPELESS,
     worth: float = KNOWN_ERROR,
-    apart: bool = False,
+    free: bool = False,
     progress: Progress = lambda text: None,
 ) -> Plan:
-    """Find each method's best candidate in the best of the shapes.
+    """Find each method's best candidate in the best of the shapes: one shape for our methods, one for stock Megatron's.
 
     Of shapes that tie, those with fewest context-parallel ranks are tried first; others only where they may be faster
-    by more than ``worth``.
+    by more than ``worth``. Shapes that differ in recomputation alone are one shape with a choice: each candidate takes
+    the fastest that fits.
 
     Args:
-        shapes: divisions of the model over the devices.
-        reserve: others, for where nothing of the shapes fits the memory together with its attention.
+        shapes: divisions of the model over the devices, with each recomputation to choose from.
         fp8: payload formats to consider; None: the model's dtype.
         limit: bytes of device memory; 0: all of it.
         allowed: restrictions. Where nothing satisfies them, ``found`` is empty.
-        hopeless: methods whose lower bound is this many times the best are not simulated.
+        hopeless: methods whose lower bound is this many times the best of their side are not simulated.
         worth: potential gain for which another shape is tried; 0: the fastest shape is found.
-        apart: stock Megatron's methods have a best shape of their own, and every method may also recompute ``KEPT``
-            alone, with which stock keeps attention's output, too.
+        free: recomputation is open: also ``SELECTIONS``, and full recomputation of as few layers as the memory demands.
         progress: called with a description of each candidate before it is priced.
 
     Raises:
         ValueError: if nothing fits the memory: what would.
     """
     limit = limit or cluster.device.memory_bytes
-    fitting = [shape for shape in shapes if footprint(model, shape).total <= limit]
-    if not fitting:
-        raise ValueError(_what_would_fit(model, shapes, cluster, limit))
-    chosen, every = [], []
-    for side in _sides(allowed) if apart else [allowed]:
-        best: _Search | None = None
-        searches: list[_Search] = []
-        for some in (fitting, reserve):
-            if some and best is None:
-                divided = zip(some, Division.each(model, some, cluster, fp8, side), strict=True)
-                here = [
-                    _Search(model, kept(shape) if apart else [shape], division, limit, hopeless, progress)
-                    for shape, division in divided
-                ]
-                best, searches = _fastest(here, worth), [*searches, *here]
+    chosen, every, fits = [], [], False
+    for stock, side in enumerate(_sides(allowed)):
+        choices = _choices(model, shapes, bool(stock), free)
+        fitting = [c for c in ([s for s in some if footprint(model, s).total <= limit] for some in choices) if c]
+        fits = fits or bool(fitting)
+        choices = fitting or choices
+        divisions = Division.each(model, [some[0] for some in choices], cluster, fp8, side)
+        searches = [
+            _Search(model, some, division, limit, hopeless, free, progress)
+            for some, division in zip(choices, divisions, strict=True)
+        ]
+        searches = [search for search in searches if search.division.candidates] or searches[:1]
+        best = _fastest(searches, worth) if fitting else None
         chosen.append(best or min(searches, key=lambda s: s.per_token))
         every += searches
-    return _answer(chosen, sum(s.tried for s in every), sum(s.simulated for s in every))
+    if not fits:
+        raise ValueError(_what_would_fit(model, shapes, cluster, limit))
+    return replace(_answer(chosen, sum(s.tried for s in every), sum(s.simulated for s in every)), allowed=allowed)
 
 
 def _sides(allowed: Allowed) -> list[Allowed]:
     """Our methods, and stock Megatron's."""
-    suits = allowed.suits
+    suits = allowed.suits or (lambda c: True)
     return [
         replace(allowed, suits=lambda c: not c.upstream and suits(c)),
         replace(allowed, suits=lambda c: c.upstream and suits(c)),
     ]
 
 
+def _choices(model: Model, shapes: Sequence[Parallel], stock: bool, free: bool) -> list[list[Parallel]]:
+    """Each division of the model with its recomputations, as they are on this side."""
+    found: dict[Parallel, list[Parallel]] = {}
+    for shape in shapes:
+        found.setdefault(divided_alike(shape), []).append(on_side(shape, stock=stock))
+    return [[*some, *(selections(model, some[0]) if free else ())] for some in found.values()]
+
+
 def _answer(searches: Sequence[_Search], tried: int, simulated: int) -> Plan:
-    """The methods of these searches, one search for each side or one for all."""
+    """The methods of these searches, one for each side."""
     for search in searches:
         search.finish()
     rank, division, limit = searches[0].rank, searches[0].division, searches[0].limit
     found = sorted((p for search in searches for p in search.priced.values()), key=rank)
     able = [p for p in found if (p.footprint.total <= limit) == (found[0].footprint.total <= limit)]
-    tying = [p for p in able if _beating(p, able) is None]
-    found = [*sorted(tying, key=_simplicity), *(p for p in found if p not in tying)]
+    tied = tying(able)
+    found = [*sorted(tied, key=_simplicity), *(p for p in found if p not in tied)]
     lost = [Lost(name, bound) for s in searches for name, bound in s.bounds.items() if name not in s.priced]
     return Plan(
         model=searches[0].model,
         cluster=division.cluster,
         limit=limit,
+        allowed=division.allowed,
+        fp8=division.fp8,
+        free=searches[0].free,
         found=found,
-        tied=len(tying),
+        tied=len(tied),
         lost=sorted(lost, key=lambda one: one.seconds),
         cannot=refusals(division.problems[division.main]) if division.softmax else {},
         tried=max(tried, sum(s.tried for s in searches)),
@@ -162,9 +186,14 @@ def _answer(searches: Sequence[_Search], tried: int, simulated: int) -> Plan:
     )
 
 
+def tying(some: Sequence[Priced]) -> list[Priced]:
+    """Those that none of them beats by more than the typical error; memory is not looked at."""
+    return [p for p in some if _beating(p, some) is None]
+
+
 def simplest(some: Sequence[Priced]) -> Priced:
-    """Of those that tie; memory is not looked at."""
-    return min((p for p in some if _beating(p, some) is None), key=_simplicity)
+    """Of those that tie."""
+    return min(tying(some), key=_simplicity)
 
 
 def _beating(priced: Priced, others: Iterable[Priced]) -> Priced | None:
@@ -194,6 +223,7 @@ class _Search:
     division: Division
     limit: float
     hopeless: float
+    free: bool
     progress: Progress
 
     def __post_init__(self) -> None:
@@ -204,7 +234,8 @@ class _Search:
         self.tried = self.simulated = 0
         model, division, shape = self.model, self.division, self.shapes[0]
         self.context = shape.context
-        seconds = min(iteration(model, some, division.cluster, division.alone).seconds for some in self.shapes)
+        self._fastest = self._fastest_shape()
+        seconds = iteration(model, self._fastest, division.cluster, division.alone).seconds
         self.per_token = seconds * shape.devices / (shape.global_batch * shape.seq_length)
         """Lower bound over all methods: seconds per token and device."""
 
@@ -236,8 +267,13 @@ class _Search:
     def _bound(self, candidate: Candidate, seconds: Seconds) -> float:
         """Lower bound on an iteration, given that on an attention call."""
         every = {**self.division.alone, self.division.main: seconds}
-        cluster = self.division.cluster
-        return min(iteration(self.model, trained(candidate, s), cluster, every).seconds for s in self.shapes)
+        return iteration(self.model, trained(candidate, self._fastest), self.division.cluster, every).seconds
+
+    def _fastest_shape(self) -> Parallel:
+        """With the recomputation that takes least of those that fit without attention."""
+        cluster, alone = self.division.cluster, self.division.alone
+        shapes = [*self.shapes, *self._by_layer(lambda shape: footprint(self.model, shape))]
+        return min(shapes, key=lambda shape: iteration(self.model, shape, cluster, alone).seconds)
 
     def _best_of(self, some: Sequence[tuple[float, Candidate]]) -> Priced:
         """The best candidate of one method, then of its variants."""
@@ -263,10 +299,20 @@ class _Search:
         key = id(timelines)
         if key not in self._seen:
             cluster = self.division.cluster
-            every = (priced(candidate, timelines, self.model, shape, cluster) for shape in self.shapes)
+            shapes = [*self.shapes, *self._by_layer(lambda s: held(candidate, timelines, self.model, s))]
+            every = (priced(candidate, timelines, self.model, shape, cluster) for shape in shapes)
             self._seen[key] = min(every, key=self.rank)
             self.simulated += 1
         return replace(self._seen[key], candidate=candidate)
+
+    def _by_layer(self, needs: Callable[[Parallel], Footprint]) -> list[Parallel]:
+        """Full recomputation of the fewest layers of each stage that fit; empty unless recomputation is open."""
+        full = next((shape for shape in self.shapes if shape.recompute == "full"), None)
+        if full is None or not self.free:
+            return []
+        some = [replace(full, recompute_layers=n) for n in range(1, -(-self.model.layers // full.pipeline))]
+        first = bisect_left(some, True, key=lambda shape: needs(shape).total <= self.limit)
+        return some[first : first + 1]
 
     def rank(self, priced: Priced) -> tuple[bool, float]:
         """What fits first, then what is faster."""
@@ -296,7 +342,7 @@ def _enough(in_vain: Sequence[int], bound: float, best: float) -> bool:
 
 def _what_would_fit(model: Model, shapes: Sequence[Parallel], cluster: Cluster, limit: float) -> str:
     """Message naming the shape that needs least memory."""
-    needs = {shape: footprint(model, shape) for shape in shapes}
+    needs = {shape: footprint(model, on_side(shape, stock=True)) for shape in shapes}
     shape = min(needs, key=lambda s: needs[s].total)
     parts = ", ".join(f"{name} {in_bytes(n)}" for name, n in needs[shape].parts.items())
     advice = "more devices (--devices), a shorter --seq-length, a smaller model, or a device with more memory"

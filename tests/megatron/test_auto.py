@@ -170,7 +170,7 @@ def test_plans_for_documents_of_the_dataset(
     """Slow links favour ``needed`` on the documents layout; mock data has no known documents."""
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.models import indexed
-    from cp_plugin.megatron.planned.auto import pack_of
+    from cp_plugin.megatron.planned.sizes import pack_of
 
     indexed.write(str(tmp_path / "chat"), ([1] * n for n in (40, 300, 700, 90, 2000, 150)), 127)
     indexed.write(str(tmp_path / "long"), ([1] * n for n in (30_000, 20_000)), 127)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,18 @@ from typer.testing import CliRunner
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
 from cp_plugin.cli.draw.gantt import draw_gantt
+from cp_plugin.cli.show_plan import flags, why
 from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.explain import RESOURCES, Explanation, explain, split
+from cp_plugin.planner.explain import RESOURCES, Explanation, explain, gain, split
 from cp_plugin.planner.machine.hardware import cluster, override
-from cp_plugin.planner.price import on
+from cp_plugin.planner.price import on, priced
+from cp_plugin.planner.search import plan
 from cp_plugin.planner.trace.simulation import Span
 from cp_plugin.planner.training.model import model
-from cp_plugin.planner.training.parallel import Parallel, problem
+from cp_plugin.planner.training.parallel import Parallel, problem, selections
 
+LLAMA = model("llama3-8b")
 ASKED = ["explain", "--model", "llama3-8b", "--cluster", "dgx-h100", "--seq-length", "65536"]
 
 
@@ -156,3 +161,35 @@ def test_packed_documents() -> None:
 def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
     done = cli(*arguments)
     assert done.exit_code == 2 and said in done.output and done.output.count("\n") == 1, done.output
+
+
+def test_a_gain_is_named_by_its_causes() -> None:
+    """In one shape stock loses by the attention it repeats, which is told, and its best method says so by a factor."""
+    found = plan(
+        LLAMA, [Parallel(devices=16, context=16, seq_length=2**17, recompute="full")], cluster("h100-1-per-node")
+    )
+    theirs, *others = (p for p in found.found[found.tied :] if p.candidate.upstream)
+    parts = gain(found, found.best, theirs)
+    assert math.prod(parts[:3]) == pytest.approx(theirs.iteration.seconds / found.best.iteration.seconds)
+    assert parts.named[0][0] == "attention not repeated" and parts.shape == pytest.approx(1)
+    assert parts.method == pytest.approx(theirs.without_repeats / found.best.iteration.seconds, rel=0.05)
+    assert f"): {parts}" in (text := "\n".join(why(found))) and f"{theirs.candidate.name} takes" in text
+    for other in others:
+        assert f"as stock Megatron does ({other.without_repeats / found.fastest:.2f}x if memory allowed" in text
+
+
+@pytest.mark.parametrize("limit", [72e9, 76e9, 90e9])
+def test_every_candidate_recomputes_what_takes_least_of_what_fits(limit: float) -> None:
+    """Of all modules and numbers of layers, on both sides; without ``free`` only what was asked for."""
+    full = Parallel(devices=8, context=8, seq_length=2**16, recompute="full")
+    found = plan(LLAMA, [full], cluster("dgx-h100"), limit=limit, free=True)
+    every = [full, *selections(LLAMA, full), *(replace(full, recompute_layers=n) for n in range(1, LLAMA.layers))]
+    for one in found.found[:3]:
+        prices = [priced(one.candidate, one.timelines, LLAMA, shape, cluster("dgx-h100")) for shape in every]
+        best = min((p for p in prices if found.fits(p)), key=lambda p: p.iteration.seconds)
+        assert one.iteration.seconds == best.iteration.seconds and one.parallel.recompute == best.parallel.recompute
+        assert one.parallel.recompute != "full" or f"block --recompute-num-layers {best.parallel.recompute_layers}" in (
+            flags(one)
+        )
+    fixed = plan(LLAMA, [full], cluster("dgx-h100"), limit=limit)
+    assert all(p.parallel.recompute_layers == 0 and p.parallel.recompute == "full" for p in fixed.found)

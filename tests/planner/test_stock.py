@@ -26,7 +26,10 @@ WINDOW = replace(DENSE, window=(1023, 0))
 ENDS = (0, 10_000, 10_100, 30_000, TOKENS)
 PACKED = replace(DENSE, bounds=ENDS, documents=True)
 FAST = cluster("dgx-h100")
-MASKS = pytest.mark.parametrize("problem", [DENSE, WINDOW, PACKED], ids=["dense", "window", "packed"])
+EQUAL = replace(DENSE, kv_heads=8)
+MASKS = pytest.mark.parametrize(
+    "problem", [DENSE, WINDOW, PACKED, EQUAL], ids=["dense", "window", "packed", "equal heads"]
+)
 
 
 def gathering(problem: Problem) -> Candidate:
@@ -78,12 +81,17 @@ def test_bytes_of_messages_and_passes(problem: Problem) -> None:
     posts = [e for e in (*found.forward, *found.backward) if isinstance(e, Post)]
     assert [post.nbytes for post in posts] == [whole // SIZE * (SIZE - 1)] * 6
     in_order = 2 * (2 * whole + ids)
-    assert passes(found.forward) == [0, 0, 0, 0, in_order + queries, queries]
-    # the slice that the longer chunk's kernel was given, read twice and written once, for keys and values
-    own = p.seq_length if p.bounds else slice_of(p, 2 * SIZE - 1 - 3)
+    assert passes(found.forward) == [0, 0, 0, 0, in_order + queries, 2 * queries]
+    # the slices that both chunks' kernels were given, read twice and written once, for keys and values
+    chunks = (3, 2 * SIZE - 1 - 3)
+    own = 2 * p.seq_length if p.bounds else sum(slice_of(p, n) for n in chunks)
     added = 2 * 3 * whole * own // p.seq_length
+    # gradients of every query head, written and read, for the keys beyond as many as there are queries
+    seen = [(n + 1) * p.seq_length // (2 * SIZE) if p.bounds else slice_of(p, n) for n in chunks]
+    if p.heads > p.kv_heads:
+        added += sum(2 * (n - p.seq_length // (2 * SIZE)) * p.heads * 2 * p.head_dim * 2 for n in seen)
     statistics = 2 * lse if p.bounds else lse
-    before, copied = 2 * whole, queries
+    before, copied = 2 * whole, 2 * queries
     expected = [before, 0, 0, 0, in_order + 2 * queries + statistics, copied + added + in_order, 0, 0, 0, 0]
     assert passes(found.backward) == expected
 

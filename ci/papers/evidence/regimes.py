@@ -15,12 +15,13 @@ from cp_plugin.cli.packs import in_sequence, packed
 from cp_plugin.cli.show_plan import options, recomputes, sizes
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8
+from cp_plugin.planner import search
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
 from cp_plugin.planner.candidates import STOCK, Allowed
 from cp_plugin.planner.errors import off_by, tie, typical_error
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import WORTH, Plan, plan, simplest
+from cp_plugin.planner.search import Plan, plan, simplest
 from cp_plugin.planner.training.model import WINDOW, Model, model
 from cp_plugin.planner.training.parallel import Parallel
 
@@ -86,7 +87,8 @@ class Regime:
     def asked(self) -> Asked:
         """What ``cp-plugin plan`` asks: every division over the devices."""
         asked = packed(of_name(self.model, self.devices, self.tokens, self.machine, Fixed()), self.documents or None)
-        return fitting(replace(asked, model=self.trained), self.machine.device.memory_bytes)
+        allowed = Allowed(options=self.options)
+        return fitting(replace(asked, model=self.trained, allowed=allowed, fp8=self.fp8))
 
     @property
     def command(self) -> list[str]:
@@ -194,17 +196,7 @@ class Apart:
 @cache
 def answer(regime: Regime) -> Plan:
     """What ``cp-plugin plan`` says; ValueError if nothing fits the memory."""
-    asked, allowed = regime.asked, Allowed(options=regime.options)
-    return plan(
-        asked.model,
-        asked.shapes,
-        asked.cluster,
-        reserve=asked.reserve,
-        fp8=regime.fp8,
-        allowed=allowed,
-        worth=WORTH,
-        apart=True,
-    )
+    return search.answer(regime.asked)
 
 
 def apart(regime: Regime) -> Apart:

@@ -19,7 +19,7 @@ from cp_plugin.planner.candidates import Candidate, as_flags, candidates
 from cp_plugin.planner.explain import first_letter, sent_by_level
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster
-from cp_plugin.planner.price import Priced, on, price
+from cp_plugin.planner.price import Priced, on, price, trained
 from cp_plugin.planner.training.iteration import utilisation
 from cp_plugin.planner.training.model import LINEAR, Model
 from cp_plugin.planner.training.parallel import Parallel, problem
@@ -103,10 +103,11 @@ def _sent(priced: Priced, model: Model, parallel: Parallel) -> dict[tuple[str, s
     layers = parallel.layers(model, priced.iteration.stage)
     again = parallel.repeated(layers)
     selective = parallel.recompute == "selective" and "core_attn" in parallel.recompute_modules
+    repeats = trained(priced.candidate, parallel).recompute_attention
     found: dict[tuple[str, str, str], float] = defaultdict(float)
     for letter, timeline in priced.timelines.items():
         its = [n for n in layers if model.attention_of(n) == letter]
-        twice = sum(parallel.recompute_attention and (selective or n in again) for n in its)
+        twice = sum(repeats and (selective or n in again) for n in its)
         for (phase, axis, level), nbytes in sent_by_level(timeline).items():
             calls = len(its) + (twice if phase == "forward" else 0)
             name = f"linear {axis}" if letter == LINEAR else axis

@@ -12,13 +12,8 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
-
-import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.training.utils import get_blend_and_blend_per_split
 
 from cp_plugin.attention.setups import settled_or_reason
 from cp_plugin.common.text import in_bytes
@@ -28,17 +23,16 @@ from cp_plugin.megatron.flags import args as our_flags
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings
 from cp_plugin.megatron.flags.linear_flags import attribute
 from cp_plugin.megatron.flags.option_flags import AUTO
-from cp_plugin.megatron.planned.sizes import from_args
+from cp_plugin.megatron.planned.sizes import Packed, question
 from cp_plugin.megatron.rules import checks
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.candidates import Allowed, Candidate, upstream_names, without_sums
+from cp_plugin.planner.asked import Asked
+from cp_plugin.planner.candidates import Allowed, without_sums
 from cp_plugin.planner.errors import in_words, off_by
 from cp_plugin.planner.machine import hardware, inferred
 from cp_plugin.planner.machine.inferred import Inferred
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import Plan, plan
-from cp_plugin.planner.training.model import Model
-from cp_plugin.planner.training.parallel import Parallel
+from cp_plugin.planner.search import Plan, answer, simplest, tying
 
 CLUSTER = "--cp-cluster"
 _ASKED = f"--cp-provider {AUTO}"
@@ -54,30 +48,20 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
     Raises:
         ValueError: for an unknown cluster or model, and if no provider can run this or fits the memory.
     """
-    layouts = checks.allowed_layouts(args, settings)
     try:
         cluster = _cluster(args)
-        model, parallel = from_args(args, settings)
-        real = checks.padded_problem(args, settings)
-        packed = pack_of(args, real.seq_length)
-        if packed is not None:
-            parallel = replace(  # Megatron joins the sequences of a micro-batch
-                parallel,
-                documents=packed.lengths,
-                seq_length=sum(packed.lengths),
-                micro_batch=1,
-                global_batch=parallel.global_batch // parallel.micro_batch,
-            )
-        allowed = Allowed(options=settings.options, layouts=layouts, suits=_ours(real))
-        found = plan(model, [parallel], cluster.cluster, allowed=allowed)
+        model, parallel, allowed, packed = question(args, settings)
+        allowed = replace(allowed, stock=allowed.stock and not cpu.active())
+        found = answer(Asked(model=model, cluster=cluster.cluster, shapes=[parallel], allowed=allowed))
     except ValueError as error:
         raise ValueError(f"{_ASKED}: {error}; or name a provider: {', '.join(providers.names())}") from error
-    best = _best(found, real, allowed)
-    stock = None if cpu.active() or settings.linear is not None else _upstream(model, parallel, cluster, real)
-    answer = _Answer(found=found, best=best, stock=stock, cluster=cluster, packed=packed, real=real)
+    real = allowed.real
+    assert real is not None
+    best, stock = _best(found, real, allowed), _stock(found)
+    told = _Answer(found=found, best=best, stock=stock, cluster=cluster, packed=packed, real=real)
     reason = _why_not_stock(args, real, stock) if may_leave and stock is not None else _ELSEWHERE
-    leave = answer.stock_is_enough and not reason
-    lines = tuple(_of_stock(answer) if leave else _of_ours(answer, reason))
+    leave = told.stock_is_enough and not reason
+    lines = tuple(_of_stock(told) if leave else _of_ours(told, reason))
     args.cp_cluster = None
     if leave:
         assert stock is not None
@@ -94,19 +78,12 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
     return replace(settings, planned=lines)
 
 
-class Packed(NamedTuple):
-    """A representative pack."""
-
-    lengths: tuple[int, ...]  # tokens of its documents
-    prefix: str  # the dataset they are drawn from
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
     """The planner's result."""
 
-    found: Plan  # the plugin's providers
-    best: Priced
+    found: Plan
+    best: Priced  # of the plugin's providers
     stock: Priced | None  # the best of Megatron's own methods, if any
     cluster: Inferred
     packed: Packed | None
@@ -116,33 +93,6 @@ class _Answer:
     def stock_is_enough(self) -> bool:
         """Whether the plugin's gain is within the typical error of predictions."""
         return self.stock is not None and self.found.beating(self.stock) is None
-
-
-def pack_of(args: argparse.Namespace, tokens: int) -> Packed | None:
-    """Draw a pack as ``--dataloader-inter-document-masking`` does: in random order, the last document cut.
-
-    Lengths come from the dataset's ``.idx``; of a blend, from the dataset with the greatest weight. Every rank draws
-    the same pack.
-
-    Returns:
-        None for other data, or without an ``.idx``: mock data, conversations (``--sft``), missing files.
-    """
-    if not getattr(args, "dataloader_inter_document_masking", False) or args.mock_data:
-        return None
-    together, of_splits = get_blend_and_blend_per_split(args)
-    blend = together or (of_splits and of_splits[0])
-    if not blend:
-        return None
-    prefixes, weights = blend
-    prefix = prefixes[int(np.argmax(weights)) if weights else 0]
-    if not IndexedDataset.exists(prefix):
-        return None
-    dataset = IndexedDataset(prefix)  # keeps its lengths mapped
-    rng, left, found = np.random.default_rng(0), tokens, []
-    while left:
-        found.append(min(left, max(1, int(dataset.sequence_lengths[rng.integers(len(dataset))]))))
-        left -= found[-1]
-    return Packed(tuple(found), prefix)
 
 
 def _cluster(args: argparse.Namespace) -> Inferred:
@@ -155,30 +105,27 @@ def _cluster(args: argparse.Namespace) -> Inferred:
         raise ValueError(f"{CLUSTER} {args.cp_cluster} cannot be used: {error}") from error
 
 
-def _ours(real: Problem) -> Callable[[Candidate], bool]:
-    """Select the plugin's candidates that support packed documents and sinks, which the planner does not model."""
-
-    def suits(candidate: Candidate) -> bool:
-        setup = candidate.setup
-        return not candidate.upstream and providers.unsupported(setup.provider, real, setup.options) is None
-
-    return suits
-
-
 def _best(found: Plan, real: Problem, allowed: Allowed) -> Priced:
-    """The best plan; ValueError if there is none."""
-    if not found.found:
+    """The simplest of our methods that tie; ValueError if there is none, or none that fits."""
+    ours = [p for p in found.found if not p.candidate.upstream]
+    if not ours:
         reasons = " | ".join(f"{name}: {_why_not(name, real, allowed)}" for name in providers.names())
         raise ValueError(f"{_ASKED}: no provider can run this model. {reasons}")
-    if found.fits(found.best):
-        return found.best
-    least = min(found.found, key=lambda priced: priced.footprint.total)
+    if able := [p for p in ours if found.fits(p)]:
+        return simplest(able)
+    least = min(ours, key=lambda priced: priced.footprint.total)
     raise ValueError(
         f"{_ASKED}: nothing fits the memory: {least.candidate.name}, the smallest, needs "
         f"{in_bytes(least.footprint.total)}, and {found.cluster.device.name} has {in_bytes(found.limit)}. Raise "
         "--context-parallel-size or --tensor-model-parallel-size, use --recompute-granularity full, or name another "
         f"device with {CLUSTER}"
     )
+
+
+def _stock(found: Plan) -> Priced | None:
+    """The best of Megatron's own methods, if any can run this and fits."""
+    able = [p for p in found.found if p.candidate.upstream and found.fits(p)]
+    return found.best if found.best in able else simplest(able) if able else None
 
 
 def _why_not(name: str, real: Problem, allowed: Allowed) -> str:
@@ -189,14 +136,6 @@ def _why_not(name: str, real: Problem, allowed: Allowed) -> str:
     return str(
         settled_or_reason(provider, real, replace(without_sums(provider, allowed.options), layout=layouts[0])).reason
     )
-
-
-def _upstream(model: Model, parallel: Parallel, cluster: Inferred, real: Problem) -> Priced | None:
-    """The best of Megatron's own methods, if any can run this."""
-    can = upstream_names(real)
-    allowed = Allowed(suits=lambda candidate: candidate.name in can)
-    found = plan(model, [parallel], cluster.cluster, allowed=allowed)
-    return found.best if found.found and found.fits(found.best) else None
 
 
 def _why_not_stock(args: argparse.Namespace, real: Problem, stock: Priced) -> str:
@@ -224,60 +163,61 @@ def _comm_type(stock: Priced) -> str:
     return stock.candidate.name.removeprefix(f"{UPSTREAM} ")
 
 
-def _of_stock(answer: _Answer) -> Iterator[str]:
+def _of_stock(told: _Answer) -> Iterator[str]:
     """Lines for a choice of stock Megatron."""
-    stock, best = answer.stock, answer.best
+    stock, best = told.stock, told.best
     assert stock is not None
     yield (
         f"{stock.candidate.name}: stock Megatron, nothing is replaced; predicted {_ms(stock)} ms per attention call, "
-        f"{best.candidate.name} {_ms(best)}; iterations are {_beside_ours(answer)}"
+        f"{best.candidate.name} {_ms(best)}; iterations are {_beside_ours(told)}"
     )
-    yield f"planned for {answer.cluster.how}"
+    yield f"planned for {told.cluster.how}"
     yield f"equivalent flags without the planner: --cp-provider {UPSTREAM} {stock.candidate.flags}"
 
 
-def _of_ours(answer: _Answer, reason: str) -> Iterator[str]:
+def _of_ours(told: _Answer, reason: str) -> Iterator[str]:
     """Lines for a choice of one of the plugin's providers; reason: why stock Megatron is not chosen."""
-    best, found, stock, setup = answer.best, answer.found, answer.stock, answer.best.candidate.setup
+    best, found, stock, setup = told.best, told.found, told.stock, told.best.candidate.setup
     chosen = ", ".join(part for part in (setup.layout, str(setup)) if part)
-    tied, slower = (
-        [p for p in some if found.fits(p)] for some in (found.found[1 : found.tied], found.found[found.tied :])
-    )
+    ours = [p for p in found.found if not p.candidate.upstream and found.fits(p)]
+    fastest = min(p.iteration.seconds for p in ours)
+    tied = [p for p in tying(ours) if p is not best]
+    slower = sorted((p for p in ours if p not in (best, *tied)), key=lambda p: p.iteration.seconds)
     parts = [f"{best.candidate.name} ({chosen}): predicted {_ms(best)} ms per attention call"]
     if tied:
         parts.append(f"the simplest in a tie with {_each(tied)}")
     if slower:
-        least = slower[0].iteration.seconds / found.fastest
+        least = slower[0].iteration.seconds / fastest
         parts.append(f"iterations take {least:.2f}x or more with {_each(slower)}")
-    if found.lost:
-        parts.append(f"others take at least {found.lost[0].seconds / found.fastest:.2f}x")
+    if lost := [lost.seconds for lost in found.lost if not lost.name.startswith(UPSTREAM)]:
+        parts.append(f"others take at least {lost[0] / fastest:.2f}x")
     parts += [] if stock is None else [f"{stock.candidate.name} {_ms(stock)}"]
-    parts.append(in_words(p.provider for p in (*found.found, *filter(None, [stock]))))
+    parts.append(in_words(p.provider for p in (*ours, *filter(None, [stock]))))
     yield "; ".join(parts)
-    yield f"planned for {answer.cluster.how}"
+    yield f"planned for {told.cluster.how}"
     yield f"equivalent flags without the planner: {best.candidate.flags}"
-    if stock is not None and answer.stock_is_enough:
+    if stock is not None and told.stock_is_enough:
         yield (
             f"stock Megatron would do just as well: --cp-provider {UPSTREAM} {stock.candidate.flags}, whose iterations "
-            f"are {_beside_ours(answer)}; it was not chosen because {reason}"
+            f"are {_beside_ours(told)}; it was not chosen because {reason}"
         )
-    if answer.packed is not None:
-        count, longest = len(answer.packed.lengths), max(answer.packed.lengths)
+    if told.packed is not None:
+        count, longest = len(told.packed.lengths), max(told.packed.lengths)
         yield (
             f"planned for packs such as one of {count} documents, the longest of {longest} tokens, drawn from "
-            f"{answer.packed.prefix}.idx"
+            f"{told.packed.prefix}.idx"
         )
-    elif answer.real.documents:
+    elif told.real.documents:
         yield "planned for packs as single sequences, because document lengths are unknown before training"
 
 
-def _beside_ours(answer: _Answer) -> str:
+def _beside_ours(told: _Answer) -> str:
     """Stock Megatron's iteration time: ``a tie (typical error 10 %)``, or ``1.24x as long (typical error 10 %)``."""
-    stock, found = answer.stock, answer.found
+    stock, found = told.stock, told.found
     assert stock is not None
     by = found.beating(stock)
     if by is None:
-        return f"a tie ({off_by(stock.provider, min(found.found, key=lambda p: p.iteration.seconds).provider)})"
+        return f"a tie ({off_by(stock.provider, told.best.provider)})"
     return f"{stock.iteration.seconds / by.iteration.seconds:.2f}x as long ({off_by(stock.provider, by.provider)})"
 
 

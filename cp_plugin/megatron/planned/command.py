@@ -23,7 +23,9 @@ from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.patching import Patch
+from cp_plugin.megatron.planned import sizes
 from cp_plugin.megatron.planned.sizes import from_args
+from cp_plugin.planner.candidates import Allowed
 from cp_plugin.planner.training.model import Model
 from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.testing.launch import run_ranks
@@ -56,6 +58,11 @@ class Refused(NamedTuple):
     message: str
 
 
+def question(flags: Sequence[str], devices: int) -> tuple[Model, Parallel, Allowed]:
+    """What to ask the planner about a training; arguments and errors as for ``read``."""
+    return _in_fork(lambda args, settings: sizes.question(args, settings)[:3], flags, devices)
+
+
 def from_flags(flags: Sequence[str], devices: int) -> tuple[Model, Parallel]:
     """The model and parallel sizes of a training.
 
@@ -78,21 +85,22 @@ def read(flags: Sequence[str], devices: int) -> Planned:
             know.
         RankError: for any other error.
     """
+    return _in_fork(lambda args, settings: Planned(*from_args(args, settings), settings), flags, devices)
+
+
+def _in_fork[T](use: Callable[[argparse.Namespace, Settings], T], flags: Sequence[str], devices: int) -> T:
+    """``use`` of the validated arguments, in a forked process; errors as for ``read``."""
     if devices < 1:
         raise ValueError(f"--devices {devices}: training needs at least 1")
     if {"-h", "--help"} & set(flags):
         raise ValueError(
             "--help after -- would only print Megatron's flags: leave it out (cp-plugin plan -h lists plan's own)"
         )
-    (found,) = run_ranks(_read, 1, args=(list(flags),), env={"WORLD_SIZE": str(devices)}, timeout=SECONDS)
+    environment = {"WORLD_SIZE": str(devices)}
+    (found,) = run_ranks(with_arguments, 1, args=(list(flags), use), env=environment, timeout=SECONDS)
     if isinstance(found, Refused):
         raise ValueError(found.message)
     return found
-
-
-def _read(flags: list[str]) -> Planned | Refused:
-    """Body of the forked process."""
-    return with_arguments(flags, lambda args, settings: Planned(*from_args(args, settings), settings))
 
 
 def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Settings], T]) -> T | Refused:

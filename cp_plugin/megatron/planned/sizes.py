@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cp_plugin.core.dtypes import dtype_name
+from cp_plugin.core.options import Options
 from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.rules.model import head_sizes
+from cp_plugin.planner.asked import joined
+from cp_plugin.planner.candidates import Allowed
 from cp_plugin.planner.training.model import DENSE, EXPERTS, LINEAR, SOFTMAX, WINDOW, Model
 from cp_plugin.planner.training.parallel import Parallel, check
 
@@ -20,6 +28,78 @@ UNKNOWN = (
     ("fp4", "--fp4-format"),
 )
 """Attribute and flag of features that a ``Model`` cannot express."""
+
+
+class Question(NamedTuple):
+    """What the planner is asked about a training."""
+
+    model: Model
+    parallel: Parallel
+    allowed: Allowed
+    packed: Packed | None
+
+
+class Packed(NamedTuple):
+    """A representative pack."""
+
+    lengths: tuple[int, ...]  # tokens of its documents
+    prefix: str  # the dataset they are drawn from
+
+
+def question(args: argparse.Namespace, settings: Settings) -> Question:
+    """The one question, whether ``plan`` or ``--cp-provider auto`` asks it, whichever provider the flags name.
+
+    The options of a named provider are part of that choice; those beside ``auto`` restrict the planner's.
+
+    Raises:
+        ValueError: as for ``from_args``, and if no token layout can run these flags.
+    """
+    if not settings.undecided and (settings.softmax or not settings.active):
+        settings = replace(settings, provider=AUTO, options=Options())
+    model, parallel = from_args(args, settings)
+    packing = copy.copy(args)
+    if settings.options.layout is None:
+        packing.dataloader_inter_document_masking = True  # the planner looks at layouts of documents where it has any
+    allowed = Allowed(
+        options=settings.options,
+        layouts=checks.allowed_layouts(packing, settings),
+        real=checks.padded_problem(args, settings),
+        stock=settings.linear is None,
+    )
+    packed = pack_of(args, parallel.seq_length * parallel.micro_batch)
+    if packed is not None:
+        parallel = joined(parallel, packed.lengths)
+    return Question(model, parallel, allowed, packed)
+
+
+def pack_of(args: argparse.Namespace, tokens: int) -> Packed | None:
+    """Draw a pack as ``--dataloader-inter-document-masking`` does: in random order, the last document cut.
+
+    Lengths come from the dataset's ``.idx``; of a blend, from the dataset with the greatest weight. Every rank draws
+    the same pack.
+
+    Returns:
+        None for other data, or without an ``.idx``: mock data, conversations (``--sft``), missing files.
+    """
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    if not getattr(args, "dataloader_inter_document_masking", False) or args.mock_data:
+        return None
+    together, of_splits = get_blend_and_blend_per_split(args)
+    blend = together or (of_splits and of_splits[0])
+    if not blend:
+        return None
+    prefixes, weights = blend
+    prefix = prefixes[int(np.argmax(weights)) if weights else 0]
+    if not IndexedDataset.exists(prefix):
+        return None
+    dataset = IndexedDataset(prefix)  # keeps its lengths mapped
+    rng, left, found = np.random.default_rng(0), tokens, []
+    while left:
+        found.append(min(left, max(1, int(dataset.sequence_lengths[rng.integers(len(dataset))]))))
+        left -= found[-1]
+    return Packed(tuple(found), prefix)
 
 
 def from_args(args: argparse.Namespace, settings: Settings) -> tuple[Model, Parallel]:
@@ -130,7 +210,7 @@ def _parallel(args: argparse.Namespace, settings: Settings) -> Parallel:
         recompute_modules=tuple(args.recompute_modules or ("core_attn",)),
         recompute_layers=args.recompute_num_layers if full and args.recompute_method == "block" else 0,
         recompute_group=group or 1,
-        recompute_attention=settings.recompute_attention or not settings.active,
+        recompute_attention=settings.recompute_attention,
         micro_batch=args.micro_batch_size,
         global_batch=args.global_batch_size,
         seq_length=checks.padded(args, settings, args.seq_length),

@@ -6,14 +6,16 @@ keys and values in the model's dtype. Its all-gather is traced here in Transform
 
     forward    gather k, wait, gather v, wait; k and v into sequence order, a pass over the whole sequence each
                attention of the rank's two chunks on two streams, each over a slice of the gathered keys
-               the chunks' outputs are copied together
+               each chunk's output is copied to its place
     backward   dk, dv of the whole sequence zeroed; k and v gathered and reordered again, as above
-               attention of the two chunks; dq copied, the slices of dk, dv added to the whole
+               attention of the two chunks, which for grouped queries writes dk and dv of every query head and adds them
+               up (cuDNN's graph); each chunk's dq copied, its slices of dk and dv added to the whole
                dk and dv into the ranks' order, a pass each; scatter dk, wait, scatter dv, wait
 
 A window shortens the slices, never the gathers, the reorderings and the scatters. Packed documents (``thd``) take no
-slices: both chunks' dk and dv are as long as the pack. Assumed in stock's favour: the chunks' kernels fill the device
-as one would, and the shorter chunk's copies and sums hide behind the longer one's kernel.
+slices: both chunks' dk and dv are as long as the pack. Kernels run in order, as everywhere in the planner. Their rates
+were measured with as many keys as queries, so sums over query heads are counted for the keys beyond. Assumed in stock's
+favour: the chunks' kernels, on two streams, fill the device as one would.
 """
 
 from __future__ import annotations
@@ -83,6 +85,8 @@ class _Chunk(NamedTuple):
 
     rows: Segments
     keys: range
+    seen: int
+    """Keys that it computes with: up to the last that its queries may see."""
 
 
 class _AllGather:
@@ -101,7 +105,8 @@ class _AllGather:
         self._zeros(out.shape)  # whatever the layout, though only packed documents need it
         each = [results(self._part(q), values) for _ in self._chunks]
         self._attend("forward", q)
-        self._copied(each[-1][0])
+        for part, _ in each:
+            self._copied(part)
         del keys, values
         return out, [lse for _, lse in each]
 
@@ -119,10 +124,12 @@ class _AllGather:
             for chunk in self._chunks
         ]
         self._attend("backward", q)
-        self._copied(each[-1][0])
-        for whole, part in zip((dk, dv), each[-1][1:], strict=True):
-            self._slice(whole, self._chunks[-1]).add_(part)
-        del each, keys, values
+        for chunk, (dq_part, *sums_of_chunk) in zip(self._chunks, each, strict=True):
+            self._added_up(chunk, q)
+            self._copied(dq_part)
+            for whole, part in zip((dk, dv), sums_of_chunk, strict=True):
+                self._slice(whole, chunk).add_(part)
+        del each, sums_of_chunk, part, keys, values
         dk, dv = self._in_order(dk), self._in_order(dv)
         sums = _Narrow(self._mesh)
         return dq, *(sums.reduce_scatter(_AXIS, (x,)).wait()[0] for x in (dk, dv))
@@ -134,11 +141,11 @@ class _AllGather:
         each = [(start, (end - start) // (2 * p.size)) for start, end in pairwise(ends)]
         rows = tuple(range(start + number * n, start + (number + 1) * n) for start, n in each)
         if p.bounds:
-            return _Chunk(rows, range(p.seq_length))
+            return _Chunk(rows, range(p.seq_length), sum(map(len, rows)) * (number + 1))
         left, right = self._mask.left, self._mask.right
         first = 0 if left is None else max(0, rows[0].start - left)
         end = p.seq_length if right is None else min(p.seq_length, rows[0].stop + right)
-        return _Chunk(rows, range(first, end))
+        return _Chunk(rows, range(first, end), end - first)
 
     def _gather(self, *tensors: Tensor) -> list[Tensor]:
         """One after the other: each has arrived before the next is sent."""
@@ -162,6 +169,14 @@ class _AllGather:
         shapes = tuple(Shape(len(t.q), len(t.k), t.diagonal) for t in found)
         heads, kind = q.size(1) * q.size(2), dtype_name(q.dtype)
         self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind))
+
+    def _added_up(self, chunk: _Chunk, q: Tensor) -> None:
+        """dk and dv of all query heads are written, read, and added up to those of the key/value heads."""
+        p = self._problem
+        if p.heads > p.kv_heads:
+            beyond = max(0, chunk.seen - sum(map(len, chunk.rows)))
+            elements = beyond * q.size(1) * p.heads * (p.head_dim + p.v_head_dim)
+            self._events.append(Memory(2 * elements * q.element_size(), 2))
 
     def _copied(self, part: Tensor) -> None:
         """A chunk's result is copied to its place in the whole: half a rank's rows, of packed documents too."""

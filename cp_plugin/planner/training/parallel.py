@@ -22,6 +22,8 @@ MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "sh
 """Choices of Megatron's ``--recompute-modules``."""
 KEPT = ("layernorm", "mlp")
 """Those with which stock Megatron drops most of a layer but keeps attention's output."""
+SELECTIONS = (("layernorm",), ("mlp",), KEPT)
+"""Modules that a search recomputes; with experts also ``moe`` alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,8 @@ class Parallel:
     recompute_group: int = 1
     """Layers recomputed at once from their first input."""
     recompute_attention: bool = False
-    """Whether recomputation includes attention, whose output is kept otherwise (``--cp-recompute-attention``)."""
+    """Whether recomputation includes attention, whose output is kept otherwise: as asked of our methods
+    (``--cp-recompute-attention``); what a candidate then does is settled by ``planner.price.on_side``."""
     micro_batch: int = 1
     global_batch: int = 0
     """0: one micro-batch per data-parallel rank."""
@@ -136,11 +139,15 @@ class Parallel:
         return layers[: self.recompute_layers or None]
 
 
-def kept(parallel: Parallel) -> list[Parallel]:
-    """The shape, and if it recomputes anything also the one that recomputes ``KEPT`` alone."""
-    if parallel.recompute == "none":
-        return [parallel]
-    return [parallel, replace(parallel, recompute="selective", recompute_modules=KEPT)]
+def selections(model: Model, parallel: Parallel) -> list[Parallel]:
+    """The shape with each of ``SELECTIONS`` recomputed."""
+    some = SELECTIONS if model.experts == 1 else (*SELECTIONS, ("moe",))
+    return [replace(parallel, recompute="selective", recompute_modules=modules) for modules in some]
+
+
+def divided_alike(parallel: Parallel) -> Parallel:
+    """The shape without its recomputation: equal for shapes that differ in nothing else."""
+    return replace(parallel, recompute="none", recompute_modules=("core_attn",), recompute_layers=0, recompute_group=1)
 
 
 def problem(model: Model, parallel: Parallel, letter: str = SOFTMAX) -> Problem:
