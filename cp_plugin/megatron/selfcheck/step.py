@@ -274,10 +274,10 @@ class _Step:
             for scaler in scalers:
                 if isinstance(getattr(scaler, "_scale", None), Tensor):
                     back.enter_context(patching.lent(scaler, _scale=torch.full_like(scaler._scale, _SCALE)))
-            configs = [one.config for one in optimizers(self.optimizer) if hasattr(one, "config")]
-            for owner in _distinct([*_owners(self.chunks), *configs]):
+            modules = [module for chunk in self.chunks for module in chunk.modules()]
+            for owner in _owners([*modules, *optimizers(self.optimizer)]):
                 back.enter_context(patching.lent(owner, **_quiet(owner)))
-            for module in _modules(self.chunks):
+            for module in modules:
                 if isinstance(module, CoreAttention):
                     back.callback(module.register_forward_pre_hook(_Strong(), with_kwargs=True, prepend=True).remove)
             yield
@@ -329,17 +329,10 @@ def _tokens(cp: Any, device: torch.device) -> int:
     return tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
 
 
-def _modules(chunks: Sequence[Any]) -> list[Any]:
-    return [module for chunk in chunks for module in chunk.modules()]
-
-
-def _owners(chunks: Sequence[Any]) -> list[Any]:
-    """Modules, and their configurations."""
-    return [one for m in _modules(chunks) for one in (m, getattr(m, "config", None)) if one is not None]
-
-
-def _distinct(objects: Sequence[Any]) -> list[Any]:
-    return list({id(one): one for one in objects}.values())
+def _owners(modules: Sequence[Any]) -> list[Any]:
+    """Modules, and their configurations, each once."""
+    found = [one for m in modules for one in (m, getattr(m, "config", None)) if one is not None]
+    return list({id(one): one for one in found}.values())
 
 
 def _quiet(owner: Any) -> dict[str, Any]:
