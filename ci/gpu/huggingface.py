@@ -31,6 +31,9 @@ def main() -> None:
             step.not_run(title, reason)
         else:
             import transformers
+            import transformers.models.llama.modeling_llama
+
+            import cp_plugin.huggingface  # noqa: F401  (once for all ranks, which are forked)
 
             title += f" {transformers.__version__}"
             for name in PROVIDERS:
