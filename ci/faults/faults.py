@@ -150,7 +150,7 @@ START = (
           plants=(Plant(rank=1, at="start", do="environment:OMP_NUM_THREADS=7 LC_ALL=C TZ=Asia/Tokyo"),)),
     Fault(name="world-size", what="WORLD_SIZE is 3 on a rank",
           plants=(Plant(rank=1, at="start", do="environment:WORLD_SIZE=3"),),
-          says=r"rank . of 2 failed|clients joined|Timed out|DistStoreError"),
+          says=r"rank 1: --world-size 3: |rank . of 2 failed|clients joined|Timed out|DistStoreError"),
     Fault(name="world-too-small", what="3 ranks for --context-parallel-size 2", ranks=3,
           flags="--context-parallel-size 2", says=r"(world size|world_size).*(3).*(divisible|2)"),
     Fault(name="data-index", what="a truncated dataset index", how="cut_index", says=r"\.idx|index"),
