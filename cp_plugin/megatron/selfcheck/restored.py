@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -80,7 +81,7 @@ def _is_plain(x: Any) -> bool:
         return x.numel() <= _SMALL and not isinstance(x, torch.nn.Parameter) and not x.requires_grad
     if type(x) in (list, tuple, set):
         return len(x) <= _SMALL and all(map(_is_plain, x))
-    if isinstance(x, dict):
+    if type(x) in (dict, defaultdict):  # others may do more when they are changed
         return len(x) <= _SMALL and all(map(_is_plain, x.values()))
     return isinstance(x, _PLAIN)
 
