@@ -66,6 +66,18 @@ def test_a_blind_row_of_one_tile_leaves_the_other_tiles_answer(
     torch.testing.assert_close(merged.lse[:blind_rows], other[1][:blind_rows])
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_row_that_is_blind_in_some_heads_only(causal: bool) -> None:
+    """torch's CPU kernel, whose log-sum-exp is repaired; a true 0 stays."""
+    q, k, v, _ = Case(seq_length=8, heads=4, kv_heads=2, causal=causal, dtype=torch.float64).inputs()
+    q[..., 0] = q[..., 0].abs() + 1
+    k[: 3 if causal else 8, :, 0, 0] = -torch.inf
+    q[0, 0, 2:] = k[0, 0, 1] = 0  # the one score that the row sees under a causal mask
+    found, want = (backend.forward(q, k, v, 0 if causal else 7, 0.5) for backend in (Sdpa(), Reference()))
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
+    assert want[1].isneginf().any(0).any(0).tolist() == [True, True, False, False]
+
+
 def test_only_infinity_changes_its_sign() -> None:
     lse = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, -3e38])
     want = torch.tensor([1.0, -torch.inf, -torch.inf, torch.nan, -3e38])

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
 from cp_plugin.methods import registry as providers
+from cp_plugin.methods.attention2d import grid_bytes
 from cp_plugin.methods.protocol import Formula
 
 FP8, NARROW = {"fp8": "comm"}, {"gradient_dtype": "model"}
@@ -42,6 +43,14 @@ def test_smaller_payloads_and_sums(name: str) -> None:
         assert total(sent, "forward") == total(wide, "forward") and total(sent) <= total(wide)
         less.append(total(sent) < total(wide))
     assert some(less) or narrow.axes.get("head") == narrow.problem.size
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if EVERY[n][0] == "attention2d" and "head" not in n])
+def test_a_grid_is_chosen_by_its_busiest_rank(name: str) -> None:
+    """On uneven tokens the ranks of the diagonal, of which rank 0 is one, keep their shard."""
+    setup = setup_of(name)
+    found = grid_bytes(setup.problem, setup.options, setup.options.grid)
+    assert found == max(total(sent) for sent in of_formula(setup))
 
 
 def total(sent: Formula, phase: str = "") -> int:

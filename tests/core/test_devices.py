@@ -76,6 +76,23 @@ def test_auto_choice(
     assert f"compute capability {capability[0]}.{capability[1]}" in reason
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "sizes", "reason"),
+    [
+        ((7, 0), torch.bfloat16, (64, 64), "the kernels need a GPU of compute capability 8.0 (Ampere) or newer"),
+        ((9, 0), torch.float64, (64, 64), "the kernels take bfloat16, float16 and float32, not torch.float64"),
+        ((9, 0), torch.bfloat16, (64, 512), "the kernels take head sizes up to 256, not 512"),
+    ],
+)
+def test_our_kernels_by_name_where_they_do_not_run(
+    machine: Machine, capability: tuple[int, int], dtype: torch.dtype, sizes: tuple[int, int], reason: str
+) -> None:
+    machine.gpu(capability)
+    with pytest.raises(ValueError) as refused:
+        backends.choose("triton", CUDA, dtype, *sizes)
+    assert reason in str(refused.value)
+
+
 def test_reason_names_rejected_candidates(machine: Machine) -> None:
     _, reason = backends.choose("auto", CUDA, torch.bfloat16, 128, 128)
     assert reason.startswith("cudnn on Hopper (compute capability 9.0); not flash 3: flash-attn 3 is not installed: ")

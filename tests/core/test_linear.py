@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import fake_fla
@@ -150,6 +151,18 @@ def test_float64(provider: str, layout: str, decay: Any, delta: bool, documents:
             assert ledgers[index] == by_phase_and_axis(trace) == expected, (size, index)
             if provider == "lasp2" and size > 1:
                 assert [(x.op, x.calls) for x in entries[index]] == [("all_gather", 1)] * 2, "one in each pass"
+
+
+@methods
+def test_bytes_of_every_call(provider: str, layout: str) -> None:
+    """Formula = trace of what runs, in every combination, also those that ``test_float64`` leaves to the night."""
+    for decay, by_delta, packed, causal in product(DECAYS, (False, True), (False, True), (False, True)):
+        case = LinearCase(decay=decay, delta=by_delta, documents=packed, causal=causal)
+        if not refused(provider, case, layout):
+            trace = TraceMesh({"cp": 4}, 1)
+            on_shards(ContextParallel(provider, mesh=trace, layout=layout), case)
+            expected = providers.get(provider).traffic(described(case, 4), Options(layout=layout), 1)
+            assert by_phase_and_axis(trace) == expected, case
 
 
 @decays
@@ -422,6 +435,18 @@ def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda q: ContextParallel("zeco").linear_attention(q, q, q, torch.tensor([-1, 1e-9])), "at most 0, got 1e-09"),
         (lambda q: ContextParallel("lasp2").linear_state(q, q, q[..., 0].abs()), "log_decay must be at most 0"),
         (lambda q: ContextParallel("lasp2").extend_linear(q, q, q, q.abs()), "log_decay must be at most 0"),
+        (
+            lambda q: ContextParallel("lasp2").refuse(Problem(size=1, heads=2, kv_heads=2, sink=True)),
+            "no softmax for a si",
+        ),
+        (
+            lambda q: ContextParallel("zeco").refuse(Problem(size=1, window=(4, 0))),
+            "linear attention has no sliding wind",
+        ),
+        (
+            lambda q: ContextParallel("lasp2", fp8="comm"),
+            "has no effect with lasp2: linear attention sends its states in",
+        ),
         (lambda q: ContextParallel("lasp1").linear_attention(q, q, q, causal=False), "with a causal mask: use lasp2"),
         (
             lambda q: ContextParallel("linear_ring").linear_attention(q, q, q, -q[0, 0, :, 0].abs()),

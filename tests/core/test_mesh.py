@@ -152,6 +152,18 @@ def test_a_group_that_was_not_made_is_named() -> None:
         run_ranks(rank, 2, init_process_group=True)
 
 
+def test_a_message_is_named_by_global_ranks() -> None:
+    """In a group whose places are other numbers than its ranks."""
+
+    def rank() -> list[tuple[int, ...]] | None:
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        mesh = GroupMesh.from_group({"cp": 2}, groups[dist.get_rank() % 2])
+        other = 1 - mesh.index
+        return [mesh.name("forward", "verb", "cp", ends).peers for ends in ((other, other), (None, other), ())]
+
+    assert run_ranks(rank, 4, init_process_group=True) == [[((2, 3, 0, 1)[index],)] * 3 for index in range(4)]
+
+
 def test_bad_meshes_are_refused() -> None:
     with pytest.raises(ValueError, match="outside the mesh"):
         TraceMesh(AXES, 6)

@@ -77,6 +77,21 @@ def test_each_pack_has_a_layout_of_its_own() -> None:
     run_threads(rank, {"cp": 4})
 
 
+@pytest.mark.parametrize("name", PLACED)
+def test_a_placed_pack_shares_no_plans_with_the_layout_it_came_from(name: str) -> None:
+    """The same call on zigzag tokens, on those of a pack, and on zigzag tokens again."""
+    options = Options(layout="zigzag" if "zigzag" in providers.get(name).layouts else None)
+    settled = providers.settle(name, typical(CASE, 4), options)
+
+    def rank(mesh: Mesh) -> list[object]:
+        cp = ContextParallel(settled, mesh=mesh)
+        return [run(where, CASE) for where in (cp, place_documents(cp, CU_SEQLENS), cp)]
+
+    for index, found in enumerate(run_threads(rank, settled.axes)):
+        for got in found:
+            assert_close(got, CASE.reference(), 1e-10, (name, index))
+
+
 def test_the_next_tokens_of_a_placed_pack() -> None:
     tokens = torch.arange(1.0, 193)
 

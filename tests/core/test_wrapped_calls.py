@@ -235,15 +235,18 @@ def test_bounds_of_another_pack_than_the_placement(dtype: torch.dtype) -> None:
     """Fewer bounds, or none, would let a state pass between documents; more are right."""
     placed, more = (torch.tensor(x, dtype=dtype) for x in ((0, 20, 31, 48), (0, 7, 20, 31, 40, 48)))
     x = torch.randn(48, 1, 2, 8, dtype=torch.float64)
+    alone = ContextParallel("lasp2").linear_attention(x, x, x, cu_seqlens=more)
 
     def rank(mesh: Mesh) -> Tensor:
-        cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout="documents"), placed)
+        before = ContextParallel("lasp2", mesh=mesh, layout="zigzag")
+        y = before.shard(x)
+        torch.testing.assert_close(before.unshard(before.linear_attention(y, y, y, cu_seqlens=more)), alone)
+        cp = place_documents(before, placed)
         y = cp.shard(x)
         for fewer in (None, placed[[0, 1, 3]], placed[[0, 3]]):
             with pytest.raises(ValueError, match=r"placed by documents with bounds 0, 20, 31, 48, and cu_seqlens"):
                 cp.linear_attention(y, y, y, cu_seqlens=fewer)
         return cp.unshard(cp.linear_attention(y, y, y, cu_seqlens=more))
 
-    alone = ContextParallel("lasp2").linear_attention(x, x, x, cu_seqlens=more)
     for found in run_threads(rank, {"cp": 2}):
         torch.testing.assert_close(found, alone)

@@ -16,9 +16,9 @@ from harness import Record, train
 from nightly import one_case, slow
 from torch import Tensor
 
-from cp_plugin import ContextParallel
+from cp_plugin import ContextParallel, Options
 from cp_plugin.core import payload
-from cp_plugin.core.scaling import Delayed
+from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -83,6 +83,23 @@ def test_packed_documents_windows_and_recomputation(capfd: pytest.CaptureFixture
 
 COMPUTE = f"{BF16} --cp-provider striped --cp-fp8 compute --cp-backend float8"
 DELAYED = f"{COMPUTE} --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
+
+
+def test_every_flag_of_delayed_scaling_reaches_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.layers import fp8_scaling
+
+    settings = argparse.Namespace(options=Options(fp8="compute"))
+    monkeypatch.setattr(runtime, "settings", lambda: settings)
+    asked = {"fp8_amax_history_len": 5, "fp8_amax_compute_algo": "max", "fp8_margin": 3}
+    config = argparse.Namespace(fp8="hybrid", fp8_recipe="delayed", **asked)
+    found = fp8_scaling.of_layer(config)
+    assert (found.length, found.algorithm, found.margin, found.roles) == (5, "max", 3, ROLES)
+    for other in ({"fp8": None}, {"fp8_recipe": "tensorwise"}):
+        current = fp8_scaling.of_layer(argparse.Namespace(**vars(config) | other))
+        assert (current.length, current.margin, current.roles) == (1, 2, IN_BACKWARD)
+    settings.options = Options(fp8="comm")
+    assert fp8_scaling.of_layer(config) is None
 
 
 def keep_histories(where: Path, *faults: Callable[[], None]) -> Callable[[], None]:

@@ -4,6 +4,7 @@ converts tokens around attention."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,9 +13,13 @@ import test_hybrid_model
 import test_packed_models
 from harness import train
 from nightly import each_value
+from rule_examples import RING, example
 from state_space_kernels import STATES
 from test_hybrid_model import SEQUENCE, SHORT
+from test_refusals import run_of
 
+from cp_plugin import Options
+from cp_plugin.megatron.rules import layout
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -56,6 +61,25 @@ def test_as_on_one_rank(case: str, capfd: pytest.CaptureFixture[str]) -> None:
 def test_packed_documents_as_on_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
     test_packed_models._compare(f"--hybrid-layer-pattern MG*- {STATES}", 2, f"{ZIGZAG} {LINEAR}")
     assert ONE_LAYOUT in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("other", "converted"),
+    [
+        ({}, True),
+        ({"tensor_model_parallel_size": 2}, True),
+        ({"tensor_model_parallel_size": 3}, False),
+        ({"sft": True}, False),
+        ({"mtp_num_layers": 1}, False),
+        ({"hybrid_layer_pattern": "M*/*-"}, False),
+        ({"hybrid_layer_pattern": None}, False),
+        ({"settings": RING}, False),
+    ],
+)
+def test_what_megatron_converts(other: dict[str, Any], converted: bool) -> None:
+    zigzag = {"settings": replace(RING, options=Options(layout="zigzag")), "linear_cp_layout": "contiguous"}
+    given = example("", **{**zigzag, "hybrid_layer_pattern": "M*-", **other})
+    assert (layout._not_converted(run_of(given)) is None) == converted
 
 
 def _not_converted() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin import ContextParallel
+from cp_plugin.attention.packs import place_lengths
 from cp_plugin.comm import TraceMesh
 
 TOKENS = 24
@@ -97,6 +98,21 @@ def test_bounds_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) ->
     assert packing.bounds(packed, TOKENS).tolist() == [0, 7, 24]
     assert packing.bounds(packed, 2 * TOKENS).tolist() == [0, 7, 24, 48]
     assert len(calls) == 4
+
+
+def test_a_batch_is_placed_by_its_padded_bounds() -> None:
+    from cp_plugin.megatron.patches import batch
+
+    cp = ContextParallel("needed", mesh=TraceMesh({"cp": 4}, 1), layout="documents")
+    entries = {"tokens": torch.zeros(1, TOKENS), "cu_seqlens": torch.tensor([0, 5, 12])}
+    placed = {
+        name: batch._on_pack(cp, entries | more).layout
+        for name, more in {"real": {}, "padded": {"cu_seqlens_padded": torch.tensor([0, 8, 24])}}.items()
+    }
+    assert placed == {
+        "real": place_lengths(cp, [5, 7, 12]).layout,
+        "padded": place_lengths(cp, [8, 16]).layout,
+    }
 
 
 def test_tensors_without_a_version_counter() -> None:

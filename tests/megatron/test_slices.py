@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import train
 from torch import Tensor
 
 from cp_plugin.core import layout as layouts
 from cp_plugin.placement.layouts import get_layout
-from cp_plugin.testing.launch import RankError
+from cp_plugin.testing.launch import RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -102,6 +103,22 @@ def _of_this_rank(batch: dict[str, Tensor]) -> None:
 def test_other_samples_on_a_rank_are_found() -> None:
     with pytest.raises(RankError, match="tokens of the first batch differ before slicing: rank 1 has other batches"):
         train(2, STRIPED, prepare=_batches(_of_this_rank, whole=True))
+
+
+@pytest.mark.parametrize("other", range(3))
+def test_the_rank_that_differs_is_named(other: int) -> None:
+    """Also where it is the first, with which nobody agrees."""
+
+    def rank() -> str:
+        from cp_plugin.megatron.selfcheck.slices import BatchError, require_one_batch
+
+        tokens = ENTRIES["tokens"].flip(0) if dist.get_rank() == other else ENTRIES["tokens"]
+        with pytest.raises(BatchError) as found:
+            require_one_batch({"tokens": tokens, "labels": ENTRIES["tokens"]}, dist.group.WORLD)
+        return str(found.value)
+
+    for text in run_ranks(rank, 3, init_process_group=True):
+        assert text.startswith(f"tokens of the first batch differ before slicing: rank {other} has other batches")
 
 
 def _of_this_rank_later(batch: dict[str, Tensor]) -> None:

@@ -350,7 +350,7 @@ def test_hybrid_layers_are_priced_by_kind() -> None:
     assert mixed.best.timelines["L"].seconds < dense.best.main.seconds / 3
 
 
-def test_command() -> None:
+def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["plan", "--model", "llama3-8b", "--cluster", "h100-1-per-node", "--devices", "8", "--context", "8"]
     asked += ["--tensor", "1", "--pipeline", "1", "--seq-length", "65536"]
     done = CliRunner().invoke(app, [*asked, "--json"])
@@ -360,6 +360,9 @@ def test_command() -> None:
     assert "--context-parallel-size 8" in answer["methods"][0]["flags"]
     shown = CliRunner().invoke(app, asked).output
     assert "    --tensor-model-parallel-size 1" in shown and answer["methods"][0]["method"] in shown
+    monkeypatch.setattr(Plan, "fits", lambda *_: False)
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 1 and "nothing fits" in done.output, "the best of what does not fit is shown, and fails"
 
 
 @pytest.mark.parametrize(
