@@ -9,9 +9,22 @@ from statistics import median
 from typing import Any
 
 import markdown_tables as markdown
-from evidence.regimes import CANONICAL, CONSTRAINT, REGIMES, Regime, answer, apart, beside, named, sentence, shaped
+from evidence.regimes import (
+    CANONICAL,
+    CONSTRAINT,
+    REGIMES,
+    Regime,
+    answer,
+    apart,
+    beside,
+    causes,
+    named,
+    sentence,
+    shaped,
+)
 from evidence.regimes import verdict as verdict_of
 
+from cp_plugin.cli.show_plan import NOT_SEARCHED
 from cp_plugin.planner import stock_rules
 from cp_plugin.planner.errors import OWN, in_words, typical_error
 from cp_plugin.planner.price import Priced
@@ -20,7 +33,7 @@ from cp_plugin.planner.training.parallel import KEPT
 DOCS = Path(__file__).parent
 PAGE = DOCS / "wins.md"
 RECORD = DOCS.parent / "ci" / "cluster" / "regimes.json"
-_TITLES = ("regime", "example", "use", "each at its best", "best of ours in one shape", "same recomputation")
+_TITLES = ("regime", "example", "use", "each at its best", "from", "best of ours in one shape", "same recomputation")
 _TITLES += ("as people run it", "typical error")
 _SHAPES = ("regime", "ours", "stock Megatron", "tokens per second")
 _MEASURED = ("regime", "best of ours", "stock's best", "same recomputation: measured", "predicted")
@@ -37,12 +50,16 @@ documents are padded to a multiple of twice the ranks. All predicted: no regime 
   each side in its [own best configuration](#each-side-at-its-best). Methods within the typical error of each other
   **tie**; of those, the simplest is named: stock Megatron if it is among them.
   *Heads over 4* stands for a [head axis](methods/head_axis.md) of 4 ranks.
-- **Each at its best**: the ratio of the two sides in that answer.
+- **Each at its best**: the ratio of the two sides in that answer. **From**: its factors, largest first. *The method
+  alone*: in stock's parallel sizes with stock's recomputation. *Attention not repeated*, or *less recomputation*: what
+  memory then allows in these sizes. *Other parallel sizes*: our own.
 - **In one shape**: one sequence over all devices, all layers recomputed; of our tied methods, the simplest.
     - **Same recomputation**: method against method; both keep attention's output.
     - **As people run it**: under full recomputation stock Megatron repeats attention and its messages; our methods keep
       its output. Stock keeps it, too, with `--recompute-granularity selective --recompute-modules
       {" ".join(KEPT)}`, if it fits in memory.
+
+Recomputation, for either side: {NOT_SEARCHED.removeprefix("recomputation searched: ")}.
 
 {in_words(OWN).capitalize()}: the median error of predicted ratios over the
 published pairs of methods ([papers](papers.md)), so half are off by more. The column shows the largest in its row.
@@ -107,6 +124,7 @@ def row(regime: Regime) -> tuple[str, ...]:
         regime.example,
         named(answer(regime).best),
         verdict_of(each.ratio, *pairs[0]),
+        str(causes(regime) or ""),
         named(found.ours) + (f", tensor {regime.tensor}" if regime.tensor > 1 else ""),
         f"{verdict_of(found.same_ratio, *pairs[1])}, {same}",
         f"{verdict_of(found.run_ratio, *pairs[2])}, {run}",
@@ -127,11 +145,12 @@ def _shaped(priced: Priced) -> str:
 
 
 def front() -> str:
-    """The README's lines: what is left of each front regime with each side at its best, as the page has it."""
+    """The README's lines: each front regime's gain with each side at its best, and its causes, as the page has them."""
     rows = {cells[0]: cells for cells in _rows(PAGE.read_text().split(_EACH)[0])}
     shown = [rows[regime.name] for regime in REGIMES if regime.front]
     return "\n".join(
-        f"- {cells[0]} ({cells[1]}): {cells[3]} with {_with_flag(cells[2])}, typical error {cells[-1]}"
+        f"- {cells[0]} ({cells[1]}): {cells[3]} with {_with_flag(cells[2])}, from: {cells[4]}; "
+        f"typical error {cells[-1]}"
         for cells in shown
     )
 

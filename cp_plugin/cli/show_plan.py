@@ -40,7 +40,7 @@ _WORDS = {
 _USUAL = {"grid": (1, 1), "intra_size": 1, "head_parallel": 1, "head_groups": 1, "backward": "kv"}
 """Option -> the value that adds nothing."""
 
-_NOT_SEARCHED = (
+NOT_SEARCHED = (
     "recomputation searched: none, core_attn, layernorm, mlp, both, moe, and as few whole layers of each stage as fit; "
     "not searched: other modules, offloading activations to the host"
 )
@@ -62,7 +62,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         "takes: time of one iteration; x best: relative to the fastest; sends: by one device, in one layer's attention"
     )
     off = legend_of_errors(p.provider for p in plan.found)
-    searched = [_NOT_SEARCHED] if plan.free else []
+    searched = [NOT_SEARCHED] if plan.free else []
     print_lines(console, legend, off, *searched, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     console.print()
     print_flags(console, "flags:", flags(best))

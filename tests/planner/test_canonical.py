@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,16 @@ from cp_plugin.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/choose.md", "docs/wins.md")
+
+
+def test_the_front_pages_state_the_bytes_of_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the heads and ranks they hold for."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    share = importlib.import_module("front_picture").share
+    front, index = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/index.md"))
+    mha, gqa, few = (f"{share(*of):.2f}" for of in ((64, 32), (64, 8), (8, 8)))
+    assert f"with 32 key/value heads for 32 query heads {mha}, with 8 of them {gqa}, on 8 ranks {few}" in front
+    assert f"it sends {gqa} of a ring's bytes on 64 ranks, and {few} on 8" in index
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from nightly import nightly, slow
 from cp_plugin.planner.asked import MOST
 from cp_plugin.planner.errors import typical_error
 from cp_plugin.planner.search import Plan
-from cp_plugin.planner.training.parallel import KEPT
 
 ROOT = Path(__file__).parents[2]
 GENERATOR = "wins_page"
@@ -47,7 +46,7 @@ def test_readme_quotes_the_page(page: ModuleType) -> None:
         row = next(row for row in page.PAGE.read_text().splitlines() if row.startswith(f"| {name} |"))
         cells = [cell.strip() for cell in row.split("|")[1:-1]]
         method = re.sub(r" heads over (\d+)", r" and `--cp-head-parallel \1`", cells[2])
-        assert line.partition("): ")[2] == f"{cells[3]} with {method}, typical error {cells[-1]}"
+        assert line.partition("): ")[2] == f"{cells[3]} with {method}, from: {cells[4]}; typical error {cells[-1]}"
 
 
 def test_verdicts() -> None:
@@ -73,7 +72,7 @@ def test_each_side_has_its_own_best_shape() -> None:
     """Stock, too, may keep attention's output, use other ranks, and do without context parallelism."""
     node = next(one for one in REGIMES if one.name == "one node")
     kept = regimes.apart(node)
-    assert kept.stock.parallel.recompute_modules == KEPT and kept.stock.repeats == 0
+    assert kept.stock.parallel.recompute == "selective" and kept.stock.repeats == 0
     assert kept.ratio < regimes.beside(node).run_ratio
     short = regimes.apart(replace(node, tokens=2**13))
     assert short.stock.parallel.context == 1 and short.ratio == pytest.approx(1)

@@ -19,6 +19,7 @@ from cp_plugin.planner import search
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
 from cp_plugin.planner.candidates import STOCK, Allowed
 from cp_plugin.planner.errors import off_by, tie, typical_error
+from cp_plugin.planner.explain import Gain, gain
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import Plan, plan, simplest
@@ -204,6 +205,16 @@ def apart(regime: Regime) -> Apart:
     found = answer(regime)
     ours, stock = sides([p for p in found.found if found.fits(p)])
     return Apart(simplest(ours), simplest(stock))
+
+
+@cache
+def causes(regime: Regime) -> Gain | None:
+    """Where the gain of the answer comes from; None: there is none, or a tie."""
+    found = apart(regime)
+    ratio = found.ratio
+    if ratio <= 1 or tie(ratio, 1.0, typical_error(found.ours.provider, found.stock.provider)):
+        return None
+    return gain(answer(regime), found.ours, found.stock)
 
 
 @cache
