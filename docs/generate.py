@@ -19,7 +19,6 @@ from pathlib import Path
 
 sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity", "perf", "cluster")]
 
-import beyond_page
 import blocks
 import examples_page
 import layers
@@ -28,7 +27,7 @@ import papers_page
 import wins_page
 
 DOCS = Path(__file__).parent
-_WHOLE = (papers_page, measured_page, wins_page, beyond_page, examples_page)
+_WHOLE = (papers_page, measured_page, wins_page, examples_page)
 """Whole pages. Blocks, and the examples' pages, quote those before them."""
 _LAYERS = DOCS / "images" / "layers.svg"
 _IMAGES = DOCS / "images"

@@ -55,8 +55,6 @@ CALLS = {
     "packs; lengths that vary": Call(varies=True),
 }
 """In bfloat16 unless they say otherwise."""
-_ASKED = " (if it says so)"
-"""Transformer Engine is asked for a kernel at start-up."""
 CUDA = torch.device("cuda")
 _HOSTS = tuple(f"node{rank // 8}" for rank in range(64))
 
@@ -79,11 +77,13 @@ def order_table() -> str:
 
 
 def calls_table() -> str:
-    """Who computes the forward's blocks on a middle rank of 8 on Hopper, by provider, layout and mask."""
+    """Who computes the forward's blocks on a middle rank of 8 on Hopper, by provider, mask, its own layout and striped."""
     columns = [("causal", 512), *((mask, 8192) for mask in MASKS)]
     rows = []
     for name in providers.names():
-        for layout in providers.get(name).layouts:
+        for layout in dict.fromkeys((providers.get(name).layouts[0], "striped")):
+            if layout not in providers.get(name).layouts:
+                continue
             rows.append((f"`{name}`", layout, *(_in_words(costs(name, layout, n, mask)) for mask, n in columns)))
     return markdown.table(("provider", "layout", *(f"{mask}, {n:,} tokens" for mask, n in columns)), rows)
 
@@ -104,11 +104,11 @@ def options(name: str, layout: str) -> Options:
 def _in_words(found: list[Cost]) -> str:
     library, ours = [c for c in found if c.by_library], [c.tiles for c in found if not c.by_library]
     calls = sum(c.tiles or 0 for c in library)
-    parts = [f"library {len(library)}, {calls} call{'s' * (calls > 1)}"] if library else []
+    parts = [f"{calls} call{'s' * (calls > 1)}"] if library else []
     if ours:
         tiles = sorted({math.inf if n is None else n for n in ours})
         ends = [f"over {MOST}" if n == math.inf else f"{n}" for n in (tiles[0], tiles[-1])]
-        parts.append(f"**ours {len(ours)}**, of {' to '.join(dict.fromkeys(ends))} tiles")
+        parts.append(f"**ours**, {'-'.join(dict.fromkeys(ends))} tiles")
     return "; ".join(parts)
 
 
@@ -117,10 +117,16 @@ def taken_table() -> str:
     rows = []
     for capability, (title, call) in product(((8, 0), (9, 0), (10, 0)), CALLS.items()):
         refused = refusals(capability, call)
-        takers = ", ".join(f"`{name}`{_ASKED * (name == 'te')}" for name, reason in refused.items() if reason is None)
-        others = "; ".join(f"`{name}`: {reason}" for name, reason in refused.items() if reason is not None)
+        takers = ", ".join(f"`{name}`{'*' * (name == 'te')}" for name, reason in refused.items() if reason is None)
+        others = "; ".join(f"`{name}`: {_shortened(reason)}" for name, reason in refused.items() if reason is not None)
         rows.append((f"{capability[0]}.{capability[1]}", title, takers, others))
     return markdown.table(("GPU", "tensors", "kernels that take them, best first", "others, and why not"), rows)
+
+
+def _shortened(reason: str) -> str:
+    """What of a call a kernel refuses, of its message."""
+    about = {"head sizes": "head size", "bfloat16": "dtype", "determin": "not deterministic", "plan": "builds plans"}
+    return next(word for part, word in about.items() if part in reason)
 
 
 def refusals(capability: tuple[int, int], call: Call) -> dict[str, str | None]:

@@ -299,7 +299,7 @@ def starts_of(named: Mapping[str, Any]) -> Tensor:
         refuse(not torch.equal(differ, starts[:, 1:] != 0), "other documents by seq_idx than by position_ids")
     refuse(
         mask is not None and bool(starts[:, 1:].any()),
-        "documents beside an attention_mask, with which transformers looks for none: leave the mask out",
+        "documents and an attention_mask, with which transformers looks for none: leave the mask out",
     )
     starts[:, 0] = 1
     if positions is not None:

@@ -239,7 +239,7 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "a mask of its own": ("rank 1: .* `token_type_ids` in rows", {"token_type_ids": left(3)}),
     "positions": ("rank 1: .* position_ids that do not count from 0", {"position_ids": torch.arange(5, 37)[None]}),
     "documents and a mask": (
-        "rank 1: .* documents beside an attention_mask",
+        "rank 1: .* documents and an attention_mask",
         {"position_ids": torch.arange(32)[None] % 16, "attention_mask": left(0)},
     ),
     "bounds": ("rank 1: cu_seqlens must increase", {"cu_seq_lens_q": torch.tensor([0, 7])}),

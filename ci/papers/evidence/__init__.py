@@ -1,4 +1,4 @@
-"""Evidence for the planner: predictions compared with published figures (``python ci/papers``), and beyond them.
+"""Evidence for the planner: predictions compared with published figures (``python ci/papers``).
 
 ../published/*.toml  the papers' figures by row, and our counterparts of their methods
 data.py             loads them
@@ -10,7 +10,6 @@ score.py            errors, order and ratios of methods, and nearest-neighbour b
 report.py, plot.py  docs/papers.md and its pictures
 situations.py       a method for typical trainings: docs/choose.md
 regimes.py          comparison with stock Megatron: docs/wins.md
-beyond.py           unpublished comparisons: docs/beyond.md
 
 ../measured/*.toml  raw measurements of collectives, kernels and trainings, excluded from all fits
 measurements.py     kinds of measurements and their predictions
