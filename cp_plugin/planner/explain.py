@@ -125,8 +125,8 @@ def gain(found: Plan, ours: Priced, stock: Priced) -> Gain:
         for shapes, limit, free in (([there], math.inf, False), ([kept, *every], found.limit, found.free))
     )
 
-    def recomputed(one: Priced) -> tuple[str, tuple[str, ...], int]:
-        return one.parallel.recompute, one.parallel.recompute_modules, one.parallel.recompute_layers
+    def recomputed(one: Priced) -> tuple[str, tuple[str, ...]]:
+        return one.parallel.recompute, one.parallel.recompute_modules
 
     def own(some: Sequence[Priced]) -> Priced:
         able = [p for p in some if p.footprint.total <= found.limit] or some

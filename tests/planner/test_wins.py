@@ -23,7 +23,7 @@ GENERATOR = "wins_page"
 
 
 @pytest.mark.parametrize(
-    "name", ["one node", pytest.param("fewer KV heads than an all-to-all needs", marks=slow, id="few KV heads")]
+    "name", ["one node", pytest.param("a large model, short of memory", marks=slow, id="a large model")]
 )
 def test_row_is_up_to_date(page: ModuleType, name: str) -> None:
     regime = next(one for one in REGIMES if one.name == name)

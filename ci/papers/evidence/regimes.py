@@ -113,7 +113,7 @@ REGIMES = (
     Regime(name="1,024 GPUs, 1M tokens", devices=1024, tensor=8),
     Regime(name="4,096 GPUs, 1M tokens", devices=4096, tensor=8),
     Regime(name="4,096 GPUs, 16M tokens", devices=4096, tensor=8, tokens=2**24),
-    Regime(name="fewer KV heads than an all-to-all needs", model="llama3-70b", devices=256, tensor=8, front=True),
+    Regime(name="a large model, short of memory", model="llama3-70b", devices=256, tensor=8, front=True),
     Regime(name="four KV heads, one GPU a node", model="qwen2.5-7b", cluster="h100-1-per-node", tokens=2**18),
     Regime(name="one GPU a node", cluster="h100-1-per-node", tokens=2**18),
     Regime(name="slow cards, equal heads", model="llama2-7b", cluster="h100-1-per-node", tokens=2**19, card=SLOW),
