@@ -222,10 +222,10 @@ with Step("training", ["--smoke", "--out", sys.argv[1]]) as step:
         training.one_rank.cache_clear()
         ok, detail = training.compared(training.Run(name, ""), step)
         print(name, ok, detail.get("failure", detail["tensor"]))
-rounded = right._replace(gradients={name: 1.01 * x for name, x in sizes.items()})
-limits = training.limits_of(rounded, right)
-for loss in (4.0001, 4.001):
-    print(loss, *training.judged([rounded._replace(losses=[loss, 3.0])], rounded, limits))
+    rounded = right._replace(gradients={name: 1.01 * x for name, x in sizes.items()})
+    limits = training.limits_of(rounded, right)
+    for loss in (4.0001, 4.001):
+        print(loss, *training.judged([rounded._replace(losses=[loss, 3.0])], rounded, limits))
 """
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],

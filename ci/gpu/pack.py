@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -94,7 +95,9 @@ def make(folder: Path, seconds: float, steps: list[str]) -> None:
     }
     (folder / "pack.json").write_text(json.dumps(told, indent=1) + "\n")
     (folder / "START").write_text(f'ci/gpu/check.sh --seconds 540 --out "${{OUT:-out/gpu}}" --pack {folder}\n')
-    print(f"{kernels.total()} kernels and C modules of Triton {triton.__version__} for sm_{CAPABILITY}")
+    used = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    made = f"{kernels.total()} kernels and C modules of Triton {triton.__version__} for sm_{CAPABILITY}"
+    print(f"{made}; {used:.0f} s of processor time")
 
 
 def stub_of_the_driver(folder: Path) -> dict[str, str]:

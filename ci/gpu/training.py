@@ -144,7 +144,7 @@ def judged(got: Sequence[Trained], want: Trained, limits: Mapping[str, float]) -
 def limits_of(want: Trained, exact: Trained | None) -> dict[str, float]:
     """Twice as far as one rank in bfloat16 is from ``exact``, itself in float32; None: it is in float32, too."""
     if exact is None:
-        return dict.fromkeys(want.gradients, GRADIENT) | {LOSSES: LOSS}
+        return {LOSSES: LOSS} | dict.fromkeys(want.gradients, GRADIENT)
     limits = {name: TWICE * error for name, error in differences(want, exact).items()}
     return limits | {LOSSES: max(LEAST, limits[LOSSES])}
 
