@@ -22,6 +22,7 @@ from cp_plugin.planner.machine.hardware import cluster, override
 from cp_plugin.planner.price import on, priced
 from cp_plugin.planner.search import plan
 from cp_plugin.planner.trace.simulation import Span
+from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel, problem, selections
 
@@ -193,3 +194,13 @@ def test_every_candidate_recomputes_what_takes_least_of_what_fits(limit: float) 
         )
     fixed = plan(LLAMA, [full], cluster("dgx-h100"), limit=limit)
     assert all(p.parallel.recompute_layers == 0 and p.parallel.recompute == "full" for p in fixed.found)
+
+
+def test_stock_keeps_the_sizes_in_which_it_fits() -> None:
+    """Attention's output, which ours keeps, needs other sizes; stock is compared in those that suit it."""
+    small, large = (
+        Parallel(devices=16, context=n, seq_length=2**17, global_batch=2, recompute="full") for n in (8, 16)
+    )
+    found = plan(LLAMA, [small, large], cluster("dgx-h100"), limit=footprint(LLAMA, small).total - 1e8)
+    contexts = {stock: {p.parallel.context for p in found.found if p.candidate.upstream == stock} for stock in (0, 1)}
+    assert contexts == {0: {16}, 1: {8}} and all(map(found.fits, found.found[:2]))
