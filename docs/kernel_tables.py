@@ -77,7 +77,7 @@ def order_table() -> str:
 
 
 def calls_table() -> str:
-    """Who computes the forward's blocks on a middle rank of 8 on Hopper, by provider, mask, its own layout and striped."""
+    """Who computes the blocks of a forward on a middle rank of 8 on Hopper, by provider and mask, in two layouts."""
     columns = [("causal", 512), *((mask, 8192) for mask in MASKS)]
     rows = []
     for name in providers.names():
