@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from method_cases import SETTINGS
-from nightly import nightly, slow
+from nightly import each_value, slow
 from oracle import Case, assert_close
 from test_needs import seen_rows
 from thread_ranks import run, typical
@@ -29,10 +29,11 @@ COMPOSED = [name for name, (provider, *_) in SETTINGS.items() if provider in PLA
 METHODS = {name: (name, 4, {}) for name in PLACED} | SETTINGS
 
 
+@each_value
 @pytest.mark.parametrize(
-    "name", [*PLACED, "2x3", *(pytest.param(name, marks=nightly) for name in COMPOSED if name != "2x3")]
+    "name", [*PLACED, *(pytest.param(name, marks=slow if SETTINGS[name][1] > 8 else ()) for name in COMPOSED)]
 )
-@pytest.mark.parametrize("window", [None, pytest.param((9, 0), marks=slow)])
+@pytest.mark.parametrize("window", [None, (9, 0)])
 def test_float64(name: str, window: tuple[int, int] | None) -> None:
     provider, size, options = METHODS[name]
     case = replace(CASE, window=window, heads={6: 12, 16: 16}.get(size, 8))
