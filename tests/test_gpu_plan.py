@@ -91,36 +91,30 @@ def test_the_page_describes_the_plan(plan: ModuleType) -> None:
 
 @pytest.mark.parametrize("how", ["killed 0.5 s after the cap of 5 s for nccl", "the call was stopped"])
 def test_a_step_that_does_not_end_is_killed_with_its_processes(how: str, tmp_path: Path) -> None:
-    """By its cap, or by SIGTERM to the whole call: what it had stays, in few files, and the page says in which case it
-    ended; nothing is wrong."""
+    """By its cap, or by SIGTERM to the call: what it had stays, in few files, with its last case; nothing is wrong."""
     (tmp_path / "nccl.py").write_text(
-        "import json, os, pathlib, subprocess, sys, time\n"
-        "child = subprocess.Popen(['sleep', '600'])\n"
+        "import json, os, pathlib, subprocess, sys, time; child = subprocess.Popen(['sleep', '600'])\n"
         "out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1])\n"
         "had = {'finished': False, 'error': '', 'seconds': 1.0, 'figures': [], 'not_run': [], 'now': 'ring, full'}\n"
         "had['checks'] = [{'group': 'over NCCL', 'name': 'ring', 'ok': True, 'of': [], 'detail': {}}]\n"
         "(out / 'nccl.json').write_text(json.dumps({'step': 'nccl'} | had))\n"
-        "pathlib.Path(__file__).with_name('child').write_text(str(child.pid))\n"
-        "time.sleep(600)\n"
+        "pathlib.Path(__file__).with_name('child').write_text(str(child.pid)); time.sleep(600)\n"
     )
     (tmp_path / "report.py").symlink_to(HERE / "report.py")
     text = (
         "import pathlib, sys, plan\n"
         "plan.HERE, plan.GRACE_S, plan.SMOKE = pathlib.Path(sys.argv[1]), 0.5, 5 / plan.PLAN['nccl'].seconds\n"
-        "sys.argv[1:] = ['--smoke', '--only', 'nccl', '--out', sys.argv[1] + '/out']\n"
-        "sys.exit(plan.main())\n"
+        "sys.argv[1:] = ['--smoke', '--only', 'nccl', '--out', sys.argv[1] + '/out']; sys.exit(plan.main())\n"
     )
-    command = [sys.executable, "-c", text, str(tmp_path)]
+    command, deadline = [sys.executable, "-c", text, str(tmp_path)], time.monotonic() + 30
     call = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PATHS}, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
     while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
         assert call.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    if how == "the call was stopped":
+    if stopped := how == "the call was stopped":
         call.terminate()
     output, _ = call.communicate(timeout=30)
-    assert call.returncode == (143 if how == "the call was stopped" else 0)
-    assert "PASS: nothing is wrong" in output
+    assert call.returncode == (143 if stopped else 0) and "PASS: nothing is wrong" in output
     child = Path("/proc", (tmp_path / "child").read_text(), "stat")
     while child.exists() and child.read_text().split()[2] != "Z":  # a killed process may take a moment to end
         assert time.monotonic() < deadline, "the step's child runs on"
@@ -343,9 +337,7 @@ import json, pathlib, sys, nccl, over_ranks, training
 from cp_plugin.methods import registry as providers
 from record import Step
 
-out = sys.argv[1]
-
-asked = []
+out, asked = sys.argv[1], []
 def refuses(*_, **__):
     asked.append(1)
     return False, {"failure": "Duplicate GPU detected"}
