@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,26 +57,7 @@ class Side(NamedTuple):
 
 KEPT_BYTES = 2**28
 """Cache limit for device tables: 8 MB for a million tokens, one entry per pack of documents."""
-type _Key = tuple[Runs, View, int, torch.device]
-
-
-class _Kept(OrderedDict[_Key, Side]):
-    """The most recently used tables, up to ``KEPT_BYTES``."""
-
-    nbytes = 0
-
-    def insert(self, key: _Key, side: Side) -> None:
-        self[key] = side
-        self.nbytes += _nbytes(side)
-        while len(self) > 1 and self.nbytes > KEPT_BYTES:
-            self.nbytes -= _nbytes(self.popitem(last=False)[1])
-
-    def clear(self) -> None:
-        super().clear()
-        self.nbytes = 0
-
-
-_kept = _Kept()
+_kept: OrderedDict[tuple[Runs, View, int, torch.device], Side] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -89,11 +69,11 @@ def side(runs: Runs, view: View, block: int, device: torch.device) -> Side:
     """
     key = (runs, view, block, device)
     with _lock:
-        if key in _kept:
-            _kept.move_to_end(key)
-        else:
-            _kept.insert(key, _side(*key))
-        return _kept[key]
+        found = _kept.pop(key, None) or _side(*key)
+        _kept[key] = found
+        while len(_kept) > 1 and sum(map(_nbytes, _kept.values())) > KEPT_BYTES:
+            _kept.popitem(last=False)
+    return found
 
 
 def _nbytes(side: Side) -> int:
@@ -102,18 +82,12 @@ def _nbytes(side: Side) -> int:
 
 def _side(runs: Runs, view: View, block: int, device: torch.device) -> Side:
     _check(runs)
-    return Side(_blocks(runs, block, device), *_on(torch.from_numpy(_seen(runs, view)), device))
-
-
-@lru_cache(maxsize=4096)
-def _blocks(runs: Runs, block: int, device: torch.device) -> Tensor:
-    """``Side.blocks``; the same for every pack."""
-    tokens = np.array([len(run) for run in runs])
-    counts = -(-tokens // block)
-    run = np.arange(len(runs)).repeat(counts)  # of each block
-    at = (np.arange(len(run)) - (counts.cumsum() - counts)[run]) * block  # in its run
-    found = np.stack(((tokens.cumsum() - tokens)[run] + at, (tokens[run] - at).clip(max=block)), 1)
-    return _on(torch.from_numpy(found[::-1].copy()), device)
+    blocks, offset = [], 0
+    for run in runs:
+        blocks += [(offset + at, min(block, len(run) - at)) for at in range(0, len(run), block)]
+        offset += len(run)
+    first, last = _seen(torch.cat([torch.arange(run.start, run.stop, run.step) for run in runs]), view)
+    return Side(*(_on(x, device) for x in (blocks[::-1], first, last)))
 
 
 @lru_cache(maxsize=4096)
@@ -133,30 +107,14 @@ def _check(runs: Runs) -> None:
         raise ValueError(f"position {max(run[-1] for run in runs)} is too large: the kernels take up to {LAST - 1}")
 
 
-def _seen(runs: Runs, view: View) -> np.ndarray:
-    """``Side.first`` and ``Side.last``, of runs below ``LAST``: int32 ``[2, tokens]``."""
-    at = np.concatenate([np.arange(run.start, run.stop, run.step, dtype=np.int32) for run in runs])
-    found = np.empty((2, len(at)), np.int32)
-    for end, (reach, furthest) in enumerate(((view.left, 0), (view.right, LAST))):
-        found[end] = at if reach == 0 else furthest
-        if reach:
-            found[end] = (at + np.int64((-reach, reach)[end])).clip(0, LAST)
-        if view.documents and reach != 0:  # a token sees itself at least, so that its document cannot end before that
-            (np.maximum, np.minimum)[end](found[end], _of_each(runs, view.documents, end), out=found[end])
-    return found
-
-
-def _of_each(runs: Runs, documents: tuple[int, ...], end: int) -> np.ndarray:
-    """First (0) or last (1) position of each token's document."""
-    whole = _of_all(documents, end)
-    return np.concatenate([whole[run.start : run.stop : run.step] for run in runs])
-
-
-@lru_cache(maxsize=4)
-def _of_all(documents: tuple[int, ...], end: int) -> np.ndarray:
-    """The same of all tokens of a pack, once for all runs: a ring meets those of every rank."""
-    bounds = np.array(documents)
-    return (bounds[1:] - 1 if end else bounds[:-1]).astype(np.int32).repeat(np.diff(bounds))
+def _seen(positions: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    first = torch.zeros_like(positions) if view.left is None else (positions - view.left).clamp(min=0)
+    last = torch.full_like(positions, LAST) if view.right is None else (positions + view.right).clamp(max=LAST)
+    if view.documents:
+        bounds = torch.tensor(view.documents)
+        document = torch.searchsorted(bounds, positions, right=True)
+        first, last = torch.maximum(first, bounds[document - 1]), torch.minimum(last, bounds[document] - 1)
+    return first, last
 
 
 def _on(x: Sequence[tuple[int, ...]] | Tensor, device: torch.device) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import pytest
 import torch
@@ -124,23 +123,6 @@ def test_blind_rows_keep_the_running_partial() -> None:
     assert torch.equal(out[:32], before[0][:32]) and torch.equal(lse[:32], before[1][:32])  # a block that sees nothing
     torch.testing.assert_close(out[32:40], before[0][32:40])  # rows beside some that do
     assert not torch.isclose(lse[60:], before[1][60:]).any()
-
-
-def test_tables_of_a_new_pack_are_made_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring of 64 ranks: each token's document is found once, blocks are those of the pack before, and what is kept is
-    not counted anew in each call, which took 12 ms for 1,920 tables."""
-    tokens, ranks, made, counted = 1 << 14, 64, [], []
-    of_all, nbytes = visible._of_all.__wrapped__, visible._nbytes
-    monkeypatch.setattr(visible, "_of_all", lru_cache(4)(lambda *pack: made.append(tokens) or of_all(*pack)))
-    monkeypatch.setattr(visible, "_nbytes", lambda side: counted.append(1) or nbytes(side))
-    for pack in (1, 2):
-        view = View(0, None, (0, 100 * pack, 5000, tokens))
-        before, blocks = len(counted), visible._blocks.cache_info().misses
-        for _ in range(3):
-            for rank in range(ranks):
-                visible.side((range(rank, tokens, ranks),), view, 32, torch.device("cpu"))
-        assert made == [tokens] * pack and len(counted) - before == ranks
-    assert visible._blocks.cache_info().misses == blocks
 
 
 def test_invisible_blocks_are_never_loaded() -> None:
