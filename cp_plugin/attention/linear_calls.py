@@ -201,6 +201,8 @@ class LinearAttention(Sharding):
 
     def _grows(self, log_decay: Tensor | None) -> bool:
         """Return True for a decay above 0. CUDA is asked where ranks compare their calls, as the host must wait."""
-        if log_decay is None or (log_decay.device.type == "cuda" and not agreement.may_wait(self)):
+        if log_decay is None or log_decay.is_meta:
+            return False
+        if log_decay.device.type == "cuda" and not agreement.may_wait(self):
             return False
         return bool((log_decay.detach() > 0).any())
