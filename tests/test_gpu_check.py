@@ -316,5 +316,6 @@ def test_pages_say_what_their_files_say(tmp_path: Path) -> None:
         assert (tmp_path / f"{file.stem}.md").read_text() == file.with_suffix(".md").read_text()
     assert {file.stem for file in PAGES.glob("*.md")} == {file.stem for file in PAGES.glob("*.json")} | {
         "README",
+        "audit",
         "budget",
     }

@@ -57,9 +57,8 @@ def test_fully_sharded_data_parallelism(
         pytest.importorskip("einops")
     got = train(2, f"{ADAM} {sharded} {model} --context-parallel-size 2 --cp-provider {layout}", steps=STEPS)
     same_losses(got, stock(1, f"{ADAM} {model}", steps=STEPS))
-    experts = "experts' losses, " if "experts" in model else ""
-    said = f"cp_plugin: the self-check leaves out {experts}the model outside of attention: "
-    assert capfd.readouterr().out.count(said) == 1
+    told = capfd.readouterr().out
+    assert told.count("self-check passed: a step") == 1, "one rank's step, too, is sharded"
 
 
 @one_case

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,19 +96,9 @@ DRAWN = ("--moe-router-force-load-balancing", "--moe-input-jitter-eps 1e-2 --ini
 
 
 @pytest.mark.parametrize("flags", DRAWN)
-def test_routers_that_draw_are_not_compared(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_routers_that_draw_are_compared_without_drawing(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
     train(2, f"--num-experts 4 {flags} --context-parallel-size 2 --cp-provider ring --cp-layout zigzag")
-    said = "the self-check leaves out the model outside of attention: " + flags.split()[0][2:].replace("-", "_")
-    assert capfd.readouterr().out.count(f"{said} is set") == 1
-
-
-def test_a_buffer_that_fits_the_first_batch_is_not_made() -> None:
-    from cp_plugin.megatron.selfcheck.independence import disturbed_by
-
-    settings = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
-    assert disturbed_by(SimpleNamespace(**settings)) == "moe_flex_dispatcher_backend"
-    for other in ({"moe_flex_dispatcher_backend": "deepep"}, {"moe_token_dispatcher_type": "alltoall"}):
-        assert disturbed_by(SimpleNamespace(**settings | other)) is None
+    assert capfd.readouterr().out.count("self-check passed: a step") == 1
 
 
 SIZES = (

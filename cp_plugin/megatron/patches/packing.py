@@ -124,8 +124,9 @@ def on_pack(cp: ContextParallel, where: Tensor | None, tokens: int) -> ContextPa
 
 def note_sliced(cp: ContextParallel, where: Tensor, tokens: int) -> None:
     """Let a pack of the training be placed by these bounds; on the first stage, whose layers come after slicing."""
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-    if STATE.documents_expected and cp.layout.name == DOCUMENTS.name and first:
+    if not STATE.documents_expected or cp.layout.name != DOCUMENTS.name:
+        return
+    if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
         STATE.placed.append(hash(tuple(_lengths(where, tokens))))
 
 

@@ -54,10 +54,10 @@ def replace_router_forward(call: Call) -> Any:
     coefficient = getattr(config, "moe_z_loss_coeff", None)
     if padding is None or coefficient is None or router.tp_cp_group.size() == 1:
         return call.original(padding_mask=padding)
-    mine = (~padding).sum().clamp(min=1).float()
+    mine = (~padding).sum().float()
     everyone = mine.clone()
     dist.all_reduce(everyone, group=router.tp_cp_group)
-    weight = mine * router.tp_cp_group.size() / everyone
+    weight = mine * router.tp_cp_group.size() / everyone.clamp(min=1)
     before = 0 if (logged := compat.logged_of_experts("z_loss")) is None else logged.clone()
     scaled = coefficient if config.calculate_per_token_loss else coefficient * weight  # or else it is a sum already
     with patching.lent(config, moe_z_loss_coeff=scaled):

@@ -138,6 +138,8 @@ class _Step:
     ) -> None:
         self.schedule, self.named, self.chunks, self.looked, self.optimizer = schedule, named, chunks, looked, optimizer
         self.args, self.cp = global_vars._GLOBAL_ARGS, runtime.context_parallel()
+        if getattr(unwrap_model(chunks[0]).config, "moe_flex_dispatcher_backend", None) == "hybridep":
+            raise RuntimeError("HybridEP sizes its buffer by the first batch, which would be a tiny one")
         parameter = next(p for chunk in chunks for p in chunk.parameters())
         self.device, self.dtype = parameter.device, unwrap_model(chunks[0]).config.params_dtype
         self.finalized: Any = None
