@@ -96,7 +96,8 @@ def test_auto_may_choose_a_provider_without_sums(
 
     auto = f"--bf16 --context-parallel-size 4 --cp-provider auto --cp-cluster h100-1-per-node {MODEL}"
     with monkeypatch.context() as patch:
-        patch.setattr(planned, "_ours", lambda real: lambda candidate: candidate.name == "ulysses")
+        ulysses = lambda found, *_: next(p for p in found.found if p.candidate.name == "ulysses")  # noqa: E731
+        patch.setattr(planned, "_best", ulysses)
         args = validated(f"{auto} --num-query-groups 4")
     told = capsys.readouterr().out
     assert runtime.settings().provider == "ulysses" and args.cp_gradient_dtype is None
