@@ -25,8 +25,9 @@ def first_order[F: type[torch.autograd.Function]](function: F) -> F:
     @wraps(forward)
     def forward_tied(ctx: Any, *inputs: Any) -> Any:
         found = forward(ctx, *inputs)
+        tied = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad and not x.is_meta]
         with torch.enable_grad():  # empty tensors, which keep no memory
-            ctx.ties = [torch.slice_copy(x, 0, 0, 0) for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+            ctx.ties = [torch.slice_copy(x, 0, 0, 0) for x in tied]
         return found
 
     @wraps(backward)
