@@ -26,9 +26,6 @@ def _capacity(run: Run) -> Found:
     return when(found, given=found, never=f"{never:g}")
 
 
-BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
-"""Kinds of load balancing by losses, which leave the experts of a token as they are."""
-
 RANDOM = ("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased")
 """Settings by which a router draws, in evaluations, too."""
 

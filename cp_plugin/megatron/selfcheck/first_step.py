@@ -43,7 +43,7 @@ def watch(
     """
     size = runtime.context_parallel().size
     before = _main_gradients(chunks)
-    samples = named["num_microbatches"] * _rows(named) * parallel_state.get_data_parallel_world_size()
+    samples = named["num_microbatches"] * named["micro_batch_size"] * parallel_state.get_data_parallel_world_size()
 
     def stepped() -> None:
         stop(_multiples("gradients between the schedule and the optimizer", before, _main_gradients(chunks), size))
@@ -87,10 +87,6 @@ def _once(owner: Any, name: str, look: Callable[..., None]) -> None:
         return original(*args, **named)
 
     vars(owner)[name] = seen
-
-
-def _rows(named: Mapping[str, Any]) -> int:
-    return int(named["micro_batch_size"])
 
 
 def _main_gradients(chunks: Sequence[Any]) -> Tensor:

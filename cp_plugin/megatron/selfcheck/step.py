@@ -36,7 +36,9 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.rules.experts import RANDOM
 from cp_plugin.megatron.selfcheck import first_step
+from cp_plugin.megatron.selfcheck.first_batch import tokens_for
 from cp_plugin.megatron.selfcheck.one_rank import OneRank
 from cp_plugin.megatron.selfcheck.readings import (
     Result,
@@ -109,19 +111,23 @@ def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequen
     looked = [None if one is None else Looked(one) for one in (given if isinstance(given, list) else [given])]
     iterators = looked if isinstance(given, list) else looked[0]
     found: list[str] = []
-    line = ""
+    line = failed = ""
     try:
         step = _Step(schedule, {**named, "data_iterator": iterators}, chunks, looked, optimizer)
         found, line = step.compare()
+        _all_met(None)
     except Exception as error:
-        if isinstance(error, StepError) or not _all_met(error):
+        if not _all_met(error):
             raise
+        failed = f"{type(error).__name__}: {error}"
+    everyone = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, failed)  # one rank's failure is that of all, or they would part here
+    if failed := next(filter(None, everyone), ""):
         _print(
-            f"the check of a training step could not be run: {type(error).__name__}: {error}. Whether "
-            "context-parallel ranks train as one rank does was not compared"
+            f"the check of a training step could not be run: {failed}. Whether context-parallel ranks train as one "
+            "rank does was not compared"
         )
         return iterators
-    _all_met(None)
     stop_if_any(found)
     _print(f"self-check passed: {line}; {time.monotonic() - began:.1f} s")
     return iterators
@@ -143,7 +149,7 @@ class _Step:
         parameter = next(p for chunk in chunks for p in chunk.parameters())
         self.device, self.dtype = parameter.device, unwrap_model(chunks[0]).config.params_dtype
         self.finalized: Any = None
-        self.padded = _tokens(self.cp, self.device)
+        self.padded = tokens_for(self.cp.layout, self.cp.size, cuda=self.device.type == "cuda")
         self.tokens = self.padded - (
             0 if STATE.model is None else STATE.model.padding % self.cp.layout.divisor(self.cp.size)
         )
@@ -325,12 +331,6 @@ def _print(text: str) -> None:
         print(f"cp_plugin: {text}", flush=True)
 
 
-def _tokens(cp: Any, device: torch.device) -> int:
-    from cp_plugin.megatron.selfcheck.first_batch import tokens_for
-
-    return tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
-
-
 def _owners(modules: Sequence[Any]) -> list[Any]:
     """Modules, and their configurations, each once."""
     found = [one for m in modules for one in (m, getattr(m, "config", None)) if one is not None]
@@ -343,10 +343,8 @@ def _quiet(owner: Any) -> dict[str, Any]:
     for name, value in vars(owner).items():
         if "dropout" in name and isinstance(value, float) and value:
             off[name] = 0.0
-        elif name in ("timers", "moe_input_jitter_eps") and value is not None:
-            off[name] = None
-        elif name == "moe_router_force_load_balancing" and value:
-            off[name] = False
+        elif (name == "timers" or name in RANDOM) and value:
+            off[name] = False if isinstance(value, bool) else None
     if isinstance(owner, torch.nn.Dropout):
         off["p"] = 0.0
     return off
