@@ -33,19 +33,19 @@ class Result:
     """Logged losses, and the norm of all gradients."""
 
 
-def differences(many: Result, alone: Result, moved: Result, names: Sequence[str], floor: float) -> list[str]:
+def differences(many: Result, alone: Result, moved: Sequence[Result], names: Sequence[str], floor: float) -> list[str]:
     """What differs between a step on many ranks and on one, beyond rounding.
 
     Args:
-        moved: the step on one rank, with a rounding error of its embeddings.
+        moved: steps on one rank, each with a rounding error of its embeddings.
         names: of the gradients.
         floor: smallest limit, relative to a gradient's norm.
     """
     found = []
     if len(names):
         norms = _norms(alone)
-        apart, growth = _apart(many, alone) / norms, _apart(moved, alone) / norms
-        limits = (_GROWTH * growth.clamp(min=float(growth.median()))).clamp(min=floor)
+        apart, change = _apart(many, alone) / norms, _growth(moved, alone)
+        limits = (_GROWTH * change.clamp(min=float(change.median()))).clamp(min=floor)
         wrong = ~(apart <= limits)
         if wrong.any():
             first = int(wrong.nonzero()[0])
@@ -55,8 +55,8 @@ def differences(many: Result, alone: Result, moved: Result, names: Sequence[str]
                 f"{int(wrong.sum())} of {len(names)} that differ"
             )
     for key in many.values.keys() & alone.values.keys():
-        a, b, c = many.values[key], alone.values[key], moved.values[key]
-        if not abs(a - b) <= max(floor * abs(b), _GROWTH * abs(c - b)):
+        a, b = many.values[key], alone.values[key]
+        if not abs(a - b) <= max(floor * abs(b), *(_GROWTH * abs(one.values[key] - b) for one in moved)):
             found.append(f"{key}: {a:.6g} instead of {b:.6g}")
     return found
 
@@ -73,9 +73,19 @@ def _factor(many: Result, alone: Result, place: int, limit: float) -> str:
     return f"; it is {ratio:.4g} times that of one rank{what}"
 
 
-def largest(many: Result, alone: Result) -> float:
-    """Return the largest difference of a gradient, relative to its norm."""
-    return float((_apart(many, alone) / _norms(alone)).max()) if len(many.gradients) else 0.0
+def largest(many: Result, alone: Result, moved: Sequence[Result]) -> float:
+    """Return the largest difference of a gradient that is more than a sum of rounding errors, relative to its norm."""
+    apart = (_apart(many, alone) / _norms(alone))[_growth(moved, alone) < 1]
+    return float(apart.max()) if len(apart) else 0.0
+
+
+def growth(moved: Sequence[Result], alone: Result) -> float:
+    """Return what rounding errors change of a gradient, relative to its norm: the median of all."""
+    return float(_growth(moved, alone).median()) if len(alone.gradients) else 0.0
+
+
+def _growth(moved: Sequence[Result], alone: Result) -> Tensor:
+    return torch.stack([_apart(one, alone) / _norms(alone) for one in moved]).amax(0)
 
 
 def _apart(a: Result, b: Result) -> Tensor:
@@ -162,7 +172,9 @@ def logged_losses(reports: Any) -> dict[str, float]:
     """What would be logged of the losses: means, or quotients of sums, over micro-batches and these ranks."""
     group, found = parallel_state.get_context_parallel_group(), {}
     for key in reports[0] if reports and isinstance(reports[0], dict) else ():
-        rows = [report[key] if isinstance(report[key], Tensor) else torch.as_tensor(report[key]) for report in reports]
+        if not isinstance(reports[0][key], Tensor | float | int):
+            continue
+        rows = [torch.as_tensor(report[key]) for report in reports]
         total = torch.stack([row.detach().double().flatten() for row in rows]).sum(0)
         dist.all_reduce(total, group=group)
         pair = total.numel() == 2

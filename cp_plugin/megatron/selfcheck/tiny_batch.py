@@ -21,7 +21,19 @@ _PARTS = (0.3, 0.45)
 """Where the documents of a pack end, in parts of its tokens."""
 
 
-class Looked:
+class _InPlace:
+    """In the place of the run's iterator: what else it has than batches is the run's."""
+
+    _iterator: Iterator[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+class Looked(_InPlace):
     """The run's iterator, of which the first batch has been looked at."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -31,14 +43,21 @@ class Looked:
             self.first = None
         self._iterator, self._given = iterator, self.first is None
 
-    def __iter__(self) -> Looked:
-        return self
-
     def __next__(self) -> Any:
         if self._given:
             return next(self._iterator)
         self._given = True
         return self.first
+
+
+class Tiny(_InPlace):
+    """Other batches in the place of the run's; see ``batches``."""
+
+    def __init__(self, looked: Looked, *sizes: int) -> None:
+        self._iterator, self._batches = looked, batches(looked.first, *sizes)
+
+    def __next__(self) -> Any:
+        return next(self._batches)
 
 
 def batches(first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed: int) -> Iterator[Any]:
