@@ -28,7 +28,7 @@ from cp_plugin.megatron.selfcheck.restored import namespaces
 
 _DIVIDES = re.compile("CONTEXT_PARALLEL|TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
 """Megatron's names of groups whose ranks divide sequences; those over which gradients are averaged are left."""
-_SIZE, _RANK = (re.compile(rf"^_?(cp|context_parallel)(_world)?_{what}$") for what in ("size", "rank"))
+_SIZE, _RANK = (re.compile(rf"^_?(cp|context_parallel)(_world)?_{what}$", re.IGNORECASE) for what in ("size", "rank"))
 
 _OF_A_RANK = ("feat_dim_split",)  # of GatedDeltaNet
 """Sizes that a module computed for a context-parallel rank when it was built."""
@@ -68,9 +68,22 @@ class OneRank:
                     found[id(group)] = group
         return list(found.values())
 
-    def used(self) -> int:
-        """How many collectives the swapped groups have begun."""
-        return sum(group._get_sequence_number_for_group() for group in self.groups if group.size() > 1)
+    def used(self) -> tuple[int, int]:
+        """How many collectives have begun in the swapped groups, and in a script's own groups of the same ranks.
+
+        Of the latter, it is not known whether they divide sequences or average over data.
+        """
+        alike = {tuple(dist.get_process_group_ranks(group)) for group in self.groups}
+        own = [
+            group
+            for group, ranks in distributed_c10d._world.pg_group_ranks.items()
+            if tuple(ranks) in alike and group.group_desc == "undefined"
+        ]
+        swapped, others = (
+            sum(group._get_sequence_number_for_group() for group in groups if group.size() > 1)
+            for groups in (self.groups, own)
+        )
+        return swapped, others
 
     @contextmanager
     def alone(self, roots: Iterable[Any], args: Any) -> Iterator[None]:

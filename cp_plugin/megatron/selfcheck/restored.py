@@ -4,7 +4,8 @@ generators of random numbers       torch's, Megatron's, Python's and NumPy's
 modules of the model               buffers, and attributes that are plain numbers
 Megatron's and the script's        plain numbers, small tensors, and containers of them: trackers of losses,
 modules, classes with trackers     statistics of lengths
-what the script can reach          the same of its objects, functions and classes; its generators; new names are dropped
+what the script can reach          the same of its objects, functions and classes; its generators; caches are cleared,
+                                   new names dropped
 other objects                      timers, the rerun machine, scales of losses
 """
 
@@ -67,9 +68,12 @@ def restored(chunks: Sequence[torch.nn.Module], objects: Iterable[Any] = ()) -> 
         for names in namespaces([*chunks, *_timers(), machine, *objects]):
             back.callback(_put_back, names, _plain(names))
             back.callback(_forget_new, names, set(names))
-            for value in names.values():
+            for value in list(names.values()):
                 if (state := _state_of(value)) is not None:
                     back.callback(*state)
+                elif isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+                    back.callback(value.cache_clear)
         yield
 
 

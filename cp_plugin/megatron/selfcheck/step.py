@@ -207,11 +207,11 @@ class _Step:
                     found = differences(many, alone, moved, names, floor)
                     if not _any(bool(found)):
                         break
-            leaked = one.used() - before
+            leaked, own = (after - earlier for after, earlier in zip(one.used(), before, strict=True))
             found += self._reduced_ones(scalers)
-        if _any(leaked > 0):
+        if _any(leaked > 0 or bool(found and own)):
             raise RuntimeError(
-                f"the step on one rank still used groups of context-parallel ranks ({leaked} times), so it is no "
+                f"the step on one rank still used groups of context-parallel ranks ({leaked + own} times), so it is no "
                 f"reference{''.join(f'; {text}' for text in found)}"
             )
         worst = largest(many, alone, moved)
