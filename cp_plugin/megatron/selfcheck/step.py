@@ -50,16 +50,14 @@ from cp_plugin.megatron.selfcheck.readings import (
     projections,
     reduced_ones,
     saved_buffers,
-    signs,
 )
 from cp_plugin.megatron.selfcheck.restored import restored
-from cp_plugin.megatron.selfcheck.tiny_batch import Looked, Tiny
+from cp_plugin.megatron.selfcheck.tiny_batch import Looked, Strong, Tiny, noisy
 from cp_plugin.megatron.state import STATE
 
 _FLOOR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Smallest limit of a gradient, relative to its norm."""
 _TF32 = 2e-3
-_GAIN = 1.5  # of queries and keys: a score has a standard deviation of its square
 _SCALE = 256.0  # of losses in float16
 _OPINIONS = 4
 """How often rounding errors are tried before a difference is believed."""
@@ -239,7 +237,7 @@ class _Step:
         lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
         count = 2 if len(self.chunks) == 1 else max(2, stages)
         iterators = data if isinstance(self.named["data_iterator"], list) else data[0]
-        with _noisy(self.chunks, noise, torch.finfo(self.dtype).eps), self._finalizing():
+        with noisy(self.chunks, noise, torch.finfo(self.dtype).eps), self._finalizing():
             reports = self.schedule(**{**self.named, **lengths, "data_iterator": iterators, "num_microbatches": count})
         self.optimizer.prepare_grads()
         values = logged_losses(reports)
@@ -311,7 +309,7 @@ class _Step:
                 back.enter_context(patching.lent(owner, **_quiet(owner)))
             for module in _modules(self.chunks):
                 if isinstance(module, CoreAttention):
-                    back.callback(module.register_forward_pre_hook(_Strong(), with_kwargs=True, prepend=True).remove)
+                    back.callback(module.register_forward_pre_hook(Strong(), with_kwargs=True, prepend=True).remove)
             yield
 
 
@@ -395,52 +393,3 @@ def _quiet(owner: Any) -> dict[str, Any]:
     if isinstance(owner, torch.nn.Dropout):
         off["p"] = 0.0
     return off
-
-
-@contextmanager
-def _noisy(chunks: Sequence[Any], noise: int, size: float) -> Iterator[None]:
-    """In the block the embeddings' outputs are moved by this part of themselves; 0: not.
-
-    noise: which signs.
-    """
-
-    def move(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        numbers = torch.arange(output.numel(), device=output.device).view_as(output)
-        return (output.float() * (1 + size * signs(numbers, noise - 1))).to(output.dtype)
-
-    hooks = [
-        embedding.register_forward_hook(move)
-        for chunk in chunks
-        if noise and isinstance(embedding := getattr(unwrap_model(chunk), "embedding", None), torch.nn.Module)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class _Strong:
-    """A hook that multiplies queries and keys of core attention, so that scores differ as those of a trained model.
-
-    The factors are those of the first call, equal on all context-parallel ranks, and stay: what scales queries or keys
-    otherwise on one rank is not hidden.
-    """
-
-    def __init__(self) -> None:
-        self.factors: list[float] = []
-
-    def __call__(
-        self, module: Any, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = dict(zip(("query", "key"), args, strict=False)) | named
-        if not self.factors:
-            squares = torch.stack([given[name].detach().float().square().mean() for name in ("query", "key")])
-            dist.all_reduce(squares, group=parallel_state.get_context_parallel_group())
-            sizes = (squares / parallel_state.get_context_parallel_world_size()).sqrt().clamp(min=1e-9)
-            self.factors = (_GAIN / sizes).tolist()
-        scale = dict(zip(("query", "key"), self.factors, strict=True))
-        given = {name: x * scale[name] if name in scale else x for name, x in given.items()}
-        if len(args) >= 2:
-            return (given["query"], given["key"], *args[2:]), named
-        return args, named | {name: given[name] for name in named}
