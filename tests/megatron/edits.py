@@ -40,6 +40,7 @@ class Edit:
     changes: tuple[Change, ...]
     flags: str  # of a run that it matters to
     found: str  # pattern of the refusal; empty: it is harmless
+    of_itself: bool  # whether it changes losses, with the self-check and without
 
 
 def read() -> list[Edit]:
@@ -56,8 +57,15 @@ def read() -> list[Edit]:
     return edits
 
 
-def _edit(changes: tuple[Change, ...], runs: dict[str, str], name: str, run: str = "gpt", found: str = "") -> Edit:
-    return Edit(name, changes, runs[run], found)
+def _edit(
+    changes: tuple[Change, ...],
+    runs: dict[str, str],
+    name: str,
+    run: str = "gpt",
+    found: str = "",
+    of_itself: bool = False,
+) -> Edit:
+    return Edit(name, changes, runs[run], found, of_itself)
 
 
 def texts(edit: Edit, root: Path) -> dict[str, tuple[str, str]]:
