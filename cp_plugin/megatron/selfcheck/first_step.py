@@ -52,9 +52,9 @@ def watch(
         if increment == samples * size:
             stop([f"learning rates advance by {increment} samples instead of {samples}, times the number of ranks"])
 
-    _once(optimizer, "step", lambda *_, **__: stepped())
+    once(optimizer, "step", lambda *_, **__: stepped())
     if rates is not None:
-        _once(rates, "step", lambda *args, **given: advanced(*args[:1], **given))
+        once(rates, "step", lambda *args, **given: advanced(*args[:1], **given))
     STATE.losses = _expected(reports), stop
 
 
@@ -77,12 +77,12 @@ def compare_log(logged: Any) -> None:
     stop(found)
 
 
-def _once(owner: Any, name: str, look: Callable[..., None]) -> None:
+def once(owner: Any, name: str, look: Callable[..., None]) -> None:
     """Call ``look`` before the next call of a method."""
     original = getattr(owner, name)
 
     def seen(*args: Any, **named: Any) -> Any:
-        vars(owner).pop(name)
+        vars(owner).pop(name, None)  # or another one's, before
         look(*args, **named)
         return original(*args, **named)
 
@@ -98,9 +98,14 @@ def _multiples(what: str, before: Tensor, after: Tensor, size: int) -> list[str]
     a, b = before[:, :-1], after[:, :-1]
     if not len(a) or torch.equal(a, b):
         return []
+    changed = (b - a).norm(dim=1) > _WITHIN * b.norm(dim=1)
     for factor in (float(size), 1.0 / size):
-        if float((b - factor * a).norm()) <= _WITHIN * float(b.norm()):
-            return [f"{what} are multiplied by {factor:.4g}, as many as there are context-parallel ranks"]
+        multiples = changed & ((b - factor * a).norm(dim=1) <= _WITHIN * b.norm(dim=1))
+        if multiples.any():
+            return [
+                f"{what} are multiplied by {factor:.4g}, as many as there are context-parallel ranks, in "
+                f"{int(multiples.sum())} of {len(a)} parameters"
+            ]
     return []
 
 

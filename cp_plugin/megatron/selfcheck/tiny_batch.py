@@ -1,4 +1,5 @@
-"""Batches of a few tokens in the form of the run's own, for the start-up check.
+"""What the step of the start-up check is given: batches of a few tokens in the form of the run's own, moved embeddings,
+strong queries and keys.
 
     the first batch of the run's iterator --> its entries, their shapes and dtypes --> the same entries, shorter
     known entries (tokens, labels, ...)   --> drawn anew, unmasked tokens unevenly on the ranks
@@ -10,18 +11,37 @@ The batch that was looked at is handed to the run afterwards.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from cp_plugin.megatron.selfcheck.readings import signs
+
 _BOUNDS = "cu_seqlens"
+_GAIN = 1.5  # of queries and keys: a score has a standard deviation of its square
 _PARTS = (0.3, 0.45)
 """Where the documents of a pack end, in parts of its tokens."""
 
 
-class Looked:
+class _InPlace:
+    """In the place of the run's iterator: what else it has than batches is the run's."""
+
+    _iterator: Iterator[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+class Looked(_InPlace):
     """The run's iterator, of which the first batch has been looked at."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -31,14 +51,21 @@ class Looked:
             self.first = None
         self._iterator, self._given = iterator, self.first is None
 
-    def __iter__(self) -> Looked:
-        return self
-
     def __next__(self) -> Any:
         if self._given:
             return next(self._iterator)
         self._given = True
         return self.first
+
+
+class Tiny(_InPlace):
+    """Other batches in the place of the run's; see ``batches``."""
+
+    def __init__(self, looked: Looked, *sizes: int) -> None:
+        self._iterator, self._batches = looked, batches(looked.first, *sizes)
+
+    def __next__(self) -> Any:
+        return next(self._batches)
 
 
 def batches(first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed: int) -> Iterator[Any]:
@@ -92,3 +119,52 @@ def _entry(key: str, x: Any, drawn: Tensor | None, bounds: list[int], old: int, 
     if key.startswith("max_seqlen"):
         return torch.full_like(x, max(b - a for a, b in itertools.pairwise(bounds)))
     return x[tuple(slice(n) for n in lengths)].contiguous()
+
+
+@contextmanager
+def noisy(chunks: Sequence[Any], noise: int, size: float) -> Iterator[None]:
+    """In the block the embeddings' outputs are moved by this part of themselves; 0: not.
+
+    noise: which signs.
+    """
+
+    def move(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        numbers = torch.arange(output.numel(), device=output.device).view_as(output)
+        return (output.float() * (1 + size * signs(numbers, noise - 1))).to(output.dtype)
+
+    hooks = [
+        embedding.register_forward_hook(move)
+        for chunk in chunks
+        if noise and isinstance(embedding := getattr(unwrap_model(chunk), "embedding", None), torch.nn.Module)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Strong:
+    """A hook that multiplies queries and keys of core attention, so that scores differ as those of a trained model.
+
+    The factors are those of the first call, equal on all context-parallel ranks, and stay: what scales queries or keys
+    otherwise on one rank is not hidden.
+    """
+
+    def __init__(self) -> None:
+        self.factors: list[float] = []
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = dict(zip(("query", "key"), args, strict=False)) | named
+        if not self.factors:
+            squares = torch.stack([given[name].detach().float().square().mean() for name in ("query", "key")])
+            dist.all_reduce(squares, group=parallel_state.get_context_parallel_group())
+            sizes = (squares / parallel_state.get_context_parallel_world_size()).sqrt().clamp(min=1e-9)
+            self.factors = (_GAIN / sizes).tolist()
+        scale = dict(zip(("query", "key"), self.factors, strict=True))
+        given = {name: x * scale[name] if name in scale else x for name, x in given.items()}
+        if len(args) >= 2:
+            return (given["query"], given["key"], *args[2:]), named
+        return args, named | {name: given[name] for name in named}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import groups
 from cp_plugin.megatron.patches import rope
 from cp_plugin.megatron.patches.patching import Call, around
-from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, slices, step_traffic
+from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, slices, step, step_traffic
 from cp_plugin.megatron.startup import agreement, checkpoint, failures, megatron_groups
 from cp_plugin.megatron.state import STATE
 
@@ -33,16 +34,22 @@ def replace_initialize_model_parallel(call: Call) -> None:
 def replace_setup_model_and_optimizer(call: Call) -> Any:
     """Replacement for ``setup_model_and_optimizer``: audit and self-check before training."""
     result = call.original()
-    chunks = result[0]
+    chunks, optimizer, rates = _parts(result)
     STATE.complete(chunks)
     audit.run(chunks)
     if runtime.settings().selfcheck or STATE.unknown:
-        first_batch.run(chunks, result[1])
-        STATE.unchecked = result[1], result[2]
+        first_batch.run(chunks, optimizer)
+        STATE.unchecked = optimizer, rates
+        step.tell_if_unchecked(optimizer)
     STATE.first_batch = slices.require_one_batch
     recheck.watch(chunks, _iterations)
     runtime.expect_documents()
     return result
+
+
+def _parts(made: Any) -> Sequence[Any]:
+    """Model, optimizer and learning rates, in this order, of a tuple or an object with these attributes."""
+    return made if isinstance(made, tuple) else list(vars(made).values())
 
 
 def _iterations() -> int:
