@@ -113,7 +113,7 @@ def test_a_gradient_times_the_number_of_ranks_is_named(monkeypatch: pytest.Monke
         readings.Result(readings.projections(x, torch.device("cpu")), {"loss": 2.0})
         for x in (flat, [x * (1 + 1e-7) for x in flat], [flat[0], 4 * flat[1], flat[2] * (1 + 5e-7)])
     )
-    assert readings.differences(alone, alone, moved, "abc", 1e-5) == []
-    (found,) = readings.differences(many, alone, moved, "abc", 1e-5)
+    assert readings.differences(alone, alone, [moved], "abc", 1e-5) == []
+    (found,) = readings.differences(many, alone, [moved], "abc", 1e-5)
     assert found.startswith("the gradient of b by") and found.endswith("the first of 1 of 3 that differ")
     assert "; it is 4 times that of one rank, the number of context-parallel ranks)" in found

@@ -25,6 +25,7 @@ from cp_plugin.megatron.patches.contract import registers, replaces, wraps
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.patches.table_of_states import DELTA_NET, HYBRID, LINEAR
+from cp_plugin.megatron.rules.cuda_graphs import captures_experts
 from cp_plugin.megatron.selfcheck import step, step_traffic
 from cp_plugin.megatron.startup import checkpoint, lifecycle
 
@@ -274,7 +275,8 @@ def _padded(run: Run) -> bool:
 
 
 def _experts(run: Run) -> bool:
-    return run.settings.active and run.has("num_experts", "num_moe_experts")
+    captured = not run.settings.pad_sequence and captures_experts(run.args)  # a graph of Megatron's takes no mask
+    return run.settings.active and run.has("num_experts", "num_moe_experts") and not captured
 
 
 PADDING = (

@@ -47,6 +47,12 @@ def _captured(subject: Any) -> Found:
     }
 
 
+def captures_experts(args: Any) -> bool:
+    """Whether graphs capture routers, into which no code of the plugin may come."""
+    impl = getattr(args, "cuda_graph_impl", None) or "none"
+    return impl != "none" and not {*_named(args)}.isdisjoint(_EXPERTS)
+
+
 def _named(args: Any) -> list[str]:
     """The requested parts; the flag was renamed in 0.18, and keeps its old name until Megatron's validation."""
     found = (getattr(args, f"cuda_graph_{name}", None) for name in ("modules", "scope_deprecated", "scope"))
