@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from cp_plugin.megatron import runtime
 from cp_plugin.megatron.selfcheck.readings import projections
 from cp_plugin.megatron.state import STATE
 
@@ -41,7 +40,7 @@ def watch(
         rates: the schedule of learning rates, or None.
         stop: raises an error on all ranks if any has found something; collective.
     """
-    size = runtime.context_parallel().size
+    size = parallel_state.get_context_parallel_world_size()
     before = _main_gradients(chunks)
     samples = named["num_microbatches"] * named["micro_batch_size"] * parallel_state.get_data_parallel_world_size()
 
@@ -63,7 +62,7 @@ def compare_log(logged: Any) -> None:
     if STATE.losses is None:
         return
     (expected, stop), STATE.losses = STATE.losses, None
-    size, found = runtime.context_parallel().size, []
+    size, found = parallel_state.get_context_parallel_world_size(), []
     for key, (right, part) in expected.items() if isinstance(logged, Mapping) else ():
         if key not in logged or not isinstance(logged[key], Tensor | float) or isclose(right, 0):
             continue
