@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import state_space_kernels
 import torch
+import torch.distributed as dist
 from harness import MODEL, Record, train
 from nightly import one_case
 from torch import Tensor
@@ -108,6 +109,24 @@ def test_a_step_that_cannot_be_run_is_reported_and_the_run_starts(capfd: pytest.
     got = train(2, CP, prepare=_after_slicing(_fail_in_trial))
     assert "the check of a training step could not be run: KeyError: 'a name of this fork'" in capfd.readouterr().out
     assert [record.losses for record in got] == [record.losses for record in _unchecked(CP)]
+
+
+def test_another_learning_rate_on_one_rank_is_found_after_the_first_step() -> None:
+    with pytest.raises(RankError, match=r"the first step left .* and .* other weights different on ranks that hold"):
+        train(2, f"{CP} --optimizer adam", steps=2, prepare=_faster_on_one_rank)
+
+
+def _faster_on_one_rank() -> None:
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    step = FP32Optimizer.step_with_ready_grads
+
+    def faster(self: Any) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 1 + dist.get_rank()
+        return step(self)
+
+    FP32Optimizer.step_with_ready_grads = faster
 
 
 def test_stock_context_parallelism_of_states_is_compared_too(capfd: pytest.CaptureFixture[str]) -> None:
