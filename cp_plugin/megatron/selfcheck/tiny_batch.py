@@ -187,13 +187,15 @@ def owners(modules: Sequence[Any]) -> list[Any]:
 
 
 def quiet(owner: Any) -> dict[str, Any]:
-    """Attributes of a module or configuration, and values by which nothing is random or timed."""
+    """Attributes of a module or configuration, and values by which nothing is random, timed, or of a fixed length."""
     off: dict[str, Any] = {}
     for name, value in vars(owner).items():
         if "dropout" in name and isinstance(value, float) and value:
             off[name] = 0.0
         elif (name == "timers" or name in RANDOM) and value:
             off[name] = False if isinstance(value, bool) else None
+        elif name.startswith(("ub_overlap", "ub_bulk")) and value is True:  # its buffers have the run's length
+            off[name] = False
     if isinstance(owner, torch.nn.Dropout):
         off["p"] = 0.0
     return off
