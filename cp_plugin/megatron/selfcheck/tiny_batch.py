@@ -233,7 +233,7 @@ class Choices:
 
         def topk(scores: Tensor, k: int, *args: Any, **named: Any) -> Any:
             found = _topk(scores, k, *args, **named)
-            if self._routes(scores):
+            if self._routes(scores, *args, **named):
                 self._chosen.append(found[1].detach())
             return found
 
@@ -261,7 +261,7 @@ class Choices:
 
         def topk(scores: Tensor, k: int, *args: Any, **named: Any) -> Any:
             best = _topk(scores, k, *args, **named)
-            whole = next(left, None) if self._routes(scores) else None
+            whole = next(left, None) if self._routes(scores, *args, **named) else None
             if whole is None or whole.numel() * len(self._alone) != best[1].numel() * len(whole):
                 return best
             chosen = whole[self._alone.to(whole.device)].flatten(0, 1)
@@ -273,8 +273,8 @@ class Choices:
         with patching.lent(torch, topk=topk):
             yield
 
-    def _routes(self, scores: Tensor) -> bool:
-        return self._experts is not None and scores.dim() == 2 and scores.size(1) == self._experts
+    def _routes(self, scores: Tensor, dim: int = -1, *_: Any, **__: Any) -> bool:
+        return scores.dim() == 2 and scores.size(1) == self._experts and dim in (1, -1)
 
 
 _topk = torch.topk
