@@ -1,7 +1,6 @@
 """Differences between the supported versions of Megatron-Core; the only file that branches on the version.
 
-Each difference is a function, to be deleted with the last version that needs it. ``patches.fingerprints`` has the
-sources of the replaced functions in each version.
+Each difference is a function, to be deleted with the last version that needs it.
 """
 
 from __future__ import annotations

@@ -11,16 +11,6 @@ import torch
 from cp_plugin.megatron.patches import patching, stock
 from cp_plugin.megatron.patches.probing import TOKENS, config, difference, numbers
 
-OF_ATTENTION = (
-    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-    "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax",
-    "megatron.core.fusions.fused_softmax:SoftmaxOne",
-    "megatron.core.transformer.utils:attention_mask_func",
-    "megatron.core.transformer.utils:get_sliding_window_causal_mask",
-)
-"""What else of Megatron the probe runs."""
-
 
 def core_attention(original: Callable[..., type], replacement: Callable[..., type]) -> str | None:
     """``LocalSpecProvider.core_attention``: the attention that it names computes what the plugin's does on one rank."""

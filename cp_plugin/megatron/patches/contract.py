@@ -3,11 +3,10 @@
     registers   an interface that Megatron offers for such an addition: its parameters are those that the plugin serves
     wraps       calls the original: the parameters that it reads or changes are there. Where it relies on more, a probe
                 calls the original with made-up arguments
-    replaces    runs instead of the original: a probe runs both on tiny tensors, on one rank or in Megatron's own
-                layout (zigzag), and they must agree
+    replaces    runs instead of the original: its parameters are those that the replacement takes into account, and a
+                probe may run both on tiny tensors, on one rank or in Megatron's own layout (zigzag)
 
-A source that was compared when this release was made (``fingerprints``) needs no further look. Of another one the
-contract is checked: the run starts if it holds, and stops if it is broken.
+A run starts if the contracts of its patches hold, and stops if one is broken.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ class Contract:
     optional: tuple[str, ...] = ()
     """Those that only some versions have."""
     probe: Probe | None = None
-    also: tuple[str, ...] = ()
-    """Further symbols of Megatron that the probe is about: known only if their sources are known, too."""
 
     def broken(self, original: Any, replacement: Any, *, probing: bool = True) -> str | None:
         """What the original does otherwise than the patch relies on; None: nothing.
@@ -52,8 +49,6 @@ class Contract:
             return f"it has no parameter {', '.join(absent)}"
         if self.form != "wraps" and (asked := [name for name in self._others(found) if _required(found[name])]):
             return f"it requires {', '.join(asked)}, which cp_plugin does not know"
-        if self.probe is None and self.form == "replaces":
-            return "cp_plugin replaces it, and has no probe to compare the two"
         if self.probe is None or not probing:
             return None
         try:
@@ -89,18 +84,16 @@ class Contract:
         return [name for name in found if name not in known]
 
 
-def registers(*parameters: str, probe: Probe | None = None, also: tuple[str, ...] = ()) -> Contract:
-    return Contract(form="registers", parameters=parameters, probe=probe, also=also)
+def registers(*parameters: str, probe: Probe | None = None) -> Contract:
+    return Contract(form="registers", parameters=parameters, probe=probe)
 
 
-def wraps(*parameters: str, probe: Probe | None = None, also: tuple[str, ...] = ()) -> Contract:
-    return Contract(form="wraps", parameters=parameters, probe=probe, also=also)
+def wraps(*parameters: str, probe: Probe | None = None) -> Contract:
+    return Contract(form="wraps", parameters=parameters, probe=probe)
 
 
-def replaces(
-    *parameters: str, probe: Probe | None, optional: tuple[str, ...] = (), also: tuple[str, ...] = ()
-) -> Contract:
-    return Contract(form="replaces", parameters=parameters, optional=optional, probe=probe, also=also)
+def replaces(*parameters: str, probe: Probe | None = None, optional: tuple[str, ...] = ()) -> Contract:
+    return Contract(form="replaces", parameters=parameters, optional=optional, probe=probe)
 
 
 def _required(parameter: inspect.Parameter) -> bool:

@@ -18,17 +18,6 @@ from cp_plugin.megatron.patches.probing import accepted, config, difference, num
 
 _COMMON = "megatron.core.ssm.gated_delta_net.common"
 LAYER = "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet"
-OF_DELTA_NET = (
-    LAYER,
-    f"{_COMMON}:_GDNBase",
-    *(
-        f"{_COMMON}:{name}"
-        for name in (
-            *("torch_chunk_gated_delta_rule", "get_parameter_local_cp", "tensor_a2a_cp2hp", "tensor_a2a_hp2cp"),
-            "GatedDeltaNetSubmodules",
-        )
-    ),
-)
 _TOKENS, _BATCH = 12, 2
 _SIZES = {
     "linear_conv_kernel_dim": 4,

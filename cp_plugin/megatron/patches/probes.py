@@ -28,23 +28,6 @@ from cp_plugin.megatron.patches.probing import (
     zigzag,
 )
 
-OF_BATCHES = ("megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",)
-OF_ROTATION = tuple(
-    f"megatron.core.models.common.embeddings.rope_utils:{name}"
-    for name in ("_get_thd_freqs_on_this_cp_rank", "_apply_rotary_pos_emb_bshd", "_rotate_half")
-)
-_PREDICTION = "megatron.core.transformer.multi_token_prediction"
-OF_ROLLING = (f"{_PREDICTION}:_roll_tensor_packed_seq",)
-OF_PREDICTION = (f"{_PREDICTION}:MTPLossAutoScaler", f"{_PREDICTION}:roll_tensor")
-OF_LOSSES = (
-    *(
-        f"megatron.core.pipeline_parallel.schedules:{name}"
-        for name in ("_get_moe_loss_scale", "_get_mtp_loss_scale", "_compute_loss_scale")
-    ),
-    f"{_PREDICTION}:MTPLossAutoScaler",
-    "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler",
-)
-"""What else of Megatron the probes run: their sources must be known, too (``tests/megatron/test_probes.py``)."""
 _RANKS = 2
 
 

@@ -21,7 +21,7 @@ from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.state import STATE, State
 
 PROVIDER, LAYOUT = "ring", "zigzag"
-_KEPT = ("replaced", "strict", "unknown", "refused", "leave_cpu", "alarm", "messages", "quantized")
+_KEPT = ("replaced", "refused", "leave_cpu", "alarm", "messages", "quantized")
 """Fields of the process, not of a run."""
 
 

@@ -3,7 +3,7 @@
 Megatron's interfaces come first where they serve: a spec provider's core attention, and the hook for extensions that
 ``native`` uses. What has no interface is wrapped, or replaced, by the contract beside it (``contract``); ``otherwise``
 says what would go wrong, silently, if the contract were broken. CPU mode, the wheel's compiled dataset helper and the
-planner's processes replace a few more: see ``digest.targets``.
+planner's processes replace a few more.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ PROVIDER = (
                 "use_contiguous_cp",
             ),
             probe=probes.batch,
-            also=probes.OF_BATCHES,
         ),
         called_by="the training script",
         otherwise="ranks would train on tokens that do not match their angles and masks",
@@ -146,7 +145,6 @@ PROVIDER = (
                 "inverse",
             ),
             probe=probes.rope_of_packs,
-            also=probes.OF_ROTATION,
         ),
         called_by="attention layers",
         otherwise="tokens of packed documents would be rotated by other tokens' angles",
@@ -161,7 +159,6 @@ PROVIDER = (
             *("shifts", "dims", "cp_group", "packed_seq_params"),
             optional=("tensor", "return_sum", "tensors", "fill_values", "sequence_fields", "roll_depth"),
             probe=probes.roll,
-            also=probes.OF_ROLLING,
         ),
         called_by="multi-token prediction",
         otherwise="multi-token prediction would learn the wrong next tokens",
@@ -174,7 +171,6 @@ PROVIDER = (
         wraps(
             *("labels", "loss_mask", "cp_group", "packed_seq_params", "config"),
             probe=probes.mtp_loss,
-            also=probes.OF_PREDICTION,
         ),
         called_by="GPTModel and HybridModel",
         otherwise="the loss of multi-token prediction would weight tokens by the rank that holds them",
@@ -187,7 +183,6 @@ PROVIDER = (
         wraps(
             *("loss_func", "config", "collect_non_loss_data"),
             probe=probes.calc_loss,
-            also=probes.OF_LOSSES,
         ),
         called_by="the pipeline schedules",
         otherwise="the loss would weight tokens by the rank that holds them",
@@ -199,7 +194,6 @@ PROVIDER = (
         "attention of the local spec",
         registers(
             probe=attention_probes.core_attention,
-            also=attention_probes.OF_ATTENTION,
         ),
         otherwise="attention would not match a single rank's",
         when=_provider,
@@ -210,7 +204,6 @@ PROVIDER = (
         "attention of the Transformer Engine spec",
         registers(
             probe=attention_probes.te_attention,
-            also=("megatron.core.extensions.transformer_engine:TEDotProductAttention",),
         ),
         otherwise="attention would not match a single rank's",
         when=_provider,

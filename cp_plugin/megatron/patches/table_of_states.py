@@ -105,7 +105,6 @@ DELTA_NET = (
             "inference_params",
             optional=_OF_ANY_ATTENTION,
             probe=delta_net_probe.forward,
-            also=delta_net_probe.OF_DELTA_NET,
         ),
         called_by="the layer's module call",
         otherwise="gated delta net would not match a single rank's",

@@ -37,7 +37,7 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     chunks, optimizer, rates = _parts(result)
     STATE.complete(chunks)
     audit.run(chunks)
-    if runtime.settings().selfcheck or STATE.unknown:
+    if runtime.settings().selfcheck:
         first_batch.run(chunks, optimizer)
         STATE.unchecked = optimizer, rates
         step.tell_if_unchecked(optimizer)
