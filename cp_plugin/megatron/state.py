@@ -103,8 +103,6 @@ class State:
     """Target of a patch -> places where it was replaced."""
     refused: dict[str, str] = field(default_factory=dict)
     """Symbol that is not replaced, since its contract is broken -> why; an error where a script needs it."""
-    probed: Callable[[], ContextParallel] | None = None
-    """While a probe runs: what answers for every process group."""
     leave_cpu: contextlib.ExitStack | None = None  # undoes CPU mode while it is on
     alarm: Alarm | None = None  # exchanges failure reports with the other ranks
     messages: Watch = field(default_factory=Watch)  # messages of the plugin that this rank waits for

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.contract import Contract, replaces, wraps
+from cp_plugin.megatron.patches.contract import Contract, registers, replaces, wraps
 from cp_plugin.megatron.patches.patching import Patch
+from cp_plugin.megatron.state import STATE
 
 SOURCE = '''
 def slow(x: int) -> int:
@@ -146,9 +147,7 @@ def test_a_method_is_replaced_on_its_class(library: types.ModuleType) -> None:
 def test_all_broken_contracts_are_named_and_nothing_is_replaced(library: types.ModuleType) -> None:
     bad = [
         _patch(contract=wraps("batch", "group"), otherwise="ranks would keep other tokens"),
-        _patch(
-            "somelib:Provider.answer", lambda original: original, replaces(probe=lambda a, b: "it answers 1, not 2")
-        ),
+        _patch("somelib:Provider.answer", lambda original: original, registers("question")),
         _patch("somelib:gone", lambda original: original),
     ]
     with pytest.raises(ValueError, match="cannot run on this megatron-core") as error:
@@ -157,7 +156,7 @@ def test_all_broken_contracts_are_named_and_nothing_is_replaced(library: types.M
     for part in (
         "somelib:slow (a test): it has no parameter batch, group.",
         "If it ran, ranks would keep other tokens.",
-        "somelib:Provider.answer (a test): it answers 1, not 2.",
+        "somelib:Provider.answer (a test): it has no parameter question.",
         "gone is not in somelib",
         "--cp-provider upstream",
     ):
@@ -180,17 +179,16 @@ def test_a_symbol_that_is_not_in_every_version_may_be_absent(library: types.Modu
     assert patching.installed() == []
 
 
-def test_a_probe_runs_on_the_first_rank_only(library: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    patch = _patch(contract=wraps(probe=lambda original, replacement: "other"))
-    monkeypatch.setenv("RANK", "1")
-    assert patching.examine(patch).state == "checked"
-    monkeypatch.setenv("RANK", "0")
-    assert patching.examine(patch).broken == "other"
+def test_the_start_up_check_on_one_rank_runs_what_is_replaced(
+    library: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import parallel_state
 
-
-def test_a_probe_that_fails_breaks_the_contract(library: types.ModuleType) -> None:
-    found = patching.examine(_patch(contract=replaces("x", probe=lambda original, replacement: 1 / 0)))
-    assert found.broken == "its probe failed with ZeroDivisionError: division by zero"
+    patching.install([_patch(contract=replaces("x"))])
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 1)
+    assert library.slow(1) == 20
+    monkeypatch.setattr(STATE, "trial", True)
+    assert library.slow(1) == 2
 
 
 def test_a_parameter_that_a_later_version_adds(library: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +200,7 @@ def test_a_parameter_that_a_later_version_adds(library: types.ModuleType, monkey
     def required(x: int, y: int) -> int:
         return x + y
 
-    contract = replaces("x", probe=lambda original, replacement: None)
+    contract = replaces("x")
     monkeypatch.setattr(library, "slow", slow)
     patching.install([_patch(contract=contract)])
     assert library.slow(1) == library.slow(1, mode="plain") == library.slow(1, y=3) == 40
@@ -224,9 +222,6 @@ def test_a_symbol_that_another_extension_replaced_is_wrapped_in_turn(library: ty
     patching.install([_patch(contract=wraps("x"))])
     assert library.slow(1) == 10
     patching.undo()
-    changed = replaces("x", probe=lambda a, b: None if a(1) == 2 else "another value")
-    with pytest.raises(ValueError, match="another value"):
-        patching.install([_patch(contract=changed)])
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.21.0", "0.21.0rc1", "1.0.0"])

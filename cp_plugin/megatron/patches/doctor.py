@@ -79,7 +79,7 @@ def _row(patch: Any, *, needed: bool) -> dict[str, Any]:
     if patching.replaced_at(patch.target) is not None:
         state, broken = "checked", ""  # CPU mode's, in place by now
     else:
-        found = patching.examine(patch, probing=True)
+        found = patching.examine(patch)
         state, broken = found.state, found.broken or ""
         if broken and found.original is not None:
             broken = patching.refusal([found])

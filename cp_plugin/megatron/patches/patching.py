@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -154,25 +153,31 @@ def install(patches: Sequence[Patch], scope: Scope = "run", *, packs: bool = Fal
             setattr(place.owner, place.name, place.replacement)
 
 
-def examine(patch: Patch, *, probing: bool | None = None) -> Finding:
-    """Find a patch's symbol, and check the contract.
-
-    Args:
-        probing: whether to run the contract's probe; None: on the first rank.
-    """
+def examine(patch: Patch) -> Finding:
+    """Find a patch's symbol, and check the contract."""
     try:
         owner, original = find(patch.target)
     except ValueError as error:
         return Finding(patch=patch, broken=str(error) if patch.required else None)
     replacement = patch.make(original)
-    found = Finding(patch=patch, owner=owner, original=original, replacement=replacement)
-    if probing is None:
-        probing = os.environ.get("RANK", "0") == "0"
     plain = original.__func__ if isinstance(original, staticmethod) else original
-    broken = patch.contract.broken(plain, replacement, probing=probing)
-    if broken is None:
-        replacement = patch.contract.guarded(patch.target, plain, replacement)
-    return replace(found, broken=broken, replacement=replacement)
+    broken = patch.contract.broken(plain)
+    if broken is None and patch.contract.form == "replaces":
+        replacement = _on_several_ranks(plain, patch.contract.guarded(patch.target, plain, replacement))
+    return Finding(patch=patch, owner=owner, original=original, replacement=replacement, broken=broken)
+
+
+def _on_several_ranks(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement, but while the start-up check computes on one rank, the original: what one rank trains."""
+
+    @functools.wraps(original)
+    def chosen(*positional: Any, **named: Any) -> Any:
+        from megatron.core import parallel_state
+
+        alone = STATE.trial and parallel_state.get_context_parallel_world_size() == 1
+        return (original if alone else replacement)(*positional, **named)
+
+    return chosen
 
 
 def refusal(findings: Sequence[Finding]) -> str:

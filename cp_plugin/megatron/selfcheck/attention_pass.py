@@ -19,13 +19,19 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +40,7 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.layers.modelopt import unquantized
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.patches import packing, patching
 from cp_plugin.testing import oracle
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
@@ -42,6 +48,9 @@ TOLERANCE_LINEAR, TOLERANCE_TF32 = 1e-3, 2e-3
 TOLERANCE_FP8 = {"comm": 0.15, "compute": 0.25}
 _CALLS = 2
 _PACKED = 10  # seed of the first pack; unpacked calls have seeds below
+_OWN_TOKENS = 256
+_LOCAL = "megatron.core.models.backends:LocalSpecProvider.core_attention"
+_TE = "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention"
 
 type Expected = tuple[Tensor, Tensor, Tensor, Tensor]
 type Reference = Callable[[Tensor, Tensor, Tensor, Tensor], Expected]
@@ -82,6 +91,51 @@ def attention_problems(
         return Call(attend, reference(module, mine), whole, local)
 
     return _compare(module, call)
+
+
+def own_attention_problems(module: CoreAttention, tokens: int, device: torch.device) -> list[str]:
+    """Mismatches between the plugin's reading of a layer's configuration and Megatron's own attention, on one rank.
+
+    Megatron's is Transformer Engine's on CUDA, or else the local one in float64, on no more than ``_OWN_TOKENS``; of
+    latent attention, whose values have another size, there is none.
+    """
+    config = copy.copy(module.config)
+    if not module.head_dim == module.v_head_dim == config.kv_channels:
+        return []
+    target, provider, dtype = _LOCAL, LocalSpecProvider(), torch.float64
+    if transformer_engine.HAVE_TE and device.type == "cuda":
+        target, provider, dtype = _TE, TESpecProvider(), config.params_dtype
+    else:
+        config.fp16 = config.bf16 = config.masked_softmax_fusion = False
+    config.context_parallel_size, config.attention_dropout, config.params_dtype = 1, 0.0, dtype
+    config.perform_initialization = False
+    tokens = min(tokens, _OWN_TOKENS)
+    *whole, _ = (x.to(dtype) for x in _random_inputs(module, tokens, device, batch=1, seed=30))
+    causal = module.attn_mask_type == AttnMaskType.causal
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device).triu(1) if causal else None
+    everyone = torch.arange(tokens, device=device)
+    try:
+        own = patching.original(target)(provider)(
+            config,
+            layer_number=module.layer_number,
+            attn_mask_type=module.attn_mask_type,
+            attention_type="self",
+            softmax_scale=module.softmax_scale,
+            pg_collection=SimpleNamespace(tp=module.tp_group, cp=None, hcp=None),
+        ).to(device)
+        memory = patching.lent(parallel_state, _GLOBAL_MEMORY_BUFFER=GlobalMemoryBuffer())  # of scores
+        with torch.no_grad(), memory:
+            for sinks in own.parameters():
+                sinks.copy_(module.softmax_offset)
+            got = own(*whole, mask)
+    except Exception as error:  # of code that nobody has seen
+        if dist.get_rank() == 0:
+            print(f"cp_plugin: Megatron's own attention was not compared: {type(error).__name__}: {error}", flush=True)
+        return []
+    want = softmax_reference(module, everyone)(*whole, torch.zeros_like(got.view_as(whole[0])))[0]
+    error, allowed = _error(got, want.flatten(2)), TOLERANCE.get(dtype, TOLERANCE[torch.float32])
+    found = f"the plugin reads the layer's configuration otherwise than Megatron's own attention: off by {error:.1e}"
+    return [] if error <= allowed else [f"{found} on one rank (relative; allowed {allowed:.0e})"]
 
 
 def with_own_sink(module: CoreAttention) -> CoreAttention:

@@ -43,6 +43,7 @@ from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import delta_net, hybrid, mtp, packing, patching
 from cp_plugin.megatron.selfcheck.attention_pass import (
     attention_problems,
+    own_attention_problems,
     pack_of,
     packed_problems,
     table_of,
@@ -143,6 +144,8 @@ def _check_tensors(chunks: Sequence[torch.nn.Module], cp: ContextParallel, token
         if attention is not None:
             problems += attention_problems(attention, tokens, mine, table, rows)
     attention = _first(callable_alone, CoreAttention)
+    if attention is not None:
+        problems += own_attention_problems(attention, tokens, device)
     if attention is not None and packed:
         problems += packed_problems(attention, tokens, device, table)
     return problems
