@@ -28,7 +28,6 @@ from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import GlobalMemoryBuffer
@@ -68,15 +67,12 @@ class Call(NamedTuple):
     local: Sequence[Tensor]  # this rank's part
 
 
-def attention_problems(
-    module: AnyCoreAttention, tokens: int, mine: Tensor, table: Tensor | None, rows: Tensor | None
-) -> list[str]:
+def attention_problems(module: AnyCoreAttention, tokens: int, mine: Tensor) -> list[str]:
     """Mismatches of a core attention module.
 
     Args:
         tokens: length of the whole sequence.
         mine: positions of this rank's tokens.
-        table, rows: rotary angles of the whole sequence and of this rank's tokens; None without RoPE.
     """
     reference = linear_reference if isinstance(module, LinearCoreAttention) else softmax_reference
 
@@ -85,10 +81,7 @@ def attention_problems(
 
     def call(number: int) -> Call:
         whole = _random_inputs(module, tokens, mine.device, batch=2, seed=number)
-        local = [x[mine] for x in whole]
-        for i in range(2):  # q and k
-            whole[i], local[i] = _rotated(whole[i], table), _rotated(local[i], rows)
-        return Call(attend, reference(module, mine), whole, local)
+        return Call(attend, reference(module, mine), whole, [x[mine] for x in whole])
 
     return _compare(module, call)
 
@@ -148,8 +141,8 @@ def with_own_sink(module: CoreAttention) -> CoreAttention:
     return twin
 
 
-def packed_problems(module: CoreAttention, tokens: int, device: torch.device, table: Tensor | None) -> list[str]:
-    """Mismatches of a softmax core attention, or of RoPE, on packs of three documents.
+def packed_problems(module: CoreAttention, tokens: int, device: torch.device) -> list[str]:
+    """Mismatches of a softmax core attention on packs of three documents.
 
     Every call has another pack, to find bounds that are reused. Args as in ``attention_problems``.
     """
@@ -164,8 +157,7 @@ def packed_problems(module: CoreAttention, tokens: int, device: torch.device, ta
 
         return Call(attend, softmax_reference(module, mine, _documents(bounds)), whole, [x[mine] for x in whole])
 
-    problems = [] if table is None else _rotary_problems(pack_of(tokens, 0, device), tokens, table)
-    return problems + [f"packed {problem}" for problem in _compare(module, call)]
+    return [f"packed {problem}" for problem in _compare(module, call)]
 
 
 def _random_inputs(module: AnyCoreAttention, tokens: int, device: torch.device, batch: int, seed: int) -> list[Tensor]:
@@ -236,12 +228,6 @@ def pack_of(tokens: int, number: int, device: torch.device) -> PackedSeqParams:
     bounds = [0, 5 + 2 * number, tokens // 2 + 3 + number, tokens]
     where = torch.tensor(bounds, dtype=torch.int32, device=device)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=where, cu_seqlens_kv=where)
-    found = [x.tolist() for x in (packed.cu_seqlens_q, packed.cu_seqlens_kv)]
-    if found != [bounds, bounds]:
-        raise ValueError(
-            f"PackedSeqParams of this Megatron makes the bounds {found} of {bounds}: documents would begin at "
-            "other tokens. Use a Megatron without this change, or --cp-provider upstream"
-        )
     return packed
 
 
@@ -257,40 +243,9 @@ def _placed(packed: PackedSeqParams, tokens: int) -> Tensor:
     return packing.on_pack(runtime.context_parallel(), where, tokens).positions(tokens, where.device)
 
 
-def _rotary_problems(packed: PackedSeqParams, tokens: int, table: Tensor) -> list[str]:
-    bounds, group = packed.cu_seqlens_q, parallel_state.get_context_parallel_group()
-    mine = _placed(packed, tokens)
-    document = _documents(bounds)
-    place = torch.arange(tokens, device=mine.device) - bounds[document]
-    x = torch.randn(tokens, 2, table.size(1), generator=torch.Generator().manual_seed(0)).to(mine.device)
-    longest = int(bounds.diff().max())
-    got = rope_utils._apply_rotary_pos_emb_thd(x[mine], bounds, table[:longest, None, None], cp_group=group)
-    want = rope_utils._apply_rotary_pos_emb_bshd(x[:, None], table[place][:, None, None]).squeeze(1)
-    return [] if torch.allclose(got, want[mine], atol=1e-6) else ["rope of packed documents differs"]
-
-
-def table_of(embedding: Tensor | tuple[Tensor, float]) -> Tensor:
-    """``[s, r]`` from the result of a rotary embedding; YaRN's also returns its scale."""
-    table = embedding[0] if isinstance(embedding, tuple) else embedding
-    return table.flatten(1)
-
-
 def _dtype(module: AnyCoreAttention) -> torch.dtype:
     quadratic = isinstance(module, LinearCoreAttention) and module.linear.variant.features.learned_norm
     return torch.float32 if quadratic else module.config.params_dtype
-
-
-def _rotated(x: Tensor, table: Tensor | None) -> Tensor:
-    """Rotate the leading dimensions of x ``[s, b, h, d]`` by the angles ``[s, r]``, in float64."""
-    if table is None:
-        return x
-    angles, heads = table[:, None, None].double(), []
-    for head in x.split(1, 2):  # one at a time, for memory
-        turned, rest = head.double().tensor_split([angles.size(-1)], -1)
-        a, b = turned.chunk(2, -1)
-        turned = turned * angles.cos() + torch.cat((-b, a), -1) * angles.sin()
-        heads.append(torch.cat((turned, rest), -1).to(x.dtype))
-    return torch.cat(heads, 2)
 
 
 def _error(got: Tensor, want: Tensor) -> float:

@@ -38,7 +38,7 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     STATE.complete(chunks)
     audit.run(chunks)
     if runtime.settings().selfcheck:
-        first_batch.run(chunks, optimizer)
+        first_batch.run(chunks)
         STATE.unchecked = optimizer, rates
         step.tell_if_unchecked(optimizer)
     STATE.first_batch = slices.require_one_batch
