@@ -83,8 +83,6 @@ class State:
     alone: dict[Kind, ContextParallel] = field(default_factory=dict)  # for groups of one rank
     batch_sliced: bool = False  # whether a batch was sliced in the layout
     documents_expected: bool = False  # whether every attention call must have packed documents
-    loss_checked: bool = False
-    """Whether the weights of tokens in the script's loss were compared over the ranks."""
     first_batch: Callable[[Mapping[str, Any], dist.ProcessGroup | None], None] | None = None
     """Compares the first batch between the ranks."""
     unchecked: tuple[Any, Any] | None = None

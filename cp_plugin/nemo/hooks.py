@@ -30,7 +30,7 @@ from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.patching import Call, Patch, around
 from cp_plugin.megatron.rules import checks
-from cp_plugin.megatron.selfcheck import audit, recheck
+from cp_plugin.megatron.selfcheck import audit, recheck, step
 from cp_plugin.megatron.selfcheck import first_batch as selfcheck
 from cp_plugin.megatron.state import STATE
 from cp_plugin.nemo import arguments, cpu, refusals
@@ -128,7 +128,7 @@ def _setup(call: Call) -> Any:
         audit.run(result.model)
         if settings.selfcheck:
             selfcheck.run(result.model)
-            STATE.unchecked = result.optimizer, result.scheduler
+            step.expect(result.optimizer, result.scheduler)
         recheck.watch(result.model, lambda: state.train_state.step)
     return result
 

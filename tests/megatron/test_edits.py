@@ -84,6 +84,8 @@ def _train(flags: str, edit: Edit | None = None, folder: Path = Path()) -> list[
     """One step on two context-parallel ranks."""
     hybrid = "--hybrid-layer-pattern" in flags
     model = f"{MODEL.replace('--num-layers 2 ', '')} {STATES}" if hybrid else MODEL
+    if "--multi-latent-attention" in flags:
+        model = model.replace("--group-query-attention --num-query-groups 2 ", "")
     words = f"{model} {DATA} {SGD} --train-iters 1 --context-parallel-size 2 {flags}".split()
 
     def rank() -> Record:

@@ -175,7 +175,9 @@ def test_audit_and_traffic_log_name_both_kinds(capfd: pytest.CaptureFixture[str]
     assert "chunked: linear attention, plain torch, because fla does not run: its Triton kernels need a CUDA" in text
     assert "sdpa: " in text
     assert rows["groups: cp (2 ranks)"] == rows["groups: linear cp (2 ranks)"] == "0 1"
-    assert text.count("cp_plugin: self-check passed: attention") == text.count("cp_plugin: self-check passed: a step") == 1
+    assert (
+        text.count("cp_plugin: self-check passed: attention") == text.count("cp_plugin: self-check passed: a step") == 1
+    )
     assert "num_floating_point_operations" in text
     (line,) = (line for line in text.splitlines() if "bytes sent by rank 0 per iteration" in line)
     assert f"per iteration: {sum(records[0].formula.values()):,} (" in line, "of both kinds together"

@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("adapter")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 64])
-def test_gpu_ranks_have_256_tokens_in_chunks_of_128(name: str, size: int) -> None:
+@pytest.mark.parametrize(("size", "chunk"), [(1, 128), (2, 128), (3, 128), (16, 128), (24, 80), (64, 32), (512, 16)])
+def test_gpu_ranks_have_two_chunks_of_up_to_128_tokens(name: str, size: int, chunk: int) -> None:
     layout = get_layout(name)
     tokens = tokens_for(layout, size, cuda=True)
-    assert tokens == 256 * size
+    assert tokens == 2 * chunk * size
     for index in range(size):
-        assert all(len(segment) % 128 == 0 for segment in layout.segments(tokens, size, index))
+        assert all(len(segment) % chunk == 0 for segment in layout.segments(tokens, size, index))
 
 
 @pytest.mark.parametrize(("name", "size", "tokens"), [("zigzag", 2, 32), ("zigzag", 64, 128), ("striped", 3, 33)])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cp_plugin.methods.protocol import Kind
 
 UPSTREAM = "upstream"
-SELFCHECKS = ("once", "off")
+SELFCHECKS = ("once", "strict", "off")
 IDENTITIES_EVERY = 100  # iterations
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -37,6 +37,8 @@ class Settings:
     linear: Linear | None = None
     delta_net: DeltaNet | None = None  # None: no such layers, or Megatron's own context parallelism of them
     selfcheck: bool = True
+    strict: bool = False  # whether a self-check that cannot run stops the run
+    of_stock: bool = False  # whether stock context parallelism is compared with one rank
     check_every: int = 0  # iterations between two checks of a call's rows in training; 0: never
     identities_every: int = IDENTITIES_EVERY  # the same for the identities of its gradients
     log_traffic: bool = False
@@ -114,7 +116,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--cp-selfcheck",
         metavar="WHEN",
-        help=f"compare a tiny batch with a single rank before training: {', '.join(SELFCHECKS)}. Default: once",
+        help=f"compare a tiny batch with a single rank before training: {', '.join(SELFCHECKS)}. strict: stop if the "
+        f"comparison cannot run. With --cp-provider {UPSTREAM}, compare stock Megatron's step. Default: once",
     )
     group.add_argument(
         "--cp-check-every",
@@ -187,8 +190,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
     if linear is None and name in (None, UPSTREAM):
         if linear_flags.has_delta_net(args):
             linear_flags.delta_net_from(args, None, Options())
-        _refuse_without_provider(args, name)
-        return Settings()
+        compared = name == UPSTREAM and getattr(args, "cp_selfcheck", None) in ("once", "strict")
+        _refuse_without_provider(args, name, "--cp-selfcheck" if compared else "")
+        return Settings(of_stock=compared and args.context_parallel_size > 1, strict=args.cp_selfcheck == "strict")
     options = option_flags.options_from(args)
     delta_net = None
     if linear is None:
@@ -216,6 +220,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         linear=linear,
         delta_net=delta_net,
         selfcheck=getattr(args, "cp_selfcheck", None) != "off",
+        strict=getattr(args, "cp_selfcheck", None) == "strict",
         check_every=_check_every(args, 0),
         identities_every=_check_every(args, IDENTITIES_EVERY),
         log_traffic=bool(args.cp_log_traffic),
@@ -296,8 +301,8 @@ def _recompute_attention(args: argparse.Namespace) -> bool:
     return bool(args.cp_recompute_attention)
 
 
-def _refuse_without_provider(args: argparse.Namespace, name: str | None) -> None:
-    own = [flag for flag in _OWN_FLAGS if getattr(args, linear_flags.attribute(flag), None)]
+def _refuse_without_provider(args: argparse.Namespace, name: str | None, used: str) -> None:
+    own = [flag for flag in _OWN_FLAGS if flag != used and getattr(args, linear_flags.attribute(flag), None)]
     given = [option.flag for option in option_flags.given(args)] + own
     if not given:
         return

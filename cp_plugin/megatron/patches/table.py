@@ -50,6 +50,10 @@ def _provider(run: Run) -> bool:
     return run.settings.active
 
 
+def _compared(run: Run) -> bool:
+    return run.settings.active or run.settings.of_stock
+
+
 def _mtp(run: Run) -> bool:
     return run.settings.active and run.has("mtp_num_layers")
 
@@ -201,7 +205,7 @@ PROVIDER = (
         wraps(),
         called_by="pretrain",
         otherwise="a model without the provider's attention would train",
-        when=_provider,
+        when=_compared,
     ),
     Patch(
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
@@ -210,7 +214,7 @@ PROVIDER = (
         wraps(),
         called_by="the training loop",
         otherwise="a step on several ranks would not be compared with one rank's",
-        when=_provider,
+        when=_compared,
     ),
     Patch(
         "megatron.training.training:training_log",
@@ -219,7 +223,7 @@ PROVIDER = (
         wraps("iteration"),
         called_by="the training loop",
         otherwise="a loss could be logged that is not the one trained on",
-        when=_provider,
+        when=_compared,
     ),
 )
 

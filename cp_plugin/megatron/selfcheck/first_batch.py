@@ -7,7 +7,8 @@
 Each must equal this rank's rows of the same for the whole sequence. In a step of the run (``step``) new weights and
 bfloat16 hide what differs here: a scale that is one per cent off, a block of keys from the call before.
 
-On CUDA a rank has at least 256 tokens, in multiples of 128: some library kernels refuse smaller tiles.
+On CUDA a rank of up to 16 has at least 256 tokens, in multiples of 128, as libraries' kernels like them; of more ranks
+each has fewer, down to 32, since every rank computes all tokens once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
 
 _TOKENS = 32
 _TOKENS_PER_RANK = 2  # under a causal mask the gradient of the first query alone is zero
-_TOKENS_PER_GPU, _TILE = 256, 128
+_TILES = (16, 128, 2048)  # tokens of a tile: least, most, and of all ranks' together
 _PACKS = 2
 
 
@@ -109,8 +110,10 @@ def _without_gathered(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module
 
 def tokens_for(layout: Layout, size: int, *, cuda: bool) -> int:
     """Length of the self-check's whole sequence."""
-    unit = layout.divisor(size) * (_TILE if cuda else 1)
-    least = _TOKENS_PER_GPU * size if cuda else max(_TOKENS, _TOKENS_PER_RANK * size)
+    least, most, together = _TILES
+    tile = max(least, min(most, together // size // least * least))
+    unit = layout.divisor(size) * (tile if cuda else 1)
+    least = 2 * tile * size if cuda else max(_TOKENS, _TOKENS_PER_RANK * size)
     return unit * ceil(least / unit)
 
 

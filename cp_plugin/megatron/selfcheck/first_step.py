@@ -3,6 +3,7 @@
     gradients at the end of the schedule --> as the optimizer finds them
     samples of the step                  --> by which the schedule of learning rates advances
     losses that the schedule returns     --> the ones that are logged
+    weights in the second step           --> the same on all ranks that hold them
 
 Each may be what the script makes of it; it may not be a multiple by the number of context-parallel ranks, or of one
 rank's part alone. The calls of the optimizer and of the schedule are seen through for this step only.
@@ -18,12 +19,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from cp_plugin.megatron import runtime
-from cp_plugin.megatron.selfcheck.readings import projections
+from cp_plugin.megatron.selfcheck.readings import named_parameters, projections
 from cp_plugin.megatron.state import STATE
 
 _WITHIN = 1e-3
+_SAME = 1e-6
 
 
 def watch(
@@ -41,12 +43,13 @@ def watch(
         rates: the schedule of learning rates, or None.
         stop: raises an error on all ranks if any has found something; collective.
     """
-    size = runtime.context_parallel().size
+    size = parallel_state.get_context_parallel_world_size()
     before = _main_gradients(chunks)
     samples = named["num_microbatches"] * named["micro_batch_size"] * parallel_state.get_data_parallel_world_size()
 
     def stepped() -> None:
         stop(_multiples("gradients between the schedule and the optimizer", before, _main_gradients(chunks), size))
+        once(optimizer, "step", lambda *_, **__: stop(_unlike(chunks)))  # its forward has gathered all weights
 
     def advanced(increment: int) -> None:
         if increment == samples * size:
@@ -63,7 +66,7 @@ def compare_log(logged: Any) -> None:
     if STATE.losses is None:
         return
     (expected, stop), STATE.losses = STATE.losses, None
-    size, found = runtime.context_parallel().size, []
+    size, found = parallel_state.get_context_parallel_world_size(), []
     for key, (right, part) in expected.items() if isinstance(logged, Mapping) else ():
         if key not in logged or not isinstance(logged[key], Tensor | float) or isclose(right, 0):
             continue
@@ -82,11 +85,34 @@ def once(owner: Any, name: str, look: Callable[..., None]) -> None:
     original = getattr(owner, name)
 
     def seen(*args: Any, **named: Any) -> Any:
-        vars(owner).pop(name, None)  # or another one's, before
+        if vars(owner).get(name) is seen:  # not another's, set since
+            del vars(owner)[name]
         look(*args, **named)
         return original(*args, **named)
 
     vars(owner)[name] = seen
+
+
+def _unlike(chunks: Sequence[Any]) -> list[str]:
+    """Weights that one step has made different on ranks which hold the same."""
+    named = [pair for chunk in chunks for pair in named_parameters(chunks, chunk) if not isinstance(pair[1], DTensor)]
+    groups = {
+        True: parallel_state.get_data_parallel_group(with_context_parallel=True),
+        False: parallel_state.get_expert_data_parallel_group(),
+    }
+    found = []
+    for dense, group in groups.items():
+        these = [(name, p.detach()) for name, p in named if getattr(p, "allreduce", True) is dense]
+        if not these or group.size() == 1:
+            continue
+        sums = torch.stack([torch.stack([p.sum(dtype=torch.float64), p.norm(dtype=torch.float64)]) for _, p in these])
+        least, most = sums.clone(), sums.clone()
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        apart = ((most - least).amax(1) > _SAME * sums[:, 1]).tolist()
+        found += [name for (name, _), wrong in zip(these, apart, strict=True) if wrong]
+    what = f"the first step left {found[0]} and {len(found) - 1} other weights" if found else ""
+    return [f"{what} different on ranks that hold the same"] if found else []
 
 
 def _main_gradients(chunks: Sequence[Any]) -> Tensor:

@@ -119,6 +119,8 @@ class OneRank:
         for name, value in list(names.items()):
             if id(value) in self.to:
                 put(names, name, self.to[id(value)])
+            elif isinstance(value, list) and any(id(one) in self.to for one in value):
+                put(names, name, [self.to.get(id(one), one) for one in value])
             elif type(value) is int and _SIZE.match(name) and value == self.size:
                 put(names, name, 1)
             elif name in _OF_A_RANK and "cp_size" in names:

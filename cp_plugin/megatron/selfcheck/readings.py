@@ -16,8 +16,6 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from cp_plugin.megatron import runtime
-
 _PROJECTIONS = 4
 _CHUNK = 1 << 22  # elements of a gradient that are projected at once
 _GROWTH = 10.0
@@ -33,13 +31,16 @@ class Result:
     """Logged losses, and the norm of all gradients."""
 
 
-def differences(many: Result, alone: Result, moved: Sequence[Result], names: Sequence[str], floor: float) -> list[str]:
+def differences(
+    many: Result, alone: Result, moved: Sequence[Result], names: Sequence[str], floor: float, size: int
+) -> list[str]:
     """What differs between a step on many ranks and on one, beyond rounding.
 
     Args:
         moved: steps on one rank, each with a rounding error of its embeddings.
         names: of the gradients.
         floor: smallest limit, relative to a gradient's norm.
+        size: how many ranks these many are.
     """
     found = []
     if len(names):
@@ -51,7 +52,7 @@ def differences(many: Result, alone: Result, moved: Sequence[Result], names: Seq
             first = int(wrong.nonzero()[0])
             found.append(
                 f"the gradient of {names[first]} by {float(apart[first]):.1e} of its norm (allowed "
-                f"{float(limits[first]):.0e}{_factor(many, alone, first, float(limits[first]))}), the first of "
+                f"{float(limits[first]):.0e}{_factor(many, alone, first, float(limits[first]), size)}), the first of "
                 f"{int(wrong.sum())} of {len(names)} that differ"
             )
     for key in many.values.keys() & alone.values.keys():
@@ -61,15 +62,15 @@ def differences(many: Result, alone: Result, moved: Sequence[Result], names: Seq
     return found
 
 
-def _factor(many: Result, alone: Result, place: int, limit: float) -> str:
+def _factor(many: Result, alone: Result, place: int, limit: float, size: int) -> str:
     """If one gradient is a multiple of the other, which."""
     a, b = (x.gradients[place, :-1] for x in (many, alone))
     ratio = float(a @ b / (b @ b).clamp(min=1e-300))
     if not float((a - ratio * b).norm()) <= 10 * limit * float(a.norm()):
         return ""
-    size = runtime.context_parallel().size
     named = {float(size): "the number of context-parallel ranks", 1 / size: "1 over the number of these ranks"}
-    what = next((f", {name}" for factor, name in named.items() if abs(ratio / factor - 1) < 10 * limit), "")
+    nearest = min(named, key=lambda factor: abs(ratio / factor - 1))
+    what = f", {named[nearest]}" if abs(ratio / nearest - 1) < min(10 * limit, 0.1) else ""
     return f"; it is {ratio:.4g} times that of one rank{what}"
 
 

@@ -33,12 +33,12 @@ from megatron.training import global_vars
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, around
-from cp_plugin.megatron.rules.experts import RANDOM
 from cp_plugin.megatron.selfcheck import first_step
 from cp_plugin.megatron.selfcheck.first_batch import tokens_for
 from cp_plugin.megatron.selfcheck.one_rank import OneRank
@@ -56,8 +56,9 @@ from cp_plugin.megatron.selfcheck.readings import (
     saved_buffers,
 )
 from cp_plugin.megatron.selfcheck.restored import restored
-from cp_plugin.megatron.selfcheck.tiny_batch import Looked, Strong, Tiny, noisy
+from cp_plugin.megatron.selfcheck.tiny_batch import Choices, Looked, Strong, Tiny, noisy, owners, quiet
 from cp_plugin.megatron.state import STATE
+from cp_plugin.placement.layouts import get_layout
 
 _FLOOR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Smallest limit of a gradient, relative to its norm."""
@@ -68,8 +69,6 @@ _OPINIONS = 4
 _UNSTEADY = 0.3
 """By how much half of the gradients of a step may differ when it is repeated, for them to tell anything."""
 _WAIT_S = 60.0  # for the other ranks, once the step has failed on this one
-
-
 _CALLS = itertools.count()
 
 
@@ -84,11 +83,11 @@ def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def schedule(**named: Any) -> Any:
-        return original(**named | padding.padded_lengths(named))
+        return original(**named | (padding.padded_lengths(named) if runtime.settings().active else {}))
 
     @functools.wraps(original)
     def checked(**named: Any) -> Any:
-        if STATE.unchecked is None or named.get("forward_only") or runtime.context_parallel().size == 1:
+        if STATE.unchecked is None or named.get("forward_only") or _size() == 1:
             return schedule(**named)
         (optimizer, rates), STATE.unchecked = STATE.unchecked, None
         chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
@@ -100,17 +99,17 @@ def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
     return checked
 
 
-def tell_if_unchecked(optimizer: Any) -> None:
-    """Say at the optimizer's first step if no step was checked before: this fork calls another schedule."""
+def expect(optimizer: Any, rates: Any) -> None:
+    """Have the first step checked; say at the optimizer's first step if none was: this fork calls another schedule.
+
+    rates: the schedule of learning rates, or None.
+    """
+    STATE.unchecked = optimizer, rates
 
     def tell() -> None:
         if STATE.unchecked is not None:
             STATE.unchecked = None
-            _print(
-                "the check of a training step did not run, since this training does not call the schedule that "
-                "Megatron's get_forward_backward_func returns. Whether context-parallel ranks train as one rank does "
-                "was not compared"
-            )
+            _not_compared("this training does not call the schedule that Megatron's get_forward_backward_func returns")
 
     if optimizer is not None:
         first_step.once(optimizer, "step", lambda *_, **__: tell())
@@ -145,10 +144,7 @@ def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequen
     if failure is not None and not met:
         raise failure
     if why:
-        _print(
-            f"the check of a training step could not be run: {why}. Whether context-parallel ranks train as one rank "
-            "does was not compared"
-        )
+        _not_compared(why)
         return iterators
     stop_if_any(found)
     _print(f"self-check passed: {line}; {time.monotonic() - began:.1f} s")
@@ -165,17 +161,16 @@ class _Step:
         optimizer: Any,
     ) -> None:
         self.schedule, self.named, self.chunks, self.looked, self.optimizer = schedule, named, chunks, looked, optimizer
-        self.args, self.cp = global_vars._GLOBAL_ARGS, runtime.context_parallel()
+        self.args, self.size = global_vars._GLOBAL_ARGS, _size()
         if getattr(unwrap_model(chunks[0]).config, "moe_flex_dispatcher_backend", None) == "hybridep":
             raise RuntimeError("HybridEP sizes its buffer by the first batch, which would be a tiny one")
         parameter = next(p for chunk in chunks for p in chunk.parameters())
         self.device, self.dtype = parameter.device, unwrap_model(chunks[0]).config.params_dtype
         self.finalized: Any = None
         self.script = named["forward_step_func"]
-        self.padded = tokens_for(self.cp.layout, self.cp.size, cuda=self.device.type == "cuda")
-        self.tokens = self.padded - (
-            0 if STATE.model is None else STATE.model.padding % self.cp.layout.divisor(self.cp.size)
-        )
+        layout = _layout()
+        self.padded = tokens_for(layout, self.size, cuda=self.device.type == "cuda")
+        self.tokens = self.padded - (0 if STATE.model is None else STATE.model.padding % layout.divisor(self.size))
 
     def compare(self) -> tuple[list[str], str]:
         """Differences on this rank, and a line on what was compared."""
@@ -187,26 +182,33 @@ class _Step:
             floor = max(floor, _TF32)
         scalers = [s for o in optimizers(self.optimizer) if (s := getattr(o, "grad_scaler", None)) is not None]
         with ExitStack() as back:
-            back.callback(self.cp.mesh.ledger.reset)
+            if runtime.settings().active:
+                back.callback(runtime.context_parallel().mesh.ledger.reset)
             back.callback(self._clear)
             back.enter_context(restored(self.chunks, [self.script, *scalers]))
             back.enter_context(self._lent(scalers))
-            many = self._run()
+            choices = Choices(unwrap_model(self.chunks[0]).config, _layout(between=True), self.padded, self.tokens)
+            with choices.recorded():
+                many = self._run()
             names = parameter_names(self.chunks, self.optimizer)
             before = one.used()
             with one.alone(roots, self.args), self._unpadded():
-                alone = self._run()
+                with choices.replayed():
+                    alone = self._run()
                 moved: list[Result] = []
                 found: list[str] = []
                 for salt in range(1, 1 + _OPINIONS):  # near a tie of experts, not each rounding error turns it
-                    moved.append(self._run(salt))
+                    with choices.replayed():
+                        moved.append(self._run(salt))
                     change = growth(moved, alone)
                     if _any(change > min(_UNSTEADY, 500 * floor)):
                         raise RuntimeError(
                             "repeated, the step on one rank is another one: it draws random numbers of its own, or "
                             f"counts calls ({change:.1e} in half of the gradients here)"
                         )
-                    found = differences(many, alone, moved, names, floor)
+                    found = differences(many, alone, moved, names, floor, self.size)
+                    if choices.apart > 5 * floor:
+                        found.append(f"routers choose other experts, whose scores differ by {choices.apart:.1e}")
                     if not _any(bool(found)):
                         break
             leaked, own = (after - earlier for after, earlier in zip(one.used(), before, strict=True))
@@ -217,10 +219,9 @@ class _Step:
                 f"reference{''.join(f'; {text}' for text in found)}"
             )
         worst = largest(many, alone, moved)
-        size = self.cp.size
         logged = [name for name in many.values if " of " not in name or "norm" in name]
         line = (
-            f"a step of {self.tokens} tokens on {size} context-parallel ranks equals the step on one rank: "
+            f"a step of {self.tokens} tokens on {self.size} context-parallel ranks equals the step on one rank: "
             f"{len(names)} gradients within {worst:.0e} of their norm, {', '.join(logged) or 'no losses here'}"
         )
         return found, line
@@ -234,10 +235,11 @@ class _Step:
         rope.forget_cached_embeddings()
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         seed = 1000 * parallel_state.get_data_parallel_rank()
-        old = self.named["seq_length"]
-        rows, vocabulary = self.named["micro_batch_size"], self._vocabulary()
-        sizes = self.tokens, old, rows, vocabulary, seed
-        data = [None if one is None else Tiny(one, *sizes) for one in self.looked]
+        rows = self.named["micro_batch_size"]
+        sizes = self.tokens, self.named["seq_length"], rows, self._vocabulary(), seed
+        # Stock Megatron averages the means of ranks, which is one rank's where all have as many tokens.
+        even = runtime.settings().of_stock and not unwrap_model(self.chunks[0]).config.calculate_per_token_loss
+        data = [None if one is None else Tiny(one, *sizes, even=even) for one in self.looked]
         lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
         count = 2 if len(self.chunks) == 1 else max(2, stages)
         iterators = data if isinstance(self.named["data_iterator"], list) else data[0]
@@ -317,8 +319,8 @@ class _Step:
                 if isinstance(getattr(scaler, "_scale", None), Tensor):
                     back.enter_context(patching.lent(scaler, _scale=torch.full_like(scaler._scale, _SCALE)))
             modules = [module for chunk in self.chunks for module in chunk.modules()]
-            for owner in _owners([*modules, *optimizers(self.optimizer)]):
-                back.enter_context(patching.lent(owner, **_quiet(owner)))
+            for owner in owners([*modules, *optimizers(self.optimizer)]):
+                back.enter_context(patching.lent(owner, **quiet(owner)))
             for module in modules:
                 if isinstance(module, CoreAttention):
                     back.enter_context(patching.lent(module, scaling=fp8_scaling.of_layer(module.config)))
@@ -336,12 +338,12 @@ def stop_if_any(found: list[str]) -> None:
     if not by_text:
         return
     told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in list(by_text.items())[:3]]
-    cp = runtime.context_parallel()
+    stock = not runtime.settings().active
     raise StepError(
-        f"{runtime.settings().asked} on the {cp.layout.name} layout: a step on {cp.size} context-parallel ranks "
+        f"{runtime.settings().asked} on the {_layout().name} layout: a step on {_size()} context-parallel ranks "
         f"differs from the step on one rank. {' | '.join(told)}. Training would have gone wrong silently: the script, "
-        "or this Megatron, computes by a rank's part of the sequence what belongs to the whole. --cp-selfcheck off "
-        "skips this check, --cp-provider upstream trains without the plugin"
+        "or this Megatron, computes by a rank's part of the sequence what belongs to the whole. "
+        f"--cp-selfcheck off skips this check{'' if stock else ', --cp-provider upstream trains without the plugin'}"
     )
 
 
@@ -369,25 +371,29 @@ def _all_met(error: Exception | None) -> tuple[bool, str]:
     return met >= size, store.get(told).decode() if store.check([told]) else ""
 
 
+def _not_compared(why: str) -> None:
+    """Say so; ValueError with ``--cp-selfcheck strict``."""
+    text = (
+        f"the check of a training step could not be run: {why}. Whether context-parallel ranks train as one rank does "
+        "was not compared"
+    )
+    if runtime.settings().strict:
+        raise StepError(f"--cp-selfcheck strict: {text}. Use --cp-selfcheck once to train all the same")
+    _print(text)
+
+
+def _size() -> int:
+    return parallel_state.get_context_parallel_world_size()
+
+
+def _layout(*, between: bool = False) -> Layout:
+    """The run's layout; between: of tokens outside of attention."""
+    if not runtime.settings().active:
+        return get_layout("zigzag")
+    cp = runtime.context_parallel()
+    return (runtime.between_layers(cp) if between else cp).layout
+
+
 def _print(text: str) -> None:
     if dist.get_rank() == 0:
         print(f"cp_plugin: {text}", flush=True)
-
-
-def _owners(modules: Sequence[Any]) -> list[Any]:
-    """Modules, and their configurations, each once."""
-    found = [one for m in modules for one in (m, getattr(m, "config", None)) if one is not None]
-    return list({id(one): one for one in found}.values())
-
-
-def _quiet(owner: Any) -> dict[str, Any]:
-    """Attributes of a module or configuration, and values by which nothing is random or timed."""
-    off: dict[str, Any] = {}
-    for name, value in vars(owner).items():
-        if "dropout" in name and isinstance(value, float) and value:
-            off[name] = 0.0
-        elif (name == "timers" or name in RANDOM) and value:
-            off[name] = False if isinstance(value, bool) else None
-    if isinstance(owner, torch.nn.Dropout):
-        off["p"] = 0.0
-    return off

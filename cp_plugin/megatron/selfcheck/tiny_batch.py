@@ -1,9 +1,10 @@
 """What the step of the start-up check is given: batches of a few tokens in the form of the run's own, moved embeddings,
-strong queries and keys.
+strong queries and keys, nothing random.
 
     the first batch of the run's iterator --> its entries, their shapes and dtypes --> the same entries, shorter
     known entries (tokens, labels, ...)   --> drawn anew, unmasked tokens unevenly on the ranks
     others                                --> cut
+    experts of each token                 --> those of the first step in all others, or a tie would be a difference
 
 The batch that was looked at is handed to the run afterwards.
 """
@@ -21,7 +22,11 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from cp_plugin.core.layout import Layout
+from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.rules.experts import RANDOM
 from cp_plugin.megatron.selfcheck.readings import signs
+from cp_plugin.megatron.state import STATE
 
 _BOUNDS = "cu_seqlens"
 _GAIN = 1.5  # of queries and keys: a score has a standard deviation of its square
@@ -61,14 +66,16 @@ class Looked(_InPlace):
 class Tiny(_InPlace):
     """Other batches in the place of the run's; see ``batches``."""
 
-    def __init__(self, looked: Looked, *sizes: int) -> None:
-        self._iterator, self._batches = looked, batches(looked.first, *sizes)
+    def __init__(self, looked: Looked, *sizes: int, even: bool) -> None:
+        self._iterator, self._batches = looked, batches(looked.first, *sizes, even=even)
 
     def __next__(self) -> Any:
         return next(self._batches)
 
 
-def batches(first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed: int) -> Iterator[Any]:
+def batches(
+    first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed: int, *, even: bool = False
+) -> Iterator[Any]:
     """Yield batches of so many tokens, forever.
 
     Args:
@@ -76,6 +83,7 @@ def batches(first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed:
         tokens, old: lengths of the sequences here and in the run.
         rows: micro-batch size, where the run's batch does not tell.
         vocabulary: tokens are below.
+        even: whether every token counts in the loss.
     """
     like = first if isinstance(first, Mapping) else {}
     if not isinstance(like.get("tokens"), Tensor):
@@ -83,6 +91,8 @@ def batches(first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed:
     rows, old = like["tokens"].size(0), like["tokens"].size(-1)
     for number in itertools.count(seed):
         drawn = _drawn(rows, tokens, vocabulary, torch.Generator().manual_seed(number))
+        if even:
+            drawn["loss_mask"].fill_(1)
         bounds = [0, *(int(part * tokens) for part in _PARTS), tokens]
         if any(key.startswith(_BOUNDS) for key in like):
             starts = torch.tensor(bounds)[torch.bucketize(torch.arange(tokens), torch.tensor(bounds), right=True) - 1]
@@ -168,3 +178,103 @@ class Strong:
         if len(args) >= 2:
             return (given["query"], given["key"], *args[2:]), named
         return args, named | {name: given[name] for name in named}
+
+
+def owners(modules: Sequence[Any]) -> list[Any]:
+    """Modules, and their configurations, each once."""
+    found = [one for m in modules for one in (m, getattr(m, "config", None)) if one is not None]
+    return list({id(one): one for one in found}.values())
+
+
+def quiet(owner: Any) -> dict[str, Any]:
+    """Attributes of a module or configuration, and values by which nothing is random, timed, or of a fixed length."""
+    off: dict[str, Any] = {}
+    for name, value in vars(owner).items():
+        if "dropout" in name and isinstance(value, float) and value:
+            off[name] = 0.0
+        elif (name == "timers" or name in RANDOM) and value:
+            off[name] = False if isinstance(value, bool) else None
+        elif name.startswith(("ub_overlap", "ub_bulk")) and value is True:  # its buffers have the run's length
+            off[name] = False
+    if isinstance(owner, torch.nn.Dropout):
+        off["p"] = 0.0
+    return off
+
+
+class Choices:
+    """Experts as routers chose them in one step, by token: in other steps, rounding errors could choose others.
+
+    Not in packs, whose tokens a layout may place otherwise; there, and where shapes do not tell the tokens, each step
+    chooses. A choice is replayed only as far as it is one: what is better by more than rounding is a difference.
+    """
+
+    def __init__(self, config: Any, layout: Layout, padded: int, tokens: int) -> None:
+        """
+        Args:
+            config: the model's.
+            layout: of tokens between the layers.
+            padded, tokens: lengths of the sequences, with padding and without.
+        """
+        packs = STATE.model is not None and STATE.model.problem.documents
+        self._experts = None if packs else getattr(config, "num_moe_experts", None)
+        cp, rank = (getattr(parallel_state, f"get_context_parallel_{what}")() for what in ("world_size", "rank"))
+        parts = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+        part = parallel_state.get_tensor_model_parallel_rank() if parts > 1 else 0
+        self._mine = layout.positions(padded, cp, rank).chunk(parts)[part]
+        self._alone = torch.arange(tokens).chunk(parts)[part]
+        self._chosen: list[Tensor] = []  # this rank's, [tokens * b, k]
+        self._of_all: list[Tensor] = []  # [whole sequence, b, k]
+        self.apart = 0.0
+        """By how much the best experts' scores are above those of the replayed ones, relative to the largest score."""
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """In the block, note choices; at its end tell them to all tensor- and context-parallel ranks, collective."""
+
+        def topk(scores: Tensor, k: int, *args: Any, **named: Any) -> Any:
+            found = _topk(scores, k, *args, **named)
+            if self._routes(scores, *args, **named):
+                self._chosen.append(found[1].detach())
+            return found
+
+        with patching.lent(torch, topk=topk):
+            yield
+        if self._experts is None:
+            return
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, (self._mine, [one.cpu() for one in self._chosen]), group=group)
+        shapes = {tuple(tuple(one.shape) for one in chosen) for _, chosen in parts}
+        if len(shapes) > 1 or any(one.size(0) % len(self._mine) for one in self._chosen):
+            return
+        for number, one in enumerate(self._chosen):
+            rows = one.size(0) // len(self._mine)
+            whole = one.new_zeros(max(int(where.max()) for where, _ in parts) + 1, rows, one.size(1))
+            for where, chosen in parts:
+                whole[where.to(one.device)] = chosen[number].to(one.device).view(len(where), *whole.shape[1:])
+            self._of_all.append(whole)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """In the block, a rank that has whole sequences chooses as recorded."""
+        left = iter(self._of_all)
+
+        def topk(scores: Tensor, k: int, *args: Any, **named: Any) -> Any:
+            best = _topk(scores, k, *args, **named)
+            whole = next(left, None) if self._routes(scores, *args, **named) else None
+            if whole is None or whole.numel() * len(self._alone) != best[1].numel() * len(whole):
+                return best
+            chosen = whole[self._alone.to(whole.device)].flatten(0, 1)
+            values = scores.gather(1, chosen)
+            above = best[0].sort(1)[0] - values.sort(1)[0]
+            self.apart = max(self.apart, float(above.max() / scores.abs().max().clamp(min=1e-30)))
+            return torch.return_types.topk((values, chosen))
+
+        with patching.lent(torch, topk=topk):
+            yield
+
+    def _routes(self, scores: Tensor, dim: int = -1, *_: Any, **__: Any) -> bool:
+        return scores.dim() == 2 and scores.size(1) == self._experts and dim in (1, -1)
+
+
+_topk = torch.topk

@@ -35,12 +35,14 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     """Replacement for ``setup_model_and_optimizer``: audit and self-check before training."""
     result = call.original()
     chunks, optimizer, rates = _parts(result)
+    if not runtime.settings().active:
+        step.expect(optimizer, rates)
+        return result
     STATE.complete(chunks)
     audit.run(chunks)
     if runtime.settings().selfcheck:
         first_batch.run(chunks)
-        STATE.unchecked = optimizer, rates
-        step.tell_if_unchecked(optimizer)
+        step.expect(optimizer, rates)
     STATE.first_batch = slices.require_one_batch
     recheck.watch(chunks, _iterations)
     runtime.expect_documents()
