@@ -238,6 +238,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "kernel-takes": kernel_tables.taken_table,
     "memory": kernel_tables.memory_table,
     "budget": recorded_tables.budget,
+    "ablation": recorded_tables.ablation,
     "seen": recorded_tables.seen,
     "launched": recorded_tables.launched,
     "flag-reference": flag_tables.flags_table,

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from nightly import slow
 
 FOLDER = Path(__file__).parents[1] / "ci" / "megatron"
 VERSIONS = {
@@ -165,8 +167,8 @@ def test_a_training_that_differs_has_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     trained(replay, monkeypatch, packed="differs", hybrid="refused")
-    rows = [("a:f", "known", ""), ("a:g", "checked", ""), ("a:h", "broken", "h has no parameter x")]
-    found = [dict(zip(("symbol", "state", "message"), row, strict=True)) for row in rows]
+    rows = [("a:f", "checked", ""), ("a:h", "broken", "h has no parameter x")]
+    found = [dict(zip(("symbol", "state", "broken"), row, strict=True)) for row in rows]
     monkeypatch.setattr(replay, "contracts", lambda tree: found)
     out = tmp_path / "replay.json"
     assert main(replay, repo, "HEAD", "--train", "--out", str(out)) == 0
@@ -174,10 +176,10 @@ def test_a_training_that_differs_has_started(
     assert "packed: 1 of 1 start" in told and "packed, trained: 0 of 1 as one rank" in told
     assert "hybrid: 0 of 1 start" in told
     (entry,) = json.loads(out.read_text())["commits"].values()
-    assert entry["unknown"] == ["a:g", "a:h"] and entry["broken"] == {"a:h": "h has no parameter x"}
+    assert entry["broken"] == {"a:h": "h has no parameter x"}
     assert entry["name"] == "HEAD"
     head, row = told.split("\n\n")[1].splitlines()
-    assert head.split()[-2:] == ["unknown", "broken"] and row.split()[-2:] == ["2", "1"]
+    assert head.split()[-1] == "broken" and row.split()[-1] == "1"
 
 
 def test_commits_by_name_are_ordered_by_date(replay: ModuleType, repo: Path) -> None:
@@ -285,3 +287,33 @@ def test_the_file_of_a_case_names_no_megatron(replay: ModuleType) -> None:
     code = "import sys, replay_case; print([m for m in sys.modules if m.startswith(('megatron', 'torch'))])"
     done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+RAISES = "    if mpu.get_context_parallel_world_size() > 1:\n        raise RuntimeError('planted')\n"
+LATER = "    if get_args().curr_iteration == 1:\n        output = output * mpu.get_context_parallel_world_size()\n"
+BY_PLACE = "    output = output * torch.arange(output.size(1))\n"
+
+
+@slow
+@pytest.mark.parametrize(
+    ("planted", "kind", "state"),
+    [
+        ("", "start", "passed"),
+        (RAISES, "start", "failed"),
+        (BY_PLACE, "start", "refused"),
+        (RAISES, "train", "failed"),
+        (LATER, "start", "passed"),
+        (LATER, "train", "differs"),
+    ],
+)
+def test_a_planted_break_is_found(replay: ModuleType, tmp_path: Path, planted: str, kind: str, state: str) -> None:
+    """In a script that trains the installed Megatron."""
+    found = find_spec("megatron.core")
+    assert found is not None and found.origin is not None
+    (tmp_path / "megatron").symlink_to(Path(found.origin).parents[1])
+    end = "    return output, partial("
+    text = (FOLDER / "stock_gpt.py").read_text()
+    assert text.count(end) == 1
+    (tmp_path / "pretrain_gpt.py").write_text(text.replace(end, planted + end))
+    result = replay.run(tmp_path, "gpt", kind)
+    assert result["state"] == state, result

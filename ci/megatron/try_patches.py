@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cp_plugin.megatron.patches.digest import version_of
+from replay import version_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

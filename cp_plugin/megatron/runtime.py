@@ -80,8 +80,6 @@ def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None =
     Raises:
         ValueError: if there is none for these ranks.
     """
-    if STATE.probed is not None:
-        return STATE.probed()
     if group is None:
         group = parallel_state.get_context_parallel_group()
     found = STATE.by_ranks.get(_key(group))

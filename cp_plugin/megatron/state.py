@@ -99,14 +99,8 @@ class State:
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's
     replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})
     """Target of a patch -> places where it was replaced."""
-    strict: bool = False
-    """Whether an unknown source stops the run (``--cp-unknown-source stop``)."""
-    unknown: list[str] = field(default_factory=list)
-    """Replaced symbols of unknown source, whose contracts hold."""
     refused: dict[str, str] = field(default_factory=dict)
     """Symbol that is not replaced, since its contract is broken -> why; an error where a script needs it."""
-    probed: Callable[[], ContextParallel] | None = None
-    """While a probe runs: what answers for every process group."""
     leave_cpu: contextlib.ExitStack | None = None  # undoes CPU mode while it is on
     alarm: Alarm | None = None  # exchanges failure reports with the other ranks
     messages: Watch = field(default_factory=Watch)  # messages of the plugin that this rank waits for

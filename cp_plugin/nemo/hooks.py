@@ -156,21 +156,19 @@ def _install_pg_collection(call: Call) -> None:
 
 
 BRIDGE = tuple(
-    Patch(target, make, reason, contract, known={known: ("0.6.2",)}, package="megatron-bridge")
-    for target, make, reason, contract, known in (
+    Patch(target, make, reason, contract, package="megatron-bridge")
+    for target, make, reason, contract in (
         (
             "megatron.bridge.training.setup:setup",
             _setup,
             "audit and self-check of the model",
             wraps("state"),
-            "76a61c05fc1e2c30",
         ),
         (
             "megatron.bridge.training.eval_context_parallel_rebinding:install_pg_collection",
             _install_pg_collection,
             "process groups of an evaluation",
             wraps("target"),
-            "579c1f7d8d923e9d",
         ),
     )
 )

@@ -27,7 +27,7 @@ def test_help_group(adapter: None) -> None:
     expected = """
         --cp-provider --cp-cluster --cp-layout --cp-backend --cp-grid --cp-head-groups --cp-intra-size --cp-backward
         --cp-head-parallel --cp-fp8 --cp-gradient-dtype --cp-linear-attention --cp-layer-pattern --cp-linear-provider
-        --cp-device --cp-selfcheck --cp-unknown-source --cp-check-every --cp-pad-sequence --cp-log-traffic
+        --cp-device --cp-selfcheck --cp-check-every --cp-pad-sequence --cp-log-traffic
         --cp-verbose --cp-recompute-attention
     """
     assert flags == expected.split()

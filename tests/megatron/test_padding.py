@@ -207,7 +207,7 @@ def _counts_of_one_rank() -> None:
 
 
 def test_the_self_check_finds_padding_that_counts() -> None:
-    with pytest.raises(RankError, match="loss_mask differ in padded batches"):
+    with pytest.raises(RankError, match="differs from the step on one rank"):
         train(
             2,
             "--seq-length 57 --context-parallel-size 2 --cp-provider striped --cp-pad-sequence",

@@ -244,32 +244,6 @@ def test_one_rank_has_one_batch_in_all_layouts(
     assert _at(found) == _at(found, "zigzag") == list(range(TOKENS))
 
 
-def _slices_itself(batch: dict[str, Any], boundary_layout: str, **named: Any) -> Any:
-    whole = {name: None if x is None else x[:, :4] for name, x in batch.items() if name in ("tokens", "labels")}
-    return context_parallel_batch.ContextParallelBatch(boundary_layout, {boundary_layout: batch | whole}, {})
-
-
-def _marks_tokens(batch: dict[str, Any], boundary_layout: str, **named: Any) -> Any:
-    found = context_parallel_batch.get_batches_on_this_cp_rank(batch, boundary_layout, **named)
-    found.get_packed_seq_params().real_token_mask_q = torch.ones(4)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("original", "says"),
-    [
-        (context_parallel_batch.get_batches_on_this_cp_rank, None),
-        (_slices_itself, "it slices the batch itself"),
-        (_marks_tokens, "its PackedSeqParams have real_token_mask_q"),
-    ],
-)
-def test_the_probe_of_newer_slicers(adapter: None, original: Callable[..., Any], says: str | None) -> None:
-    from cp_plugin.megatron.patches import batch, batch_probe
-
-    found = batch_probe.batches(original, batch.replace_get_batches(original))
-    assert found is None if says is None else says in found
-
-
 def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin.megatron.patches import batch, patching
     from cp_plugin.megatron.patches.table import PROVIDER

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 UPSTREAM = "upstream"
 SELFCHECKS = ("once", "strict", "off")
-UNKNOWN_SOURCES = ("check", "stop")
 IDENTITIES_EVERY = 100  # iterations
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -121,12 +120,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         f"comparison cannot run. With --cp-provider {UPSTREAM}, compare stock Megatron's step. Default: once",
     )
     group.add_argument(
-        "--cp-unknown-source",
-        metavar="WHAT",
-        help="what to do if a Megatron function that the plugin replaces differs from all known releases: "
-        f"{', '.join(UNKNOWN_SOURCES)}. Default: check, which starts if everything the plugin relies on still holds",
-    )
-    group.add_argument(
         "--cp-check-every",
         metavar="N",
         help="in every N-th iteration, check one attention call of one layer, and stop on a mismatch: identities that "
@@ -179,8 +172,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
         ValueError: for unknown names (with the valid ones), unreadable values, kinds of attention without a common
             layout, and flags that would do nothing.
     """
-    names = {"--cp-device": DEVICES, "--cp-selfcheck": SELFCHECKS, "--cp-unknown-source": UNKNOWN_SOURCES}
-    names["--cp-provider"] = (UPSTREAM, AUTO, *declared().names())
+    names = {
+        "--cp-device": DEVICES,
+        "--cp-selfcheck": SELFCHECKS,
+        "--cp-provider": (UPSTREAM, AUTO, *declared().names()),
+    }
     for flag, valid in names.items():
         if (value := getattr(args, linear_flags.attribute(flag), None)) is not None:
             misleading = flag == "--cp-device" or value in declared().methods  # gpu: not cpu; lasp2: not usp

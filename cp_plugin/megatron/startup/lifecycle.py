@@ -40,8 +40,8 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
         return result
     STATE.complete(chunks)
     audit.run(chunks)
-    if runtime.settings().selfcheck or STATE.unknown:
-        first_batch.run(chunks, optimizer)
+    if runtime.settings().selfcheck:
+        first_batch.run(chunks)
         step.expect(optimizer, rates)
     STATE.first_batch = slices.require_one_batch
     recheck.watch(chunks, _iterations)
