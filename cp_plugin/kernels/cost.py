@@ -9,6 +9,7 @@ each other. Pure Python on shapes, cached.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -109,10 +110,16 @@ def cost(rows: Segments, keys: Segments, mask: Mask, sizes: Sizes, at: Speeds | 
         return Cost(len(parts), 1.0, 0.0, "several tiles")
     sides = ((rows, q_order), (keys, k_order))
     q_side, k_side = (side if order is not None else () for side, order in sides)
-    library = sum(_tile(part, sizes, at) for part in parts) + _ordering(q_side, k_side, sizes, at)
+    library, own = of_tiles(found, sum(map(len, rows)), sum(map(len, keys)), sizes, at)
+    library += _ordering(q_side, k_side, sizes, at)
     q_side, k_side = (side if side and min(map(len, side)) < enough else () for side in (q_side, k_side))
-    own = _own(found, sum(map(len, rows)), sum(map(len, keys)), sizes, at) + _ordering(q_side, k_side, sizes, at)
+    own += _ordering(q_side, k_side, sizes, at)
     return Cost(len(parts), library, own, f"{library * 1e3:.3g} ms in tiles, {own * 1e3:.3g} ms in one launch")
+
+
+def of_tiles(found: Sequence[Tile], rows: int, keys: int, sizes: Sizes, at: Speeds) -> tuple[float, float]:
+    """Seconds of a library and of our kernel for a block of these tokens, both in order."""
+    return sum(_tile(part, sizes, at) for tile in found for part in tile.cut()), _own(found, rows, keys, sizes, at)
 
 
 def _tile(tile: Tile, sizes: Sizes, at: Speeds) -> float:
@@ -124,7 +131,7 @@ def _tile(tile: Tile, sizes: Sizes, at: Speeds) -> float:
     return products + nbytes / at.bytes_per_s + _LAUNCHES * devices.LAUNCH_S
 
 
-def _own(found: tuple[Tile, ...], rows: int, keys: int, sizes: Sizes, at: Speeds) -> float:
+def _own(found: Sequence[Tile], rows: int, keys: int, sizes: Sizes, at: Speeds) -> float:
     pairs = sum(tile.pairs for tile in found) + rows * _BLOCK // 2  # each row ends within a block
     return _products(pairs, rows, keys, sizes, at.own, at.processors) + _OWN_LAUNCHES * devices.LAUNCH_S
 

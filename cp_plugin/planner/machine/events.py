@@ -25,6 +25,9 @@ class Attention(NamedTuple):
     head_dim: int
     v_head_dim: int
     dtype: str
+    kv_heads: int = 0
+    """Key/value heads times batch, where ``auto`` chooses between calls of a library and a launch of our kernel; 0: a
+    library takes all tiles in one call."""
 
 
 class Products(NamedTuple):

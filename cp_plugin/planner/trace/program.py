@@ -225,9 +225,10 @@ class _Planned:
     def __init__(self, events: list[Event], problem: Problem) -> None:
         self._events, self._problem = events, problem
 
-    def _asked(self, direction: Direction, shapes: tuple[Shape, ...], q: Tensor) -> None:
+    def _asked(self, direction: Direction, shapes: tuple[Shape, ...], q: Tensor, k: Tensor | None = None) -> None:
         p, heads, kind = self._problem, q.size(1) * q.size(2), dtype_name(q.dtype)
-        self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind))
+        kv_heads = 0 if k is None else k.size(1) * k.size(2)
+        self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind, kv_heads))
 
     def unsupported(self, *_: Any) -> None:
         return None
@@ -256,7 +257,7 @@ class _Planned:
         scale: float,
         onto: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        self._asked("forward", _shapes(rows, keys, mask), q)
+        self._asked("forward", _shapes(rows, keys, mask), q, k)
         return onto if onto is not None else results(q, v)
 
     def gradients(
@@ -272,7 +273,7 @@ class _Planned:
         mask: Mask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._asked("backward", _shapes(rows, keys, mask), q)
+        self._asked("backward", _shapes(rows, keys, mask), q, k)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

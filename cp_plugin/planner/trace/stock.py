@@ -199,7 +199,8 @@ class _Narrow(Over):
 
 
 def _as_sent(of: Program) -> Program:
-    """A program with dk and dv in the dtype of k and v, as Transformer Engine sends them.
+    """A program with dk and dv in the dtype of k and v, as Transformer Engine sends them, whose kernels take any tiles
+    of a mask in one call.
 
     Ours are float32: twice the bytes of the keys and values sent before them. The ledger stays that of ours.
     """
@@ -212,4 +213,8 @@ def _as_sent(of: Program) -> Program:
         wide = event.verb == "reduce_scatter" or (event.verb == "exchange" and event.nbytes > least_exchanged)
         return event._replace(nbytes=event.nbytes // 2) if wide else event
 
-    return Program(forward=of.forward, backward=tuple(map(narrowed, of.backward)), sent=of.sent, peaks=of.peaks)
+    def one_call(event: Event) -> Event:
+        return event._replace(kv_heads=0) if isinstance(event, Attention) else event
+
+    forward, backward = map(one_call, of.forward), map(one_call, map(narrowed, of.backward))
+    return Program(forward=tuple(forward), backward=tuple(backward), sent=of.sent, peaks=of.peaks)
