@@ -189,7 +189,12 @@ def test_launch_takes_as_long_as_its_longest_block() -> None:
 
 @pytest.mark.parametrize(
     ("name", "layout", "tokens", "window"),
-    [("all_gather", "striped", 512, None), ("all_gather", "striped", 8192, None), ("striped", "striped", 8192, 4095)],
+    [
+        ("all_gather", "zigzag", 4096, None),
+        ("all_gather", "striped", 512, None),
+        ("all_gather", "striped", 8192, None),
+        ("striped", "striped", 8192, 4095),
+    ],
 )
 def test_a_block_is_priced_as_auto_computes_it(name: str, layout: str, tokens: int, window: int | None) -> None:
     device, sight = cluster("dgx-h100").device, None if window is None else (window, 0)
@@ -203,7 +208,7 @@ def test_a_block_is_priced_as_auto_computes_it(name: str, layout: str, tokens: i
     weighed = [cost(*each.block, each.sizes, at, LONG) for each in blocks]
     assert sum(calls) == sum(c.tiles or 0 for c in weighed if c.by_library) and any(c.tiles for c in weighed)
     for event, parts in zip(events, calls, strict=True):
-        library = kernel_time.seconds(event._replace(kv_heads=0), device)
+        library = kernel_time.seconds(event._replace(auto=None), device)
         assert kernel_time.seconds(event, device) > (1 if parts else 1.3) * library, "merges, or our slower kernel"
 
 

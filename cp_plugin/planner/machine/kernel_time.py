@@ -34,7 +34,7 @@ def launches(event: Event) -> int:
 def _attention(event: Attention, device: Device) -> float:
     kernel = kernel_for(device, event.dtype)
     rate = kernel.rate(event.direction, event.head_dim)
-    at = auto_speeds(device.processors) if event.kv_heads and event.dtype in _ALIKE else None
+    at = auto_speeds(device.processors) if event.auto and event.dtype in _ALIKE else None
     if at is None:
         return _in_one_call(event, device, rate, kernel.block)
     parts, merged = in_tiles(event, at)
@@ -56,20 +56,25 @@ def auto_speeds(processors: int) -> cost.Speeds | None:
 
 @lru_cache(maxsize=8192)
 def in_tiles(event: Attention, at: cost.Speeds) -> tuple[tuple[Shape, ...], int]:
-    """Calls of a library for a block, as ``auto`` cuts it, and the bytes of merging them; none: our kernel takes it."""
-    if not 0 < len(event.shapes) <= cost.MOST:
+    """Calls of a library for a block, as ``auto`` cuts it, and the bytes of merging and sorting; none: our kernel."""
+    assert event.auto is not None
+    shapes, keys, kv_heads, *unsorted = event.auto
+    if not 0 < len(shapes) <= cost.MOST:
         return (), 0
-    tiles = [Tile(range(rows), range(keys), diagonal) for rows, keys, diagonal in event.shapes]
+    tiles = [Tile(range(s.rows), range(s.keys), s.diagonal) for s in shapes]
     d, e = event.head_dim, event.v_head_dim
-    sizes = cost.Sizes(event.heads, event.kv_heads, d, e, itemsize=2)
-    library, own = cost.of_tiles(tiles, event.rows, max(s.keys for s in event.shapes), sizes, at)
+    sizes = cost.Sizes(event.heads, kv_heads, d, e, itemsize=2)
+    parts = [Shape(len(t.q), len(t.k), t.diagonal) for tile in tiles for t in tile.cut()]
+    if len(parts) == 1:
+        return tuple(parts), 0
+    library, own = cost.of_tiles(tiles, event.rows, keys, *unsorted, sizes, at)
     if library > own:
         return (), 0
-    parts = tuple(Shape(len(t.q), len(t.k), t.diagonal) for tile in tiles for t in tile.cut())
-    q_side, k_side = (
-        (event.heads * e, 0) if event.direction == "forward" else (event.heads * d, event.kv_heads * (d + e))
-    )
-    return parts, sum(s.rows * q_side + s.keys * k_side for s in parts) * (sizes.itemsize + 8)
+    forward = event.direction == "forward"
+    q_side, k_side = (event.heads * e, 0) if forward else (event.heads * d, kv_heads * (d + e))
+    merged = sum(s.rows * q_side + s.keys * k_side for s in parts) * (sizes.itemsize + 8)
+    moved = (unsorted[0] * event.heads + (1 if forward else 2) * unsorted[1] * kv_heads) * (d + e)
+    return tuple(parts), merged + moved * 2 * sizes.itemsize
 
 
 def _in_one_call(event: Attention, device: Device, rate: Rate, block: tuple[int, int]) -> float:

@@ -21,6 +21,7 @@ favour: the chunks' kernels, on two streams, fill the device as one would.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ from cp_plugin.core.tiles import tiles
 from cp_plugin.kernels.recording import results
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Post, Shape
 from cp_plugin.planner.trace.memory import Peaks
-from cp_plugin.planner.trace.program import Program, Seen, program, traced
+from cp_plugin.planner.trace.program import Program, Seen, in_one_call, program, traced
 from cp_plugin.testing.traffic import by_phase_and_axis
 
 _AXIS = "cp"
@@ -213,8 +214,4 @@ def _as_sent(of: Program) -> Program:
         wide = event.verb == "reduce_scatter" or (event.verb == "exchange" and event.nbytes > least_exchanged)
         return event._replace(nbytes=event.nbytes // 2) if wide else event
 
-    def one_call(event: Event) -> Event:
-        return event._replace(kv_heads=0) if isinstance(event, Attention) else event
-
-    forward, backward = map(one_call, of.forward), map(one_call, map(narrowed, of.backward))
-    return Program(forward=tuple(forward), backward=tuple(backward), sent=of.sent, peaks=of.peaks)
+    return in_one_call(replace(of, backward=tuple(map(narrowed, of.backward))))
