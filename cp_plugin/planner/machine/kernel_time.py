@@ -49,9 +49,25 @@ def _attention(event: Attention, device: Device) -> float:
 @lru_cache
 def auto_speeds(processors: int) -> cost.Speeds | None:
     """What ``auto`` weighs by on a GPU of that many multiprocessors, its first choice installed; None: unknown."""
-    known = (f for f in devices.FAMILIES if f.scale is not None and f.scale.processors == processors)
-    family = next(known, None)
+    family = _family(processors)
     return None if family is None else cost.speeds_on(family, *family.order[0][::3])
+
+
+def assumed(device: Device) -> str:
+    """The kernels that our methods are priced with, in words; "": one call for any tiles."""
+    family, at = _family(device.processors), auto_speeds(device.processors)
+    if family is None or at is None:
+        return ""
+    forward, backward = (own / theirs for own, theirs in zip(at.own, at.library, strict=True))
+    return (
+        f"kernels: as auto takes them where {family.order[0].title} is installed; ours, for many or small tiles, at "
+        f"{forward:.0%} of its speed forward and {backward:.0%} backward, not measured"
+    )
+
+
+def _family(processors: int) -> devices.Family | None:
+    known = (f for f in devices.FAMILIES if f.scale is not None and f.scale.processors == processors)
+    return next(known, None)
 
 
 @lru_cache(maxsize=8192)
