@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.tree import Tree
-from cp_plugin.huggingface.attention import placed, refuse
+from cp_plugin.huggingface.attention import OfShard, placed, refuse
 from cp_plugin.placement.documents import DOCUMENTS
 
 IGNORED = -100
@@ -77,6 +77,7 @@ def shard(
         "num_items_in_batch": (following != IGNORED).sum(),
         DIGEST: torch.stack([digest(input_ids), digest(labels)]),
     }
+    batch["past_key_values"] = OfShard(bounds)
     if bounds:
         batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor(bounds, dtype=torch.int32)
     return batch
@@ -117,6 +118,7 @@ def shard_tree(cp: ContextParallel, input_ids: Tensor, tree: Tree, labels: Tenso
         "logits_to_keep": rows,
         "tree": tree,
         DIGEST: torch.stack([digest(input_ids), digest(labels)]),
+        "past_key_values": OfShard(),
     }
 
 
