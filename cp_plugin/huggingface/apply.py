@@ -17,6 +17,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import ConnectError, MessageError
 from cp_plugin.common.text import ranks_named
 from cp_plugin.huggingface import layers
+from cp_plugin.huggingface.additions import Additions
 from cp_plugin.huggingface.attention import Division, refuse
 from cp_plugin.huggingface.batch import shard
 from cp_plugin.huggingface.comparison import require_same_attention
@@ -69,7 +70,7 @@ def apply(
     with _named(model):
         want = _evaluated(model, input_ids=whole) if check else None
     division = Division(cp, model.config)
-    forward = Forward(model, division, _examine if check else None)
+    forward = Forward(model, division)
     try:
         forward.handles = layers.divide(model, division)
         for inner in _models(model):
@@ -84,6 +85,8 @@ def apply(
         if want is not None:
             _examine_results(model, division)
             _require_same_results(model, division, whole, want)
+            if cp.size > 1:
+                forward.additions = Additions(model, _examine)
             division.calls = Calls()  # the first ones of training are compared
     except BaseException:
         undo(model)

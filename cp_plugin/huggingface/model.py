@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import MethodType
@@ -18,13 +17,13 @@ from cp_plugin.attention import agreement
 from cp_plugin.common.eager import eager
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.tree import Tree
+from cp_plugin.huggingface.additions import Additions
 from cp_plugin.huggingface.attention import Call, Division, OfShard, refuse
 from cp_plugin.huggingface.batch import DIGEST, IGNORED, starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Examination = Callable[["PreTrainedModel", Division], None]
 _PACKS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CACHES = ("past_key_values", "cache", "cache_params")
 _DIVIDED = "_cp_plugin"
@@ -40,14 +39,10 @@ class Forward:
     and whoever does later calls it.
     """
 
-    def __init__(self, model: PreTrainedModel, division: Division, examine: Examination | None = None) -> None:
-        """
-        Args:
-            examine: called where others have hung something on the model since; collective. None: not at all.
-        """
-        self.model, self.division, self.examine = model, division, examine
+    def __init__(self, model: PreTrainedModel, division: Division) -> None:
+        self.model, self.division = model, division
         self.handles: list[Any] = []
-        self.known = attached(model) if examine else {}
+        self.additions: Additions | None = None
         self.noise: tuple[nn.Module, float] | None = None
         self.method, self.own = _method(model)
         vars(model)[_DIVIDED] = self
@@ -72,17 +67,19 @@ class Forward:
             named.pop(DIGEST, None)
             return original(*args, **named)
         named = self._by_name(args) | named
+        additions = self.additions if division.probe is None and self._is_compared() else None
         if division.probe is None:
-            self._examine_what_is_new()
             named = self.before(named)
         try:
-            self._begin(named)
+            self._begin(named, additions)
             output = original(**named)
             if division.probe is None:
                 self.after(named, output)
-            return output
         finally:
-            self._end()
+            self._end(additions)
+        if additions is not None:
+            additions.look(division)
+        return output
 
     def _by_name(self, args: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(list(self._parameters())[1:], args, strict=False))
@@ -224,10 +221,12 @@ class Forward:
         return named
 
     @eager
-    def _begin(self, named: dict[str, Any]) -> None:
+    def _begin(self, named: dict[str, Any], additions: Additions | None) -> None:
         """The noise of NEFTune is relative to the length of the whole sequence."""
         division = self.division
         division.inside = True
+        if additions is not None:
+            additions.watch()
         ids = next((x for key in ("input_ids", "inputs_embeds") if (x := named.get(key)) is not None), None)
         with suppress(NotImplementedError):
             layer = self.model.get_input_embeddings()
@@ -236,41 +235,15 @@ class Forward:
                 layer.neftune_noise_alpha = alpha * (ids.size(1) / (division.call.seq_length or ids.size(1))) ** 0.5
 
     @eager
-    def _end(self) -> None:
+    def _end(self, additions: Additions | None) -> None:
         division = self.division
         division.inside = False
+        if additions is not None:
+            additions.unwatch()
         if division.probe is None:
             division.call = None
         if self.noise is not None:
             self.noise[0].neftune_noise_alpha, self.noise = self.noise[1], None
-
-    @eager
-    def _examine_what_is_new(self) -> None:
-        """In compared calls: what others have hung on the model since it was examined. Collective."""
-        division = self.division
-        if self.examine is None or division.cp.size == 1 or not self._is_compared():
-            return
-        found = attached(self.model)
-        new = [name for key, name in found.items() if key not in self.known]
-        if not bool(agreement.gathered(division.cp.mesh, torch.tensor([bool(new)])).any()):
-            return
-        before, self.known = self.known, found
-        if any(type(p).__name__ == "DTensor" or not p.numel() for p in self.model.parameters()):
-            warnings.warn(
-                f"cp_plugin: {', '.join(new[:3])} came after huggingface.apply, and sharded parameters cannot be "
-                "examined with it: apply it before, to be sure that it works on shards",
-                stacklevel=2,
-            )
-            return
-        calls, division.calls = division.calls, agreement.Calls()
-        try:
-            with torch.autocast(self.model.device.type, enabled=False):
-                self.examine(self.model, division)
-        except ValueError as error:
-            self.known = before
-            raise ValueError(f"after huggingface.apply came {', '.join(new[:3]) or 'something'}: {error}") from error
-        finally:
-            division.calls = calls
 
     @eager
     def after(self, named: dict[str, Any], output: Any) -> None:
@@ -339,31 +312,6 @@ def _skip(function: Any) -> None:
 def forwards(model: nn.Module) -> list[Forward]:
     """Of the divided models in a model."""
     return [vars(layer)[_DIVIDED] for layer in model.modules() if _DIVIDED in vars(layer)]
-
-
-def attached(model: nn.Module) -> dict[Any, str]:
-    """What is on a model beside its parameters that may change results: hooks, forwards, kinds of layers and the loss.
-
-    Returns:
-        what tells it from others -> a name.
-    """
-    found: dict[Any, str] = {}
-
-    def add(name: str, what: Any, how: str) -> None:
-        origin = str(getattr(what, "__module__", None) or type(what).__module__)
-        if origin.split(".")[0] not in ("torch", "accelerate", "cp_plugin"):
-            found[name, how, id(what)] = f"{getattr(what, '__qualname__', type(what).__name__)} ({how} of {name})"
-
-    for name, layer in model.named_modules():
-        place = f"{type(layer).__name__} {name}".strip()
-        for hook in (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()):
-            add(place, hook, "hook")
-        if (forward := vars(layer).get("forward")) is not None:
-            add(place, forward, "forward")
-        kind = next(x for x in type(layer).__mro__ if not x.__module__.startswith("torch.distributed"))
-        add(name, kind, "layer")
-    add("", getattr(model, "loss_function", None), "loss")
-    return found
 
 
 def refuse_router_losses(config: Any, named: dict[str, Any]) -> None:
