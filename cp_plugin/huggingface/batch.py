@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.tree import Tree
-from cp_plugin.huggingface.attention import placed, refuse
+from cp_plugin.huggingface.attention import OfShard, placed, refuse
 from cp_plugin.placement.documents import DOCUMENTS
 
 IGNORED = -100
@@ -92,6 +92,7 @@ def part(
     batch: dict[str, Any] = {
         "input_ids": cp.shard(input_ids, 1),
         "position_ids": cp.shard(position_ids.expand(input_ids.shape), 1),
+        "past_key_values": OfShard(bounds),
     }
     if following is not None:
         batch["labels"] = batch["shift_labels"] = cp.shard(following, 1)
@@ -137,6 +138,7 @@ def shard_tree(cp: ContextParallel, input_ids: Tensor, tree: Tree, labels: Tenso
         "logits_to_keep": rows,
         "tree": tree,
         DIGEST: torch.stack([digest(input_ids), digest(labels)]),
+        "past_key_values": OfShard(),
     }
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.huggingface.attention import Call, Division, refuse_options
@@ -60,15 +61,22 @@ def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
         ValueError: naming the first layer whose output for a token depends on another.
     """
     ids = tokens(model, TOKENS)
-    with probing(model, division, Alone()), _without_dropout(model):
-        result = output(model, input_ids=ids)
-        if not isinstance(result, Tensor) or result.dim() != 3 or result.shape[:2] != ids.shape:
-            shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise not_next_token(model, f"for input_ids {list(ids.shape)} its output is {shape}")
-        for training in (False, True):
-            model.train(training)
-            _spreads_nothing(model, ids)
-            _moves_nothing(model, ids)
+    crowd = tokens(model, max(TOKENS, *(2 * n for n in lengths(model.config, "capacity") if n <= MOST_TOKENS), 0))
+
+    def examine(exact: bool) -> None:
+        with probing(model, division, Alone()), _without_dropout(model):
+            result = output(model, input_ids=ids)
+            if not isinstance(result, Tensor) or result.dim() != 3 or result.shape[:2] != ids.shape:
+                shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+                raise not_next_token(model, f"for input_ids {list(ids.shape)} its output is {shape}")
+            for training in (False, True):
+                model.train(training)
+                _spreads_nothing(model, ids)
+                _moves_nothing(model, ids)
+                # one token everywhere, which crowds its experts, beside another one in each row
+                _moves_nothing(model, crowd[:, :1].expand_as(crowd))
+
+    _exactly(model, examine)
 
 
 def _spreads_nothing(model: PreTrainedModel, ids: Tensor) -> None:
@@ -116,8 +124,8 @@ def _spreads_nothing(model: PreTrainedModel, ids: Tensor) -> None:
 def _moves_nothing(model: PreTrainedModel, ids: Tensor) -> None:
     """In row i, token i is another one."""
     vocabulary = model.config.vocab_size
-    other = (ids[0] + 1 + vocabulary // 2) % vocabulary
-    own = torch.eye(TOKENS, dtype=torch.bool, device=ids.device)
+    other = (tokens(model, ids.size(1)) + 1 + vocabulary // 2) % vocabulary
+    own = torch.eye(*ids.shape, dtype=torch.bool, device=ids.device)
     before, after = (_seeded(model, x) for x in (ids, torch.where(own, other, ids)))
     moved = (before - after).abs().flatten(2).amax(-1)
     # a batch of experts that has one token more or less is multiplied in other blocks, which rounds differently
@@ -126,30 +134,101 @@ def _moves_nothing(model: PreTrainedModel, ids: Tensor) -> None:
         raise _mixes(model, "changing one token changes the results of others")
 
 
-def require_local(model: PreTrainedModel, division: Division) -> str | None:
-    """Whether this rank's tokens are computed alike in a shard and in the whole sequence; the reason, if not.
+def require_local(model: PreTrainedModel, division: Division) -> None:
+    """This rank's tokens must be computed alike in a shard and in the whole sequence.
 
-    Sequences are as long, and positions go as far, as any window or length in the config.
+    Sequences are as long, and positions go as far, as any window or length in the config. In training, numbers that
+    would be drawn are the largest that might be.
+
+    Raises:
+        ValueError: telling where they are not.
     """
-    limit, dtype = min(_MOST_POSITIONS, _learned_positions(model)), coarsest(model)
-    for positions in _spread(division.cp, lengths(model.config), limit):
-        count = len(positions)
-        cp, positions = division.on((0, count)), positions.to(model.device)[None]
-        ids, alone = tokens(model, count)[:1], Alone()
-        run = output if count == TOKENS * cp.size else body
-        with probing(model, division, alone):
-            model.eval()
-            division.call = Call(count, int(positions.max()))
-            want = run(model, input_ids=ids, position_ids=positions)
-            before, alone.kept = alone.kept, []
-            got = run(model, input_ids=cp.shard(ids, 1), position_ids=cp.shard(positions, 1))
-        for number, (x, y) in enumerate(zip(before, alone.kept, strict=True)):
-            if not (error := apart(cp.shard(x, 2), y, 3, dtype)) <= allowed(dtype):
-                what = "keys" if number % 2 else "queries"
-                return f"in attention {number // 2 + 1} the {what} of a token {_differ(error, positions, model)}"
-        if not (error := apart(cp.shard(want, 1), got, 2, dtype)) <= allowed(dtype):
-            return f"the results for a token {_differ(error, positions, model)}"
+    if reason := _exactly(model, lambda exact: _reason(model, division, exact)):
+        raise ValueError(f"{type(model).__name__} would compute something else on shards: {reason}")
+
+
+def _reason(model: PreTrainedModel, division: Division, exact: bool) -> str | None:
+    limit = min(_MOST_POSITIONS, _learned_positions(model))
+    for number, positions in enumerate(_spread(division.cp, lengths(model.config), limit)):
+        for training in (False, True)[: 1 if number else 2]:
+            if reason := _apart_in_shards(model, division, positions, training, exact):
+                return reason + " in training" * training
     return None
+
+
+def _apart_in_shards(
+    model: PreTrainedModel, division: Division, positions: Tensor, training: bool, exact: bool
+) -> str | None:
+    count = len(positions)
+    cp, positions = division.on((0, count)), positions.to(model.device)[None]
+    ids, alone = tokens(model, count)[:1], Alone()
+    run = output if count == TOKENS * cp.size else body
+    with probing(model, division, alone), _without_dropout(model), _Largest():
+        model.train(training)
+        division.call = Call(count, int(positions.max()))
+        want = run(model, input_ids=ids, position_ids=positions)
+        before, alone.kept = alone.kept, []
+        got = run(model, input_ids=cp.shard(ids, 1), position_ids=cp.shard(positions, 1))
+    computed = {x.dtype for x in (*before, want)}
+    dtype = coarsest(nn.Module() if exact else model, *computed)
+    for number, (x, y) in enumerate(zip(before, alone.kept, strict=True)):
+        if not (error := apart(cp.shard(x, 2), y, 3, dtype)) <= allowed(dtype):
+            what = "keys" if number % 2 else "queries"
+            return f"in attention {number // 2 + 1} the {what} of a token {_differ(error, positions, model)}"
+    if not (error := apart(cp.shard(want, 1), got, 2, dtype)) <= allowed(dtype):
+        return f"the results for a token {_differ(error, positions, model)}"
+    return None
+
+
+def _exactly[T](model: nn.Module, examine: Callable[[bool], T]) -> T:
+    """With parameters in float32 while their layer runs, so that no fault hides behind rounding; as they are, if the
+    model cannot. ``examine`` is told which."""
+    narrow = [x for x in model.parameters() if x.dtype.itemsize < 4]
+    if narrow and all(x.is_floating_point() and x.itemsize == 2 for x in narrow):
+        try:
+            with _widened(model):
+                return examine(True)
+        except (RuntimeError, TypeError):  # dtypes that do not fit, or no memory for it
+            pass
+    return examine(False)
+
+
+@contextmanager
+def _widened(model: nn.Module) -> Iterator[None]:
+    kept: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
+
+    def widen(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        kept.setdefault(layer, []).extend((p, p.data) for p in layer.parameters(recurse=False) if p.itemsize == 2)
+        for p, x in kept[layer]:
+            p.data = x.float()
+
+    def restore(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for p, x in kept.pop(layer, []):
+            p.data = x
+
+    layers = [layer for layer in model.modules() if any(True for _ in layer.parameters(recurse=False))]
+    handles = [layer.register_forward_pre_hook(widen) for layer in layers]
+    handles += [layer.register_forward_hook(restore, always_call=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer in list(kept):
+            restore(layer, (), None)
+
+
+class _Largest(TorchFunctionMode):
+    """Random numbers are the largest that might be drawn, so that the noise of a token tells its size."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, named = getattr(function, "__name__", ""), kwargs or {}
+        if name == "uniform_":
+            return args[0].fill_(args[2] if len(args) > 2 else named.get("to", 1.0))
+        if name == "normal_":
+            return args[0].fill_(args[2] if len(args) > 2 else named.get("std", 1.0))
+        result = function(*args, **named)
+        return result.fill_(1) if name in ("rand", "randn", "rand_like", "randn_like", "bernoulli") else result
 
 
 def _differ(error: float, positions: Tensor, model: PreTrainedModel) -> str:
@@ -164,12 +243,12 @@ def _differ(error: float, positions: Tensor, model: PreTrainedModel) -> str:
 @contextmanager
 def probing(model: PreTrainedModel, division: Division, probe: Any) -> Iterator[None]:
     """Attention is ``probe`` in the ``with`` block; the model is as before afterwards."""
-    division.probe = probe
+    division.probe, division.call = probe, Call()
     try:
         with unchanged(model):
             yield
     finally:
-        division.probe = None
+        division.probe = division.call = None
 
 
 @contextmanager
@@ -278,10 +357,11 @@ def _learned_positions(model: nn.Module) -> int:
     return min(sizes, default=_MOST_POSITIONS)
 
 
-def coarsest(model: nn.Module) -> torch.dtype:
+def coarsest(model: nn.Module, *computed: torch.dtype) -> torch.dtype:
     """Of its parameters: what its results are rounded to somewhere, also where logits are float32."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    dtypes = {p.dtype for p in model.parameters()}.union(computed)
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def apart(want: Tensor, got: Tensor, dim: int, dtype: torch.dtype) -> float:
