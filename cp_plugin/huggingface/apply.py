@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cp_plugin.attention.agreement import Calls, gathered
+from cp_plugin.attention.agreement import Calls, gathered, problem_of_ranks
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import ConnectError, MessageError
-from cp_plugin.common.text import ranks_named
 from cp_plugin.huggingface import layers
 from cp_plugin.huggingface.additions import Additions
 from cp_plugin.huggingface.attention import Division, refuse
@@ -158,7 +157,7 @@ def _examine_structure(model: PreTrainedModel, division: Division) -> None:
         reason = str(error)
     lost = [r for r, failed in enumerate(gathered(division.cp.mesh, torch.tensor([reason is not None]))) if failed]
     if lost:
-        raise ValueError(reason or f"{type(model).__name__} cannot be sharded, as found on {ranks_named(lost)}")
+        raise problem_of_ranks(division.cp.mesh, lost, reason, torch.device("cpu"))
 
 
 def _examine_results(model: PreTrainedModel, division: Division) -> None:

@@ -64,7 +64,7 @@ def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
     crowd = tokens(model, max(TOKENS, *(2 * n for n in lengths(model.config, "capacity") if n <= MOST_TOKENS), 0))
 
     def examine(exact: bool) -> None:
-        with probing(model, division, Alone()), _without_dropout(model):
+        with probing(model, division, Alone()), _Largest():
             result = output(model, input_ids=ids)
             if not isinstance(result, Tensor) or result.dim() != 3 or result.shape[:2] != ids.shape:
                 shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -74,7 +74,7 @@ def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
                 _spreads_nothing(model, ids)
                 _moves_nothing(model, ids)
                 # one token everywhere, which crowds its experts, beside another one in each row
-                _moves_nothing(model, crowd[:, :1].expand_as(crowd))
+                _moves_nothing(model, crowd[:, -1:].expand_as(crowd))
 
     _exactly(model, examine)
 
@@ -163,11 +163,14 @@ def _apart_in_shards(
     cp, positions = division.on((0, count)), positions.to(model.device)[None]
     ids, alone = tokens(model, count)[:1], Alone()
     run = output if count == TOKENS * cp.size else body
-    with probing(model, division, alone), _without_dropout(model), _Largest():
+    with probing(model, division, alone), _Largest():
         model.train(training)
         division.call = Call(count, int(positions.max()))
         want = run(model, input_ids=ids, position_ids=positions)
         before, alone.kept = alone.kept, []
+        if training and not torch.equal(want, run(model, input_ids=ids, position_ids=positions)):
+            return None  # it draws numbers of other kinds, by which it would differ
+        alone.kept = []
         got = run(model, input_ids=cp.shard(ids, 1), position_ids=cp.shard(positions, 1))
     computed = {x.dtype for x in (*before, want)}
     dtype = coarsest(nn.Module() if exact else model, *computed)
@@ -219,16 +222,23 @@ def _widened(model: nn.Module) -> Iterator[None]:
 
 
 class _Largest(TorchFunctionMode):
-    """Random numbers are the largest that might be drawn, so that the noise of a token tells its size."""
+    """Nothing is dropped, and random numbers are the largest that might be drawn: a token's noise tells its size."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, named = getattr(function, "__name__", ""), kwargs or {}
-        if name == "uniform_":
-            return args[0].fill_(args[2] if len(args) > 2 else named.get("to", 1.0))
-        if name == "normal_":
-            return args[0].fill_(args[2] if len(args) > 2 else named.get("std", 1.0))
+        if name in _DROPS:
+            return args[0] if args else named["input"]
         result = function(*args, **named)
-        return result.fill_(1) if name in ("rand", "randn", "rand_like", "randn_like", "bernoulli") else result
+        if name in _DRAWS:
+            most = _DRAWS[name]
+            result.fill_((args[2] if len(args) > 2 else named.get(most, 1.0)) if most else 1.0)
+        return result
+
+
+_DROPS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+_DRAWS = {"uniform_": "to", "normal_": "std"}
+_DRAWS |= dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli", "exponential", "exponential_"), "")
+"""Name of a function -> that of its third argument, which bounds what it draws."""
 
 
 def _differ(error: float, positions: Tensor, model: PreTrainedModel) -> str:
@@ -253,14 +263,15 @@ def probing(model: PreTrainedModel, division: Division, probe: Any) -> Iterator[
 
 @contextmanager
 def unchanged(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients in the ``with`` block; buffers, modes and what rotary embeddings keep are as before afterwards."""
+    """No gradients in the ``with`` block; buffers, modes, what rotary embeddings keep and random numbers are as before
+    afterwards."""
     modes = {layer: layer.training for layer in model.modules()}
     buffers = [
         (layer, name, x, x.clone()) for layer in model.modules() for name, x in layer._buffers.items() if x is not None
     ]
     states = [(layer, dict(vars(layer))) for layer in model.modules() if not any(True for _ in layer.parameters())]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             yield
     finally:
         for layer, state in states:
@@ -271,20 +282,6 @@ def unchanged(model: PreTrainedModel) -> Iterator[None]:
             layer._buffers[name] = x.copy_(kept)
         for layer, mode in modes.items():
             layer.training = mode
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Drawn numbers would differ where experts have other numbers of tokens."""
-    dropouts = [layer for layer in model.modules() if isinstance(layer, nn.modules.dropout._DropoutNd)]
-    kept = [layer.p for layer in dropouts]
-    for layer in dropouts:
-        layer.p = 0.0
-    try:
-        yield
-    finally:
-        for layer, p in zip(dropouts, kept, strict=True):
-            layer.p = p
 
 
 def output(model: PreTrainedModel, **batch: Tensor) -> Tensor:
@@ -373,9 +370,8 @@ def apart(want: Tensor, got: Tensor, dim: int, dtype: torch.dtype) -> float:
 
 
 def _seeded(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return output(model, input_ids=ids).clone()
+    torch.manual_seed(0)
+    return output(model, input_ids=ids).clone()
 
 
 def not_next_token(model: PreTrainedModel, why: str) -> ValueError:

@@ -68,7 +68,7 @@ class Scaled(nn.Module):
 
 
 SCALES = {
-    "1 % per index": lambda x: 1 + 0.01 * torch.arange(x.size(1))[None, :, None] / x.size(1),
+    "10 % over the shard": lambda x: 1 + 0.1 * torch.arange(x.size(1))[None, :, None] / x.size(1),
     "logarithm of the length": lambda x: torch.tensor(x.size(1)).log(),
     "index in the shard": lambda x: 1 + 0.1 * torch.arange(x.size(1))[None, :, None],
     "length of the longest sequence": lambda x: 1.0 if x.size(1) < 40 else 2.0,
