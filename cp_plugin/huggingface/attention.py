@@ -83,8 +83,8 @@ class Division:
         self.inside = False
         """Whether a call of the model is running."""
         self.probe: Probe | None = None
-        self.pending: list[tuple[torch.cuda.Event, Tensor, str]] = []
-        """What is required: when that is known, whether it holds, and the message if not."""
+        self.required: dict[str, Tensor] = {}
+        """The message if something does not hold -> bool on the device: whether it held in each call."""
         self.ignored: set[str] = set()
         """Arguments that did not reach a layer that needs them."""
         self.dtype = torch.float64

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.convolution import copied
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.tree import Tree
 from cp_plugin.huggingface.attention import OfShard, placed, refuse
@@ -150,7 +151,7 @@ def digest(x: Tensor) -> Tensor:
 
 def starts(bounds: tuple[int, ...], positions: Tensor) -> Tensor:
     """The first position of each token's document."""
-    edges = torch.tensor(bounds, device=positions.device)
+    edges = copied(torch.tensor(bounds), positions.device)
     return edges[torch.searchsorted(edges, positions, right=True) - 1]
 
 

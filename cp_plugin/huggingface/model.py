@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cp_plugin.attention import agreement
+from cp_plugin.attention.convolution import copied
 from cp_plugin.common.eager import eager
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.tree import Tree
@@ -114,10 +115,10 @@ class Forward:
         """
         problem = None
         try:
-            while self.division.pending and self.division.pending[0][0].query():
-                _, holds, message = self.division.pending.pop(0)
-                if not bool(holds):
-                    raise ValueError(f"in an earlier call: {message}")
+            if self.division.calls.is_next_compared():
+                for message in list(self.division.required):
+                    if not bool(self.division.required.pop(message)):
+                        raise ValueError(f"in an earlier call: {message}")
             self._check(named)
         except ValueError as error:
             problem = error
@@ -174,19 +175,16 @@ class Forward:
             refuse(mask is not None, "a custom mask")
 
     def _require(self, holds: Tensor, message: str) -> None:
-        """At once on the CPU and in compared calls; else in a later call, so that the host need not wait for the GPU.
+        """At once on the CPU and in compared calls; else by the next of these, so that the host need not wait.
 
         Raises:
             ValueError: with the message, if something is required that does not hold.
         """
-        if holds.device.type != "cuda" or self.division.calls.is_next_compared():
-            if not bool(holds):
-                raise ValueError(message)
-        else:
-            copied = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(holds, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self.division.pending.append((event, copied, message))
+        required = self.division.required
+        if holds.device.type == "cuda" and not self.division.calls.is_next_compared():
+            required[message] = holds & required.get(message, holds)
+        elif not bool(holds):
+            raise ValueError(message)
 
     def _fit(self, positions: Tensor, named: dict[str, Any], tree: Tree | None) -> Tensor:
         """Bool: whether these are positions of this rank's tokens."""
@@ -194,13 +192,11 @@ class Forward:
         if tree is not None:
             if tree.seq_length != tokens:
                 return torch.tensor(False)
-            allowed = [cp.shard(tree.position_ids())]
-        else:
-            bounds = self._documents(named, tokens)
-            running = self.division.on(bounds).positions(tokens)
-            allowed = [running - starts(bounds, running), running] if bounds else [running]
-        here = torch.stack(allowed).to(positions.device, non_blocking=True)
-        return (positions == here.view(len(allowed), *[1] * (positions.dim() - 1), -1)).flatten(1).all(1).any()
+            return (positions == copied(cp.shard(tree.position_ids()), positions.device)).all()
+        bounds = self._documents(named, tokens)
+        running = self.division.on(bounds).positions(tokens, positions.device)
+        fit = (positions == running).all()
+        return fit | (positions == running - starts(bounds, running)).all() if bounds else fit
 
     def _documents(self, named: dict[str, Any], tokens: int) -> tuple[int, ...]:
         """Bounds of documents, of which the host knows those of ``shard`` without asking the device."""
@@ -208,9 +204,9 @@ class Forward:
         known = mark.documents if isinstance(mark, OfShard) else ()
         if given is None or given.device.type == "cpu" or len(given) != len(known) or known[-1] != tokens:
             return document_bounds(given, tokens)
-        same = torch.tensor(known, dtype=given.dtype).to(given.device, non_blocking=True) == given
+        same = copied(torch.tensor(known, dtype=given.dtype), given.device) == given
         self._require(same.all(), "cu_seq_lens_q must be those of huggingface.shard")
-        return tuple(known)
+        return known
 
     def _prepared(self, named: dict[str, Any]) -> dict[str, Any]:
         division, positions = self.division, named["position_ids"]
