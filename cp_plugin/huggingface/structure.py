@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.huggingface.attention import Call, Division, refuse_options
@@ -64,7 +65,7 @@ def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
     crowd = tokens(model, max(TOKENS, *(2 * n for n in lengths(model.config, "capacity") if n <= MOST_TOKENS), 0))
 
     def examine(exact: bool) -> None:
-        with probing(model, division, Alone()), _Largest():
+        with probing(model, division, Alone()), _Plain(exact):
             result = output(model, input_ids=ids)
             if not isinstance(result, Tensor) or result.dim() != 3 or result.shape[:2] != ids.shape:
                 shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -163,7 +164,7 @@ def _apart_in_shards(
     cp, positions = division.on((0, count)), positions.to(model.device)[None]
     ids, alone = tokens(model, count)[:1], Alone()
     run = output if count == TOKENS * cp.size else body
-    with probing(model, division, alone), _Largest():
+    with probing(model, division, alone), _Plain(exact):
         model.train(training)
         division.call = Call(count, int(positions.max()))
         want = run(model, input_ids=ids, position_ids=positions)
@@ -184,55 +185,44 @@ def _apart_in_shards(
 
 
 def _exactly[T](model: nn.Module, examine: Callable[[bool], T]) -> T:
-    """With parameters in float32 while their layer runs, so that no fault hides behind rounding; as they are, if the
-    model cannot. ``examine`` is told which."""
-    narrow = [x for x in model.parameters() if x.dtype.itemsize < 4]
-    if narrow and all(x.is_floating_point() and x.itemsize == 2 for x in narrow):
+    """In float32, so that no fault hides behind rounding; as it is, if the model cannot. ``examine`` is told which."""
+    if coarsest(model).itemsize == 2:
         try:
-            with _widened(model):
-                return examine(True)
-        except (RuntimeError, TypeError):  # dtypes that do not fit, or no memory for it
+            return examine(True)
+        except ValueError:
+            raise
+        except Exception:  # a kernel that takes one dtype only, or no memory for two
             pass
     return examine(False)
 
 
-@contextmanager
-def _widened(model: nn.Module) -> Iterator[None]:
-    kept: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
+class _Plain(TorchFunctionMode):
+    """Nothing is dropped, and random numbers are the largest that might be drawn: a token's noise tells its size.
 
-    def widen(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        kept.setdefault(layer, []).extend((p, p.data) for p in layer.parameters(recurse=False) if p.itemsize == 2)
-        for p, x in kept[layer]:
-            p.data = x.float()
+    If exact, whoever reads a tensor of 16 bits gets one of float32.
+    """
 
-    def restore(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for p, x in kept.pop(layer, []):
-            p.data = x
-
-    layers = [layer for layer in model.modules() if any(True for _ in layer.parameters(recurse=False))]
-    handles = [layer.register_forward_pre_hook(widen) for layer in layers]
-    handles += [layer.register_forward_hook(restore, always_call=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for layer in list(kept):
-            restore(layer, (), None)
-
-
-class _Largest(TorchFunctionMode):
-    """Nothing is dropped, and random numbers are the largest that might be drawn: a token's noise tells its size."""
+    def __init__(self, exact: bool) -> None:
+        super().__init__()
+        self.exact = exact
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, named = getattr(function, "__name__", ""), kwargs or {}
         if name in _DROPS:
             return args[0] if args else named["input"]
+        if self.exact:
+            kept = args[: name.endswith("_") and name not in ("__get__", "__getitem__")]  # written, perhaps
+            args, named = tree_map_only(Tensor, _wide, (args, named))
+            args = (*kept, *args[len(kept) :])
         result = function(*args, **named)
         if name in _DRAWS:
             most = _DRAWS[name]
             result.fill_((args[2] if len(args) > 2 else named.get(most, 1.0)) if most else 1.0)
         return result
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.is_floating_point() and x.itemsize == 2 else x
 
 
 _DROPS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")

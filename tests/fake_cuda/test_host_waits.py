@@ -130,7 +130,7 @@ def test_a_step_of_transformers(gpu: Start, bounds: tuple[int, ...] | None) -> N
     batch = {key: x.to(CUDA) if isinstance(x, Tensor) else x for key, x in whole.items()}
     once_warm(device, lambda: model(**batch).loss.backward())
     calls.number = 127
-    with pytest.raises(ValueError, match="in an earlier call: .* must be those"):  # all it reads is zero
+    with pytest.raises(ValueError, match=r"in an earlier call: .* must be those"):  # all it reads is zero
         model(**batch)
 
 
