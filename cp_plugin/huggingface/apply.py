@@ -44,7 +44,7 @@ _LAYERS = ("full_attention", "sliding_attention")
 def apply(
     model: PreTrainedModel, cp: ContextParallel, *, linear: ContextParallel | None = None, check: bool = True
 ) -> None:
-    """Distribute the model's attention over the ranks of ``cp``; collective. It takes shards only from then on.
+    """Distribute the model's attention over the ranks of ``cp``; collective. Call it last; the model then takes shards.
 
     Applied again, it takes the new ``cp``. ``undo``, or ``model.set_attn_implementation("sdpa")``, undoes it.
 

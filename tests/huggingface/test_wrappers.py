@@ -16,18 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import (
-    CONVOLUTION,
-    DELTA_NET,
-    EXPERTS,
-    difference,
-    model_of,
-    needs_transformers,
-    summed,
-    tokens,
-    train,
-    transformers,
-)
+from tiny import CONVOLUTION, DELTA_NET, EXPERTS, difference, model_of, needs_transformers, summed, tokens, train
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import run_ranks
@@ -171,17 +160,21 @@ def test_a_forward_of_the_instance_is_called(when: str) -> None:
     on_two(rank)
 
 
+def adapted(model: Any, init_lora_weights: bool = False) -> Any:
+    import peft
+
+    torch.manual_seed(2)
+    targets = ["q_proj", "v_proj"]
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, init_lora_weights=init_lora_weights)
+    return peft.get_peft_model(model, config)
+
+
 PACK = torch.cat([torch.arange(n) for n in (20, 44)])[None]
 ENTRANCES: dict[str, Callable[[Any], Any]] = {
     "base model": lambda model: model.model,
     "decoder": lambda model: model.get_decoder(),
     "forward of the base model": lambda model: model.model.forward,
-    "LoRA's inner model": lambda model: (
-        __import__("peft")
-        .get_peft_model(model, __import__("peft").LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
-        .get_base_model()
-        .model
-    ),
+    "LoRA's inner model": lambda model: adapted(model, init_lora_weights=True).get_base_model().model,
 }
 
 
@@ -279,10 +272,10 @@ def test_noise_of_embeddings_is_that_of_the_whole_length() -> None:
 
 def test_saving_on_one_rank_is_no_disagreement(tmp_path: Path) -> None:
     """``save_pretrained`` changes the config there: a run that saved ended at its 256th call."""
-    model_of("llama").save_pretrained(tmp_path / "first")
+    (whole := model_of("llama")).save_pretrained(tmp_path / "first")
 
     def rank(cp: ContextParallel) -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+        model = type(whole).from_pretrained(tmp_path / "first")
         huggingface.apply(model, cp)
         if cp.index == 0:
             model.save_pretrained(tmp_path / "second")
@@ -314,13 +307,6 @@ def test_saving(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", ["LoRA", "division"])
 def test_lora(first: str) -> None:
     """PEFT calls the model's ``forward``, past all hooks: what is checked at each call must be checked here, too."""
-    import peft
-
-    def adapted(model: Any) -> Any:
-        torch.manual_seed(2)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        return peft.get_peft_model(model, config)
-
     one = train(adapted(model_of("llama")), BATCH)
 
     def rank(cp: ContextParallel) -> float:
