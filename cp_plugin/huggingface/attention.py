@@ -16,6 +16,7 @@ from cp_plugin.core.tree import Tree
 from cp_plugin.huggingface.masks import Reader, Sight, unreadable
 from cp_plugin.placement.documents import DOCUMENTS
 
+UNSUPPORTED = "context parallelism for transformers models does not support {}"
 _numbers = count()
 
 
@@ -227,4 +228,4 @@ def refuse_options(options: dict[str, Any], dropout: float) -> None:
 
 def refuse(wrong: bool, what: str) -> None:
     if wrong:
-        raise ValueError(f"context parallelism for transformers models does not support {what}")
+        raise ValueError(UNSUPPORTED.format(what))

@@ -19,7 +19,7 @@ from cp_plugin.common.eager import eager
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.tree import Tree
 from cp_plugin.huggingface.additions import Additions
-from cp_plugin.huggingface.attention import Call, Division, OfShard, refuse
+from cp_plugin.huggingface.attention import UNSUPPORTED, Call, Division, OfShard, refuse
 from cp_plugin.huggingface.batch import DIGEST, IGNORED, starts
 from cp_plugin.huggingface.rows import ASKED, ROWS, of_own_rows
 
@@ -33,6 +33,15 @@ _DIVIDED = "_cp_plugin"
 _COMPARED = r"attention|attn|window|chunk|block|local|position|context|rope|rotary|layer|head|scal|cap|causal|mask|"
 _COMPARED += r"dropout|router|expert"
 """In the names of settings that ranks must have alike; saving, for one, changes others on the rank that does it."""
+
+_POSITIONS = (
+    "position_ids must be those of this rank's tokens: call model(**huggingface.shard(cp, ...)), and pass positions of "
+    "packed documents to shard"
+)
+_VIRTUAL = (
+    ". Prompt tuning and similar methods would add their virtual tokens to every shard: use LoRA, or "
+    "huggingface.undo(model)"
+)
 
 
 class Forward:
@@ -138,16 +147,8 @@ class Forward:
         name, config, parameters = type(self.model).__name__, self.model.config, self._parameters()
         positions, tree = named.get("position_ids"), named.get("tree")
         cached = any(not isinstance(named.get(cache), OfShard | None) for cache in _CACHES)
-        virtual = (
-            ". Prompt tuning and similar methods would add their virtual tokens to every shard: use LoRA, or "
-            "huggingface.undo(model)"
-        ) * (cached or named.get("inputs_embeds") is not None)
         fit = torch.tensor(False) if positions is None else self._fit(positions, named, tree)
-        self._require(
-            fit,
-            "position_ids must be those of this rank's tokens: call model(**huggingface.shard(cp, ...)), and pass "
-            f"positions of packed documents to shard{virtual}",
-        )
+        self._require(fit, _POSITIONS + _VIRTUAL * (cached or named.get("inputs_embeds") is not None))
         refuse(cached, "a key/value cache: train with use_cache=False")
         if named.get("labels") is not None and named.get("shift_labels") is None:
             raise ValueError("labels would be shifted inside each shard: call model(**huggingface.shard(cp, ...))")
@@ -168,9 +169,7 @@ class Forward:
             refuse(
                 mask.shape != positions.shape, f"an attention_mask of {list(mask.shape)} for {list(positions.shape)}"
             )
-            self._require(
-                mask.all(), "context parallelism for transformers models does not support padding: pack or truncate it"
-            )
+            self._require(mask.all(), UNSUPPORTED.format("padding: pack or truncate the sequences"))
         else:
             refuse(mask is not None, "a custom mask")
 
@@ -202,7 +201,7 @@ class Forward:
         """Bounds of documents, of which the host knows those of ``shard`` without asking the device."""
         given, mark = named.get("cu_seq_lens_q"), named.get(_CACHES[0])
         known = mark.documents if isinstance(mark, OfShard) else ()
-        if given is None or given.device.type == "cpu" or len(given) != len(known) or known[-1] != tokens:
+        if given is None or given.device.type == "cpu" or len(given) != len(known) or known[-1:] != (tokens,):
             return document_bounds(given, tokens)
         same = copied(torch.tensor(known, dtype=given.dtype), given.device) == given
         self._require(same.all(), "cu_seq_lens_q must be those of huggingface.shard")
@@ -334,4 +333,5 @@ def autocast_dtype(x: Tensor | None) -> torch.dtype | None:
 
 def _plain(values: dict[str, Any]) -> str:
     kinds = (int, float, str, bool, list, tuple, dict, type(None))
-    return repr({key: x for key, x in sorted(values.items()) if isinstance(x, kinds) and re.search(_COMPARED, key)})
+    public = {key: x for key, x in sorted(values.items()) if not key.startswith("_")}
+    return repr({key: x for key, x in public.items() if isinstance(x, kinds) and re.search(_COMPARED, key)})
