@@ -211,9 +211,9 @@ class _Plain(TorchFunctionMode):
         if name in _DROPS:
             return args[0] if args else named["input"]
         if self.exact:
-            kept = args[: name.endswith("_") and name not in ("__get__", "__getitem__")]  # written, perhaps
+            written = args[: bool(re.fullmatch(_WRITES, name))]
             args, named = tree_map_only(Tensor, _wide, (args, named))
-            args = (*kept, *args[len(kept) :])
+            args = (*written, *args[len(written) :])
         result = function(*args, **named)
         if name in _DRAWS:
             most = _DRAWS[name]
@@ -225,6 +225,8 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.is_floating_point() and x.itemsize == 2 else x
 
 
+_WRITES = r"__(i|set)\w*|\w*[^_]_"
+"""Names of functions that change their first argument."""
 _DROPS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 _DRAWS = {"uniform_": "to", "normal_": "std"}
 _DRAWS |= dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli", "exponential", "exponential_"), "")
