@@ -229,6 +229,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "wins": wins_page.front,
     "canonical": lambda: sentence(CANONICAL),
     "papers": published_rows.summary,
+    "examples": published_rows.examples,
     "reproduced": published_rows.reproduced,
     "api": reference_blocks.api,
     "patched": reference_blocks.patched,

@@ -27,12 +27,11 @@ Known = dict[str, dict[str, dict[str, Any]]]
 
 def targets() -> list[str]:
     """Every symbol of Megatron-Core that the plugin replaces in any mode, or compares its own with."""
-    from cp_plugin.megatron import planned_groups
     from cp_plugin.megatron.cpu import mode, wheel
     from cp_plugin.megatron.patches.hooks import OF_RUN, START_UP
     from cp_plugin.megatron.planned import command as planned
 
-    elsewhere = (*mode.PATCHES, wheel.COMPILE, planned.TE_VERSION, planned_groups.CREATE_GROUP)
+    elsewhere = (*mode.PATCHES, wheel.COMPILE, planned.TE_VERSION)
     patches = (*START_UP, *OF_RUN, *elsewhere)
     return [*dict.fromkeys(name for patch in patches for name in (patch.target, *patch.contract.also))]
 
