@@ -17,7 +17,7 @@ from collections.abc import Set
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity", "perf", "cluster")]
+sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity", "perf")]
 
 import blocks
 import layers
