@@ -189,13 +189,6 @@ def roll(
     return rolled, rolled.sum()
 
 
-def inference_mode() -> Any | None:
-    """``InferenceMode``, which models query since 0.18; None before."""
-    from megatron.core.inference import utils
-
-    return getattr(utils, "InferenceMode", None)
-
-
 def extensions() -> Sequence[ModuleType]:
     """Extension modules of a Megatron patched with ``patches/megatron-lm``; empty in releases."""
     from megatron.training import arguments
