@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import importlib.metadata
 import io
 import json
 import os
@@ -19,8 +18,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
-
-from cp_plugin.megatron import compat
 
 ENDING = "_text_document"
 """Appended to the prefix, as by Megatron's own preprocessing."""
@@ -183,8 +180,7 @@ def _opened(tokenizer: str, eod: int) -> tuple[list[str], int, int | None, Calla
     """Megatron's flags for training with a tokenizer, its number of ids, its end of document, and its encoder."""
     kind, _, model = tokenizer.partition(":")
     if tokenizer == "bytes":
-        counted = compat.counts_end_of_document(importlib.metadata.version("megatron-core"))
-        flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(eod + counted)]
+        flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(eod + 1)]
         return flags, eod + 1, eod, lambda text: list(text.encode())
     if kind != "huggingface" or not model:
         raise ValueError(f"--tokenizer {tokenizer}: choose bytes, or huggingface:NAME_OR_PATH")

@@ -112,7 +112,7 @@ def test_attention_dropout_must_be_given(validated: Callable[..., argparse.Names
         validated(RING, without="--attention-dropout 0")
 
 
-@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.0"])
+@pytest.mark.parametrize("version", ["0.18.2", "0.19.0"])
 def test_auxiliary_losses_of_experts_before_0_19(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:

@@ -119,7 +119,7 @@ def test_the_tool_loses_nothing_that_is_known(tmp_path: Path) -> None:
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 3\nPRE_RELEASE = ''\n")
     (core / "some.py").write_text(SOURCE)
-    old = {"versions": ["0.17.0"], "lines": "abcde"}
+    old = {"versions": ["0.18.1"], "lines": "abcde"}
     known = {"megatron.core.some:slow": {"0" * 16: old}, "megatron.core.gone:old": {"1" * 16: old}}
     found = digest.added(known, [tmp_path], ["megatron.core.some:slow", "megatron.core.other:new"])
     new = sources.of_file(tmp_path, "megatron.core.some:slow")
@@ -327,7 +327,7 @@ def test_a_difference_shows_new_lines_and_counts_those_that_are_gone() -> None:
     new = old.replace("    b = 2\n", "    b = 5  # another\n")
     known = {
         "k" * 16: {"versions": ["0.18.0", "0.19.2"], "lines": difference.hashes(tree(old))},
-        "l" * 16: {"versions": ["0.17.0"], "lines": difference.hashes(tree("def f():\n    pass\n"))},
+        "l" * 16: {"versions": ["0.18.1"], "lines": difference.hashes(tree("def f():\n    pass\n"))},
     }
     shown = difference.from_nearest("m:f", tree(new), known)
     assert shown.splitlines() == [
@@ -359,14 +359,14 @@ def test_a_symbol_that_another_extension_replaced_is_wrapped_in_turn(library: ty
         patching.install([_patch(contract=changed)])
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.21.0", "0.21.0rc1", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.17.1", "0.21.0", "0.21.0rc1", "1.0.0"])
 def test_a_megatron_outside_the_range_is_refused(adapter: None, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     from megatron.core import package_info
 
     from cp_plugin.megatron import activate
 
     monkeypatch.setattr(package_info, "__version__", version)
-    with pytest.raises(ValueError, match=rf"megatron-core {version} is not supported: .*>=0.17,<0.21"):
+    with pytest.raises(ValueError, match=rf"megatron-core {version} is not supported: .*>=0.18,<0.21"):
         activate(["--cp-device", "cpu"])
 
 

@@ -131,9 +131,6 @@ RUNS = {
         "setting --linear-cp-mode to headwise", hybrid_layer_pattern="G*", linear_cp_mode="chunkwise"
     ),
     "hybrid without attention": example("--hybrid-layer-pattern M-", hybrid_layer_pattern="M-"),
-    "hybrid before 0.18": example(
-        "--hybrid-layer-pattern *- on megatron-core 0.17.1", version="0.17.1", hybrid_layer_pattern="*-"
-    ),
     "packed micro-batches in a pipeline": example(
         "--sft with --pipeline-model-parallel-size 2 and --micro-batch-size 2",
         sft=True,
@@ -388,7 +385,6 @@ def test_refused_flags_exist_in_megatron() -> None:
 
     known = {a.dest for a in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
     elsewhere = {
-        "use_legacy_models",  # until 0.17
         "dataloader_inter_document_masking",  # since 0.19
         "logits_save_dir",
         "logits_load_dir",
