@@ -210,10 +210,6 @@ def settings_from(args: argparse.Namespace) -> Settings:
         linear, options = linear_flags.divided(linear, name, options)
     if options.layout is not None:
         declared().check_layout(options.layout)
-    if name == AUTO:
-        declared().check_some(options, args.context_parallel_size)
-    elif name is not None:
-        declared().check(name, options, args.context_parallel_size)
     return Settings(
         provider=name or UPSTREAM,
         options=options,
