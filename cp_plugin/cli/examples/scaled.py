@@ -166,16 +166,12 @@ def run(of: Scaled, steps: int, out: Path, *, quiet: bool = False) -> Trained:
     folder.mkdir(parents=True, exist_ok=True)
     data = corpus(out / "stdlib", quiet=quiet)
     data += ["--data-cache-path", str(folder / "cache"), "--eval-interval", "1000000"]
-    divided = of.many.value("cp-provider") or of.many.value("cp-linear-attention")
-    traffic = ["--cp-log-traffic"] if divided else []
     log = folder / f"ranks{of.many.devices}.log"
-    many = train([*of.many.flags, *data, *traffic], of.many.devices, steps, log, quiet=quiet)
+    many = train([*of.many.flags, *data], of.many.devices, steps, log, quiet=quiet)
     one = train([*of.one.flags, *data], of.one.devices, steps, folder / "cp1.log", quiet=quiet)
     problems = disagreements(one, many, steps, of.tolerance)
     if one and many and not difference(one[0], many[0]) <= of.first:
         problems.append(f"the first losses differ by {difference(one[0], many[0]):.1e}, allowed {of.first:.0e}")
-    if traffic and not all(i.bytes > 0 for i in many):
-        problems.append("no context-parallel traffic was reported")
     return Trained(of=of, one=one, many=many, problems=problems)
 
 
@@ -190,7 +186,6 @@ def as_json(found: Trained) -> dict[str, Any]:
         "changed": {flag: {"full": before, "here": now, "why": why} for flag, (before, now, why) in of.changed.items()},
         "losses": [i.loss for i in found.many],
         "losses_cp1": [i.loss for i in found.one],
-        "bytes": [i.bytes for i in found.many],
         "tolerance": of.tolerance,
         "first_step": of.first,
         "problems": list(found.problems),
