@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rule_examples import RING, Example, check, example
-from test_generation_refusals import ENGINES, MODELS, REQUESTS
+from test_generation_refusals import MODELS
 
 from cp_plugin import Options
 from cp_plugin.megatron import compat
@@ -375,7 +375,7 @@ def test_a_pack_may_name_the_layout_of_the_provider() -> None:
 def test_every_rule_has_a_unique_name_and_an_example() -> None:
     rules = [*(rule for group in table.RULES.values() for rule in group), nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
     names = [rule.name for number, rule in enumerate(rules) if rule not in rules[:number]]
-    examples = [*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS, *MODELS, *ENGINES, *REQUESTS]
+    examples = [*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS, *MODELS]
     assert sorted(names) == sorted(examples)
 
 
