@@ -205,7 +205,7 @@ def kinds() -> list[Kind]:
     switches = st.lists(st.sampled_from(["--sent", "--mask=full"]), unique=True)
     files = names("x.svg", "x.png", "x.gif", "none/x.svg", "x")
     return [
-        Kind("traffic", 16, traffic, (_nearly_always("--provider", flags_of("traffic")), st.booleans())),
+        Kind("traffic", 19, traffic, (_nearly_always("--provider", flags_of("traffic")), st.booleans())),
         Kind("verify", 2, verify, (_nearly_always("--provider", flags_of("verify")),)),
         Kind("bench", 3, bench, (_nearly_always("--provider", flags_of("bench", **of_bench)),)),
         Kind("calibrate", 3, calibrate, (words(flags_of("calibrate"), 3), _profiles())),

@@ -231,9 +231,9 @@ def kinds() -> list[Kind]:
         st.none() | st.integers() | st.dictionaries(st.text(), st.integers()),
     )
     return [
-        Kind("device profiles", 10, profile, (st.just("devices"), CHANGES, some)),
-        Kind("cluster profiles", 10, profile, (st.just("clusters"), CHANGES, some)),
+        Kind("device profiles", 14, profile, (st.just("devices"), CHANGES, some)),
+        Kind("cluster profiles", 14, profile, (st.just("clusters"), CHANGES, some)),
         Kind("example configs", 4, example, (which, CHANGES, some)),
-        Kind("models", 8, model, (which, CHANGES)),
+        Kind("models", 10, model, (which, CHANGES)),
         Kind("communicators", 2, communicators, (options, some)),
     ]
