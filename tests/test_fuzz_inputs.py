@@ -125,7 +125,7 @@ print(*sorted(set(m.declared()) - set(m.TRAINING)))
     ended = python(text, FAULTS)
     assert ended.returncode == 0, ended.stderr
     hang, idle, busy, sizes, unlisted = ended.stdout.strip().splitlines()
-    assert {"--cp-new", "--cp-log-traffic"} <= set(unlisted.split()), "flags of the parser are tried without a list"
+    assert {"--cp-new", "--cp-verbose"} <= set(unlisted.split()), "flags of the parser are tried without a list"
     assert hang.endswith(": hangs']") and "all 250 inputs were refused: nothing was tested" in idle and busy == "[] 300"
     assert sizes == "2000 100000"
 

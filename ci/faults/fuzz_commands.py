@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -64,7 +63,6 @@ USUAL = {
     "--per-node": numbers(4, 8),
     "--nics": numbers(1, 8),
     "--memory": st.one_of(numbers(40, 80), st.sampled_from(["1e3", "-5", "inf", "1e-300", "0.0"])),
-    "--tokenizer": names("bytes", "bytes:x", "huggingface:none", "sentencepiece:x", "tiktoken:"),
     "--suffix": names(".txt", ".txt,.md", "txt", ".gz", ".jsonl"),
     "--json-key": names("text", "x"),
     "--vocab-size": numbers(256, 257, 1000),
@@ -183,18 +181,6 @@ def explain(model: str, flags: dict[str, str], wholly: int) -> Outcome:
     return ended.outcome
 
 
-def dataset(flags: dict[str, str], switches: list[str], texts: dict[str, bytes]) -> Outcome:
-    """A dataset would be built from these files."""
-    with tempfile.TemporaryDirectory() as folder, stopped_at("cp_plugin.megatron.dataset.build._in_order") as begin:
-        for name, content in texts.items():
-            (Path(folder) / name).write_bytes(content)
-        line = ["dataset", f"{folder}/out", folder, *switches, *spelled(flags)]
-        ended = call(line)
-    if ended.stopped and "--max-bytes" in flags:
-        same_numbers(line, flags, {"max_bytes": begin.call_args.args[0].recipe.max_bytes}, ("max_bytes",))
-    return ended.outcome
-
-
 def _same_shapes(line: list[str], flags: Mapping[str, str], shapes: list[dict[str, Any]]) -> None:
     for shape in shapes:
         known = [name for name in ("tensor", "pipeline", "context", "seq_length", "global_batch") if name in shape]
@@ -218,21 +204,14 @@ def kinds() -> list[Kind]:
     of_bench = {"provider": CONTESTANTS, "cluster": names("dgx-h100", "dgx-a100", "none.toml"), "json": names("x.json")}
     switches = st.lists(st.sampled_from(["--sent", "--mask=full"]), unique=True)
     files = names("x.svg", "x.png", "x.gif", "none/x.svg", "x")
-    texts = st.dictionaries(
-        st.sampled_from(["a.txt", "b.jsonl", "c.md", "d.txt.gz"]),
-        st.one_of(st.binary(max_size=20), st.sampled_from([b"text", b'{"text": "a"}\n', b'{"x": 1}\n', b"[[[" * 9])),
-        max_size=3,
-    )
-    some = st.lists(st.sampled_from(["--no-append-eod", "--skip-bad", "--fresh", "--json"]), unique=True, max_size=2)
     return [
-        Kind("traffic", 16, traffic, (_nearly_always("--provider", flags_of("traffic")), st.booleans())),
+        Kind("traffic", 19, traffic, (_nearly_always("--provider", flags_of("traffic")), st.booleans())),
         Kind("verify", 2, verify, (_nearly_always("--provider", flags_of("verify")),)),
         Kind("bench", 3, bench, (_nearly_always("--provider", flags_of("bench", **of_bench)),)),
         Kind("calibrate", 3, calibrate, (words(flags_of("calibrate"), 3), _profiles())),
         Kind("draw", 2, draw, (words(flags_of("draw"), 3), switches, files)),
         Kind("plan", 2, plan, (MODELS, _shapes("plan"), wholly)),
         Kind("explain", 2, explain, (MODELS, _shapes("plan"), wholly)),
-        Kind("dataset", 3, dataset, (words(flags_of("dataset")), some, texts)),
     ]
 
 

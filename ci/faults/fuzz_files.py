@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 import tomllib
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -143,34 +141,6 @@ def model(which: int, changes: Any) -> Outcome:
     return "accepted"
 
 
-def description(changes: Any, edits: Any) -> Outcome:
-    """The .json of ``cp-plugin dataset``: ignored if it is not one, else read as written."""
-    from cp_plugin.megatron.dataset.recipe import Description
-
-    text = edited(json.dumps(altered(_DESCRIPTION, changes)), edits)
-    path = _written("d.json", text).with_suffix("")
-    for suffix, size in ((".bin", 9 * 2), (".idx", 34 + 12 + 16)):  # of nine tokens in one document
-        path.with_suffix(suffix).write_bytes(bytes(size))
-    read = _accepted(lambda: Description.of(str(path)), text, path.name)
-    if read is None:
-        return "refused"
-    if not same(json.loads(text), json.loads(json.dumps(asdict(read)))):
-        raise Found(f"{text}\nread as {read}")
-    return "accepted"
-
-
-def lines(line: bytes, key: str) -> Outcome:
-    """A line of a .jsonl: its text, or a ValueError."""
-    from cp_plugin.megatron.dataset import documents
-
-    found = _accepted(lambda: documents._value(line, key), repr(line), "")
-    if found is None:
-        return "refused"
-    if json.loads(line)[key] != found:
-        raise Found(f"{line!r}: {key} read as {found!r}")
-    return "accepted"
-
-
 def communicators(table: Any, edits: Any) -> Outcome:
     """Megatron's --nccl-communicator-config-path, which our groups take their options from."""
     from cp_plugin.megatron.layers import groups
@@ -249,34 +219,16 @@ def _models() -> list[dict[str, Any]]:
     return list(tomllib.loads(path.read_text(encoding="utf-8")).values())
 
 
-_DESCRIPTION: dict[str, Any] = {
-    **{"files": 1, "documents": 1, "tokens": 9, "empty": 0, "bad": 0, "vocabulary": 257, "element_bytes": 2},
-    **{"flags": ["--data-path", "x"], "without_text": [], "unreadable": [], "end_of_document": 256, "recipe": {}},
-}
-"""As ``cp-plugin dataset`` writes it."""
-
-
 def kinds() -> list[Kind]:
     some, which = st.one_of(st.just([]), EDITS), st.integers(0, 30)
-    line = st.one_of(
-        st.sampled_from(
-            [b'{"text": "a"}', b'{"text": 1}', b"[1]", b"[" * 5000, b'{"text": "\\ud800"}', b"\xff", b"nan"]
-        ),
-        st.dictionaries(st.sampled_from(["text", "x"]), st.text(max_size=3) | st.none()).map(
-            lambda table: json.dumps(table).encode()
-        ),
-        st.binary(max_size=9),
-    )
     options = st.dictionaries(
         st.sampled_from(["cp_plugin_ring", "cp", "x"]),
         st.none() | st.integers() | st.dictionaries(st.text(), st.integers()),
     )
     return [
-        Kind("device profiles", 10, profile, (st.just("devices"), CHANGES, some)),
-        Kind("cluster profiles", 10, profile, (st.just("clusters"), CHANGES, some)),
+        Kind("device profiles", 14, profile, (st.just("devices"), CHANGES, some)),
+        Kind("cluster profiles", 14, profile, (st.just("clusters"), CHANGES, some)),
         Kind("example configs", 4, example, (which, CHANGES, some)),
-        Kind("models", 8, model, (which, CHANGES)),
-        Kind("dataset files", 7, description, (CHANGES, some)),
-        Kind("lines of JSON", 3, lines, (line, st.sampled_from(["text", "x"]))),
+        Kind("models", 10, model, (which, CHANGES)),
         Kind("communicators", 2, communicators, (options, some)),
     ]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rule_examples import RING, Example, check, example
-from test_generation_refusals import ENGINES, MODELS, REQUESTS
+from test_generation_refusals import MODELS
 
 from cp_plugin import Options
 from cp_plugin.megatron import compat
@@ -131,9 +131,6 @@ RUNS = {
         "setting --linear-cp-mode to headwise", hybrid_layer_pattern="G*", linear_cp_mode="chunkwise"
     ),
     "hybrid without attention": example("--hybrid-layer-pattern M-", hybrid_layer_pattern="M-"),
-    "hybrid before 0.18": example(
-        "--hybrid-layer-pattern *- on megatron-core 0.17.1", version="0.17.1", hybrid_layer_pattern="*-"
-    ),
     "packed micro-batches in a pipeline": example(
         "--sft with --pipeline-model-parallel-size 2 and --micro-batch-size 2",
         sft=True,
@@ -378,7 +375,7 @@ def test_a_pack_may_name_the_layout_of_the_provider() -> None:
 def test_every_rule_has_a_unique_name_and_an_example() -> None:
     rules = [*(rule for group in table.RULES.values() for rule in group), nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
     names = [rule.name for number, rule in enumerate(rules) if rule not in rules[:number]]
-    examples = [*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS, *MODELS, *ENGINES, *REQUESTS]
+    examples = [*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS, *MODELS]
     assert sorted(names) == sorted(examples)
 
 
@@ -388,7 +385,6 @@ def test_refused_flags_exist_in_megatron() -> None:
 
     known = {a.dest for a in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
     elsewhere = {
-        "use_legacy_models",  # until 0.17
         "dataloader_inter_document_masking",  # since 0.19
         "logits_save_dir",
         "logits_load_dir",

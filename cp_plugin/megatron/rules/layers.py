@@ -198,7 +198,7 @@ CALL = (
         name="cache of a call",
         what="a key/value cache ({queries} queries and {keys} keys)",
         why="this layer is for training, not for inference",
-        fix="generate with cp-plugin generate, or static_engine()",
+        fix="generate with cp-plugin generate, or decoding() of cp_plugin.megatron.inference",
         looks_at=_cache,
     ),
     Rule(

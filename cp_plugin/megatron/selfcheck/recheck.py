@@ -189,7 +189,7 @@ class Rows(ABC):
         Raises:
             AttentionError: on every rank, naming the wrong rows of each rank.
         """
-        with self.place.booked(self.q.device):
+        with self.place.booked():
             self._judge("out", self.got, self.exact(self._gathered()).out())
 
     def keep_gradient(self, dout: Tensor) -> None:
@@ -199,7 +199,7 @@ class Rows(ABC):
     def check_gradient(self, dq: Tensor) -> None:
         """Tensor hook of the queries; like ``check``."""
         assert self.dout is not None, "the gradient of queries before that of the output"
-        with self.place.booked(self.q.device):
+        with self.place.booked():
             self._judge("dq", self._of(dq), self.exact(self._gathered()).dq(self.dout))
         self.local = []
 
