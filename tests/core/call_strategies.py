@@ -121,7 +121,8 @@ def batches(draw: st.DrawFn, call: str, asked: dict[str, Any], size: int, layout
         found = replace(found, asked={name: own[name] for name in draw(st.sets(st.sampled_from(sorted(own))))})
     if asked.get("delta") or not asked["causal"]:
         found = replace(found, asked={name: x for name, x in found.asked.items() if name != "causal"})
-    if asked.get("decay", "none") != "none" and draw(st.integers(0, 19)) == 0:
+    decays = asked.get("decay", "none") != "none" and call != "short_convolution"
+    if decays and draw(st.integers(0, 19)) == 0:
         found = replace(found, asked=found.asked | {"grows": True})
     if call not in ("attention", "linear_attention", "short_convolution", "linear_state") or draw(st.booleans()):
         return found
