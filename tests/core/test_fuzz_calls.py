@@ -1,6 +1,6 @@
 """Random calls of plain torch inside random wrappers: each equals one device in float64, or is refused at once.
 
-    ci/fuzz.sh [NUMBER]      a fifth as many; a slice runs with the other tests
+    ci/fuzz.sh --examples N      so many; a slice runs with the other tests
 
 What several ranks find, outputs and all gradients, is compared with a plain formula of the whole sequence. Below
 float64 errors may be twice those of one rank without wrappers. A refusal is a ValueError on every rank, by a call that
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from call_cases import CALLS, LOSSES, MODES, PENALTIES, SHARDED, VIEWS, WRAPPERS, Batch, Function, Trial
 from call_strategies import must_refuse, trials
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
+from linear_cases import DECAYS
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -32,7 +33,7 @@ from cp_plugin.comm import run_threads
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import run_ranks
 
-EXAMPLES = max(40, int(os.environ.get("CP_PLUGIN_FUZZ", "0")) // 5)
+EXAMPLES = int(os.environ.get("CP_PLUGIN_FUZZ", "40"))
 FORKED = max(2, EXAMPLES // 100)
 """Starts of processes, each for ``TOGETHER`` calls."""
 BY_DAY = "CP_PLUGIN_FUZZ" not in os.environ
@@ -266,6 +267,33 @@ def test_calls_in_wrappers_on_processes(ts: list[Trial]) -> None:
         of_ranks = run_ranks(rank, ts[0].size, init_process_group=True, timeout=120)
         for t, *ranks in zip(fit, *of_ranks, strict=True):
             event(f"{t.call}, {t.within}: {judge(t, ranks)}")
+
+
+CAN_BE_DRAWN: dict[str, Callable[[Trial, Batch], object]] = {
+    "padded bounds": lambda t, b: b.bounds[-2:] == (b.tokens, b.tokens),
+    "bounds that are none": lambda t, b: b.wrong,
+    "one object, with and without placed documents": lambda t, b: len({x.placed for x in t.batches if x.bounds}) > 1,
+    "lengths that vary": lambda t, b: len({x.tokens for x in t.batches}) > 2,
+    "a mask that changes": lambda t, b: b.asked.get("causal") not in (None, t.asked.get("causal")),
+    "a factor that changes": lambda t, b: "scale" in b.asked,
+    "a tree": lambda t, b: b.tree[0],
+    "a window and a sink": lambda t, b: t.asked.get("window") and t.asked["sink"],
+    "a growing state": lambda t, b: b.asked.get("grows"),
+    **{f"a decay per {x}": lambda t, b, x=x: t.asked.get("decay") == x for x in DECAYS},
+    **{str(x): lambda t, b, x=x: t.dtype == x for x in LIMITS},
+    **{x: lambda t, b, x=x: t.derivative == x for x in ("backward(inputs=)", *PENALTIES)},
+    "rank 0 differs": lambda t, b: t.differs and t.differs[0] == 0,
+    "another rank differs later": lambda t, b: t.differs and t.differs[0] > 0 and t.differs[1] > 0,
+    "documents in lasp2": lambda t, b: t.provider == "lasp2" and b.bounds,
+}
+
+
+def test_inputs_of_known_faults_can_be_drawn() -> None:
+    found: list[Trial] = []
+    quiet = {"database": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
+    settings(max_examples=300, derandomize=True, **quiet)(given(trials())(lambda t: found.append(t)))()
+    drawn = {name: any(of(t, b) for t in found for b in t.batches) for name, of in CAN_BE_DRAWN.items()}
+    assert drawn == dict.fromkeys(CAN_BE_DRAWN, True)
 
 
 PLANTED = {

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import harness
 import pytest
@@ -41,7 +41,7 @@ BY_DAY = {"commands": 60, "plugin's flags": 100, "Megatron's flags": 20, "traini
 """The examples of each kind; at night all have the same number."""
 SECONDS = 60
 """Of processor time, after which an example counts as hanging."""
-NUMBERS = ("1", "2", "4", "8", "64")
+NUMBERS = ("1", "2", "4", "8", "64", "0")
 ODD = ("0", "-1", "1e3", "2.5", "", " ", "auto", "none", "4x", "0x2", "04", "¾", "٣", "9" * 30, "nan", "inf", "1e-300")
 NAMES: Mapping[str, Sequence[str]] = {
     "provider": (*providers.names(), *providers.names("linear")),
@@ -67,14 +67,15 @@ NAMES: Mapping[str, Sequence[str]] = {
     "hybrid-layer-pattern": ("M*-M*-", "*-", "M*E/M*", "M*|GM*-"),
 }
 """Usual values of flags for which no choices are declared."""
+NAMED = ("moe-router-topk", "log-interval", "eval-iters", "data-path")
 OFTEN = (
-    *("moe-router-topk", "log-interval", "eval-iters", "eval-interval", "train-iters", "micro-batch-size"),
-    *("global-batch-size", "seq-length", "tensor-model-parallel-size", "pipeline-model-parallel-size", "bf16", "fp16"),
+    *(*NAMED, "eval-interval", "train-iters", "micro-batch-size", "global-batch-size", "seq-length"),
+    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "bf16", "fp16"),
     *("window-size", "softmax-type", "recompute-granularity", "recompute-num-layers", "sequence-parallel", "sft"),
     *("moe-router-load-balancing-type", "attention-dropout", "mtp-num-layers", "dataloader-inter-document-masking"),
-    *("data-path", "eod-mask-loss", "calculate-per-token-loss", "optimizer", "use-distributed-optimizer"),
+    *("eod-mask-loss", "calculate-per-token-loss", "optimizer", "use-distributed-optimizer"),
 )
-"""Megatron's flags that are drawn as often as all others together."""
+"""Megatron's flags that are drawn most often, and more often than all others together."""
 Flags = dict[str, st.SearchStrategy[str | None]]
 
 
@@ -260,7 +261,8 @@ def trainings(draw: st.DrawFn) -> list[str]:
         skipping = word in gone if word.startswith("--") else skipping
         kept += [] if skipping else [word]
     experts = ["--num-experts", "4", "--moe-router-topk", "2"] if draw(st.booleans()) else []
-    given = draw(some(often, 3)) | (draw(some(rest, 2)) if draw(st.booleans()) else {})
+    given = draw(some({f"--{name}": often[f"--{name}"] for name in NAMED}, 1)) | draw(some(often, 2))
+    given |= draw(some(rest, 2)) if draw(st.booleans()) else {}
     given = {"--context-parallel-size": "2", "--cp-provider": draw(st.sampled_from(providers.names()))} | given
     return [*kept, *experts, *spelled(given)]
 
@@ -291,7 +293,7 @@ def undone() -> Iterator[None]:
         os.close(error)
         sys.argv = words
         os.environ.clear()
-        os.environ.update(environment)
+        os.environ |= environment
 
 
 def started(line: list[str]) -> str:
@@ -386,3 +388,59 @@ def test_lines_are_right_or_refused_in_one(kind: str, _cpu_megatron: None) -> No
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-9000:]
     print(ended.stdout)
     assert BY_DAY[kind] < 20 or ended.stdout.count("'") > 2, f"all alike: {ended.stdout}"
+
+
+CAN_BE_DRAWN: dict[str, Callable[[str], object]] = {
+    "more experts for a token than there are": lambda line: re.search(
+        "--num-experts 4 .*--moe-router-topk=(8|64)", line
+    ),
+    "a division by zero": lambda line: "--log-interval=0" in line,
+    "evaluation without its interval": lambda line: "--eval-iters" in line and "--eval-interval" not in line,
+    "no data": lambda line: "data" not in line,
+    "data that are not there": lambda line: "--data-path=/none/x" in line,
+    "a flag that nobody listed": lambda line: set(re.findall(r"--[^ =]+", line)) & megatron_flags()[1].keys(),
+}
+
+
+def test_inputs_of_known_faults_can_be_drawn(_cpu_megatron: None) -> None:
+    lines: list[str] = []
+    quiet = {"database": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
+    settings(max_examples=400, derandomize=True, **quiet)(
+        given(trainings())(lambda line: lines.append(" ".join(line)))
+    )()
+    assert {name: any(map(drawn, lines)) for name, drawn in CAN_BE_DRAWN.items()} == dict.fromkeys(CAN_BE_DRAWN, True)
+
+
+PLANTED: dict[str, tuple[str, Any, Callable[[], str], str]] = {
+    "a traceback": ("testing.traffic.price", lambda *_: 1 / 0, lambda: a_command(["traffic"]), "ZeroDivisionError"),
+    "another size": (
+        *("cli.tables.asdict", lambda _: {"size": 4, "heads": 7}),
+        *(lambda: a_command(["traffic", "--provider=ring", "--json=-", "--heads=8"]), "heads was read as 7"),
+    ),
+    "no name": (
+        *("core.problem.Problem.__post_init__", Mock(side_effect=ValueError("no"))),
+        *(lambda: a_command(["traffic", "--heads=8"]), "no name: error: no"),
+    ),
+    "another option": (
+        *("megatron.flags.option_flags.shown", lambda _: {"--cp-grid": "4x1"}),
+        *(
+            lambda: settings_as_written((["--cp-provider=attention2d", "--cp-grid=2x2"], 4)),
+            "read as {'--cp-grid': '4x1'}",
+        ),
+    ),
+    "a status": ("planner.search.Plan.fits", lambda *_: False, lambda: one_answer((3, 0)), "the exit status"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(fault: str, _cpu_megatron: None) -> None:
+    where, planted, check, said = PLANTED[fault]
+
+    def found() -> None:
+        check()
+        with patch(f"cp_plugin.{where}", planted), pytest.raises(AssertionError) as raised:
+            check()
+        print(raised.value)
+
+    ended = in_a_fork(found)
+    assert said in ended.stdout, ended.stdout + ended.stderr
