@@ -27,12 +27,21 @@ def trials(draw: st.DrawFn, within: Sequence[str] = ("nothing",), size: int | No
     known = [name for kind in kinds for name in providers.names(kind)]
     provider = draw(st.sampled_from([name for name in known if name != "linear_ring"]))  # it refuses most
     layouts = providers.get(provider).layouts
-    size = size or draw(st.integers(2, 5))
+    size = size or draw(st.sampled_from([2, 2, 3, 3, 4, 4, 5, 6, 8]))
     options: dict[str, Any] = {"layout": draw(st.sampled_from(layouts))} if draw(st.booleans()) else {}
     if softmax or call == "linear_attention":
         options["backend"] = draw(st.sampled_from(["auto", "reference"]))
     if softmax and size % 2 == 0 and draw(st.integers(0, 3)) == 0:
         options["head_parallel"] = 2
+    numbers = st.none() | st.sampled_from([1, 2, 3, 4])
+    own: dict[str, st.SearchStrategy[Any]] = {
+        "grid": st.none() | st.sampled_from([(n, size // n) for n in range(1, size + 1) if size % n == 0]),
+        "intra_size": numbers,
+        "backward": st.sampled_from([None, "auto", "kv", "q"]),
+        "head_groups": numbers,
+    }
+    drawn = {name: draw(x) for name, x in own.items() if softmax and name in providers.get(provider).options}
+    options |= {name: x for name, x in drawn.items() if x is not None}
     kv_heads = draw(st.sampled_from([1, 2, size]))
     bound = st.sampled_from([-1, 0, 1, 5])
     asked: dict[str, Any] = {"scale": draw(st.none() | st.sampled_from([0.3, 1.0])), "window": None, "causal": True}
