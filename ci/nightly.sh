@@ -81,7 +81,7 @@ run() { # STEP
     kernels) step kernels env TRITON_INTERPRET=1 "$python" -m pytest -n 2 --durations=10 "${rest[@]}" tests/kernels ;;
     parity) step parity bash ci/parity/run.sh --all --out "$out/parity" ;;
     mutants) step mutants bash ci/mutants.sh -n 2 ;; # ci/test.sh --all shows that they pass without a bug
-    fuzz) step fuzz env -u CP_PLUGIN_NIGHTLY bash ci/fuzz.sh --examples "${FUZZ:-2000}" ;;
+    fuzz) step fuzz bash ci/fuzz.sh --examples "${FUZZ:-2000}" ;;
     models) step models models ;;
     soak) step soak "$python" ci/faults/soak.py --steps 2500 ;;
     exact) step exact "$python" ci/perf/exact.py ;;
