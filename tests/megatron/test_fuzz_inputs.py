@@ -54,8 +54,10 @@ def a_command(line: list[str]) -> str:
     if ended.exit_code == 2:
         said = ended.stderr.splitlines()
         assert said and said[-1].startswith("error: "), f"refused without a line of its own: {ended.output!r}"
-        parts = [part for word in line for part in word.partition("=")[::2]]
-        assert "--" in said[-1] or any(part.strip(" -") in said[-1] for part in parts), f"no name: {said[-1]}"
+        parts = {part.strip(" -") for word in line for part in word.partition("=")[::2]} - {""}
+        blank = any(word.endswith("=") or not word.strip() for word in line)
+        named = "--" in said[-1] or any(part in said[-1] for part in parts)
+        assert blank or named, f"no name: {said[-1]}"
         return "refused"
     if line[0] == "traffic" and ended.stdout.startswith("{"):
         told = json.loads(ended.stdout)["problem"]
@@ -193,7 +195,8 @@ def one_answer(drawn: tuple[int, int]) -> str:
         assert first[0] == 2 or other[1]["methods"] == first[1]["methods"], f"another answer by {flags}"
     if first[0] < 2:
         best = first[1]["methods"][0]
-        assert best["fits"] == (first[0] == 0), "the exit status says whether it fits"
+        fits = sum(best["memory"].values()) <= first[1]["memory_limit"]
+        assert best["fits"] == fits == (first[0] == 0), "the exit status says whether it fits"
     return ("fits", "fits not", "refused")[first[0]]
 
 
