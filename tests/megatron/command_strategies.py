@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cp_plugin.cli.app import app
 from cp_plugin.methods import registry as providers
 
-NUMBERS = ("1", "2", "4", "8", "64", "0")
+NUMBERS = ("1", "2", "4", "8", "64")
 ODD = ("0", "-1", "1e3", "2.5", "", " ", "auto", "none", "4x", "0x2", "04", "¾", "٣", "9" * 30, "nan", "inf", "1e-300")
 NAMES: Mapping[str, Sequence[str]] = {
     "provider": (*providers.names(), *providers.names("linear")),
@@ -39,6 +39,7 @@ NAMES: Mapping[str, Sequence[str]] = {
     "plot": ("x.svg", "x.gif", "/none/x.svg"),
     "window-size": ("4,0", "(4,0)", "(4"),
     "spec": ("local", "x y"),
+    "arguments": ("x.toml", "striped-16", "none", "/", "--", "--lr"),
     "hybrid-layer-pattern": ("M*-M*-", "*-", "M*E/M*", "M*|GM*-"),
 }
 """Usual values of flags for which no choices are declared."""
@@ -78,7 +79,7 @@ def of_parser(parser: argparse.ArgumentParser) -> Flags:
     return {
         action.option_strings[0]: st.none()
         if action.nargs == 0
-        else value(action.option_strings[0], action.choices or (), usual.get(action.type, NUMBERS))
+        else value(action.option_strings[0], action.choices or (), usual.get(action.type, (*NUMBERS, "0")))
         for action in parser._actions
         if action.option_strings and not isinstance(action, argparse._HelpAction)
     }
@@ -103,12 +104,15 @@ def commands() -> dict[str, Flags]:
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
     name = draw(st.sampled_from(sorted(commands())))
-    flags, given = commands()[name], draw(some(commands()[name], 5))
+    flags, given = commands()[name], draw(some(commands()[name], 3))
     for needed in ("--provider", "--model", "--cluster", "--plot"):  # without them most are refused, or try everything
         if needed in flags and draw(st.integers(0, 7)):
             given[needed] = draw(flags[needed])
-    words = draw(st.lists(st.sampled_from(["x.toml", "striped-16", "none", "/", "--", "--lr"]), max_size=2))
-    return [name, *words, *spelled(given)] if draw(st.booleans()) else [name, *spelled(given), *words[:1]]
+    often = name in ("calibrate", "dataset", "example", "generate")
+    words = draw(
+        st.lists(st.sampled_from(NAMES["arguments"]), max_size=2 if often or not draw(st.integers(0, 9)) else 0)
+    )
+    return [name, *words, *spelled(given)]
 
 
 @cache
@@ -121,7 +125,7 @@ def plugin_parser() -> argparse.ArgumentParser:
 @st.composite
 def plugin_flags(draw: st.DrawFn) -> tuple[list[str], int]:
     flags = of_parser(plugin_parser())
-    given = draw(some(flags, 4))
+    given = draw(some(flags, 3))
     if draw(st.integers(0, 7)):
         given = {"--cp-provider": draw(flags["--cp-provider"])} | given
     return spelled(given), draw(st.integers(1, 16))
