@@ -85,11 +85,14 @@ ROWS = 5
 def evaluated(model: Any, cp: ContextParallel | None) -> Forward:
     """The loss that Trainer finds of all rows; it is the mean of theirs."""
 
-    def forward(input_ids: torch.Tensor, **batch: Any) -> SimpleNamespace:
+    def forward(**batch: Any) -> float | torch.Tensor:
         rows = tiny.tokens(33, ROWS)
         if cp is None:
+            model.eval()
             with torch.no_grad():
-                return torch.stack([model(input_ids=row[None], labels=row[None]).loss for row in rows]).mean()
+                loss = torch.stack([model(input_ids=row[None], labels=row[None]).loss for row in rows]).mean()
+            model.train()
+            return loss
         from transformers import Trainer, TrainingArguments
 
         with tempfile.TemporaryDirectory() as folder:
