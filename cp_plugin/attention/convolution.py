@@ -8,6 +8,8 @@ A rank needs the w - 1 tokens before each run of its own, which is what a slidin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,6 +27,10 @@ from cp_plugin.core.mask import Mask, document_bounds
 from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.kernels import fused
 from cp_plugin.methods.registry import names
+
+told: ContextVar[Callable[[Tensor, Tensor, Tensor, Tensor], None] | None] = ContextVar("told", default=None)
+"""Is told what each pass of the calls under it exchanges: rows ``[n, b, c]`` and their positions, int64 ``[n]``, of
+those that left, then of those that arrived."""
 
 
 @eager
@@ -83,6 +89,9 @@ class _Plan:
     """This rank's token i after each row; -1: none. int32 ``[w, s + n]``."""
     home: Tensor
     """Where each token's gradients are among the rows that come back; -1: nowhere. int32 ``[most of any token, s]``."""
+    lent: Tensor
+    """Positions of the rows that leave, and of the halo: int64."""
+    halo: Tensor
 
 
 @first_order
@@ -94,9 +103,12 @@ class _Convolution(torch.autograd.Function):
         x = x if x.stride(2) == 1 else x.contiguous()
         with mesh.ledger.phase("forward"):
             leaving = [x[rows.start : rows.stop] for rows in plan.leaving] or [x[:0]]
-            halo = _sent(mesh, leaving[0] if len(leaving) == 1 else torch.cat(leaving), plan.sent, plan.received)
+            rows = leaving[0] if len(leaving) == 1 else torch.cat(leaving)
+            halo = _sent(mesh, rows, plan.sent, plan.received)
         ctx.save_for_backward(x, halo, weight, bias)
-        ctx.plan, ctx.mesh = plan, mesh
+        ctx.plan, ctx.mesh, ctx.told = plan, mesh, told.get()
+        if ctx.told is not None:
+            ctx.told(rows, plan.lent, halo, plan.halo)
         return fused.convolve(x, halo, plan.before, weight, bias)
 
     @staticmethod
@@ -109,6 +121,8 @@ class _Convolution(torch.autograd.Function):
             dhalo, of_halo = fused.convolve_back(dout, halo, plan.after[:, tokens:], weight)
         with mesh.ledger.phase("backward"):
             returned = _sent(mesh, dhalo, plan.received, plan.sent)
+        if ctx.told is not None:
+            ctx.told(dhalo, plan.halo, returned, plan.lent)
         dx, sums = fused.convolve_back(dout, x, plan.after[:, :tokens], weight, returned, plan.home)
         sums = sums if of_halo is None else sums + of_halo
         dweight = sums[:-1].t().to(weight.dtype, memory_format=torch.contiguous_format)
@@ -155,6 +169,7 @@ def _planned(
         seen = before[back] >= 0
         after[back, before[back, seen]] = torch.arange(len(mine))[seen]
     rows = tuple(run for rank in others for run in leaving[rank])
+    lent = [mine[run.start : run.stop] for run in rows] or [mine[:0]]
     return _Plan(
         leaving=rows,
         sent=tuple(sum(map(len, leaving.get(rank, ()))) for rank in range(size)),
@@ -162,6 +177,8 @@ def _planned(
         before=_on(device, before.int()),
         after=_on(device, after.int()),
         home=_on(device, _by_row(rows, len(mine)).int()),
+        lent=_on(device, torch.cat(lent)),
+        halo=_on(device, known[len(mine) :]),
     )
 
 

@@ -7,9 +7,12 @@ import re
 from typing import Any
 
 import pytest
+import state_space_kernels
 import torch
 from harness import MODEL, SGD, train
 from nightly import one_case
+from state_space_kernels import STATES
+from test_masks_in_training import short_documents
 from test_mla import MLA
 from torch import Tensor
 
@@ -20,6 +23,14 @@ pytestmark = pytest.mark.usefixtures("adapter")
 STRIPED = "--context-parallel-size 2 --cp-provider striped"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 CORE = "--recompute-granularity selective --recompute-modules core_attn"
+HYBRIDS = (
+    "--context-parallel-size 2 --cp-provider ring --cp-layout zigzag --cp-linear-provider lasp2 "
+    "--hybrid-layer-pattern G*",
+    "--context-parallel-size 4 --cp-provider ring --cp-linear-provider lasp1 --hybrid-layer-pattern MGG* --bf16",
+    "--context-parallel-size 2 --cp-provider needed --cp-layout documents --cp-linear-provider lasp2 --bf16 "
+    "--hybrid-layer-pattern G* --dataloader-inter-document-masking --calculate-per-token-loss",
+    "--context-parallel-size 2 --cp-provider striped --hybrid-layer-pattern MG* --bf16",
+)
 RIGHT = (
     STRIPED,
     f"{STRIPED} --bf16",
@@ -41,6 +52,7 @@ RIGHT = (
     "--context-parallel-size 2 --cp-linear-attention lightning --bf16",
     "--context-parallel-size 2 --cp-linear-attention retention",
     "--context-parallel-size 2 --cp-linear-attention rebased",
+    *(f"{STATES} {flags}" for flags in HYBRIDS),
 )
 STEPS = 6
 
@@ -49,6 +61,8 @@ def _told() -> None:
     """Print each comparison: name, place, error and bound."""
     from cp_plugin.megatron.selfcheck import recheck
 
+    short_documents()
+    state_space_kernels.install()
     judge = recheck.Rows._judge
 
     def judged(self: Any, name: str, got: Tensor, want: Exact) -> None:
@@ -71,6 +85,7 @@ def _compared(text: str) -> list[list[str]]:
 @one_case
 @pytest.mark.parametrize("flags", RIGHT)
 def test_correct_training_passes(flags: str, capfd: pytest.CaptureFixture[str], model: str = MODEL) -> None:
+    model = model.replace("--num-layers 2 ", "") if "--hybrid" in flags else model
     train(_ranks(flags), f"{flags} --cp-check-every 1", steps=STEPS, model=model, prepare=_told)
     text = capfd.readouterr().out
     assert "--cp-check-every does not compare" not in text, text

@@ -66,18 +66,18 @@ class Place:
         return everyone
 
     @contextmanager
-    def booked(self, device: torch.device) -> Iterator[None]:
-        """Record bytes and seconds under the phase of the check."""
+    def booked(self, device: torch.device, *, wait: bool = True) -> Iterator[None]:
+        """Record bytes and seconds under the phase of the check; without waiting for the device, the host's seconds."""
         ledger = self.cp.mesh.ledger
         with ledger.phase(PHASE), torch.no_grad():
-            _wait_for(device)
+            _wait_for(device, wait)
             start = time.perf_counter()
             yield
-            _wait_for(device)
+            _wait_for(device, wait)
             ledger.record_seconds(time.perf_counter() - start)
 
 
-def _wait_for(device: torch.device) -> None:
+def _wait_for(device: torch.device, wait: bool) -> None:
     """Synchronize with the device, for timing."""
-    if device.type == "cuda":
+    if wait and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
