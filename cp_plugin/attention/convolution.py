@@ -8,8 +8,6 @@ A rank needs the w - 1 tokens before each run of its own, which is what a slidin
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,9 +26,9 @@ from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.kernels import fused
 from cp_plugin.methods.registry import names
 
-told: ContextVar[Callable[[Tensor, Tensor, Tensor, Tensor], None] | None] = ContextVar("told", default=None)
-"""Is told what each pass of the calls under it exchanges: rows ``[n, b, c]`` and their positions, int64 ``[n]``, of
-those that left, then of those that arrived."""
+told: list[tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+"""Gets what each pass of calls meanwhile exchanges: rows ``[n, b, c]`` that left, their positions, int64 ``[n]``, and
+the same of those that arrived."""
 
 
 @eager
@@ -106,9 +104,9 @@ class _Convolution(torch.autograd.Function):
             rows = leaving[0] if len(leaving) == 1 else torch.cat(leaving)
             halo = _sent(mesh, rows, plan.sent, plan.received)
         ctx.save_for_backward(x, halo, weight, bias)
-        ctx.plan, ctx.mesh, ctx.told = plan, mesh, told.get()
+        ctx.plan, ctx.mesh, ctx.told = plan, mesh, told
         if ctx.told is not None:
-            ctx.told(rows, plan.lent, halo, plan.halo)
+            ctx.told.append((rows, plan.lent, halo, plan.halo))
         return fused.convolve(x, halo, plan.before, weight, bias)
 
     @staticmethod
@@ -122,7 +120,7 @@ class _Convolution(torch.autograd.Function):
         with mesh.ledger.phase("backward"):
             returned = _sent(mesh, dhalo, plan.received, plan.sent)
         if ctx.told is not None:
-            ctx.told(dhalo, plan.halo, returned, plan.lent)
+            ctx.told.append((dhalo, plan.halo, returned, plan.lent))
         dx, sums = fused.convolve_back(dout, x, plan.after[:, :tokens], weight, returned, plan.home)
         sums = sums if of_halo is None else sums + of_halo
         dweight = sums[:-1].t().to(weight.dtype, memory_format=torch.contiguous_format)

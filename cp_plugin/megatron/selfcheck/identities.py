@@ -56,16 +56,24 @@ CONVOLUTION = (("mixed", "convolved"),)
 class Identities:
     """The identities of one call: collects ``x . dx`` of each tensor in the backward, and compares after the last."""
 
-    def __init__(self, place: Place, q: Tensor, tokens: int, batch: int, documents: Tensor | None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        q: Tensor,
+        shape: Sequence[int],
+        documents: Tensor | None,
+        exchanged: Sequence[tuple[Tensor, ...]] = (),
+    ) -> None:
         """
         Args:
-            tokens: of this rank.
+            shape: tokens of this rank, batch.
             documents: bounds of a pack's documents; None: not packed.
+            exchanged: what a convolution has exchanged by the end of its backward: ``convolution.told``.
         """
         self.place, self.pairs, self.rounding = place, list[tuple[str, str]](), rounding_of(place, q)
-        self._expected = 0
+        self._expected, self._exchanged = 0, exchanged
         self._dots: dict[str, Tensor] = {}
-        self._apart: list[Tensor] = []  # digests of rows that left, less those of rows that arrived
+        tokens, batch = shape[:2]
         self._batch, self._weights = batch, None
         if documents is not None or batch > 1:
             which = torch.zeros(tokens, dtype=torch.int64, device=q.device)
@@ -92,11 +100,6 @@ class Identities:
             self._expected += 1
             tensors[name].register_hook(partial(self._add, name, value, heads))
 
-    def exchanged(self, left: Tensor, left_at: Tensor, arrived: Tensor, arrived_at: Tensor) -> None:
-        """Take in what a convolution exchanges (``convolution.told``)."""
-        with self.place.booked(left.device, wait=False):
-            self._apart.append(_of_rows(left, left_at) - _of_rows(arrived, arrived_at))
-
     def _add(self, name: str, x: Tensor, heads: int, dx: Tensor) -> None:
         """Take in a gradient; with the last one, compare: collective over the group.
 
@@ -111,11 +114,12 @@ class Identities:
 
     def _judge(self) -> None:
         message = torch.cat([dots.flatten() for dots in self._dots.values()])
-        if self._apart:
-            message = torch.cat((message, torch.stack(self._apart).view(torch.float64)))
+        for left, left_at, arrived, arrived_at in self._exchanged:
+            apart = digest(left.flatten(1).t(), left_at) - digest(arrived.flatten(1).t(), arrived_at)
+            message = torch.cat((message, apart[None].view(torch.float64)))
         everyone = of_every_rank(self.place.cp.mesh, message).cpu()
         sizes = [dots.numel() for dots in self._dots.values()]
-        *found, apart = everyone.split((*sizes, len(self._apart)), 1)
+        *found, apart = everyone.split((*sizes, len(self._exchanged)), 1)
         total = {name: x.sum(0).view(4, -1) for name, x in zip(self._dots, found, strict=True)}
         digests = apart.contiguous().view(torch.int64).sum(0)
         wrong = [
@@ -150,11 +154,6 @@ def rounding_of(place: Place, q: Tensor) -> Rounding:
     """Of this call; payloads and products in FP8 (e4m3) have three bits of mantissa."""
     found = Rounding.of(q.dtype, cuda=q.is_cuda, hops=place.hops)
     return found if place.cp.options.fp8 is None else replace(found, unit=2.0**-4)
-
-
-def _of_rows(x: Tensor, at: Tensor) -> Tensor:
-    """Digest of rows ``[n, b, c]``."""
-    return digest(x.flatten(1).t(), at)
 
 
 def sums(name: str, x: Tensor, dx: Tensor, shape: Sequence[int], weights: Tensor | None = None) -> Tensor:

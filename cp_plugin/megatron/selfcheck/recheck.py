@@ -23,7 +23,6 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +136,7 @@ class _Watch:
         place = self._place(module, module.on_pack(packed, q.size(0)))
         documents = None if packed is None else packing.bounds(packed, q.size(0) * module.context_parallel.size)
         shape = (k.size(0), 1, k.size(1)) if packed is not None and k.dim() == 3 else k.shape
-        identities = Identities(place, q, shape[0], shape[1], documents)
+        identities = Identities(place, q, shape, documents)
         identities.watch({"q": q, "k": k, "v": v, "out": out}, SOFTMAX, shape[2])
         if self._rows:
             causal = (call.get("attn_mask_type") or module.attn_mask_type) in _CAUSAL
@@ -145,13 +144,12 @@ class _Watch:
 
     def _linear(self, module: Any, inside: Inside, call: LinearCall) -> None:
         place = self._place(module, call.cp)
-        identities = Identities(place, call.q, call.k.size(0), call.k.size(1), call.documents)
+        identities = Identities(place, call.q, call.k.shape, call.documents, inside.exchanged)
         pairs = LINEAR if call.beta is None else DELTA_RULE
         identities.watch({"q": call.q, "k": call.k, "v": call.v, "out": call.out}, pairs, call.k.size(2))
         if inside.convolution:
             x, bias, out = inside.convolution
             identities.watch({"mixed": x, "convolved": out}, CONVOLUTION, 1, bias)
-            inside.tell(identities.exchanged)
         if self._rows:
             LinearRows(place, call).check(call.q, call.out)
 
@@ -175,9 +173,8 @@ class Inside:
 
     def __init__(self) -> None:
         self.call: LinearCall | None = None
-        self.convolution: tuple[Tensor, Tensor | None, Tensor] | None = None
-        self._told: list[tuple[Tensor, ...]] = []
-        self._tell: Callable[..., None] = lambda *exchanged: self._told.append(exchanged)
+        self.convolution: tuple[Tensor, Tensor | None, Tensor] | None = None  # input, bias, output
+        self.exchanged: list[tuple[Tensor, ...]] = []
         attend, convolve = ContextParallel.linear_attention, delta_net.short_convolution
 
         def attending(
@@ -188,30 +185,21 @@ class Inside:
             self.call = LinearCall(cp, q, k, v, log_decay, *more, out)
             return out
 
-        def convolving(
-            cp: ContextParallel, x: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any
-        ) -> Tensor:
-            token = convolution.told.set(lambda *exchanged: self._tell(*exchanged))
-            try:
-                out = convolve(cp, x, weight, bias, **named)
-            finally:
-                convolution.told.reset(token)
+        def convolving(cp: ContextParallel, x: Tensor, weight: Tensor, bias: Tensor | None, **named: Any) -> Tensor:
+            out = convolve(cp, x, weight, bias, **named)
             self.convolution = x, bias, out
             return out
 
-        self._back = ExitStack()
-        self._back.callback(patching.lend(ContextParallel, "linear_attention", attending))
-        self._back.callback(patching.lend(delta_net, "short_convolution", convolving))
-
-    def tell(self, told: Callable[..., None]) -> None:
-        """Hand over what the convolution has exchanged, and will exchange in the backward."""
-        self._tell = told
-        for exchanged in self._told:
-            told(*exchanged)
-        self._told.clear()
+        self._undo = [
+            patching.lend(ContextParallel, "linear_attention", attending),
+            patching.lend(delta_net, "short_convolution", convolving),
+            patching.lend(convolution, "told", self.exchanged),
+        ]
 
     def close(self) -> None:
-        self._back.close()
+        """Watch no further calls; a backward still appends to ``exchanged``."""
+        for undo in self._undo:
+            undo()
 
 
 class Rows(ABC):
