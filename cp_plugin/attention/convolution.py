@@ -26,9 +26,10 @@ from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.kernels import fused
 from cp_plugin.methods.registry import names
 
-told: list[tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
-"""Gets what each pass of calls meanwhile exchanges: rows ``[n, b, c]`` that left, their positions, int64 ``[n]``, and
-the same of those that arrived."""
+type Rows = tuple[Tensor, Tensor, tuple[int, ...]]
+"""``[n, b, c]``, their positions, int64 ``[n]``, and how many of them leave for, or arrive from, each rank."""
+told: list[tuple[Rows, Rows]] | None = None
+"""Gets the rows that left and those that arrived in each pass of the calls that are made meanwhile."""
 
 
 @eager
@@ -106,7 +107,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, halo, weight, bias)
         ctx.plan, ctx.mesh, ctx.told = plan, mesh, told
         if ctx.told is not None:
-            ctx.told.append((rows, plan.lent, halo, plan.halo))
+            ctx.told.append(((rows, plan.lent, plan.sent), (halo, plan.halo, plan.received)))
         return fused.convolve(x, halo, plan.before, weight, bias)
 
     @staticmethod
@@ -120,7 +121,7 @@ class _Convolution(torch.autograd.Function):
         with mesh.ledger.phase("backward"):
             returned = _sent(mesh, dhalo, plan.received, plan.sent)
         if ctx.told is not None:
-            ctx.told.append((dhalo, plan.halo, returned, plan.lent))
+            ctx.told.append(((dhalo, plan.halo, plan.received), (returned, plan.lent, plan.sent)))
         dx, sums = fused.convolve_back(dout, x, plan.after[:, :tokens], weight, returned, plan.home)
         sums = sums if of_halo is None else sums + of_halo
         dweight = sums[:-1].t().to(weight.dtype, memory_format=torch.contiguous_format)

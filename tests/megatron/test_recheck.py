@@ -15,7 +15,10 @@ from state_space_kernels import STATES
 from test_masks_in_training import short_documents
 from test_mla import MLA
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from cp_plugin.linear import recurrence
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Rounding, Softmax, compare
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -165,6 +168,25 @@ def test_exact_rows_match_autograd(sink: Tensor | None, chunk: int, monkeypatch:
     some = Softmax(q[rows].detach(), x["k"], x["v"], hidden[rows], scale=0.3, sink=sink, rounding=rounding)
     torch.testing.assert_close(some.out().rows, out[rows].detach())
     torch.testing.assert_close(some.dq(x["dout"][rows]).rows, dq[rows])
+
+
+@pytest.mark.parametrize("slab", [1 << 13, 16])
+@pytest.mark.parametrize("left_out", ["", "beta", "starts", "log_decay"])
+def test_exact_linear_rows_match_the_recurrence(left_out: str, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin.megatron.selfcheck import exact_rows
+
+    monkeypatch.setattr(exact_rows, "_SLAB", slab)
+    draw = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(100, 1, 1, 8, generator=draw, dtype=torch.float64) for _ in "qk")
+    v, decay, beta = (torch.rand(100, 1, 1, n, generator=draw, dtype=torch.float64) for n in (5, 1, 1))
+    x = Tokens(q, normalize(k, dim=3), v, -decay / 10, beta[..., 0], (torch.arange(100) % 30 == 0)[:, None])
+    x = x._replace(**{left_out: None} if left_out else {})
+    leaf, dout, at = q.clone().requires_grad_(), torch.randn(4, 5, generator=draw, dtype=torch.float64), [3, 99, 50, 51]
+    out = recurrence.run(x._replace(q=leaf))[0][at, 0, 0]
+    (dq,) = torch.autograd.grad(out, leaf, dout)
+    rows = exact_rows.Linear(x, q[at, 0, 0], at, scale=1.0, rounding=Rounding.of(torch.float64, cuda=False))
+    torch.testing.assert_close(rows.out().rows, out.detach())
+    torch.testing.assert_close(rows.dq(dout).rows, dq[at, 0, 0])
 
 
 def _rounded(x: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

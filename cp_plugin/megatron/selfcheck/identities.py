@@ -36,8 +36,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from cp_plugin.attention.convolution import Rows
 from cp_plugin.comm.every_rank import of_every_rank
 from cp_plugin.megatron.selfcheck.checked_call import AttentionError, Place
 from cp_plugin.megatron.selfcheck.exact_rows import Rounding
@@ -62,7 +64,7 @@ class Identities:
         q: Tensor,
         shape: Sequence[int],
         documents: Tensor | None,
-        exchanged: Sequence[tuple[Tensor, ...]] = (),
+        exchanged: Sequence[tuple[Rows, Rows]] = (),
     ) -> None:
         """
         Args:
@@ -113,26 +115,25 @@ class Identities:
                 self._judge()
 
     def _judge(self) -> None:
-        message = torch.cat([dots.flatten() for dots in self._dots.values()])
-        for left, left_at, arrived, arrived_at in self._exchanged:
-            apart = digest(left.flatten(1).t(), left_at) - digest(arrived.flatten(1).t(), arrived_at)
-            message = torch.cat((message, apart[None].view(torch.float64)))
-        everyone = of_every_rank(self.place.cp.mesh, message).cpu()
-        sizes = [dots.numel() for dots in self._dots.values()]
-        *found, apart = everyone.split((*sizes, len(self._exchanged)), 1)
-        total = {name: x.sum(0).view(4, -1) for name, x in zip(self._dots, found, strict=True)}
-        digests = apart.contiguous().view(torch.int64).sum(0)
-        wrong = [
-            f"the rows that the short convolution's {name} takes from other ranks are not those that they sent"
-            for name, digest in zip(("forward", "backward"), digests.tolist(), strict=False)
-            if digest
-        ]
+        place, size = self.place, self.place.cp.size
+        digests = [_by_rank(rows, size) for exchange in self._exchanged for rows in exchange]
+        mine = [dots.flatten() for dots in self._dots.values()] + [x.view(torch.float64) for x in digests]
+        everyone = of_every_rank(place.cp.mesh, torch.cat(mine)).cpu().split([x.numel() for x in mine], 1)
+        found = [x.contiguous().view(torch.int64) for x in everyone[len(self._dots) :]]
+        wrong = []
+        for name, left, arrived in zip(("forward", "backward"), found[::2], found[1::2], strict=False):
+            ranks = [0] if place.group is None else dist.get_process_group_ranks(place.group)
+            pairs = [f"rank {ranks[to]} from rank {ranks[of]}" for of, to in (left != arrived.T).nonzero().tolist()]
+            if pairs:
+                what = f"the halo of the short convolution's {name} is not what was sent"
+                wrong.append(f"{what} ({', '.join(pairs[:4])})")
+        total = {name: x.sum(0).view(4, -1) for name, x in zip(self._dots, everyone, strict=False)}
         for one, other in self.pairs:
             apart, allowed = compared(total[one], total[other], self.rounding)
             beyond = apart > allowed  # False for infinite sums and NaN: an overflow is for the loss scaling
             for head in beyond.nonzero().flatten().tolist():
                 both = ", ".join(f"sum({name} . d{name}) = {total[name][0, head]:.6g}" for name in (one, other))
-                number = self.place.tp_rank * len(beyond) + head
+                number = place.tp_rank * len(beyond) + head
                 what = "short convolution" if (one, other) in CONVOLUTION else f"head {number}"
                 wrong.append(f"{what}: {both}, where rounding allows {allowed[head]:.1e} between them")
         if wrong:
@@ -154,6 +155,16 @@ def rounding_of(place: Place, q: Tensor) -> Rounding:
     """Of this call; payloads and products in FP8 (e4m3) have three bits of mantissa."""
     found = Rounding.of(q.dtype, cuda=q.is_cuda, hops=place.hops)
     return found if place.cp.options.fp8 is None else replace(found, unit=2.0**-4)
+
+
+def _by_rank(rows: Rows, size: int) -> Tensor:
+    """Digests of the rows of each other rank, int64 ``[size]``."""
+    x, at, counts = rows
+    found = torch.zeros(size, dtype=torch.int64, device=x.device)
+    for rank, (some, places) in enumerate(zip(x.split(counts), at.split(counts), strict=True)):
+        if len(some):
+            found[rank] = digest(some.flatten(1).t(), places)
+    return found
 
 
 def sums(name: str, x: Tensor, dx: Tensor, shape: Sequence[int], weights: Tensor | None = None) -> Tensor:

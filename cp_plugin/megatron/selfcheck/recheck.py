@@ -174,7 +174,7 @@ class Inside:
     def __init__(self) -> None:
         self.call: LinearCall | None = None
         self.convolution: tuple[Tensor, Tensor | None, Tensor] | None = None  # input, bias, output
-        self.exchanged: list[tuple[Tensor, ...]] = []
+        self.exchanged: list[tuple[convolution.Rows, convolution.Rows]] = []
         attend, convolve = ContextParallel.linear_attention, delta_net.short_convolution
 
         def attending(
