@@ -133,6 +133,10 @@ def _flipped(which: str, given: dict[str, Any]) -> None:
     given[which] = given[which].flip(0)
 
 
+def _of_next_head(which: str, given: dict[str, Any]) -> None:
+    given[which] = given[which].roll(1, 2)
+
+
 def _lost(which: str, given: dict[str, Any]) -> None:
     given[which] = given[which] * 0
 
@@ -167,6 +171,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "sink": _sink,
     "smaller": _smaller,
     "flipped": _flipped,
+    "next-head": _of_next_head,
     "lost": _lost,
 }
 

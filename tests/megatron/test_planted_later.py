@@ -69,9 +69,7 @@ ROWS = r"--cp-check-every 1: in step 3, layer 1, .*\. rank 1: out of [1-8] of 8 
 SUMS = r"--cp-check-every: in step 3, layer 1, the gradients of ring attention .*sum\(%s\) ="
 SLICES = r"--cp-check-every: in step 3, on the \w+ layout, .*%s are not those of the slice on rank 1\."
 TURNED = r"--cp-check-every: in step 3, layer 1, queries or keys are not rotated by .*layout\. rank 1: "
-HALO = (
-    r"--cp-check-every: in step 3, layer 1, .*the rows that the short convolution's %s takes from other ranks are not"
-)
+HALO = r"--cp-check-every: in step 3, layer 1, .* halo of the short convolution's %s is not what was sent \(rank 1 from"
 LATER = {
     "labels of another token": in_step_3("batch", "roll:labels", SLICES % "labels"),
     "tokens of another place": in_step_3("batch", "roll:tokens", SLICES % "tokens"),
@@ -95,7 +93,7 @@ LATER = {
     "gradients of a halo": of_delta_net("returned halo", "lost:halo", HALO % "backward"),
     "halos in bfloat16": of_delta_net("halo", "smaller:halo", HALO % "forward", "contiguous --bf16"),
     "decays of the next tokens": of_delta_net("linear", "flipped:log_decay", ROWS),
-    "decays of the next tokens, bfloat16": of_delta_net("linear", "flipped:log_decay", ROWS, "contiguous --bf16"),
+    "decays of the next head, in bfloat16": of_delta_net("linear", "next-head:log_decay", ROWS, "contiguous --bf16"),
     "states of another document": of_delta_net("linear", "lost:starts", ROWS, PACKED),
     "betas": of_delta_net("linear", "smaller:beta", ROWS),
 }
