@@ -26,7 +26,7 @@ import pytest
 from command_strategies import command_lines, megatron_flags, plugin_flags, plugin_parser, trainings
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_planned import Case
+from test_one_question import Case
 from typer.testing import CliRunner
 from warm import in_a_fork
 
