@@ -149,7 +149,7 @@ def test_an_unknown_command_is_noticed(here: Path) -> None:
     with pytest.raises(AssertionError):
         check_mention(Printed(page="", text="cp-plugin plans"))
     with pytest.raises(AssertionError, match="8 is no argument"):
-        execute(Printed(page="", text="cp-plugin traffic --measure 8"), here)
+        check_arguments(Printed(page="", text="cp-plugin plan --model llama3-8b 8"))
 
 
 @pytest.mark.parametrize("pattern", COVERED)

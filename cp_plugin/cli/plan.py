@@ -54,7 +54,7 @@ _EveryRank = Annotated[
 _Plot = Annotated[
     Path | None,
     typer.Option(
-        metavar="PATH",
+        metavar="FILE",
         help="with --explain: draw the timeline to this .png, .svg or .pdf file; with --reproduce: a picture for each "
         "paper in this folder",
     ),
