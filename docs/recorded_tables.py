@@ -9,7 +9,6 @@ from typing import Any
 import markdown_tables as markdown
 
 _ROOT = Path(__file__).parent.parent
-SEEN = _ROOT / "ci" / "cluster" / "seen.json"
 _PLACES = {
     "placed": "documents placed",
     "zigzag": "zigzag over the pack",
@@ -28,6 +27,15 @@ def budget(kind: str) -> str:
             rows.append((what, f"`{kernel}`", way, f["launches"], nbytes, f["allocations"], peak, messages, sent))
     titles = ("what", "kernel", "pass", "launches", "bytes", "allocations", "peak", "messages", "bytes sent")
     return markdown.table(titles, rows)
+
+
+def ablation() -> str:
+    """The parts of the start-up check, and how many harmful edits of Megatron each finds, also alone."""
+    found = list(_read("docs/ablation.json").values())
+    names = sorted({part for parts in found for part in parts}, key=lambda part: -sum(part in p for p in found))
+    rows = [(part, sum(part in parts for parts in found), sum(parts == [part] for parts in found)) for part in names]
+    rows.append(("nothing", sum(not parts for parts in found), ""))
+    return markdown.table((f"of {len(found)} harmful edits", "found", "by it alone"), rows)
 
 
 def launched(entry: str) -> str:

@@ -27,20 +27,18 @@ def replayed() -> str:
     rows = []
     for group, some in groups.items():
         dates = [one["date"] for one in some]
-        unknown = [len(one["unknown"]) for one in some]
         rows.append(
             [
                 group,
                 f"{min(dates)} to {max(dates)}" if len(some) > 1 else dates[0],
                 len(some),
-                f"{min(unknown)} to {max(unknown)}",
                 *(_passed(some, "start", names) for names in (("gpt", "packed", "moe"), ("hybrid",), ("delta net",))),
                 _passed(some, "train", ("packed",)),
                 _passed(some, "train", ("hybrid", "delta net")),
             ]
         )
     titles = (
-        *("", "dates", "commits", "unknown sources", "GPT, packed, experts start", "Mamba hybrids start"),
+        *("", "dates", "commits", "GPT, packed, experts start", "Mamba hybrids start"),
         *("with gated delta net", "packed GPT trains as on one rank", "hybrids do"),
     )
     return "\n".join([markdown.table(titles, rows), *_left_out(found)])

@@ -7,24 +7,26 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from nightly import slow
 
 FOLDER = Path(__file__).parents[1] / "ci" / "megatron"
 VERSIONS = {
     "2026-02-20": "0.15.0",
     "2026-03-01": "0.16.0rc0",
-    "2026-03-02": "0.17.0",
-    "2026-03-03": "0.18.0",
+    "2026-03-02": "0.18.0",
+    "2026-03-03": "0.18.1",
     "2026-03-04": "0.19.0",
 }
 HYBRID = "megatron/core/models/hybrid"
 FILES = {
     "0.15.0": {"pretrain_gpt.py": "", "tests/long.py": ""},
-    "0.18.0": {"pretrain_hybrid.py": "", f"{HYBRID}/hybrid_model.py": "class HybridModel: ..."},
+    "0.18.1": {"pretrain_hybrid.py": "", f"{HYBRID}/hybrid_model.py": "class HybridModel: ..."},
     "0.19.0": {
         f"{HYBRID}/hybrid_block.py": "gdn_layer = None",
         "pretrain_gpt.py": "args.dataloader_inter_document_masking",
@@ -56,7 +58,7 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             (work / name).write_text(text)
         commit(work, date, f"of {version}")
-        if version == "0.17.0":
+        if version == "0.18.0":
             git(work, "checkout", "-q", "-b", "side")
             (work / "side.py").write_text("")
             commit(work, date, "on a branch")
@@ -114,9 +116,9 @@ def test_every_second_commit_of_the_first_parents_is_started_once(
     words = ("--since", "2026-02-01", "--every", "2", "--out", str(out))
     assert main(replay, repo, *words) == 0
     old, new = ["gpt", "packed", "moe"], ["gpt", "packed", "moe", "hybrid", "delta net"]
-    assert ran == [("0.17.0", name, "start") for name in old] + [("0.19.0", name, "start") for name in new]
+    assert ran == [("0.18.0", name, "start") for name in old] + [("0.19.0", name, "start") for name in new]
     written = json.loads(out.read_text())["commits"]
-    assert [entry["version"] for entry in written.values()] == ["0.16.0rc0", "0.17.0", "0.19.0"]
+    assert [entry["version"] for entry in written.values()] == ["0.16.0rc0", "0.18.0", "0.19.0"]
     assert [entry["subject"] for entry in written.values()] == ["of 0.16.0rc0", "of a branch", "of 0.19.0"]
     assert [entry["date"] for entry in written.values()] == ["2026-03-01", "2026-03-02", "2026-03-04"]
     told = capsys.readouterr().out
@@ -154,7 +156,7 @@ def test_a_run_that_is_cut_off_is_continued(
     assert len(begun) < 6, "the rest is not begun any more"
     ran = trained(replay, monkeypatch)
     assert main(replay, repo, "--since", "2026-02-01", "--out", str(out)) == 0
-    assert len(json.loads(out.read_text())["commits"]) == 6 and {version for version, *_ in ran} >= {"0.18.0"}
+    assert len(json.loads(out.read_text())["commits"]) == 6 and {version for version, *_ in ran} >= {"0.18.1"}
 
 
 def test_a_training_that_differs_has_started(
@@ -165,8 +167,8 @@ def test_a_training_that_differs_has_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     trained(replay, monkeypatch, packed="differs", hybrid="refused")
-    rows = [("a:f", "known", ""), ("a:g", "checked", ""), ("a:h", "broken", "h has no parameter x")]
-    found = [dict(zip(("symbol", "state", "message"), row, strict=True)) for row in rows]
+    rows = [("a:f", "checked", ""), ("a:h", "broken", "h has no parameter x")]
+    found = [dict(zip(("symbol", "state", "broken"), row, strict=True)) for row in rows]
     monkeypatch.setattr(replay, "contracts", lambda tree: found)
     out = tmp_path / "replay.json"
     assert main(replay, repo, "HEAD", "--train", "--out", str(out)) == 0
@@ -174,10 +176,10 @@ def test_a_training_that_differs_has_started(
     assert "packed: 1 of 1 start" in told and "packed, trained: 0 of 1 as one rank" in told
     assert "hybrid: 0 of 1 start" in told
     (entry,) = json.loads(out.read_text())["commits"].values()
-    assert entry["unknown"] == ["a:g", "a:h"] and entry["broken"] == {"a:h": "h has no parameter x"}
+    assert entry["broken"] == {"a:h": "h has no parameter x"}
     assert entry["name"] == "HEAD"
     head, row = told.split("\n\n")[1].splitlines()
-    assert head.split()[-2:] == ["unknown", "broken"] and row.split()[-2:] == ["2", "1"]
+    assert head.split()[-1] == "broken" and row.split()[-1] == "1"
 
 
 def test_commits_by_name_are_ordered_by_date(replay: ModuleType, repo: Path) -> None:
@@ -285,3 +287,33 @@ def test_the_file_of_a_case_names_no_megatron(replay: ModuleType) -> None:
     code = "import sys, replay_case; print([m for m in sys.modules if m.startswith(('megatron', 'torch'))])"
     done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+RAISES = "    if mpu.get_context_parallel_world_size() > 1:\n        raise RuntimeError('planted')\n"
+LATER = "    if get_args().curr_iteration == 1:\n        output = output * mpu.get_context_parallel_world_size()\n"
+BY_PLACE = "    output = output * torch.arange(output.size(1))\n"
+
+
+@slow
+@pytest.mark.parametrize(
+    ("planted", "kind", "state"),
+    [
+        ("", "start", "passed"),
+        (RAISES, "start", "failed"),
+        (BY_PLACE, "start", "refused"),
+        (RAISES, "train", "failed"),
+        (LATER, "start", "passed"),
+        (LATER, "train", "differs"),
+    ],
+)
+def test_a_planted_break_is_found(replay: ModuleType, tmp_path: Path, planted: str, kind: str, state: str) -> None:
+    """In a script that trains the installed Megatron."""
+    found = find_spec("megatron.core")
+    assert found is not None and found.origin is not None
+    (tmp_path / "megatron").symlink_to(Path(found.origin).parents[1])
+    end = "    return output, partial("
+    text = (FOLDER / "stock_gpt.py").read_text()
+    assert text.count(end) == 1
+    (tmp_path / "pretrain_gpt.py").write_text(text.replace(end, planted + end))
+    result = replay.run(tmp_path, "gpt", kind)
+    assert result["state"] == state, result

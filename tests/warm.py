@@ -29,10 +29,10 @@ def before_forking() -> None:
     """Import what a training imports late, read sources once, and make Megatron's mock data smaller.
 
     Megatron takes the help of its flags from its own source, 42 times in the start of a rank and a third of its time;
-    the plugin compares the source of what it replaces, and looks for who holds it, for which every library beside
-    Megatron is passed over here. Shuffling the mock data, 100,000 documents of which a test reads a few, took a fifth
-    of the rest; all flags are parsed once more to look for a single one. All of this holds for this process and those
-    that are forked from it. To be called in CPU mode where there is no GPU.
+    the plugin looks for who holds what it replaces, for which every library beside Megatron is passed over here.
+    Shuffling the mock data, 100,000 documents of which a test reads a few, took a fifth of the rest; all flags are
+    parsed once more to look for a single one. All of this holds for this process and those that are forked from it. To
+    be called in CPU mode where there is no GPU.
     """
     with warnings.catch_warnings(action="ignore"):  # an experimental part of Megatron, which it imports in any case
         for module in ("megatron.core.models.mimo", "megatron.core.tokenizers.text.libraries", "torch._dynamo"):
@@ -42,9 +42,7 @@ def before_forking() -> None:
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
-    from cp_plugin.megatron import compat
-    from cp_plugin.megatron.patches import patching, source
-    from cp_plugin.megatron.patches.table import ALWAYS, PROVIDER
+    from cp_plugin.megatron.patches import patching
 
     read, known = ArgumentGroupFactory._get_field_docstrings, {}
 
@@ -58,10 +56,6 @@ def before_forking() -> None:
     ft_integration.setup = lambda: tolerate_faults() if "--enable-ft-package" in sys.argv else None
     MockGPTLowLevelDataset.size = 1000
     patching._WITHOUT_MEGATRON |= BESIDE_MEGATRON
-    source.of_object = functools.cache(source.of_object)
-    for patch in (*ALWAYS, *PROVIDER):
-        if not patch.in_file and compat.has(patch.target):
-            source.of_object(patching.original(patch.target))
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 

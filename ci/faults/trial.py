@@ -76,9 +76,9 @@ def preload() -> None:
 
     torch.set_num_threads(1)
     sys.path.append(str(Path(__file__).parents[1] / "parity"))
-    from sides import read_sources_once
+    from sides import read_no_sources
 
-    read_sources_once()
+    read_no_sources()
     gc.collect()
     gc.freeze()  # collections in trials must not copy these pages
 

@@ -106,7 +106,7 @@ def preload() -> None:
     import sides
 
     if not sides.preload():
-        sides.read_sources_once()
+        sides.read_no_sources()
     import cp_plugin.megatron.models.gpt  # noqa: F401
 
 

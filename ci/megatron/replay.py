@@ -115,8 +115,7 @@ def examine(repo: Path, commit: str, kinds: Sequence[str], helper: Path | None) 
     """What a commit is, and what the plugin does on it.
 
     Returns:
-        version, date, subject; unknown: symbols whose source the plugin does not know; broken: those whose contract
-        does not hold -> why;
+        version, date, subject; broken: symbols whose contract does not hold -> why;
         start and train: case -> ``replay_case.Result``, for the models that the commit has; none for a version
         outside the supported range.
     """
@@ -135,8 +134,7 @@ def examine(repo: Path, commit: str, kinds: Sequence[str], helper: Path | None) 
         if "train" in kinds:
             entry["train"] = trained
         found = contracts(tree)
-    entry["unknown"] = sorted(row["symbol"] for row in found if row["state"] in ("checked", "broken"))
-    entry["broken"] = {row["symbol"]: row["message"] for row in found if row["state"] == "broken"}
+    entry["broken"] = {row["symbol"]: row["broken"] for row in found if row["state"] == "broken"}
     return entry
 
 
@@ -175,21 +173,11 @@ def started(trained: Entry) -> Entry:
 
 
 def contracts(tree: Path) -> list[Entry]:
-    """Symbol, state and message of every contract with this tree that does not go by a known source.
-
-    States as of ``cp-plugin doctor --megatron``: checked, absent, broken.
-    """
+    """What ``cp-plugin doctor --megatron`` finds of every symbol in this tree."""
     try:
-        found = doctor_megatron.examine(str(tree), [])
+        return list(doctor_megatron.examine(str(tree), [])["symbols"])
     except ValueError as error:
-        return [{"symbol": "", "state": "unsupported", "message": str(error)}]
-    rows = [row for row in found["symbols"] if row["state"] != "known"]
-    return [{"symbol": row["symbol"], "state": row["state"], "message": _in_short(row["broken"])} for row in rows]
-
-
-def _in_short(message: str) -> str:
-    """Without the diff, which has lines of Megatron's source."""
-    return message.partition("\n     --- ")[0]
+        return [{"symbol": "", "state": "unsupported", "broken": str(error)}]
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -263,12 +251,12 @@ def table(known: dict[str, Entry], kinds: Sequence[str]) -> str:
     """All commits, how many of them start and train, and each message with the commits and cases that it ended."""
     columns = [(kind, name) for kind in kinds for name, case in CASES.items() if kind == "start" or case.trained]
     titles = [name if kind == "start" else f"{name}, trained" for kind, name in columns]
-    rows = [["commit", "date", "version", *titles, "unknown", "broken"]]
+    rows = [["commit", "date", "version", *titles, "broken"]]
     messages: dict[str, dict[str, list[str]]] = {}
     for commit, entry in known.items():
         broken = len(entry["broken"])
         cells = [_cell(entry[kind].get(name)) for kind, name in columns]
-        rows.append([commit[:10], entry["date"], entry["version"], *cells, str(len(entry["unknown"])), str(broken)])
+        rows.append([commit[:10], entry["date"], entry["version"], *cells, str(broken)])
         for kind, name in columns:
             result = entry[kind].get(name)
             if result is not None and result["state"] != "passed":

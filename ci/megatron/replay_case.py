@@ -127,9 +127,12 @@ def run(tree: Path, name: str, what: str) -> Result:
     def ranks(number: int, flags: str) -> list[Any] | Result:
         words = f"{MODEL} {flags}".split()
         try:
-            return run_ranks(_rank, number, args=(script, words, what == "start"), timeout=TIMEOUT_S)
+            records = run_ranks(_rank, number, args=(script, words, what == "start"), timeout=TIMEOUT_S)
         except RankError as error:
             return _ended(error.traceback)
+        if None in records:
+            return Result(state="failed", message="a rank left the training early")
+        return records
 
     got = ranks(2, f"{flags} {DIVIDED}")
     if isinstance(got, Result):
@@ -155,8 +158,17 @@ def _rank(script: Path, words: list[str], once: bool) -> Any:
         _stop_after_a_step()
     sys.argv = [str(script), *words]
     sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except _SteppedError:
+        return record
+    if not record.losses and once:
+        raise RuntimeError("the training ended without a step")
     return record
+
+
+class _SteppedError(BaseException):
+    """Ends a training after a whole step of Megatron's loop, with the optimizer's."""
 
 
 def _stop_after_a_step() -> None:
@@ -166,7 +178,7 @@ def _stop_after_a_step() -> None:
 
     def one_step(*args: Any, **named: Any) -> None:
         step(*args, **named)
-        sys.exit(0)
+        raise _SteppedError
 
     training.train_step = one_step
 

@@ -13,8 +13,6 @@ script: ``cp_plugin.megatron.models.gpt``, a loop over Megatron's own functions,
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import importlib
 import os
 import runpy
@@ -54,26 +52,15 @@ def preload() -> bool:
         cpu.activate()
         import torch._dynamo  # noqa: F401  (every rank's first step would import it)
 
-        read_sources_once()
+        read_no_sources()
     return on_cpu
 
 
-def read_sources_once() -> None:
-    """Cache sources before forking: reading them takes half of a rank's time.
-
-    Megatron reads its sources for help texts of flags, the plugin for fingerprints of what it replaces.
-    """
+def read_no_sources() -> None:
+    """Leave out help texts of flags, for which each rank of Megatron would read its sources."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    from cp_plugin.megatron.patches import patching, source
-    from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
-
     ArgumentGroupFactory._get_field_docstrings = lambda self, source: {}
-    source.of_object = functools.cache(source.of_object)
-    here = patching.megatron_version()
-    for target in (t for t, known in FINGERPRINTS.items() if any(here in versions for versions in known.values())):
-        with contextlib.suppress(TypeError):  # Transformer Engine is not installed
-            source.of_object(patching.original(target))
 
 
 def train(training: Training, script: str | None = None, log: Path | None = None) -> Record:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cp_plugin.cli.terminal import print_lines, print_table, print_verdict
 
-_STYLES = {"broken": "red", "checked": "yellow", "absent": "dim", "known": ""}
+_STYLES = {"broken": "red", "absent": "dim", "checked": ""}
 
 
 def examine(folder: str, words: Sequence[str]) -> dict[str, Any]:
@@ -49,8 +49,7 @@ def show(console: Console, found: dict[str, Any], folder: str) -> None:
     print_table(console, title, ("state", "contract", "symbol", "what for"), rows)
     counts = Counter(one["state"] for one in found["symbols"])
     for state, meaning in (
-        ("known", "source identical to one compared when this cp_plugin was released"),
-        ("checked", "source differs, but everything the plugin relies on was tested and still holds"),
+        ("checked", "what the plugin relies on is there"),
         ("absent", "not in this version, and not needed"),
     ):
         if counts[state]:

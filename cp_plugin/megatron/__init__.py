@@ -30,9 +30,7 @@ def activate(argv: Sequence[str] | None = None) -> None:
         cpu.activate()
     from cp_plugin.megatron import native
     from cp_plugin.megatron.patches import patching
-    from cp_plugin.megatron.state import STATE
 
-    STATE.strict = peek(words, "--cp-unknown-source") == "stop"
     patching.install(native.start_up())
 
 

@@ -1,7 +1,6 @@
 """Differences between the supported versions of Megatron-Core; the only file that branches on the version.
 
-Each difference is a function, to be deleted with the last version that needs it. ``patches.fingerprints`` has the
-sources of the replaced functions in each version.
+Each difference is a function, to be deleted with the last version that needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from cp_plugin.common.versions import MEGATRON_RANGE, version_tuple
 
 if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
     from torch import Tensor
 
 MOVED: Mapping[str, tuple[str, ...]] = {
@@ -108,16 +106,6 @@ def megatron_version() -> str:
     return package_info.__version__.partition("+")[0]
 
 
-def counts_end_of_document(version: str) -> bool:
-    """Since 0.18 the null tokenizer's ``--vocab-size`` includes the end-of-document token."""
-    return version_tuple(version) >= (0, 18)
-
-
-def has_hybrid_models(version: str) -> bool:
-    """``HybridModel`` has its name since 0.18."""
-    return version_tuple(version) >= (0, 18)
-
-
 def delta_net_takes_exchange() -> bool:
     """Since 0.19 gated delta net has the parameter ``cp_comm_type``, which its layer always passes if it is set."""
     _, layer = find("megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet")
@@ -175,25 +163,6 @@ def logged_of_experts(name: str) -> Tensor | None:
         entry = moe_utils.get_moe_metrics_tracker().metrics.get(name)
         return None if entry is None else entry.values
     return moe_utils.get_moe_layer_wise_logging_tracker().get(name, {}).get("values")
-
-
-def roll(
-    roll_tensor: Callable[..., Any], tensor: Tensor, group: Any, packed: PackedSeqParams | None
-) -> tuple[Tensor, Tensor]:
-    """Next tokens, and their sum; the dev branch's ``roll_tensor`` takes several tensors and returns no sums."""
-    given = {"shifts": -1, "dims": -1, "cp_group": group, "packed_seq_params": packed}
-    if "tensors" not in inspect.signature(roll_tensor).parameters:
-        rolled, total = roll_tensor(tensor, **given)
-        return rolled, total
-    (rolled,) = roll_tensor([tensor], **given)
-    return rolled, rolled.sum()
-
-
-def inference_mode() -> Any | None:
-    """``InferenceMode``, which models query since 0.18; None before."""
-    from megatron.core.inference import utils
-
-    return getattr(utils, "InferenceMode", None)
 
 
 def extensions() -> Sequence[ModuleType]:

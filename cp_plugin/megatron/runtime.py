@@ -24,8 +24,8 @@ from cp_plugin.placement.layouts import get_layout
 def configure(settings: Settings, model: Model | None = None) -> None:
     """Set the settings and the model, and reset the state of an earlier run."""
     STATE.settings, STATE.model, STATE.batch_sliced = settings, model, False
-    STATE.documents_expected = STATE.loss_checked = False
-    STATE.last_pack = STATE.compared = STATE.slices = STATE.first_batch = None
+    STATE.documents_expected = False
+    STATE.compared = STATE.slices = STATE.first_batch = None
     STATE.complete = lambda _: None
     STATE.placed.clear()
     STATE.by_ranks.clear()
@@ -80,8 +80,6 @@ def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None =
     Raises:
         ValueError: if there is none for these ranks.
     """
-    if STATE.probed is not None:
-        return STATE.probed()
     if group is None:
         group = parallel_state.get_context_parallel_group()
     found = STATE.by_ranks.get(_key(group))

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Watch
 from cp_plugin.comm.alarm import Alarm
-from cp_plugin.core.layout import Layout
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.methods.protocol import Kind
@@ -57,13 +56,6 @@ class Model:
         return self.problem.seq_length - self.padding
 
 
-class Pack(NamedTuple):
-    """The documents of a micro-batch."""
-
-    layout: Layout
-    bounds: torch.Tensor  # first tokens of the documents, and the end: int64, on the CPU
-
-
 class BatchWatch(Protocol):
     """Is told each micro-batch, and its loss: ``selfcheck.slices``."""
 
@@ -83,8 +75,6 @@ class State:
     alone: dict[Kind, ContextParallel] = field(default_factory=dict)  # for groups of one rank
     batch_sliced: bool = False  # whether a batch was sliced in the layout
     documents_expected: bool = False  # whether every attention call must have packed documents
-    loss_checked: bool = False
-    """Whether the weights of tokens in the script's loss were compared over the ranks."""
     first_batch: Callable[[Mapping[str, Any], dist.ProcessGroup | None], None] | None = None
     """Compares the first batch between the ranks."""
     unchecked: tuple[Any, Any] | None = None
@@ -97,18 +87,11 @@ class State:
     """Installs the patches that these models need though no flag says so."""
     placed: deque[int] = field(default_factory=partial(deque, maxlen=4096))
     """Hashes of the lengths of documents by which batches were sliced in training (``--cp-layout documents``)."""
-    last_pack: Pack | None = None  # the pack of the last softmax attention call
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's
     replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})
     """Target of a patch -> places where it was replaced."""
-    strict: bool = False
-    """Whether an unknown source stops the run (``--cp-unknown-source stop``)."""
-    unknown: list[str] = field(default_factory=list)
-    """Replaced symbols of unknown source, whose contracts hold."""
     refused: dict[str, str] = field(default_factory=dict)
     """Symbol that is not replaced, since its contract is broken -> why; an error where a script needs it."""
-    probed: Callable[[], ContextParallel] | None = None
-    """While a probe runs: what answers for every process group."""
     leave_cpu: contextlib.ExitStack | None = None  # undoes CPU mode while it is on
     alarm: Alarm | None = None  # exchanges failure reports with the other ranks
     messages: Watch = field(default_factory=Watch)  # messages of the plugin that this rank waits for

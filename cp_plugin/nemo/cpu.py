@@ -65,7 +65,6 @@ WARM_UP = Patch(
     cpu.no_warm_up,
     "a warm-up that draws random numbers before the weights",
     wraps(),
-    known={"2466f8d972ce4e2b": ("0.6.2",)},
     package="megatron-bridge",
 )
 TE_ATTENTION = Patch(
@@ -74,7 +73,6 @@ TE_ATTENTION = Patch(
     "Bridge's rebinding of process groups asks which modules are of this class",
     wraps(),
     only_in="megatron.core.extensions.transformer_engine",
-    in_file=True,
 )
 
 

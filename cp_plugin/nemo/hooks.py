@@ -30,7 +30,7 @@ from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.patching import Call, Patch, around
 from cp_plugin.megatron.rules import checks
-from cp_plugin.megatron.selfcheck import audit, recheck
+from cp_plugin.megatron.selfcheck import audit, recheck, step
 from cp_plugin.megatron.selfcheck import first_batch as selfcheck
 from cp_plugin.megatron.state import STATE
 from cp_plugin.nemo import arguments, cpu, refusals
@@ -128,7 +128,7 @@ def _setup(call: Call) -> Any:
         audit.run(result.model)
         if settings.selfcheck:
             selfcheck.run(result.model)
-            STATE.unchecked = result.optimizer, result.scheduler
+            step.expect(result.optimizer, result.scheduler)
         recheck.watch(result.model, lambda: state.train_state.step)
     return result
 
@@ -156,21 +156,19 @@ def _install_pg_collection(call: Call) -> None:
 
 
 BRIDGE = tuple(
-    Patch(target, make, reason, contract, known={known: ("0.6.2",)}, package="megatron-bridge")
-    for target, make, reason, contract, known in (
+    Patch(target, make, reason, contract, package="megatron-bridge")
+    for target, make, reason, contract in (
         (
             "megatron.bridge.training.setup:setup",
             _setup,
             "audit and self-check of the model",
             wraps("state"),
-            "76a61c05fc1e2c30",
         ),
         (
             "megatron.bridge.training.eval_context_parallel_rebinding:install_pg_collection",
             _install_pg_collection,
             "process groups of an evaluation",
             wraps("target"),
-            "579c1f7d8d923e9d",
         ),
     )
 )

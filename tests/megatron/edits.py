@@ -18,6 +18,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+SCRIPT = "script"
 FILE = Path(__file__).with_name("edits.toml")
 
 
@@ -25,9 +26,10 @@ FILE = Path(__file__).with_name("edits.toml")
 class Change:
     """One text of a file, and what stands there instead."""
 
-    file: str  # under megatron/
+    file: str  # under megatron/; "script": the plugin's own, in place of a user's
     old: str
     new: str
+    everywhere: bool = False  # a name that is changed wherever it occurs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Edit:
     changes: tuple[Change, ...]
     flags: str  # of a run that it matters to
     found: str  # pattern of the refusal; empty: it is harmless
+    of_itself: bool  # whether it changes losses, with the self-check and without
 
 
 def read() -> list[Edit]:
@@ -47,14 +50,22 @@ def read() -> list[Edit]:
     edits = []
     for kind in ("harmless", "harmful"):
         for entry in entries.get(kind, ()):
-            parts = [{name: entry.pop(name) for name in ("file", "old", "new")}, *entry.pop("also", ())]
+            names = ("file", "old", "new", "everywhere")
+            parts = [{name: entry.pop(name) for name in names if name in entry}, *entry.pop("also", ())]
             changes = tuple(Change(**part) for part in parts)
             edits.append(_edit(changes, runs, **entry))
     return edits
 
 
-def _edit(changes: tuple[Change, ...], runs: dict[str, str], name: str, run: str = "gpt", found: str = "") -> Edit:
-    return Edit(name, changes, runs[run], found)
+def _edit(
+    changes: tuple[Change, ...],
+    runs: dict[str, str],
+    name: str,
+    run: str = "gpt",
+    found: str = "",
+    of_itself: bool = False,
+) -> Edit:
+    return Edit(name, changes, runs[run], found, of_itself)
 
 
 def texts(edit: Edit, root: Path) -> dict[str, tuple[str, str]]:
@@ -68,9 +79,10 @@ def texts(edit: Edit, root: Path) -> dict[str, tuple[str, str]]:
     """
     found: dict[str, tuple[str, str]] = {}
     for change in edit.changes:
-        old = (root / change.file).read_text(encoding="utf-8")
+        file = Path(str(_module(SCRIPT).__file__)) if change.file == SCRIPT else root / change.file
+        old = file.read_text(encoding="utf-8")
         old, new = found.get(change.file, (old, old))
-        if (times := new.count(change.old)) != 1:
+        if (times := new.count(change.old)) != 1 and not (change.everywhere and times):
             raise ValueError(f"{edit.name}: {change.file} has {change.old!r} {times} times, needed exactly once")
         found[change.file] = old, new.replace(change.old, change.new)
     return found
@@ -85,7 +97,7 @@ def apply(edit: Edit, folder: Path) -> None:
         path = folder / "megatron" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(new, encoding="utf-8")
-        _take(importlib.import_module("megatron." + file.removesuffix(".py").replace("/", ".")), old, new, path)
+        _take(_module(file), old, new, path)
 
 
 def copy(edit: Edit, folder: Path) -> None:
@@ -107,6 +119,11 @@ def copy(edit: Edit, folder: Path) -> None:
 def installed() -> Path:
     """The ``megatron`` package of this process."""
     return Path(str(sys.modules["megatron.core"].__file__)).parents[1]
+
+
+def _module(file: str) -> ModuleType:
+    name = "cp_plugin.megatron.models.gpt" if file == SCRIPT else f"megatron.{file.removesuffix('.py')}"
+    return importlib.import_module(name.replace("/", "."))
 
 
 def _take(module: ModuleType, old: str, new: str, path: Path) -> None:
@@ -131,6 +148,10 @@ def _take(module: ModuleType, old: str, new: str, path: Path) -> None:
         pairs = zip(names, keywords, strict=True)
         function.__kwdefaults__ = {key: _value(one, module) for key, one in pairs if one is not None} or None
         changed += 1
+    for name in after.keys() - before.keys():
+        owner, _, method = name.rpartition(".")
+        if owner and method not in vars(vars(module)[owner]):
+            setattr(vars(module)[owner], method, FunctionType(codes[name], vars(module)))
     assert changed or after.keys() - before.keys(), f"{path}: this edit changes no function"
     module.__file__ = str(path)
 

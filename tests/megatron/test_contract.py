@@ -18,7 +18,6 @@ from torch import Tensor
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.compat import megatron_version
-from cp_plugin.megatron.patches.loss import _wrong_report, _wrong_weights
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -94,45 +93,46 @@ def _over_all(x: Tensor) -> Tensor:
     return x
 
 
+def _ranks() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_world_size()
+
+
 def _pair(total: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack([total.detach(), tokens.to(total.dtype)])
 
 
 WRONG = {
-    "a mean": (lambda total, tokens, report: (total / tokens, tokens, report), "returns a mean instead", CONTIGUOUS),
-    "a mean over the tokens of all ranks": (
-        lambda total, tokens, report: (total / _over_all(tokens), tokens, report),
-        "returns a mean instead",
-        CONTIGUOUS,
-    ),
+    "a mean": (lambda total, tokens, report: (total / tokens, tokens, report), "the gradient of", CONTIGUOUS),
     "a count of all ranks": (
         lambda total, tokens, report: (total, _over_all(tokens), report),
-        "counts all ranks' tokens on every rank: 256 together, of 128",
+        "the gradient of",
         ZIGZAG,
     ),
     "a sum over all ranks": (
-        lambda total, tokens, report: (2 * total, tokens, report),
-        "sums all ranks' losses on every rank: 256 together, of 128",
+        lambda total, tokens, report: (_ranks() * total, tokens, report),
+        "the gradient of",
         ZIGZAG,
     ),
     "two parts, a mean of this rank": (
         lambda total, tokens, report: (total / tokens, report),
-        "returns two parts, with the mean over this rank's own tokens",
+        "the gradient of",
         ZIGZAG,
     ),
     "a report of all ranks' sum": (
         lambda total, tokens, report: (total, tokens, {"lm loss": _pair(_over_all(total), tokens)}),
-        "reports 'lm loss' as the sum over all ranks with this rank's own count: 2 times the loss",
+        "'lm loss': .* instead of",
         CONTIGUOUS,
     ),
     "a report of all ranks' count": (
         lambda total, tokens, report: (total, tokens, report | {"loss": _pair(total, _over_all(tokens))}),
-        "reports 'loss' as this rank's own sum with the count of all ranks: 1/2 of the loss",
+        "'loss': .* instead of",
         CONTIGUOUS,
     ),
     "a report of this rank": (
         lambda total, tokens, report: (total, tokens, {"lm loss": total.detach() / tokens}),
-        "reports 'lm loss' as one number, of this rank's tokens alone",
+        "'lm loss': .* instead of",
         ZIGZAG,
     ),
 }
@@ -143,7 +143,7 @@ WRONG = {
 def test_bridge_2055_verl_6609_other_counts_are_refused(name: str) -> None:
     """Losses were too large, or too small, by the number of ranks."""
     make, says, provider = WRONG[name]
-    with pytest.raises(RankError, match=f"the loss function of this script {says}"):
+    with pytest.raises(RankError, match=f"differs from the step on one rank. rank .*: {says}"):
         train(2, f"--context-parallel-size 2 {provider}", prepare=_loss(make))
 
 
@@ -151,57 +151,6 @@ def test_megatron_673_two_parts_over_the_tokens_of_all_ranks() -> None:
     """As Megatron's own scripts returned it: scaled by the number of ranks, and then averaged over them."""
     right = _loss(lambda total, tokens, report: (total / _over_all(tokens), report))
     check("", ZIGZAG, cp=2, steps=1, prepare=right, alone=right)
-
-
-@pytest.mark.parametrize(
-    ("weights", "counts", "says"),
-    [
-        ([64.0, 64.0], [64.0, 64.0], ""),
-        ([40.0, 0.0], [40.0, 0.0], ""),
-        ([0.0, 0.0], [0.0, 0.0], ""),
-        ([0.0, 0.0], [64.0, 64.0], ""),  # a loss of logits
-        ([33.1, -7.0], [64.0, 64.0], ""),  # of something else than tokens
-        ([1.0, 1.0], [1.0, 1.0], ""),
-        ([1.0, 0.0], [40.0, 0.0], "a mean"),
-        ([0.25, 0.75], [16.0, 48.0], "a mean"),
-        ([0.25, 0.75], None, ""),
-        ([1.0, 0.0], None, ""),  # cannot be told apart
-        ([1.0, 1.0, 0.0], None, "this rank's own tokens"),
-        ([64.0, 32.0], [96.0, 96.0], "all ranks' tokens"),
-    ],
-)
-def test_weights_of_tokens(weights: list[float], counts: list[float] | None, says: str) -> None:
-    found = _wrong_weights(weights, counts)
-    assert says in found and bool(says) == bool(found)
-
-
-@pytest.mark.parametrize(
-    ("losses", "counts", "report", "says"),
-    [
-        ([8.0, 2.0], [4.0, 1.0], ([8.0, 2.0], [4.0, 1.0]), ""),
-        ([8.0, 2.0], [4.0, 1.0], ([10.0, 10.0], [5.0, 5.0]), ""),  # both over all ranks
-        ([8.0, 8.0], [4.0, 4.0], ([8.0, 8.0], [4.0, 4.0]), ""),
-        ([8.0, 0.0], [4.0, 0.0], ([8.0, 0.0], [4.0, 0.0]), ""),
-        ([8.0, 3.0], [4.0, 1.0], ([10.0, 2.0], [4.0, 4.0]), ""),  # something else
-        ([8.0, 3.0], [4.0, 1.0], ([0.4, 0.1], None), ""),
-        ([8.0, 3.0], [4.0, 1.0], ([2.2, 2.2], None), ""),  # averaged by the script
-        ([8.0, 8.0], [4.0, 4.0], ([2.0, 2.0], None), ""),
-        ([0.0, 0.0], [0.0, 0.0], ([0.0, 0.0], [0.0, 0.0]), ""),
-        ([1.5, 0.5], None, ([6.0, 2.0], [2.0, 2.0]), ""),
-        ([8.0, 3.0], [4.0, 1.0], ([11.0, 11.0], [4.0, 1.0]), "2 times the loss"),
-        ([8.0, 0.0], [4.0, 0.0], ([8.0, 8.0], [4.0, 0.0]), "2 times the loss"),
-        ([8.0, 3.0], [4.0, 1.0], ([8.0, 3.0], [5.0, 5.0]), "1/2 of the loss"),
-        ([8.0, 3.0], [4.0, 1.0], ([2.0, 3.0], [1.0, 1.0]), "2.5 for 2.2"),
-        ([8.0, 3.0], [4.0, 1.0], ([2.0, 3.0], None), "of this rank's tokens alone"),
-        ([1.5, 0.5], None, ([8.0, 8.0], [2.0, 2.0]), "2 times the loss"),
-        ([1.5, 0.5], None, ([1.5, 0.5], None), "of this rank's tokens alone"),
-    ],
-)
-def test_reports(
-    losses: list[float], counts: list[float] | None, report: tuple[list[float], list[float] | None], says: str
-) -> None:
-    found = _wrong_report(losses, counts, *report)
-    assert says in found and bool(says) == bool(found)
 
 
 def _fine_tuning_validates(file: Path) -> None:

@@ -4,11 +4,16 @@ and ``process_mtp_loss`` counts tokens by the sum of the mask. Stand-ins with th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm.threads import ThreadMesh, run_threads
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -64,50 +69,89 @@ def _loss(
     return hidden
 
 
+@dataclass
+class Group:
+    """Stands in for a process group."""
+
+    cp: ContextParallel | None = None
+
+    def rank(self) -> int:
+        return 0 if self.cp is None else self.cp.mesh.index
+
+    def size(self) -> int:
+        return 1 if self.cp is None else self.cp.size
+
+    def rows(self, x: Tensor, dim: int = 1) -> Tensor:
+        return x if self.cp is None else self.cp.shard(x, dim)
+
+
+def _on_two_ranks(call: Callable[[Group], Tensor]) -> list[Tensor]:
+    def rank(mesh: ThreadMesh) -> Tensor:
+        return call(Group(ContextParallel("ring", mesh=mesh, layout="zigzag")))
+
+    return run_threads(rank, {"cp": 2})
+
+
 @pytest.fixture
-def of_dev(adapter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def roll(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The replaced function, in Megatron's module, too."""
     from megatron.core.transformer import multi_token_prediction
 
-    monkeypatch.setattr(multi_token_prediction, "roll_tensor", _roll_several)
+    from cp_plugin.megatron.patches import mtp
+
+    replaced = mtp.replace_roll_tensor(_roll_several)
+    monkeypatch.setattr(mtp, "_context_parallel", lambda group: group.cp)
+    monkeypatch.setattr(multi_token_prediction, "roll_tensor", replaced)
+    return replaced
 
 
-def test_both_contracts_hold(of_dev: None) -> None:
-    from cp_plugin.megatron.patches import mtp, probes
-    from cp_plugin.megatron.patches.table import PROVIDER
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gradients_of_two_ranks_are_those_of_one(roll: Callable[..., Any], per_token: bool) -> None:
+    """Averaged, or summed, as Megatron does."""
+    from cp_plugin.megatron.patches import mtp
 
-    for function, make, probe in (
-        (_roll_several, mtp.replace_roll_tensor, probes.roll),
-        (_loss, mtp.replace_process_mtp_loss, probes.mtp_loss),
-    ):
-        (patch,) = [patch for patch in PROVIDER if patch.make is make]
-        assert patch.contract.probe is probe
-        assert patch.contract.broken(function, make(function)) is None
+    labels, mask = torch.arange(1, 17).unsqueeze(0), torch.ones(1, 16)
+    mask[:, 2:5] = 0  # unevenly on the ranks
+    hidden = torch.randn(3, 16, 1, 1, generator=torch.Generator().manual_seed(0))
+    config = SimpleNamespace(mtp_num_layers=2, calculate_per_token_loss=per_token)
+
+    def gradient(group: Group) -> Tensor:
+        leaf = torch.cat([group.rows(part, 0) for part in hidden]).requires_grad_()
+        out = mtp.replace_process_mtp_loss(_loss)(
+            leaf,
+            group.rows(labels),
+            group.rows(mask),
+            lambda states: (states, None),
+            None,
+            None,
+            False,
+            lambda of, logits: of * logits[..., 0].transpose(0, 1),
+            config,
+            cp_group=group,
+        )
+        (found,) = torch.autograd.grad(out.sum(), leaf)
+        return found.view(3, -1)[1:]  # the main loss's own is on every rank
+
+    want = gradient(Group())
+    for number, got in enumerate(_on_two_ranks(gradient)):
+        rows = want.unflatten(1, (4, 4))[:, [number, 3 - number]].flatten(1)
+        torch.testing.assert_close(got / (1 if per_token else 2), rows)
 
 
-def test_a_loss_that_counts_its_own_tokens_is_found(of_dev: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron.patches import mtp, probes
-
-    monkeypatch.setattr(mtp, "_counted", lambda mask, count, following: mask)
-    assert "gradients of the predicted tokens" in probes.mtp_loss(_loss, mtp.replace_process_mtp_loss(_loss))
-
-
-def test_several_tensors_are_rolled_at_once_and_filled() -> None:
+def test_several_tensors_are_rolled_at_once_and_filled(roll: Callable[..., Any]) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from cp_plugin.megatron.patches import mtp, stock
-
-    roll, tokens = mtp.replace_roll_tensor(_roll_several), torch.arange(16).unsqueeze(0)
+    tokens = torch.arange(16).unsqueeze(0)
     ends = torch.tensor([0, 5, 16], dtype=torch.int32)
     pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
-    order = [0, 1, 2, 3, 12, 13, 14, 15, 4, 5, 6, 7, 8, 9, 10, 11]  # rank 0's tokens, then rank 1's
     for packed in (None, pack):
-        given = {"packed_seq_params": packed, "fill_values": [0, True]}
-        want = [x[:, order] for x in roll([tokens, tokens > 8], cp_group=stock.Group(), **given)]
 
-        def on_rank(group: Any, given: dict[str, Any] = given) -> list[Tensor]:
-            mine = tokens[:, order].chunk(2, 1)[group.rank()]
-            return roll([mine, mine > 8], cp_group=group, **given)
+        def rolled(group: Group, packed: Any = packed) -> list[Tensor]:
+            mine = group.rows(tokens)
+            return roll([mine, mine > 8], cp_group=group, packed_seq_params=packed, fill_values=[0, True])
 
-        got = [torch.cat(parts, 1) for parts in zip(*stock.on_ranks(on_rank, 2), strict=True)]
-        assert [x.dtype for x in got] == [torch.int64, torch.bool]
-        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+        want = rolled(Group())
+        for number, got in enumerate(_on_two_ranks(rolled)):
+            assert [x.dtype for x in got] == [torch.int64, torch.bool]
+            rows = [x.unflatten(1, (4, 4))[:, [number, 3 - number]].flatten(1) for x in want]
+            assert all(torch.equal(x, y) for x, y in zip(got, rows, strict=True))

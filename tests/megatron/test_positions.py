@@ -73,5 +73,5 @@ def _zigzag_angles() -> None:
 
 def test_multimodal_angles_of_another_layout_are_noticed() -> None:
     """Planted fault."""
-    with pytest.raises(RankError, match="rope differs; out is off by"):
+    with pytest.raises(RankError, match="differs from the step on one rank"):
         train(2, f"{MULTIMODAL} {STRIPED}", prepare=_zigzag_angles)

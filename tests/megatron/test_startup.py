@@ -41,7 +41,9 @@ def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert rows["groups: cp (2 ranks)"] == "0 1"
     assert "| 2 3 " in text
     assert rows["self-check"] == "once, before training"
-    assert text.count("cp_plugin: self-check passed: batch") == text.count("cp_plugin: self-check passed: a step") == 1
+    assert (
+        text.count("cp_plugin: self-check passed: attention") == text.count("cp_plugin: self-check passed: a step") == 1
+    )
     (said,) = (value for name, value in rows.items() if name.startswith("replaced in megatron-core"))
     assert re.fullmatch(r"\d\d functions; --cp-verbose lists them", said)
     assert not any(target in text for target in REPLACED)

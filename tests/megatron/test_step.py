@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import state_space_kernels
 import torch
-from harness import Record, train
+import torch.distributed as dist
+from harness import MODEL, Record, train
 from nightly import one_case
 from torch import Tensor
 
+from cp_plugin.common.versions import version_tuple
+from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
 CP = "--context-parallel-size 2 --cp-provider striped"
+STOCK = "--context-parallel-size 2 --cp-provider upstream --cp-selfcheck once"
 RUNS = {
     "dropout": f"{CP} --hidden-dropout 0.1",
     "biased experts": f"{CP} --num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
@@ -98,22 +104,90 @@ def _fail_in_trial(batch: dict[str, Tensor]) -> None:
 
 
 def test_a_step_that_cannot_be_run_is_reported_and_the_run_starts(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankError, match="--cp-selfcheck strict: the check of a training step could not be run: KeyErr"):
+        train(2, f"{CP} --cp-selfcheck strict", prepare=_after_slicing(_fail_in_trial))
     got = train(2, CP, prepare=_after_slicing(_fail_in_trial))
     assert "the check of a training step could not be run: KeyError: 'a name of this fork'" in capfd.readouterr().out
     assert [record.losses for record in got] == [record.losses for record in _unchecked(CP)]
 
 
-def test_a_gradient_times_the_number_of_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron import runtime
+def test_another_learning_rate_on_one_rank_is_found_after_the_first_step() -> None:
+    with pytest.raises(RankError, match=r"the first step left .* and .* other weights different on ranks that hold"):
+        train(2, f"{CP} --optimizer adam", steps=2, prepare=_faster_on_one_rank)
+
+
+def _faster_on_one_rank() -> None:
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    step = FP32Optimizer.step_with_ready_grads
+
+    def faster(self: Any) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 1 + dist.get_rank()
+        return step(self)
+
+    FP32Optimizer.step_with_ready_grads = faster
+
+
+def test_stock_context_parallelism_of_states_is_compared_too(capfd: pytest.CaptureFixture[str]) -> None:
+    model = MODEL.replace("--num-layers 2 ", "")
+    flags = f"{STOCK} --hybrid-layer-pattern M- {state_space_kernels.STATES}"
+    train(2, flags, model=model, prepare=state_space_kernels.install)
+    assert "self-check passed: a step of 32 tokens on 2 context-parallel ranks equals" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(version_tuple(megatron_version())[:2] != (0, 19), reason="sparse attention of megatron-core 0.19")
+def test_the_indexer_of_stock_sparse_attention_is_trained_twice_as_strongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of release 0.19: without ``--calculate-per-token-loss`` its gradients are CP times one rank's."""
+    from cp_plugin.megatron.models import gpt
+
+    flags = (
+        f"{STOCK} --bf16 --cp-comm-type allgather --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 "
+        "--qk-pos-emb-head-dim 8 --v-head-dim 16 --q-lora-rank 32 --experimental-attention-variant dsa "
+        "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8 --dsa-indexer-loss-coeff 0.1"
+    )
+    model = MODEL.replace("--group-query-attention --num-query-groups 2", "")
+    monkeypatch.setattr(gpt, "UNSUPPORTED", ())
+    with pytest.raises(RankError, match=r"indexer\.linear_wq_b\.weight by .* times that of one rank, the number of"):
+        train(2, flags, model=model, prepare=_sparse_attention_on_the_cpu)
+
+
+def _sparse_attention_on_the_cpu() -> None:
+    from megatron.core.models import backends
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
+
+    class Plain(torch.nn.Linear):
+        def __init__(self, rows: int, columns: int, *, init_method: Any, bias: bool = False, **unused: Any) -> None:
+            super().__init__(rows, columns, bias=bias)
+            init_method(self.weight)
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), None
+
+    def hadamard(x: Tensor, scale: float) -> Tensor:
+        matrix = torch.ones(1, 1)
+        while len(matrix) < x.size(-1):
+            matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+        return (x.float() @ matrix * scale).to(x.dtype)
+
+    dsa.hadamard_transform, absorbed_mla.TELinear = hadamard, Plain
+    backends.LocalSpecProvider.linear = lambda self: Plain
+    specs._get_backend_spec_provider = lambda **unused: backends.LocalSpecProvider()
+    sys.modules["cp_plugin.megatron.models.gpt"].get_gpt_decoder_block_spec = lambda config, **unused: (
+        specs.get_transformer_block_with_experimental_attention_variant_spec(config)
+    )
+
+
+def test_a_gradient_times_the_number_of_ranks_is_named() -> None:
     from cp_plugin.megatron.selfcheck import readings
 
-    monkeypatch.setattr(runtime, "context_parallel", lambda: type("of four ranks", (), {"size": 4}))
     flat = [torch.randn(50, generator=torch.Generator().manual_seed(n)) for n in range(3)]
     alone, moved, many = (
         readings.Result(readings.projections(x, torch.device("cpu")), {"loss": 2.0})
         for x in (flat, [x * (1 + 1e-7) for x in flat], [flat[0], 4 * flat[1], flat[2] * (1 + 5e-7)])
     )
-    assert readings.differences(alone, alone, moved, "abc", 1e-5) == []
-    (found,) = readings.differences(many, alone, moved, "abc", 1e-5)
+    assert readings.differences(alone, alone, [moved], "abc", 1e-5, 4) == []
+    (found,) = readings.differences(many, alone, [moved], "abc", 1e-5, 4)
     assert found.startswith("the gradient of b by") and found.endswith("the first of 1 of 3 that differ")
     assert "; it is 4 times that of one rank, the number of context-parallel ranks)" in found

@@ -34,7 +34,7 @@ def test_a_batch_that_is_not_cut() -> None:
 
         gpt_step.get_batch_on_this_cp_rank = lambda batch, **kwargs: batch
 
-    with pytest.raises(RankError, match=r"without slicing its batch|holds a get_batch_on_this_cp_rank of its own"):
+    with pytest.raises(RankError, match="without slicing its batch"):
         train(2, {**STRIPED, "selfcheck": "off"}, model=DIVIDED, prepare=plant)
 
 
@@ -45,7 +45,7 @@ def test_rope_of_other_positions() -> None:
         slice_angles = rotary_pos_embedding.get_pos_emb_on_this_cp_rank
         rotary_pos_embedding.get_pos_emb_on_this_cp_rank = lambda angles, *rest: slice_angles(angles, *rest).flip(0)
 
-    with pytest.raises(RankError, match=r"self-check of provider striped on the striped layout failed.*rope differs"):
+    with pytest.raises(RankError, match="differs from the step on one rank"):
         train(2, STRIPED, model=DIVIDED, prepare=plant)
 
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from cp_plugin.methods.protocol import Kind
 
 UPSTREAM = "upstream"
-SELFCHECKS = ("once", "off")
-UNKNOWN_SOURCES = ("check", "stop")
+SELFCHECKS = ("once", "strict", "off")
 IDENTITIES_EVERY = 100  # iterations
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -38,9 +37,10 @@ class Settings:
     linear: Linear | None = None
     delta_net: DeltaNet | None = None  # None: no such layers, or Megatron's own context parallelism of them
     selfcheck: bool = True
+    strict: bool = False  # whether a self-check that cannot run stops the run
+    of_stock: bool = False  # whether stock context parallelism is compared with one rank
     check_every: int = 0  # iterations between two checks of a call's rows in training; 0: never
     identities_every: int = IDENTITIES_EVERY  # the same for the identities of its gradients
-    log_traffic: bool = False
     verbose: bool = False  # whether the start-up audit lists the replaced functions
     recompute_attention: bool = False  # whether activation recomputation repeats attention
     pad_sequence: bool = False  # whether sequences are padded to a length that the layout divides
@@ -115,13 +115,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--cp-selfcheck",
         metavar="WHEN",
-        help=f"compare a tiny batch with a single rank before training: {', '.join(SELFCHECKS)}. Default: once",
-    )
-    group.add_argument(
-        "--cp-unknown-source",
-        metavar="WHAT",
-        help="what to do if a Megatron function that the plugin replaces differs from all known releases: "
-        f"{', '.join(UNKNOWN_SOURCES)}. Default: check, which starts if everything the plugin relies on still holds",
+        help=f"compare a tiny batch with a single rank before training: {', '.join(SELFCHECKS)}. strict: stop if the "
+        f"comparison cannot run. With --cp-provider {UPSTREAM}, compare stock Megatron's step. Default: once",
     )
     group.add_argument(
         "--cp-check-every",
@@ -137,12 +132,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="pad sequences and packs to a length that the layout can split evenly across the ranks; padding is "
         "excluded from attention, losses and expert load balancing. Default: any other --seq-length is refused",
-    )
-    group.add_argument(
-        "--cp-log-traffic",
-        action="store_true",
-        help="at each log interval, report the bytes that context-parallel attention sends per iteration, the time "
-        "spent waiting for them, and the load balance of the ranks: on the terminal, TensorBoard and W&B",
     )
     group.add_argument(
         "--cp-verbose",
@@ -176,8 +165,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
         ValueError: for unknown names (with the valid ones), unreadable values, kinds of attention without a common
             layout, and flags that would do nothing.
     """
-    names = {"--cp-device": DEVICES, "--cp-selfcheck": SELFCHECKS, "--cp-unknown-source": UNKNOWN_SOURCES}
-    names["--cp-provider"] = (UPSTREAM, AUTO, *declared().names())
+    names = {
+        "--cp-device": DEVICES,
+        "--cp-selfcheck": SELFCHECKS,
+        "--cp-provider": (UPSTREAM, AUTO, *declared().names()),
+    }
     for flag, valid in names.items():
         if (value := getattr(args, linear_flags.attribute(flag), None)) is not None:
             misleading = flag == "--cp-device" or value in declared().methods  # gpu: not cpu; lasp2: not usp
@@ -191,8 +183,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
     if linear is None and name in (None, UPSTREAM):
         if linear_flags.has_delta_net(args):
             linear_flags.delta_net_from(args, None, Options())
-        _refuse_without_provider(args, name)
-        return Settings()
+        compared = name == UPSTREAM and getattr(args, "cp_selfcheck", None) in ("once", "strict")
+        _refuse_without_provider(args, name, "--cp-selfcheck" if compared else "")
+        return Settings(of_stock=compared and args.context_parallel_size > 1, strict=args.cp_selfcheck == "strict")
     options = option_flags.options_from(args)
     delta_net = None
     if linear is None:
@@ -210,19 +203,15 @@ def settings_from(args: argparse.Namespace) -> Settings:
         linear, options = linear_flags.divided(linear, name, options)
     if options.layout is not None:
         declared().check_layout(options.layout)
-    if name == AUTO:
-        declared().check_some(options, args.context_parallel_size)
-    elif name is not None:
-        declared().check(name, options, args.context_parallel_size)
     return Settings(
         provider=name or UPSTREAM,
         options=options,
         linear=linear,
         delta_net=delta_net,
         selfcheck=getattr(args, "cp_selfcheck", None) != "off",
+        strict=getattr(args, "cp_selfcheck", None) == "strict",
         check_every=_check_every(args, 0),
         identities_every=_check_every(args, IDENTITIES_EVERY),
-        log_traffic=bool(args.cp_log_traffic),
         verbose=bool(args.cp_verbose),
         recompute_attention=_recompute_attention(args),
         pad_sequence=bool(args.cp_pad_sequence),
@@ -251,7 +240,6 @@ _OWN_FLAGS = (
     "--cp-selfcheck",
     "--cp-check-every",
     "--cp-pad-sequence",
-    "--cp-log-traffic",
     "--cp-verbose",
     "--cp-recompute-attention",
 )
@@ -300,8 +288,8 @@ def _recompute_attention(args: argparse.Namespace) -> bool:
     return bool(args.cp_recompute_attention)
 
 
-def _refuse_without_provider(args: argparse.Namespace, name: str | None) -> None:
-    own = [flag for flag in _OWN_FLAGS if getattr(args, linear_flags.attribute(flag), None)]
+def _refuse_without_provider(args: argparse.Namespace, name: str | None, used: str) -> None:
+    own = [flag for flag in _OWN_FLAGS if flag != used and getattr(args, linear_flags.attribute(flag), None)]
     given = [option.flag for option in option_flags.given(args)] + own
     if not given:
         return

@@ -1,1 +1,1 @@
-"""Functions of Megatron that are replaced: one table with their contracts, probes, and a module for each subject."""
+"""Functions of Megatron that are replaced: one table with their contracts, and a module for each subject."""

@@ -1,13 +1,11 @@
 """Contracts: what a patch relies on in the symbol of Megatron that it replaces.
 
     registers   an interface that Megatron offers for such an addition: its parameters are those that the plugin serves
-    wraps       calls the original: the parameters that it reads or changes are there. Where it relies on more, a probe
-                calls the original with made-up arguments
-    replaces    runs instead of the original: a probe runs both on tiny tensors, on one rank or in Megatron's own
-                layout (zigzag), and they must agree
+    wraps       calls the original: the parameters that it reads or changes are there
+    replaces    runs instead of the original: it has all parameters that are required, or set in a call
 
-A source that was compared when this release was made (``fingerprints``) needs no further look. Of another one the
-contract is checked: the run starts if it holds, and stops if it is broken.
+A run starts if the contracts of its patches hold, and stops if one is broken. Whether the patched Megatron computes as
+on one rank, where the originals run, the start-up check tells (``selfcheck.step``).
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Form = Literal["registers", "wraps", "replaces"]
-Probe = Callable[[Any, Any], str | None]
-"""(original, replacement) -> what differs; None: nothing that matters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +28,10 @@ class Contract:
     """That the original must have; of a replacement, all that it takes into account."""
     optional: tuple[str, ...] = ()
     """Those that only some versions have."""
-    probe: Probe | None = None
-    also: tuple[str, ...] = ()
-    """Further symbols of Megatron that the probe is about: known only if their sources are known, too."""
 
-    def broken(self, original: Any, replacement: Any, *, probing: bool = True) -> str | None:
-        """What the original does otherwise than the patch relies on; None: nothing.
-
-        Args:
-            probing: whether to run the probe, which one rank does for all.
-        """
-        if not self.parameters and self.probe is None and self.form == "wraps":
+    def broken(self, original: Any) -> str | None:
+        """What the original has otherwise than the patch relies on; None: nothing."""
+        if not self.parameters and self.form == "wraps":
             return None
         try:
             found = inspect.signature(original).parameters
@@ -52,14 +41,7 @@ class Contract:
             return f"it has no parameter {', '.join(absent)}"
         if self.form != "wraps" and (asked := [name for name in self._others(found) if _required(found[name])]):
             return f"it requires {', '.join(asked)}, which cp_plugin does not know"
-        if self.probe is None and self.form == "replaces":
-            return "cp_plugin replaces it, and has no probe to compare the two"
-        if self.probe is None or not probing:
-            return None
-        try:
-            return self.probe(original, replacement)
-        except Exception as error:  # of code that nobody has seen
-            return f"its probe failed with {type(error).__name__}: {error}"
+        return None
 
     def guarded(self, target: str, original: Callable[..., Any], replacement: Any) -> Any:
         """The replacement, which refuses values other than the defaults for parameters that it does not know."""
@@ -89,18 +71,16 @@ class Contract:
         return [name for name in found if name not in known]
 
 
-def registers(*parameters: str, probe: Probe | None = None, also: tuple[str, ...] = ()) -> Contract:
-    return Contract(form="registers", parameters=parameters, probe=probe, also=also)
+def registers(*parameters: str) -> Contract:
+    return Contract(form="registers", parameters=parameters)
 
 
-def wraps(*parameters: str, probe: Probe | None = None, also: tuple[str, ...] = ()) -> Contract:
-    return Contract(form="wraps", parameters=parameters, probe=probe, also=also)
+def wraps(*parameters: str) -> Contract:
+    return Contract(form="wraps", parameters=parameters)
 
 
-def replaces(
-    *parameters: str, probe: Probe | None, optional: tuple[str, ...] = (), also: tuple[str, ...] = ()
-) -> Contract:
-    return Contract(form="replaces", parameters=parameters, optional=optional, probe=probe, also=also)
+def replaces(*parameters: str, optional: tuple[str, ...] = ()) -> Contract:
+    return Contract(form="replaces", parameters=parameters, optional=optional)
 
 
 def _required(parameter: inspect.Parameter) -> bool:

@@ -25,7 +25,7 @@ def examined(folder: str, words: Sequence[str]) -> dict[str, Any]:
         words: flags of the run; none: a GPT model with a provider, and what any other run would replace.
 
     Returns:
-        ``version``, and ``symbols``: target, contract, state (known, checked, absent, broken), what for, who calls it,
+        ``version``, and ``symbols``: target, contract, state (checked, absent, broken), what for, who calls it,
         what would go wrong, whether this run needs it, whether only packs do, and how it is broken.
 
     Raises:
@@ -49,10 +49,8 @@ def examined(folder: str, words: Sequence[str]) -> dict[str, Any]:
     from cp_plugin.megatron.patches import patching
     from cp_plugin.megatron.patches.hooks import OF_RUN, START_UP
     from cp_plugin.megatron.patches.run import Run
-    from cp_plugin.megatron.state import STATE
 
     patching.check_version()
-    STATE.strict = peek(words, "--cp-unknown-source") == "stop"
     run = _run(words) if words else Run(settings=Settings(provider="ring"), args=argparse.Namespace())
     process = [*START_UP, *(cpu.PATCHES if cpu.active() else ())]
     rows = [_row(patch, needed=True) for patch in process]
@@ -79,11 +77,9 @@ def _row(patch: Any, *, needed: bool) -> dict[str, Any]:
     from cp_plugin.megatron.patches import patching
 
     if patching.replaced_at(patch.target) is not None:
-        state, broken = "known", ""  # CPU mode's, in place by now
-        if patch.target in patching.STATE.unknown:
-            state = "checked"
+        state, broken = "checked", ""  # CPU mode's, in place by now
     else:
-        found = patching.examine(patch, probing=True)
+        found = patching.examine(patch)
         state, broken = found.state, found.broken or ""
         if broken and found.original is not None:
             broken = patching.refusal([found])

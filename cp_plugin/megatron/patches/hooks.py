@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def validation(parsed: argparse.Namespace) -> Iterator[None]:
     """Around Megatron's validation: check the flags before and after, then start what they ask for."""
     settings = args.settings_from(parsed)
-    STATE.strict = getattr(parsed, "cp_unknown_source", None) == "stop"
     if cpu.active():
         cpu.check_flags(parsed)
         checks.need_provider_on_cpu(parsed, settings)
@@ -115,7 +114,6 @@ def start(settings: Settings, model: Model | None = None, parsed: argparse.Names
 
     STATE.complete = complete
     if settings.active:
-        patching.tell_unknown()
         modelopt.register()
     rope.forget_cached_embeddings()
 

@@ -14,14 +14,9 @@ zigzag tokens around attention; then everything else is contiguous (``runtime.be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -77,39 +72,10 @@ def keeps_layout(module: torch.nn.Module) -> bool:
     return REORDER in installed() and kind.__module__.startswith(compat.STATE_SPACES)
 
 
-def order_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.device) -> list[str]:
-    """Self-check: errors in the order in which states are computed, in a sequence and in packs."""
-    used, _ = compat.find(REORDER)
-    cp, group = runtime.between_layers(runtime.context_parallel()), parallel_state.get_context_parallel_group()
-    right = True
-    for pack in (None, *packs):
-        mine = packing.on_pack(cp, packing.places(pack), tokens).positions(tokens, device).contiguous()
-        held = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(held, mine, group=group)
-        stored = torch.cat(held)
-        there = used._undo_attention_load_balancing(stored, group.size(), pack)
-        back = used._redo_attention_load_balancing(there, group.size(), pack)
-        right &= torch.equal(there, torch.arange(tokens, device=mine.device)) and torch.equal(back, stored)
-    return [] if right else ["the order of tokens in Mamba and gated delta net layers differs"]
-
-
 def converts(module: torch.nn.Module) -> bool:
     """Whether Megatron's layout manager (0.20 and newer) converts tokens between the layers of this stack."""
     manager = getattr(module, "_cp_layout_manager", None)
     return manager is not None and manager.requires_conversion
-
-
-def conversion_problems(module: torch.nn.Module, outside: Tensor, inside: Tensor) -> list[str]:
-    """Self-check: errors in how a stack converts tokens.
-
-    outside, inside: this rank's positions between the layers, and in attention.
-    """
-    manager: Any = module._cp_layout_manager
-    to, back = ("contiguous", "zigzag"), ("zigzag", "contiguous")
-    whole = replace(manager, sequence_parallel=False)
-    pairs = ((outside, inside, to), (inside, outside, back))
-    right = all(torch.equal(whole._convert_cp_layout(a, *names), b) for a, b, names in pairs)
-    return [] if right else ["the order of tokens in which Megatron's layout manager hands them to attention differs"]
 
 
 class _Orders(NamedTuple):

@@ -10,20 +10,18 @@ Its layers get the plugin's attention by the same spec. Two further functions ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.shift import shift
 from cp_plugin.comm import WHOLE, GroupMesh, connect
-from cp_plugin.megatron import compat, runtime
+from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches import packing
 from cp_plugin.megatron.patches.patching import Call, around
 
@@ -105,21 +103,6 @@ def replace_process_mtp_loss(call: Call) -> Tensor:
     if labels is None:  # as in reinforcement learning: labels are the next tokens
         labels, mask = (_rolled(cp, x, -1, 1, packed) for x in (tokens, mask))
     return call.original(labels=labels, loss_mask=_with_following(mask, call["config"].mtp_num_layers, cp, packed))
-
-
-def roll_problems(tokens: int, packs: Sequence[PackedSeqParams], device: torch.device) -> list[str]:
-    """Self-check: errors of ``roll_tensor`` on a sequence and on packs, of ``tokens`` tokens each."""
-    problems, group = [], parallel_state.get_context_parallel_group()
-    for pack in (None, *packs):
-        where = packing.places(pack)
-        mine = packing.on_pack(runtime.context_parallel(), where, tokens).positions(tokens, device)
-        ends = mine.new_tensor([tokens]) if where is None else where
-        expected = (mine + 1).where(~torch.isin(mine + 1, ends), 0).unsqueeze(0)
-        rolled, total = compat.roll(multi_token_prediction.roll_tensor, mine.unsqueeze(0), group, pack)
-        if not (torch.equal(rolled, expected) and torch.equal(total, expected.sum())):
-            of = "" if pack is None else " of packed documents"
-            problems.append(f"the next tokens of multi-token prediction{of} differ")
-    return problems
 
 
 def _context_parallel(group: dist.ProcessGroup) -> ContextParallel:

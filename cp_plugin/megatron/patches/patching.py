@@ -1,7 +1,6 @@
 """Patching: replaces symbols of Megatron-Core.
 
-A ``Patch`` names a symbol and makes its replacement from the original. Sources that were compared when this release was
-made are taken as they are (``fingerprints``); of any other one the patch's ``contract`` must hold. A function is
+A ``Patch`` names a symbol and makes its replacement from the original, if the patch's ``contract`` holds. A function is
 replaced in every imported module that holds it, under any name, since Megatron and users' scripts import by value;
 modules imported later find the replacement in the symbol's own module. Patches of a run and of the process (such as CPU
 mode's) are undone separately.
@@ -11,21 +10,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
-from cp_plugin.megatron.compat import find, has, megatron_version
-from cp_plugin.megatron.patches import difference, fingerprints, source
+from cp_plugin.megatron.compat import find, megatron_version
 from cp_plugin.megatron.patches.contract import Contract
-from cp_plugin.megatron.patches.fingerprints import FINGERPRINTS
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.state import STATE, Place, Scope
 
@@ -62,13 +57,9 @@ class Patch:
     """Needed only where a script packs documents: if its contract is broken, such a script is stopped, and no other."""
     required: bool = True
     """Whether every version has the symbol; otherwise there is nothing to replace where it is absent."""
-    known: Mapping[str, Sequence[str]] | None = None
-    """Fingerprint -> versions, for symbols of other packages; None: ``FINGERPRINTS``."""
     package: str = "megatron-core"
     only_in: str | None = None
     """The only module where it is replaced; None: all that hold it."""
-    in_file: bool = False
-    """Compare the source in the module's file, since this process has another object under the name."""
 
 
 class Call:
@@ -121,8 +112,6 @@ class Finding:
     owner: Any = None
     original: Any = None
     replacement: Any = None
-    known: bool = False
-    """Whether its source was compared when this release was made."""
     broken: str | None = None
     """How the contract is broken."""
 
@@ -130,7 +119,7 @@ class Finding:
     def state(self) -> str:
         if self.original is None and not self.patch.required:
             return "absent"
-        return "broken" if self.broken else "known" if self.known else "checked"
+        return "broken" if self.broken else "checked"
 
 
 def install(patches: Sequence[Patch], scope: Scope = "run", *, packs: bool = False) -> None:
@@ -150,7 +139,6 @@ def install(patches: Sequence[Patch], scope: Scope = "run", *, packs: bool = Fal
         raise ValueError(refusal(now))
     STATE.refused |= {found.patch.target: refusal([found]) for found in broken}
     findings = [found for found in findings if not found.broken]
-    STATE.unknown += [found.patch.target for found in findings if not found.known]
     holders = _holders([found.original for found in findings if not isinstance(found.owner, type)])
     made: dict[str, list[Place]] = {}
     for found in findings:
@@ -165,29 +153,31 @@ def install(patches: Sequence[Patch], scope: Scope = "run", *, packs: bool = Fal
             setattr(place.owner, place.name, place.replacement)
 
 
-def examine(patch: Patch, *, probing: bool | None = None) -> Finding:
-    """Find a patch's symbol, and compare its source or check the contract.
-
-    Args:
-        probing: whether to run the contract's probe; None: on the first rank.
-    """
+def examine(patch: Patch) -> Finding:
+    """Find a patch's symbol, and check the contract."""
     try:
         owner, original = find(patch.target)
     except ValueError as error:
         return Finding(patch=patch, broken=str(error) if patch.required else None)
     replacement = patch.make(original)
-    found = Finding(patch=patch, owner=owner, original=original, replacement=replacement)
-    if _is_known(patch, original):
-        return replace(found, known=True)
-    if STATE.strict:
-        return replace(found, broken="its source is unknown, which --cp-unknown-source stop forbids")
-    if probing is None:
-        probing = os.environ.get("RANK", "0") == "0"
     plain = original.__func__ if isinstance(original, staticmethod) else original
-    broken = patch.contract.broken(plain, replacement, probing=probing)
-    if broken is None:
-        replacement = patch.contract.guarded(patch.target, plain, replacement)
-    return replace(found, broken=broken, replacement=replacement)
+    broken = patch.contract.broken(plain)
+    if broken is None and patch.contract.form == "replaces":
+        replacement = _on_several_ranks(plain, patch.contract.guarded(patch.target, plain, replacement))
+    return Finding(patch=patch, owner=owner, original=original, replacement=replacement, broken=broken)
+
+
+def _on_several_ranks(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement, but while the start-up check computes on one rank, the original: what one rank trains."""
+
+    @functools.wraps(original)
+    def chosen(*positional: Any, **named: Any) -> Any:
+        from megatron.core import parallel_state
+
+        alone = STATE.trial and parallel_state.get_context_parallel_world_size() == 1
+        return (original if alone else replacement)(*positional, **named)
+
+    return chosen
 
 
 def refusal(findings: Sequence[Finding]) -> str:
@@ -198,38 +188,11 @@ def refusal(findings: Sequence[Finding]) -> str:
         patch = found.patch
         lines.append(f"  {number}. {patch.target} ({patch.reason}): {found.broken}.")
         lines.append(f"     If it ran, {patch.otherwise}." if patch.otherwise else "")
-        lines += [f"     {line}" for line in _difference(found).splitlines()]
     lines.append(
         "Use a Megatron without these changes, a cp_plugin release that supports them, or --cp-provider upstream; "
         "cp-plugin doctor --megatron DIR checks a checkout without starting anything"
     )
     return "\n".join(line for line in lines if line)
-
-
-def _difference(found: Finding) -> str:
-    """A diff of each unknown source that the contract is about."""
-    if found.original is None or found.patch.known is not None:
-        return ""
-    shown = []
-    for target in (found.patch.target, *_also(found.patch)):
-        try:
-            node = source.definition(original(target))
-            if source.digest(node) not in FINGERPRINTS.get(target, {}):
-                shown.append(difference.from_nearest(target, node, fingerprints.read().get(target, {})))
-        except (OSError, TypeError, SyntaxError):
-            continue
-    return "\n".join(filter(None, shown))
-
-
-def tell_unknown() -> None:
-    """Print, once, which replaced functions have an unknown source."""
-    if STATE.unknown and os.environ.get("RANK", "0") == "0":
-        names = ", ".join(target.rpartition(":")[2] for target in STATE.unknown)
-        print(
-            f"cp_plugin: {len(STATE.unknown)} functions of this megatron-core {megatron_version()} differ from the "
-            f"releases that cp_plugin knows; their behaviour was tested, and the self-check follows: {names}",
-            flush=True,
-        )
 
 
 def allow_packs() -> None:
@@ -241,7 +204,6 @@ def allow_packs() -> None:
 def undo(scope: Scope = "run") -> None:
     """Restore every original, in reverse order."""
     active = STATE.replaced[scope]
-    STATE.unknown = [target for target in STATE.unknown if target not in active]
     STATE.refused.clear()
     firsts = [places[0] for places in active.values() if not isinstance(places[0].owner, type)]
     holders = _holders([first.replacement for first in firsts])  # includes modules imported meanwhile
@@ -307,36 +269,6 @@ def check_version() -> None:
             f"megatron-core {version} is not supported: cp_plugin needs megatron-core{MEGATRON_RANGE}. "
             f"Install one of those, or a cp_plugin release for {version}"
         )
-
-
-def _is_known(patch: Patch, original: Any) -> bool:
-    """Whether the sources of a symbol, and of what its probe is about, were compared with the plugin's."""
-    known = FINGERPRINTS.get(patch.target, {}) if patch.known is None else patch.known
-    try:
-        found = _in_file(patch.target) if patch.in_file else source.of_object(original)
-        others = {target: _of_original(target) for target in _also(patch)}
-    except (OSError, TypeError, ValueError):  # no source
-        return False
-    return found in known and all(digest in FINGERPRINTS.get(target, {}) for target, digest in others.items())
-
-
-def _also(patch: Patch) -> list[str]:
-    """What its probe is about besides; a version without such a function does not call it."""
-    return [target for target in patch.contract.also if has(target)]
-
-
-def _of_original(target: str) -> str:
-    symbol = original(target)
-    try:
-        return source.of_object(symbol)
-    except TypeError:  # a stand-in, as for classes of Transformer Engine without it
-        return _in_file(target)
-
-
-def _in_file(target: str) -> str:
-    module = target.partition(":")[0]
-    root = Path(str(sys.modules[module].__file__)).parents[module.count(".")]
-    return source.of_file(root, target)
 
 
 def _holders(symbols: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:

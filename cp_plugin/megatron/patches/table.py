@@ -3,21 +3,18 @@
 Megatron's interfaces come first where they serve: a spec provider's core attention, and the hook for extensions that
 ``native`` uses. What has no interface is wrapped, or replaced, by the contract beside it (``contract``); ``otherwise``
 says what would go wrong, silently, if the contract were broken. CPU mode, the wheel's compiled dataset helper and the
-planner's processes replace a few more: see ``digest.targets``.
+planner's processes replace a few more.
 """
 
 from __future__ import annotations
 
 from cp_plugin.megatron.layers import fp8_scaling, modelopt, spec
 from cp_plugin.megatron.patches import (
-    attention_probes,
     batch,
-    batch_probe,
     loss,
     mtp,
     packing,
     padding,
-    probes,
     recompute,
     rope,
 )
@@ -25,7 +22,8 @@ from cp_plugin.megatron.patches.contract import registers, replaces, wraps
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.patches.table_of_states import DELTA_NET, HYBRID, LINEAR
-from cp_plugin.megatron.selfcheck import step, step_traffic
+from cp_plugin.megatron.rules.cuda_graphs import captures_experts
+from cp_plugin.megatron.selfcheck import first_step, step
 from cp_plugin.megatron.startup import checkpoint, lifecycle
 
 ALWAYS = (
@@ -52,6 +50,10 @@ def _provider(run: Run) -> bool:
     return run.settings.active
 
 
+def _compared(run: Run) -> bool:
+    return run.settings.active or run.settings.of_stock
+
+
 def _mtp(run: Run) -> bool:
     return run.settings.active and run.has("mtp_num_layers")
 
@@ -74,8 +76,6 @@ PROVIDER = (
                 "use_per_sequence_balancing",
                 "use_contiguous_cp",
             ),
-            probe=probes.batch,
-            also=probes.OF_BATCHES,
         ),
         called_by="the training script",
         otherwise="ranks would train on tokens that do not match their angles and masks",
@@ -85,7 +85,7 @@ PROVIDER = (
         "megatron.core.utils:get_thd_batch_on_this_cp_rank",
         batch.replace_get_thd_batch,
         "layout of packed batches, which some versions slice by a function of their own",
-        wraps("batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", probe=probes.packed_batch),
+        wraps("batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size"),
         called_by="the training script",
         otherwise="ranks would train on tokens of a pack that do not match their angles and masks",
         when=_provider,
@@ -96,14 +96,7 @@ PROVIDER = (
         "megatron.core.context_parallel.utils:get_batches_on_this_cp_rank",
         batch.replace_get_batches,
         "layout of the batch, if a script may request several",
-        wraps(
-            "batch",
-            "cp_group",
-            "boundary_layout",
-            "additional_layouts",
-            "use_per_sequence_balancing",
-            probe=batch_probe.batches,
-        ),
+        wraps("batch", "cp_group", "boundary_layout", "additional_layouts", "use_per_sequence_balancing"),
         called_by="the training script",
         otherwise="ranks would train on tokens that do not match their angles and masks",
         when=_provider,
@@ -113,7 +106,7 @@ PROVIDER = (
         "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
         rope.replace_get_pos_emb,
         "layout of RoPE",
-        replaces("pos_emb", "seq_dim", "cp_group", probe=probes.rope),
+        replaces("pos_emb", "seq_dim", "cp_group"),
         called_by="rotary embeddings",
         otherwise="tokens would be rotated by other tokens' angles",
         when=_provider,
@@ -122,7 +115,7 @@ PROVIDER = (
         "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",
         rope.replace_set_cos_sin_cache,
         "a table of YaRN angles that belongs to another length",
-        wraps(probe=probes.yarn_table),
+        wraps(),
         called_by="the embedding's constructor",
         otherwise="tokens would be rotated by angles of another length",
         when=_provider,  # a constructor's: a model may have it without a flag
@@ -144,8 +137,6 @@ PROVIDER = (
                 "max_seqlen",
                 "inverse",
             ),
-            probe=probes.rope_of_packs,
-            also=probes.OF_ROTATION,
         ),
         called_by="attention layers",
         otherwise="tokens of packed documents would be rotated by other tokens' angles",
@@ -159,8 +150,6 @@ PROVIDER = (
         replaces(
             *("shifts", "dims", "cp_group", "packed_seq_params"),
             optional=("tensor", "return_sum", "tensors", "fill_values", "sequence_fields", "roll_depth"),
-            probe=probes.roll,
-            also=probes.OF_ROLLING,
         ),
         called_by="multi-token prediction",
         otherwise="multi-token prediction would learn the wrong next tokens",
@@ -170,11 +159,7 @@ PROVIDER = (
         "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
         mtp.replace_process_mtp_loss,
         "token counts of multi-token prediction",
-        wraps(
-            *("labels", "loss_mask", "cp_group", "packed_seq_params", "config"),
-            probe=probes.mtp_loss,
-            also=probes.OF_PREDICTION,
-        ),
+        wraps(*("labels", "loss_mask", "cp_group", "packed_seq_params", "config")),
         called_by="GPTModel and HybridModel",
         otherwise="the loss of multi-token prediction would weight tokens by the rank that holds them",
         when=_mtp,
@@ -183,11 +168,7 @@ PROVIDER = (
         "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
         loss.replace_calc_loss,
         "token counts of the loss",
-        wraps(
-            *("loss_func", "config", "collect_non_loss_data"),
-            probe=probes.calc_loss,
-            also=probes.OF_LOSSES,
-        ),
+        wraps(*("loss_func", "config", "collect_non_loss_data")),
         called_by="the pipeline schedules",
         otherwise="the loss would weight tokens by the rank that holds them",
         when=_provider,
@@ -196,10 +177,7 @@ PROVIDER = (
         "megatron.core.models.backends:LocalSpecProvider.core_attention",
         spec.replace_core_attention,
         "attention of the local spec",
-        registers(
-            probe=attention_probes.core_attention,
-            also=attention_probes.OF_ATTENTION,
-        ),
+        registers(),
         otherwise="attention would not match a single rank's",
         when=_provider,
     ),
@@ -207,10 +185,7 @@ PROVIDER = (
         "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention",
         spec.replace_core_attention,
         "attention of the Transformer Engine spec",
-        registers(
-            probe=attention_probes.te_attention,
-            also=("megatron.core.extensions.transformer_engine:TEDotProductAttention",),
-        ),
+        registers(),
         otherwise="attention would not match a single rank's",
         when=_provider,
     ),
@@ -230,7 +205,7 @@ PROVIDER = (
         wraps(),
         called_by="pretrain",
         otherwise="a model without the provider's attention would train",
-        when=_provider,
+        when=_compared,
     ),
     Patch(
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
@@ -239,16 +214,16 @@ PROVIDER = (
         wraps(),
         called_by="the training loop",
         otherwise="a step on several ranks would not be compared with one rank's",
-        when=_provider,
+        when=_compared,
     ),
     Patch(
         "megatron.training.training:training_log",
-        step_traffic.replace_training_log,
-        "comparison of the first logged losses; traffic at each log interval (--cp-log-traffic)",
-        wraps("iteration"),
+        first_step.replace_training_log,
+        "comparison of the first logged losses",
+        wraps(),
         called_by="the training loop",
         otherwise="a loss could be logged that is not the one trained on",
-        when=_provider,
+        when=_compared,
     ),
 )
 
@@ -274,7 +249,8 @@ def _padded(run: Run) -> bool:
 
 
 def _experts(run: Run) -> bool:
-    return run.settings.active and run.has("num_experts", "num_moe_experts")
+    captured = not run.settings.pad_sequence and captures_experts(run.args)  # a graph of Megatron's takes no mask
+    return run.settings.active and run.has("num_experts", "num_moe_experts") and not captured
 
 
 PADDING = (
@@ -291,7 +267,7 @@ PADDING = (
         "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
         padding.replace_token_counts,
         "token counts of experts in padded sequences",
-        wraps("reduce_group", probe=probes.token_counts),
+        wraps("reduce_group"),
         called_by="routers",
         otherwise="losses of experts would weight tokens by the rank that holds them",
         when=_experts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cp_plugin.megatron.layers import gate
-from cp_plugin.megatron.patches import delta_net, delta_net_probe, flops, hybrid, probes
+from cp_plugin.megatron.patches import delta_net, flops, hybrid
 from cp_plugin.megatron.patches.contract import replaces, wraps
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.patches.run import Run
@@ -44,7 +44,7 @@ HYBRID = (
         hybrid.REORDER,
         hybrid.replace_undo,
         "layout of Mamba and gated delta net",
-        replaces("input_", "cp_size", "packed_seq_params", probe=probes.order_of_states),
+        replaces("input_", "cp_size", "packed_seq_params"),
         called_by="Mamba and gated delta net",
         otherwise="states would see the tokens in another order",
         when=_states,
@@ -53,7 +53,7 @@ HYBRID = (
         "megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing",
         hybrid.replace_redo,
         "layout of Mamba and gated delta net, on the way back",
-        replaces("input_", "cp_size", "packed_seq_params", probe=probes.order_of_states),
+        replaces("input_", "cp_size", "packed_seq_params"),
         called_by="Mamba and gated delta net",
         otherwise="layers after it would see the tokens in another order",
         when=_states,
@@ -62,7 +62,7 @@ HYBRID = (
         hybrid.PACKED_ORDER,
         hybrid.replace_packed_order,
         "layout of gated delta net, packed documents",
-        replaces("cu_seqlens", "cp_size", "t_global", probe=probes.order_of_packs),
+        replaces("cu_seqlens", "cp_size", "t_global"),
         called_by="gated delta net",
         otherwise="gated delta net would see the tokens of a pack in another order",
         when=_gated_delta_net,
@@ -72,14 +72,7 @@ HYBRID = (
         "megatron.core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens",
         hybrid.replace_resolve_cu_seqlens,
         "packed documents of any length in gated delta net",
-        replaces(
-            "cu_seqlens_padded",
-            "cu_seqlens_actual",
-            "total_seq_len",
-            "name",
-            optional=("cp_size",),
-            probe=probes.bounds_of_packs,
-        ),
+        replaces("cu_seqlens_padded", "cu_seqlens_actual", "total_seq_len", "name", optional=("cp_size",)),
         called_by="gated delta net",
         otherwise="states would leak from one document of a pack into the next",
         when=_gated_delta_net,
@@ -99,13 +92,7 @@ DELTA_NET = (
         delta_net.replace_forward,
         "context parallelism of gated delta net",
         replaces(
-            "hidden_states",
-            "packed_seq_params",
-            "inference_context",
-            "inference_params",
-            optional=_OF_ANY_ATTENTION,
-            probe=delta_net_probe.forward,
-            also=delta_net_probe.OF_DELTA_NET,
+            "hidden_states", "packed_seq_params", "inference_context", "inference_params", optional=_OF_ANY_ATTENTION
         ),
         called_by="the layer's module call",
         otherwise="gated delta net would not match a single rank's",

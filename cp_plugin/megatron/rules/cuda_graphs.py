@@ -5,7 +5,7 @@
                          (moe_router, moe_preprocess); a Mamba layer (mamba)
     local                the same in HybridModel; in GPTModel no MLP of experts; whole layers for mlp, at which
                          Megatron up to 0.20 fails
-    full_iteration       a step (in 0.17 a scope of local)
+    full_iteration       a step
 
 Without a named part, whole layers are captured.
 """
@@ -45,6 +45,12 @@ def _captured(subject: Any) -> Found:
         "captured": " and ".join(_CAPTURED.get(part, part) for part in inside),
         "flag": flag,
     }
+
+
+def captures_experts(args: Any) -> bool:
+    """Whether graphs capture routers, into which no code of the plugin may come."""
+    impl = getattr(args, "cuda_graph_impl", None) or "none"
+    return impl != "none" and not {*_named(args)}.isdisjoint(_EXPERTS)
 
 
 def _named(args: Any) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.megatron.rules import experts, flags, inference, layers, layout, linear, models, padding, precision
 from cp_plugin.megatron.rules.rule import Rule, when
@@ -16,19 +18,26 @@ ON_CPU = Rule(
     why="stock Megatron's context parallelism needs Transformer Engine, on CUDA",
     fix="add one, or leave --context-parallel-size out",
     looks_at=lambda run: when(
-        not run.settings.active and run.args.context_parallel_size > 1,
+        not run.settings.active and run.args.context_parallel_size > 1 and _attends(run.args),
         size=run.args.context_parallel_size,
         names=", ".join([AUTO, *providers.names()]),
     ),
     sentence=True,
 )
+
+
+def _attends(args: Any) -> bool:
+    """Whether some layer has an attention that only Transformer Engine divides."""
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
+    return "*" in (pattern or "*") and not getattr(args, "experimental_attention_variant", None)
+
+
 RULES: dict[str, tuple[Rule, ...]] = {
     "all": (*TRAINING, ON_CPU),
     "linear attention": LINEAR,
     "a layer": layers.LAYER,
     "a linear layer": layers.LINEAR_LAYER,
     "a call of a layer": layers.CALL,
-    "generation": (*inference.CONTINUED, *inference.ENGINE),
-    "a request": inference.REQUEST,
+    "generation": inference.CONTINUED,
 }
 """By subject."""

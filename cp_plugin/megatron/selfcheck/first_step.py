@@ -3,6 +3,7 @@
     gradients at the end of the schedule --> as the optimizer finds them
     samples of the step                  --> by which the schedule of learning rates advances
     losses that the schedule returns     --> the ones that are logged
+    weights in the second step           --> the same on all ranks that hold them
 
 Each may be what the script makes of it; it may not be a multiple by the number of context-parallel ranks, or of one
 rank's part alone. The calls of the optimizer and of the schedule are seen through for this step only.
@@ -18,12 +19,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from cp_plugin.megatron import runtime
-from cp_plugin.megatron.selfcheck.readings import projections
+from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.selfcheck.readings import named_parameters, projections
 from cp_plugin.megatron.state import STATE
 
 _WITHIN = 1e-3
+_SAME = 1e-6
 
 
 def watch(
@@ -41,29 +44,37 @@ def watch(
         rates: the schedule of learning rates, or None.
         stop: raises an error on all ranks if any has found something; collective.
     """
-    size = runtime.context_parallel().size
+    size = parallel_state.get_context_parallel_world_size()
     before = _main_gradients(chunks)
     samples = named["num_microbatches"] * named["micro_batch_size"] * parallel_state.get_data_parallel_world_size()
 
     def stepped() -> None:
         stop(_multiples("gradients between the schedule and the optimizer", before, _main_gradients(chunks), size))
+        once(optimizer, "step", lambda *_, **__: stop(_unlike(chunks)))  # its forward has gathered all weights
 
     def advanced(increment: int) -> None:
         if increment == samples * size:
             stop([f"learning rates advance by {increment} samples instead of {samples}, times the number of ranks"])
 
-    _once(optimizer, "step", lambda *_, **__: stepped())
+    once(optimizer, "step", lambda *_, **__: stepped())
     if rates is not None:
-        _once(rates, "step", lambda *args, **given: advanced(*args[:1], **given))
+        once(rates, "step", lambda *args, **given: advanced(*args[:1], **given))
     STATE.losses = _expected(reports), stop
 
 
-def compare_log(logged: Any) -> None:
+@around
+def replace_training_log(call: Call) -> Any:
+    """Replacement for ``training_log``, which is called after every iteration: the first losses are compared."""
+    _compare_log(call.arguments.get("loss_dict"))
+    return call.original()
+
+
+def _compare_log(logged: Any) -> None:
     """Compare the losses that are logged after the first step; collective over all ranks, once."""
     if STATE.losses is None:
         return
     (expected, stop), STATE.losses = STATE.losses, None
-    size, found = runtime.context_parallel().size, []
+    size, found = parallel_state.get_context_parallel_world_size(), []
     for key, (right, part) in expected.items() if isinstance(logged, Mapping) else ():
         if key not in logged or not isinstance(logged[key], Tensor | float) or isclose(right, 0):
             continue
@@ -77,16 +88,39 @@ def compare_log(logged: Any) -> None:
     stop(found)
 
 
-def _once(owner: Any, name: str, look: Callable[..., None]) -> None:
+def once(owner: Any, name: str, look: Callable[..., None]) -> None:
     """Call ``look`` before the next call of a method."""
     original = getattr(owner, name)
 
     def seen(*args: Any, **named: Any) -> Any:
-        vars(owner).pop(name)
+        if vars(owner).get(name) is seen:  # not another's, set since
+            del vars(owner)[name]
         look(*args, **named)
         return original(*args, **named)
 
     vars(owner)[name] = seen
+
+
+def _unlike(chunks: Sequence[Any]) -> list[str]:
+    """Weights that one step has made different on ranks which hold the same."""
+    named = [pair for chunk in chunks for pair in named_parameters(chunks, chunk) if not isinstance(pair[1], DTensor)]
+    groups = {
+        True: parallel_state.get_data_parallel_group(with_context_parallel=True),
+        False: parallel_state.get_expert_data_parallel_group(),
+    }
+    found = []
+    for dense, group in groups.items():
+        these = [(name, p.detach()) for name, p in named if getattr(p, "allreduce", True) is dense]
+        if not these or group.size() == 1:
+            continue
+        sums = torch.stack([torch.stack([p.sum(dtype=torch.float64), p.norm(dtype=torch.float64)]) for _, p in these])
+        least, most = sums.clone(), sums.clone()
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        apart = ((most - least).amax(1) > _SAME * sums[:, 1]).tolist()
+        found += [name for (name, _), wrong in zip(these, apart, strict=True) if wrong]
+    what = f"the first step left {found[0]} and {len(found) - 1} other weights" if found else ""
+    return [f"{what} different on ranks that hold the same"] if found else []
 
 
 def _main_gradients(chunks: Sequence[Any]) -> Tensor:
@@ -98,9 +132,14 @@ def _multiples(what: str, before: Tensor, after: Tensor, size: int) -> list[str]
     a, b = before[:, :-1], after[:, :-1]
     if not len(a) or torch.equal(a, b):
         return []
+    changed = (b - a).norm(dim=1) > _WITHIN * b.norm(dim=1)
     for factor in (float(size), 1.0 / size):
-        if float((b - factor * a).norm()) <= _WITHIN * float(b.norm()):
-            return [f"{what} are multiplied by {factor:.4g}, as many as there are context-parallel ranks"]
+        multiples = changed & ((b - factor * a).norm(dim=1) <= _WITHIN * b.norm(dim=1))
+        if multiples.any():
+            return [
+                f"{what} are multiplied by {factor:.4g}, as many as there are context-parallel ranks, in "
+                f"{int(multiples.sum())} of {len(a)} parameters"
+            ]
     return []
 
 

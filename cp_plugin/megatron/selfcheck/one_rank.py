@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,11 @@ from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
 from cp_plugin.megatron.patches import patching, rope
+from cp_plugin.megatron.selfcheck.restored import namespaces
 
 _DIVIDES = re.compile("CONTEXT_PARALLEL|TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
 """Megatron's names of groups whose ranks divide sequences; those over which gradients are averaged are left."""
-_SIZE, _RANK = (re.compile(rf"^_?(cp|context_parallel)(_world)?_{what}$") for what in ("size", "rank"))
+_SIZE, _RANK = (re.compile(rf"^_?(cp|context_parallel)(_world)?_{what}$", re.IGNORECASE) for what in ("size", "rank"))
 
 _OF_A_RANK = ("feat_dim_split",)  # of GatedDeltaNet
 """Sizes that a module computed for a context-parallel rank when it was built."""
@@ -67,9 +68,22 @@ class OneRank:
                     found[id(group)] = group
         return list(found.values())
 
-    def used(self) -> int:
-        """How many collectives the swapped groups have begun."""
-        return sum(group._get_sequence_number_for_group() for group in self.groups if group.size() > 1)
+    def used(self) -> tuple[int, int]:
+        """How many collectives have begun in the swapped groups, and in a script's own groups of the same ranks.
+
+        Of the latter, it is not known whether they divide sequences or average over data.
+        """
+        alike = {tuple(dist.get_process_group_ranks(group)) for group in self.groups}
+        own = [
+            group
+            for group, ranks in distributed_c10d._world.pg_group_ranks.items()
+            if tuple(ranks) in alike and group.group_desc == "undefined"
+        ]
+        swapped, others = (
+            sum(group._get_sequence_number_for_group() for group in groups if group.size() > 1)
+            for groups in (self.groups, own)
+        )
+        return swapped, others
 
     @contextmanager
     def alone(self, roots: Iterable[Any], args: Any) -> Iterator[None]:
@@ -79,9 +93,9 @@ class OneRank:
             roots: the model's chunks, and other objects that may hold process groups.
             args: Megatron's; None in other loops.
         """
-        undo: list[tuple[dict[str, Any], str, Any]] = []
+        undo: list[tuple[MutableMapping[str, Any], str, Any]] = []
 
-        def put(owner: dict[str, Any], name: str, value: Any) -> None:
+        def put(owner: MutableMapping[str, Any], name: str, value: Any) -> None:
             undo.append((owner, name, owner[name]))
             owner[name] = value
 
@@ -92,8 +106,8 @@ class OneRank:
                         put(vars(module), name, self.to[id(value)])
                     elif isinstance(value, list) and any(id(one) in self.to for one in value):
                         put(vars(module), name, [self.to.get(id(one), one) for one in value])
-            for owner in _reachable([*roots, args]):
-                self._swap(owner, put)
+            for names in namespaces([*roots, args]):
+                self._swap(names, put)
             rope.forget_cached_embeddings()
             yield
         finally:
@@ -101,18 +115,20 @@ class OneRank:
                 owner[name] = value
             rope.forget_cached_embeddings()
 
-    def _swap(self, owner: Any, put: Any) -> None:
-        for name, value in list(vars(owner).items()):
+    def _swap(self, names: MutableMapping[str, Any], put: Callable[[MutableMapping[str, Any], str, Any], None]) -> None:
+        for name, value in list(names.items()):
             if id(value) in self.to:
-                put(vars(owner), name, self.to[id(value)])
+                put(names, name, self.to[id(value)])
+            elif isinstance(value, list) and any(id(one) in self.to for one in value):
+                put(names, name, [self.to.get(id(one), one) for one in value])
             elif type(value) is int and _SIZE.match(name) and value == self.size:
-                put(vars(owner), name, 1)
-            elif name in _OF_A_RANK and hasattr(owner, "cp_size"):
-                put(vars(owner), name, type(value)(self.size * one for one in value))
+                put(names, name, 1)
+            elif name in _OF_A_RANK and "cp_size" in names:
+                put(names, name, type(value)(self.size * one for one in value))
             elif type(value) is int and _RANK.match(name):
-                put(vars(owner), name, 0)
+                put(names, name, 0)
             elif not isinstance(value, torch.nn.Module) and (new := self._rebuilt(value)) is not None:
-                put(vars(owner), name, new)
+                put(names, name, new)
 
     def _rebuilt(self, helper: Any) -> Any:
         """A helper object that keeps what it was built from, built for one rank; None: of another kind."""
@@ -125,30 +141,3 @@ class OneRank:
         if not names or not all(name in held for name in names):
             return None
         return type(helper)(**{name: self.to.get(id(held[name]), held[name]) for name in names})
-
-
-def _reachable(roots: Iterable[Any]) -> list[Any]:
-    """Objects with attributes that may hold process groups: modules, and what belongs to Megatron or the script."""
-    found: dict[int, Any] = {}
-    stack = list(roots)
-    while stack:
-        owner = stack.pop()
-        if isinstance(owner, list | tuple):
-            stack += [one for one in owner if hasattr(one, "__dict__") or isinstance(one, list | tuple | dict)]
-        elif isinstance(owner, dict):
-            stack += [one for one in owner.values() if hasattr(one, "__dict__") or isinstance(one, list | tuple | dict)]
-        elif id(owner) not in found and hasattr(owner, "__dict__"):
-            if isinstance(owner, torch.Tensor | type | dist.ProcessGroup | torch.Generator) or callable(
-                getattr(owner, "__code__", None)
-            ):
-                continue
-            found[id(owner)] = owner
-            for value in vars(owner).values():
-                ours = type(value).__module__.partition(".")[0]
-                if isinstance(value, list | tuple | dict | torch.nn.Module) or ours not in _ELSEWHERE:
-                    stack.append(value)
-    return list(found.values())
-
-
-_ELSEWHERE = frozenset({"torch", "builtins", "numpy", "transformer_engine_torch", "cp_plugin", "functools", "types"})
-"""Packages whose objects hold no process group of Megatron's."""

@@ -16,8 +16,6 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from cp_plugin.megatron import runtime
-
 _PROJECTIONS = 4
 _CHUNK = 1 << 22  # elements of a gradient that are projected at once
 _GROWTH = 10.0
@@ -33,49 +31,62 @@ class Result:
     """Logged losses, and the norm of all gradients."""
 
 
-def differences(many: Result, alone: Result, moved: Result, names: Sequence[str], floor: float) -> list[str]:
+def differences(
+    many: Result, alone: Result, moved: Sequence[Result], names: Sequence[str], floor: float, size: int
+) -> list[str]:
     """What differs between a step on many ranks and on one, beyond rounding.
 
     Args:
-        moved: the step on one rank, with a rounding error of its embeddings.
+        moved: steps on one rank, each with a rounding error of its embeddings.
         names: of the gradients.
         floor: smallest limit, relative to a gradient's norm.
+        size: how many ranks these many are.
     """
     found = []
     if len(names):
         norms = _norms(alone)
-        apart, growth = _apart(many, alone) / norms, _apart(moved, alone) / norms
-        limits = (_GROWTH * growth.clamp(min=float(growth.median()))).clamp(min=floor)
+        apart, change = _apart(many, alone) / norms, _growth(moved, alone)
+        limits = (_GROWTH * change.clamp(min=float(change.median()))).clamp(min=floor)
         wrong = ~(apart <= limits)
         if wrong.any():
             first = int(wrong.nonzero()[0])
             found.append(
                 f"the gradient of {names[first]} by {float(apart[first]):.1e} of its norm (allowed "
-                f"{float(limits[first]):.0e}{_factor(many, alone, first, float(limits[first]))}), the first of "
+                f"{float(limits[first]):.0e}{_factor(many, alone, first, float(limits[first]), size)}), the first of "
                 f"{int(wrong.sum())} of {len(names)} that differ"
             )
     for key in many.values.keys() & alone.values.keys():
-        a, b, c = many.values[key], alone.values[key], moved.values[key]
-        if not abs(a - b) <= max(floor * abs(b), _GROWTH * abs(c - b)):
+        a, b = many.values[key], alone.values[key]
+        if not abs(a - b) <= max(floor * abs(b), *(_GROWTH * abs(one.values[key] - b) for one in moved)):
             found.append(f"{key}: {a:.6g} instead of {b:.6g}")
     return found
 
 
-def _factor(many: Result, alone: Result, place: int, limit: float) -> str:
+def _factor(many: Result, alone: Result, place: int, limit: float, size: int) -> str:
     """If one gradient is a multiple of the other, which."""
     a, b = (x.gradients[place, :-1] for x in (many, alone))
     ratio = float(a @ b / (b @ b).clamp(min=1e-300))
     if not float((a - ratio * b).norm()) <= 10 * limit * float(a.norm()):
         return ""
-    size = runtime.context_parallel().size
     named = {float(size): "the number of context-parallel ranks", 1 / size: "1 over the number of these ranks"}
-    what = next((f", {name}" for factor, name in named.items() if abs(ratio / factor - 1) < 10 * limit), "")
+    nearest = min(named, key=lambda factor: abs(ratio / factor - 1))
+    what = f", {named[nearest]}" if abs(ratio / nearest - 1) < min(10 * limit, 0.1) else ""
     return f"; it is {ratio:.4g} times that of one rank{what}"
 
 
-def largest(many: Result, alone: Result) -> float:
-    """Return the largest difference of a gradient, relative to its norm."""
-    return float((_apart(many, alone) / _norms(alone)).max()) if len(many.gradients) else 0.0
+def largest(many: Result, alone: Result, moved: Sequence[Result]) -> float:
+    """Return the largest difference of a gradient that is more than a sum of rounding errors, relative to its norm."""
+    apart = (_apart(many, alone) / _norms(alone))[_growth(moved, alone) < 1]
+    return float(apart.max()) if len(apart) else 0.0
+
+
+def growth(moved: Sequence[Result], alone: Result) -> float:
+    """Return what rounding errors change of a gradient, relative to its norm: the median of all."""
+    return float(_growth(moved, alone).median()) if len(alone.gradients) else 0.0
+
+
+def _growth(moved: Sequence[Result], alone: Result) -> Tensor:
+    return torch.stack([_apart(one, alone) / _norms(alone) for one in moved]).amax(0)
 
 
 def _apart(a: Result, b: Result) -> Tensor:
@@ -162,7 +173,9 @@ def logged_losses(reports: Any) -> dict[str, float]:
     """What would be logged of the losses: means, or quotients of sums, over micro-batches and these ranks."""
     group, found = parallel_state.get_context_parallel_group(), {}
     for key in reports[0] if reports and isinstance(reports[0], dict) else ():
-        rows = [report[key] if isinstance(report[key], Tensor) else torch.as_tensor(report[key]) for report in reports]
+        if "loss" not in str(key) or not isinstance(reports[0][key], Tensor | float | int):
+            continue  # others may well be of a rank
+        rows = [torch.as_tensor(report[key]) for report in reports]
         total = torch.stack([row.detach().double().flatten() for row in rows]).sum(0)
         dist.all_reduce(total, group=group)
         pair = total.numel() == 2
@@ -173,10 +186,11 @@ def logged_losses(reports: Any) -> dict[str, float]:
 def reduced_ones(
     chunks: Sequence[Any], optimizer: Any, finalize: Callable[[], Any], clear: Callable[[], None], scale: float
 ) -> list[str]:
-    """Return what is wrong with the scale of reduced gradients: where each rank's are 1, for one token, so are they.
+    """Return what is wrong with the scale of reduced gradients: where all ranks' are x, for one token, so are they.
 
     Steps over equal copies cannot tell, since the same code reduces both. An expert's gradient is the sum over the
-    ranks that share the expert, over the number of all.
+    ranks that share the expert, over the number of all. Each model-parallel rank has another x, so that a sum over
+    these, as of norms and tied embeddings, is not taken for a multiple.
 
     Args:
         finalize: Megatron's, as the schedule calls it, with one token on each rank.
@@ -186,25 +200,39 @@ def reduced_ones(
     named = [pair for chunk in chunks for pair in named_parameters(chunks, chunk) if pair[1].requires_grad]
     if not all(hasattr(p, "main_grad") for _, p in named):
         return []
+    tensor, place = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_rank()
+    place += tensor.size() * parallel_state.get_pipeline_model_parallel_rank()
+    device = named[0][1].device if named else torch.device("cpu")
+    x = torch.tensor(1 + 0.7549 * (1 + place) % 1, dtype=torch.float64, device=device)
     clear()
     for _, p in named:
-        p.main_grad.fill_(scale)
+        p.main_grad.fill_(scale * float(x))
     for chunk in chunks:
         if chunk.ddp_config.overlap_grad_reduce:
             chunk.start_grad_sync()
     finalize()
     optimizer.prepare_grads()
     everyone = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    of_expert = parallel_state.get_expert_data_parallel_world_size() / everyone
+    embedding = parallel_state.get_embedding_group(check_initialized=False)
+    of_expert = _sum(x, parallel_state.get_expert_data_parallel_group()) / everyone
+    right = {True: [of_expert, _sum(of_expert, tensor)]}
+    right[False] = [x, _sum(x, tensor), _sum(x, tensor) / tensor.size()]
+    right[False] += [_sum(one, embedding) for one in right[False]]
     experts = {name for name, p in named if not getattr(p, "allreduce", True)}
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
-    staged = parallel_state.get_pipeline_model_parallel_world_size() > 1
-    copies = {1, tensor, *((2, 2 * tensor) if staged else ())}  # whose gradients are added: norms, tied embeddings
     wrong = []
     for name, g in zip(parameter_names(chunks, optimizer), gradients(optimizer), strict=True):
         if g is not None and g.numel():
-            want = of_expert if name in experts else 1.0
-            factors = [float(x) / want for x in g.aminmax()]
-            if not any(all(abs(factor / k - 1) < 1e-2 for factor in factors) for k in copies):
-                wrong.append(f"the gradient of {name} by {factors[0]:.4g}")
+            allowed = [float(one) for one in right[name in experts]]
+            found = [float(one) for one in g.aminmax()]
+            if not any(all(abs(one / want - 1) < 1e-2 for one in found) for want in allowed):
+                wrong.append(f"the gradient of {name} by {found[0] / allowed[0]:.4g}")
     return [f"reduction over ranks scales {wrong[0]}, and {len(wrong) - 1} others"] if wrong else []
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over a group; x where this rank is in none."""
+    if group is None or group == dist.GroupMember.NON_GROUP_MEMBER or group.size() == 1:
+        return x
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total

@@ -4,16 +4,22 @@ generators of random numbers       torch's, Megatron's, Python's and NumPy's
 modules of the model               buffers, and attributes that are plain numbers
 Megatron's and the script's        plain numbers, small tensors, and containers of them: trackers of losses,
 modules, classes with trackers     statistics of lengths
+what the script can reach          the same of its objects, functions and classes; its generators; caches are cleared,
+                                   new names dropped
 other objects                      timers, the rerun machine, scales of losses
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import random
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy
@@ -26,6 +32,9 @@ from torch import Tensor
 from cp_plugin.megatron.patches import patching
 
 _SMALL = 4096  # elements of a tensor that is copied
+_ELSEWHERE = frozenset({"torch", "builtins", "numpy", "transformer_engine_torch", "cp_plugin", "functools", "types"})
+"""Packages whose objects hold no process group of Megatron's, and nothing that a step changes."""
+_OWN_SCRIPTS = "cp_plugin.megatron.models"
 _PLAIN = (int, float, bool, str, type(None), dist.ProcessGroup)
 
 
@@ -35,7 +44,7 @@ def restored(chunks: Sequence[torch.nn.Module], objects: Iterable[Any] = ()) -> 
 
     Args:
         chunks: of the model.
-        objects: others whose attributes are put back.
+        objects: others whose attributes are put back, such as the script's functions.
     """
     with ExitStack() as back:
         back.callback(random.setstate, random.getstate())
@@ -46,7 +55,6 @@ def restored(chunks: Sequence[torch.nn.Module], objects: Iterable[Any] = ()) -> 
         tracker = megatron_random.get_cuda_rng_tracker()
         back.callback(tracker.set_states, copy.copy(tracker.get_states()))
         for module in (module for chunk in chunks for module in chunk.modules()):
-            back.callback(_put_back, vars(module), _plain(vars(module)))
             buffers = module._buffers
             back.callback(_put_back, buffers, {name: (x, _clone(x)) for name, x in buffers.items()})
         for module in patching.importers().values():
@@ -56,12 +64,122 @@ def restored(chunks: Sequence[torch.nn.Module], objects: Iterable[Any] = ()) -> 
             for value in list(vars(module).values()):
                 if isinstance(value, type) and isinstance(kept := vars(value).get("tracker"), dict):
                     back.callback(_put_back, {"tracker": kept}, _plain({"tracker": kept}))
-        timers = _timers()
         machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
-        for one in (*timers, machine, *objects):
-            if hasattr(one, "__dict__"):
-                back.callback(_put_back, vars(one), _plain(vars(one)))
+        for names in namespaces([*chunks, *_timers(), machine, *objects]):
+            back.callback(_put_back, names, _plain(names))
+            back.callback(_forget_new, names, set(names))
+            for value in list(names.values()):
+                if (state := _state_of(value)) is not None:
+                    back.callback(*state)
+                elif isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+                    back.callback(value.cache_clear)
         yield
+
+
+def namespaces(roots: Iterable[Any]) -> list[MutableMapping[str, Any]]:
+    """Names and values of all that can be reached: modules of a model, helper objects, and a script's own.
+
+    A function of the script leads to its module, closure and attributes; an instance to its attributes. Megatron's
+    functions and classes, and those of libraries, lead to their closures only.
+    """
+    found: dict[int, MutableMapping[str, Any]] = {}
+    seen: dict[int, Any] = {}  # kept, so that numbers stay unique
+    stack: list[Any] = list(roots)
+
+    def add(owner: Any, names: MutableMapping[str, Any]) -> None:
+        found[id(owner)] = names
+        stack.extend(names.values())
+
+    while stack:
+        owner = stack.pop()
+        if isinstance(owner, str | bytes | int | float | Tensor | None) or id(owner) in seen:
+            continue
+        seen[id(owner)] = owner
+        if isinstance(owner, list | tuple | set | frozenset | deque):
+            stack.extend(owner)
+        elif isinstance(owner, dict):
+            stack.extend(owner.values())
+        elif isinstance(owner, FunctionType):
+            add(owner, vars(owner))
+            if owner.__closure__:
+                add(owner.__closure__, _Closure(owner))
+            if _is_of_script(owner.__module__):
+                stack.append(sys.modules.get(owner.__module__))
+        elif isinstance(owner, MethodType):
+            stack += [owner.__self__, owner.__func__]
+        elif isinstance(owner, functools.partial):
+            stack += [owner.func, *owner.args]
+            add(owner, owner.keywords)
+        elif isinstance(owner, ModuleType):
+            if _is_of_script(owner.__name__):
+                add(owner, vars(owner))
+        elif isinstance(owner, type):
+            if _is_of_script(owner.__module__):
+                add(owner, _OfClass(owner))
+        elif hasattr(owner, "__dict__") and _holds_state(owner):
+            add(owner, vars(owner))
+            stack.append(type(owner))
+    return list(found.values())
+
+
+def _holds_state(x: Any) -> bool:
+    module = type(x).__module__
+    if isinstance(x, torch.nn.Module) or _is_of_script(module):
+        return True
+    return module.partition(".")[0] not in _ELSEWHERE and not isinstance(x, dist.ProcessGroup)
+
+
+def _is_of_script(module: str) -> bool:
+    first = module.partition(".")[0]
+    return first not in patching._WITHOUT_MEGATRON | _ELSEWHERE | {"megatron"} or module.startswith(_OWN_SCRIPTS)
+
+
+class _Closure(MutableMapping[str, Any]):
+    """The variables of a function that belong to those around it."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cells[name].cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        for name, cell in self._cells.items():
+            with suppress(ValueError):  # it has no value yet
+                cell.cell_contents  # noqa: B018
+                yield name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _OfClass(MutableMapping[str, Any]):
+    """The attributes of a class."""
+
+    def __init__(self, owner: type) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._owner)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(vars(self._owner)))
+
+    def __len__(self) -> int:
+        return len(vars(self._owner))
 
 
 def _timers() -> list[Any]:
@@ -71,7 +189,25 @@ def _timers() -> list[Any]:
     return [] if timers is None else [timers, *getattr(timers, "_timers", {}).values()]
 
 
-def _plain(owner: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _state_of(x: Any) -> tuple[Callable[..., Any], Any] | None:
+    """What puts a generator of random numbers back, and with what; None: of another kind."""
+    if isinstance(x, torch.Generator):
+        return x.set_state, x.get_state()
+    if isinstance(x, random.Random):
+        return x.setstate, x.getstate()
+    if isinstance(x, numpy.random.Generator):
+        return partial(setattr, x.bit_generator, "state"), x.bit_generator.state
+    if isinstance(x, numpy.random.RandomState):
+        return x.set_state, x.get_state()
+    return None
+
+
+def _forget_new(owner: MutableMapping[str, Any], names: set[str]) -> None:
+    for name in [name for name in owner if name not in names]:
+        del owner[name]
+
+
+def _plain(owner: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Name -> value, and a copy of it; of what can be copied."""
     return {name: (x, _clone(x)) for name, x in owner.items() if not name.startswith("__") and _is_plain(x)}
 
@@ -97,7 +233,7 @@ def _clone(x: Any) -> Any:
     return type(x)(map(_clone, x)) if type(x) in (list, tuple, set) else x
 
 
-def _put_back(owner: Any, values: dict[str, tuple[Any, Any]]) -> None:
+def _put_back(owner: MutableMapping[str, Any], values: dict[str, tuple[Any, Any]]) -> None:
     for name, (x, before) in values.items():
         if isinstance(x, Tensor):
             with torch.no_grad():

@@ -17,6 +17,7 @@ a norm at which scores differ.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,11 +33,12 @@ from megatron.training import global_vars
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, around
-from cp_plugin.megatron.rules.experts import RANDOM
 from cp_plugin.megatron.selfcheck import first_step
 from cp_plugin.megatron.selfcheck.first_batch import tokens_for
 from cp_plugin.megatron.selfcheck.one_rank import OneRank
@@ -44,6 +46,7 @@ from cp_plugin.megatron.selfcheck.readings import (
     Result,
     differences,
     gradients,
+    growth,
     largest,
     logged_losses,
     optimizers,
@@ -51,18 +54,22 @@ from cp_plugin.megatron.selfcheck.readings import (
     projections,
     reduced_ones,
     saved_buffers,
-    signs,
 )
 from cp_plugin.megatron.selfcheck.restored import restored
-from cp_plugin.megatron.selfcheck.tiny_batch import Looked, batches
+from cp_plugin.megatron.selfcheck.tiny_batch import Choices, Looked, Strong, Tiny, noisy, owners, quiet
 from cp_plugin.megatron.state import STATE
+from cp_plugin.placement.layouts import get_layout
 
 _FLOOR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Smallest limit of a gradient, relative to its norm."""
 _TF32 = 2e-3
-_GAIN = 1.5  # of queries and keys: a score has a standard deviation of its square
 _SCALE = 256.0  # of losses in float16
+_OPINIONS = 4
+"""How often rounding errors are tried before a difference is believed."""
+_UNSTEADY = 0.3
+"""By how much half of the gradients of a step may differ when it is repeated, for them to tell anything."""
 _WAIT_S = 60.0  # for the other ranks, once the step has failed on this one
+_CALLS = itertools.count()
 
 
 class StepError(ValueError):
@@ -76,11 +83,11 @@ def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def schedule(**named: Any) -> Any:
-        return original(**named | padding.padded_lengths(named))
+        return original(**named | (padding.padded_lengths(named) if runtime.settings().active else {}))
 
     @functools.wraps(original)
     def checked(**named: Any) -> Any:
-        if STATE.unchecked is None or named.get("forward_only") or runtime.context_parallel().size == 1:
+        if STATE.unchecked is None or named.get("forward_only") or _size() == 1:
             return schedule(**named)
         (optimizer, rates), STATE.unchecked = STATE.unchecked, None
         chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
@@ -90,6 +97,22 @@ def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
         return reports
 
     return checked
+
+
+def expect(optimizer: Any, rates: Any) -> None:
+    """Have the first step checked; say at the optimizer's first step if none was: this fork calls another schedule.
+
+    rates: the schedule of learning rates, or None.
+    """
+    STATE.unchecked = optimizer, rates
+
+    def tell() -> None:
+        if STATE.unchecked is not None:
+            STATE.unchecked = None
+            _not_compared("this training does not call the schedule that Megatron's get_forward_backward_func returns")
+
+    if optimizer is not None:
+        first_step.once(optimizer, "step", lambda *_, **__: tell())
 
 
 def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequence[Any], optimizer: Any) -> Any:
@@ -111,22 +134,17 @@ def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequen
     looked = [None if one is None else Looked(one) for one in (given if isinstance(given, list) else [given])]
     iterators = looked if isinstance(given, list) else looked[0]
     found: list[str] = []
-    line = failed = ""
+    line, failure = "", None
     try:
         step = _Step(schedule, {**named, "data_iterator": iterators}, chunks, looked, optimizer)
         found, line = step.compare()
-        _all_met(None)
     except Exception as error:
-        if not _all_met(error):
-            raise
-        failed = f"{type(error).__name__}: {error}"
-    everyone = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, failed)  # one rank's failure is that of all, or they would part here
-    if failed := next(filter(None, everyone), ""):
-        _print(
-            f"the check of a training step could not be run: {failed}. Whether context-parallel ranks train as one "
-            "rank does was not compared"
-        )
+        failure = error
+    met, why = _all_met(failure)
+    if failure is not None and not met:
+        raise failure
+    if why:
+        _not_compared(why)
         return iterators
     stop_if_any(found)
     _print(f"self-check passed: {line}; {time.monotonic() - began:.1f} s")
@@ -143,71 +161,90 @@ class _Step:
         optimizer: Any,
     ) -> None:
         self.schedule, self.named, self.chunks, self.looked, self.optimizer = schedule, named, chunks, looked, optimizer
-        self.args, self.cp = global_vars._GLOBAL_ARGS, runtime.context_parallel()
+        self.args, self.size = global_vars._GLOBAL_ARGS, _size()
         if getattr(unwrap_model(chunks[0]).config, "moe_flex_dispatcher_backend", None) == "hybridep":
             raise RuntimeError("HybridEP sizes its buffer by the first batch, which would be a tiny one")
         parameter = next(p for chunk in chunks for p in chunk.parameters())
         self.device, self.dtype = parameter.device, unwrap_model(chunks[0]).config.params_dtype
         self.finalized: Any = None
-        self.padded = tokens_for(self.cp.layout, self.cp.size, cuda=self.device.type == "cuda")
-        self.tokens = self.padded - (
-            0 if STATE.model is None else STATE.model.padding % self.cp.layout.divisor(self.cp.size)
-        )
+        self.script = named["forward_step_func"]
+        layout = _layout()
+        self.padded = tokens_for(layout, self.size, cuda=self.device.type == "cuda")
+        self.tokens = self.padded - (0 if STATE.model is None else STATE.model.padding % layout.divisor(self.size))
 
     def compare(self) -> tuple[list[str], str]:
         """Differences on this rank, and a line on what was compared."""
         one = OneRank()
-        roots = [*self.chunks, self.named.get("pg_collection"), self.named.get("p2p_communicator")]
-        scalers = [s for o in optimizers(self.optimizer) if (s := getattr(o, "grad_scaler", None)) is not None]
-        with ExitStack() as back:
-            back.callback(self.cp.mesh.ledger.reset)
-            back.callback(self._clear)
-            back.enter_context(restored(self.chunks, scalers))
-            back.enter_context(self._lent(scalers))
-            many = self._run()
-            before = one.used()
-            with one.alone(roots, self.args), self._unpadded():
-                alone = self._run()
-                moved = self._run(noise=True)
-            leaked = one.used() - before
-            scaled = self._reduced_ones(scalers)
-        names = parameter_names(self.chunks, self.optimizer)
+        roots = [*self.chunks, *(self.named.get(name) for name in ("pg_collection", "p2p_communicator"))]
+        roots.append(self.script)
         floor = _FLOOR.get(self.dtype, _FLOOR[torch.bfloat16])
         if self.device.type == "cuda":
             floor = max(floor, _TF32)
-        found = [*differences(many, alone, moved, names, floor), *scaled]
-        if found and leaked:
+        scalers = [s for o in optimizers(self.optimizer) if (s := getattr(o, "grad_scaler", None)) is not None]
+        with ExitStack() as back:
+            if runtime.settings().active:
+                back.callback(runtime.context_parallel().mesh.ledger.reset)
+            back.callback(self._clear)
+            back.enter_context(restored(self.chunks, [self.script, *scalers]))
+            back.enter_context(self._lent(scalers))
+            sizes = self.padded, self.tokens, self.named["micro_batch_size"]
+            choices = Choices(unwrap_model(self.chunks[0]).config, _layout(between=True), *sizes)
+            with choices.recorded():
+                many = self._run()
+            names = parameter_names(self.chunks, self.optimizer)
+            before = one.used()
+            with one.alone(roots, self.args), self._unpadded():
+                with choices.replayed():
+                    alone = self._run()
+                moved: list[Result] = []
+                found: list[str] = []
+                for salt in range(1, 1 + _OPINIONS):  # near a tie of experts, not each rounding error turns it
+                    with choices.replayed():
+                        moved.append(self._run(salt))
+                    change = growth(moved, alone)
+                    if _any(change > min(_UNSTEADY, 500 * floor)):
+                        raise RuntimeError(
+                            "repeated, the step on one rank is another one: it draws random numbers of its own, or "
+                            f"counts calls ({change:.1e} in half of the gradients here)"
+                        )
+                    found = differences(many, alone, moved, names, floor, self.size)
+                    if choices.apart > 5 * floor:
+                        found.append(f"routers choose other experts, whose scores differ by {choices.apart:.1e}")
+                    if not _any(bool(found)):
+                        break
+            leaked, own = (after - earlier for after, earlier in zip(one.used(), before, strict=True))
+            found += self._reduced_ones(scalers)
+        if _any(leaked > 0 or bool(found and own)):
             raise RuntimeError(
-                f"the step on one rank still used groups of context-parallel ranks ({leaked} times), so it is no "
-                f"reference; {'; '.join(found)}"
+                f"the step on one rank still used groups of context-parallel ranks ({leaked + own} times), so it is no "
+                f"reference{''.join(f'; {text}' for text in found)}"
             )
-        worst = largest(many, alone)
-        size = self.cp.size
+        worst = largest(many, alone, moved)
         logged = [name for name in many.values if " of " not in name or "norm" in name]
         line = (
-            f"a step of {self.tokens} tokens on {size} context-parallel ranks equals the step on one rank: "
+            f"a step of {self.tokens} tokens on {self.size} context-parallel ranks equals the step on one rank: "
             f"{len(names)} gradients within {worst:.0e} of their norm, {', '.join(logged) or 'no losses here'}"
         )
         return found, line
 
-    def _run(self, *, noise: bool = False) -> Result:
-        with restored(self.chunks):
+    def _run(self, noise: int = 0) -> Result:
+        with restored(self.chunks, [self.script]):
             return self._run_once(noise)
 
-    def _run_once(self, noise: bool) -> Result:
+    def _run_once(self, noise: int) -> Result:
         self._clear()
         rope.forget_cached_embeddings()
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         seed = 1000 * parallel_state.get_data_parallel_rank()
-        old = self.named["seq_length"]
-        rows, vocabulary = self.named["micro_batch_size"], self._vocabulary()
-        data = [
-            None if one is None else batches(one.first, self.tokens, old, rows, vocabulary, seed) for one in self.looked
-        ]
+        rows = self.named["micro_batch_size"]
+        sizes = self.tokens, self.named["seq_length"], rows, self._vocabulary(), seed
+        # Stock Megatron averages the means of ranks, which is one rank's where all have as many tokens.
+        even = runtime.settings().of_stock and not unwrap_model(self.chunks[0]).config.calculate_per_token_loss
+        data = [None if one is None else Tiny(one, *sizes, even=even) for one in self.looked]
         lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
         count = 2 if len(self.chunks) == 1 else max(2, stages)
         iterators = data if isinstance(self.named["data_iterator"], list) else data[0]
-        with _noisy(self.chunks, torch.finfo(self.dtype).eps if noise else 0.0), self._finalizing():
+        with noisy(self.chunks, noise, torch.finfo(self.dtype).eps), self._finalizing():
             reports = self.schedule(**{**self.named, **lengths, "data_iterator": iterators, "num_microbatches": count})
         self.optimizer.prepare_grads()
         values = logged_losses(reports)
@@ -283,11 +320,12 @@ class _Step:
                 if isinstance(getattr(scaler, "_scale", None), Tensor):
                     back.enter_context(patching.lent(scaler, _scale=torch.full_like(scaler._scale, _SCALE)))
             modules = [module for chunk in self.chunks for module in chunk.modules()]
-            for owner in _owners([*modules, *optimizers(self.optimizer)]):
-                back.enter_context(patching.lent(owner, **_quiet(owner)))
+            for owner in owners([*modules, *optimizers(self.optimizer)]):
+                back.enter_context(patching.lent(owner, **quiet(owner)))
             for module in modules:
                 if isinstance(module, CoreAttention):
-                    back.callback(module.register_forward_pre_hook(_Strong(), with_kwargs=True, prepend=True).remove)
+                    back.enter_context(patching.lent(module, scaling=fp8_scaling.of_layer(module.config)))
+                    back.callback(module.register_forward_pre_hook(Strong(), with_kwargs=True, prepend=True).remove)
             yield
 
 
@@ -301,96 +339,62 @@ def stop_if_any(found: list[str]) -> None:
     if not by_text:
         return
     told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in list(by_text.items())[:3]]
-    cp = runtime.context_parallel()
+    stock = not runtime.settings().active
     raise StepError(
-        f"{runtime.settings().asked} on the {cp.layout.name} layout: a step on {cp.size} context-parallel ranks "
+        f"{runtime.settings().asked} on the {_layout().name} layout: a step on {_size()} context-parallel ranks "
         f"differs from the step on one rank. {' | '.join(told)}. Training would have gone wrong silently: the script, "
-        "or this Megatron, computes by a rank's part of the sequence what belongs to the whole. --cp-selfcheck off "
-        "skips this check, --cp-provider upstream trains without the plugin"
+        "or this Megatron, computes by a rank's part of the sequence what belongs to the whole. "
+        f"--cp-selfcheck off skips this check{'' if stock else ', --cp-provider upstream trains without the plugin'}"
     )
 
 
-def _all_met(error: Exception | None) -> bool:
-    """Whether all ranks have ended the step; waits for them a while where this one has failed.
+def _any(here: bool) -> bool:
+    """Whether something is so on any rank; collective."""
+    everyone = [False] * dist.get_world_size()
+    dist.all_gather_object(everyone, here)
+    return any(everyone)
+
+
+def _all_met(error: Exception | None) -> tuple[bool, str]:
+    """Whether all ranks have ended the step, for which this one waits a while, and why one of them could not run it.
 
     A rank that failed alone leaves the others in its collectives, and its error ends the run.
     """
     store, size = distributed_c10d._get_default_store(), dist.get_world_size()
-    counted = "cp_plugin_step/met"
+    number = next(_CALLS)
+    counted, told = (f"cp_plugin_step/{number}/{what}" for what in ("met", "why"))
+    if error is not None:
+        store.set(told, f"{type(error).__name__}: {error}")
     store.add(counted, 1)
     deadline = time.monotonic() + _WAIT_S
-    while error is not None and store.add(counted, 0) < size:
-        if time.monotonic() > deadline:
-            return False
+    while (met := store.add(counted, 0)) < size and time.monotonic() < deadline:
         time.sleep(0.02)
-    return True
+    return met >= size, store.get(told).decode() if store.check([told]) else ""
+
+
+def _not_compared(why: str) -> None:
+    """Say so; ValueError with ``--cp-selfcheck strict``."""
+    text = (
+        f"the check of a training step could not be run: {why}. Whether context-parallel ranks train as one rank does "
+        "was not compared"
+    )
+    if runtime.settings().strict:
+        raise StepError(f"--cp-selfcheck strict: {text}. Use --cp-selfcheck once to train all the same")
+    _print(text)
+
+
+def _size() -> int:
+    return parallel_state.get_context_parallel_world_size()
+
+
+def _layout(*, between: bool = False) -> Layout:
+    """The run's layout; between: of tokens outside of attention."""
+    if not runtime.settings().active:
+        return get_layout("zigzag")
+    cp = runtime.context_parallel()
+    return (runtime.between_layers(cp) if between else cp).layout
 
 
 def _print(text: str) -> None:
     if dist.get_rank() == 0:
         print(f"cp_plugin: {text}", flush=True)
-
-
-def _owners(modules: Sequence[Any]) -> list[Any]:
-    """Modules, and their configurations, each once."""
-    found = [one for m in modules for one in (m, getattr(m, "config", None)) if one is not None]
-    return list({id(one): one for one in found}.values())
-
-
-def _quiet(owner: Any) -> dict[str, Any]:
-    """Attributes of a module or configuration, and values by which nothing is random or timed."""
-    off: dict[str, Any] = {}
-    for name, value in vars(owner).items():
-        if "dropout" in name and isinstance(value, float) and value:
-            off[name] = 0.0
-        elif (name == "timers" or name in RANDOM) and value:
-            off[name] = False if isinstance(value, bool) else None
-    if isinstance(owner, torch.nn.Dropout):
-        off["p"] = 0.0
-    return off
-
-
-@contextmanager
-def _noisy(chunks: Sequence[Any], noise: float) -> Iterator[None]:
-    """In the block the embeddings' outputs are moved by this part of themselves."""
-
-    def move(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        numbers = torch.arange(output.numel(), device=output.device).view_as(output)
-        return (output.float() * (1 + noise * signs(numbers, 0))).to(output.dtype)
-
-    hooks = [
-        embedding.register_forward_hook(move)
-        for chunk in chunks
-        if noise and isinstance(embedding := getattr(unwrap_model(chunk), "embedding", None), torch.nn.Module)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class _Strong:
-    """A hook that multiplies queries and keys of core attention, so that scores differ as those of a trained model.
-
-    The factors are those of the first call, equal on all context-parallel ranks, and stay: what scales queries or keys
-    otherwise on one rank is not hidden.
-    """
-
-    def __init__(self) -> None:
-        self.factors: list[float] = []
-
-    def __call__(
-        self, module: Any, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = dict(zip(("query", "key"), args, strict=False)) | named
-        if not self.factors:
-            squares = torch.stack([given[name].detach().float().square().mean() for name in ("query", "key")])
-            dist.all_reduce(squares, group=parallel_state.get_context_parallel_group())
-            sizes = (squares / parallel_state.get_context_parallel_world_size()).sqrt().clamp(min=1e-9)
-            self.factors = (_GAIN / sizes).tolist()
-        scale = dict(zip(("query", "key"), self.factors, strict=True))
-        given = {name: x * scale[name] if name in scale else x for name, x in given.items()}
-        if len(args) >= 2:
-            return (given["query"], given["key"], *args[2:]), named
-        return args, named | {name: given[name] for name in named}

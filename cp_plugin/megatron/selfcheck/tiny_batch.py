@@ -1,8 +1,10 @@
-"""Batches of a few tokens in the form of the run's own, for the start-up check.
+"""What the step of the start-up check is given: batches of a few tokens in the form of the run's own, moved embeddings,
+strong queries and keys, nothing random.
 
     the first batch of the run's iterator --> its entries, their shapes and dtypes --> the same entries, shorter
     known entries (tokens, labels, ...)   --> drawn anew, unmasked tokens unevenly on the ranks
     others                                --> cut
+    experts of each token                 --> those of the first step in all others, or a tie would be a difference
 
 The batch that was looked at is handed to the run afterwards.
 """
@@ -10,18 +12,42 @@ The batch that was looked at is handed to the run afterwards.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from cp_plugin.core.layout import Layout
+from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.rules.experts import RANDOM
+from cp_plugin.megatron.selfcheck.readings import signs
+from cp_plugin.megatron.state import STATE
+from cp_plugin.placement.documents import DOCUMENTS
+
 _BOUNDS = "cu_seqlens"
+_GAIN = 1.5  # of queries and keys: a score has a standard deviation of its square
 _PARTS = (0.3, 0.45)
 """Where the documents of a pack end, in parts of its tokens."""
 
 
-class Looked:
+class _InPlace:
+    """In the place of the run's iterator: what else it has than batches is the run's."""
+
+    _iterator: Iterator[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+class Looked(_InPlace):
     """The run's iterator, of which the first batch has been looked at."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -31,9 +57,6 @@ class Looked:
             self.first = None
         self._iterator, self._given = iterator, self.first is None
 
-    def __iter__(self) -> Looked:
-        return self
-
     def __next__(self) -> Any:
         if self._given:
             return next(self._iterator)
@@ -41,7 +64,19 @@ class Looked:
         return self.first
 
 
-def batches(first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed: int) -> Iterator[Any]:
+class Tiny(_InPlace):
+    """Other batches in the place of the run's; see ``batches``."""
+
+    def __init__(self, looked: Looked, *sizes: int, even: bool) -> None:
+        self._iterator, self._batches = looked, batches(looked.first, *sizes, even=even)
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
+def batches(
+    first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed: int, *, even: bool = False
+) -> Iterator[Any]:
     """Yield batches of so many tokens, forever.
 
     Args:
@@ -49,6 +84,7 @@ def batches(first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed:
         tokens, old: lengths of the sequences here and in the run.
         rows: micro-batch size, where the run's batch does not tell.
         vocabulary: tokens are below.
+        even: whether every token counts in the loss.
     """
     like = first if isinstance(first, Mapping) else {}
     if not isinstance(like.get("tokens"), Tensor):
@@ -56,6 +92,8 @@ def batches(first: Any, tokens: int, old: int, rows: int, vocabulary: int, seed:
     rows, old = like["tokens"].size(0), like["tokens"].size(-1)
     for number in itertools.count(seed):
         drawn = _drawn(rows, tokens, vocabulary, torch.Generator().manual_seed(number))
+        if even:
+            drawn["loss_mask"].fill_(1)
         bounds = [0, *(int(part * tokens) for part in _PARTS), tokens]
         if any(key.startswith(_BOUNDS) for key in like):
             starts = torch.tensor(bounds)[torch.bucketize(torch.arange(tokens), torch.tensor(bounds), right=True) - 1]
@@ -92,3 +130,158 @@ def _entry(key: str, x: Any, drawn: Tensor | None, bounds: list[int], old: int, 
     if key.startswith("max_seqlen"):
         return torch.full_like(x, max(b - a for a, b in itertools.pairwise(bounds)))
     return x[tuple(slice(n) for n in lengths)].contiguous()
+
+
+@contextmanager
+def noisy(chunks: Sequence[Any], noise: int, size: float) -> Iterator[None]:
+    """In the block the embeddings' outputs are moved by this part of themselves; 0: not.
+
+    noise: which signs.
+    """
+
+    def move(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        numbers = torch.arange(output.numel(), device=output.device).view_as(output)
+        return (output.float() * (1 + size * signs(numbers, noise - 1))).to(output.dtype)
+
+    hooks = [
+        embedding.register_forward_hook(move)
+        for chunk in chunks
+        if noise and isinstance(embedding := getattr(unwrap_model(chunk), "embedding", None), torch.nn.Module)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Strong:
+    """A hook that multiplies queries and keys of core attention, so that scores differ as those of a trained model.
+
+    The factors are those of the first call, equal on all context-parallel ranks, and stay: what scales queries or keys
+    otherwise on one rank is not hidden.
+    """
+
+    def __init__(self) -> None:
+        self.factors: list[float] = []
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = dict(zip(("query", "key"), args, strict=False)) | named
+        if not self.factors:
+            squares = torch.stack([given[name].detach().float().square().mean() for name in ("query", "key")])
+            dist.all_reduce(squares, group=parallel_state.get_context_parallel_group())
+            sizes = (squares / parallel_state.get_context_parallel_world_size()).sqrt().clamp(min=1e-9)
+            self.factors = (_GAIN / sizes).tolist()
+        scale = dict(zip(("query", "key"), self.factors, strict=True))
+        given = {name: x * scale[name] if name in scale else x for name, x in given.items()}
+        if len(args) >= 2:
+            return (given["query"], given["key"], *args[2:]), named
+        return args, named | {name: given[name] for name in named}
+
+
+def owners(modules: Sequence[Any]) -> list[Any]:
+    """Modules, and their configurations, each once."""
+    found = [one for m in modules for one in (m, getattr(m, "config", None)) if one is not None]
+    return list({id(one): one for one in found}.values())
+
+
+def quiet(owner: Any) -> dict[str, Any]:
+    """Attributes of a module or configuration, and values by which nothing is random, timed, or of a fixed length."""
+    off: dict[str, Any] = {}
+    for name, value in vars(owner).items():
+        if "dropout" in name and isinstance(value, float) and value:
+            off[name] = 0.0
+        elif (name == "timers" or name in RANDOM) and value:
+            off[name] = False if isinstance(value, bool) else None
+        elif name.startswith(("ub_overlap", "ub_bulk")) and value is True:  # its buffers have the run's length
+            off[name] = False
+    if isinstance(owner, torch.nn.Dropout):
+        off["p"] = 0.0
+    return off
+
+
+class Choices:
+    """Experts as routers chose them in one step, by token: in other steps, rounding errors could choose others.
+
+    Each step chooses where documents place tokens, and in packs of several rows, which Megatron divides for experts. A
+    choice is replayed only as far as it is one: what is better by more than rounding is a difference.
+    """
+
+    def __init__(self, config: Any, layout: Layout, padded: int, tokens: int, rows: int) -> None:
+        """
+        Args:
+            config: the model's.
+            layout: of tokens between the layers.
+            padded, tokens: lengths of the sequences, with padding and without.
+            rows: of a micro-batch.
+        """
+        packs = rows if STATE.model is not None and STATE.model.problem.documents else 1
+        free = layout.name == DOCUMENTS.name or packs > 1
+        self._experts = bool(getattr(config, "num_moe_experts", None)) and not free
+        cp, rank = (getattr(parallel_state, f"get_context_parallel_{what}")() for what in ("world_size", "rank"))
+        parts = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+        part = parallel_state.get_tensor_model_parallel_rank() if parts > 1 else 0
+        if self._experts:
+            self._mine = layout.positions(padded, cp, rank).chunk(parts)[part]
+            self._alone = torch.arange(tokens).chunk(parts)[part]
+        self._chosen: list[Tensor] = []  # this rank's, [tokens * b, k]
+        self._of_all: list[Tensor] = []  # [whole sequence, b, k]
+        self.apart = 0.0
+        """By how much the best experts' scores are above those of the replayed ones, relative to the largest score."""
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """In the block, note choices; at its end tell them to all tensor- and context-parallel ranks, collective."""
+
+        def topk(scores: Tensor, k: int, *args: Any, **named: Any) -> Any:
+            found = _topk(scores, k, *args, **named)
+            if self._routes(scores, self._mine, *args, **named):
+                self._chosen.append(found[1].detach())
+            return found
+
+        if not self._experts:
+            yield
+            return
+        with patching.lent(torch, topk=topk):
+            yield
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, (self._mine, [one.cpu() for one in self._chosen]), group=group)
+        shapes = {tuple(tuple(one.shape) for one in chosen) for _, chosen in parts}
+        if len(shapes) > 1:
+            return
+        for number, one in enumerate(self._chosen):
+            rows = one.size(0) // len(self._mine)
+            whole = one.new_zeros(max(int(where.max()) for where, _ in parts) + 1, rows, one.size(1))
+            for where, chosen in parts:
+                whole[where.to(one.device)] = chosen[number].to(one.device).view(len(where), *whole.shape[1:])
+            self._of_all.append(whole)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """In the block, a rank that has whole sequences chooses as recorded."""
+        left = iter(self._of_all)
+
+        def topk(scores: Tensor, k: int, *args: Any, **named: Any) -> Any:
+            best = _topk(scores, k, *args, **named)
+            whole = next(left, None) if self._routes(scores, self._alone, *args, **named) else None
+            if whole is None or whole.numel() * len(self._alone) != best[1].numel() * len(whole):
+                return best
+            chosen = whole[self._alone.to(whole.device)].flatten(0, 1)
+            values = scores.gather(1, chosen)
+            above = best[0].sort(1)[0] - values.sort(1)[0]
+            self.apart = max(self.apart, float(above.max() / scores.abs().max().clamp(min=1e-30)))
+            return torch.return_types.topk((values, chosen))
+
+        with patching.lent(torch, topk=topk) if self._experts else nullcontext():
+            yield
+
+    @staticmethod
+    def _routes(scores: Tensor, tokens: Tensor, dim: int = -1, *_: Any, **__: Any) -> bool:
+        """Whether something is chosen for each token: experts, or groups of them."""
+        return scores.dim() == 2 and scores.size(0) % len(tokens) == 0 and dim in (1, -1)
+
+
+_topk = torch.topk

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import groups
 from cp_plugin.megatron.patches import rope
 from cp_plugin.megatron.patches.patching import Call, around
-from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, slices, step_traffic
+from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, slices, step
 from cp_plugin.megatron.startup import agreement, checkpoint, failures, megatron_groups
 from cp_plugin.megatron.state import STATE
 
@@ -26,23 +27,30 @@ def replace_initialize_model_parallel(call: Call) -> None:
         megatron_groups.check(call.arguments)
         groups.create(runtime.settings(), options, runtime.model())
         checkpoint.note()
-        step_traffic.watch()
 
 
 @around
 def replace_setup_model_and_optimizer(call: Call) -> Any:
     """Replacement for ``setup_model_and_optimizer``: audit and self-check before training."""
     result = call.original()
-    chunks = result[0]
+    chunks, optimizer, rates = _parts(result)
+    if not runtime.settings().active:
+        step.expect(optimizer, rates)
+        return result
     STATE.complete(chunks)
     audit.run(chunks)
-    if runtime.settings().selfcheck or STATE.unknown:
-        first_batch.run(chunks, result[1])
-        STATE.unchecked = result[1], result[2]
+    if runtime.settings().selfcheck:
+        first_batch.run(chunks)
+        step.expect(optimizer, rates)
     STATE.first_batch = slices.require_one_batch
     recheck.watch(chunks, _iterations)
     runtime.expect_documents()
     return result
+
+
+def _parts(made: Any) -> Sequence[Any]:
+    """Model, optimizer and learning rates, in this order, of a tuple or an object with these attributes."""
+    return made if isinstance(made, tuple) else list(vars(made).values())
 
 
 def _iterations() -> int:

@@ -1,0 +1,107 @@
+"""What each part of the start-up check finds of the harmful edits of Megatron (``tests/megatron/edits.toml``).
+
+    ci/megatron/ablation.py [--out docs/ablation.json] [EDIT...]
+
+Every edit trains a step on forked CPU ranks. What a part finds is noted, and does not stop the run, so that the later
+parts are asked, too; only what stops by itself ends it. The JSON file maps an edit to the parts that find it. It is
+written after each edit; edits that are in it are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PARTS = {
+    "attention_problems": "attention",
+    "own_attention_problems": "Megatron's own attention",
+    "packed_problems": "attention of packs",
+    "delta_net_problems": "gated delta net",
+}
+"""Function of ``first_batch`` -> the part that it is."""
+STEP, LATER, STOPS = "a step of the run", "the rest of the first step", "a refusal by name"
+_LATER = ("learning rates", "gradients between", "the loss that is logged", "weights")
+
+
+def prepare(found: Path) -> None:
+    """Note in a file of this folder, for each rank, which parts find something."""
+    from cp_plugin.megatron.selfcheck import first_batch, step
+
+    def note(part: str, problems: Sequence[str]) -> None:
+        if problems:
+            with (found / f"parts.{step.dist.get_rank()}").open("a", encoding="utf-8") as file:
+                file.write(f"{part}\n")
+
+    def noting(name: str, look: Callable[..., list[str]]) -> Callable[..., list[str]]:
+        def noted(*args: Any) -> list[str]:
+            note(PARTS[name], look(*args))
+            return []
+
+        return noted
+
+    for name in PARTS:
+        setattr(first_batch, name, noting(name, getattr(first_batch, name)))
+
+    def stop(texts: list[str]) -> None:
+        for text in texts:
+            note(LATER if text.startswith(_LATER) else STEP, [text])
+
+    step.stop_if_any = stop
+
+
+def parts(edit: Any, folder: Path) -> list[str]:
+    """The parts that find an edit; folder: that of ``prepare``."""
+    import test_edits
+
+    from cp_plugin.testing.launch import RankError
+
+    stopped, noted = [], set[str]()
+    with tempfile.TemporaryDirectory() as edited:
+        try:
+            test_edits._train(edit.flags, edit, Path(edited))
+        except RankError:
+            stopped = [STOPS]
+    for file in folder.glob("parts.*"):
+        noted |= {*file.read_text().splitlines()}
+        file.unlink()
+    return sorted(noted) or stopped
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("edits", nargs="*", metavar="EDIT", help="names (default: all that are harmful)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "ablation.json")
+    given = parser.parse_args(argv)
+    sys.path[:0] = [
+        str(ROOT / folder) for folder in ("tests/megatron", "tests", "ci/parity", "ci/papers", "kernels", "")
+    ]
+    import edits
+    import warm
+
+    from cp_plugin.megatron import activate
+
+    activate(["--cp-device", "cpu"])
+    import cp_plugin.megatron.models.gpt  # noqa: F401
+
+    warm.before_forking()
+    known = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
+    chosen = [one for one in edits.read() if one.found and (not given.edits or one.name in given.edits)]
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        for edit in chosen:
+            if edit.name in known and not given.edits:
+                continue
+            known[edit.name] = parts(edit, Path(folder))
+            print(f"ABLATION {edit.name}: {', '.join(known[edit.name]) or 'nothing'}", flush=True)
+            given.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
