@@ -69,7 +69,7 @@ def attribute(flag: str) -> str:
 SWITCHES = """
 --rl-use-sequence-packing --reset-attention-mask --reset-position-ids --cache-mla-latents --mla-down-proj-fusion
 --qk-clip --log-max-attention-logit --use-kitchen-attention --batch-invariant-mode --fp8-dot-product-attention
---fp8-multi-head-attention --fine-grained-activation-offloading --is-hybrid-model --use-legacy-models
+--fp8-multi-head-attention --fine-grained-activation-offloading --is-hybrid-model
 --hybrid-context-parallel --dynamic-context-parallel --fake-process-group --enable-cuda-graph --external-cuda-graph
 --overlap-moe-expert-parallel-comm --perform-rl-step --log-straggler
 """

@@ -61,7 +61,6 @@ UNSUPPORTED = (
     "--log-straggler",
     "--record-memory-history",
     "--inprocess-restart",
-    "--use-legacy-models",
 )
 
 

@@ -124,7 +124,6 @@ RULES = (
     flag("--linear-attention-freq", why=_CROSS_LAYER, refused=lambda v: True),
     flag("--heterogeneous-layers-config-path", why=_CROSS_LAYER),
     flag("--heterogeneous-layers-config-encoded-json", why=_CROSS_LAYER),
-    flag("--use-legacy-models", why="the legacy models have no context parallelism"),
     flag(
         "--transformer-impl",
         why=_INFERENCE,
