@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from oracle import Case, Result
+from oracle import Case, Result, no_sums_in_half
 from torch.utils.checkpoint import checkpoint
 
 from cp_plugin import ContextParallel, Options, Problem, Tree
@@ -30,12 +30,13 @@ def run(cp: ContextParallel, problem: Case, *, recompute: bool = False) -> Resul
     asked = {"causal": problem.causal, "window": problem.window, "cu_seqlens": cu_seqlens, "sink": sink}
     if problem.tree[0]:
         asked["tree"] = Tree(*problem.tree)
-    if recompute:
-        out = checkpoint(Recomputed(partial(cp.attention, **asked)), *leaves[:3], use_reentrant=False)
-    else:
-        out = cp.attention(*leaves[:3], **asked)
-    assert out.dtype == problem.dtype
-    grads = torch.autograd.grad(out, leaves, dout)
+    with no_sums_in_half(problem.dtype):
+        if recompute:
+            out = checkpoint(Recomputed(partial(cp.attention, **asked)), *leaves[:3], use_reentrant=False)
+        else:
+            out = cp.attention(*leaves[:3], **asked)
+        assert out.dtype == problem.dtype
+        grads = torch.autograd.grad(out, leaves, dout)
     return Result(*(cp.unshard(x.detach()) for x in (out, *grads[:3])), *grads[3:])
 
 
