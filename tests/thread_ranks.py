@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from oracle import Case, Result, no_sums_in_half
+from oracle import Case, Result
 from torch.utils.checkpoint import checkpoint
 
 from cp_plugin import ContextParallel, Options, Problem, Tree
@@ -30,13 +32,12 @@ def run(cp: ContextParallel, problem: Case, *, recompute: bool = False) -> Resul
     asked = {"causal": problem.causal, "window": problem.window, "cu_seqlens": cu_seqlens, "sink": sink}
     if problem.tree[0]:
         asked["tree"] = Tree(*problem.tree)
-    with no_sums_in_half(problem.dtype):
-        if recompute:
-            out = checkpoint(Recomputed(partial(cp.attention, **asked)), *leaves[:3], use_reentrant=False)
-        else:
-            out = cp.attention(*leaves[:3], **asked)
-        assert out.dtype == problem.dtype
-        grads = torch.autograd.grad(out, leaves, dout)
+    if recompute:
+        out = checkpoint(Recomputed(partial(cp.attention, **asked)), *leaves[:3], use_reentrant=False)
+    else:
+        out = cp.attention(*leaves[:3], **asked)
+    assert out.dtype == problem.dtype
+    grads = torch.autograd.grad(out, leaves, dout)
     return Result(*(cp.unshard(x.detach()) for x in (out, *grads[:3])), *grads[3:])
 
 
@@ -64,11 +65,21 @@ def typical(problem: Case, size: int) -> Problem:
     )
 
 
-def on_threads(provider: str, size: int, problem: Case, *, recompute: bool = False, **options: Any) -> list[Result]:
+def on_threads(
+    provider: str,
+    size: int,
+    problem: Case,
+    *,
+    recompute: bool = False,
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
+    **options: Any,
+) -> list[Result]:
+    """within: entered by every rank around its call."""
     settled = providers.settle(provider, typical(problem, size), Options(**options))
 
     def rank(mesh: Mesh) -> Result:
         cp = ContextParallel(provider, mesh=mesh, problem=typical(problem, size), **options)
-        return run(cp, problem, recompute=recompute)
+        with within():
+            return run(cp, problem, recompute=recompute)
 
     return run_threads(rank, settled.axes)
