@@ -5,11 +5,14 @@ It shares no code with the package: key/value heads are repeated, the mask is bu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Result(NamedTuple):
@@ -115,3 +118,27 @@ def assert_close(got: Result, want: Result, limits: Result | float, what: object
 def errors(got: Result, want: Result) -> list[float]:
     """The relative error of each field."""
     return [relative_error(a, b) for a, b in zip(got, want, strict=True) if b is not None]
+
+
+def no_sums_in_half(dtype: torch.dtype, *, added: bool = True) -> AbstractContextManager[object]:
+    """Where the inputs are in half precision, AssertionError for a sum, or a function before it, that is, too.
+
+    added: also where two parts are added, and not only along a dimension.
+    """
+    return _Wide(_SUMS + _ADDED * added) if dtype.itemsize == 2 else nullcontext()
+
+
+_SUMS = ("sum", "cumsum", "mean", "logsumexp", "exp", "log_sigmoid_forward", "softplus")
+_ADDED = ("add", "add_", "sub", "sub_", "index_add_")
+
+
+class _Wide(TorchDispatchMode):
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        first = found[0] if isinstance(found, tuple) and found else found
+        assert name not in self._names or first.numel() < 2 or first.dtype.itemsize > 2, f"{name} in {first.dtype}"
+        return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -63,11 +65,21 @@ def typical(problem: Case, size: int) -> Problem:
     )
 
 
-def on_threads(provider: str, size: int, problem: Case, *, recompute: bool = False, **options: Any) -> list[Result]:
+def on_threads(
+    provider: str,
+    size: int,
+    problem: Case,
+    *,
+    recompute: bool = False,
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
+    **options: Any,
+) -> list[Result]:
+    """within: entered by every rank around its call."""
     settled = providers.settle(provider, typical(problem, size), Options(**options))
 
     def rank(mesh: Mesh) -> Result:
         cp = ContextParallel(provider, mesh=mesh, problem=typical(problem, size), **options)
-        return run(cp, problem, recompute=recompute)
+        with within():
+            return run(cp, problem, recompute=recompute)
 
     return run_threads(rank, settled.axes)

@@ -310,9 +310,9 @@ class _Search:
         full = next((shape for shape in self.shapes if shape.recompute == "full"), None)
         if full is None or not self.free:
             return []
-        some = [replace(full, recompute_layers=n) for n in range(1, -(-self.model.layers // full.pipeline))]
-        first = bisect_left(some, True, key=lambda shape: needs(shape).total <= self.limit)
-        return some[first : first + 1]
+        some = range(1, -(-self.model.layers // full.pipeline))
+        first = bisect_left(some, True, key=lambda n: needs(replace(full, recompute_layers=n)).total <= self.limit)
+        return [replace(full, recompute_layers=n) for n in some[first : first + 1]]
 
     def rank(self, priced: Priced) -> tuple[bool, float]:
         """What fits first, then what is faster."""

@@ -55,17 +55,23 @@ def test_bad_options_are_refused(provider: str, options: dict[str, Any], message
 
 
 def test_bad_tensors_are_refused() -> None:
-    q, cp = torch.zeros(4, 1, 4, 8), ContextParallel("ring")
-    for k, message in (
-        (q[:, :, :3], "multiple of the number of key/value heads"),
-        (q[:3], "do not match"),
-        (q[0], r"\[tokens, batch, heads, head size\]"),
-        (q.double(), "share dtype and device"),
+    q, cp = torch.zeros(4, 2, 4, 8), ContextParallel("ring")
+    with pytest.raises(ValueError, match="multiple of the number of key/value heads"):
+        cp.attention(q, q[:, :, :3], q[:, :, :3])
+    for change, message in (
+        (lambda x: x[:3], "do not match"),
+        (lambda x: x[:, :1], "do not match"),
+        (lambda x: x[0], r"\[tokens, batch, heads, head size\]"),
+        (lambda x: x.double(), "share dtype and device"),
+        (lambda x: x.to("meta"), "share dtype and device"),
     ):
-        with pytest.raises(ValueError, match=message):
-            cp.attention(q, k, k)
-    with pytest.raises(ValueError, match=r"sink must be \[4\], one number per query head"):
-        cp.attention(q, q, q, sink=torch.zeros(3))
+        for which in range(3):  # each alone differs from the others
+            given = [change(q) if which == place else q for place in range(3)]
+            with pytest.raises(ValueError, match=message):
+                cp.attention(*given)
+    for sink in (torch.zeros(3), torch.zeros(4, dtype=torch.int64), torch.zeros(4, device="meta")):
+        with pytest.raises(ValueError, match=r"sink must be \[4\], one number per query head"):
+            cp.attention(q, q, q, sink=sink)
     with pytest.raises(ValueError, match=r"window \(-2, 0\): numbers of tokens before and after"):
         cp.attention(q, q, q, window=(-2, 0))
     with pytest.raises(ValueError, match="multiple of 8"):

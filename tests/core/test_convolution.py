@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import no_sums_in_half
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
@@ -88,9 +89,10 @@ def test_half_precision() -> None:
 
     def rank(cp: ContextParallel) -> list[Tensor]:
         x, weight, bias = (y.detach().requires_grad_() for y in (cp.shard(given[0]), *given[1:]))
-        out = short_convolution(cp, x, weight, bias)
-        assert out.dtype == torch.bfloat16
-        dx, *shares = torch.autograd.grad(out, (x, weight, bias), cp.shard(dout))
+        with no_sums_in_half(torch.bfloat16):
+            out = short_convolution(cp, x, weight, bias)
+            assert out.dtype == torch.bfloat16
+            dx, *shares = torch.autograd.grad(out, (x, weight, bias), cp.shard(dout))
         return [cp.unshard(out.detach()), cp.unshard(dx), *shares]
 
     want = whole(4, None)
@@ -136,9 +138,12 @@ def test_rows_sent(layout: str, bounds: Any, rows: tuple[int, ...]) -> None:
             (C, 4),
             "'ring' is for softmax attention: short convolutions belong to linear attention; use.* lasp2",
         ),
-        ("lasp2", (C + 1, 4), r"must be \[s, b, c\], \[c, w\] and \[c\], got \[\(48, 2, 6\), \(7, 4\), None\]"),
+        ("lasp2", (C + 1, 4), r"must be \[s, b, c\], \[c, w\] and \[c\], got \[\(48, 2, 6\), \(7, 4\), \(6,\)\]"),
+        ("lasp2", (C, 4, 1), r"got \[\(48, 2, 6\), \(6, 4, 1\), \(6,\)\]"),
+        ("lasp2", (C, 4), r"got \[\(48, 2, 6\), \(6, 4\), \(7,\)\]"),
     ],
 )
-def test_refusals(provider: str, weight: tuple[int, int], message: str) -> None:
+def test_refusals(provider: str, weight: tuple[int, ...], message: str) -> None:
+    bias = torch.randn(C + (weight == (C, 4)))  # the only one that is wrong
     with pytest.raises(ValueError, match=message):
-        short_convolution(ContextParallel(provider), torch.randn(S, B, C), torch.randn(weight))
+        short_convolution(ContextParallel(provider), torch.randn(S, B, C), torch.randn(weight), bias)

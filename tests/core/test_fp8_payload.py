@@ -128,6 +128,13 @@ def test_the_number_of_collectives_does_not_grow() -> None:
     assert mesh.made == 1 + 2, "one message of all payloads, and each of the others"
 
 
+def test_exponents_of_another_kind_are_refused() -> None:
+    elements, exponents = payload.pack(torch.ones(4, 1, 2, 8, dtype=torch.bfloat16), 4)
+    for other in (exponents.int(), exponents[:, :, :1]):
+        with pytest.raises(ValueError, match=r"exponents must be uint8 \(1, 1, 2\), got "):
+            payload.unpack(elements, other, 4, torch.bfloat16)
+
+
 @pytest.mark.parametrize("wrong", ["exponents", "order"])
 def test_a_wrong_message_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults: exponents of the neighbouring head, elements in another order."""

@@ -24,11 +24,11 @@ class Example:
     """Arguments of the run, or fields of the layer or the call, that differ from the base."""
     settings: Settings
     version: str
-    device: str
+    device: str | None
 
 
 def example(
-    names: str, *, settings: Settings = RING, version: str = "0.19.0", device: str = "cpu", **args: Any
+    names: str, *, settings: Settings = RING, version: str = "0.19.0", device: str | None = "cpu", **args: Any
 ) -> Example:
     return Example(names=names, args=args, settings=settings, version=version, device=device)
 

@@ -126,6 +126,16 @@ def test_tensors_without_a_version_counter() -> None:
         assert packing.bounds(packed, TOKENS).tolist() == [0, 9, 24]
 
 
+@pytest.mark.parametrize("which", ["cu_seqlens_kv", "cu_seqlens_kv_padded"])
+def test_keys_that_are_packed_otherwise_are_refused(which: str) -> None:
+    from cp_plugin.megatron.patches import packing
+
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    given = dict.fromkeys(names, torch.tensor([0, 8, 24])) | {which: torch.tensor([0, 9, 24])}
+    with pytest.raises(ValueError, match=r"queries and keys are packed differently: .*\[0, 8, 24\] and \[0, 9, 24\]"):
+        packing.bounds(packing.PackedSeqParams(**given), TOKENS)
+
+
 @pytest.mark.parametrize("padded", [[0, 5, 12, 24], [0, 5, 24]])
 def test_bounds_with_padding_in_place_of_those_without_are_refused(padded: list[int]) -> None:
     """They would make documents overlap."""

@@ -203,6 +203,22 @@ RUNS = {
         tensor_model_parallel_size=4,
     ),
 }
+ALSO = {
+    "recipes of linear layers": [example("--fp4-format", settings=FP8, fp4="e2m1")],
+    "determinism on CUDA": [example("--deterministic-mode", device=None, deterministic_mode=True)],
+    "capacity of experts": [
+        example("--moe-expert-rank-capacity-factor 2", **ROUTED | {"seq_length": 64}, moe_expert_rank_capacity_factor=2)
+    ],
+    "words of --spec": [example("--spec a b c", spec=["a", "b", "c"])],
+    "position embeddings of MLA": [
+        example("--position-embedding-type mrope", multi_latent_attention=True, position_embedding_type="mrope")
+    ],
+    "losses of experts": [
+        example("--moe-z-loss-coeff 0.1", version="0.18.2", num_experts=4, moe_z_loss_coeff=0.1),
+        example("--moe-aux-loss-coeff", version="0.18.2", num_experts=4, moe_aux_loss_coeff=[0.0, 0.1]),
+    ],
+}
+"""Further examples: one for each alternative of a rule."""
 LAYERS = {
     "cross-attention": example("cross attention", attention_type="cross"),
     "layer with a fused rotation of MLA": example(
@@ -294,7 +310,9 @@ def run_of(given: Example) -> Any:
     from cp_plugin.megatron.rules.run import Run
 
     args = argparse.Namespace(**{**BASE, **given.args})
-    return Run(args=args, settings=given.settings, version=given.version, device=torch.device(given.device))
+    return Run(
+        args=args, settings=given.settings, version=given.version, device=given.device and torch.device(given.device)
+    )
 
 
 def with_linear(given: Example, pattern: str = "LL") -> Example:
@@ -330,12 +348,20 @@ def example_of(rule: Rule) -> Example:
     return with_linear(given, pattern) if rule.name.startswith("linear ") else given
 
 
+NAMED_ALONE: dict[str, tuple[str, ...]] = {}
+"""Arguments of an example without which the rule still applies."""
+
+
 def test_every_rule_refuses_its_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "delta_net_takes_exchange", lambda: False)  # a difference between versions
     monkeypatch.delitem(fields.KNOWN, "add_qkv_bias")
     for rule in training():
         given = example_of(rule)
-        check(rule, rule.of(run_of(given)), given.names)
+        for one in (given, *ALSO.get(rule.name, ())):
+            check(rule, rule.of(run_of(one)), one.names)
+            for name in {name for name in one.args if one.args[name] != BASE.get(name)} & {*BASE}:
+                plain = run_of(replace(one, args={**one.args, name: BASE[name]}))
+                assert name in NAMED_ALONE.get(rule.name, ()) or rule.of(plain) is None, f"{rule.name} without {name}"
     for rule in (rule for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule is not fields.UNKNOWN):
         value = {attribute(rule.name): FLAGS.get(rule.name)}
         given = example(rule.name, args=value) if rule.name in FLAGS else LAYERS[rule.name]

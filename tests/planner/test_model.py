@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from cp_plugin.planner.training import operations, weights
 from cp_plugin.planner.training.model import Model, from_table, model, models
-from cp_plugin.planner.training.parallel import Parallel, problem
+from cp_plugin.planner.training.parallel import Parallel, check, problem
 
 PUBLISHED = {  # parameters, as the model's own card or paper has them
     "llama2-7b": 6.738e9,
@@ -111,6 +113,21 @@ def test_nearest_names() -> None:
 def test_bad_sizes_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^model small: .*{message}"):
         replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tensor": 4, "heads": 12, "kv_heads": 6}, "has 6 key/value heads; use a divisor or a multiple of that"),
+        ({"tensor": 4}, ""),  # a multiple of 2 key/value heads
+        ({"documents": (100, 0, 28)}, "documents of 128 tokens cannot fill a sequence of 128"),
+        ({"documents": (100, 20)}, "documents of 120 tokens cannot fill a sequence of 128"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(sizes: dict[str, Any], message: str) -> None:
+    heads = {name: sizes.pop(name) for name in ("heads", "kv_heads") if name in sizes}
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        check(replace(SMALL, **heads), Parallel(**{"devices": 4, "tensor": 4, "seq_length": 128} | sizes))
 
 
 def test_models_from_tables() -> None:
