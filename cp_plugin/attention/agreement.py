@@ -29,6 +29,10 @@ FIRST, EVERY = 4, 256
 """Calls that are compared: so many at first, then those whose number is a power of two, and every so many."""
 
 
+_TEXT = 400
+"""Bytes of an error that other ranks are told."""
+
+
 class Changes(list[tuple[int, Any]]):
     """Values of a setting since the last comparison, each with the number of the first call that had it."""
 
@@ -147,6 +151,13 @@ def gathered(mesh: Mesh, x: Tensor, ledger: Ledger | None = None) -> Tensor:
         return of_every_rank(mesh, x.to(_device(mesh, device))).flatten(0, 1).to(device)
     finally:
         mesh.ledger = usual
+
+
+def problem_of_ranks(mesh: Mesh, failed: Sequence[int], mine: str | None, device: torch.device) -> ValueError:
+    """The error of the first of these ranks, on every rank, whose own is ``mine``. Collective."""
+    text = (mine or "").encode()[:_TEXT].ljust(_TEXT)
+    texts = gathered(mesh, torch.tensor([list(text)], dtype=torch.uint8, device=device)).tolist()
+    return ValueError(f"{ranks_named(failed)}: {bytes(texts[failed[0]]).decode(errors='ignore').strip()}")
 
 
 def _device(mesh: Mesh, device: torch.device) -> torch.device:

@@ -159,9 +159,9 @@ def _planned(
         leaving=rows,
         sent=tuple(sum(map(len, leaving.get(rank, ()))) for rank in range(size)),
         received=tuple(sum(map(len, arriving.get(rank, ()))) for rank in range(size)),
-        before=_on(device, before.int()),
-        after=_on(device, after.int()),
-        home=_on(device, _by_row(rows, len(mine)).int()),
+        before=copied(before.int(), device),
+        after=copied(after.int(), device),
+        home=copied(_by_row(rows, len(mine)).int(), device),
     )
 
 
@@ -176,6 +176,6 @@ def _by_row(runs: tuple[range, ...], tokens: int) -> Tensor:
     return found
 
 
-def _on(device: torch.device, table: Tensor) -> Tensor:
-    """On the device; the host does not wait for the copy."""
+def copied(table: Tensor, device: torch.device) -> Tensor:
+    """The same on the device; the host does not wait for it."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)

@@ -18,6 +18,7 @@ from cp_plugin.planner.candidates import DEFAULT
 from cp_plugin.planner.errors import KNOWN_ERROR, off_by, typical_error
 from cp_plugin.planner.errors import legend as legend_of_errors
 from cp_plugin.planner.explain import gain
+from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.packs import balance, padded
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import Plan
@@ -62,8 +63,8 @@ def print_plan(console: Console, plan: Plan) -> None:
         "takes: time of one iteration; x best: relative to the fastest; sends: by one device, in one layer's attention"
     )
     off = legend_of_errors(p.provider for p in plan.found)
-    searched = [NOT_SEARCHED] if plan.free else []
-    print_lines(console, legend, off, *searched, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
+    said = filter(None, (kernel_time.assumed(plan.cluster.device), NOT_SEARCHED if plan.free else ""))
+    print_lines(console, legend, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     console.print()
     print_flags(console, "flags:", flags(best))
     console.print()

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import count
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cp_plugin.attention.agreement import Calls, gathered
+from cp_plugin.attention.agreement import Calls, gathered, problem_of_ranks
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import ConnectError, MessageError
-from cp_plugin.common.text import ranks_named
 from cp_plugin.huggingface import layers
+from cp_plugin.huggingface.additions import Additions
 from cp_plugin.huggingface.attention import Division, refuse
 from cp_plugin.huggingface.batch import shard
 from cp_plugin.huggingface.comparison import require_same_attention
 from cp_plugin.huggingface.loss import require_next_token_loss
-from cp_plugin.huggingface.model import Forward, refuse_router_losses
+from cp_plugin.huggingface.model import Forward, forwards, refuse_router_losses
 from cp_plugin.huggingface.structure import (
     TOKENS,
     allowed,
@@ -37,7 +37,6 @@ from cp_plugin.huggingface.structure import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_numbers = count()
 _LAYERS = ("full_attention", "sliding_attention")
 """``layer_types`` of attention."""
 
@@ -45,7 +44,7 @@ _LAYERS = ("full_attention", "sliding_attention")
 def apply(
     model: PreTrainedModel, cp: ContextParallel, *, linear: ContextParallel | None = None, check: bool = True
 ) -> None:
-    """Distribute the model's attention over the ranks of ``cp``; collective. It takes shards only from then on.
+    """Distribute the model's attention over the ranks of ``cp``; collective. Call it last; the model then takes shards.
 
     Applied again, it takes the new ``cp``. ``undo``, or ``model.set_attn_implementation("sdpa")``, undoes it.
 
@@ -61,35 +60,35 @@ def apply(
         ImportError: without transformers.
         ValueError: for a model that is not text only, that cannot exchange its attention, or that fails the checks.
     """
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as missing:
-        raise ImportError("needs transformers 5 or newer: pip install 'cp-plugin[huggingface]'") from missing
+    if find_spec("transformers") is None:
+        raise ImportError("needs transformers 5 or newer: pip install 'cp-plugin[huggingface]'")
     model = _inside(model)
     undo(model)
     _refuse_by_name(model)
-    config = model.config
-    name, before = f"cp_plugin_{next(_numbers)}", config._attn_implementation
     whole = _whole(model, cp)
     with _named(model):
         want = _evaluated(model, input_ids=whole) if check else None
-    division = Division(cp, name, before)
-    AttentionInterface.register(name, division.attention)
-    AttentionMaskInterface.register(name, lambda **arguments: division.mask(**arguments))
-    model.forward = forward = Forward(model, division, layers.divide(model, division))
+    division = Division(cp, model.config)
+    forward = Forward(model, division)
     try:
-        model.set_attn_implementation(name)
-        if config._attn_implementation != name:
+        forward.handles = layers.divide(model, division)
+        for inner in _models(model):
+            if inner is not model:
+                Forward(inner, division)
+        model.set_attn_implementation(division.name)
+        if not division.active:
             raise ValueError(f"{type(model).__name__} does not get its attention from transformers' AttentionInterface")
-        with _named(model):
-            if check:
-                require_no_mixing(model, division)
-            division.linear = layers.needed(model, cp, linear)
-            if want is not None:
-                _examine(model, division, whole, want)
-                forward.calls = Calls()  # the first ones of training are compared
+        if want is not None:
+            _examine_structure(model, division)
+        division.linear = layers.needed(model, cp, linear)
+        if want is not None:
+            _examine_results(model, division)
+            _require_same_results(model, division, whole, want)
+            if cp.size > 1:
+                forward.additions = Additions(model, _examine)
+            division.calls = Calls()  # the first ones of training are compared
     except BaseException:
-        _restore(model, forward)
+        undo(model)
         raise
     if cp.size > 1 and cp.mesh.index == 0 and (not dist.is_initialized() or dist.get_rank() == 0):
         _say_what_sums(cp.size)
@@ -108,29 +107,26 @@ def _say_what_sums(size: int) -> None:
 
 def undo(model: PreTrainedModel) -> None:
     """Give the model its own attention back; nothing if it has it. It then takes whole sequences again."""
-    model = _inside(model)
-    forward = vars(model).get("forward")
-    if isinstance(forward, Forward):
-        _restore(model, forward)
+    for forward in forwards(model):
+        forward.remove()
 
 
-def _restore(model: PreTrainedModel, forward: Forward) -> None:
-    for handle in forward.handles:
-        handle.remove()
-    if vars(model).get("forward") is forward:
-        del model.forward
-    if model.config._attn_implementation == forward.division.name:
-        model.set_attn_implementation(forward.division.before)
+def _models(model: nn.Module) -> list[PreTrainedModel]:
+    from transformers import PreTrainedModel
+
+    return [layer for layer in model.modules() if isinstance(layer, PreTrainedModel)]
 
 
 def _inside(model: nn.Module) -> PreTrainedModel:
     """The transformers model in a wrapper."""
-    from transformers import PreTrainedModel
-
-    for layer in model.modules():
-        if isinstance(layer, PreTrainedModel):
-            return layer
-    raise ValueError(f"{type(model).__name__} is not a transformers model, and contains none")
+    models = _models(model)
+    inner = {id(layer) for one in models for layer in one.modules() if layer is not one}
+    outer = [one for one in models if id(one) not in inner]
+    if len(outer) != 1:
+        names = ", ".join(type(one).__name__ for one in outer)
+        contains = f"contains {len(outer)} ({names}): apply to each of them" if outer else "contains none"
+        raise ValueError(f"{type(model).__name__} is not a transformers model, and {contains}")
+    return outer[0]
 
 
 def _refuse_by_name(model: PreTrainedModel) -> None:
@@ -145,24 +141,42 @@ def _refuse_by_name(model: PreTrainedModel) -> None:
         refuse(kind not in known, f"a layer of {kind}")
 
 
-def _examine(model: PreTrainedModel, division: Division, whole: Tensor, want: Tensor) -> None:
-    cp, name = division.cp, type(model).__name__
-    reason = require_local(model, division)
-    lost = [rank for rank, failed in enumerate(gathered(cp.mesh, torch.tensor([reason is not None]))) if failed]
+def _examine(model: PreTrainedModel, division: Division) -> None:
+    _examine_structure(model, division)
+    _examine_results(model, division)
+
+
+def _examine_structure(model: PreTrainedModel, division: Division) -> None:
+    """Collective: all ranks fail if one does."""
+    reason = None
+    try:
+        with _named(model):
+            require_no_mixing(model, division)
+            require_local(model, division)
+    except ValueError as error:
+        reason = str(error)
+    lost = [r for r, failed in enumerate(gathered(division.cp.mesh, torch.tensor([reason is not None]))) if failed]
     if lost:
-        reason = reason or f"the same on {ranks_named(lost)}"
-        raise ValueError(f"{name} would compute something else on shards: {reason}")
-    require_same_attention(model, division)
-    require_next_token_loss(model, division)
-    batch = shard(cp, whole)
-    mine = _evaluated(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+        raise problem_of_ranks(division.cp.mesh, lost, reason, torch.device("cpu"))
+
+
+def _examine_results(model: PreTrainedModel, division: Division) -> None:
+    with _named(model):
+        require_same_attention(model, division)
+        require_next_token_loss(model, division)
+
+
+def _require_same_results(model: PreTrainedModel, division: Division, whole: Tensor, want: Tensor) -> None:
+    cp, batch = division.cp, shard(division.cp, whole)
+    with _named(model):
+        mine = _evaluated(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
     got = division.on((0, whole.size(1))).unshard(mine, 1)
-    dtype = coarsest(model)
+    dtype = coarsest(model, division.dtype)
     error = apart(want, got, 2, dtype)
     if not error <= (limit := allowed(dtype)):
         raise ValueError(
-            f"{name} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed {limit:g}): "
-            "something other than attention mixes tokens"
+            f"{type(model).__name__} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed "
+            f"{limit:g}): something other than attention mixes tokens"
         )
 
 

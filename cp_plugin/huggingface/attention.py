@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from cp_plugin.attention.agreement import Calls
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.core.tree import Tree
 from cp_plugin.huggingface.masks import Reader, Sight, unreadable
 from cp_plugin.placement.documents import DOCUMENTS
+
+UNSUPPORTED = "context parallelism for transformers models does not support {}"
+_numbers = count()
 
 
 class Call(NamedTuple):
@@ -19,9 +25,34 @@ class Call(NamedTuple):
 
     seq_length: int = 0
     """Of the whole sequence."""
-    last_position: int = 0
+    last_position: int | Tensor = 0
     """Largest of all ranks' position_ids."""
     documents: tuple[int, ...] = ()
+
+
+class OfShard:
+    """Stands for the key/value cache in the batch of a shard: a model that is not divided looks at it, and fails."""
+
+    _ASKED = (
+        *("get_query_offset", "get_mask_sizes", "get_seq_length", "get_max_cache_shape", "get_max_length", "update"),
+        *("is_compileable", "is_sliding", "is_initialized", "layers", "self_attention_cache", "has_previous_state"),
+    )
+    """Of caches; frameworks that carry a batch may look for other attributes."""
+
+    def __init__(self, documents: tuple[int, ...] = ()) -> None:
+        self.documents = documents
+        """Their bounds, known to the host; empty: one document."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._ASKED:
+            raise AttributeError(name)
+        return self[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ValueError(
+            "a shard was passed to a model that is not divided: call huggingface.apply(model, cp) first, again after "
+            "huggingface.undo or set_attn_implementation, and for each model that takes shards"
+        )
 
 
 class Probe(Protocol):
@@ -38,19 +69,64 @@ class Probe(Protocol):
 class Division:
     """Entries of transformers' AttentionInterface and AttentionMaskInterface for one model."""
 
-    def __init__(self, cp: ContextParallel, name: str, before: str) -> None:
-        self.cp, self.name, self.before = cp, name, before
+    def __init__(self, cp: ContextParallel, config: Any) -> None:
+        """
+        Args:
+            config: the model's, which names its attention: the division is in force as long as that is this one.
+        """
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        self.cp, self.config, self.before = cp, config, config._attn_implementation
+        self.name = f"cp_plugin_{next(_numbers)}"
         self.linear: ContextParallel | None = None
         """For layers of linear attention, on the same tokens."""
-        self.call = Call()
+        self.calls = Calls()
+        self.inside = False
+        """Whether a call of the model is running."""
         self.probe: Probe | None = None
+        self.required: dict[str, Tensor] = {}
+        """The message if something does not hold -> bool on the device: whether it held in each call."""
         self.ignored: set[str] = set()
         """Arguments that did not reach a layer that needs them."""
+        self.dtype = torch.float64
+        """Of the last queries."""
+        self._call: Call | None = None
+        self._last = Call()
         self._masks = Reader()
+        AttentionInterface.register(self.name, self.attention)
+        AttentionMaskInterface.register(self.name, lambda **arguments: self.mask(**arguments))
+
+    @property
+    def active(self) -> bool:
+        """Whether the model is divided, still or again."""
+        return bool(self.config._attn_implementation == self.name)
+
+    @property
+    def call(self) -> Call:
+        """The call that runs or, where a backward pass computes a layer again, the last one.
+
+        Raises:
+            ValueError: without one: whoever runs layers by themselves has said nothing about documents and positions.
+        """
+        if self._call is None and torch._C._current_graph_task_id() == -1:
+            raise ValueError(
+                "a layer of a divided model was run outside of a call of the model: call the model or its base model, "
+                "or huggingface.undo(model). A second model must not share a divided model's config"
+            )
+        return self._last if self._call is None else self._call
+
+    @call.setter
+    def call(self, call: Call | None) -> None:
+        self._call, self._last = call, call or self._last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
-        """A copied model attends over the same ranks."""
-        return self
+        """A copied model is divided over the same ranks, and by itself."""
+        config = deepcopy(self.config, memo)
+        memo[id(self)] = copied = Division(self.cp, config)
+        copied.linear, copied.before = self.linear, self.before
+        if self.active:
+            config._attn_implementation = copied.name
+        return copied
 
     def __reduce__(self) -> Any:
         raise ValueError(
@@ -109,6 +185,7 @@ class Division:
             sight = self.sight(attention_mask)
         if tree is None:
             self.ignored.add("tree")
+        self.dtype = query.dtype
         return self.attend(sight, query, key, value, scaling=scaling, sink=s_aux, tree=tree), None
 
     def attend(self, sight: Sight, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -151,4 +228,4 @@ def refuse_options(options: dict[str, Any], dropout: float) -> None:
 
 def refuse(wrong: bool, what: str) -> None:
     if wrong:
-        raise ValueError(f"context parallelism for transformers models does not support {what}")
+        raise ValueError(UNSUPPORTED.format(what))

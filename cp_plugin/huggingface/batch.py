@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.convolution import copied
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.tree import Tree
-from cp_plugin.huggingface.attention import placed, refuse
+from cp_plugin.huggingface.attention import OfShard, placed, refuse
 from cp_plugin.placement.documents import DOCUMENTS
 
 IGNORED = -100
@@ -92,6 +93,7 @@ def part(
     batch: dict[str, Any] = {
         "input_ids": cp.shard(input_ids, 1),
         "position_ids": cp.shard(position_ids.expand(input_ids.shape), 1),
+        "past_key_values": OfShard(bounds),
     }
     if following is not None:
         batch["labels"] = batch["shift_labels"] = cp.shard(following, 1)
@@ -137,6 +139,7 @@ def shard_tree(cp: ContextParallel, input_ids: Tensor, tree: Tree, labels: Tenso
         "logits_to_keep": rows,
         "tree": tree,
         DIGEST: torch.stack([digest(input_ids), digest(labels)]),
+        "past_key_values": OfShard(),
     }
 
 
@@ -148,7 +151,7 @@ def digest(x: Tensor) -> Tensor:
 
 def starts(bounds: tuple[int, ...], positions: Tensor) -> Tensor:
     """The first position of each token's document."""
-    edges = torch.tensor(bounds, device=positions.device)
+    edges = copied(torch.tensor(bounds), positions.device)
     return edges[torch.searchsorted(edges, positions, right=True) - 1]
 
 

@@ -111,12 +111,17 @@ class _Convolution:
 
     def __init__(self, layer: nn.Conv1d) -> None:
         self.layer = layer
+        vars(layer)["forward"] = self  # the instance's, which shadows the class's
 
     def __call__(self, x: Tensor) -> Tensor:
         division = getattr(_running, "division", None)
         if division is None:
-            return nn.Conv1d.forward(self.layer, x)
+            return type(self.layer).forward(self.layer, x)
         return eager(convolution)(division, x, self.layer.weight.squeeze(1), self.layer.bias)
+
+    def remove(self) -> None:
+        if vars(self.layer).get("forward") is self:
+            del self.layer.forward
 
 
 class _Hooks:
@@ -126,7 +131,7 @@ class _Hooks:
         self.division = division
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        _running.division = self.division
+        _running.division = self.division if self.division.active else None
         if self.division.probe is None and "cu_seq_lens_q" not in named:
             self.division.ignored.add("cu_seq_lens_q")
 
@@ -142,10 +147,14 @@ class _WholeLength:
 
     def before(
         self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self.division.active:
+            return None
+        last = self.division.call.last_position
+
         def longer(positions: Tensor) -> Tensor:
-            last = positions.new_full((*positions.shape[:-1], 1), self.division.call.last_position)
-            return torch.cat((positions, last), -1)
+            one = positions.new_empty((*positions.shape[:-1], 1))
+            return torch.cat((positions, one.copy_(last) if isinstance(last, Tensor) else one.fill_(last)), -1)
 
         if "position_ids" in named:
             return args, {**named, "position_ids": longer(named["position_ids"])}
@@ -153,21 +162,23 @@ class _WholeLength:
         return (*args[:place], longer(args[place]), *args[place + 1 :]), named
 
     def after(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self.division.active:
+            return None
         if isinstance(output, Tensor):
             return output[..., :-1, :]
         return tuple(x[..., :-1, :] for x in output)
 
 
-def divide(model: nn.Module, division: Division) -> list[torch.utils.hooks.RemovableHandle]:
-    """Divide these layers of a model, too; the returned handles undo it."""
-    handles = []
+def divide(model: nn.Module, division: Division) -> list[Any]:
+    """Divide these layers of a model, too, while the division is in force; ``remove`` of what is returned undoes it."""
+    handles: list[Any] = []
     hooks, positions = _Hooks(division), _WholeLength(division)
     for layer in mixers(model):
         _stand_in(vars(sys.modules[type(layer).__module__]))
         _stand_in(vars(layer))
         for child in layer.children():
-            if isinstance(child, nn.Conv1d) and _is_causal(child) and not isinstance(child.forward, _Convolution):
-                vars(child)["forward"] = _Convolution(child)  # the instance's, which shadows the class's
+            if isinstance(child, nn.Conv1d) and _is_causal(child) and "forward" not in vars(child):
+                handles.append(_Convolution(child))
         handles.append(layer.register_forward_pre_hook(hooks.before, with_kwargs=True))
         handles.append(layer.register_forward_hook(hooks.after, always_call=True))
     for layer in rotary(model):

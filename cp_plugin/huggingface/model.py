@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from functools import update_wrapper
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cp_plugin.attention import agreement
+from cp_plugin.attention.convolution import copied
 from cp_plugin.common.eager import eager
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.tree import Tree
-from cp_plugin.huggingface.attention import Call, Division, refuse
+from cp_plugin.huggingface.additions import Additions
+from cp_plugin.huggingface.attention import UNSUPPORTED, Call, Division, OfShard, refuse
 from cp_plugin.huggingface.batch import DIGEST, IGNORED, starts
 from cp_plugin.huggingface.rows import ASKED, ROWS, of_own_rows
 
@@ -21,36 +27,86 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PACKS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_CACHES = ("past_key_values", "cache", "cache_params")
+_DIVIDED = "_cp_plugin"
+"""Attribute of a module whose ``forward`` is divided: its ``Forward``."""
+_COMPARED = r"attention|attn|window|chunk|block|local|position|context|rope|rotary|layer|head|scal|cap|causal|mask|"
+_COMPARED += r"dropout|router|expert"
+"""In the names of settings that ranks must have alike; saving, for one, changes others on the rank that does it."""
+
+_POSITIONS = (
+    "position_ids must be those of this rank's tokens: call model(**huggingface.shard(cp, ...)), and pass positions of "
+    "packed documents to shard"
+)
+_VIRTUAL = (
+    ". Prompt tuning and similar methods would add their virtual tokens to every shard: use LoRA, or "
+    "huggingface.undo(model)"
+)
 
 
 class Forward:
-    """The ``forward`` of a divided model. Wrappers such as PEFT's call it directly, where hooks would be passed by."""
+    """The ``forward`` of a divided model, or of an inner one: any of them may be called. Wrappers such as PEFT's call
+    it directly, where hooks would be passed by. Whoever has patched the instance's ``forward`` before is called by it,
+    and whoever does later calls it.
+    """
 
-    def __init__(self, model: PreTrainedModel, division: Division, handles: list[Any]) -> None:
-        self.model, self.division, self.handles = model, division, handles
-        self.calls = agreement.Calls()
-        update_wrapper(self, type(model).forward.__get__(model))  # its signature, too
+    def __init__(self, model: PreTrainedModel, division: Division) -> None:
+        self.model, self.division = model, division
+        self.handles: list[Any] = []
+        self.additions: Additions | None = None
+        self.noise: tuple[nn.Module, float] | None = None
+        self.method, self.own = _method(model)
+        vars(model)[_DIVIDED] = self
+        model.forward = MethodType(self.method, model)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
-        from copy import deepcopy
-
-        return Forward(deepcopy(self.model, memo), self.division, [])
-
-    def __reduce__(self) -> Any:
-        return self.division.__reduce__()
+    def remove(self) -> None:
+        """Give the model its own forward back. A wrapper may have kept this one, which then is the model's own."""
+        for handle in self.handles:
+            handle.remove()
+        del vars(self.model)[_DIVIDED]
+        if getattr(vars(self.model).get("forward"), "__func__", None) is self.method:
+            del self.model.forward
+            if (own := self.own(self.model)) != self.model.forward:
+                self.model.forward = own
+        if self.division.active:
+            self.model.set_attn_implementation(self.division.before)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        original = type(self.model).forward
-        if self.model.config._attn_implementation != self.division.name or self.division.probe is not None:
-            return original(self.model, *args, **{key: x for key, x in named.items() if key not in (DIGEST, ROWS)})
+        _skip(Forward.__call__)
+        division = self.division
+        if not division.active or division.inside:
+            return self.own(self.model)(*args, **{key: x for key, x in named.items() if key not in (DIGEST, ROWS)})
         named = self._by_name(args) | named
+        if division.probe is not None:
+            return self.run(named)
         if ROWS in named:
-            return of_own_rows(self.division.cp, self, self.model.training, named)
-        if (asked := named.pop(ASKED, None)) is not None:
-            return asked.of(self, named)
-        named = self.before(named)
-        output = original(self.model, **named)
-        self.after(named, output)
+            return of_own_rows(division.cp, self, self.model.training, named)
+        asked = named.pop(ASKED, None)
+        additions = self.additions if division.calls.is_next_compared() else None
+        try:
+            if additions is not None:
+                additions.watch()
+            output = self.run(named) if asked is None else asked.of(self, named)
+        finally:
+            if additions is not None:
+                additions.unwatch()
+        if additions is not None:
+            additions.look(division)
+        return output
+
+    def run(self, named: dict[str, Any]) -> Any:
+        """A call for a shard."""
+        _skip(Forward.run)
+        probed = self.division.probe is not None
+        if not probed:
+            named = self.before(named)
+        try:
+            self._begin(named)
+            output = self.own(self.model)(**named)
+            if not probed:
+                self.after(named, output)
+        finally:
+            self._end()
         return output
 
     def _by_name(self, args: tuple[Any, ...]) -> dict[str, Any]:
@@ -68,12 +124,18 @@ class Forward:
         """
         problem = None
         try:
+            if self.division.calls.is_next_compared():
+                for message in list(self.division.required):
+                    if not bool(self.division.required.pop(message)):
+                        raise ValueError(f"in an earlier call: {message}")
             self._check(named)
         except ValueError as error:
             problem = error
         if self.division.cp.size > 1:
             try:
-                agreement.check(self.division.cp.mesh, self.calls, lambda: self._compared(named, problem is not None))
+                agreement.check(
+                    self.division.cp.mesh, self.division.calls, lambda: self._compared(named, problem is not None)
+                )
             except ValueError:
                 if problem is None:
                     raise
@@ -84,16 +146,9 @@ class Forward:
     def _check(self, named: dict[str, Any]) -> None:
         name, config, parameters = type(self.model).__name__, self.model.config, self._parameters()
         positions, tree = named.get("position_ids"), named.get("tree")
-        cached = any(named.get(cache) is not None for cache in ("past_key_values", "cache", "cache_params"))
-        if positions is None or not self._are_here(positions, named, tree):
-            virtual = (
-                ". Prompt tuning and similar methods would add their virtual tokens to every shard: use LoRA, or "
-                "huggingface.undo(model)"
-            )
-            raise ValueError(
-                "position_ids must be those of this rank's tokens: call model(**huggingface.shard(cp, ...)), and pass "
-                "positions of packed documents to shard" + virtual * (cached or named.get("inputs_embeds") is not None)
-            )
+        cached = any(not isinstance(named.get(cache), OfShard | None) for cache in _CACHES)
+        fit = torch.tensor(False) if positions is None else self._fit(positions, named, tree)
+        self._require(fit, _POSITIONS + _VIRTUAL * (cached or named.get("inputs_embeds") is not None))
         refuse(cached, "a key/value cache: train with use_cache=False")
         if named.get("labels") is not None and named.get("shift_labels") is None:
             raise ValueError("labels would be shifted inside each shard: call model(**huggingface.shard(cp, ...))")
@@ -102,7 +157,7 @@ class Forward:
                 "shift_labels without labels: label smoothing would shift the labels a second time; set "
                 "label_smoothing_factor=0, or leave shift_labels out and compute the loss of the logits yourself"
             )
-        if tree is not None and "logits_to_keep" not in parameters:
+        if tree is not None and named.get("labels") is not None and "logits_to_keep" not in parameters:
             raise ValueError(
                 f"{name} takes no logits_to_keep, which lets the end of a prompt predict several answers: it cannot "
                 "train on a tree"
@@ -114,28 +169,49 @@ class Forward:
             refuse(
                 mask.shape != positions.shape, f"an attention_mask of {list(mask.shape)} for {list(positions.shape)}"
             )
-            refuse(not bool(mask.all()), "padding: pack or truncate the sequences")
+            self._require(mask.all(), UNSUPPORTED.format("padding: pack or truncate the sequences"))
         else:
             refuse(mask is not None, "a custom mask")
 
-    def _are_here(self, positions: Tensor, named: dict[str, Any], tree: Tree | None) -> bool:
+    def _require(self, holds: Tensor, message: str) -> None:
+        """At once on the CPU and in compared calls; else by the next of these, so that the host need not wait.
+
+        Raises:
+            ValueError: with the message, if something is required that does not hold.
+        """
+        required = self.division.required
+        if holds.device.type == "cuda" and not self.division.calls.is_next_compared():
+            required[message] = holds & required.get(message, holds)
+        elif not bool(holds):
+            raise ValueError(message)
+
+    def _fit(self, positions: Tensor, named: dict[str, Any], tree: Tree | None) -> Tensor:
+        """Bool: whether these are positions of this rank's tokens."""
         cp, tokens = self.division.cp, positions.size(-1) * self.division.cp.size
-        bounds = document_bounds(named.get("cu_seq_lens_q"), tokens)
         if tree is not None:
             if tree.seq_length != tokens:
-                return False
-            allowed = [cp.shard(tree.position_ids())]
-        else:
-            running = self.division.on(bounds).positions(tokens)
-            allowed = [running - starts(bounds, running), running] if bounds else [running]
-        positions = positions.cpu()
-        return any(torch.equal(positions, here.expand(positions.shape)) for here in allowed)
+                return torch.tensor(False)
+            return (positions == copied(cp.shard(tree.position_ids()), positions.device)).all()
+        bounds = self._documents(named, tokens)
+        running = self.division.on(bounds).positions(tokens, positions.device)
+        fit = (positions == running).all()
+        return fit | (positions == running - starts(bounds, running)).all() if bounds else fit
+
+    def _documents(self, named: dict[str, Any], tokens: int) -> tuple[int, ...]:
+        """Bounds of documents, of which the host knows those of ``shard`` without asking the device."""
+        given, mark = named.get("cu_seq_lens_q"), named.get(_CACHES[0])
+        known = mark.documents if isinstance(mark, OfShard) else ()
+        if given is None or given.device.type == "cpu" or len(given) != len(known) or known[-1:] != (tokens,):
+            return document_bounds(given, tokens)
+        same = copied(torch.tensor(known, dtype=given.dtype), given.device) == given
+        self._require(same.all(), "cu_seq_lens_q must be those of huggingface.shard")
+        return known
 
     def _prepared(self, named: dict[str, Any]) -> dict[str, Any]:
         division, positions = self.division, named["position_ids"]
         tokens = positions.size(-1) * division.cp.size
-        bounds = document_bounds(named.get("cu_seq_lens_q"), tokens)
-        named = {key: x for key, x in named.items() if key not in (*_PACKS, DIGEST)}
+        bounds = self._documents(named, tokens)
+        named = {key: x for key, x in named.items() if key not in (*_PACKS, DIGEST) and not isinstance(x, OfShard)}
         if bounds and division.linear is not None:
             named["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32)
         if "use_cache" in self._parameters():
@@ -148,10 +224,31 @@ class Forward:
             named["num_items_in_batch"] = agreement.gathered(division.cp.mesh, labelled.view(1)).sum()
         last = positions.max() if bounds or "tree" in named else tokens - 1
         if isinstance(last, Tensor):
-            last = agreement.gathered(division.cp.mesh, last.view(1)).max().item()
-        division.call = Call(tokens, int(last), bounds)
+            last = agreement.gathered(division.cp.mesh, last.view(1)).max()
+        division.call = Call(tokens, last, bounds)
         division.ignored.clear()
         return named
+
+    @eager
+    def _begin(self, named: dict[str, Any]) -> None:
+        """The noise of NEFTune is relative to the length of the whole sequence."""
+        division = self.division
+        division.inside = True
+        ids = next((x for key in ("input_ids", "inputs_embeds") if (x := named.get(key)) is not None), None)
+        with suppress(NotImplementedError):
+            layer = self.model.get_input_embeddings()
+            if ids is not None and (alpha := getattr(layer, "neftune_noise_alpha", None)) is not None:
+                self.noise = layer, alpha
+                layer.neftune_noise_alpha = alpha * (ids.size(1) / (division.call.seq_length or ids.size(1))) ** 0.5
+
+    @eager
+    def _end(self) -> None:
+        division = self.division
+        division.inside = False
+        if division.probe is None:
+            division.call = None
+        if self.noise is not None:
+            self.noise[0].neftune_noise_alpha, self.noise = self.noise[1], None
 
     @eager
     def after(self, named: dict[str, Any], output: Any) -> None:
@@ -180,10 +277,46 @@ class Forward:
             "labels or none": labels is not None,
             "arguments": sorted(key for key, x in named.items() if x is not None),
             "model.training": self.model.training,
-            "config": _plain(vars(self.model.config)),
+            "config": _plain(vars(self.division.config)),
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
             "autocast": repr(autocast_dtype(named.get("position_ids"))),
         }
+
+
+def _method(model: PreTrainedModel) -> tuple[Callable[..., Any], Callable[[Any], Callable[..., Any]]]:
+    """A ``forward`` for the instance, and what gives an instance the one it had.
+
+    It is a method, so that its wrappers and copies belong to the instance that they are called with.
+    """
+    had: Any = vars(model).get("forward")
+    bound = isinstance(had, MethodType) and had.__self__ is model
+
+    def own(self: PreTrainedModel) -> Callable[..., Any]:
+        return MethodType(type(self).forward if had is None else had.__func__, self) if bound or had is None else had
+
+    def forward(self: PreTrainedModel, *args: Any, **named: Any) -> Any:
+        _skip(forward)
+        divided = vars(self).get(_DIVIDED)
+        if divided is None or divided.method is not forward:
+            return own(self)(*args, **named)
+        return divided(*args, **named)
+
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    signature = inspect.signature(own(model))
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *signature.parameters.values()]
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return forward, own
+
+
+def _skip(function: Any) -> None:
+    """From torch.compile: the frame itself, and not what it calls."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo.eval_frame"].skip_code(function.__code__)
+
+
+def forwards(model: nn.Module) -> list[Forward]:
+    """Of the divided models in a model."""
+    return [vars(layer)[_DIVIDED] for layer in model.modules() if _DIVIDED in vars(layer)]
 
 
 def refuse_router_losses(config: Any, named: dict[str, Any]) -> None:
@@ -200,4 +333,5 @@ def autocast_dtype(x: Tensor | None) -> torch.dtype | None:
 
 def _plain(values: dict[str, Any]) -> str:
     kinds = (int, float, str, bool, list, tuple, dict, type(None))
-    return repr({key: x for key, x in sorted(values.items()) if isinstance(x, kinds) and not key.startswith("_")})
+    public = {key: x for key, x in sorted(values.items()) if not key.startswith("_")}
+    return repr({key: x for key, x in public.items() if isinstance(x, kinds) and re.search(_COMPARED, key)})

@@ -19,8 +19,6 @@ from cp_plugin.huggingface.batch import IGNORED, shard
 from cp_plugin.huggingface.rows import ASKED
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from cp_plugin.huggingface.model import Forward
 
 _AT_ONCE = 2048
@@ -135,13 +133,13 @@ class _Asked:
         head, inner = model.get_output_embeddings(), getattr(model, model.base_model_prefix, None)
         if head is None or inner is None:
             refuse(self.targets is not None, f"log-probabilities of {type(model).__name__}, which has no head")
-            return {ASKED: forward(**named)[0]}
+            return {ASKED: forward.run(named)[0]}
         handles = [
             inner.register_forward_hook(lambda _, given, output: kept.append(output[0])),
             head.register_forward_pre_hook(lambda _, given: (given[0][:, :1], *given[1:])),
         ]
         try:
-            logits = forward(**named).logits
+            logits = forward.run(named).logits
         finally:
             for handle in handles:
                 handle.remove()
@@ -150,28 +148,29 @@ class _Asked:
         if self.targets is None:
             return {ASKED: x}
         with torch.no_grad():
-            again = self._logits(model, x[:, :1])
-        same = again.shape == logits.shape and bool(torch.isclose(again, logits, rtol=1e-2, atol=1e-2).all())
+            again = self._logits(forward, x[:, :1])
+        same = again.shape == logits.shape and bool(torch.isclose(again, logits.float(), rtol=1e-2, atol=1e-2).all())
         refuse(not same, f"{type(model).__name__}, whose logits are not a function of its inner model's output")
         n = max(1, _AT_ONCE // len(x))
         pairs = zip(x.split(n, 1), self.targets.split(n, 1), strict=True)
-        return {ASKED: torch.cat([checkpoint(self._some, model, *pair, use_reentrant=False) for pair in pairs], 1)}
+        return {ASKED: torch.cat([checkpoint(self._some, forward, *pair, use_reentrant=False) for pair in pairs], 1)}
 
-    def _some(self, model: PreTrainedModel, x: Tensor, targets: Tensor) -> Tensor:
-        logits = self._logits(model, x).float() / self.temperature
+    def _some(self, forward: Forward, x: Tensor, targets: Tensor) -> Tensor:
+        logits = self._logits(forward, x) / self.temperature
         chosen = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0] - logits.logsumexp(-1)
         return chosen.masked_fill(targets == IGNORED, 0)
 
     @staticmethod
-    def _logits(model: PreTrainedModel, x: Tensor) -> Tensor:
-        """By the model's own head, with whatever it does to logits."""
-        name = model.base_model_prefix
-        usual, model._modules[name] = model._modules[name], _Done(x)
+    def _logits(forward: Forward, x: Tensor) -> Tensor:
+        """By the model's own head, with whatever it, or a later wrapper of its forward, does to logits; float32."""
+        model, division = forward.model, forward.division
+        name, inside = model.base_model_prefix, division.inside
+        usual, model._modules[name], division.inside = model._modules[name], _Done(x), True
         try:
             ids = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-            return type(model).forward(model, input_ids=ids, use_cache=False).logits
+            return model.forward(input_ids=ids, use_cache=False).logits.float()
         finally:
-            model._modules[name] = usual
+            model._modules[name], division.inside = usual, inside
 
 
 class _Done(nn.Module):

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cp_plugin.attention.agreement import gathered
+from cp_plugin.attention.agreement import gathered, problem_of_ranks
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Ledger, Mesh
 from cp_plugin.common.eager import eager
-from cp_plugin.common.text import ranks_named
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.huggingface.attention import placed, refuse
 from cp_plugin.huggingface.batch import IGNORED, part
@@ -38,7 +37,6 @@ _TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_id
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _FILLING = (0, IGNORED, 0)
 """Of input_ids, labels and starts; no counted token sees them, whatever they are."""
-_TEXT = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +169,7 @@ def _agreed(
     table = gathered(cp.mesh, header).tolist()
     failed = [rank for rank, row in enumerate(table) if row[0]]
     if failed:
-        text = (problem or "").encode()[:_TEXT].ljust(_TEXT)
-        texts = gathered(cp.mesh, torch.tensor([list(text)], dtype=torch.uint8, device=device)).tolist()
-        raise ValueError(f"{ranks_named(failed)}: {bytes(texts[failed[0]]).decode(errors='ignore').strip()}")
+        raise problem_of_ranks(cp.mesh, failed, problem, device)
     for column, what in enumerate(
         (
             "labels: some have them, and some have none",

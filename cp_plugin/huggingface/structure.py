@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.huggingface.attention import Call, Division, refuse_options
@@ -60,15 +62,22 @@ def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
         ValueError: naming the first layer whose output for a token depends on another.
     """
     ids = tokens(model, TOKENS)
-    with probing(model, division, Alone()), _without_dropout(model):
-        result = output(model, input_ids=ids)
-        if not isinstance(result, Tensor) or result.dim() != 3 or result.shape[:2] != ids.shape:
-            shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise not_next_token(model, f"for input_ids {list(ids.shape)} its output is {shape}")
-        for training in (False, True):
-            model.train(training)
-            _spreads_nothing(model, ids)
-            _moves_nothing(model, ids)
+    crowd = tokens(model, max(TOKENS, *(2 * n for n in lengths(model.config, "capacity") if n <= MOST_TOKENS), 0))
+
+    def examine(exact: bool) -> None:
+        with probing(model, division, Alone()), _Plain(exact):
+            result = output(model, input_ids=ids)
+            if not isinstance(result, Tensor) or result.dim() != 3 or result.shape[:2] != ids.shape:
+                shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+                raise not_next_token(model, f"for input_ids {list(ids.shape)} its output is {shape}")
+            for training in (False, True):
+                model.train(training)
+                _spreads_nothing(model, ids)
+                _moves_nothing(model, ids)
+                # one token everywhere, which crowds its experts, beside another one in each row
+                _moves_nothing(model, crowd[:, -1:].expand_as(crowd))
+
+    _exactly(model, examine)
 
 
 def _spreads_nothing(model: PreTrainedModel, ids: Tensor) -> None:
@@ -116,8 +125,8 @@ def _spreads_nothing(model: PreTrainedModel, ids: Tensor) -> None:
 def _moves_nothing(model: PreTrainedModel, ids: Tensor) -> None:
     """In row i, token i is another one."""
     vocabulary = model.config.vocab_size
-    other = (ids[0] + 1 + vocabulary // 2) % vocabulary
-    own = torch.eye(TOKENS, dtype=torch.bool, device=ids.device)
+    other = (tokens(model, ids.size(1)) + 1 + vocabulary // 2) % vocabulary
+    own = torch.eye(*ids.shape, dtype=torch.bool, device=ids.device)
     before, after = (_seeded(model, x) for x in (ids, torch.where(own, other, ids)))
     moved = (before - after).abs().flatten(2).amax(-1)
     # a batch of experts that has one token more or less is multiplied in other blocks, which rounds differently
@@ -126,30 +135,102 @@ def _moves_nothing(model: PreTrainedModel, ids: Tensor) -> None:
         raise _mixes(model, "changing one token changes the results of others")
 
 
-def require_local(model: PreTrainedModel, division: Division) -> str | None:
-    """Whether this rank's tokens are computed alike in a shard and in the whole sequence; the reason, if not.
+def require_local(model: PreTrainedModel, division: Division) -> None:
+    """This rank's tokens must be computed alike in a shard and in the whole sequence.
 
-    Sequences are as long, and positions go as far, as any window or length in the config.
+    Sequences are as long, and positions go as far, as any window or length in the config. In training, numbers that
+    would be drawn are the largest that might be.
+
+    Raises:
+        ValueError: telling where they are not.
     """
-    limit, dtype = min(_MOST_POSITIONS, _learned_positions(model)), coarsest(model)
-    for positions in _spread(division.cp, lengths(model.config), limit):
-        count = len(positions)
-        cp, positions = division.on((0, count)), positions.to(model.device)[None]
-        ids, alone = tokens(model, count)[:1], Alone()
-        run = output if count == TOKENS * cp.size else body
-        with probing(model, division, alone):
-            model.eval()
-            division.call = Call(count, int(positions.max()))
-            want = run(model, input_ids=ids, position_ids=positions)
-            before, alone.kept = alone.kept, []
-            got = run(model, input_ids=cp.shard(ids, 1), position_ids=cp.shard(positions, 1))
-        for number, (x, y) in enumerate(zip(before, alone.kept, strict=True)):
-            if not (error := apart(cp.shard(x, 2), y, 3, dtype)) <= allowed(dtype):
-                what = "keys" if number % 2 else "queries"
-                return f"in attention {number // 2 + 1} the {what} of a token {_differ(error, positions, model)}"
-        if not (error := apart(cp.shard(want, 1), got, 2, dtype)) <= allowed(dtype):
-            return f"the results for a token {_differ(error, positions, model)}"
+    if reason := _exactly(model, lambda exact: _reason(model, division, exact)):
+        raise ValueError(f"{type(model).__name__} would compute something else on shards: {reason}")
+
+
+def _reason(model: PreTrainedModel, division: Division, exact: bool) -> str | None:
+    limit = min(_MOST_POSITIONS, _learned_positions(model))
+    for number, positions in enumerate(_spread(division.cp, lengths(model.config), limit)):
+        for training in (False, True)[: 1 if number else 2]:
+            if reason := _apart_in_shards(model, division, positions, training, exact):
+                return reason + " in training" * training
     return None
+
+
+def _apart_in_shards(
+    model: PreTrainedModel, division: Division, positions: Tensor, training: bool, exact: bool
+) -> str | None:
+    count = len(positions)
+    cp, positions = division.on((0, count)), positions.to(model.device)[None]
+    ids, alone = tokens(model, count)[:1], Alone()
+    run = output if count == TOKENS * cp.size else body
+    with probing(model, division, alone), _Plain(exact):
+        model.train(training)
+        division.call = Call(count, int(positions.max()))
+        want = run(model, input_ids=ids, position_ids=positions)
+        before, alone.kept = alone.kept, []
+        if training and not torch.equal(want, run(model, input_ids=ids, position_ids=positions)):
+            return None  # it draws numbers of other kinds, by which it would differ
+        alone.kept = []
+        got = run(model, input_ids=cp.shard(ids, 1), position_ids=cp.shard(positions, 1))
+    computed = {x.dtype for x in (*before, want)}
+    dtype = coarsest(nn.Module() if exact else model, *computed)
+    for number, (x, y) in enumerate(zip(before, alone.kept, strict=True)):
+        if not (error := apart(cp.shard(x, 2), y, 3, dtype)) <= allowed(dtype):
+            what = "keys" if number % 2 else "queries"
+            return f"in attention {number // 2 + 1} the {what} of a token {_differ(error, positions, model)}"
+    if not (error := apart(cp.shard(want, 1), got, 2, dtype)) <= allowed(dtype):
+        return f"the results for a token {_differ(error, positions, model)}"
+    return None
+
+
+def _exactly[T](model: nn.Module, examine: Callable[[bool], T]) -> T:
+    """In float32, so that no fault hides behind rounding; as it is, if the model cannot. ``examine`` is told which."""
+    if coarsest(model).itemsize == 2:
+        try:
+            return examine(True)
+        except ValueError:
+            raise
+        except Exception:  # a kernel that takes one dtype only, or no memory for two
+            pass
+    return examine(False)
+
+
+class _Plain(TorchFunctionMode):
+    """Nothing is dropped, and random numbers are the largest that might be drawn: a token's noise tells its size.
+
+    If exact, whoever reads a tensor of 16 bits gets one of float32.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        super().__init__()
+        self.exact = exact
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, named = getattr(function, "__name__", ""), kwargs or {}
+        if name in _DROPS:
+            return args[0] if args else named["input"]
+        if self.exact:
+            written = args[: bool(re.fullmatch(_WRITES, name))]
+            args, named = tree_map_only(Tensor, _wide, (args, named))
+            args = (*written, *args[len(written) :])
+        result = function(*args, **named)
+        if name in _DRAWS:
+            most = _DRAWS[name]
+            result.fill_((args[2] if len(args) > 2 else named.get(most, 1.0)) if most else 1.0)
+        return result
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.is_floating_point() and x.itemsize == 2 else x
+
+
+_WRITES = r"__(i|set)\w*|\w*[^_]_"
+"""Names of functions that change their first argument."""
+_DROPS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+_DRAWS = {"uniform_": "to", "normal_": "std"}
+_DRAWS |= dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli", "exponential", "exponential_"), "")
+"""Name of a function -> that of its third argument, which bounds what it draws."""
 
 
 def _differ(error: float, positions: Tensor, model: PreTrainedModel) -> str:
@@ -164,24 +245,25 @@ def _differ(error: float, positions: Tensor, model: PreTrainedModel) -> str:
 @contextmanager
 def probing(model: PreTrainedModel, division: Division, probe: Any) -> Iterator[None]:
     """Attention is ``probe`` in the ``with`` block; the model is as before afterwards."""
-    division.probe = probe
+    division.probe, division.call = probe, Call()
     try:
         with unchanged(model):
             yield
     finally:
-        division.probe = None
+        division.probe = division.call = None
 
 
 @contextmanager
 def unchanged(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients in the ``with`` block; buffers, modes and what rotary embeddings keep are as before afterwards."""
+    """No gradients in the ``with`` block; buffers, modes, what rotary embeddings keep and random numbers are as before
+    afterwards."""
     modes = {layer: layer.training for layer in model.modules()}
     buffers = [
         (layer, name, x, x.clone()) for layer in model.modules() for name, x in layer._buffers.items() if x is not None
     ]
     states = [(layer, dict(vars(layer))) for layer in model.modules() if not any(True for _ in layer.parameters())]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             yield
     finally:
         for layer, state in states:
@@ -192,20 +274,6 @@ def unchanged(model: PreTrainedModel) -> Iterator[None]:
             layer._buffers[name] = x.copy_(kept)
         for layer, mode in modes.items():
             layer.training = mode
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Drawn numbers would differ where experts have other numbers of tokens."""
-    dropouts = [layer for layer in model.modules() if isinstance(layer, nn.modules.dropout._DropoutNd)]
-    kept = [layer.p for layer in dropouts]
-    for layer in dropouts:
-        layer.p = 0.0
-    try:
-        yield
-    finally:
-        for layer, p in zip(dropouts, kept, strict=True):
-            layer.p = p
 
 
 def output(model: PreTrainedModel, **batch: Tensor) -> Tensor:
@@ -278,10 +346,11 @@ def _learned_positions(model: nn.Module) -> int:
     return min(sizes, default=_MOST_POSITIONS)
 
 
-def coarsest(model: nn.Module) -> torch.dtype:
+def coarsest(model: nn.Module, *computed: torch.dtype) -> torch.dtype:
     """Of its parameters: what its results are rounded to somewhere, also where logits are float32."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    dtypes = {p.dtype for p in model.parameters()}.union(computed)
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def apart(want: Tensor, got: Tensor, dim: int, dtype: torch.dtype) -> float:
@@ -293,9 +362,8 @@ def apart(want: Tensor, got: Tensor, dim: int, dtype: torch.dtype) -> float:
 
 
 def _seeded(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return output(model, input_ids=ids).clone()
+    torch.manual_seed(0)
+    return output(model, input_ids=ids).clone()
 
 
 def not_next_token(model: PreTrainedModel, why: str) -> ValueError:

@@ -9,6 +9,7 @@ each other. Pure Python on shapes, cached.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -107,12 +108,20 @@ def cost(rows: Segments, keys: Segments, mask: Mask, sizes: Sizes, at: Speeds | 
         return Cost(len(parts), 0.0, 1.0, "one tile")
     if at is None:
         return Cost(len(parts), 1.0, 0.0, "several tiles")
-    sides = ((rows, q_order), (keys, k_order))
-    q_side, k_side = (side if order is not None else () for side, order in sides)
-    library = sum(_tile(part, sizes, at) for part in parts) + _ordering(q_side, k_side, sizes, at)
-    q_side, k_side = (side if side and min(map(len, side)) < enough else () for side in (q_side, k_side))
-    own = _own(found, sum(map(len, rows)), sum(map(len, keys)), sizes, at) + _ordering(q_side, k_side, sizes, at)
+    tokens = [sum(map(len, side)) for side in (rows, keys)]
+    unsorted = [0 if order is None else n for order, n in zip((q_order, k_order), tokens, strict=True)]
+    library, own = of_tiles(found, *tokens, *unsorted, sizes, at)
+    short = [n if min(map(len, side)) < enough else 0 for side, n in zip((rows, keys), unsorted, strict=True)]
+    own += _ordering(*short, sizes, at)
     return Cost(len(parts), library, own, f"{library * 1e3:.3g} ms in tiles, {own * 1e3:.3g} ms in one launch")
+
+
+def of_tiles(
+    found: Sequence[Tile], rows: int, keys: int, unsorted_rows: int, unsorted_keys: int, sizes: Sizes, at: Speeds
+) -> tuple[float, float]:
+    """Seconds of a library, which sorts tokens first, and of our kernel without sorting, for a block of these."""
+    library = sum(_tile(part, sizes, at) for tile in found for part in tile.cut())
+    return library + _ordering(unsorted_rows, unsorted_keys, sizes, at), _own(found, rows, keys, sizes, at)
 
 
 def _tile(tile: Tile, sizes: Sizes, at: Speeds) -> float:
@@ -124,7 +133,7 @@ def _tile(tile: Tile, sizes: Sizes, at: Speeds) -> float:
     return products + nbytes / at.bytes_per_s + _LAUNCHES * devices.LAUNCH_S
 
 
-def _own(found: tuple[Tile, ...], rows: int, keys: int, sizes: Sizes, at: Speeds) -> float:
+def _own(found: Sequence[Tile], rows: int, keys: int, sizes: Sizes, at: Speeds) -> float:
     pairs = sum(tile.pairs for tile in found) + rows * _BLOCK // 2  # each row ends within a block
     return _products(pairs, rows, keys, sizes, at.own, at.processors) + _OWN_LAUNCHES * devices.LAUNCH_S
 
@@ -148,7 +157,6 @@ def _elements(rows: int, keys: int, sizes: Sizes) -> int:
     return (rows * sizes.heads + keys * sizes.kv_heads) * size
 
 
-def _ordering(rows: Segments, keys: Segments, sizes: Sizes, at: Speeds) -> float:
+def _ordering(rows: int, keys: int, sizes: Sizes, at: Speeds) -> float:
     """Gather or scatter of q, dout, out, dq, of k and v (twice) and their gradients."""
-    elements = _elements(sum(map(len, rows)), 0, sizes) * 2 + _elements(0, sum(map(len, keys)), sizes) * 3
-    return elements * 2 * sizes.itemsize / at.bytes_per_s
+    return (_elements(rows, 0, sizes) * 2 + _elements(0, keys, sizes) * 3) * 2 * sizes.itemsize / at.bytes_per_s

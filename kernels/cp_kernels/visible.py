@@ -57,7 +57,19 @@ class Side(NamedTuple):
 
 KEPT_BYTES = 2**28
 """Cache limit for device tables: 8 MB for a million tokens, one entry per pack of documents."""
-_kept: OrderedDict[tuple[Runs, View, int, torch.device], Side] = OrderedDict()
+
+
+class _Kept(OrderedDict[tuple[Runs, View, int, torch.device], Side]):
+    """Tables by what they are of, and their bytes."""
+
+    nbytes = 0
+
+    def clear(self) -> None:
+        super().clear()
+        self.nbytes = 0
+
+
+_kept = _Kept()
 _lock = threading.Lock()
 
 
@@ -69,10 +81,14 @@ def side(runs: Runs, view: View, block: int, device: torch.device) -> Side:
     """
     key = (runs, view, block, device)
     with _lock:
-        found = _kept.pop(key, None) or _side(*key)
-        _kept[key] = found
-        while len(_kept) > 1 and sum(map(_nbytes, _kept.values())) > KEPT_BYTES:
-            _kept.popitem(last=False)
+        if key in _kept:
+            _kept.move_to_end(key)
+            return _kept[key]
+        _check(runs)
+        found = _kept[key] = Side(_blocks(runs, block, device), *_on(_seen(runs, view), device))
+        _kept.nbytes += _nbytes(found)
+        while len(_kept) > 1 and _kept.nbytes > KEPT_BYTES:
+            _kept.nbytes -= _nbytes(_kept.popitem(last=False)[1])
     return found
 
 
@@ -80,14 +96,14 @@ def _nbytes(side: Side) -> int:
     return sum(table.nbytes for table in side)
 
 
-def _side(runs: Runs, view: View, block: int, device: torch.device) -> Side:
-    _check(runs)
+@lru_cache(maxsize=4096)
+def _blocks(runs: Runs, block: int, device: torch.device) -> Tensor:
+    """``Side.blocks``; the same for every pack."""
     blocks, offset = [], 0
     for run in runs:
         blocks += [(offset + at, min(block, len(run) - at)) for at in range(0, len(run), block)]
         offset += len(run)
-    first, last = _seen(torch.cat([torch.arange(run.start, run.stop, run.step) for run in runs]), view)
-    return Side(*(_on(x, device) for x in (blocks[::-1], first, last)))
+    return _on(blocks[::-1], device)
 
 
 @lru_cache(maxsize=4096)
@@ -107,14 +123,30 @@ def _check(runs: Runs) -> None:
         raise ValueError(f"position {max(run[-1] for run in runs)} is too large: the kernels take up to {LAST - 1}")
 
 
-def _seen(positions: Tensor, view: View) -> tuple[Tensor, Tensor]:
-    first = torch.zeros_like(positions) if view.left is None else (positions - view.left).clamp(min=0)
-    last = torch.full_like(positions, LAST) if view.right is None else (positions + view.right).clamp(max=LAST)
-    if view.documents:
-        bounds = torch.tensor(view.documents)
-        document = torch.searchsorted(bounds, positions, right=True)
-        first, last = torch.maximum(first, bounds[document - 1]), torch.minimum(last, bounds[document] - 1)
-    return first, last
+def _seen(runs: Runs, view: View) -> Tensor:
+    """``Side.first`` and ``Side.last``: int32 ``[2, tokens]``."""
+    at = torch.cat([torch.arange(run.start, run[-1] + 1, run.step, dtype=torch.int32) for run in runs])
+    found = at.repeat(2, 1)
+    for end, (row, reach) in enumerate(zip(found, (view.left, view.right), strict=True)):
+        reach = LAST if reach is None else min(reach, LAST)
+        if reach == LAST:
+            row.fill_(LAST if end else 0)
+        elif reach and end:
+            row.clamp_(max=LAST - reach).add_(reach)  # clamped first: not every sum fits into int32
+        elif reach:
+            row.clamp_(min=reach).sub_(reach)
+        if view.documents and reach:  # else it ends at the token itself
+            ends = torch.cat([_ends(view.documents, end)[run.start : run.stop : run.step] for run in runs])
+            (torch.minimum if end else torch.maximum)(row, ends, out=row)
+    return found
+
+
+@lru_cache(maxsize=4)
+def _ends(documents: tuple[int, ...], end: int) -> Tensor:
+    """First (0) or last (1) position of each token's document, int32: once for the runs of all ranks."""
+    bounds = torch.tensor(documents)
+    changes = (bounds[1:] - 1 if end else bounds[:-1]).diff(prepend=bounds[:1]).int()
+    return bounds.new_zeros(documents[-1] + 1, dtype=torch.int32).index_add_(0, bounds[:-1], changes).cumsum_(0)
 
 
 def _on(x: Sequence[tuple[int, ...]] | Tensor, device: torch.device) -> Tensor:

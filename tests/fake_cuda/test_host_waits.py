@@ -109,6 +109,31 @@ def test_a_layer_of_decode(gpu: Start, fp8: bool) -> None:
         once_warm(device, lambda: session.attend("layer", *tokens(1)))
 
 
+@pytest.mark.parametrize("bounds", [None, (0, 50, 128)], ids=["one document", "a pack"])
+def test_a_step_of_transformers(gpu: Start, bounds: tuple[int, ...] | None) -> None:
+    """Positions and bounds are compared on the device, and the answer is read in the next compared call."""
+    transformers = pytest.importorskip("transformers")
+    from cp_plugin import huggingface
+    from cp_plugin.huggingface.model import forwards
+
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 64)
+    sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False))
+    cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK))
+    huggingface.apply(model, cp, check=False)
+    calls = forwards(model)[0].division.calls
+    calls.number = 100
+    cu = None if bounds is None else torch.tensor(bounds)
+    whole = huggingface.shard(cp, torch.randint(64, (1, 128)), cu_seq_lens_q=cu)
+    device = gpu()
+    model.to(CUDA)
+    batch = {key: x.to(CUDA) if isinstance(x, Tensor) else x for key, x in whole.items()}
+    once_warm(device, lambda: model(**batch).loss.backward())
+    calls.number = 127
+    with pytest.raises(ValueError, match=r"in an earlier call: .* must be those"):  # all it reads is zero
+        model(**batch)
+
+
 PLANTED: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "item": (lambda x: x.sum().item(), "item"),
     "truth": (lambda x: bool((x == 0).all()), "bool"),

@@ -68,6 +68,7 @@ class Scaled(nn.Module):
 
 
 SCALES = {
+    "10 % over the shard": lambda x: 1 + 0.1 * torch.arange(x.size(1))[None, :, None] / x.size(1),
     "logarithm of the length": lambda x: torch.tensor(x.size(1)).log(),
     "index in the shard": lambda x: 1 + 0.1 * torch.arange(x.size(1))[None, :, None],
     "length of the longest sequence": lambda x: 1.0 if x.size(1) < 40 else 2.0,
@@ -82,6 +83,34 @@ def test_planted_local_scales_are_found(name: str, dtype: torch.dtype) -> None:
     attention.q_proj = Scaled(attention.q_proj, SCALES[name])
     text = refusal(model, "striped", 4)
     assert "would compute something else on shards: in attention 1 the queries" in text, text
+
+
+class Noisy(nn.Module):
+    """Adds noise whose size is computed from the shard."""
+
+    def __init__(self, layer: nn.Module, draw: Any) -> None:
+        super().__init__()
+        self.layer, self.draw = layer, draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out + self.draw(out, x.size(1) ** -0.5).to(out) if self.training else out
+
+
+DRAWS = {
+    "uniform_": lambda x, size: torch.zeros_like(x).uniform_(-size, size),
+    "normal_": lambda x, size: torch.empty_like(x).normal_(std=size),
+    "randn_like": lambda x, size: torch.randn_like(x) * size,
+    "rand": lambda x, size: (torch.rand(x.shape) - 0.5) * size,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_noise_of_a_local_size_is_found(name: str) -> None:
+    model = model_of("llama")
+    model.model.embed_tokens = Noisy(model.model.embed_tokens, DRAWS[name])
+    text = refusal(model)
+    assert "would compute something else on shards" in text and text.endswith("in training"), text
 
 
 def test_positions_that_are_not_taken_are_found() -> None:

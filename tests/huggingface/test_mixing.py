@@ -140,6 +140,28 @@ def test_mixing_in_training_only_is_found() -> None:
     assert model.training
 
 
+class Crowded(nn.Module):
+    """Two experts by the sign of a number, each for the first tokens that ask for it."""
+
+    def __init__(self, layer: nn.Module, capacity: int) -> None:
+        super().__init__()
+        self.layer, self.capacity = layer, capacity
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x.new_zeros(*x.shape[:2], 2).scatter(2, (x[..., :1] > 0).long(), 1)
+        kept = (chosen.flatten(0, 1).cumsum(0).view_as(chosen) * chosen).amax(-1, True) <= self.capacity
+        return self.layer(x) * kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("capacity", [160, 240])
+def test_experts_with_capacity_are_found(capacity: int, dtype: torch.dtype) -> None:
+    """Filled evenly, with half of the 256 tokens each, none is full."""
+    model = model_of("llama", dtype)
+    model.model.layers[1].mlp = Crowded(model.model.layers[1].mlp, capacity)
+    assert "changing one token changes the results of others" in refusal(model)
+
+
 @pytest.mark.parametrize("kind", ["bamba", "jamba", "falcon_h1", "recurrent_gemma", "mamba2"])
 def test_state_space_models_are_refused(kind: str) -> None:
     import transformers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -123,6 +124,20 @@ def test_blind_rows_keep_the_running_partial() -> None:
     assert torch.equal(out[:32], before[0][:32]) and torch.equal(lse[:32], before[1][:32])  # a block that sees nothing
     torch.testing.assert_close(out[32:40], before[0][32:40])  # rows beside some that do
     assert not torch.isclose(lse[60:], before[1][60:]).any()
+
+
+def test_tables_of_a_new_pack_are_made_once_for_all_ranks() -> None:
+    """A ring of 64 ranks finds each token's document once, has its blocks, and counts the bytes of new tables only."""
+    tokens, ranks = 1 << 14, 64
+    for kept in (visible._ends, visible._blocks):
+        kept.cache_clear()
+    with patch.object(visible, "_nbytes", wraps=visible._nbytes) as counted:
+        for pack in (1, 2):
+            view = View(0, None, (0, 100 * pack, 5000, tokens))
+            for rank in (*range(ranks), *range(ranks)):
+                visible.side((range(rank, tokens, ranks),), view, 32, torch.device("cpu"))
+            assert visible._ends.cache_info().misses == pack and counted.call_count == pack * ranks
+    assert visible._blocks.cache_info().misses == ranks
 
 
 def test_invisible_blocks_are_never_loaded() -> None:

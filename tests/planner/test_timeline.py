@@ -12,10 +12,14 @@ from round_cluster import round_cluster
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.attention.traced_blocks import asked_of
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
+from cp_plugin.kernels.backends import devices
+from cp_plugin.kernels.blocks import LONG
+from cp_plugin.kernels.cost import cost, speeds_on
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.planner.machine import kernel_time
@@ -181,6 +185,31 @@ def test_launch_takes_as_long_as_its_longest_block() -> None:
     wide = Attention("backward", (Shape(4096, 128, 4096),), 4096, 1, 128, 128, "bfloat16")
     own = 10 * 128 * 4096 * 128 / (kernel.backward.flops_per_s / 132)
     assert kernel_time.seconds(wide, device) == pytest.approx(own + 15e-6 + 4096 * kernel.backward.row_s), "of keys"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "tokens", "window"),
+    [
+        ("all_gather", "zigzag", 4096, None),
+        ("all_gather", "striped", 512, None),
+        ("all_gather", "striped", 8192, None),
+        ("striped", "striped", 8192, 4095),
+    ],
+)
+def test_a_block_is_priced_as_auto_computes_it(name: str, layout: str, tokens: int, window: int | None) -> None:
+    device, sight = cluster("dgx-h100").device, None if window is None else (window, 0)
+    problem = Problem(size=8, heads=32, kv_heads=8, head_dim=128, seq_length=8 * tokens, window=sight)
+    setup = settled(providers.get(name), problem, Options(layout=layout))
+    at = kernel_time.auto_speeds(device.processors)
+    assert at == speeds_on(devices.family((9, 0)), "flash", 3) and "flash 3 is installed" in kernel_time.assumed(device)
+    events = [e for e in program(setup, 5).forward if isinstance(e, Attention)]
+    blocks = asked_of(name, problem, setup.options, 5)
+    calls = [len(kernel_time.in_tiles(event, at)[0]) for event in events]
+    weighed = [cost(*each.block, each.sizes, at, LONG) for each in blocks]
+    assert sum(calls) == sum(c.tiles or 0 for c in weighed if c.by_library) and any(c.tiles for c in weighed)
+    for event, parts in zip(events, calls, strict=True):
+        library = kernel_time.seconds(event._replace(auto=None), device)
+        assert kernel_time.seconds(event, device) > (1 if parts else 1.3) * library, "merges, or our slower kernel"
 
 
 def test_rates_by_head_dim() -> None:

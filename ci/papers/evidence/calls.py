@@ -12,7 +12,7 @@ from cp_plugin.planner.machine.events import Attention, Event, Post, Seconds
 from cp_plugin.planner.machine.kernel_time import pairs
 from cp_plugin.planner.machine.kernel_time import seconds as computing
 from cp_plugin.planner.machine.links import Links
-from cp_plugin.planner.trace.program import Program
+from cp_plugin.planner.trace.program import Program, in_one_call
 from cp_plugin.planner.trace.timeline import links_of, programs_of, run
 from evidence.stacks import Machine
 
@@ -87,5 +87,6 @@ def _call(setup: Setup) -> _Call:
 
 @cache
 def _programs(call: _Call) -> dict[int, Program]:
-    """Program of the last rank, the busiest; of all ranks if not all send and receive."""
-    return programs_of(call.setup, [call.setup.problem.size - 1])
+    """Program of the last rank, the busiest; of all ranks if not all send and receive. Kernels are the authors'."""
+    found = programs_of(call.setup, [call.setup.problem.size - 1])
+    return {rank: in_one_call(program) for rank, program in found.items()}

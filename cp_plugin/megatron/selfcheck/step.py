@@ -187,7 +187,8 @@ class _Step:
             back.callback(self._clear)
             back.enter_context(restored(self.chunks, [self.script, *scalers]))
             back.enter_context(self._lent(scalers))
-            choices = Choices(unwrap_model(self.chunks[0]).config, _layout(between=True), self.padded, self.tokens)
+            sizes = self.padded, self.tokens, self.named["micro_batch_size"]
+            choices = Choices(unwrap_model(self.chunks[0]).config, _layout(between=True), *sizes)
             with choices.recorded():
                 many = self._run()
             names = parameter_names(self.chunks, self.optimizer)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.rules.experts import RANDOM
 from cp_plugin.megatron.selfcheck.readings import signs
 from cp_plugin.megatron.state import STATE
+from cp_plugin.placement.documents import DOCUMENTS
 
 _BOUNDS = "cu_seqlens"
 _GAIN = 1.5  # of queries and keys: a score has a standard deviation of its square
@@ -204,24 +205,27 @@ def quiet(owner: Any) -> dict[str, Any]:
 class Choices:
     """Experts as routers chose them in one step, by token: in other steps, rounding errors could choose others.
 
-    Not in packs, whose tokens a layout may place otherwise; there, and where shapes do not tell the tokens, each step
-    chooses. A choice is replayed only as far as it is one: what is better by more than rounding is a difference.
+    Each step chooses where documents place tokens, and in packs of several rows, which Megatron divides for experts. A
+    choice is replayed only as far as it is one: what is better by more than rounding is a difference.
     """
 
-    def __init__(self, config: Any, layout: Layout, padded: int, tokens: int) -> None:
+    def __init__(self, config: Any, layout: Layout, padded: int, tokens: int, rows: int) -> None:
         """
         Args:
             config: the model's.
             layout: of tokens between the layers.
             padded, tokens: lengths of the sequences, with padding and without.
+            rows: of a micro-batch.
         """
-        packs = STATE.model is not None and STATE.model.problem.documents
-        self._experts = None if packs else getattr(config, "num_moe_experts", None)
+        packs = rows if STATE.model is not None and STATE.model.problem.documents else 1
+        free = layout.name == DOCUMENTS.name or packs > 1
+        self._experts = bool(getattr(config, "num_moe_experts", None)) and not free
         cp, rank = (getattr(parallel_state, f"get_context_parallel_{what}")() for what in ("world_size", "rank"))
         parts = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         part = parallel_state.get_tensor_model_parallel_rank() if parts > 1 else 0
-        self._mine = layout.positions(padded, cp, rank).chunk(parts)[part]
-        self._alone = torch.arange(tokens).chunk(parts)[part]
+        if self._experts:
+            self._mine = layout.positions(padded, cp, rank).chunk(parts)[part]
+            self._alone = torch.arange(tokens).chunk(parts)[part]
         self._chosen: list[Tensor] = []  # this rank's, [tokens * b, k]
         self._of_all: list[Tensor] = []  # [whole sequence, b, k]
         self.apart = 0.0
@@ -233,19 +237,20 @@ class Choices:
 
         def topk(scores: Tensor, k: int, *args: Any, **named: Any) -> Any:
             found = _topk(scores, k, *args, **named)
-            if self._routes(scores, *args, **named):
+            if self._routes(scores, self._mine, *args, **named):
                 self._chosen.append(found[1].detach())
             return found
 
+        if not self._experts:
+            yield
+            return
         with patching.lent(torch, topk=topk):
             yield
-        if self._experts is None:
-            return
         group = parallel_state.get_tensor_and_context_parallel_group()
         parts: list[Any] = [None] * group.size()
         dist.all_gather_object(parts, (self._mine, [one.cpu() for one in self._chosen]), group=group)
         shapes = {tuple(tuple(one.shape) for one in chosen) for _, chosen in parts}
-        if len(shapes) > 1 or any(one.size(0) % len(self._mine) for one in self._chosen):
+        if len(shapes) > 1:
             return
         for number, one in enumerate(self._chosen):
             rows = one.size(0) // len(self._mine)
@@ -261,7 +266,7 @@ class Choices:
 
         def topk(scores: Tensor, k: int, *args: Any, **named: Any) -> Any:
             best = _topk(scores, k, *args, **named)
-            whole = next(left, None) if self._routes(scores, *args, **named) else None
+            whole = next(left, None) if self._routes(scores, self._alone, *args, **named) else None
             if whole is None or whole.numel() * len(self._alone) != best[1].numel() * len(whole):
                 return best
             chosen = whole[self._alone.to(whole.device)].flatten(0, 1)
@@ -270,11 +275,13 @@ class Choices:
             self.apart = max(self.apart, float(above.max() / scores.abs().max().clamp(min=1e-30)))
             return torch.return_types.topk((values, chosen))
 
-        with patching.lent(torch, topk=topk):
+        with patching.lent(torch, topk=topk) if self._experts else nullcontext():
             yield
 
-    def _routes(self, scores: Tensor, dim: int = -1, *_: Any, **__: Any) -> bool:
-        return scores.dim() == 2 and scores.size(1) == self._experts and dim in (1, -1)
+    @staticmethod
+    def _routes(scores: Tensor, tokens: Tensor, dim: int = -1, *_: Any, **__: Any) -> bool:
+        """Whether something is chosen for each token: experts, or groups of them."""
+        return scores.dim() == 2 and scores.size(0) % len(tokens) == 0 and dim in (1, -1)
 
 
 _topk = torch.topk

@@ -15,6 +15,19 @@ class Shape(NamedTuple):
     diagonal: int
 
 
+class Auto(NamedTuple):
+    """What ``auto`` chooses by, between calls of a library and a launch of our kernel."""
+
+    shapes: tuple[Shape, ...]
+    """Tiles of the tokens in order, which a library's calls are cut from."""
+    keys: int
+    kv_heads: int
+    """Key/value heads times batch."""
+    unsorted_rows: int = 0
+    unsorted_keys: int = 0
+    """Tokens that a library needs sorted first."""
+
+
 class Attention(NamedTuple):
     direction: Direction
     shapes: tuple[Shape, ...]
@@ -25,6 +38,8 @@ class Attention(NamedTuple):
     head_dim: int
     v_head_dim: int
     dtype: str
+    auto: Auto | None = None
+    """None: a library takes all tiles in one call."""
 
 
 class Products(NamedTuple):

@@ -8,8 +8,11 @@ from functools import lru_cache
 import numpy as np
 
 from cp_plugin.common.text import in_words
+from cp_plugin.core.tiles import Tile
+from cp_plugin.kernels import cost
+from cp_plugin.kernels.backends import devices
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Products, Shape
-from cp_plugin.planner.machine.hardware import Device, Kernel
+from cp_plugin.planner.machine.hardware import Device, Kernel, Rate
 
 
 def seconds(event: Event, device: Device) -> float:
@@ -31,11 +34,71 @@ def launches(event: Event) -> int:
 def _attention(event: Attention, device: Device) -> float:
     kernel = kernel_for(device, event.dtype)
     rate = kernel.rate(event.direction, event.head_dim)
+    at = auto_speeds(device.processors) if event.auto and event.dtype in _ALIKE else None
+    if at is None:
+        return _in_one_call(event, device, rate, kernel.block)
+    parts, merged = in_tiles(event, at)
+    if parts:
+        each = (_in_one_call(event._replace(shapes=(s,), rows=s.rows), device, rate, kernel.block) for s in parts)
+        return sum(each) + merged / device.memory_bytes_per_s
+    slower = getattr(at.library, event.direction) / getattr(at.own, event.direction)
+    rate = rate.model_copy(update={"flops_per_s": rate.flops_per_s / slower})
+    return _in_one_call(event, device, rate, kernel.block)
+
+
+@lru_cache
+def auto_speeds(processors: int) -> cost.Speeds | None:
+    """What ``auto`` weighs by on a GPU of that many multiprocessors, its first choice installed; None: unknown."""
+    family = _family(processors)
+    return None if family is None else cost.speeds_on(family, *family.order[0][::3])
+
+
+def assumed(device: Device) -> str:
+    """The kernels that our methods are priced with, in words; "": one call for any tiles."""
+    family, at = _family(device.processors), auto_speeds(device.processors)
+    if family is None or at is None:
+        return ""
+    forward, backward = (own / theirs for own, theirs in zip(at.own, at.library, strict=True))
+    return (
+        f"kernels: as auto takes them where {family.order[0].title} is installed; ours, for many or small tiles, at "
+        f"{forward:.0%} of its speed forward and {backward:.0%} backward, not measured"
+    )
+
+
+def _family(processors: int) -> devices.Family | None:
+    known = (f for f in devices.FAMILIES if f.scale is not None and f.scale.processors == processors)
+    return next(known, None)
+
+
+@lru_cache(maxsize=8192)
+def in_tiles(event: Attention, at: cost.Speeds) -> tuple[tuple[Shape, ...], int]:
+    """Calls of a library for a block, as ``auto`` cuts it, and the bytes of merging and sorting; none: our kernel."""
+    assert event.auto is not None
+    shapes, keys, kv_heads, *unsorted = event.auto
+    if not 0 < len(shapes) <= cost.MOST:
+        return (), 0
+    tiles = [Tile(range(s.rows), range(s.keys), s.diagonal) for s in shapes]
+    d, e = event.head_dim, event.v_head_dim
+    sizes = cost.Sizes(event.heads, kv_heads, d, e, itemsize=2)
+    parts = [Shape(len(t.q), len(t.k), t.diagonal) for tile in tiles for t in tile.cut()]
+    if len(parts) == 1:
+        return tuple(parts), 0
+    library, own = cost.of_tiles(tiles, event.rows, keys, *unsorted, sizes, at)
+    if library > own:
+        return (), 0
+    forward = event.direction == "forward"
+    q_side, k_side = (event.heads * e, 0) if forward else (event.heads * d, kv_heads * (d + e))
+    merged = sum(s.rows * q_side + s.keys * k_side for s in parts) * (sizes.itemsize + 8)
+    moved = (unsorted[0] * event.heads + (1 if forward else 2) * unsorted[1] * kv_heads) * (d + e)
+    return tuple(parts), merged + moved * 2 * sizes.itemsize
+
+
+def _in_one_call(event: Attention, device: Device, rate: Rate, block: tuple[int, int]) -> float:
     if device.processors:
-        in_blocks, longest = _of_gpu(event.shapes, event.direction, kernel.block)
+        in_blocks, longest = _of_gpu(event.shapes, event.direction, block)
         work = _each(event) * max(event.heads * in_blocks, device.processors * longest)
     else:
-        work = flops(event, kernel.block)
+        work = flops(event, block)
     return rate.seconds(work, rows=event.heads * event.rows)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
 from cp_plugin.comm.mesh import Tensors
 from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
-from cp_plugin.core.layout import Segments
+from cp_plugin.core.layout import Segments, sort_positions
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.scaling import Scaling
@@ -34,10 +34,12 @@ from cp_plugin.kernels.recording import results
 from cp_plugin.linear import kernels
 from cp_plugin.linear.tokens import CHUNK, Tokens
 from cp_plugin.methods.protocol import Attend, Formula, Provider, Scan
-from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Post, Products, Shape, Wait
+from cp_plugin.planner.machine.events import Attention, Auto, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.trace.memory import Meter, Peaks
 from cp_plugin.planner.trace.passes import Passes
 from cp_plugin.testing.traffic import by_phase_and_axis
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,15 @@ class Program:
         """Visible (query, key) pairs of the forward, over heads and batch."""
         found = (e for e in self.forward if isinstance(e, Attention))
         return sum(Tile(range(s.rows), range(s.keys), s.diagonal).pairs * e.heads for e in found for s in e.shapes)
+
+
+def in_one_call(of: Program) -> Program:
+    """The same where one call of a library takes any tiles of a mask, as in other implementations."""
+    kept = (
+        (e._replace(auto=None) if isinstance(e, Attention) else e for e in each) for each in (of.forward, of.backward)
+    )
+    forward, backward = map(tuple, kept)
+    return replace(of, forward=forward, backward=backward)
 
 
 def program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
@@ -225,9 +236,15 @@ class _Planned:
     def __init__(self, events: list[Event], problem: Problem) -> None:
         self._events, self._problem = events, problem
 
-    def _asked(self, direction: Direction, shapes: tuple[Shape, ...], q: Tensor) -> None:
+    def _asked(self, direction: Direction, shapes: tuple[Shape, ...], q: Tensor, auto: Auto | None = None) -> None:
         p, heads, kind = self._problem, q.size(1) * q.size(2), dtype_name(q.dtype)
-        self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind))
+        self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind, auto))
+
+    def _block(self, direction: Direction, rows: Segments, keys: Segments, mask: Mask, q: Tensor, k: Tensor) -> None:
+        (in_order, q_order), (k_in_order, k_order) = (sort_positions(side, _CPU) for side in (rows, keys))
+        unsorted = tuple(0 if order is None else x.size(0) for x, order in ((q, q_order), (k, k_order)))
+        auto = Auto(_shapes(in_order, k_in_order, mask), k.size(0), k.size(1) * k.size(2), *unsorted)
+        self._asked(direction, _shapes(rows, keys, mask), q, auto)
 
     def unsupported(self, *_: Any) -> None:
         return None
@@ -256,7 +273,7 @@ class _Planned:
         scale: float,
         onto: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        self._asked("forward", _shapes(rows, keys, mask), q)
+        self._block("forward", rows, keys, mask, q, k)
         return onto if onto is not None else results(q, v)
 
     def gradients(
@@ -272,7 +289,7 @@ class _Planned:
         mask: Mask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._asked("backward", _shapes(rows, keys, mask), q)
+        self._block("backward", rows, keys, mask, q, k)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

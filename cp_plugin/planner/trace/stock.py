@@ -21,6 +21,7 @@ favour: the chunks' kernels, on two streams, fill the device as one would.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ from cp_plugin.core.tiles import tiles
 from cp_plugin.kernels.recording import results
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Post, Shape
 from cp_plugin.planner.trace.memory import Peaks
-from cp_plugin.planner.trace.program import Program, Seen, program, traced
+from cp_plugin.planner.trace.program import Program, Seen, in_one_call, program, traced
 from cp_plugin.testing.traffic import by_phase_and_axis
 
 _AXIS = "cp"
@@ -199,7 +200,8 @@ class _Narrow(Over):
 
 
 def _as_sent(of: Program) -> Program:
-    """A program with dk and dv in the dtype of k and v, as Transformer Engine sends them.
+    """A program with dk and dv in the dtype of k and v, as Transformer Engine sends them, whose kernels take any tiles
+    of a mask in one call.
 
     Ours are float32: twice the bytes of the keys and values sent before them. The ledger stays that of ours.
     """
@@ -212,4 +214,4 @@ def _as_sent(of: Program) -> Program:
         wide = event.verb == "reduce_scatter" or (event.verb == "exchange" and event.nbytes > least_exchanged)
         return event._replace(nbytes=event.nbytes // 2) if wide else event
 
-    return Program(forward=of.forward, backward=tuple(map(narrowed, of.backward)), sent=of.sent, peaks=of.peaks)
+    return in_one_call(replace(of, backward=tuple(map(narrowed, of.backward))))
