@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import textwrap
 from collections.abc import Callable
 from functools import cache, partial
@@ -18,7 +17,6 @@ import kernel_tables
 import layers
 import markdown_tables as markdown
 import messages
-import pictures
 import placement
 import published_rows
 import recorded_tables
@@ -38,8 +36,6 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.placement.layouts import ALL
 
 ROOT = Path(__file__).parent.parent
-_OURS = ("attention2d", "usp")
-"""Methods whose bars are coloured."""
 _SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {
     **{name: (name, 4, {}) for name in providers.names()},
     "attention2d": ("attention2d", 4, {"grid": (2, 2)}),
@@ -59,10 +55,6 @@ DRAWINGS: dict[str, Callable[[Path], None]] = {
     **{f"methods/{name}-traffic.svg": partial(draw_traffic, provider=name) for name in providers.names()},
     "methods/placement.svg": lambda path: placement.plot(_placements(), path),
     "methods/front.svg": front_picture.draw,
-    "cluster/flat64.svg": lambda path: pictures.draw_bars(_shown()["flat64"], _OURS, path),
-    "cluster/linear16.svg": lambda path: pictures.draw_ratios(_shown()["linear16"], path),
-    "cluster/predicted.svg": lambda path: pictures.draw_predicted(path=path, **_shown()["predicted"]),
-    "cluster/seen.svg": lambda path: pictures.draw_seen(json.loads(recorded_tables.SEEN.read_text()), path),
     "methods/documents.svg": partial(draw_documents, lengths=(24, 14, 10, 8, 5, 3)),
 }
 """Path in ``docs/images`` -> draw it to a path."""
@@ -93,11 +85,6 @@ def make(block: str) -> str:
     if name not in _BLOCKS:
         raise ValueError(f"unknown block {block!r}: there are {', '.join(_BLOCKS)}")
     return _BLOCKS[name](*arguments).strip("\n")
-
-
-def _shown() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(pictures.SHOWN.read_text())
-    return found
 
 
 def _source(path: str, *names: str) -> str:
@@ -229,6 +216,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "wins": wins_page.front,
     "canonical": lambda: sentence(CANONICAL),
     "papers": published_rows.summary,
+    "examples": published_rows.examples,
     "reproduced": published_rows.reproduced,
     "api": reference_blocks.api,
     "patched": reference_blocks.patched,

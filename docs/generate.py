@@ -17,18 +17,17 @@ from collections.abc import Set
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity", "perf", "cluster")]
+sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity", "perf")]
 
 import blocks
-import examples_page
 import layers
 import measured_page
 import papers_page
 import wins_page
 
 DOCS = Path(__file__).parent
-_WHOLE = (papers_page, measured_page, wins_page, examples_page)
-"""Whole pages. Blocks, and the examples' pages, quote those before them."""
+_WHOLE = (papers_page, measured_page, wins_page)
+"""Whole pages, which blocks quote."""
 _LAYERS = DOCS / "images" / "layers.svg"
 _IMAGES = DOCS / "images"
 _BLOCK = re.compile(r"<!-- generated: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)

@@ -1,4 +1,4 @@
-"""Rows of ``docs/papers.json`` for the pages of examples, and the summary of ``docs/papers.md``.
+"""Rows of ``docs/papers.json`` for the page of examples, and the summary of ``docs/papers.md``.
 
 They are copied from what was generated, so that no figure is computed twice and pages agree.
 """
@@ -9,12 +9,15 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import markdown_tables as markdown
 from evidence import data
-from evidence.data import Kind, Method, Table
+from evidence.data import Kind, Table
 from evidence.report import COLUMNS
+
+from cp_plugin.cli.examples import config
+from cp_plugin.cli.examples.config import Example
 
 PAGE = Path(__file__).parent / "papers.md"
 _KINDS = get_args(Kind.__value__ if hasattr(Kind, "__value__") else Kind)
@@ -35,6 +38,29 @@ def ratios(paper: str, ids: Sequence[str], devices: set[int]) -> list[float]:
     return [float(found) for row in rows if (found := _ratio(row))]
 
 
+def examples() -> str:
+    """Return the table of the papers' experiments, each with the spread of its predictions."""
+    columns = ("example", "GPUs", "models", "tokens", "method", "predicted / published: least, median, most")
+    return markdown.table(columns, map(_example, config.examples()))
+
+
+def _example(example: Example) -> list[str]:
+    every = [example.experiment(name) for name in example.variants]
+    ids = [one for experiment in every for one in experiment.published]
+    found = sorted(ratios(example.config.paper, ids, {experiment.devices for experiment in every}))
+    lengths = sorted(n for experiment in every for n in experiment.lengths)
+    parallel = every[0].flags
+    spread = (found[0], found[len(found) // 2], found[-1]) if found else ()
+    return [
+        f"[{example.name}](../examples/papers/{example.name}/config.yaml): {example.config.title}",
+        f"{example.config.cluster.devices}",
+        ", ".join(dict.fromkeys(experiment.planner_model for experiment in every)),
+        f"{lengths[0]:,} to {lengths[-1]:,}",
+        f"`{parallel.get('cp-linear-provider') or parallel.get('cp-provider')}`",
+        ", ".join(f"{ratio:.2f}" for ratio in spread) or "none predicted",
+    ]
+
+
 def summary() -> str:
     """The page's summary over all papers: errors, method ratios, aims."""
     head = PAGE.read_text().partition("\n## ")[0].splitlines()
@@ -43,27 +69,6 @@ def summary() -> str:
     worth = next(line for line in head if line.startswith("Ratio of two methods"))
     aims = [line for line in head if line.startswith(("- PASS ", "- FAIL "))]
     return "\n".join([table, "|---" * (table.count("|") - 1) + "|", *rows, "", worth, "", *aims])
-
-
-class Compared(NamedTuple):
-    """A method of a paper."""
-
-    method: Method
-    sharded: bool
-    """Whether the devices share parameters (ZeRO of stage 3)."""
-
-
-def methods(paper: str, ids: Sequence[str]) -> dict[str, Compared]:
-    """The methods and the baselines of these tables, by the paper's names."""
-    known, found = data.paper(paper).methods, {}
-    for table in tables(paper, ids):
-        for series in table.series:
-            stack = data.paper(paper).clusters.get(series.cluster or table.cluster or "")
-            zero = stack.training.get("zero") if stack else 0
-            for name in (series.method, series.baseline or table.baseline or ""):
-                if name in known:
-                    found.setdefault(name, Compared(known[name], 3 in (known[name].zero, zero)))
-    return found
 
 
 def rows_of(paper: str, table: Table) -> list[dict[str, str]]:

@@ -9,7 +9,6 @@ from typing import Any
 import markdown_tables as markdown
 
 _ROOT = Path(__file__).parent.parent
-SEEN = _ROOT / "ci" / "cluster" / "seen.json"
 _PLACES = {
     "placed": "documents placed",
     "zigzag": "zigzag over the pack",

@@ -1,8 +1,8 @@
-"""mkdocs hook: rewrites links that leave ``docs/``, adds pages of examples and messages, and renders folded parts.
+"""mkdocs hook: rewrites links that leave ``docs/``, adds pages of messages, and renders folded parts.
 
 On a code host ``[moves.py](../cp_plugin/methods/moves.py)`` leads to the file. The site has no such file: there it
-leads into the public repository, if ``mkdocs.yml`` names one, and is plain text otherwise. The README of an example
-becomes a page. Inside ``<details>`` a code host reads Markdown, but mkdocs only if told to.
+leads into the public repository, if ``mkdocs.yml`` names one, and is plain text otherwise. Inside ``<details>`` a code
+host reads Markdown, but mkdocs only if told to.
 """
 
 from __future__ import annotations
@@ -23,12 +23,6 @@ _SHORT = 32
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 
 
-def examples() -> dict[str, str]:
-    """Path of an example's page on the site -> path of its README in the repository."""
-    found = sorted(ROOT.glob("examples/papers/*/README.md"))
-    return {f"examples/{p.parent.name}.md": p.relative_to(ROOT).as_posix() for p in found}
-
-
 @cache
 def messages() -> dict[str, str]:
     """Path of a page of messages on the site -> its Markdown."""
@@ -39,11 +33,10 @@ def messages() -> dict[str, str]:
 
 
 def on_config(config: Any) -> Any:
-    """Put the pages of examples and messages below their overviews."""
+    """Put the pages of messages below their overview."""
     for pages in _sections(config["nav"]):
-        for overview, more in (("examples.md", examples()), ("troubleshooting.md", messages())):
-            if overview in pages:
-                pages += more
+        if "troubleshooting.md" in pages:
+            pages += messages()
     return config
 
 
@@ -57,11 +50,10 @@ def _sections(nav: list[Any]) -> Iterator[list[Any]]:
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Add the pages of examples and messages."""
+    """Add the pages of messages."""
     from mkdocs.structure.files import File
 
-    texts = {page: (ROOT / readme).read_text() for page, readme in examples().items()} | messages()
-    for page, text in texts.items():
+    for page, text in messages().items():
         files.append(File.generated(config, page, content=text))
     return files
 
@@ -93,8 +85,8 @@ def rewritten(markdown: str, page: str, repo_url: str | None) -> str:
         page: path of the page on the site.
         repo_url: address of the public repository, if there is one.
     """
-    source = "docs/messages.toml" if page in messages() else examples().get(page, f"docs/{page}")
-    pages = {readme: name for name, readme in examples().items()} | {"docs/messages.toml": "messages/flags.md"}
+    source = "docs/messages.toml" if page in messages() else f"docs/{page}"
+    pages = {"docs/messages.toml": "messages/flags.md"}
 
     def replace(found: re.Match[str]) -> str:
         text, target, anchor = found[1], found[2], found[3] or ""

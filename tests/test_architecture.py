@@ -112,7 +112,7 @@ def test_files_have_at_most_400_lines() -> None:
 def test_the_command_line_is_frozen() -> None:
     from cp_plugin.cli.app import app
 
-    commands = "bench calibrate dataset doctor draw example explain generate plan traffic verify"
+    commands = "bench calibrate dataset doctor draw example generate plan traffic verify"
     assert {command.callback.__name__ for command in app.registered_commands} == set(commands.split())
 
 

@@ -1,65 +1,55 @@
-"""The papers' experiments: models, lengths and clusters as published, baselines that Megatron accepts, the pages."""
+"""The papers' experiments: models, lengths and clusters as published, in flags that Megatron accepts."""
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Iterator
+import os
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from evidence import data
-from typer.testing import CliRunner
 
-from cp_plugin.cli import app as cli
+from cp_plugin.attention.setups import settled
 from cp_plugin.cli.examples.command import Changes, command
-from cp_plugin.cli.examples.config import BASE, Example, Experiment, examples
-from cp_plugin.cli.examples.dry_run import predict
-from cp_plugin.megatron.planned.command import Planned, Refused
+from cp_plugin.cli.examples.config import BASE, Experiment, examples
+from cp_plugin.megatron.planned.command import SECONDS, Planned, Refused, with_arguments
+from cp_plugin.megatron.planned.sizes import from_args
+from cp_plugin.methods import registry as providers
+from cp_plugin.planner.candidates import Candidate
 from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.price import on, price
 from cp_plugin.planner.training.footprint import footprint
-from cp_plugin.planner.training.model import model
+from cp_plugin.planner.training.model import LINEAR, model
+from cp_plugin.planner.training.parallel import problem
 from cp_plugin.planner.training.weights import parameters
+from cp_plugin.testing.launch import run_ranks
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = {one.name: one for one in examples()}
 VARIANTS = [(name, variant) for name, one in EXAMPLES.items() for variant in one.variants]
 EACH = pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=[f"{name}-{variant}" for name, variant in VARIANTS])
 LASP2, MEMORY = ("lasp2-64xa100", "without-recomputation"), (1048576, 2097152)
-MODULES = ("examples_page", "examples_predicted", "examples_tables", "published_rows")
 type Read = dict[tuple[str, ...], Planned | Refused]
 
 
 @pytest.fixture(scope="module")
-def pages() -> Iterator[ModuleType]:
-    """``docs/examples_page.py``."""
-    sys.path.insert(0, str(DOCS))
-    import examples_page
-
-    yield examples_page
-    sys.path.remove(str(DOCS))
-    for name in MODULES:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
-def read(pages: ModuleType) -> Read:
-    """What Megatron makes of all commands: of (example, variant), (example, variant, length), (example, options)."""
-    import examples_predicted
-
+def read() -> Read:
+    """What Megatron makes of all commands: of (example, variant), and of (example, variant, length)."""
     asked = {(name, variant): command(EXAMPLES[name], variant) for name, variant in VARIANTS}
-    jobs = {key: (one.flags, one.devices) for key, one in asked.items()}
     for length in MEMORY:
-        one = command(EXAMPLES[LASP2[0]], LASP2[1], changes=Changes(more=("--seq-length", str(length))))
-        jobs[*LASP2, str(length)] = (one.flags, one.devices)
-    for example in EXAMPLES.values():
-        for options in _baselines(pages, example).values():
-            run = CliRunner().invoke(cli.app, ["example", example.name, "--print", "flags", *options.split()])
-            assert run.exit_code == 0, (example.name, options, run.output)
-            jobs[example.name, options] = (run.stdout.split(), example.config.cluster.devices)
-    return dict(zip(jobs, examples_predicted.read_flags(list(jobs.values())), strict=True))
+        more = Changes(more=("--seq-length", str(length)))
+        asked[*LASP2, str(length)] = command(EXAMPLES[LASP2[0]], LASP2[1], changes=more)
+    jobs = [(one.flags, one.experiment.devices) for one in asked.values()]
+    (found,) = run_ranks(_read, 1, args=(jobs,), timeout=SECONDS)  # importing Megatron takes most of the time
+    return dict(zip(asked, found, strict=True))
+
+
+def _read(jobs: list[tuple[list[str], int]]) -> list[Planned | Refused]:
+    found = []
+    for flags, devices in jobs:
+        os.environ["WORLD_SIZE"] = str(devices)
+        found.append(with_arguments(flags, lambda args, settings: Planned(*from_args(args, settings), settings)))
+    return found
 
 
 def planned(read: Read, *key: str) -> Planned:
@@ -77,7 +67,7 @@ def test_all_nine_are_there_with_their_files() -> None:
     assert len(EXAMPLES) == 9
     for one in EXAMPLES.values():
         found = {path.name for path in one.folder.iterdir()}
-        assert found == {"config.yaml", "README.md", "dry-run.txt", "scaled.txt"}
+        assert found == {"config.yaml"}
 
 
 @EACH
@@ -116,7 +106,7 @@ def test_tables_and_lengths_are_the_published_ones(name: str, variant: str) -> N
 
 @EACH
 def test_cluster_and_memory(name: str, variant: str, read: Read) -> None:
-    """The memory is that without attention's working memory, which the page and the dry run add."""
+    """The memory is that without attention's working memory."""
     of, found = experiment(name, variant), planned(read, name, variant)
     parallel, profile = found.parallel, hardware.cluster(of.cluster.profile)
     assert profile.per_node == of.cluster.per_node
@@ -127,43 +117,23 @@ def test_cluster_and_memory(name: str, variant: str, read: Read) -> None:
 
 
 def test_lasp2_without_recomputation_runs_out_of_memory_where_table_6_does(read: Read) -> None:
-    found = [predict(planned(read, *LASP2, str(length)), "dgx-a100", 8) for length in MEMORY]
-    assert [one.fits for one in found] == [True, False]
+    cluster, found = hardware.cluster("dgx-a100"), []
+    for length in MEMORY:
+        of, parallel, settings = planned(read, *LASP2, str(length))
+        its = on(problem(of, parallel, LINEAR), cluster, parallel.tensor)
+        setup = settled(providers.get(settings.linear.provider), its, settings.linear.options)
+        one = Candidate(name=setup.provider.name, setup=setup, flags="")
+        found.append(price(one, {}, of, parallel, cluster).footprint.total)
+    assert [total <= cluster.device.memory_bytes for total in found] == [True, False]
     about = " ".join(EXAMPLES["lasp2-64xa100"].config.about.split())
-    assert all(f"{one.priced.footprint.total / 1e9:.1f} GB" in about for one in found)
+    assert all(f"{total / 1e9:.1f} GB" in about for total in found)
     published = {row.length: row for row in data.rows("lasp2") if row.table == "lasp2-6" and row.devices == 64}
     assert published[MEMORY[0]].published and published[MEMORY[1]].mark == "OOM"
 
 
-def test_megatron_accepts_every_baseline(pages: ModuleType, read: Read) -> None:
-    """Each method of each paper for which the page names options."""
-    seen = set()
-    for example in EXAMPLES.values():
-        for options in _baselines(pages, example).values():
-            found, words = planned(read, example.name, options), options.split()
-            linear = found.settings.linear
-            assert words[1] == (linear.provider if linear else found.settings.provider)
-            seen.add(words[1])
-    assert seen == {"upstream", "ring", "ulysses", "double_ring", "burst", "lasp1", "linear_ring"}
+def test_an_unknown_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    import published_rows
 
-
-def _baselines(pages: ModuleType, example: Example) -> dict[str, str]:
-    """Method -> the options on the page."""
-    table = pages.baselines(example)
-    return dict(re.findall(r"^\| ([^|]+) \| `(--provider [^`]+)`", table, re.MULTILINE))
-
-
-def test_the_pages_are_up_to_date(pages: ModuleType) -> None:
-    """Except the planner's slow parts, which `python docs/generate.py --check` compares as well."""
-    assert pages.stale(quick=True) == [], "run python docs/generate.py"
-
-
-def test_recorded_runs_pass_and_unknown_tables_are_refused(pages: ModuleType) -> None:
-    for example in EXAMPLES.values():
-        for file, options in pages.RECORDS.items():
-            record = (example.folder / file).read_text()
-            assert record.startswith(f"$ cp-plugin example {example.name} {' '.join(options)}\n")
-            assert f"({file})" in (example.folder / "README.md").read_text()
-            assert re.search(rf"^PASS: {example.name} ", record, re.MULTILINE)
     with pytest.raises(ValueError, match=r"attention2d has no table 'a2d-65' \(it has a2d-16"):
-        pages.published_rows.ratios("attention2d", ["a2d-65"], {64})
+        published_rows.ratios("attention2d", ["a2d-65"], {64})

@@ -1,4 +1,4 @@
-"""The examples' scripts and launchers, with a ``torchrun`` and a ``srun`` that record their arguments."""
+"""The examples' script and launchers, with a ``torchrun`` and a ``srun`` that record their arguments."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from cp_plugin.cli.examples import config
-from cp_plugin.cli.examples.command import Changes, command, saving
+from cp_plugin.cli.examples.command import command, saving
 from cp_plugin.cli.examples.config import load
-from cp_plugin.cli.examples.scripts import SCRIPTS, rendered
-from cp_plugin.cli.examples.sizes import usable
+from cp_plugin.cli.examples.scripts import rendered
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAME = "attention2d-64xa100"
@@ -83,12 +82,11 @@ def until(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for every example, with its scripts."""
+    """A folder for every example, with its script."""
     folder = tmp_path_factory.mktemp("examples")
     for name in config.names():
         (folder / name).mkdir()
-        for what in SCRIPTS:
-            (folder / name / f"train.{what}").write_text(rendered(command(load(name)), what))
+        (folder / name / "train.sh").write_text(rendered(command(load(name))))
     return folder
 
 
@@ -98,15 +96,20 @@ def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], tmp_path: Pat
     example = load(name)
     for variant in example.variants[:3]:
         of = command(example, variant, example.experiment(variant).lengths[-1])
-        (tmp_path / "train.sh").write_text(rendered(of, "sh"))
-        chosen = {"NODE_RANK": str(of.nodes - 1), "MASTER_ADDR": "n0"}
+        cluster = of.experiment.cluster
+        (tmp_path / "train.sh").write_text(rendered(of))
+        chosen = {"NODE_RANK": str(cluster.nodes - 1), "MASTER_ADDR": "n0"}
         done = run(tmp_path / "train.sh", "--lr", "1", env=tools, **chosen)
         assert done.returncode == 0, done.stderr
         words, env = recorded(tools, "torchrun")
         at = words.index("-m")
         start = dict(zip(words[:at:2], words[1:at:2], strict=True))
-        where = {"--node-rank": str(of.nodes - 1), "--master-addr": "n0", "--master-port": "29500"}
-        assert start == {"--nnodes": str(of.nodes), "--nproc-per-node": str(of.per_node), **where}
+        where = {"--node-rank": str(cluster.nodes - 1), "--master-addr": "n0", "--master-port": "29500"}
+        assert start == {
+            "--nnodes": str(cluster.nodes),
+            "--nproc-per-node": str(cluster.per_node),
+            **where,
+        }
         data = ["--data-path", tools["DATA_PREFIX"], "--data-cache-path", f"{tools['WORK']}/cache"]
         assert words[at + 1 :] == ["cp_plugin.pretrain_gpt", *of.flags, *data, "--lr", "1"]
         sharded = "--use-megatron-fsdp" in words
@@ -137,7 +140,6 @@ def test_checkpoints_and_a_checkout(tools: dict[str, str], tmp_path: Path, folde
         ({"NODE_RANK": ""}, "NODE_RANK is not set: the number of this node, 0 to 15"),
         ({"NODE_RANK": "16"}, "NODE_RANK=16: give 0 to 15"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set: the host name"),
-        ({"NNODES": "4"}, f"cp-plugin example {NAME} --variant base --nodes 4 --per-node 4 --print sh"),
         ({"NNODES": "many"}, "NNODES='many': set it to the number of nodes"),
         ({"DATA_PREFIX": "/none"}, "there is no /none.idx; cp-plugin dataset writes one"),
         ({"MEGATRON_LM_PATH": "/none"}, "there is no pretrain_gpt.py in it"),
@@ -171,58 +173,40 @@ def test_the_status_is_torchruns(tools: dict[str, str], folder: Path) -> None:
 SLURM = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n[7-8]", "SLURM_NNODES": "16", "SLURM_GPUS_ON_NODE": "4"}
 
 
-@pytest.mark.parametrize("name", config.names())
-def test_a_job_starts_one_task_a_node(name: str, tools: dict[str, str], folder: Path) -> None:
-    here = folder / name
-    slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(here)}
-    done = run(here / "train.sbatch", "--lr", "1", env={**tools, **slurm})
-    assert done.returncode == 0, done.stderr
-    words, env = recorded(tools, "srun")
-    assert words[-4:] == ["bash", str(here / "train.sh"), "--lr", "1"] and "--kill-on-bad-exit=1" in words
-    found = [env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")]
-    assert found == ["n7", "15042", "16", "4", f"{here}/checkpoints"]
-    text = (here / "train.sbatch").read_text()
-    of = command(load(name))
-    assert f"#SBATCH --nodes={of.nodes}\n" in text and f"#SBATCH --gpus-per-node={of.per_node}\n" in text
-    assert not (Path(tools["RECORDS"]) / "requeued").exists()
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """Slurm's variables, and a script to run on each node."""
+    (tmp_path / "train.sh").touch()
+    return {**SLURM, "SLURM_SUBMIT_DIR": str(tmp_path), "TRAIN": str(tmp_path / "train.sh")}
 
 
 @pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_SUBMIT_DIR"])
-def test_missing_slurm_variables(tools: dict[str, str], missing: str, folder: Path) -> None:
-    slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(folder / NAME)}
+def test_missing_slurm_variables(tools: dict[str, str], missing: str, slurm: dict[str, str]) -> None:
     del slurm[missing]
-    done = run(folder / NAME / "train.sbatch", env={**tools, **slurm})
-    assert done.returncode == 2 and f"train.sbatch: {missing} is not set: " in done.stderr
+    done = run(EXAMPLES / "launch.sbatch", NAME, env={**tools, **slurm})
+    assert done.returncode == 2 and f"launch.sbatch: {missing} is not set: " in done.stderr
 
 
-def test_submitted_from_another_folder(tools: dict[str, str], tmp_path: Path, folder: Path) -> None:
-    done = run(folder / NAME / "train.sbatch", env={**tools, **SLURM, "SLURM_SUBMIT_DIR": str(tmp_path)})
-    assert done.returncode == 2 and "no such file: submit from the folder of train.sh" in done.stderr
+def test_submitted_from_another_folder(tools: dict[str, str], slurm: dict[str, str]) -> None:
+    del slurm["TRAIN"]
+    done = run(EXAMPLES / "launch.sbatch", NAME, env={**tools, **slurm})
+    assert done.returncode == 2 and "no such file: submit from the root of the checkout" in done.stderr
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(0, "requeue 42\n"), (3, None)], ids=["it ended", "it failed"])
 def test_a_job_out_of_time_is_requeued_unless_it_failed(
-    status: int, requeued: str | None, tools: dict[str, str], folder: Path
+    status: int, requeued: str | None, tools: dict[str, str], slurm: dict[str, str]
 ) -> None:
     append(tools, "srun", FORWARDS.replace("exit 0", f"exit {status}"))
-    env = {**tools, **SLURM, "SLURM_SUBMIT_DIR": str(folder / NAME)}
     records = Path(tools["RECORDS"])
-    with subprocess.Popen(["bash", folder / NAME / "train.sbatch"], env=env, stderr=subprocess.DEVNULL) as job:
+    line = ["bash", EXAMPLES / "launch.sbatch", NAME]
+    with subprocess.Popen(line, env={**tools, **slurm}, stderr=subprocess.DEVNULL) as job:
         until(records / "srun.up")
         job.send_signal(signal.SIGUSR1)
         assert job.wait(30) == status
     assert (records / "forwarded").exists()
     found = records / "requeued"
     assert (found.read_text() if found.exists() else None) == requeued
-
-
-def test_a_script_for_another_size() -> None:
-    of = usable(load(NAME), "base", 8192, Changes(nodes=2, provider="ring"))
-    text = rendered(of, "sh")
-    for line in ("--cp-provider ring", "--context-parallel-size 8", "--seq-length 8192"):
-        assert f"\n  {line}\n" in text
-    assert "this script is for 2 x 4." in text and "--variant base --nodes $NNODES" in text
-    assert "#SBATCH --nodes=2\n" in rendered(of, "sbatch")
 
 
 def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[str, str]) -> None:
@@ -238,8 +222,10 @@ def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[
     done = run(EXAMPLES / "launch.sbatch", *words, env=tools, PYTHONPATH=named["PYTHONPATH"], **job)
     assert done.returncode == 0, done.stderr
     started, env = recorded(tools, "srun")
-    assert started[-6:] == [str(EXAMPLES / "launch.sh"), *words] and env["MASTER_ADDR"] == "n7"
-    assert env["CHECKPOINTS"] == str(EXAMPLES.parent / "out" / "burst-32xa100" / "checkpoints")
+    assert started[-6:] == [str(EXAMPLES / "launch.sh"), *words] and "--kill-on-bad-exit=1" in started
+    found = [env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")]
+    assert found == ["n7", "15042", "4", "8", str(EXAMPLES.parent / "out" / "burst-32xa100" / "checkpoints")]
+    assert not (Path(tools["RECORDS"]) / "requeued").exists()
 
 
 @pytest.mark.parametrize("script", ["launch.sh", "launch.sbatch"])

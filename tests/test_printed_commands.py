@@ -75,11 +75,7 @@ COVERED = {
         "tests/planner/test_calibrate.py::test_the_command_writes_what_it_measured"
     ),
     r"torchrun .*--no-python cp-plugin bench": "tests/test_bench.py::test_ranks_that_were_started_by_others_join",
-    r"cp-plugin example \S+ .*--dry-run": "tests/megatron/test_examples_megatron.py::test_the_dry_run",
-    r"cp-plugin example \S+ .*--scaled": "tests/megatron/test_examples_megatron.py::test_a_scaled_run",
-    r"([A-Z_]+=\S+ )*bash (examples/launch|one-node)\.sh\b": (
-        "tests/test_examples_scripts.py::test_a_node_starts_its_ranks"
-    ),
+    r"([A-Z_]+=\S+ )*bash examples/launch\.sh\b": ("tests/test_examples_scripts.py::test_a_node_starts_its_ranks"),
     r"sbatch --nodes \d+ --gpus-per-node \d+ examples/launch\.sbatch\b": (
         "tests/test_examples_scripts.py::test_the_launcher_starts_the_ranks_of_the_example_that_is_named"
     ),
@@ -154,7 +150,7 @@ def test_an_unknown_command_is_noticed(here: Path) -> None:
     with pytest.raises(AssertionError):
         check_mention(Printed(page="", text="cp-plugin plans"))
     with pytest.raises(AssertionError, match="8 is no argument"):
-        execute(Printed(page="", text="cp-plugin example attention2d-64xa100 --scaled 8"), here)
+        execute(Printed(page="", text="cp-plugin traffic --measure 8"), here)
 
 
 @pytest.mark.parametrize("pattern", COVERED)

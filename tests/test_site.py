@@ -37,13 +37,6 @@ def test_every_page_is_on_it(site: Path) -> None:
     assert not list(site.rglob("*.py")) and not list(site.rglob("*.toml"))
 
 
-def test_the_examples_have_pages_below_their_overview(site: Path) -> None:
-    overview = (site / "examples.html").read_text()
-    for name in (path.parent.name for path in ROOT.glob("examples/papers/*/README.md")):
-        assert (site / "examples" / f"{name}.html").is_file()
-        assert f'href="examples/{name}.html"' in overview
-
-
 def test_a_newcomer_needs_one_click(site: Path) -> None:
     """From the front page and the README: to a trained step, the flags, a check of this machine, and a roll-back."""
     for page, text in {

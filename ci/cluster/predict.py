@@ -1,6 +1,6 @@
 """The planner's predictions against measurements on calibrated virtual clusters. Needs root.
 
-    python ci/cluster/predict.py --plot predicted.svg
+    python ci/cluster/predict.py
 
 ``calibrate`` measures kernels and single collectives inside every network; methods are then timed, forward and
 backward, and compared with the simulation from that calibration. Exits with 1 if a target is missed, 2 on an unsuitable
@@ -13,7 +13,6 @@ import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -21,7 +20,6 @@ import torch.distributed as dist
 import typer
 from bench import measure, yield_to_network
 from network import Network, Topology, command, require_cluster
-from pictures import draw_predicted
 from ranks import run_in
 from rich.console import Console
 from rich.table import Table
@@ -110,7 +108,6 @@ def pairs(compared: Sequence[Compared]) -> list[tuple[Compared, Compared]]:
 @app.command(help=__doc__)
 def main(
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    plot: Annotated[Path | None, typer.Option(help="plot measured and predicted times to this file")] = None,
     only: Annotated[list[int] | None, typer.Option(help="number of a network, from 0; repeat it")] = None,
 ) -> None:
     with command():
@@ -123,8 +120,6 @@ def main(
                     for scenario in scenarios:
                         compared += _compare(network, scenario, profile, rounds)
     ok = _show(compared, processors.others(), Console())
-    if plot:
-        _plot(compared, plot)
     raise typer.Exit(not ok)
 
 
@@ -198,17 +193,6 @@ def _show(compared: Sequence[Compared], others: float, console: Console) -> bool
 def _name(topology: Topology, rate: str) -> str:
     cards = f", a card per {topology.nic}" if topology.ranks_per_node > 1 else ""
     return f"{topology.nodes} x {topology.ranks_per_node}{cards}, {rate}"
-
-
-def _plot(compared: Sequence[Compared], path: Path) -> None:
-    groups = {
-        _name(topology, rate): [
-            (c.measured, c.predicted) for c in compared if (c.scenario.topology(), c.scenario.rate) == (topology, rate)
-        ]
-        for (topology, rate), _ in _by_network(SCENARIOS)
-    }
-    title = f"{len(compared)} configurations: median error {median_error(compared):.1%};\ngrey: {MEDIAN_ERROR:.0%}"
-    draw_predicted({name: points for name, points in groups.items() if points}, title, MEDIAN_ERROR, path)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ import typer
 from alone import kernel_seconds, sent
 from network import command
 from packs import OnPack, full_size, on_cluster
-from pictures import draw_seen
 from report import commit, update_record
 from rich.console import Console
 from rich.table import Table
@@ -60,7 +59,6 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="timed calls of each contestant")] = 3,
     timeout: Annotated[float, typer.Option(min=1, help="seconds for each table")] = 3600,
     record: Annotated[Path, typer.Option(help="the file in which the measured parts replace earlier ones")] = RECORD,
-    plot: Annotated[Path | None, typer.Option(help="draw the record to this file")] = None,
 ) -> None:
     with command():
         for name in only or ():
@@ -69,8 +67,6 @@ def main(
         for name in only or PARTS:
             content = update_record(record, name, _part(name, rounds, timeout))
             ok &= content[name].get("ok", True)
-    if plot:
-        draw_seen(content, plot)
     raise typer.Exit(not ok)
 
 

@@ -174,7 +174,7 @@ def plan(model: str, flags: dict[str, str], wholly: int) -> Outcome:
 
 def explain(model: str, flags: dict[str, str], wholly: int) -> Outcome:
     """The requested way to divide the model; one in ``SEARCHED`` is simulated."""
-    line = ["explain", f"--model={model}", "--cluster=dgx-h100", "--json", *spelled(flags)]
+    line = ["plan", "--explain", f"--model={model}", "--cluster=dgx-h100", "--json", *spelled(flags)]
     with stopped_at("cp_plugin.planner.explain.explain") if wholly else contextlib.nullcontext() as begin:
         ended = call(line)
     if ended.outcome == "accepted":
@@ -231,7 +231,7 @@ def kinds() -> list[Kind]:
         Kind("calibrate", 3, calibrate, (words(flags_of("calibrate"), 3), _profiles())),
         Kind("draw", 2, draw, (words(flags_of("draw"), 3), switches, files)),
         Kind("plan", 2, plan, (MODELS, _shapes("plan"), wholly)),
-        Kind("explain", 2, explain, (MODELS, _shapes("explain"), wholly)),
+        Kind("explain", 2, explain, (MODELS, _shapes("plan"), wholly)),
         Kind("dataset", 3, dataset, (words(flags_of("dataset")), some, texts)),
     ]
 

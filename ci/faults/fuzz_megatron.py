@@ -1,4 +1,4 @@
-"""Flags of trainings: the plugin's, Megatron's as the planner and dry runs read them, and examples as commands."""
+"""Flags of trainings: the plugin's, Megatron's as the planner reads them, and the launching of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -22,10 +22,8 @@ from fuzz_words import (
     Kind,
     Outcome,
     Stopped,
-    call,
     names,
     numbers,
-    same_options,
     spelled,
     stopped_at,
     words,
@@ -86,17 +84,6 @@ _BASE = (
     "--attention-dropout 0 --hidden-dropout 0 --train-iters 1 --lr 1e-4"
 )
 BASE = dict(zip(_BASE.split()[::2], _BASE.split()[1::2], strict=True))
-EXAMPLES = names(
-    "lasp2-64xa100", "striped-8xa100", "burst-8xa100", "attention2d-64xa100", "burstengine-32xa800", "striped-9"
-)
-EXAMPLE: dict[str, st.SearchStrategy[str]] = {
-    **OPTIONS,
-    "--layout": LAYOUTS,
-    "--provider": PROVIDERS,
-    "--variant": names("base", "hybrid-1-8", "without-recomputation", "3b", "zigzag"),
-    "--seq-length": numbers(2097152, 131072, 65536, 8192),
-    "--steps": numbers(1, 4),
-}
 
 
 def declared() -> dict[str, st.SearchStrategy[Any]]:
@@ -185,42 +172,6 @@ def megatron(values: Mapping[str, str | None], devices: int) -> Outcome:
     return "accepted"
 
 
-def example(name: str, flags: dict[str, str], way: Sequence[str], sizes: dict[str, str], more: list[str]) -> Outcome:
-    """``cp-plugin example``: a command for the requested number of GPUs, or one line of refusal."""
-    line = ["example", name, *way, *spelled(flags | sizes), *(["--", *more] if more else [])]
-    with in_this_process(), _stopped_once_parsed() as grouping, stopped_at(_TRAINING) as training:
-        ended = call(line)
-    if ended.stopped:
-        command = grouping.call_args.args[0] if grouping.called else training.call_args.args[0].command
-        for flag, held in (("--nodes", command.nodes), ("--per-node", command.per_node)):
-            if flag in sizes and int(sizes[flag]) != held:
-                raise Found(f"cp-plugin {line}: {flag} was read as {held}")
-        asked = flags.get("--provider")
-        if asked is not None and asked not in map(
-            str, (command.value("cp-provider"), command.value("cp-linear-provider"))
-        ):
-            raise Found(f"cp-plugin {line}: another provider: {command.flags}")
-        names = [flag.removeprefix("--") for flag in OPTIONS]
-        same_options(line, flags, {name.replace("-", "_"): command.value(f"cp-{name}") for name in names})
-    return ended.outcome
-
-
-_TRAINING = "cp_plugin.cli.examples.scaled.run"
-
-
-def _stopped_once_parsed() -> AbstractContextManager[Any]:
-    """Dry runs stop where ranks would create groups."""
-    from cp_plugin.cli.examples import dry_run, scaled
-
-    assert scaled is not None, "imported before the patch, so that it does not keep the mock"
-
-    def parsed(command: Any) -> None:
-        dry_run.parsed(command)
-        raise Stopped
-
-    return patch("cp_plugin.cli.examples.dry_run.dry_run", side_effect=parsed)
-
-
 @contextmanager
 def in_this_process() -> Iterator[None]:
     """Run in this process what the planner runs in a fork, and undo its side effects."""
@@ -278,13 +229,6 @@ def launching(line: list[str]) -> Outcome:
 
 
 def kinds() -> list[Kind]:
-    ways = st.sampled_from([["--dry-run"], ["--print=flags"], ["--print=sh"], ["--print=sbatch"], ["--scaled"], []])
-    scaled = numbers(4, 8).map(lambda n: ["--scaled", f"--ranks={n}"])
-    sizes = words({"--nodes": numbers(1, 2, 8), "--per-node": numbers(4, 8)}, 2)
-    more = st.lists(
-        st.sampled_from(["--train-iters", "10", "--num-layers=-1", "x", "--", "--seq-length", "8"]), max_size=2
-    )
-    of_example = (EXAMPLES, words(EXAMPLE, 2), ways | scaled, st.just({}) | sizes, st.just([]) | more)
     script = st.lists(
         st.one_of(
             st.sampled_from(["--nproc", "--nproc=2", "2", __file__, "none.py", "--cp-provider", "--nproc=0"]),
@@ -296,6 +240,5 @@ def kinds() -> list[Kind]:
     return [
         Kind("training flags", 16, training, (words(declared()), st.integers(1, 16))),
         Kind("Megatron's flags", 2, megatron, (words(MEGATRON, 3), st.integers(0, 9))),
-        Kind("example", 2, example, of_example),
         Kind("launching", 3, launching, (script,)),
     ]

@@ -14,7 +14,6 @@ from cp_plugin.cli.bench.cli import bench
 from cp_plugin.cli.calibrate import calibrate
 from cp_plugin.cli.dataset import dataset
 from cp_plugin.cli.examples.cli import example
-from cp_plugin.cli.explain import explain
 from cp_plugin.cli.generate import EVERYTHING, generate
 from cp_plugin.cli.plan import plan
 from cp_plugin.cli.terminal import new_console
@@ -273,7 +272,7 @@ def verify(
     _verdict(good == len(results) > 0, text, as_json)
 
 
-for _command in (doctor, draw, traffic, verify, bench, calibrate, dataset, explain):
+for _command in (doctor, draw, traffic, verify, bench, calibrate, dataset):
     shell.register(app, _command)
 shell.register(app, example, allow_extra_args=True)
 shell.register(app, plan, allow_extra_args=True)

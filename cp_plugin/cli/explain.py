@@ -1,103 +1,47 @@
-"""The ``cp-plugin explain`` command: one configuration in depth."""
+"""``cp-plugin plan --explain``: one configuration in depth."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.cli import files, flags, output, packs
+from cp_plugin.cli import flags, packs
 from cp_plugin.cli.tables import settings
-from cp_plugin.cli.terminal import new_console
 from cp_plugin.common.text import in_seconds
 from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
 
 if TYPE_CHECKING:
-    from cp_plugin.planner.asked import Asked, Fixed
+    from cp_plugin.planner.asked import Asked
     from cp_plugin.planner.explain import Explanation
-    from cp_plugin.planner.machine.hardware import Cluster
 
 
-@flags.provider_options(without=("backend",))
-def explain(
-    model: Annotated[str, flags.MODEL],
-    cluster: Annotated[str, flags.CLUSTER],
-    provider: Annotated[
-        str | None, typer.Option(metavar="NAME", help="context-parallel method; default: the planner's choice")
-    ] = None,
-    devices: flags.TotalDevices = None,
-    seq_length: Annotated[int, typer.Option(help="tokens of one sequence")] = 131072,
-    documents: packs.Documents = None,
-    tensor: Annotated[int, typer.Option(min=1, help="tensor-parallel ranks")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="pipeline stages")] = 1,
-    context: Annotated[int | None, typer.Option(help="context-parallel ranks; default: all remaining devices")] = None,
-    recompute: flags.Recompute = None,
-    global_batch: Annotated[
-        int | None, typer.Option(help="sequences per iteration; default: one per data-parallel rank")
-    ] = None,
-    per_node: flags.PerNode = None,
-    nics: flags.Nics = None,
-    *,
-    options: Options,
-    every_rank: Annotated[
-        bool, typer.Option("--every-rank", help="simulate every rank instead of three representative ones")
-    ] = False,
-    plot: Annotated[Path | None, typer.Option(help="draw the timeline to this .png, .svg or .pdf file")] = None,
-    as_json: output.AsJson = None,
-) -> None:
-    """Show where the time of one configuration goes, what limits it, and the memory it needs."""
-    from cp_plugin.cli.show_explained import as_json as in_json
-    from cp_plugin.cli.show_explained import print_explanation
-    from cp_plugin.planner.asked import Fixed, recomputation
+def explain(asked: Asked, documents: str | None, provider: str | None, options: Options, *, every: bool) -> Explanation:
+    """Explain the configuration of a question whose parallel sizes are given, with the least recomputation that fits.
+
+    Args:
+        documents: the text of ``--documents``.
+        provider: None: the planner's choice.
+        every: simulate every rank instead of three representative ones.
+
+    Raises:
+        ValueError: for a method that cannot compute it, and options without a method.
+    """
     from cp_plugin.planner.explain import explain as look_into
-    from cp_plugin.planner.machine.hardware import cluster as named
-    from cp_plugin.planner.machine.hardware import override
-
-    with flags.errors_in_one_line("--context"):
-        if plot is not None:
-            files.check_output(plot, "picture", files.PICTURES, "--plot")
-        if provider is None and options != Options():
-            given = ", ".join(f"--{name.replace('_', '-')}" for name in providers.in_order(options))
-            raise ValueError(f"{given}: a method's options need --provider NAME")
-        flags.check_sizes(
-            {"--devices": devices, "--context": context, "--global-batch": global_batch}
-            | {"--per-node": per_node, "--nics": nics}
-        )
-        fixed = Fixed(tensor=tensor, pipeline=pipeline, context=context, recompute=recomputation(recompute))
-        machine = override(named(cluster), **flags.changes(per_node, nics))
-        asked = packs.packed(_asked(model, machine, devices, seq_length, fixed, global_batch), documents)
-        setup = _chosen(asked) if provider is None else _asked_for(asked, provider, options)
-        found = look_into(asked.model, asked.shapes[0], setup, asked.cluster, every=every_rank)
-        if plot is not None:
-            _draw(plot, found)
-    output.show(as_json, lambda: in_json(found), lambda: print_explanation(new_console(), found))
-    if plot is not None and not output.only_json(as_json):
-        typer.echo(f"wrote {plot}")
-    if not found.fits:
-        raise typer.Exit(1)
-
-
-def _asked(
-    model: str, machine: Cluster, devices: int | None, seq_length: int, fixed: Fixed, global_batch: int | None
-) -> Asked:
-    """The configuration with one shape; by default context parallelism takes the remaining devices, and the least
-    recomputation that fits is taken."""
-    from cp_plugin.planner.asked import fitting, of_name
     from cp_plugin.planner.training.footprint import footprint
     from cp_plugin.planner.training.parallel import RECOMPUTE
 
-    others = (fixed.tensor or 1) * (fixed.pipeline or 1)
-    total = devices or max(others * (fixed.context or 1), machine.per_node)
-    fixed = replace(fixed, context=fixed.context or max(1, total // others))
-    asked = of_name(model, total, seq_length, machine, fixed)
-    shapes = sorted(fitting(asked, global_batch).shapes, key=lambda shape: RECOMPUTE.index(shape.recompute))
-    limit = machine.device.memory_bytes
+    if provider is None and options != Options():
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in providers.in_order(options))
+        raise ValueError(f"{given}: a method's options need --provider NAME")
+    shapes = sorted(asked.shapes, key=lambda shape: RECOMPUTE.index(shape.recompute))
+    limit = asked.cluster.device.memory_bytes
     least = next((shape for shape in shapes if footprint(asked.model, shape).total <= limit), shapes[-1])
-    return replace(asked, shapes=[least], free=False)
+    asked = packs.packed(replace(asked, shapes=[least], free=False), documents)
+    setup = _chosen(asked) if provider is None else _asked_for(asked, provider, options)
+    return look_into(asked.model, asked.shapes[0], setup, asked.cluster, every=every)
 
 
 def _chosen(asked: Asked) -> Setup:
@@ -123,7 +67,8 @@ def _asked_for(asked: Asked, provider: str, options: Options) -> Setup:
     return settled(providers.get(provider), its, options)
 
 
-def _draw(path: Path, found: Explanation) -> None:
+def draw(path: Path, found: Explanation) -> None:
+    """Draw the timeline of an attention call."""
     from cp_plugin.cli.draw.gantt import draw_gantt
 
     setup = found.timeline.setup

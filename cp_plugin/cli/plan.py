@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import torch
 import typer
 
-from cp_plugin.cli import flags, output, packs
+from cp_plugin.cli import files, flags, output, packs
 from cp_plugin.cli.terminal import new_console
+from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _Context = Annotated[int | None, typer.Option("--context", help="context-paralle
 _GlobalBatch = Annotated[
     int | None, typer.Option(help="sequences per iteration; default: one per data-parallel rank, at most 16M tokens")
 ]
-_Fp8 = Annotated[bool, typer.Option("--fp8", help="also consider sending in FP8")]
+_Fp8 = Annotated[bool, typer.Option("--fp8", help="also consider sending in FP8; with --explain: send in FP8")]
 _Memory = Annotated[float | None, typer.Option(metavar="GB", help="usable memory per device; default: all of it")]
 _Reproduce = Annotated[
     list[str] | None,
@@ -40,9 +41,27 @@ _Reproduce = Annotated[
         metavar="PAPER", help="compare a paper's figures with predictions instead; all: every paper; repeatable"
     ),
 ]
-_Plot = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="with --reproduce: draw a picture for each paper in this folder")
+_Explain = Annotated[
+    bool,
+    typer.Option("--explain", help="show where the time of one configuration goes, what limits it, and its memory"),
 ]
+_Provider = Annotated[
+    str | None, typer.Option(metavar="NAME", help="with --explain: the method; default: the planner's choice")
+]
+_EveryRank = Annotated[
+    bool, typer.Option("--every-rank", help="with --explain: simulate every rank instead of three representative ones")
+]
+_Plot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="with --explain: draw the timeline to this .png, .svg or .pdf file; with --reproduce: a picture for each "
+        "paper in this folder",
+    ),
+]
+_WITHOUT = "has no effect without --explain"
+_ALWAYS = ("gradient_dtype",)
+"""Options that a search takes, too."""
 
 
 class _Given(NamedTuple):
@@ -113,7 +132,7 @@ class _Given(NamedTuple):
         return found
 
 
-@flags.provider_options(only=("gradient_dtype",))
+@flags.provider_options(without=("backend", "fp8"))
 def plan(
     context: typer.Context,
     model: Annotated[str | None, flags.MODEL] = None,
@@ -131,10 +150,13 @@ def plan(
     per_node: flags.PerNode = None,
     nics: flags.Nics = None,
     reproduce: _Reproduce = None,
-    plot: _Plot = None,
-    as_json: output.AsJson = None,
+    explain: _Explain = False,
+    provider: _Provider = None,
     *,
     options: Options,
+    every_rank: _EveryRank = False,
+    plot: _Plot = None,
+    as_json: output.AsJson = None,
 ) -> None:
     """Find the fastest context-parallel method for a model on a cluster, and the flags that enable it.
 
@@ -153,7 +175,14 @@ def plan(
                     "--json has no effect with --reproduce, which prints tables and draws pictures: leave --json out"
                 )
             raise typer.Exit(not _reproduced(reproduce, plot))
-        flags.refuse({"--plot": plot}, "has no effect without --reproduce")
+        if explain:
+            raise typer.Exit(not _explained(given, recompute, provider, options, every_rank, plot, as_json))
+        flags.refuse({"--plot": plot}, "has no effect without --explain or --reproduce")
+        if every_rank:
+            raise ValueError("--every-rank has no effect without --explain: leave it out")
+        chosen = {"provider": provider, "layout": options.layout, **options.chosen}
+        for name in [name for name in chosen if name not in _ALWAYS]:
+            flags.refuse({f"--{name.replace('_', '-')}": chosen[name] and in_words(chosen[name])}, _WITHOUT)
         found = _searched(given, recompute, options, quiet=output.only_json(as_json))
     output.show(as_json, lambda: show_plan.as_json(found), lambda: show_plan.print_plan(new_console(), found))
     if not found.fits(found.best):
@@ -172,6 +201,45 @@ def _reproduced(names: list[str], plots: Path | None) -> bool:
     from evidence.command import reproduce_and_show
 
     return reproduce_and_show(names, new_console(), plots)
+
+
+def _explained(
+    given: _Given,
+    recompute: str | None,
+    provider: str | None,
+    options: Options,
+    every: bool,
+    plot: Path | None,
+    as_json: Path | None,
+) -> bool:
+    """Explain one configuration; return whether it fits. Context parallelism takes the remaining devices by default."""
+    from cp_plugin.cli import show_explained
+    from cp_plugin.cli.explain import draw, explain
+    from cp_plugin.planner.asked import Fixed, fitting, of_name, recomputation
+
+    if plot is not None:
+        files.check_output(plot, "picture", files.PICTURES, "--plot")
+    given.check()
+    if given.megatron:
+        raise ValueError(f"--explain with Megatron's flags ({given.megatron[0]} ...): give --model and sizes instead")
+    flags.refuse({"--memory": given.memory}, "has no effect with --explain")
+    tensor, pipeline = given.tensor or 1, given.pipeline or 1
+    devices = given.devices or max(given.needs, given.changes.get("per_node") or given.machine.per_node)
+    context = given.context or max(1, devices // (tensor * pipeline))
+    fixed = Fixed(tensor=tensor, pipeline=pipeline, context=context, recompute=recomputation(recompute))
+    asked = of_name(str(given.model), devices, given.tokens, given.machine, fixed, **given.changes)
+    options = replace(options, fp8="comm") if given.fp8 else options
+    found = explain(fitting(asked, given.global_batch), given.documents, provider, options, every=every)
+    if plot is not None:
+        draw(plot, found)
+    output.show(
+        as_json,
+        lambda: show_explained.as_json(found),
+        lambda: show_explained.print_explanation(new_console(), found),
+    )
+    if plot is not None and not output.only_json(as_json):
+        typer.echo(f"wrote {plot}")
+    return found.fits
 
 
 def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: bool) -> Plan:

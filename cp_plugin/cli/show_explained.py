@@ -1,4 +1,4 @@
-"""The result of ``cp-plugin explain``, as tables and JSON."""
+"""The result of ``cp-plugin plan --explain``, as tables and JSON."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def connect(
         ConnectError: naming the group and its ranks, if one of them is gone or does not join within the timeout.
     """
     for name, group in groups.items():
-        if group is None or group.size() == 1 or dist.get_backend(group) == "fake":  # the backend of a dry run
+        if group is None or group.size() == 1 or dist.get_backend(group) == "fake":  # has no connections
             continue
         called = f"the process group {name!r} of {ranks_named(dist.get_process_group_ranks(group))}"
         try:

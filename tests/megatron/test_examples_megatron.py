@@ -1,30 +1,55 @@
-"""Examples in Megatron: parsing, process groups on all ranks, and real steps with narrow layers."""
+"""Examples in Megatron: the process groups of each, and a real step with narrow layers, against one rank."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import replace
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nightly import nightly, one_case, slow
-from typer.testing import CliRunner
+import torch.distributed as dist
+from nightly import one_case, slow
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from warm import Forked, before_forking
 
-from cp_plugin.cli.app import app
 from cp_plugin.cli.examples import config, training
-from cp_plugin.cli.examples.command import Changes, command
-from cp_plugin.cli.examples.config import load
-from cp_plugin.cli.examples.dry_run import dry_run, parsed, predict
-from cp_plugin.cli.examples.scaled import run, scaled
-from cp_plugin.cli.examples.sizes import options_of
+from cp_plugin.cli.examples.command import command, words
+from cp_plugin.cli.examples.config import Value, changed, load
+from cp_plugin.comm.mesh import WHOLE, sums
 from cp_plugin.megatron.cpu import mode as cpu
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.planned.command import with_arguments
+from cp_plugin.testing.launch import run_ranks
 
-NAMES = config.names()
-VARIANTS = [(name, variant) for name in NAMES for variant in load(name).variants]
-FEW, STEPS = 4, 2
+RANKS, STEPS = 4, 2
+LENGTH = 256
+SGD = {"optimizer": "sgd", "sgd-momentum": 0, "lr": 0.05, "min-lr": 0, "lr-decay-style": "constant"}
+SMALL: dict[str, Value] = {
+    **{"num-layers": 2, "hidden-size": 64, "ffn-hidden-size": 128, "num-attention-heads": 4, "vocab-size": 257},
+    **{"seq-length": LENGTH, "max-position-embeddings": LENGTH, "lr-warmup-iters": 0, "weight-decay": 0, **SGD},
+    **{"calculate-per-token-loss": True, "disable-gloo-process-groups": True, "num-workers": 0},
+}
+NOT_ON_CPU = (
+    *("fp8-format", "fp8-recipe", "use-megatron-fsdp", "data-parallel-sharding-strategy", "ckpt-format"),
+    *("use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather", "optimizer-cpu-offload"),
+    *("optimizer-offload-fraction", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer"),
+)
+SHAPE = {"cp-grid": "2x2", "cp-intra-size": 2, "cp-head-parallel": 2}
+"""On four ranks; a size of 1 stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The plugin's groups of a kind of attention, of one rank."""
+
+    place: dict[str, int]
+    groups: dict[str, list[int]]
+    made: list[tuple[str, list[int]]]
+    """All that the rank has made, in order."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,126 +63,132 @@ def _megatron() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("examples")
-    training.corpus(folder / "stdlib", 400_000, quiet=True)
-    return folder
+def build(name: str, *, swapped: bool = False) -> list[str]:
+    """Build the groups of an example on fake ranks, one after the other in a process; return what is wrong."""
+    of = command(load(name))
+
+    def in_fork() -> Any:
+        os.environ["WORLD_SIZE"] = str(of.experiment.devices)
+        return with_arguments(of.flags, lambda args, settings: _wrong(args, settings, swapped))
+
+    (found,) = run_ranks(in_fork, 1, timeout=300)
+    return found
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch, corpus: Path) -> Path:
-    """Fork trainings from here; return the folder of the corpus."""
-    flags = json.loads((corpus / "stdlib_text_document.json").read_text())["flags"]
-    monkeypatch.setattr(training.subprocess, "Popen", Forked)
-    monkeypatch.setattr("cp_plugin.cli.examples.scaled.corpus", lambda *_, **__: flags)
-    return corpus
+def _wrong(args: argparse.Namespace, settings: Settings, swapped: bool) -> list[str]:
+    from megatron.core import parallel_state as mpu
 
-
-@one_case
-@pytest.mark.parametrize(("name", "variant"), VARIANTS)
-def test_megatron_accepts_every_variant(name: str, variant: str) -> None:
-    """And the planner prices it."""
-    of = command(load(name), variant)
-    found = parsed(of)
-    assert found.parallel.devices == of.devices and found.parallel.seq_length == of.seq_length
-    if not of.value("cp-linear-attention"):  # which may change the layout
-        assert found.settings.options == options_of(of), "as the sizes that fit are found"
-    prediction = predict(found, of.experiment.cluster.profile, of.per_node)
-    assert prediction.priced.iteration.seconds > 0 and sum(prediction.sent.values()) > 0
-
-
-WHOLE = [pytest.param(name, Changes(), marks=nightly if command(load(name)).devices > 8 else ()) for name in NAMES]
-SMALL = [(name, Changes(nodes=2, per_node=4)) for name in NAMES]
-
-
-@one_case
-@pytest.mark.parametrize(
-    ("name", "changes"), SMALL + WHOLE, ids=lambda x: x if isinstance(x, str) else "2x4" if x.nodes else "whole"
-)
-def test_the_dry_run(name: str, changes: Changes) -> None:
-    """Process groups of all ranks: on two nodes of four GPUs, and as published."""
-    of = command(load(name), changes=changes)
-    found = dry_run(of)
-    assert found.faults == [] and (found.ok or changes.nodes), "8 GPUs may have too little memory"
-    by_name = {group.name: group for group in found.groups}
-    assert by_name["cp"].size == of.size("context-parallel-size")
-    own = [group for group in found.groups if group.exchanged]
-    assert own or of.value("cp-linear-attention"), "ranks have exchanged messages in the plugin's groups"
-
-
-def test_a_dry_run_of_a_hybrid_and_of_megatrons_own_method() -> None:
-    lasp = load("lasp2-64xa100")
-    patterns = {name: str(lasp.experiment(name).flags.get("cp-layer-pattern", "L")) for name in lasp.variants}
-    hybrid = next(name for name, pattern in patterns.items() if "N" in pattern)
-    found = dry_run(command(lasp, hybrid, changes=Changes(nodes=1)))
-    assert found.faults == [] and {"linear cp", "cp"} <= {axis for _, axis, _ in found.prediction.sent}
-    own = dry_run(command(load("striped-8xa100"), changes=Changes(provider="upstream")))
-    assert own.faults == [] and not any(group.exchanged for group in own.groups)
-
-
-def test_bytes_are_the_ledger_of_a_call_times_layers() -> None:
-    """ATTENTION2D, 760M: the closed formula of one call, 24 layers."""
-    of = command(load("attention2d-64xa100"))
-    found = predict(parsed(of), of.experiment.cluster.profile, of.per_node)
-    setup = found.priced.main.setup
-    call = setup.provider.traffic(setup.problem, setup.options, 0)
-    assert sum(found.sent.values()) == pytest.approx(24 * sum(call.values()), rel=1e-9)
-
-
-def test_wrong_groups_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups of an axis that have swapped a member: nothing else notices, and every rank gets an answer."""
+    from cp_plugin.megatron import runtime
     from cp_plugin.megatron.layers import groups
+    from cp_plugin.megatron.rules import checks
 
-    original = groups.axis_groups
+    model, world, tensor = checks.model_of(args, settings), args.world_size, args.tensor_model_parallel_size
+    cp_groups = [list(range(world))[first::tensor] for first in range(tensor)]
+    assert world == tensor * args.context_parallel_size, "of each example, as published"
+    mine = {rank: ranks for ranks in cp_groups for rank in ranks}
+    made: list[tuple[str, list[int]]] = []
+    make, axis_groups = mpu.create_group, groups.axis_groups
 
-    def swapped(*args: Any) -> dict[str, list[list[int]]]:
-        found = original(*args)
+    def create_group(ranks: list[int], **named: Any) -> Any:
+        made.append((named["group_desc"], ranks))
+        return make(ranks, **named)
+
+    def with_swapped_members(*given: Any) -> dict[str, list[list[int]]]:
+        found = axis_groups(*given)
         first, second, *_ = found["q"]
         first[-1], second[-1] = second[-1], first[-1]
         return found
 
-    monkeypatch.setattr(groups, "axis_groups", swapped)
-    found = dry_run(command(load("attention2d-64xa100"), changes=Changes(nodes=1)))
-    assert not found.ok and any(fault.startswith("q: rank ") for fault in found.faults), found.faults
+    def every_rank(out: list[Any], _: Any) -> None:
+        out[:] = [(tuple(mine[rank]), f"node{rank // 8}") for rank in range(world)]
+
+    dist.all_gather_object = every_rank
+    if swapped:
+        groups.axis_groups = with_swapped_members
+    built: dict[str, list[Built]] = {kind: [] for kind in settings.kinds}
+    for rank in range(world):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        mpu.create_group = make
+        mpu.initialize_model_parallel(tensor, context_parallel_size=world // tensor, create_gloo_process_groups=False)
+        mpu.create_group, made = create_group, []
+        runtime.configure(settings, model)
+        groups.create(settings, groups.GroupOptions(timeout=timedelta(minutes=1)), model)
+        for kind in settings.kinds:
+            mesh = runtime.context_parallel(kind=kind).mesh
+            ranks = {name: dist.get_process_group_ranks(group) for name, group in mesh.groups.items() if group}
+            assert ranks and mesh.axes.keys() == mesh.coordinates.keys()
+            built[kind].append(Built(dict(mesh.coordinates), ranks, made))
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+    return [text for one in built.values() for text in faults(one, mine)]
 
 
-def test_dry_runs_that_fail() -> None:
-    words = ["example", "attention2d-64xa100", "--dry-run", "--json", "--nodes", "1", "--", "--seq-length", "4194304"]
-    large = CliRunner().invoke(app, words)
-    found = json.loads(large.stdout)
-    assert large.exit_code == 1 and not found["memory"]["fits"] and found["faults"] == []
-    refused = CliRunner().invoke(app, ["example", "striped-8xa100", "--dry-run", "--", "--num-layerz", "3"])
-    assert refused.exit_code == 2 and "did you mean --num-layers" in refused.output.replace("\n", " ")
+def faults(built: Sequence[Built], mine: Mapping[int, list[int]]) -> Iterator[str]:
+    """Groups other than those, in order, that differ from a rank along the group's axes only; ranks that make others.
+
+    mine: rank -> the ranks of its context-parallel group.
+    """
+    for rank, own in enumerate(built):
+        if own.made != built[0].made:
+            yield f"rank {rank} makes other groups than rank 0, or in another order"
+        axis_of = {name: axis for axis in own.place for name in (axis, sums(axis))}
+        for name, ranks in own.groups.items():
+            along = own.place if name == WHOLE else [axis_of[name]]
+            fixed = own.place.keys() - set(along)
+            alike = [n for n in mine[rank] if all(built[n].place[axis] == own.place[axis] for axis in fixed)]
+            if ranks != (right := sorted(alike, key=lambda n: [built[n].place[axis] for axis in along])):
+                yield f"{name}: rank {rank} has {ranks}, not {right}"
+
+
+@one_case
+@pytest.mark.parametrize("name", config.names())
+def test_every_rank_has_the_right_groups(name: str) -> None:
+    assert build(name) == []
+
+
+def test_wrong_groups_are_found() -> None:
+    """Two groups of an axis that have swapped a member: every rank gets an answer, and nothing else notices."""
+    assert [text for text in build("attention2d-64xa100", swapped=True) if text.startswith("q: rank ")]
+
+
+@pytest.fixture
+def data(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a corpus. Trainings are forked from here."""
+    flags = training.corpus(tmp_path_factory.mktemp("examples") / "stdlib", 400_000, quiet=True)
+    monkeypatch.setattr(training.subprocess, "Popen", Forked)
+    return [*flags, "--eval-interval", "1000000"]
+
+
+def narrow(name: str, variant: str | None) -> dict[str, Value]:
+    """The flags of an example on four CPU ranks with narrow layers; in float32, unless payloads are FP8."""
+    full = command(load(name), variant).values
+    left_out = [*NOT_ON_CPU, *(["bf16"] if "cp-fp8" not in full else [])]
+    found = changed(full, {**SMALL, **dict.fromkeys(left_out)})
+    found["context-parallel-size"] = RANKS // int(str(full.get("tensor-model-parallel-size", 1)))
+    return found | {flag: value for flag, value in SHAPE.items() if full.get(flag) not in (None, 1)}
 
 
 @slow
 @one_case
-@pytest.mark.parametrize("name", NAMES)
-def test_a_scaled_run(name: str, forked: Path, tmp_path: Path) -> None:
-    """Within 1e-5 of CP 1, the first step within 1e-6."""
-    of = scaled(command(load(name)), FEW)
-    found = run(of, STEPS, tmp_path, quiet=True)
-    assert found.problems == [] and len(found.many) == STEPS
-
-
-def test_a_scaled_run_in_fp8(forked: Path, tmp_path: Path) -> None:
-    of = scaled(command(load("attention2d-64xh100"), "fp8"), FEW)
-    assert "--cp-fp8" in of.many.flags and "fp8-format" in of.changed
-    found = run(of, STEPS, tmp_path, quiet=True)
-    assert found.problems == [] and [i.loss for i in found.one] != [i.loss for i in found.many]
-
-
-def test_a_scaled_run_that_differs(forked: Path, tmp_path: Path) -> None:
-    """The run with CP 1 has other weights: every loss differs."""
-    of = scaled(command(load("attention2d-64xa100")), FEW)
-    of = replace(of, one=replace(of.one, values={**of.one.values, "seed": 4321}))
-    problems = " ".join(run(of, STEPS, tmp_path, quiet=True).problems)
-    assert "2 losses differ by more than 1e-05" in problems and "the first losses differ" in problems
-
-
-def test_a_training_that_fails(forked: Path, tmp_path: Path) -> None:
-    of = scaled(command(load("attention2d-64xa100"), changes=Changes(more=("--num-layerz", "2"))), FEW)
-    with pytest.raises(training.TrainingError, match="training with 4 ranks ended with status 2"):
-        run(of, STEPS, tmp_path, quiet=True)
-    assert "--num-layerz: no such flag; did you mean --num-layers?" in next(tmp_path.rglob("ranks4.log")).read_text()
+@pytest.mark.parametrize(
+    ("name", "variant", "first", "later"),
+    [*((name, None, 1e-6, 1e-5) for name in config.names()), ("attention2d-64xh100", "fp8", 2e-4, 2e-4)],
+)
+def test_a_step_with_narrow_layers(
+    name: str, variant: str | None, first: float, later: float, data: list[str], tmp_path: Path
+) -> None:
+    """The loss, and the loss after a step, are those of one context-parallel rank: relative differences."""
+    many = narrow(name, variant)
+    kept = ("cp-linear-attention", "cp-layer-pattern") if "cp-linear-attention" in many else ()
+    one = {flag: value for flag, value in many.items() if flag in kept or not flag.startswith(("cp-", "context-"))}
+    found = []
+    for flags, ranks in ((many, RANKS), (one, RANKS // int(str(many["context-parallel-size"])))):
+        line = [word for pair in flags.items() for word in words(*pair)]
+        cache = ["--data-cache-path", str(tmp_path / "cache")]
+        found.append(training.train([*line, *data, *cache], ranks, STEPS, tmp_path / f"{ranks}.log", quiet=True))
+    of_many, of_one = found
+    off = [training.difference(a, b) for a, b in zip(of_one, of_many, strict=True)]
+    print(name, variant, off)
+    assert len(off) == STEPS and off[0] <= first and max(off) <= later, off
+    if variant == "fp8":
+        assert max(off) > 0, "payloads were rounded"

@@ -1,4 +1,4 @@
-"""``cp-plugin explain``: figures add up, free resources gain time, and bad queries are refused in one line."""
+"""``cp-plugin plan --explain``: figures add up, free resources gain time, and bad queries are refused in one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel, problem, selections
 
 LLAMA = model("llama3-8b")
-ASKED = ["explain", "--model", "llama3-8b", "--cluster", "dgx-h100", "--seq-length", "65536"]
+ASKED = ["plan", "--explain", "--model", "llama3-8b", "--cluster", "dgx-h100", "--seq-length", "65536"]
 
 
 def explained(name: str, *, size: int = 4, per_node: int = 1, of_model: str = "llama3-8b") -> Explanation:

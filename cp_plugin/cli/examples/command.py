@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from cp_plugin.cli.examples.config import Example, Experiment, Value, changed, size
 from cp_plugin.cli.flags import check_name
 from cp_plugin.common.text import in_words
-from cp_plugin.core.options import Options, rows_and_columns
+from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
 
 UPSTREAM = "upstream"
-AXES = ("tensor-model-parallel-size", "pipeline-model-parallel-size")
-CONTEXT = "context-parallel-size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +20,6 @@ class Changes:
 
     provider: str | None = None
     options: Options = field(default_factory=Options)
-    nodes: int | None = None
-    per_node: int | None = None
     more: Sequence[str] = ()
     """Megatron flags, as typed."""
 
@@ -34,16 +29,8 @@ class Command:
     """The training of an example, without flags for data and checkpoints, which depend on the machine."""
 
     experiment: Experiment
-    nodes: int
-    per_node: int
     values: Mapping[str, Value]
     """Flag -> value."""
-    notes: tuple[str, ...] = ()
-    """Changes due to another number of GPUs, one line each."""
-
-    @property
-    def devices(self) -> int:
-        return self.nodes * self.per_node
 
     @property
     def flags(self) -> list[str]:
@@ -65,10 +52,6 @@ class Command:
     def seq_length(self) -> int:
         return self.size("seq-length")
 
-    @property
-    def data_parallel(self) -> int:
-        return self.devices // (self.size(CONTEXT) * self.size(AXES[0]) * self.size(AXES[1]))
-
 
 def command(
     example: Example, variant: str | None = None, seq_length: int | None = None, changes: Changes | None = None
@@ -76,22 +59,15 @@ def command(
     """The command of a training.
 
     Raises:
-        ValueError: for an unknown variant, length or provider, options that do not fit it, and an unusable number of
-            GPUs; the message has the fix.
+        ValueError: for an unknown variant, length or provider, and options without effect; the message has the fix.
     """
     changes = changes or Changes()
     experiment = example.experiment(variant)
-    chosen, more = _flags_of(changes.options), parsed(changes.more)
-    values = _with_method(experiment.flags, changes.provider, chosen)
+    more = parsed(changes.more)
+    values = _with_method(experiment.flags, changes.provider, _flags_of(changes.options))
     values["seq-length"] = size("seq-length", more.pop("seq-length", None) or _length(experiment, seq_length))
     values.setdefault("max-position-embeddings", values["seq-length"])
-    asked = Command(
-        experiment=experiment,
-        nodes=changes.nodes or experiment.cluster.nodes,
-        per_node=changes.per_node or experiment.cluster.per_node,
-        values=changed(values, more),
-    )
-    return _divided(asked, given={*chosen, *more})
+    return Command(experiment=experiment, values=changed(values, more))
 
 
 def _flags_of(options: Options) -> dict[str, Value]:
@@ -179,105 +155,3 @@ def _with_provider(flags: Mapping[str, Value], provider: str) -> dict[str, Value
     found = {flag: value for flag, value in flags.items() if flag not in options}
     found["cp-provider"] = provider
     return found
-
-
-def _divided(asked: Command, given: Set[str]) -> Command:
-    """Keep the published number of data-parallel ranks and give the remaining GPUs to context parallelism.
-
-    Flags in ``given`` stay; if the number of context-parallel ranks is among them, data parallelism follows from it.
-    """
-    fixed = CONTEXT in given
-    ours, tensor, pipeline = asked.size(CONTEXT), asked.size(AXES[0]), asked.size(AXES[1])
-    data = 1 if fixed else max(1, asked.experiment.devices // (ours * tensor * pipeline))
-    ranks, rest = divmod(asked.devices, tensor * pipeline * (ours if fixed else data))
-    if rest or ranks < 1:
-        need = tensor * pipeline * (ours if fixed else data)
-        given_sizes = ((AXES[0], tensor), (AXES[1], pipeline), (CONTEXT, ours))
-        sizes = " x ".join(f"--{flag} {n}" for flag, n in given_sizes if n > 1)
-        raise ValueError(
-            f"{_shown(asked)}: {asked.devices} GPUs is not a multiple of {need} ({sizes or 'data-parallel'})"
-        )
-    if fixed:
-        return asked
-    own = asked.experiment.cluster
-    node = (max(1, own.per_node // tensor), max(1, asked.per_node // tensor))
-    values = resized(dict(asked.values), ranks, node, given)
-    other = [f"--{flag} {old} -> {values[flag]}" for flag, old in asked.values.items() if values[flag] != old]
-    notes = (f"{_shown(asked)} instead of {own.nodes} x {own.per_node}: {', '.join(other)}",) if other else ()
-    return replace(asked, values=values, notes=notes)
-
-
-def _shown(asked: Command) -> str:
-    return f"{asked.nodes} node{'s' * (asked.nodes > 1)} x {asked.per_node} GPU{'s' * (asked.per_node > 1)}"
-
-
-_SIZES = ("cp-head-parallel", "cp-intra-size")
-
-
-def scaled_shape(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """The shape of this many ranks with the closest proportions; a size of 1 stays 1.
-
-    Ties go to the shape with the smaller first size: 2x4 for an 8x8 grid on 8 ranks. Sizes above 1 stay above 1 if the
-    number of ranks allows it.
-    """
-    wide = [n for n in sizes if n > 1]
-    if not wide:
-        return (*sizes[:-1], ranks)
-    shrink = (math.log(math.prod(wide)) - math.log(ranks)) / len(wide)
-
-    def distance(shape: tuple[int, ...]) -> tuple[int, float, tuple[int, ...]]:
-        off = sum((math.log(new) - math.log(old) + shrink) ** 2 for new, old in zip(shape, wide, strict=True))
-        return shape.count(1), round(off, 9), shape
-
-    best = iter(min(_factored(ranks, len(wide)), key=distance))
-    return tuple(next(best) if n > 1 else 1 for n in sizes)
-
-
-def resized(
-    parallel: dict[str, Value], ranks: int, node: tuple[int, int] | None = None, given: Set[str] = frozenset()
-) -> dict[str, Value]:
-    """The flags for this many context-parallel ranks, with grids, rings and head axes in proportion.
-
-    Args:
-        parallel: flags with ``context-parallel-size``, perhaps ``cp-grid``, ``cp-intra-size`` and ``cp-head-parallel``.
-        node: context-parallel ranks of a node, before and now: an inner ring or a head axis that spans a node keeps
-            doing so. None: there are no nodes.
-        given: flags chosen for these ranks: they stay.
-
-    Raises:
-        ValueError: for sizes that are not whole numbers of at least 1.
-    """
-    old = size("context-parallel-size", parallel["context-parallel-size"])
-    found: dict[str, Value] = {**parallel, "context-parallel-size": ranks}
-    own = {name: size(name, parallel[name]) for name in _SIZES if parallel.get(name) is not None}
-    kept = {name: n for name, n in own.items() if name in given}
-    if node:
-        kept |= {name: node[1] for name in own.keys() - kept if own[name] == node[0] and ranks % node[1] == 0}
-    found.update(kept)
-    grid = rows_and_columns(str(parallel.get("cp-grid")))
-    if ranks == old or (grid and "cp-grid" in given):
-        return found
-    heads, intra = own.get("cp-head-parallel", 1), own.get("cp-intra-size")
-    rest = grid or (old // heads,)
-    if not grid and intra is not None:
-        rest = (old // heads // intra, intra)
-    if "cp-head-parallel" in kept:
-        shape = (kept["cp-head-parallel"], *scaled_shape(rest, max(1, ranks // kept["cp-head-parallel"])))
-    else:
-        shape = scaled_shape((heads, *rest), ranks)
-    if "cp-head-parallel" in own:
-        found["cp-head-parallel"] = shape[0]
-    if "cp-intra-size" in own and "cp-intra-size" not in kept:
-        found["cp-intra-size"] = shape[-1]
-    if grid:
-        found["cp-grid"] = in_words(shape[1:])
-    return found
-
-
-def _factored(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All factorisations of a number into this many factors."""
-    if parts == 1:
-        yield (number,)
-        return
-    for first in (n for n in range(1, number + 1) if number % n == 0):
-        yield from ((first, *rest) for rest in _factored(number // first, parts - 1))

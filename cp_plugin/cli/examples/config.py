@@ -99,12 +99,6 @@ class OtherCluster(_Strict):
     per_node: int | None = Field(default=None, ge=1, strict=True)
 
 
-class Scaled(Sections):
-    """Overrides for a run with narrow layers and the same parallel shape."""
-
-    seq_length: int | None = Field(default=None, ge=1, strict=True, alias="seq-length")
-
-
 class Variant(Sections):
     """A variant's changes; None: as in the base."""
 
@@ -114,7 +108,6 @@ class Variant(Sections):
     published: list[str] | None = None
     lengths: list[Tokens] | None = Field(default=None, min_length=1)
     planner_model: str | None = None
-    scaled: Scaled = Scaled()
 
 
 class Config(Sections):
@@ -132,7 +125,6 @@ class Config(Sections):
     variants: dict[str, Variant] = {}
     planner_model: str = ""
     """The same model in the planner's catalogue."""
-    scaled: Scaled = Scaled()
 
     @model_validator(mode="before")
     @classmethod
@@ -168,9 +160,6 @@ class Experiment(_Strict):
     lengths: list[int]
     published: list[str]
     planner_model: str
-    scaled: Flags
-    """Overrides of the narrow run."""
-    scaled_length: int
 
     @property
     def devices(self) -> int:
@@ -210,8 +199,6 @@ class Example(_Strict):
             lengths=chosen.lengths or base.lengths,
             published=base.published if chosen.published is None else chosen.published,
             planner_model=chosen.planner_model or base.planner_model,
-            scaled={**base.scaled.flags, **chosen.scaled.flags},
-            scaled_length=chosen.scaled.seq_length or base.scaled.seq_length or 256,
         )
 
 

@@ -1,4 +1,4 @@
-"""Render the self-contained scripts of a command: ``train.sh`` for every node, and ``train.sbatch`` for Slurm."""
+"""Render the self-contained script of a command, which runs on every node."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from importlib.resources import files
 
 from cp_plugin.cli.examples.command import Command, saving
 
-SCRIPTS = ("sh", "sbatch")
 
-
-def rendered(command: Command, what: str) -> str:
-    """``sh`` or ``sbatch`` for this command."""
+def rendered(command: Command) -> str:
+    """Return ``train.sh`` with the command's flags."""
     experiment = command.experiment
     sharded = command.value("use-megatron-fsdp") or command.value("use-torch-fsdp2")
     fields = {
         "title": experiment.config.title,
         "name": experiment.name,
         "variant": shlex.quote(experiment.variant),
-        "nodes": str(command.nodes),
-        "per_node": str(command.per_node),
-        "cpus": str(8 * command.per_node),
+        "nodes": str(experiment.cluster.nodes),
+        "per_node": str(experiment.cluster.per_node),
         "flags": "\n".join(f"  {shlex.join(line)}" for line in command.lines),
         "saving": shlex.join(saving(command)),
         "connections": "8" if sharded else "1",
     }
-    text = files("cp_plugin.cli.examples").joinpath("templates", f"train.{what}").read_text(encoding="utf-8")
+    text = files("cp_plugin.cli.examples").joinpath("train.sh").read_text(encoding="utf-8")
     for field, value in fields.items():
         text = text.replace(f"@{field}@", value)
     return text

@@ -4,8 +4,9 @@
 #
 #   bash train.sh [more Megatron flags]
 #
-# Environment variables (train.sbatch sets all of them under Slurm):
-#   NNODES, GPUS_PER_NODE   @nodes@ and @per_node@; other numbers: cp-plugin example @name@ --nodes N --print sh
+# Environment variables (examples/launch.sbatch of the repository sets all of them under Slurm):
+#   NNODES, GPUS_PER_NODE   default @nodes@ and @per_node@; with others, append the sizes that differ, such as
+#                           --context-parallel-size 8 --cp-grid 2x4
 #   NODE_RANK, MASTER_ADDR  with several nodes: the index of this node, from 0, and the host name of node 0
 #   MASTER_PORT             on that node; default 29500
 #   DATA_PREFIX             a Megatron dataset, without .bin; default: Python's standard library, as text
@@ -30,9 +31,6 @@ NNODES=${NNODES:-@nodes@}
 GPUS_PER_NODE=${GPUS_PER_NODE:-@per_node@}
 [[ $NNODES =~ ^[1-9][0-9]*$ ]] || fail "NNODES='$NNODES': set it to the number of nodes"
 [[ $GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "GPUS_PER_NODE='$GPUS_PER_NODE': set it to the number of GPUs of a node"
-((NNODES == @nodes@ && GPUS_PER_NODE == @per_node@)) || fail \
-  "NNODES=$NNODES, GPUS_PER_NODE=$GPUS_PER_NODE: this script is for @nodes@ x @per_node@. One for other sizes:
-  cp-plugin example @name@ --variant @variant@ --nodes $NNODES --per-node $GPUS_PER_NODE --print sh"
 NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
 if ((NNODES == 1)); then
   NODE_RANK=${NODE_RANK:-0}
@@ -85,7 +83,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton-$(id -un)}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} # long sequences: less fragmentation
 
-# USR1, which train.sbatch sends before the time limit, becomes SIGTERM for the ranks but not for torchrun, which would
+# USR1, which launch.sbatch sends before the time limit, becomes SIGTERM for the ranks but not for torchrun, which would
 # kill ranks that have not saved within 30 seconds.
 (
   trap '' USR1
