@@ -98,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
         for edit in chosen:
             if edit.name in known and not given.edits:
                 continue
-            known[edit.name] = parts(edit, Path(folder))
-            print(f"ABLATION {edit.name}: {', '.join(known[edit.name]) or 'nothing'}", flush=True)
+            known[edit.name] = ", ".join(parts(edit, Path(folder))) or "nothing"
+            print(f"ABLATION {edit.name}: {known[edit.name]}", flush=True)
             given.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     return 0
 
