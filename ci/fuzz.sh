@@ -1,8 +1,20 @@
 #!/usr/bin/env bash
-# Random configurations of attention, and public calls in random wrappers: each is refused with a reason or equals the
-# oracle. Usage: ci/fuzz.sh [NUMBER]
+# Random calls of plain torch (methods, masks, documents, wrappers, derivatives, ranks that differ), command lines of
+# every program from what its parser declares, and questions to the planner: each is right, or refused by name.
+# Usage: ci/fuzz.sh [--examples N] [pytest arguments]     (default 2000 of each kind; ci/nightly.sh: FUZZ)
+#
+#   ci/fuzz.sh --examples 300 -k commands      one kind
+#   ci/fuzz.sh --hypothesis-seed 7             the same examples again
+#
+# Models of transformers: .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples N
 set -euo pipefail
 cd "$(dirname "$0")/.."
+examples=2000
+if [ "${1:-}" = --examples ]; then
+  examples="$2"
+  shift 2
+fi
 bash ci/environment.sh dev
-export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 CP_PLUGIN_FUZZ="${1:-2000}"
-exec python -m pytest tests/core/test_fuzz.py tests/core/test_fuzz_calls.py --hypothesis-show-statistics
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 CP_PLUGIN_FUZZ="$examples"
+exec python -m pytest -s tests/core/test_fuzz_calls.py tests/megatron/test_fuzz_inputs.py \
+  --hypothesis-show-statistics "$@"

@@ -2,7 +2,7 @@
 # Tests with the real nvidia-modelopt, without a GPU. Usage: ci/modelopt.sh [pytest arguments]
 #
 # Uses its own environment, .venv-modelopt, because Megatron imports modelopt wherever it is installed, and then the
-# wheels of 0.17 and 0.18 cannot train by themselves.
+# wheel of 0.18 cannot train by itself.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ci/beside.sh modelopt

@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev
-[ $# -gt 0 ] || set -- 0.17.1 0.18.2 0.19.2
+[ $# -gt 0 ] || set -- 0.18.2 0.19.2
 for version; do
   [ -d "$version" ] || bash ci/megatron/overlay.sh "$version" >/dev/null
 done

@@ -49,7 +49,7 @@ if [ "${1:-}" = torch ]; then
   done
   exit
 fi
-[ $# -gt 0 ] || set -- 0.17.1 0.18.2
+[ $# -gt 0 ] || set -- 0.18.2
 for version; do
   echo "megatron-core $version"
   PYTHONPATH="$(bash ci/megatron/overlay.sh "$version"):$PWD" python -m pytest -q "${tests[@]/#/tests/megatron/}"

@@ -26,11 +26,7 @@ PACKAGE = DOCS.parent / "cp_plugin"
 RULES: dict[str, tuple[Rule, ...]] = {**rules.RULES, "NeMo": (nemo.MODEL, *nemo.RULES, *nemo.ON_CPU)}
 """All rules, by what they look at."""
 LISTED = {
-    "dataset": (
-        "megatron/dataset/*.py",
-        "cli/dataset.py",
-        "megatron/models/tokenizers.py",
-    ),
+    "dataset": ("megatron/dataset.py", "megatron/models/indexed.py", "cli/dataset.py"),
     "examples": ("cli/examples/*.py",),
     "generation": (
         "cli/generate.py",

@@ -45,7 +45,7 @@ def main() -> int:
         console.print(name, style="bold")
         mine = argparse.Namespace(**{**vars(chosen), "out": chosen.out / name.split()[0]})
         mine.out.mkdir(exist_ok=True)
-        many = ["--context-parallel-size", str(chosen.ranks), *divided, "--cp-log-traffic"]
+        many = ["--context-parallel-size", str(chosen.ranks), *divided]
         runs[name] = train(mine, data, 1, alone), train(mine, data, chosen.ranks, many)
     show(console, runs)
     console.print(f"plot: {plot(runs, chosen)}", highlight=False, soft_wrap=True)
@@ -53,12 +53,12 @@ def main() -> int:
 
 
 def show(console: Console, runs: Runs) -> None:
-    table = Table("model", "first loss", "last loss", "largest difference", "bytes per rank and iteration")
+    table = Table("model", "first loss", "last loss", "largest difference")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, (one, many) in runs.items():
         worst = largest(one, many)
-        table.add_row(name, f"{one[0].loss:.4f}", f"{one[-1].loss:.4f}", f"{worst:.1e}", f"{many[-1].bytes:,}")
+        table.add_row(name, f"{one[0].loss:.4f}", f"{one[-1].loss:.4f}", f"{worst:.1e}")
     console.print(table)
 
 

@@ -53,7 +53,7 @@ def main() -> int:
     console = Console()
 
     data = corpus(chosen.out / "stdlib")
-    provider = ["--cp-provider", chosen.provider, "--cp-log-traffic"]
+    provider = ["--cp-provider", chosen.provider]
     saved = chosen.out / "checkpoint"
     shutil.rmtree(saved, ignore_errors=True)
     keep = ["--save", str(saved), "--save-interval", str(chosen.iterations), "--ckpt-format", "torch_dist"]
@@ -100,8 +100,6 @@ def plot(one: list[Iteration], many: list[Iteration], chosen: argparse.Namespace
 def verdict(console: Console, one: list[Iteration], many: list[Iteration], chosen: argparse.Namespace) -> int:
     """Print the verdict; return the exit status."""
     problems = [*training.disagreements(one, many, chosen.iterations), *training.not_falling(one)]
-    if not all(i.bytes > 0 for i in many):
-        problems.append("no context-parallel traffic was reported")
     if problems:
         return training.verdict(console, problems, "")
     passed = (

@@ -82,13 +82,9 @@ def test_versions_are_asked_for_in_one_file() -> None:
 
 
 def test_features_by_version() -> None:
-    questions = (
-        compat.counts_end_of_document,
-        compat.has_hybrid_models,
-        compat.weakens_expert_losses,
-    )
-    answers = [[ask(version) for ask in questions] for version in ("0.17.1", "0.18.2", "0.19.0")]
-    assert answers == [[False, False, True], [True, True, True], [True, True, False]]
+    questions = (compat.weakens_expert_losses,)
+    answers = [[ask(version) for ask in questions] for version in ("0.18.2", "0.19.0")]
+    assert answers == [[True], [False]]
 
 
 OLD, NEW = "megatron.core.ssm.mamba_context_parallel", "megatron.core.ops.ssm.mamba2.context_parallel"

@@ -158,8 +158,8 @@ def test_comparing_losses() -> None:
     nan = [one[0], replace(one[1], loss=math.nan)]
     assert "1 loss differs by more than 1e-05" in disagreements(one, nan, 2)[0]
     assert not_falling(one[:1] * 2) == ["the loss did not fall: 6.000 to 6.000"]
-    line = "elapsed time per iteration (ms): 12.5 | lm loss: 5.25E+00 |\nbytes sent by rank 0 per iteration: 1,024\n"
-    assert read_log(line * 2) == [Iteration(loss=5.25, milliseconds=12.5, bytes=1024)] * 2
+    line = "elapsed time per iteration (ms): 12.5 | lm loss: 5.25E+00 |\n"
+    assert read_log(line * 2) == [Iteration(loss=5.25, milliseconds=12.5)] * 2
 
 
 def invoke(*words: str) -> tuple[int, str]:

@@ -135,17 +135,6 @@ def test_a_leak_is_found() -> None:
     assert _python(text) == "[(0.0, 8.0), (30.0, 8.0)]"
 
 
-def test_a_wrong_acceptance_is_found() -> None:
-    given = "{'--cp-provider': 'attention2d', '--cp-grid': '2x2'}"
-    found = _python(f"""
-import fuzz_inputs as f; from cp_plugin.megatron.flags import option_flags
-f.training({given}, 4)
-option_flags.shown = lambda options: {{'--cp-grid': '4x1'}}
-try: f.training({given}, 4)
-except f.Found as found: print(found)""")
-    assert found.endswith("with --context-parallel-size 4: read as {'--cp-grid': '4x1'}")
-
-
 def _python(text: str) -> str:
     ended = python(text, FAULTS)
     ended.check_returncode()

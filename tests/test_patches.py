@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PATCHES = ROOT / "patches" / "megatron-lm"
-FOLDERS = ("core_v0.17.1", "core_v0.18.2", "core_v0.19.x", "main")
+FOLDERS = ("core_v0.18.2", "core_v0.19.x", "main")
 ARGUMENTS = Path("megatron/training/arguments.py")
 
 

@@ -60,7 +60,6 @@ COVERED = {
     r"pip install (--dry-run )?\.$": "tests/test_container.py::test_nothing_of_the_image_is_replaced",
     r"bash ci/faults/run\.sh\b": "tests/test_faults.py::test_an_unknown_fault_is_refused",
     r"python ci/faults/soak\.py\b": "tests/test_faults.py::test_a_leak_is_found",
-    r"python ci/faults/fuzz_inputs\.py\b": "tests/test_faults.py::test_a_wrong_acceptance_is_found",
     r"ci/gpu/pack\.sh\b": "tests/test_gpu_pack.py::test_a_kernel_is_found_in_another_folder_by_another_install",
     r"ci/gpu/check\.sh\b": "tests/test_gpu_check.py::test_everything_runs_with_torch_and_triton_alone",
     r"ci/gpu/wheels\.sh\b": "tests/test_gpu_check.py::test_wheels_are_used_for_what_is_not_installed",

@@ -86,25 +86,19 @@ def test_placed_packs_train_as_on_one_rank(
     assert last.startswith("PASS: packs placed on 4 ranks train as on one: 4 losses within"), last
 
 
-def test_packs_that_gain_nothing_fail() -> None:
+def test_packs_with_other_losses_fail() -> None:
     packed = _module("packed")
-    one = [training.Iteration(loss=loss, milliseconds=1.0, bytes=8) for loss in (6.0, 5.0)]
-    chosen = Namespace(iterations=2, ranks=4)
+    one = [training.Iteration(loss=loss, milliseconds=1.0) for loss in (6.0, 5.0)]
 
-    def said(placed: int, work: dict[str, float], losses: list) -> str:
+    def said(placed: list) -> str:
         console = Console(file=io.StringIO(), width=200)
-        runs = {"placed": [replace(i, bytes=placed) for i in losses], "ring": one}
-        status = packed.verdict(console, one, runs, work, chosen)
+        status = packed.verdict(console, one, {"placed": placed, "ring": one}, Namespace(iterations=2, ranks=4))
         text = console.file.getvalue()
         assert text.startswith("FAIL" if status else "PASS")
         return text
 
-    even, uneven = {"placed": 1.02, "ring": 1.5}, {"placed": 1.6, "ring": 1.5}
-    assert "4.0 times fewer bytes than a ring" in said(2, even, one)
-    assert "placed packs send 2.00 times the bytes of a ring" in said(16, even, one)
-    assert "has 1.60 times the mean work" in said(2, uneven, one)
-    assert "placed: 1 loss differs" in said(2, even, [replace(one[0], loss=6.01), one[1]])
-    assert packed.balance("; work, max over mean: 1.5\n...; work, max over mean: 1.25") == 1.375
+    assert "packs placed on 4 ranks train as on one" in said(one)
+    assert "placed: 1 loss differs" in said([replace(one[0], loss=6.01), one[1]])
 
 
 @slow
@@ -116,7 +110,7 @@ def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..
 
 def test_the_verdict_fails_on_every_kind_of_difference() -> None:
     quickstart = _module("quickstart")
-    one = [training.Iteration(loss=loss, milliseconds=1.0, bytes=8) for loss in (6.0, 5.0, 4.0)]
+    one = [training.Iteration(loss=loss, milliseconds=1.0) for loss in (6.0, 5.0, 4.0)]
 
     def verdict(one: list, many: list) -> str:
         console = Console(record=True, width=200)
@@ -130,7 +124,6 @@ def test_the_verdict_fails_on_every_kind_of_difference() -> None:
     assert verdict(one, off) == "FAIL: 1 loss differs by more than 1e-05, the first by 2.5e-05"
     assert verdict(one, nan).startswith("FAIL")
     assert "were logged" in verdict(one, one[:2])
-    assert "no context-parallel traffic" in verdict(one, [replace(i, bytes=0) for i in one])
     flat = [replace(i, loss=6.0) for i in one]
     assert "did not fall" in verdict(flat, flat)
 

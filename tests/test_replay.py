@@ -19,14 +19,14 @@ FOLDER = Path(__file__).parents[1] / "ci" / "megatron"
 VERSIONS = {
     "2026-02-20": "0.15.0",
     "2026-03-01": "0.16.0rc0",
-    "2026-03-02": "0.17.0",
-    "2026-03-03": "0.18.0",
+    "2026-03-02": "0.18.0",
+    "2026-03-03": "0.18.1",
     "2026-03-04": "0.19.0",
 }
 HYBRID = "megatron/core/models/hybrid"
 FILES = {
     "0.15.0": {"pretrain_gpt.py": "", "tests/long.py": ""},
-    "0.18.0": {"pretrain_hybrid.py": "", f"{HYBRID}/hybrid_model.py": "class HybridModel: ..."},
+    "0.18.1": {"pretrain_hybrid.py": "", f"{HYBRID}/hybrid_model.py": "class HybridModel: ..."},
     "0.19.0": {
         f"{HYBRID}/hybrid_block.py": "gdn_layer = None",
         "pretrain_gpt.py": "args.dataloader_inter_document_masking",
@@ -58,7 +58,7 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             (work / name).write_text(text)
         commit(work, date, f"of {version}")
-        if version == "0.17.0":
+        if version == "0.18.0":
             git(work, "checkout", "-q", "-b", "side")
             (work / "side.py").write_text("")
             commit(work, date, "on a branch")
@@ -116,9 +116,9 @@ def test_every_second_commit_of_the_first_parents_is_started_once(
     words = ("--since", "2026-02-01", "--every", "2", "--out", str(out))
     assert main(replay, repo, *words) == 0
     old, new = ["gpt", "packed", "moe"], ["gpt", "packed", "moe", "hybrid", "delta net"]
-    assert ran == [("0.17.0", name, "start") for name in old] + [("0.19.0", name, "start") for name in new]
+    assert ran == [("0.18.0", name, "start") for name in old] + [("0.19.0", name, "start") for name in new]
     written = json.loads(out.read_text())["commits"]
-    assert [entry["version"] for entry in written.values()] == ["0.16.0rc0", "0.17.0", "0.19.0"]
+    assert [entry["version"] for entry in written.values()] == ["0.16.0rc0", "0.18.0", "0.19.0"]
     assert [entry["subject"] for entry in written.values()] == ["of 0.16.0rc0", "of a branch", "of 0.19.0"]
     assert [entry["date"] for entry in written.values()] == ["2026-03-01", "2026-03-02", "2026-03-04"]
     told = capsys.readouterr().out
@@ -156,7 +156,7 @@ def test_a_run_that_is_cut_off_is_continued(
     assert len(begun) < 6, "the rest is not begun any more"
     ran = trained(replay, monkeypatch)
     assert main(replay, repo, "--since", "2026-02-01", "--out", str(out)) == 0
-    assert len(json.loads(out.read_text())["commits"]) == 6 and {version for version, *_ in ran} >= {"0.18.0"}
+    assert len(json.loads(out.read_text())["commits"]) == 6 and {version for version, *_ in ran} >= {"0.18.1"}
 
 
 def test_a_training_that_differs_has_started(

@@ -5,9 +5,9 @@
     .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --kind qwen3_next             one family
 
 A case is a decoder family of the installed transformers, switches of its config (windows, rotary embeddings, biases,
-key and value heads, any flag), a dtype, a provider with a layout, 2 or 4 ranks, and rows or a pack of documents. The
-same numbers make the same cases; ``--only NUMBER`` repeats one. Exits with 1 if a case is wrong, or ends in an error
-that is not a refusal.
+key and value heads, any flag), a dtype, a provider with a layout, 2 or 4 ranks, rows or a pack of documents, and how
+the model is called (``ways.py``). The same numbers make the same cases; ``--only NUMBER`` repeats one. Exits with 1 if
+a case is wrong, or ends in an error that is not a refusal.
 """
 
 # ruff: noqa: E402
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 import typer
 from torch.nn.utils.rnn import pad_sequence
+from ways import OF_ROWS, WAYS, patched
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import RankError, RankTimeout, run_ranks
@@ -85,6 +86,7 @@ class Case:
     length: int
     lengths: tuple[int, ...] = field(default=())
     """Of packed documents; none: two rows."""
+    way: str = "called"
 
     def batch(self) -> dict[str, torch.Tensor]:
         ids = tiny.tokens(self.length, 1 if self.lengths else 2)
@@ -128,6 +130,7 @@ def case_of(number: int, kinds: list[str]) -> Case:
     if lengths:
         lengths.append(length - sum(lengths))
     ranks = draw.choice((2, 4))
+    way = draw.choice(("called",) * 6 + tuple(WAYS))
     return Case(
         kind=kind,
         settings=switched(kind, draw) if number >= len(kinds) else {},
@@ -136,7 +139,8 @@ def case_of(number: int, kinds: list[str]) -> Case:
         layout=draw.choice(LAYOUTS[provider]),
         ranks=2 if provider == "ulysses" else ranks,
         length=length,
-        lengths=tuple(lengths),
+        lengths=() if way in OF_ROWS else tuple(lengths),
+        way=way,
     )
 
 
@@ -184,8 +188,11 @@ class Built(NamedTuple):
         """
         config = tiny.config_of(case.kind, **case.settings)
         model, wide = (tiny.built(copy.deepcopy(config), dtype) for dtype in (case.dtype, torch.float32))
-        one = tiny.train(model, case.rows())
-        exact = one if case.dtype == torch.float32 else tiny.train(wide, case.rows())
+        if case.way == "patched":
+            patched(model)
+            patched(wide)
+        one = trained(case, model)
+        exact = one if case.dtype == torch.float32 else trained(case, wide)
         if not all(x.isfinite().all() for x in (*one.gradients.values(), *exact.gradients.values())):
             raise ArithmeticError("one rank has gradients that are not finite")
         return cls(model, one, exact)
@@ -199,10 +206,19 @@ class Built(NamedTuple):
             draws = torch.rand(before.shape, generator=torch.Generator().manual_seed(seed)) - 0.5
             with torch.no_grad():
                 weight.copy_(before * (1 + 2 * torch.finfo(case.dtype).eps * draws))
-            errors.append(tiny.difference(tiny.train(self.model, case.rows()), self.exact))
+            errors.append(tiny.difference(trained(case, self.model), self.exact))
         with torch.no_grad():
             weight.copy_(before)
         return max(errors)
+
+
+def trained(case: Case, model: Any, cp: ContextParallel | None = None) -> tiny.Trained:
+    """Of this rank; with cp by its part of the batch."""
+    forward = WAYS[case.way](model, cp)
+    if case.way == "evaluated":  # the same loss on every rank
+        share = 1 if cp is None else cp.size
+        return tiny.Trained(float(forward(**case.rows())) / share, {"": torch.ones(1, dtype=torch.float64) / share})
+    return tiny.train(model, case.rows() if cp is None else huggingface.shard(cp, **case.batch()), forward)
 
 
 def divided(case: Case, built: Built) -> Divided:
@@ -211,7 +227,7 @@ def divided(case: Case, built: Built) -> Divided:
         options = {} if case.layout is None else {"layout": case.layout}
         cp = ContextParallel(case.provider, group=dist.group.WORLD, **options)
         huggingface.apply(built.model, cp)
-        mine = tiny.train(built.model, huggingface.shard(cp, **case.batch()))
+        mine = trained(case, built.model, cp)
     except ValueError as error:
         return str(error)
     return tiny.difference(tiny.summed(mine), built.exact)
@@ -219,8 +235,12 @@ def divided(case: Case, built: Built) -> Divided:
 
 def judged(case: Case, built: Built, results: list[Divided]) -> Verdict:
     refusals = [result for result in results if isinstance(result, str)]
+    if case.way == "saved" and any("config" in refusal for refusal in refusals):
+        return WRONG, f"a false alarm: {refusals[0]}"
     if refusals:
         return ("refused", refusals[0]) if len(refusals) == case.ranks else (WRONG, f"one rank refuses: {refusals[0]}")
+    if case.way == "padded on one rank":
+        return WRONG, "not refused"
     error, limit = max(results), LIMIT  # type: ignore[type-var]
     if case.dtype == torch.bfloat16:
         limit = 4 * tiny.difference(built.one, built.exact) + 0.02

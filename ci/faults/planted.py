@@ -129,6 +129,18 @@ def _sink(score: str, given: dict[str, Any]) -> None:
     given["sink"] = given["q"].new_full((given["q"].size(2),), float(score))
 
 
+def _flipped(which: str, given: dict[str, Any]) -> None:
+    given[which] = given[which].flip(0)
+
+
+def _of_next_head(which: str, given: dict[str, Any]) -> None:
+    given[which] = given[which].roll(1, 2)
+
+
+def _lost(which: str, given: dict[str, Any]) -> None:
+    given[which] = given[which] * 0
+
+
 def _smaller(which: str, returned: dict[str, Any]) -> None:
     returned[which] = 0.98 * returned[which]
 
@@ -158,6 +170,9 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "window": _window,
     "sink": _sink,
     "smaller": _smaller,
+    "flipped": _flipped,
+    "next-head": _of_next_head,
+    "lost": _lost,
 }
 
 
@@ -294,6 +309,42 @@ def _at_returned(step: int, happen: Callable[..., None]) -> None:
     ring._added = adding
 
 
+def _at_halo(phase: str) -> Callable[[int, Callable[..., None]], None]:
+    """Pass the rows that a short convolution receives in a forward or backward."""
+
+    def put(step: int, happen: Callable[..., None]) -> None:
+        from cp_plugin.attention import convolution
+
+        sent = convolution._sent
+
+        def receiving(mesh: Any, *given: Any) -> Any:
+            received = {"halo": sent(mesh, *given)}
+            if _step() == step and mesh.ledger.current_phase == phase:
+                happen(received)
+            return received["halo"]
+
+        convolution._sent = receiving
+
+    return put
+
+
+def _at_linear(step: int, happen: Callable[..., None]) -> None:
+    """Pass q, k, v, decays and beta of linear attention, and where its documents begin and end."""
+    from cp_plugin.attention import linear
+
+    tokens = linear._tokens
+
+    def given_to(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, parts: Any, documents: Any) -> Any:
+        given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
+        given |= {} if documents is None else documents._asdict()
+        if _step() == step:
+            happen(given)
+        documents = documents and documents._replace(starts=given.pop("starts"), ends=given.pop("ends"))
+        return tokens(*given.values(), parts, documents)
+
+    linear._tokens = given_to
+
+
 def _at_optimizer(step: int, happen: Callable[..., None]) -> None:
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
@@ -359,6 +410,9 @@ _PLACES: dict[str, Callable[[int, Callable[..., None]], None]] = {
     "rotation": _at_rotation,
     "attention": _at_attention,
     "returned": _at_returned,
+    "halo": _at_halo("forward"),
+    "returned halo": _at_halo("backward"),
+    "linear": _at_linear,
 }
 
 

@@ -15,7 +15,7 @@ from replay import version_of
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PATCHES = ROOT / "patches" / "megatron-lm"
-FOLDERS = {"0.17": "core_v0.17.1", "0.18": "core_v0.18.2", "0.19": "core_v0.19.x", "0.20": "main"}
+FOLDERS = {"0.18": "core_v0.18.2", "0.19": "core_v0.19.x", "0.20": "main"}
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --seq-length 64 "

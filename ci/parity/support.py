@@ -98,7 +98,6 @@ def _with_reasons(head: Sequence[str], rows: Mapping[str, Iterable[str | None]])
 
 
 _PARTS = {
-    "0.17": ("cuda_graph_scope", ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "full_iteration")),
     "0.18, 0.19, 0.20": ("cuda_graph_modules", ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")),
 }
 """Versions of megatron-core -> the argument naming the parts of a layer to capture, and its values."""
@@ -122,7 +121,7 @@ def _graph(impl: str, name: str, part: str | None) -> str:
     return "yes" if found is None else f"no: {found['captured']}"
 
 
-VERSIONS = ("0.17", "0.18", "0.19", "0.20")
+VERSIONS = ("0.18", "0.19", "0.20")
 _RUN = {
     "hybrid_layer_pattern": None,
     "hybrid_override_pattern": None,

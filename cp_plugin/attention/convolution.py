@@ -26,6 +26,11 @@ from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.kernels import fused
 from cp_plugin.methods.registry import names
 
+type Rows = tuple[Tensor, Tensor, tuple[int, ...]]
+"""``[n, b, c]``, their positions, int64 ``[n]``, and how many of them leave for, or arrive from, each rank."""
+told: list[tuple[Rows, Rows]] | None = None
+"""Gets the rows that left and those that arrived in each pass of the calls that are made meanwhile."""
+
 
 @eager
 @autocast.cast("x", "weight", "bias")
@@ -83,6 +88,9 @@ class _Plan:
     """This rank's token i after each row; -1: none. int32 ``[w, s + n]``."""
     home: Tensor
     """Where each token's gradients are among the rows that come back; -1: nowhere. int32 ``[most of any token, s]``."""
+    lent: Tensor
+    """Positions of the rows that leave, and of the halo: int64."""
+    halo: Tensor
 
 
 @first_order
@@ -94,9 +102,12 @@ class _Convolution(torch.autograd.Function):
         x = x if x.stride(2) == 1 else x.contiguous()
         with mesh.ledger.phase("forward"):
             leaving = [x[rows.start : rows.stop] for rows in plan.leaving] or [x[:0]]
-            halo = _sent(mesh, leaving[0] if len(leaving) == 1 else torch.cat(leaving), plan.sent, plan.received)
+            rows = leaving[0] if len(leaving) == 1 else torch.cat(leaving)
+            halo = _sent(mesh, rows, plan.sent, plan.received)
         ctx.save_for_backward(x, halo, weight, bias)
-        ctx.plan, ctx.mesh = plan, mesh
+        ctx.plan, ctx.mesh, ctx.told = plan, mesh, told
+        if ctx.told is not None:
+            ctx.told.append(((rows, plan.lent, plan.sent), (halo, plan.halo, plan.received)))
         return fused.convolve(x, halo, plan.before, weight, bias)
 
     @staticmethod
@@ -109,6 +120,8 @@ class _Convolution(torch.autograd.Function):
             dhalo, of_halo = fused.convolve_back(dout, halo, plan.after[:, tokens:], weight)
         with mesh.ledger.phase("backward"):
             returned = _sent(mesh, dhalo, plan.received, plan.sent)
+        if ctx.told is not None:
+            ctx.told.append(((dhalo, plan.halo, plan.received), (returned, plan.lent, plan.sent)))
         dx, sums = fused.convolve_back(dout, x, plan.after[:, :tokens], weight, returned, plan.home)
         sums = sums if of_halo is None else sums + of_halo
         dweight = sums[:-1].t().to(weight.dtype, memory_format=torch.contiguous_format)
@@ -155,6 +168,7 @@ def _planned(
         seen = before[back] >= 0
         after[back, before[back, seen]] = torch.arange(len(mine))[seen]
     rows = tuple(run for rank in others for run in leaving[rank])
+    lent = [mine[run.start : run.stop] for run in rows] or [mine[:0]]
     return _Plan(
         leaving=rows,
         sent=tuple(sum(map(len, leaving.get(rank, ()))) for rank in range(size)),
@@ -162,6 +176,8 @@ def _planned(
         before=copied(before.int(), device),
         after=copied(after.int(), device),
         home=copied(_by_row(rows, len(mine)).int(), device),
+        lent=copied(torch.cat(lent), device),
+        halo=copied(known[len(mine) :], device),
     )
 
 

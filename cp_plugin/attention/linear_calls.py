@@ -156,8 +156,8 @@ class LinearAttention(Sharding):
         problem the provider does not support."""
 
         def composed() -> tuple[Scan, linear.Segmented]:
-            self.refuse(problem)
             placement = placement_of(self.layout, problem.seq_length, self.size) if self.size > 1 else None
+            self.refuse(problem if placement is None else replace(problem, placed=self.layout))
             packed = problem.documents or placement is not None
             kernel = kernels.choose(self.options.backend, device, replace(problem, documents=packed)).kernel
             if placement is None:

@@ -171,6 +171,8 @@ def _not_shown(plan: Plan) -> Iterator[str]:
     if plan.lost:
         bounds = ", ".join(f"{lost.name} > {lost.seconds / plan.fastest:.2f}x" for lost in plan.lost)
         yield f"not simulated, because their lower bounds are: {bounds}"
+    if plan.allowed.refused:
+        yield f"stock Megatron alone can run these flags: {plan.allowed.refused}"
     for name, reason in plan.cannot.items():
         yield f"{name} cannot: {reason}"
 
@@ -203,6 +205,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "error": KNOWN_ERROR,
         "not_simulated": [{"method": lost.name, "at_least_s": lost.seconds} for lost in plan.lost],
         "cannot": dict(plan.cannot),
+        "refused": plan.allowed.refused,
         "why": list(why(plan)),
         "tried": plan.tried,
         "simulated": plan.simulated,

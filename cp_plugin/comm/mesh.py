@@ -188,11 +188,9 @@ class Mesh(ABC):
     def _deliver(
         self, verb: str, axis: str, tensors: Sequence[Tensor], post: Callable[..., Pending], *ends: int | None
     ) -> Pending:
-        """``post(axis, tensors, *ends)``, timed and with its failures named."""
+        """``post(axis, tensors, *ends)`` with its failures named."""
         sent = tuple(tensors if verb == "receive" else (t.contiguous() for t in tensors))
-        pending = self._named(verb, axis, ends, post, sent)
-        waits = self.ledger.waits
-        return pending if waits is None else Pending(waits.timed(pending.wait, cuda=tensors[0].is_cuda))
+        return self._named(verb, axis, ends, post, sent)
 
     def _named(
         self, verb: str, axis: str, ends: tuple[int | None, ...], post: Callable[..., Pending], tensors: Tensors

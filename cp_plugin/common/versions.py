@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 
-MEGATRON_RANGE = ">=0.17,<0.21"
+MEGATRON_RANGE = ">=0.18,<0.21"
 TORCH_MINIMUM = "2.10.0a0"
 MODELOPT_MINIMUM = "0.46"
 NO_MEGATRON = f"Megatron is not installed: pip install 'megatron-core{MEGATRON_RANGE}'"
@@ -18,7 +18,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
 
 
 def within(version: str, supported: str) -> bool:
-    """Whether a version lies in a range such as ``>=0.17,<0.21``."""
+    """Whether a version lies in a range such as ``>=0.18,<0.21``."""
     low, high = (version_tuple(bound.lstrip("<>=")) for bound in supported.split(","))
     return low <= version_tuple(version) < high
 

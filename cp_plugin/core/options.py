@@ -140,35 +140,6 @@ def not_a_divisor(number: int, ranks: int) -> str | None:
     return f"does not divide {ranks} context-parallel ranks: use one of {divisors(ranks)}"
 
 
-def heads_are_divided(provider: str, ranks: int) -> str:
-    """The message for a head axis in front of a provider that divides the heads itself."""
-    return (
-        f"{spelled('head_parallel', ranks)}: {spelled('provider', provider)} already splits the heads across all ranks"
-    )
-
-
-def behind_heads(reason: object, ranks: int) -> str:
-    """The message for what does not fit the ranks behind a head axis of this size."""
-    return f"{reason} ({spelled('head_parallel', ranks)} leaves that many)"
-
-
-def check_fp8(options: Options, kernels: Sequence[str]) -> None:
-    """ValueError for FP8 computation by a kernel without it, or a kernel of FP8 without ``--cp-fp8 compute``.
-
-    kernels: those that compute in FP8.
-    """
-    if options.fp8 == "compute" and options.backend not in (AUTO, *kernels):
-        raise ValueError(
-            f"{spelled('fp8', 'compute')} needs a kernel that computes in FP8, which "
-            f"{spelled('backend', options.backend)} does not: use {spelled('backend', *kernels)}, or "
-            f"{spelled('fp8', 'comm')}"
-        )
-    if options.fp8 != "compute" and options.backend in kernels:
-        raise ValueError(
-            f"{spelled('backend', options.backend)} computes in FP8: add {spelled('fp8', 'compute')}, or leave it out"
-        )
-
-
 @dataclass(frozen=True, slots=True, init=False)
 class Options:
     """The user's choices besides the provider: ``Options(layout="zigzag", grid=(4, 2))``.

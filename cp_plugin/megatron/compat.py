@@ -106,16 +106,6 @@ def megatron_version() -> str:
     return package_info.__version__.partition("+")[0]
 
 
-def counts_end_of_document(version: str) -> bool:
-    """Since 0.18 the null tokenizer's ``--vocab-size`` includes the end-of-document token."""
-    return version_tuple(version) >= (0, 18)
-
-
-def has_hybrid_models(version: str) -> bool:
-    """``HybridModel`` has its name since 0.18."""
-    return version_tuple(version) >= (0, 18)
-
-
 def delta_net_takes_exchange() -> bool:
     """Since 0.19 gated delta net has the parameter ``cp_comm_type``, which its layer always passes if it is set."""
     _, layer = find("megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet")
@@ -173,13 +163,6 @@ def logged_of_experts(name: str) -> Tensor | None:
         entry = moe_utils.get_moe_metrics_tracker().metrics.get(name)
         return None if entry is None else entry.values
     return moe_utils.get_moe_layer_wise_logging_tracker().get(name, {}).get("values")
-
-
-def inference_mode() -> Any | None:
-    """``InferenceMode``, which models query since 0.18; None before."""
-    from megatron.core.inference import utils
-
-    return getattr(utils, "InferenceMode", None)
 
 
 def extensions() -> Sequence[ModuleType]:

@@ -25,7 +25,7 @@ def configure(settings: Settings, model: Model | None = None) -> None:
     """Set the settings and the model, and reset the state of an earlier run."""
     STATE.settings, STATE.model, STATE.batch_sliced = settings, model, False
     STATE.documents_expected = False
-    STATE.last_pack = STATE.compared = STATE.slices = STATE.first_batch = None
+    STATE.compared = STATE.slices = STATE.first_batch = None
     STATE.complete = lambda _: None
     STATE.placed.clear()
     STATE.by_ranks.clear()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import Watch
 from cp_plugin.comm.alarm import Alarm
-from cp_plugin.core.layout import Layout
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.methods.protocol import Kind
@@ -57,13 +56,6 @@ class Model:
         return self.problem.seq_length - self.padding
 
 
-class Pack(NamedTuple):
-    """The documents of a micro-batch."""
-
-    layout: Layout
-    bounds: torch.Tensor  # first tokens of the documents, and the end: int64, on the CPU
-
-
 class BatchWatch(Protocol):
     """Is told each micro-batch, and its loss: ``selfcheck.slices``."""
 
@@ -95,7 +87,6 @@ class State:
     """Installs the patches that these models need though no flag says so."""
     placed: deque[int] = field(default_factory=partial(deque, maxlen=4096))
     """Hashes of the lengths of documents by which batches were sliced in training (``--cp-layout documents``)."""
-    last_pack: Pack | None = None  # the pack of the last softmax attention call
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's
     replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})
     """Target of a patch -> places where it was replaced."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cp_plugin.comm.payload import TWO_BYTES, PayloadMesh
 from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.options import Option, Options, check_fp8
+from cp_plugin.core.options import AUTO, Option, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.spelling import spelled, spelled_dtypes
 from cp_plugin.kernels.backends import fp8_kernels
@@ -51,7 +51,17 @@ def _refused(problem: Problem, options: Options) -> str | None:
 
 def check(options: Options) -> None:
     """ValueError for ``compute`` with a kernel that does not compute in FP8, or such a kernel without ``compute``."""
-    check_fp8(options, fp8_kernels())
+    kernels = fp8_kernels()
+    if options.fp8 == "compute" and options.backend not in (AUTO, *kernels):
+        raise ValueError(
+            f"{spelled(FP8, 'compute')} needs a kernel that computes in FP8, which "
+            f"{spelled('backend', options.backend)} does not: use {spelled('backend', *kernels)}, or "
+            f"{spelled(FP8, 'comm')}"
+        )
+    if options.fp8 != "compute" and options.backend in kernels:
+        raise ValueError(
+            f"{spelled('backend', options.backend)} computes in FP8: add {spelled(FP8, 'compute')}, or leave it out"
+        )
 
 
 def four_bits(x: Tensor) -> Tensor:

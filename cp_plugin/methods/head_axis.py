@@ -16,7 +16,7 @@ from math import lcm
 from cp_plugin.comm import Mesh
 from cp_plugin.common.text import in_bytes
 from cp_plugin.core.layout import Layout, Segments
-from cp_plugin.core.options import Option, Options, behind_heads, heads_are_divided, not_a_divisor, whole_number
+from cp_plugin.core.options import Option, Options, not_a_divisor, whole_number
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.spelling import spelled
 from cp_plugin.methods.moves import Moved
@@ -55,14 +55,17 @@ def with_head_axis(inner: Provider, name: str = "") -> Provider:
     def choose(problem: Problem, options: Options) -> Choice:
         ranks = 1 if options.head_parallel is None else options.head_parallel
         if HEAD in inner.axes(problem.size, options):
-            raise ValueError(heads_are_divided(inner.name, ranks))
+            raise ValueError(
+                f"{spelled(HEAD_PARALLEL, ranks)}: {spelled('provider', inner.name)} already splits the heads across "
+                "all ranks"
+            )
         HEAD_PARALLEL.check_ranks(ranks, problem.size)
         try:
             return inner.choose(_behind(problem, options), options)
         except ValueError as error:
             if ranks == 1:
                 raise
-            raise ValueError(behind_heads(error, ranks)) from None
+            raise ValueError(f"{error} ({spelled(HEAD_PARALLEL, ranks)} leaves that many)") from None
 
     def unsupported(problem: Problem, options: Options) -> str | None:
         ranks = options.head_parallel or 1

@@ -62,6 +62,8 @@ class Allowed:
     """An attention call of the training, with what is not priced: sinks, documents of unknown lengths."""
     stock: bool = True
     """Whether stock Megatron can run this at all."""
+    refused: str = ""
+    """Why none of our providers can; empty: some may."""
 
     def chosen_from(self, some: Iterable[Candidate]) -> list[Candidate]:
         """Those that satisfy all of this."""
@@ -72,7 +74,9 @@ class Allowed:
         if candidate.upstream:
             return theirs is None or candidate.name in theirs
         setup = candidate.setup
-        return self.real is None or providers.unsupported(setup.provider, self.real, setup.options) is None
+        return not self.refused and (
+            self.real is None or providers.unsupported(setup.provider, self.real, setup.options) is None
+        )
 
 
 ALL = Allowed()

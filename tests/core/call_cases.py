@@ -29,12 +29,23 @@ class Batch:
     tokens: int
     seed: int
     bounds: tuple[int, ...] = ()
+    """Of documents, some of them empty; or no bounds at all, which must be refused."""
+    placed: bool = False
+    """By these documents, whatever the layout."""
     tree: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     mode: str = "train"
+    asked: dict[str, Any] = field(default_factory=dict)
+    """Of this call, in place of the trial's."""
 
     @property
     def cu_seqlens(self) -> Tensor | None:
         return torch.tensor(self.bounds, dtype=torch.int32 if self.seed % 2 else torch.int64) if self.bounds else None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the bounds are none."""
+        ends = self.bounds[:1] + self.bounds[-1:]
+        return bool(ends) and (ends != (0, self.tokens) or sorted(self.bounds) != list(self.bounds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +78,10 @@ class Trial:
     repeated: bool = False
     """Two calls in the layer."""
     within: str = "nothing"
+    derivative: str = "backward"
+    """How gradients are asked for."""
+    differs: tuple[int, int, dict[str, Any]] | None = None
+    """A rank, a batch, and what this rank replaces in it."""
 
     def problem(self, size: int) -> Problem:
         typical = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "dtype": self.dtype}
@@ -103,13 +118,14 @@ def _attention_inputs(t: Trial, tokens: int) -> dict[str, tuple[int, ...]]:
 
 def _attention(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
     tree = Tree(*b.tree) if b.tree[0] else None
-    asked = {name: t.asked[name] for name in ("causal", "window", "scale")}
+    asked = {name: (t.asked | b.asked)[name] for name in ("causal", "window", "scale")}
     return cp.attention(**x, **asked, cu_seqlens=b.cu_seqlens, tree=tree)
 
 
 def _case(t: Trial, b: Batch) -> Case:
-    masks = {"window": t.asked["window"], "documents": b.bounds, "tree": b.tree}
-    return Case(seq_length=b.tokens, heads=t.heads, kv_heads=t.kv_heads, causal=t.asked["causal"], **masks)
+    asked = t.asked | b.asked
+    masks = {"window": asked["window"], "documents": b.bounds, "tree": b.tree}
+    return Case(seq_length=b.tokens, heads=t.heads, kv_heads=t.kv_heads, causal=asked["causal"], **masks)
 
 
 def _session(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
@@ -143,13 +159,15 @@ def _linear_inputs(t: Trial, tokens: int) -> dict[str, tuple[int, ...]]:
 
 
 def _linear(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    return cp.linear_attention(**x, causal=t.asked["causal"], scale=t.asked["scale"] or 1.0, cu_seqlens=b.cu_seqlens)
+    asked = t.asked | b.asked
+    return cp.linear_attention(**x, causal=asked["causal"], scale=asked["scale"] or 1.0, cu_seqlens=b.cu_seqlens)
 
 
 def _linear_case(t: Trial, b: Batch) -> LinearCase:
     sizes = {"batch": t.rows, "heads": t.heads, "kv_heads": t.kv_heads, "head_dim": t.head_dim}
-    packed = {"documents": bool(b.bounds), "bounds": b.bounds, "seq_length": b.tokens}
-    return LinearCase(decay=t.asked["decay"], delta=t.asked["delta"], causal=t.asked["causal"], **sizes, **packed)
+    packed = {"documents": bool(b.bounds), "bounds": tuple(dict.fromkeys(b.bounds)), "seq_length": b.tokens}
+    causal = (t.asked | b.asked)["causal"]
+    return LinearCase(decay=t.asked["decay"], delta=t.asked["delta"], causal=causal, **sizes, **packed)
 
 
 def _five(x: dict[str, Tensor], scale: float | None = None) -> tuple[Tensor | None, ...]:
@@ -225,9 +243,15 @@ def _resharded(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) ->
 
 
 CALLS = {
-    "attention": Call(_attention_inputs, _attention, lambda t, b, x: _case(t, b).outputs(**x, scale=t.asked["scale"])),
+    "attention": Call(
+        _attention_inputs,
+        _attention,
+        lambda t, b, x: _case(t, b).outputs(**x, scale=(t.asked | b.asked)["scale"]),
+    ),
     "linear_attention": Call(
-        _linear_inputs, _linear, lambda t, b, x: _linear_case(t, b).outputs(*_five(x, t.asked["scale"]))
+        _linear_inputs,
+        _linear,
+        lambda t, b, x: _linear_case(t, b).outputs(*_five(x, (t.asked | b.asked)["scale"])),
     ),
     "short_convolution": Call(
         _convolution_inputs,
@@ -290,6 +314,12 @@ if find_spec("cp_plugin.attention.autocast"):
     WRAPPERS["float16 autocast"] = lambda f: inside(lambda: torch.autocast("cpu", torch.float16), f)
 OFTEN = sorted([*WRAPPERS, *[name for name in WRAPPERS if "compiled" not in name] * 4])
 """To compile takes as long as ten others."""
+PENALTIES: dict[str, Callable[[Tensor, list[Tensor]], object]] = {
+    "penalty, grad": lambda penalty, leaves: torch.autograd.grad(penalty, leaves),
+    "penalty, backward": lambda penalty, leaves: penalty.backward(),
+    "penalty, backward(inputs=)": lambda penalty, leaves: penalty.backward(inputs=leaves),
+}
+"""Ways to a second derivative, which is right or refused."""
 MODES = {"train": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda y, w: y.sum(),  # its gradient is an expanded number

@@ -117,5 +117,5 @@ def test_the_kernel_for_blocks_of_several_tiles_is_shown_and_needed(monkeypatch:
 
 def test_versions() -> None:
     assert version_tuple("0.19.2+cu13") == (0, 19, 2)
-    versions = ("0.16.1", "0.17.0", "0.19.2", "0.21.0", "0.21.0rc1", "1.0")
-    assert [v for v in versions if megatron_supported(v)] == ["0.17.0", "0.19.2"]
+    versions = ("0.17.1", "0.18.0", "0.19.2", "0.21.0", "0.21.0rc1", "1.0")
+    assert [v for v in versions if megatron_supported(v)] == ["0.18.0", "0.19.2"]

@@ -1,6 +1,6 @@
 """Random calls of plain torch inside random wrappers: each equals one device in float64, or is refused at once.
 
-    ci/fuzz.sh [NUMBER]      a fifth as many; a slice runs with the other tests
+    ci/fuzz.sh --examples N      so many; a slice runs with the other tests
 
 What several ranks find, outputs and all gradients, is compared with a plain formula of the whole sequence. Below
 float64 errors may be twice those of one rank without wrappers. A refusal is a ValueError on every rank, by a call that
@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from call_cases import CALLS, LOSSES, MODES, OFTEN, SHARDED, VIEWS, WRAPPERS, Batch, Function, Trial
-from hypothesis import HealthCheck, event, given, settings
+from call_cases import CALLS, LOSSES, MODES, PENALTIES, SHARDED, VIEWS, WRAPPERS, Batch, Function, Trial
+from call_strategies import must_refuse, trials
+from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from linear_cases import DECAYS
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from tree_cases import trees
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.attention.packs import place_documents
@@ -33,7 +33,7 @@ from cp_plugin.comm import run_threads
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import run_ranks
 
-EXAMPLES = max(40, int(os.environ.get("CP_PLUGIN_FUZZ", "0")) // 5)
+EXAMPLES = int(os.environ.get("CP_PLUGIN_FUZZ", "40"))
 FORKED = max(2, EXAMPLES // 100)
 """Starts of processes, each for ``TOGETHER`` calls."""
 BY_DAY = "CP_PLUGIN_FUZZ" not in os.environ
@@ -86,7 +86,7 @@ def values(t: Trial, b: Batch) -> dict[str, Tensor]:
     for name, shape in CALLS[t.call].shapes(t, b.tokens).items():
         x = torch.randn(shape, generator=g, dtype=torch.float64)
         if name == "log_decay":
-            x = -x.square() * 10 ** (b.seed % 4 - 2)
+            x = (1 if b.asked.get("grows") else -1) * x.square() * 10 ** (b.seed % 4 - 2)
         if name == "beta":
             x = x.sigmoid()
         if name == "k" and t.asked.get("delta"):
@@ -108,7 +108,7 @@ def trained(
     call, dtype = CALLS[t.call], torch.float64 if cp is None else t.dtype
 
     def here(b: Batch) -> ContextParallel:
-        packed = cp.layout.name == "documents" and b.bounds
+        packed = b.bounds and (b.placed or cp.layout.name == "documents")
         return place_documents(cp, b.cu_seqlens) if packed else cp
 
     def of_inputs(b: Batch, x: dict[str, Tensor]) -> Tensor:
@@ -119,15 +119,17 @@ def trained(
     found: dict[str, Tensor] = {}
     backwards = []
     for n, b in enumerate(t.batches):
+        if cp is not None and cp.size > 1 and t.differs and t.differs[:2] == (cp.index, n):
+            b = replace(b, **t.differs[2])
         sent = 0 if cp is None else cp.mesh.ledger.bytes()
         shapes = call.shapes(t, b.tokens)
-        divided = [x for x in shapes if x in SHARDED and shapes[x][0] == b.tokens and not (cp is None or call.whole)]
-        dims = {x: VIEWS[t.views[x]].dim for x in divided}
+        long = [x for x in shapes if x in SHARDED and shapes[x][0] == b.tokens]
+        dims = {x: VIEWS[t.views[x]].dim for x in long if not (cp is None or call.whole)}
         leaves = {name: x.to(dtype) for name, x in values(t, b).items()}
-        leaves = {name: here(b).shard(x, dims[name]).clone() if name in dims else x for name, x in leaves.items()}
-        for name, x in leaves.items():
-            x.requires_grad_(name in t.wanted and not call.whole)
         try:
+            leaves = {name: here(b).shard(x, dims[name]).clone() if name in dims else x for name, x in leaves.items()}
+            for name, x in leaves.items():
+                x.requires_grad_(name in t.wanted and not call.whole)
             with MODES[b.mode]():
                 y = module(b, *leaves.values())
         except ValueError as error:
@@ -139,8 +141,15 @@ def trained(
             loss = LOSSES[t.loss](y, w if cp is None else here(b).shard(w))
 
             def backward(n: int = n, b: Batch = b, loss: Tensor = loss, leaves: Any = leaves, dims: Any = dims) -> None:
-                loss.backward()
-                for name in t.wanted:
+                wanted = {name: leaves[name] for name in sorted(t.wanted)}
+                if t.derivative in PENALTIES:
+                    for name, x in second(t, loss, wanted).items():
+                        found[f"dd {name} {n}"] = (
+                            here(b).unshard(x, dims[name]) if name in dims and x is not None else x
+                        )
+                    return
+                loss.backward(inputs=list(wanted.values()) if t.derivative == "backward(inputs=)" else None)
+                for name in wanted:
                     grad = leaves[name].grad
                     assert grad is not None, f"no gradient of {name}"
                     key = f"d {name} {n}" if name in dims or cp is None else f"{SHARE}d {name} {n}"
@@ -155,6 +164,22 @@ def trained(
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         found[f"{SHARE}d scale of {name}"] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
     return found
+
+
+def second(t: Trial, loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Gradients of a penalty on gradients, if it depends on anything; None where they are refused."""
+    slopes = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+    penalty = torch.stack([x.square().sum() for x in slopes]).sum()
+    if not penalty.requires_grad:
+        return {}
+    try:
+        got = PENALTIES[t.derivative](penalty, list(leaves.values()))
+    except RuntimeError as refused:
+        if "first derivatives only" not in str(refused):
+            raise
+        return dict.fromkeys(leaves)
+    grads = [x.grad for x in leaves.values()] if got is None else got
+    return {name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(leaves.items(), grads, strict=True)}
 
 
 def on_rank(t: Trial, mesh: Any = None, group: Any = None) -> dict[str, Tensor] | Refused:
@@ -178,15 +203,22 @@ def judge(t: Trial, ranks: Sequence[dict[str, Tensor] | Refused]) -> str:
         assert len(refused) == len(ranks), f"refused by {len(refused)} of {len(ranks)} ranks: {refused[0]}"
         assert all(len(why) > 20 and not sent for why, sent in (rank.args for rank in refused)), refused
         return "refused"
+    for what, wrong in must_refuse(t).items():
+        assert not wrong, f"{what} is not refused"
     exact = trained(replace(t, wrappers=()))
     plain = [name for name in t.wrappers if "autocast" in name]
     narrow = t.dtype != torch.float64 or bool(plain)
     one = on_rank(replace(t, wrappers=tuple(plain))) if narrow else {}
     assert not isinstance(one, Refused), one
-    missing = {name.removeprefix(SHARE) for name in ranks[0]} ^ {name.removeprefix(SHARE) for name in exact}
+    first_only = {name for name, x in ranks[0].items() if x is None}
+    assert all({name for name, x in rank.items() if x is None} == first_only for rank in ranks)
+    missing = (
+        {name.removeprefix(SHARE) for name in ranks[0]} ^ {name.removeprefix(SHARE) for name in exact}
+    ) - first_only
     assert not missing, f"{missing}"
     size = exact["out 0"].norm().item()
-    for name, got in ranks[0].items():
+    for name in ranks[0].keys() - first_only:
+        got = ranks[0][name]
         want = exact.get(name.removeprefix(SHARE), exact.get(name))
         shares = [rank[name].double() for rank in ranks] if name.startswith(SHARE) else []
         got = sum(shares) if shares else got
@@ -203,89 +235,6 @@ def judge(t: Trial, ranks: Sequence[dict[str, Tensor] | Refused]) -> str:
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 """Relative; of 16 bits, one rounding."""
-
-
-MOST = ["attention", "linear_attention"] * 3
-
-
-@st.composite
-def trials(draw: st.DrawFn, within: Sequence[str] = ("nothing",), size: int | None = None) -> Trial:
-    forked = size is not None
-    call = draw(st.sampled_from([name for name in CALLS if not (forked and CALLS[name].whole)] + MOST))
-    linear = call in ("linear_attention", "short_convolution", "linear_state", "extend_linear")
-    softmax = call in ("attention", "session")
-    kinds = ["linear"] if linear else ["softmax"] if softmax else ["softmax", "linear"]
-    known = [name for kind in kinds for name in providers.names(kind)]
-    provider = draw(st.sampled_from([name for name in known if name != "linear_ring"]))  # it refuses most
-    layouts = providers.get(provider).layouts
-    size = size or draw(st.integers(2, 5))
-    options: dict[str, Any] = {"layout": draw(st.sampled_from(layouts))} if draw(st.booleans()) else {}
-    if softmax or call == "linear_attention":
-        options["backend"] = draw(st.sampled_from(["auto", "reference"]))
-    if softmax and size % 2 == 0 and draw(st.integers(0, 3)) == 0:
-        options["head_parallel"] = 2
-    kv_heads = draw(st.sampled_from([1, 2, size]))
-    bound = st.sampled_from([-1, 0, 1, 5])
-    asked: dict[str, Any] = {"scale": draw(st.none() | st.sampled_from([0.3, 1.0])), "window": None, "causal": True}
-    if softmax:
-        asked |= {"sink": draw(st.booleans()), "window": draw(st.none() | st.tuples(bound, bound))}
-    if linear:
-        asked |= {"decay": draw(st.sampled_from(DECAYS)), "delta": draw(st.booleans())}
-    if call == "attention" or (call == "linear_attention" and not asked["delta"]):
-        asked["causal"] = draw(st.sampled_from([True, True, False]))
-    if call == "short_convolution":
-        asked |= {"width": draw(st.integers(1, 5)), "bias": draw(st.booleans())}
-    if call in ("shift", "unshard"):
-        asked |= {"dim": draw(st.integers(-4, 3)), "by": draw(st.integers(-3, 3))}
-    wrapping = draw(st.lists(st.sampled_from(OFTEN), max_size=2, unique=True))
-    whole = CALLS[call].whole
-    t = Trial(
-        call=call,
-        provider=provider,
-        size=size,
-        dtype=draw(st.sampled_from([torch.float64] * 6 + list(LIMITS)[1:])),
-        kv_heads=kv_heads,
-        heads=kv_heads * draw(st.integers(1, 2)),
-        head_dim=8 * draw(st.integers(1, 2)),
-        v_head_dim=8 * draw(st.integers(1, 2)),
-        rows=draw(st.integers(1, 2)),
-        batches=tuple(draw(st.lists(batches(call, asked, size, layouts), min_size=1, max_size=3))),
-        options=options,
-        asked=asked,
-        wrappers=() if whole else tuple(wrapping),
-        loss=draw(st.sampled_from(sorted(LOSSES))),
-        order=draw(st.sampled_from(["in turn", "in flight", "last first"])),
-    )
-    shapes = CALLS[call].shapes(t, 0)
-    views = {name: draw(st.sampled_from([v for v in VIEWS if len(x) > _least(v)])) for name, x in shapes.items()}
-    wanted = draw(st.sets(st.sampled_from(sorted(shapes)), min_size=1))
-    scaled = draw(st.sets(st.sampled_from(sorted(shapes)), max_size=2))
-    narrow = t.dtype in (torch.float16, torch.bfloat16) or any("autocast" in name for name in wrapping)
-    scaled = frozenset() if whole or narrow else frozenset(scaled)  # the rounding of a sum is not twice another's
-    t = replace(t, views=views, wanted=frozenset(wanted), scaled=scaled, repeated=not whole and draw(st.booleans()))
-    if not forked or not scaled:
-        return t
-    first, *others = t.batches  # DDP and FSDP2 are for training, one backward after the other
-    others = [b for b in others if b.mode != "inference"]
-    of_training = (replace(first, mode="train"), *others)
-    return replace(t, within=draw(st.sampled_from(within)), batches=of_training, order="in turn")
-
-
-def _least(view: str) -> int:
-    return {"plain": 0, "every second": 0, "batch first": 1, "one row": 1, "one head": 2}[view]
-
-
-@st.composite
-def batches(draw: st.DrawFn, call: str, asked: dict[str, Any], size: int, layouts: Sequence[str]) -> Batch:
-    tokens = 2 * size * draw(st.integers(1, 4))
-    found = Batch(tokens=tokens, seed=draw(st.integers(0, 7)), mode=draw(st.sampled_from(["train", *MODES])))
-    if call not in ("attention", "linear_attention", "short_convolution", "linear_state") or draw(st.booleans()):
-        return found
-    if call == "attention" and asked["causal"] and asked["window"] is None and draw(st.booleans()):
-        tree = draw(trees(tokens))
-        return replace(found, tree=(tuple(tree.lengths), tuple(tree.parents)))
-    inner = draw(st.sets(st.integers(1, tokens - 1), max_size=4))
-    return replace(found, bounds=(0, *sorted(inner), tokens))
 
 
 def settles(t: Trial) -> dict[str, int] | None:
@@ -318,6 +267,33 @@ def test_calls_in_wrappers_on_processes(ts: list[Trial]) -> None:
         of_ranks = run_ranks(rank, ts[0].size, init_process_group=True, timeout=120)
         for t, *ranks in zip(fit, *of_ranks, strict=True):
             event(f"{t.call}, {t.within}: {judge(t, ranks)}")
+
+
+CAN_BE_DRAWN: dict[str, Callable[[Trial, Batch], object]] = {
+    "padded bounds": lambda t, b: b.bounds[-2:] == (b.tokens, b.tokens),
+    "bounds that are none": lambda t, b: b.wrong,
+    "one object, with and without placed documents": lambda t, b: len({x.placed for x in t.batches if x.bounds}) > 1,
+    "lengths that vary": lambda t, b: len({x.tokens for x in t.batches}) > 2,
+    "a mask that changes": lambda t, b: b.asked.get("causal") not in (None, t.asked.get("causal")),
+    "a factor that changes": lambda t, b: "scale" in b.asked,
+    "a tree": lambda t, b: b.tree[0],
+    "a window and a sink": lambda t, b: t.asked.get("window") and t.asked["sink"],
+    "a growing state": lambda t, b: b.asked.get("grows"),
+    **{f"a decay per {x}": lambda t, b, x=x: t.asked.get("decay") == x for x in DECAYS},
+    **{str(x): lambda t, b, x=x: t.dtype == x for x in LIMITS},
+    **{x: lambda t, b, x=x: t.derivative == x for x in ("backward(inputs=)", *PENALTIES)},
+    "rank 0 differs": lambda t, b: t.differs and t.differs[0] == 0,
+    "another rank differs later": lambda t, b: t.differs and t.differs[0] > 0 and t.differs[1] > 0,
+    "documents in lasp2": lambda t, b: t.provider == "lasp2" and b.bounds,
+}
+
+
+def test_inputs_of_known_faults_can_be_drawn() -> None:
+    found: list[Trial] = []
+    quiet = {"database": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
+    settings(max_examples=300, derandomize=True, **quiet)(given(trials())(lambda t: found.append(t)))()
+    drawn = {name: any(of(t, b) for t in found for b in t.batches) for name, of in CAN_BE_DRAWN.items()}
+    assert drawn == dict.fromkeys(CAN_BE_DRAWN, True)
 
 
 PLANTED = {

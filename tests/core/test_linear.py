@@ -249,13 +249,17 @@ def test_one_rank_needs_no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(map(distance, attend(ContextParallel("lasp2"), case), case.want())) <= 1e-9
 
 
-def test_uncut_documents_send_no_states() -> None:
+@pytest.mark.parametrize("layout", ["documents", "zigzag"])
+def test_uncut_documents_send_no_states(layout: str) -> None:
+    """And have no state from behind them, whatever the layout from which they were placed."""
     case = LinearCase(decay="key", documents=True, bounds=(0, 24, 48, 72, 96))
 
     def rank(mesh: Mesh) -> tuple[list[Tensor], int]:
-        cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout="documents"), case.cu_seqlens)
+        cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout=layout), case.cu_seqlens)
         found = on_shards(cp, case)
         sent = len(mesh.ledger.entries())
+        with pytest.raises(ValueError, match="'documents' it needs a causal mask"):
+            cp.linear_attention(*found[1:4], causal=False, cu_seqlens=case.cu_seqlens)
         with pytest.raises(ValueError, match="leaves no single final state"):
             cp.linear_state(*found[2:4])
         return whole(cp, found), sent

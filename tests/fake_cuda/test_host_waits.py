@@ -15,7 +15,6 @@ from cp_plugin import ContextParallel
 from cp_plugin.attention.convolution import short_convolution
 from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.attention.shift import shift
-from cp_plugin.comm import Waits
 from cp_plugin.inference.session import Session
 from cp_plugin.kernels import merge
 
@@ -48,17 +47,6 @@ def test_recomputation(gpu: Start) -> None:
 
     once_warm(device, call)
     assert device.ops.by_name["mul"] >= 2 * 3, "the layer was not recomputed"
-
-
-def test_timing_messages(gpu: Start) -> None:
-    """Events are read only for a report."""
-    device, case = gpu(), Softmax(provider="ring")
-    cp = case.context_parallel()
-    cp.mesh.ledger.waits = Waits()
-    once_warm(device, lambda: case.run(cp))
-    with pytest.raises(AttributeError):  # there is no time on this device
-        cp.mesh.ledger.waits.total()
-    assert [wait.what for wait in device.waits] == ["Event.synchronize"]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

@@ -33,6 +33,13 @@ def test_cases_equal_one_rank_or_are_refused(kind: str, capsys: pytest.CaptureFi
     assert run(examples=200 if NIGHT else 6, seed=3, kind=kind) == 0, capsys.readouterr().out
 
 
+def test_models_are_called_in_every_way() -> None:
+    import fuzz_huggingface
+
+    drawn = {fuzz_huggingface.case_of(number, ["llama"]).way for number in range(1, 300)}
+    assert drawn == set(fuzz_huggingface.WAYS)
+
+
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of a gradient is lost, which no check of a forward sees."""
     attention = ContextParallel.attention

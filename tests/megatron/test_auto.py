@@ -120,7 +120,7 @@ def test_compares_with_upstream_on_gpus(on_gpus: Any, capsys: pytest.CaptureFixt
         ("", False, True, False),  # a gain beyond the typical error
         ("", True, False, False),  # no Transformer Engine
         ("--dataloader-inter-document-masking", True, True, False),
-        ("--cp-log-traffic", True, True, False),
+        ("--cp-recompute-attention --recompute-granularity selective", True, True, False),
     ],
 )
 def test_stock_megatron_without_a_significant_gain(

@@ -27,8 +27,8 @@ def test_help_group(adapter: None) -> None:
     expected = """
         --cp-provider --cp-cluster --cp-layout --cp-backend --cp-grid --cp-head-groups --cp-intra-size --cp-backward
         --cp-head-parallel --cp-fp8 --cp-gradient-dtype --cp-linear-attention --cp-layer-pattern --cp-linear-provider
-        --cp-device --cp-selfcheck --cp-check-every --cp-pad-sequence --cp-log-traffic
-        --cp-verbose --cp-recompute-attention
+        --cp-device --cp-selfcheck --cp-check-every --cp-pad-sequence --cp-verbose
+        --cp-recompute-attention
     """
     assert flags == expected.split()
     text = " ".join(parser.format_help().split())
@@ -45,21 +45,19 @@ def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.
     from cp_plugin.megatron.patches.run import Run
 
     args = validated(
-        f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-log-traffic --cp-verbose "
-        "--cp-check-every 100"
+        f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-verbose --cp-check-every 100"
     )
     assert runtime.settings() == Settings(
         provider="ring",
         options=Options(layout="zigzag", backend="reference"),
         selfcheck=False,
         check_every=100,
-        log_traffic=True,
         verbose=True,
     )
     run = Run(settings=runtime.settings(), args=args)
     patches = [*hooks.START_UP, *(patch for patch in hooks.OF_RUN if patch.when(run))]
     assert patching.installed() == [patch.target for patch in patches if compat.has(patch.target)]
-    assert any("training_log" in target for target in patching.installed()), "as --cp-log-traffic asks"
+    assert any("training_log" in target for target in patching.installed())
     unneeded = ("mtp_loss", "checkpoint", "moe", "ssm", "finalize_model_grads")
     assert [t for t in patching.installed() if any(t.endswith(x) or f".{x}" in t for x in unneeded)] == [
         "megatron.training.checkpointing:_load_base_checkpoint"
@@ -112,7 +110,7 @@ def test_attention_dropout_must_be_given(validated: Callable[..., argparse.Names
         validated(RING, without="--attention-dropout 0")
 
 
-@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.0"])
+@pytest.mark.parametrize("version", ["0.18.2", "0.19.0"])
 def test_auxiliary_losses_of_experts_before_0_19(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+import state_space_kernels
 import torch
 from harness import MODEL, SGD, train
 from nightly import NIGHT, one_case
+from state_space_kernels import STATES
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -129,12 +131,12 @@ def test_products_need_little_memory_beside_the_gradients(shape: tuple[int, int,
 
 def apart(case: Case, total: dict[str, Tensor]) -> list[tuple[float, str]]:
     """How far each identity is from holding, in units of what rounding may do."""
-    from cp_plugin.megatron.selfcheck.identities import _LINEAR, _SOFTMAX, compared
+    from cp_plugin.megatron.selfcheck.identities import LINEAR, SOFTMAX, compared
 
     hops = case.ranks if case.options else 0
     rounding = Rounding.of(case.dtype, cuda=False, hops=hops)
     found = []
-    for one, other in _LINEAR if case.linear else _SOFTMAX:
+    for one, other in LINEAR if case.linear else SOFTMAX:
         far, allowed = compared(total[one], total[other], rounding)
         fair = far.isfinite() & allowed.isfinite()
         found.append(
@@ -223,6 +225,18 @@ def test_a_training_stops(provider: str) -> None:
     assert "sum(v . dv) = " in text
 
 
+def _counted(owner: Any, name: str) -> None:
+    """Print each call, and the step of a check that is an argument."""
+    function = getattr(owner, name)
+
+    def counted(*args: Any) -> Any:
+        place = getattr(args[0], "place", None)
+        print(f"\nCALLED {name} {place.step if place else ''}", flush=True)
+        return function(*args)
+
+    setattr(owner, name, counted)
+
+
 def _every(n: int) -> Callable[[], None]:
     def prepare() -> None:
         from cp_plugin.megatron import runtime
@@ -231,14 +245,10 @@ def _every(n: int) -> Callable[[], None]:
 
         assert args.Settings().identities_every == runtime.settings().identities_every == 100
 
+        state_space_kernels.install()
         object.__setattr__(runtime.settings(), "identities_every", n)
-        judge = identities.Identities._judge
-
-        def told(self: Any) -> None:
-            print(f"\nJUDGED {self.place.step} {len(self.pairs)}")
-            judge(self)
-
-        identities.Identities._judge = told
+        for owner, name in ((identities.Identities, "_judge"), (identities, "of_every_rank")):
+            _counted(owner, name)
 
     return prepare
 
@@ -254,14 +264,19 @@ def _every(n: int) -> Callable[[], None]:
         f"{FLAGS} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern LN --cp-provider ring --bf16",
         "--context-parallel-size 2 --cp-provider needed --cp-fp8 comm --bf16",
+        f"--context-parallel-size 2 --cp-provider ring --cp-linear-provider lasp2 --hybrid-layer-pattern G* {STATES}",
     ],
 )
 def test_by_default_and_bitwise_unchanged(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Without the flag they are compared in every 100th iteration; here in every second."""
-    checked = train(2, flags, steps=6, model=MODEL, prepare=_every(2))
-    steps = {int(line.split()[1]) for line in capfd.readouterr().out.splitlines() if line.startswith("JUDGED")}
-    assert steps and steps <= {2, 4, 6}
-    without = train(2, f"{flags} --cp-check-every 0", steps=6, model=MODEL)
+    model = MODEL.replace("--num-layers 2 ", "") if "--hybrid" in flags else MODEL
+    checked = train(2, flags, steps=6, model=model, prepare=_every(2))
+    calls = [line.split()[1:] for line in capfd.readouterr().out.splitlines() if line.startswith("CALLED")]
+    judged = [int(call[1]) for call in calls if call[0] == "_judge"]
+    assert set(judged) == {2, 4, 6}
+    assert len(judged) == 2 * 3 * (2 if "LN" in flags or "G*" in flags else 1), "one call of each kind on each rank"
+    assert [call[0] for call in calls].count("of_every_rank") == len(judged), "one message"
+    without = train(2, f"{flags} --cp-check-every 0", steps=6, model=model, prepare=state_space_kernels.install)
     for a, b in zip(without, checked, strict=True):
         assert a.losses == b.losses
         assert a.grads and all(torch.equal(grad, b.grads[name]) for name, grad in a.grads.items())

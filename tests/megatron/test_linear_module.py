@@ -162,8 +162,8 @@ def test_calls_and_layers_it_does_not_support(gla: None) -> None:
         _module(config)
 
 
-def test_audit_and_traffic_log_name_both_kinds(capfd: pytest.CaptureFixture[str]) -> None:
-    records = train(2, f"{HYBRID} --num-layers 4 --cp-log-traffic --cp-verbose")
+def test_audit_names_both_kinds(capfd: pytest.CaptureFixture[str]) -> None:
+    train(2, f"{HYBRID} --num-layers 4 --cp-verbose")
     text = capfd.readouterr().out
     rows = dict(_cells(line) for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3)
     assert rows["provider"].startswith("all_gather: ")
@@ -179,8 +179,6 @@ def test_audit_and_traffic_log_name_both_kinds(capfd: pytest.CaptureFixture[str]
         text.count("cp_plugin: self-check passed: attention") == text.count("cp_plugin: self-check passed: a step") == 1
     )
     assert "num_floating_point_operations" in text
-    (line,) = (line for line in text.splitlines() if "bytes sent by rank 0 per iteration" in line)
-    assert f"per iteration: {sum(records[0].formula.values()):,} (" in line, "of both kinds together"
 
 
 # -- faults that the self-check must find

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,8 +133,11 @@ def test_experts_documents_and_states(case: str) -> None:
     _compare(flags, cp, layout, ranks=ranks)
 
 
-def _padded_by_the_script() -> None:
-    """Rows end early, one after another; the script masks what follows them in the loss, and tells the routers."""
+def _padded_by_the_script(*, everywhere: bool = True) -> None:
+    """Rows end early, one after another; the script masks what follows them in the loss, and tells the routers.
+
+    everywhere: also those of ranks on which nothing is padded.
+    """
     from megatron.core.models.gpt import GPTModel
 
     from cp_plugin.megatron.models import gpt
@@ -153,13 +157,15 @@ def _padded_by_the_script() -> None:
 
     def told(model: Any, *args: Any, **named: Any) -> Any:
         labels, padding = named.get("labels"), held.get("padding_mask")
-        also = {"padding_mask": padding} if labels is not None and padding is not None else {}
+        asked = labels is not None and padding is not None and (everywhere or padding.any())
+        also = {"padding_mask": padding} if asked else {}
         return forward(model, *args, **named, **(also if also and labels.shape == padding.shape else {}))
 
     gpt._slice, gpt.get_batch, GPTModel.forward = shorter, kept, told  # type: ignore[method-assign]
 
 
 BY_SCRIPT = {
+    "no mask on a rank": ("--moe-aux-loss-coeff 0.3 --moe-z-loss-coeff 0.1", "", "ring --cp-layout contiguous"),
     **{f"{kind}, {per}": (f"--moe-aux-loss-coeff 0.3 --moe-router-load-balancing-type {kind}", per, "striped")
        for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss") for per in (PER_TOKEN, "")},
     "z-loss": ("--moe-z-loss-coeff 0.1", "", "ring --cp-layout zigzag"),
@@ -174,7 +180,8 @@ BY_SCRIPT = {
 def test_losses_of_experts_with_a_padding_mask_of_the_script(case: str) -> None:
     losses, per_token, provider = BY_SCRIPT[case]
     flags = f"--num-experts 4 --moe-router-topk 2 {losses} {per_token}"
-    both = {"prepare": _padded_by_the_script, "alone": _padded_by_the_script}
+    script = partial(_padded_by_the_script, everywhere="no mask" not in case)
+    both = {"prepare": script, "alone": script}
     check(flags, f"--cp-provider {provider}", steps=1, **both)
 
 

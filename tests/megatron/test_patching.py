@@ -224,14 +224,14 @@ def test_a_symbol_that_another_extension_replaced_is_wrapped_in_turn(library: ty
     patching.undo()
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.21.0", "0.21.0rc1", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.17.1", "0.21.0", "0.21.0rc1", "1.0.0"])
 def test_a_megatron_outside_the_range_is_refused(adapter: None, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     from megatron.core import package_info
 
     from cp_plugin.megatron import activate
 
     monkeypatch.setattr(package_info, "__version__", version)
-    with pytest.raises(ValueError, match=rf"megatron-core {version} is not supported: .*>=0.17,<0.21"):
+    with pytest.raises(ValueError, match=rf"megatron-core {version} is not supported: .*>=0.18,<0.21"):
         activate(["--cp-device", "cpu"])
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import state_space_kernels
 from harness import MODEL, SGD, train
 from nightly import one_case, slow
+from state_space_kernels import STATES
+from test_masks_in_training import short_documents
 from test_mla import MLA, YARN
 from test_positions import POSITIONS
 
@@ -29,6 +32,12 @@ TWO = "--context-parallel-size 2 --cp-provider ring"
 FOUR = "--context-parallel-size 4 --cp-provider ring"
 
 
+DELTA = (
+    f"{MODEL.replace('--num-layers 2 ', '')} --hybrid-layer-pattern G* {STATES} --cp-linear-provider lasp2 --cp-layout"
+)
+PACKED = "contiguous --dataloader-inter-document-masking --calculate-per-token-loss"
+
+
 class Later(NamedTuple):
     plant: Plant
     flags: str
@@ -37,6 +46,7 @@ class Later(NamedTuple):
     """Pattern of the check's message."""
     alike: bool = False
     """Another fault is found in the same place; this one is planted before a merge only."""
+    model: str = ONE_CALL
 
 
 def on_rank_1(at: str, step: int, do: str, last: int, alike: bool = False) -> Later:
@@ -50,10 +60,16 @@ def in_step_3(at: str, do: str, found: str, flags: str = TWO, rank: int = 1) -> 
     return Later(Plant(rank=rank, at=at, step=3, do=do), flags, 3, found)
 
 
+def of_delta_net(at: str, do: str, found: str, layout: str = "zigzag") -> Later:
+    """In a hybrid model, with the kernels of its layers in plain torch."""
+    return in_step_3(at, do, found)._replace(model=f"{DELTA} {layout}")
+
+
 ROWS = r"--cp-check-every 1: in step 3, layer 1, .*\. rank 1: out of [1-8] of 8 rows"
 SUMS = r"--cp-check-every: in step 3, layer 1, the gradients of ring attention .*sum\(%s\) ="
 SLICES = r"--cp-check-every: in step 3, on the \w+ layout, .*%s are not those of the slice on rank 1\."
 TURNED = r"--cp-check-every: in step 3, layer 1, queries or keys are not rotated by .*layout\. rank 1: "
+HALO = r"--cp-check-every: in step 3, layer 1, .* halo of the short convolution's %s is not what was sent \(rank 1 from"
 LATER = {
     "labels of another token": in_step_3("batch", "roll:labels", SLICES % "labels"),
     "tokens of another place": in_step_3("batch", "roll:tokens", SLICES % "tokens"),
@@ -73,6 +89,13 @@ LATER = {
     "the sign of an element": on_rank_1("received", 5, "flip:31", 5),
     "the highest bit of an exponent": on_rank_1("received", 5, "flip:30", 5, alike=True),
     "the highest bit of a mantissa": on_rank_1("received", 5, "flip:22", 5, alike=True),
+    "swapped halos": of_delta_net("halo", "flipped:halo", HALO % "forward"),
+    "gradients of a halo": of_delta_net("returned halo", "lost:halo", HALO % "backward"),
+    "halos in bfloat16": of_delta_net("halo", "smaller:halo", HALO % "forward", "contiguous --bf16"),
+    "decays of the next tokens": of_delta_net("linear", "flipped:log_decay", ROWS),
+    "decays of the next head, in bfloat16": of_delta_net("linear", "next-head:log_decay", ROWS, "contiguous --bf16"),
+    "states of another document": of_delta_net("linear", "lost:starts", ROWS, PACKED),
+    "betas": of_delta_net("linear", "smaller:beta", ROWS),
 }
 
 
@@ -135,14 +158,20 @@ def test_ranks_of_other_groups_are_ended_too(tmp_path: Path) -> None:
         assert re.search(told, text), text
 
 
-def _train(later: Later, tmp_path: Path, more: str, model: str = ONE_CALL) -> list[float]:
+def _train(later: Later, tmp_path: Path, more: str, model: str = "") -> list[float]:
+    def prepare() -> None:
+        if "--hybrid" in later.model:
+            short_documents()
+            state_space_kernels.install()
+        plant(later.plant, tmp_path / "mark")
+
     words = later.flags.split()
     records = train(
         math.prod(int(words[i + 1]) for i, word in enumerate(words) if word.endswith("-parallel-size")),
         f"{later.flags} {more}",
         steps=later.steps,
-        model=model,
+        model=model or later.model,
         training=ONE,
-        prepare=lambda: plant(later.plant, tmp_path / "mark"),
+        prepare=prepare,
     )
     return records[0].losses

@@ -14,10 +14,7 @@ from nightly import slow
 from warm import in_a_fork
 
 from cp_plugin.common import refusals
-from cp_plugin.megatron.dataset.build import build
-from cp_plugin.megatron.dataset.recipe import Recipe
-from cp_plugin.megatron.dataset.sources import standard_library
-from cp_plugin.megatron.models.tokenizers import named
+from cp_plugin.megatron.dataset import STANDARD_LIBRARY, build
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -33,8 +30,7 @@ def test_it_trains_on_a_real_dataset_with_forked_ranks(
 ) -> None:
     from cp_plugin import pretrain_gpt
 
-    recipe = Recipe(paths=(standard_library(),), suffixes=(".py",), tokenizer=named("bytes"), max_bytes=300_000)
-    flags = build(tmp_path / "text", recipe).flags
+    flags = build(tmp_path / "text", [STANDARD_LIBRARY], suffixes=(".py",), max_bytes=300_000).flags
     training = SGD.replace("--lr 0.05", "--lr 1")
     common = f"{MODEL} {training} --train-iters 8 --split 100,0,0 --data-cache-path {tmp_path}/cache".split()
     words = ["--nproc", "2", *common, *flags]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
+import state_space_kernels
 import torch
 from harness import MODEL, SGD, train
 from nightly import one_case
+from state_space_kernels import STATES
+from test_masks_in_training import short_documents
 from test_mla import MLA
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from cp_plugin.linear import recurrence
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Rounding, Softmax, compare
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -20,6 +25,14 @@ pytestmark = pytest.mark.usefixtures("adapter")
 STRIPED = "--context-parallel-size 2 --cp-provider striped"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 CORE = "--recompute-granularity selective --recompute-modules core_attn"
+HYBRIDS = (
+    "--context-parallel-size 2 --cp-provider ring --cp-layout zigzag --cp-linear-provider lasp2 "
+    "--hybrid-layer-pattern G*",
+    "--context-parallel-size 4 --cp-provider ring --cp-linear-provider lasp1 --hybrid-layer-pattern MGG* --bf16",
+    "--context-parallel-size 2 --cp-provider needed --cp-layout documents --cp-linear-provider lasp2 --bf16 "
+    "--hybrid-layer-pattern G* --dataloader-inter-document-masking --calculate-per-token-loss",
+    "--context-parallel-size 2 --cp-provider striped --hybrid-layer-pattern MG* --bf16",
+)
 RIGHT = (
     STRIPED,
     f"{STRIPED} --bf16",
@@ -41,6 +54,7 @@ RIGHT = (
     "--context-parallel-size 2 --cp-linear-attention lightning --bf16",
     "--context-parallel-size 2 --cp-linear-attention retention",
     "--context-parallel-size 2 --cp-linear-attention rebased",
+    *(f"{STATES} {flags}" for flags in HYBRIDS),
 )
 STEPS = 6
 
@@ -49,6 +63,8 @@ def _told() -> None:
     """Print each comparison: name, place, error and bound."""
     from cp_plugin.megatron.selfcheck import recheck
 
+    short_documents()
+    state_space_kernels.install()
     judge = recheck.Rows._judge
 
     def judged(self: Any, name: str, got: Tensor, want: Exact) -> None:
@@ -71,6 +87,7 @@ def _compared(text: str) -> list[list[str]]:
 @one_case
 @pytest.mark.parametrize("flags", RIGHT)
 def test_correct_training_passes(flags: str, capfd: pytest.CaptureFixture[str], model: str = MODEL) -> None:
+    model = model.replace("--num-layers 2 ", "") if "--hybrid" in flags else model
     train(_ranks(flags), f"{flags} --cp-check-every 1", steps=STEPS, model=model, prepare=_told)
     text = capfd.readouterr().out
     assert "--cp-check-every does not compare" not in text, text
@@ -106,22 +123,15 @@ def test_training_is_bitwise_unchanged(flags: str) -> None:
         assert a.grads and all(torch.equal(grad, b.grads[name]) for name, grad in a.grads.items())
 
 
-def test_cost_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
-    flags = f"{STRIPED} --bf16 --cp-log-traffic --cp-check-every 2"
-    train(2, flags, steps=4)
-    lines = [line for line in capfd.readouterr().out.splitlines() if "bytes sent by rank 0 per iteration" in line]
-    checked = [re.search(r"check all_gather on all: ([\d,]+)", line) for line in lines]
-    around = [re.search(r"check exchange on cp: ([\d,]+)", line) for line in lines]
+def test_bytes_of_the_check() -> None:
+    one, *_ = train(2, f"{STRIPED} --bf16 --cp-check-every 1", steps=1)
     keys = 2 * 32 * (16 + 16) * 2  # for out and dq: k and v of 32 tokens, a head of 16, in bfloat16
     verdicts = 2 * (2 + 8) * 8
-    assert [found and int(found[1].replace(",", "")) for found in checked] == [None, keys + verdicts] * 2
+    assert one.sent["check", "all"] == keys + verdicts
     identities = 4 * 4 * 2 * 8  # of q, k, v and out, four sums per key/value head, in float64
     slices = (5 * 3 + 5) * 8  # of four entries and the loss: digests of batch, slice, received, and whether it was
     rotation = 4 * 8
-    total = identities + slices + rotation
-    assert [found and int(found[1].replace(",", "")) for found in around] == [None, total] * 2
-    seconds = [re.search(r"; check, seconds: (\S+)", line) for line in lines]
-    assert [found is not None and float(found[1]) > 0 for found in seconds] == [False, True] * 2
+    assert one.sent["check", "cp"] == identities + slices + rotation
 
 
 FUTURE = torch.ones(40, 40, dtype=torch.bool).triu(1)
@@ -150,6 +160,25 @@ def test_exact_rows_match_autograd(sink: Tensor | None, chunk: int, monkeypatch:
     some = Softmax(q[rows].detach(), x["k"], x["v"], hidden[rows], scale=0.3, sink=sink, rounding=rounding)
     torch.testing.assert_close(some.out().rows, out[rows].detach())
     torch.testing.assert_close(some.dq(x["dout"][rows]).rows, dq[rows])
+
+
+@pytest.mark.parametrize("slab", [1 << 13, 16])
+@pytest.mark.parametrize("left_out", ["", "beta", "starts", "log_decay"])
+def test_exact_linear_rows_match_the_recurrence(left_out: str, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin.megatron.selfcheck import exact_rows
+
+    monkeypatch.setattr(exact_rows, "_SLAB", slab)
+    draw = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(100, 1, 1, 8, generator=draw, dtype=torch.float64) for _ in "qk")
+    v, decay, beta = (torch.rand(100, 1, 1, n, generator=draw, dtype=torch.float64) for n in (5, 1, 1))
+    x = Tokens(q, normalize(k, dim=3), v, -decay / 10, beta[..., 0], (torch.arange(100) % 30 == 0)[:, None])
+    x = x._replace(**{left_out: None} if left_out else {})
+    leaf, dout, at = q.clone().requires_grad_(), torch.randn(4, 5, generator=draw, dtype=torch.float64), [3, 99, 50, 51]
+    out = recurrence.run(x._replace(q=leaf))[0][at, 0, 0]
+    (dq,) = torch.autograd.grad(out, leaf, dout)
+    rows = exact_rows.Linear(x, q[at, 0, 0], at, scale=1.0, rounding=Rounding.of(torch.float64, cuda=False))
+    torch.testing.assert_close(rows.out().rows, out.detach())
+    torch.testing.assert_close(rows.dq(dout).rows, dq[at, 0, 0])
 
 
 def _rounded(x: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

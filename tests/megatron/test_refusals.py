@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from rule_examples import RING, Example, check, example
-from test_generation_refusals import ENGINES, MODELS, REQUESTS
+from test_generation_refusals import MODELS
 
 from cp_plugin import Options
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.flags.linear_flags import Linear
-from cp_plugin.megatron.rules import layers, table
+from cp_plugin.megatron.rules import fields, layers, table
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.nemo import refusals as nemo
 
@@ -79,7 +80,6 @@ FLAGS = dict.fromkeys(SWITCHES.split(), True) | {
     "--pad-packed-seq-alignment": 16,
     "--cp-partition-mode": "contiguous",
     "--experimental-attention-variant": "dsa",
-    "--attn-logit-softcapping": 50.0,
     "--attention-backend": "local",
     "--position-embedding-type": "relative",
     "--cpu-offloading-num-layers": 1,
@@ -116,6 +116,7 @@ def padded(names: str, **args: Any) -> Example:
 
 
 RUNS = {
+    "fields that the plugin does not know": example("--add-qkv-bias: Megatron's own", add_qkv_bias=True),
     "position embeddings of MLA": example(
         "--position-embedding-type yarn", multi_latent_attention=True, position_embedding_type="yarn"
     ),
@@ -131,9 +132,6 @@ RUNS = {
         "setting --linear-cp-mode to headwise", hybrid_layer_pattern="G*", linear_cp_mode="chunkwise"
     ),
     "hybrid without attention": example("--hybrid-layer-pattern M-", hybrid_layer_pattern="M-"),
-    "hybrid before 0.18": example(
-        "--hybrid-layer-pattern *- on megatron-core 0.17.1", version="0.17.1", hybrid_layer_pattern="*-"
-    ),
     "packed micro-batches in a pipeline": example(
         "--sft with --pipeline-model-parallel-size 2 and --micro-batch-size 2",
         sft=True,
@@ -334,15 +332,67 @@ def example_of(rule: Rule) -> Example:
 
 def test_every_rule_refuses_its_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "delta_net_takes_exchange", lambda: False)  # a difference between versions
+    monkeypatch.delitem(fields.KNOWN, "add_qkv_bias")
     for rule in training():
         given = example_of(rule)
         check(rule, rule.of(run_of(given)), given.names)
-    for rule in (*layers.LAYER, *layers.LINEAR_LAYER):
+    for rule in (rule for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule is not fields.UNKNOWN):
         value = {attribute(rule.name): FLAGS.get(rule.name)}
         given = example(rule.name, args=value) if rule.name in FLAGS else LAYERS[rule.name]
         check(rule, rule.of(layer_of(given)), given.names)
     for rule in layers.CALL:
         check(rule, rule.of(call_of(CALLS[rule.name])), CALLS[rule.name].names)
+
+
+def test_every_field_that_megatron_reads_is_known() -> None:
+    """A field of a new version belongs in the table, once it is clear what the plugin does with it."""
+    import megatron.core
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    found = fields.read(Path(megatron.core.__path__[0])) & set(MLATransformerConfig.__dataclass_fields__)
+    assert {"window_size", "qk_head_dim", "mamba_head_dim", "linear_conv_kernel_dim", "deterministic_mode"} <= found
+    assert found <= fields.KNOWN.keys() | {attribute(rule.name) for rule in table.TRAINING}
+
+
+@pytest.mark.parametrize(
+    ("reads", "given", "refused"),
+    [
+        ("self.config.attn_cap", {"attn_cap": 0.5}, "--attn-cap 0.5: Megatron's own attention"),
+        ('getattr(config, "attn_cap", None)', {"attn_cap": 0.5}, "leave it out"),
+        ("self.config.attn_cap + config.derived", {}, None),
+        ("self.config.attn_cap + config.derived", {"derived": 3}, "--derived 3"),
+        ("self.attn_cap", {"attn_cap": 0.5}, None),
+    ],
+)
+def test_a_new_field_of_a_copy_is_refused(
+    reads: str, given: dict[str, Any], refused: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its attention reads it, and it has neither its default nor what the configuration derives itself."""
+    import megatron.core
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    @dataclass
+    class New(TransformerConfig):
+        attn_cap: float | None = None
+        derived: int | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.derived = self.derived or self.hidden_size
+
+    copied = shutil.copytree(megatron.core.__path__[0], tmp_path / "core", ignore=_but_attention)
+    file = copied / "transformer/dot_product_attention.py"
+    line = "        self.config: TransformerConfig = config\n"
+    file.write_text(file.read_text().replace(line, f"{line}        cap = {reads}\n", 1))
+    place = SimpleNamespace(submodule_search_locations=[str(copied)])
+    monkeypatch.setattr(fields, "find_spec", lambda name: place)
+    config = New(num_layers=1, hidden_size=8, num_attention_heads=1, attention_dropout=0.0, **given)
+    said = [text for rule in layers.LAYER if (text := rule.of(layers.Layer(args=config, settings=RING)))]
+    assert refused in said[0] if refused else not said
+
+
+def _but_attention(folder: str, names: list[str]) -> list[str]:
+    return [] if Path(folder).name in ("ssm", "transformer") else [n for n in names if n not in ("ssm", "transformer")]
 
 
 def test_rules_of_bridges_configuration(bridge_stub: None) -> None:
@@ -359,8 +409,6 @@ def test_no_rule_applies_to_a_plain_run(bridge_stub: None) -> None:
     plain = example("")
     assert [rule.name for rule in training() if not rule.name.startswith("linear ") and rule.of(run_of(plain))] == []
     assert [rule.name for rule in training() if rule.of(run_of(with_linear(plain)))] == []
-    uncapped = example("", args={"attn_logit_softcapping": 0.0})
-    assert [rule.name for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule.of(layer_of(uncapped))] == []
     assert [rule.name for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule.of(layer_of(plain))] == []
     assert [rule.name for rule in layers.CALL if rule.of(call_of(plain))] == []
     assert nemo.refused_by(_Config()) == []
@@ -378,7 +426,7 @@ def test_a_pack_may_name_the_layout_of_the_provider() -> None:
 def test_every_rule_has_a_unique_name_and_an_example() -> None:
     rules = [*(rule for group in table.RULES.values() for rule in group), nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
     names = [rule.name for number, rule in enumerate(rules) if rule not in rules[:number]]
-    examples = [*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS, *MODELS, *ENGINES, *REQUESTS]
+    examples = [*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS, *MODELS]
     assert sorted(names) == sorted(examples)
 
 
@@ -388,11 +436,9 @@ def test_refused_flags_exist_in_megatron() -> None:
 
     known = {a.dest for a in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
     elsewhere = {
-        "use_legacy_models",  # until 0.17
         "dataloader_inter_document_masking",  # since 0.19
         "logits_save_dir",
         "logits_load_dir",
-        "attn_logit_softcapping",
         "fp8_dot_product_attention",  # model configurations only
         "fp8_multi_head_attention",
         *("cp_partition_mode", "dynamic_context_parallel", "sequence_packing_scheduler"),  # the dev branch

@@ -47,8 +47,8 @@ def _batch() -> dict[str, Any]:
     }
 
 
-# the parameters of get_batch_on_this_cp_rank: 0.17, 0.18, 0.19, and with Megatron's layout manager
-def _in_0_17(batch, cp_group=None): ...
+# the parameters of get_batch_on_this_cp_rank: those without a version, 0.18, 0.19, and with Megatron's layout manager
+def _plainly(batch, cp_group=None): ...
 def _in_0_18(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None): ...
 def _in_0_19(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None, use_per_sequence_balancing=False): ...
 
@@ -64,8 +64,8 @@ def _with_layouts(
 
 
 CALLS = {
-    "0.17": (_in_0_17, {}),
-    "0.17 with a group": (_in_0_17, {"cp_group": "group"}),
+    "plainly": (_plainly, {}),
+    "plainly, with a group": (_plainly, {"cp_group": "group"}),
     "0.18": (_in_0_18, {"is_hybrid_cp": False, "cp_group": "group", "hybrid_cp_group_func": None}),
     "0.19": (_in_0_19, {"is_hybrid_cp": False, "cp_group": "group", "use_per_sequence_balancing": False}),
     "with layouts": (_with_layouts, {"is_hybrid_cp": False, "cp_group": "group", "use_contiguous_cp": False}),
@@ -126,7 +126,7 @@ def test_token_order_with_a_head_axis(on_rank: Callable[[ContextParallel], list[
     for index, first in enumerate((0, 2, 1, 3)):
         on_rank(one_rank_of(provider, "striped", 4, index, head_parallel=2))
         at = list(range(first, TOKENS, 4))
-        assert replace_get_batch(_in_0_17)(_batch())["position_ids"][0].tolist() == at
+        assert replace_get_batch(_plainly)(_batch())["position_ids"][0].tolist() == at
         assert slice_rope(torch.arange(TOKENS), 0, "group").tolist() == at
 
 
@@ -266,11 +266,11 @@ def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypa
 def test_batches_that_are_refused_and_one_without_tokens(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
     on_rank(one_rank_of("ring", "zigzag", 4, 1))
     with pytest.raises(ValueError, match="multiple of 8"):
-        replace_get_batch(_in_0_17)({"tokens": torch.zeros(1, 12)})
+        replace_get_batch(_plainly)({"tokens": torch.zeros(1, 12)})
     with pytest.raises(ValueError, match="--hybrid-context-parallel is not supported by"):
         replace_get_batch(_in_0_19)(_batch(), is_hybrid_cp=True)
     batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens"))
-    assert replace_get_batch(_in_0_17)(dict(batch)) == batch, "of a stage in the middle of a pipeline"
+    assert replace_get_batch(_plainly)(dict(batch)) == batch, "of a stage in the middle of a pipeline"
 
 
 @pytest.mark.parametrize(("provider", "layout"), PROVIDERS)

@@ -25,7 +25,6 @@ TOLERANCE = 1e-5
 """Largest relative difference of two losses in any iteration: float32 rounding in another order of summation."""
 _LAST_LINES = 40
 _LOSS = re.compile(r"elapsed time per iteration \(ms\): (?P<ms>[\d.]+).*lm loss: (?P<loss>[-+.\dEena]+)")
-_BYTES = re.compile(r"bytes sent by rank 0 per iteration: (?P<bytes>[\d,]+)")
 
 
 class TrainingError(Exception):
@@ -38,8 +37,6 @@ class Iteration:
 
     loss: float
     milliseconds: float
-    bytes: int = 0
-    """Sent by rank 0 for context parallelism."""
 
 
 def corpus(prefix: Path, max_bytes: int = 4_000_000, *, quiet: bool = False) -> list[str]:
@@ -83,11 +80,7 @@ def train(flags: Sequence[str], ranks: int, iterations: int, log: Path, *, quiet
 
 def read_log(text: str) -> list[Iteration]:
     """The iterations of a training log, in order."""
-    sent = [int(match["bytes"].replace(",", "")) for match in _BYTES.finditer(text)]
-    return [
-        Iteration(loss=float(m["loss"]), milliseconds=float(m["ms"]), bytes=sent[i] if i < len(sent) else 0)
-        for i, m in enumerate(_LOSS.finditer(text))
-    ]
+    return [Iteration(loss=float(m["loss"]), milliseconds=float(m["ms"])) for m in _LOSS.finditer(text)]
 
 
 def difference(one: Iteration, many: Iteration) -> float:
@@ -122,14 +115,14 @@ def not_falling(one: Sequence[Iteration]) -> list[str]:
 
 def print_losses(console: Console, one: Sequence[Iteration], many: Sequence[Iteration], names: tuple[str, str]) -> None:
     """Print both runs side by side: the first iterations, then every fifth."""
-    table = Table("iteration", f"loss {names[0]}", f"loss {names[1]}", "difference", "ms", "bytes per rank")
+    table = Table("iteration", f"loss {names[0]}", f"loss {names[1]}", "difference", "ms")
     for column in table.columns:
         column.justify = "right"
     shown = {0, 1, 2, *range(4, len(one), 5), len(one) - 1}
     for i, (a, b) in enumerate(zip(one, many, strict=False)):
         if i in shown:
             losses = (f"{a.loss:.6f}", f"{b.loss:.6f}", f"{difference(a, b):.1e}")
-            table.add_row(str(i + 1), *losses, f"{a.milliseconds:.0f}, {b.milliseconds:.0f}", f"{b.bytes:,}")
+            table.add_row(str(i + 1), *losses, f"{a.milliseconds:.0f}, {b.milliseconds:.0f}")
     console.print(table)
 
 

@@ -41,7 +41,6 @@ class Settings:
     of_stock: bool = False  # whether stock context parallelism is compared with one rank
     check_every: int = 0  # iterations between two checks of a call's rows in training; 0: never
     identities_every: int = IDENTITIES_EVERY  # the same for the identities of its gradients
-    log_traffic: bool = False
     verbose: bool = False  # whether the start-up audit lists the replaced functions
     recompute_attention: bool = False  # whether activation recomputation repeats attention
     pad_sequence: bool = False  # whether sequences are padded to a length that the layout divides
@@ -135,12 +134,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "excluded from attention, losses and expert load balancing. Default: any other --seq-length is refused",
     )
     group.add_argument(
-        "--cp-log-traffic",
-        action="store_true",
-        help="at each log interval, report the bytes that context-parallel attention sends per iteration, the time "
-        "spent waiting for them, and the load balance of the ranks: on the terminal, TensorBoard and W&B",
-    )
-    group.add_argument(
         "--cp-verbose",
         action="store_true",
         help="at start-up, list the Megatron functions that are replaced. Default: print only their number",
@@ -210,10 +203,6 @@ def settings_from(args: argparse.Namespace) -> Settings:
         linear, options = linear_flags.divided(linear, name, options)
     if options.layout is not None:
         declared().check_layout(options.layout)
-    if name == AUTO:
-        declared().check_some(options, args.context_parallel_size)
-    elif name is not None:
-        declared().check(name, options, args.context_parallel_size)
     return Settings(
         provider=name or UPSTREAM,
         options=options,
@@ -223,7 +212,6 @@ def settings_from(args: argparse.Namespace) -> Settings:
         strict=getattr(args, "cp_selfcheck", None) == "strict",
         check_every=_check_every(args, 0),
         identities_every=_check_every(args, IDENTITIES_EVERY),
-        log_traffic=bool(args.cp_log_traffic),
         verbose=bool(args.cp_verbose),
         recompute_attention=_recompute_attention(args),
         pad_sequence=bool(args.cp_pad_sequence),
@@ -252,7 +240,6 @@ _OWN_FLAGS = (
     "--cp-selfcheck",
     "--cp-check-every",
     "--cp-pad-sequence",
-    "--cp-log-traffic",
     "--cp-verbose",
     "--cp-recompute-attention",
 )

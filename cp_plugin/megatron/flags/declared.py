@@ -16,14 +16,13 @@ from typing import Any
 
 from cp_plugin.common.names import one_of
 from cp_plugin.common.plugins import third_parties
-from cp_plugin.common.text import either
 from cp_plugin.core import options as functions
-from cp_plugin.core.options import AUTO, Option, Options, behind_heads, check_fp8, heads_are_divided
+from cp_plugin.core.options import AUTO, Option
 
 FILE = Path(__file__).with_suffix(".json")
-LAYOUT, KERNEL, HEAD_PARALLEL = "layout", "backend", "head_parallel"
+LAYOUT, KERNEL = "layout", "backend"
 _TEXTS = ("metavar", "meaning", "default", "unset", "write", "choices")
-_FUNCTIONS = ("read", "misfit")
+_FUNCTIONS = ("read",)
 """Parts of an option that are functions of ``core.options``, or the default."""
 
 
@@ -44,7 +43,6 @@ class Declared:
     options: Mapping[str, Option]
     layouts: tuple[str, ...]
     kernels: tuple[str, ...]  # of softmax attention
-    fp8_kernels: tuple[str, ...]  # those that compute in FP8
     linear_kernels: tuple[str, ...]
     variants: Mapping[str, str]  # kind of linear attention -> summary
 
@@ -67,48 +65,6 @@ class Declared:
     def check_layout(self, name: str) -> None:
         """ValueError for an unknown layout."""
         one_of(self.options[LAYOUT].flag, name, self.layouts)
-
-    def check(self, provider: str, options: Options, ranks: int) -> None:
-        """Check the options of a provider of softmax attention, without knowing the model.
-
-        Raises:
-            ValueError: for a layout on which it does not run, for all options that it does not take at once, and for
-                the first one that does not fit the number of ranks.
-        """
-        method = self.methods[provider]
-        if options.layout is not None and options.layout not in method.layouts:
-            raise ValueError(
-                f"--cp-provider {provider} does not run on --cp-layout {options.layout}: use --cp-layout "
-                f"{either(method.layouts)}, or another provider"
-            )
-        unused = [name for name in options.chosen if not self.takes(provider, name)]
-        if unused:
-            raise ValueError(" | ".join(self._unused(name, options.chosen[name], provider) for name in unused))
-        check_fp8(options, self.fp8_kernels)
-        ahead = options.chosen.get(HEAD_PARALLEL, 1)
-        self.options[HEAD_PARALLEL].check_ranks(ahead, ranks)
-        for name, value in options.chosen.items():
-            try:
-                if name != HEAD_PARALLEL:
-                    self.options[name].check_ranks(value, ranks // ahead)
-            except ValueError as error:
-                raise ValueError(behind_heads(error, ahead) if ahead > 1 else str(error)) from None
-
-    def check_some(self, options: Options, ranks: int) -> None:
-        """ValueError for options that ``check`` refuses with every provider of softmax attention, with all reasons."""
-        taking = [name for name in self.names() if all(self.takes(name, option) for option in options.chosen)]
-        reasons = []
-        for name in taking or self.names():
-            try:
-                return self.check(name, options, ranks)
-            except ValueError as error:
-                reasons.append(f"{name}: {error}")
-        raise ValueError(f"--cp-provider {AUTO}: no provider fits these flags. {' | '.join(reasons)}")
-
-    def _unused(self, name: str, value: Any, provider: str) -> str:
-        if name == HEAD_PARALLEL:
-            return heads_are_divided(provider, value)
-        return self.options[name].unused(value, provider, sorted(self.takers(name) + self.takers(name, "linear")))
 
 
 @cache
@@ -140,7 +96,6 @@ def imported() -> Declared:
         options=options,
         layouts=tuple(ALL),
         kernels=tuple(name for name in backends.names() if name != AUTO),
-        fp8_kernels=tuple(backends.fp8_kernels()),
         linear_kernels=tuple(KERNELS),
         variants={name: variant.summary for name, variant in variants().items()},
     )

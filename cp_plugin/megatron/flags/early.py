@@ -1,7 +1,7 @@
 """Checks of a command line before torch or Megatron is imported and before ranks are forked.
 
-Everything that the plugin's flags say about each other, about their values and about the number of ranks; what depends
-on the model is checked once Megatron has parsed its flags.
+Names, values, and a number of ranks over which the model cannot be divided; how a provider's options fit together, the
+ranks and the model is checked once Megatron has parsed its flags.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Generation with Megatron's static engine: prefill and decoding with context parallelism."""
+"""Generation from a Megatron model: prefill and decoding with context parallelism."""

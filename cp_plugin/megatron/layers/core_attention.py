@@ -35,7 +35,6 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling as scaling
 from cp_plugin.megatron.patches import packing, patching
 from cp_plugin.megatron.rules import layers as rules
-from cp_plugin.megatron.state import STATE, Pack
 from cp_plugin.methods.protocol import Kind
 
 
@@ -188,8 +187,6 @@ class CoreAttention(AnyCoreAttention):
         causal: bool,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        if cu_seqlens is not None:
-            STATE.last_pack = Pack(cp.layout, cu_seqlens)
         return cp.attention(
             query,
             key,

@@ -18,7 +18,7 @@ from cp_plugin.common.text import ranks_named
 from cp_plugin.inference.request import Report, Request, Sampler
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.inference import decoding
-from cp_plugin.megatron.models import tokenizers
+from cp_plugin.megatron.models.indexed import EOD
 
 
 class Tokens:
@@ -30,7 +30,7 @@ class Tokens:
     @property
     def end(self) -> int | None:
         """The token that ends a document, if there is one."""
-        return tokenizers.EOD if self._tokenizer is None else getattr(self._tokenizer, "eod", None)
+        return EOD if self._tokenizer is None else getattr(self._tokenizer, "eod", None)
 
     def encode(self, text: str) -> list[int]:
         """ValueError for text that the tokenizer cannot encode."""
@@ -54,7 +54,7 @@ class Tokens:
         """Number of token ids; the model's embedding may be padded."""
         padded = int(get_args().padded_vocab_size)
         if self._tokenizer is None:
-            return min(tokenizers.EOD + 1, padded)
+            return min(EOD + 1, padded)
         return min(int(getattr(self._tokenizer, "vocab_size", padded)), padded)
 
 

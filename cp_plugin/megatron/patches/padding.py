@@ -22,6 +22,8 @@ from torch import Tensor
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.rules.experts import balancing
+from cp_plugin.megatron.rules.rule import nonzero
 
 _LENGTHS = ("seq_length", "decoder_seq_length")
 
@@ -39,8 +41,9 @@ def padded_lengths(named: Mapping[str, Any]) -> dict[str, int]:
 def replace_router_forward(call: Call) -> Any:
     """In training, give ``TopKRouter.forward`` a padding mask, if it needs one, and weigh its z-loss by tokens.
 
-    Its input is ``[s/cp, b, h]``, with sequence parallelism ``[s/cp/tp, b, h]``. With a mask and a z-loss, collective
-    over the context- and tensor-parallel ranks, which all have a mask or none.
+    Its input is ``[s/cp, b, h]``, with sequence parallelism ``[s/cp/tp, b, h]``. A script may have masks on some ranks
+    only, where something is padded there: the other ranks count all of their tokens, as with a mask of zeros. With a
+    z-loss, collective over the context- and tensor-parallel ranks, mask or none.
 
     Raises:
         ValueError: for padded sequences of another length than ``--seq-length``.
@@ -51,11 +54,15 @@ def replace_router_forward(call: Call) -> Any:
     if padding is None and runtime.settings().pad_sequence:
         padding = _padding_of(call["input"])
     config: Any = getattr(router, "config", None)
-    coefficient = getattr(config, "moe_z_loss_coeff", None)
-    if padding is None or coefficient is None or router.tp_cp_group.size() == 1:
+    if config is None or router.tp_cp_group.size() == 1:
         return call.original(padding_mask=padding)
-    mine = (~padding).sum().float()
-    everyone = mine.clone()
+    tokens, coefficient = call["input"].shape[:2], getattr(config, "moe_z_loss_coeff", None)
+    if padding is None and _balances_by_mask(config):
+        padding = call["input"].new_zeros(tokens, dtype=torch.bool)
+    if coefficient is None:
+        return call.original(padding_mask=padding)
+    mine = torch.full((), prod(tokens), device=call["input"].device) if padding is None else (~padding).sum()
+    mine, everyone = mine.float(), mine.float()
     dist.all_reduce(everyone, group=router.tp_cp_group)
     weight = mine * router.tp_cp_group.size() / everyone.clamp(min=1)
     before = 0 if (logged := compat.logged_of_experts("z_loss")) is None else logged.clone()
@@ -65,6 +72,13 @@ def replace_router_forward(call: Call) -> Any:
     if (logged := compat.logged_of_experts("z_loss")) is not None:
         logged.sub_(before).mul_(weight).add_(before)
     return found
+
+
+def _balances_by_mask(config: Any) -> bool:
+    """Return whether routers have a balancing loss that takes a mask: neither fused nor by quantiles."""
+    kinds, coefficient = balancing(config), getattr(config, "moe_aux_loss_coeff", None) or 0.0
+    able = not getattr(config, "moe_router_fusion", False) and "quantile_balancing" not in kinds
+    return able and nonzero(coefficient) and any(kind.endswith("aux_loss") for kind in kinds)
 
 
 def _padding_of(hidden: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.patches.table_of_states import DELTA_NET, HYBRID, LINEAR
 from cp_plugin.megatron.rules.cuda_graphs import captures_experts
-from cp_plugin.megatron.selfcheck import step, step_traffic
+from cp_plugin.megatron.selfcheck import first_step, step
 from cp_plugin.megatron.startup import checkpoint, lifecycle
 
 ALWAYS = (
@@ -218,9 +218,9 @@ PROVIDER = (
     ),
     Patch(
         "megatron.training.training:training_log",
-        step_traffic.replace_training_log,
-        "comparison of the first logged losses; traffic at each log interval (--cp-log-traffic)",
-        wraps("iteration"),
+        first_step.replace_training_log,
+        "comparison of the first logged losses",
+        wraps(),
         called_by="the training loop",
         otherwise="a loss could be logged that is not the one trained on",
         when=_compared,

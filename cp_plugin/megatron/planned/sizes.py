@@ -16,7 +16,7 @@ from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.rules.model import head_sizes
 from cp_plugin.planner.asked import joined
-from cp_plugin.planner.candidates import Allowed
+from cp_plugin.planner.candidates import Allowed, upstream_names
 from cp_plugin.planner.training.model import DENSE, EXPERTS, LINEAR, SOFTMAX, WINDOW, Model
 from cp_plugin.planner.training.parallel import Parallel, check
 
@@ -49,23 +49,28 @@ class Packed(NamedTuple):
 def question(args: argparse.Namespace, settings: Settings) -> Question:
     """The one question, whether ``plan`` or ``--cp-provider auto`` asks it, whichever provider the flags name.
 
-    The options of a named provider are part of that choice; those beside ``auto`` restrict the planner's.
+    The options of a named provider are part of that choice; those beside ``auto`` restrict the planner's. What the
+    rules of a training refuse is not recommended: of stock's flags, ``Allowed.refused`` is the reason.
 
     Raises:
-        ValueError: as for ``from_args``, and if no token layout can run these flags.
+        ValueError: as for ``from_args``, and if no provider or token layout can run these flags of the plugin's.
     """
+    stock = not settings.active
     if not settings.undecided and (settings.softmax or not settings.active):
         settings = replace(settings, provider=AUTO, options=Options())
     model, parallel = from_args(args, settings)
     packing = copy.copy(args)
     if settings.options.layout is None:
         packing.dataloader_inter_document_masking = True  # the planner looks at layouts of documents where it has any
-    allowed = Allowed(
-        options=settings.options,
-        layouts=checks.allowed_layouts(packing, settings),
-        real=checks.padded_problem(args, settings),
-        stock=settings.linear is None,
-    )
+    real = checks.padded_problem(args, settings)
+    allowed = Allowed(options=settings.options, real=real, stock=settings.linear is None)
+    try:
+        checks.refuse_all(args, settings)
+        allowed = replace(allowed, layouts=checks.allowed_layouts(packing, settings))
+    except ValueError as error:
+        if not stock or not upstream_names(real):
+            raise
+        allowed = replace(allowed, refused=str(error))
     packed = pack_of(args, parallel.seq_length * parallel.micro_batch)
     if packed is not None:
         parallel = joined(parallel, packed.lengths)

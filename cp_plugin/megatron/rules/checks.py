@@ -64,6 +64,17 @@ def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
     return found
 
 
+def refuse_all(args: argparse.Namespace, settings: Settings) -> None:
+    """ValueError with what no provider supports of a training's validated flags, stock Megatron's included.
+
+    Stock's own exchange is left out: a provider replaces it.
+    """
+    run = _run(copy.copy(args), settings)
+    vars(run.args).update(cp_comm_type=None, hierarchical_context_parallel_sizes=None)
+    adjust(table.TRAINING, run)
+    _refuse(run, late=True)
+
+
 def after(args: argparse.Namespace, settings: Settings, device: torch.device | None) -> Model:
     """Check the namespace after Megatron's validation and return the model's attention as the providers resolve it.
 

@@ -5,7 +5,7 @@
                          (moe_router, moe_preprocess); a Mamba layer (mamba)
     local                the same in HybridModel; in GPTModel no MLP of experts; whole layers for mlp, at which
                          Megatron up to 0.20 fails
-    full_iteration       a step (in 0.17 a scope of local)
+    full_iteration       a step
 
 Without a named part, whole layers are captured.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cp_plugin.megatron.rules.cuda_graphs import CUDA_GRAPH
+from cp_plugin.megatron.rules.fields import UNKNOWN
 from cp_plugin.megatron.rules.rule import Found, Rule, flag, shown, value_of, when
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ DROPOUT = flag(
 )
 QK_CLIP = flag("--qk-clip", why=_KERNEL)
 MAX_LOGIT = flag("--log-max-attention-logit", why=_KERNEL)
-SOFTCAP = flag("--attn-logit-softcapping", why="the kernels do not cap the scores, and would train as if without it")
 VARIANT = flag(
     "--experimental-attention-variant",
     why="such layers assume Megatron's own layout and groups",
@@ -92,7 +92,7 @@ RULES = (
     flag("--mla-down-proj-fusion", why="it needs Transformer Engine, and is not yet tested with the plugin"),
     QK_CLIP,
     MAX_LOGIT,
-    SOFTCAP,
+    UNKNOWN,
     VARIANT,
     flag("--use-kitchen-attention", why="it would replace the provider with Kitchen's attention"),
     flag(

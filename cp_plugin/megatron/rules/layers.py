@@ -12,6 +12,7 @@ from torch import Tensor
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import flags
 from cp_plugin.megatron.rules.cuda_graphs import CUDA_GRAPH
+from cp_plugin.megatron.rules.fields import UNKNOWN
 from cp_plugin.megatron.rules.rule import Found, Rule, refuse, shown, when
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ LAYER = (
     ),
     flags.QK_CLIP,
     flags.MAX_LOGIT,
-    flags.SOFTCAP,
+    UNKNOWN,
     flags.VARIANT,
     replace(
         flags.FP8_ATTENTION,
@@ -198,7 +199,7 @@ CALL = (
         name="cache of a call",
         what="a key/value cache ({queries} queries and {keys} keys)",
         why="this layer is for training, not for inference",
-        fix="generate with cp-plugin generate, or static_engine()",
+        fix="generate with cp-plugin generate, or decoding() of cp_plugin.megatron.inference",
         looks_at=_cache,
     ),
     Rule(

@@ -105,15 +105,6 @@ RULES = (
         looks_at=lambda run: when(_pattern(run) and not set("*+") & set(_pattern(run)), pattern=_pattern(run)),
     ),
     Rule(
-        name="hybrid before 0.18",
-        what="--hybrid-layer-pattern {pattern} on megatron-core {version}",
-        why="this version keeps hybrid models under another name",
-        fix="use megatron-core 0.18 or newer",
-        looks_at=lambda run: when(
-            _pattern(run) and not compat.has_hybrid_models(run.version), pattern=_pattern(run), version=run.version
-        ),
-    ),
-    Rule(
         name="packed micro-batches in a pipeline",
         what="{packed} with --pipeline-model-parallel-size {stages} and --micro-batch-size {batch}",
         why="Megatron packs a micro-batch into one sequence, but communicates between stages in the unpacked shape",

@@ -38,7 +38,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "a layer": layers.LAYER,
     "a linear layer": layers.LINEAR_LAYER,
     "a call of a layer": layers.CALL,
-    "generation": (*inference.CONTINUED, *inference.ENGINE),
-    "a request": inference.REQUEST,
+    "generation": inference.CONTINUED,
 }
 """By subject."""

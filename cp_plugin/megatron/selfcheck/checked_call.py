@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,18 +65,7 @@ class Place:
         return everyone
 
     @contextmanager
-    def booked(self, device: torch.device) -> Iterator[None]:
-        """Record bytes and seconds under the phase of the check."""
-        ledger = self.cp.mesh.ledger
-        with ledger.phase(PHASE), torch.no_grad():
-            _wait_for(device)
-            start = time.perf_counter()
+    def booked(self) -> Iterator[None]:
+        """Record bytes under the phase of the check."""
+        with self.cp.mesh.ledger.phase(PHASE), torch.no_grad():
             yield
-            _wait_for(device)
-            ledger.record_seconds(time.perf_counter() - start)
-
-
-def _wait_for(device: torch.device) -> None:
-    """Synchronize with the device, for timing."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -5,7 +5,8 @@ need no wide copy. A row with weights ``p`` over keys, elementwise and to first 
 
     softmax   out = sum p v        |error| <= sum p (4u + e) |v|  + |out| sum p e
               dq  = sum ds k       with ds = p (dp - delta); likewise, with the errors of p, dp and delta (from out)
-    linear    out = sum w (q k) v  |error| <= (8u + 4 (d + sqrt(n)) a) sum w |q| |k| |v|; dq alike
+    linear    out = sum w (q k) v  |error| <= 8u (norm(w q k v) + norm(q S) + |out|) + 4 (d + sqrt(n)) a sum |w q k v|
+              and dq alike; S: the state, of which a kernel may keep a rounded copy
 
     u   unit roundoff of the dtype, 2^-8 for bfloat16: a kernel rounds p or ds, each partial result, and the sum
     a   unit roundoff of the accumulation, 2^-24; on CUDA float32 is multiplied as TF32, and u is 2^-11
@@ -20,14 +21,20 @@ with u = 1/4, where a rounding error is as large as the rounded value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cp_plugin.linear import chunked
+from cp_plugin.linear.tokens import Tokens
+
 _CHUNK = 1 << 22
+_SLAB = 1 << 13
+"""Tokens of which states are computed at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,44 +130,50 @@ class Softmax:
         return Exact(self.scale * dq, abs(self.scale) * bound)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """Rows of causal linear attention."""
+    """Rows of causal linear attention, also under the delta rule: each from the state after its token.
 
-    q: Tensor  # ``[r, d]``
-    k: Tensor  # ``[n, d]``
-    v: Tensor  # ``[n, e]``
-    seen: Tensor  # bool ``[r, n]``
-    decay_of_rows: Tensor  # inclusive sum of log decays at each row's token: ``[r, 1]`` or ``[r, d]``
-    decay: Tensor  # the same at each key: ``[n, 1]`` or ``[n, d]``
-    scale: float
-    rounding: Rounding
+    The bound is that without a delta rule, which only takes from the state.
+    """
+
+    def __init__(self, x: Tokens, q: Tensor, at: Sequence[int], *, scale: float, rounding: Rounding) -> None:
+        """x: the whole sequence of one head; q ``[r, d]``; at: the rows' tokens."""
+        self.q, self.tokens, self.scale, self.rounding = q, len(x.k), scale, rounding
+        k, v = (y.double().abs() for y in (x.k, x.v))
+        self.lost = rounding.smallest / 2 * k.sum()
+        written = k if x.beta is None else k * x.beta[..., None].abs()
+        added = x._replace(q=k, k=written, v=v, beta=None)
+        twice = None if x.log_decay is None else 2 * x.log_decay
+        squared = added._replace(k=written.square(), v=v.square(), log_decay=twice)
+        self.states, self.magnitudes, squares = (_states(y, at) for y in (x, added, squared))
+        self.squares = squares + self.states.square()
 
     def out(self) -> Exact:
         """``[r, e]``."""
-        return self._summed(self.q, lambda q, keys, values: torch.einsum("rd,rnd,ne->re", q, keys, values))
+        return self._read("rd,rde->re", self.q)
 
     def dq(self, dout: Tensor) -> Exact:
         """dout ``[r, e]`` -> ``[r, d]``."""
-        return self._summed(dout, lambda dout, keys, values: torch.einsum("re,ne,rnd->rd", dout, values, keys))
+        return self._read("re,rde->rd", dout)
 
-    def _summed(self, x: Tensor, product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Exact:
-        """Sum over all keys of a product that is linear in x, the decayed keys and the values."""
+    def _read(self, product: str, x: Tensor) -> Exact:
         x = self.scale * x.double()
-        parts = [(product(x, k, v), product(x.abs(), k.abs(), v.abs())) for k, v in self._decayed()]
-        rows, bound = (torch.stack(found).sum(0) for found in zip(*parts, strict=True))
-        n, d = self.k.shape
-        relative = 8 * self.rounding.unit + 4 * (d + n**0.5) * self.rounding.accumulation
-        lost = self.rounding.smallest / 2 * self.k.double().abs().sum()
-        return Exact(rows, relative * bound + lost)
+        rows = torch.einsum(product, x, self.states)
+        spread = torch.einsum(product, x.square(), self.squares).sqrt() + rows.abs()
+        summed = (self.q.size(1) + self.tokens**0.5) * torch.einsum(product, x.abs(), self.magnitudes)
+        return Exact(rows, 8 * self.rounding.unit * spread + 4 * self.rounding.accumulation * summed + self.lost)
 
-    def _decayed(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Chunks of decayed keys ``[r, part, d]``, zero where hidden, and their values ``[part, e]``."""
-        length = max(1, _CHUNK // (self.seen.size(0) * self.k.size(1)))
-        parts = zip(*(x.split(length) for x in (self.k, self.v, self.decay, self.seen.T)), strict=True)
-        for k, v, decay, seen in parts:
-            since = (self.decay_of_rows[:, None] - decay).clamp(max=0)
-            yield since.exp() * k.double() * seen.T[..., None], v.double()
+
+def _states(x: Tokens, at: Sequence[int]) -> Tensor:
+    """The states of one head, in float64, after these tokens: ``[r, d, e]``."""
+    x = Tokens(*(None if y is None else y if y.dtype == torch.bool else y.double() for y in x))
+    state = x.k.new_zeros(1, 1, x.k.size(3), x.v.size(3))
+    ends = sorted({0, *(token + 1 for token in at), *range(_SLAB, max(at), _SLAB)})
+    found = {}
+    for start, stop in pairwise(ends):
+        _, state = chunked.extend(Tokens(*(None if y is None else y[start:stop] for y in x)), state)
+        found[stop] = state[0, 0]
+    return torch.stack([found[token + 1] for token in at])
 
 
 def _scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.selfcheck.readings import named_parameters, projections
 from cp_plugin.megatron.state import STATE
 
@@ -61,7 +62,14 @@ def watch(
     STATE.losses = _expected(reports), stop
 
 
-def compare_log(logged: Any) -> None:
+@around
+def replace_training_log(call: Call) -> Any:
+    """Replacement for ``training_log``, which is called after every iteration: the first losses are compared."""
+    _compare_log(call.arguments.get("loss_dict"))
+    return call.original()
+
+
+def _compare_log(logged: Any) -> None:
     """Compare the losses that are logged after the first step; collective over all ranks, once."""
     if STATE.losses is None:
         return

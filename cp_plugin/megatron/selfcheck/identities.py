@@ -4,16 +4,23 @@ For each key/value head, with sums over all tokens of all ranks, the batch, and 
 
     softmax attention           sum(v . dv) = sum(out . dout)          sum(q . dq) = sum(k . dk)
     linear attention            sum(q . dq) = sum(k . dk) = sum(v . dv) = sum(out . dout)
+    delta rule                  sum(q . dq) = sum(v . dv) = sum(out . dout)
+    short convolution           sum(x . dx) = sum(out . dout)          all channels; out without its bias
+        its halo                digests of what ranks sent and received are equal, to the bit, forward and back
+
+Batch entries and documents do not see each other, so each of them has a weight in the sums, drawn by step: what is of
+another document or entry breaks them, too. Where there is one sequence, its weight is 1.
 
 Derivation (Euler's theorem on homogeneous functions). Let L be the loss. If v becomes c v, out becomes c out, so
 ``dL/dc`` at c = 1 is ``sum(v . dv)`` and also ``sum(out . dout)``; a sink adds no value, and documents and windows only
 say which keys there are. If q becomes c q and k becomes k / c, all scores stay, so ``sum(q . dq) - sum(k . dk)`` is 0.
-In linear attention, with its decays as they are, out is proportional to q, to k and to v alike.
+In linear attention, with its decays as they are, out is proportional to q, to k and to v alike; under the delta rule
+to q and v.
 
 A gradient that is lost, doubled, scaled, late or of another rank's tokens breaks them, and so does an output that is
 merged otherwise than its backward assumes. Nothing is recomputed: a few dot products on each rank, and sixteen numbers
-per head that go around. What they cannot see is a fault that is a right attention of other inputs, such as swapped keys
-with their own gradients: the rows of ``--cp-check-every`` are for these.
+per head that go around, in one message. What they cannot see is a fault that is a right attention of other inputs, such
+as swapped keys with their own gradients: the rows of ``--cp-check-every`` are for these.
 
 Rounding (u: unit roundoff of the dtype, a: of the accumulation). The sums are in float64 and their elements rounded by
 the kernel, independently: the error grows as the root of the sum of squares, by less than 5 u in 10,000 calls
@@ -24,86 +31,110 @@ In float16, weights and gradients below the smallest number are lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from cp_plugin.attention.convolution import Rows
 from cp_plugin.comm.every_rank import of_every_rank
 from cp_plugin.megatron.selfcheck.checked_call import AttentionError, Place
 from cp_plugin.megatron.selfcheck.exact_rows import Rounding
+from cp_plugin.megatron.selfcheck.slices import digest
 
 _OF_SQUARES, _OF_MAGNITUDES = 10.0, 64.0
 """Limits in units of u and of a: at least twice what was seen in any case."""
 _CHUNK = 1 << 20
 """Elements that are multiplied at once: of six copies in float64, 48 MB."""
-_SOFTMAX = (("v", "out"), ("q", "k"))
-_LINEAR = (("v", "out"), ("q", "k"), ("q", "out"))
-
-
-def watch_identities(place: Place, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, packed: bool, linear: bool) -> None:
-    """Compare in the backward of this call.
-
-    Args:
-        q, k, v, out: as the layer has them: the tensors whose gradients autograd computes.
-        packed: whether they lack the batch dimension.
-    """
-    tensors = {"q": q, "k": k, "v": v, "out": out}
-    single = len({x.data_ptr() for x in tensors.values()}) == len(tensors)  # k used as v has the gradient of both
-    with_grad = {name for name, x in tensors.items() if x.requires_grad and single}
-    pairs = [pair for pair in (_LINEAR if linear else _SOFTMAX) if with_grad.issuperset(pair)]
-    shape = (k.size(0), 1, k.size(1)) if packed and k.dim() == 3 else k.shape[:3]
-    identities = Identities(place, pairs, tuple(shape), rounding_of(place, q))
-    for name in {name for pair in pairs for name in pair}:
-        tensors[name].register_hook(partial(identities.add, name, tensors[name].detach()))
-
-
-def rounding_of(place: Place, q: Tensor) -> Rounding:
-    """Of this call; payloads and products in FP8 (e4m3) have three bits of mantissa."""
-    found = Rounding.of(q.dtype, cuda=q.is_cuda, hops=place.hops)
-    return found if place.cp.options.fp8 is None else replace(found, unit=2.0**-4)
+SOFTMAX = (("v", "out"), ("q", "k"))
+LINEAR = (*SOFTMAX, ("q", "out"))
+DELTA_RULE = (("v", "out"), ("q", "out"))
+CONVOLUTION = (("mixed", "convolved"),)
 
 
 class Identities:
     """The identities of one call: collects ``x . dx`` of each tensor in the backward, and compares after the last."""
 
     def __init__(
-        self, place: Place, pairs: Sequence[tuple[str, str]], shape: tuple[int, ...], rounding: Rounding
+        self,
+        place: Place,
+        q: Tensor,
+        shape: Sequence[int],
+        documents: Tensor | None,
+        exchanged: Sequence[tuple[Rows, Rows]] = (),
     ) -> None:
         """
         Args:
-            pairs: the tensors whose sums are equal.
-            shape: tokens of this rank, batch, key/value heads.
+            shape: tokens of this rank, batch.
+            documents: bounds of a pack's documents; None: not packed.
+            exchanged: what a convolution has exchanged by the end of its backward: ``convolution.told``.
         """
-        self.place, self.pairs, self.shape, self.rounding = place, pairs, shape, rounding
-        self._expected = len({name for pair in pairs for name in pair})
+        self.place, self.pairs, self.rounding = place, list[tuple[str, str]](), rounding_of(place, q)
+        self._expected, self._exchanged = 0, exchanged
         self._dots: dict[str, Tensor] = {}
+        tokens, batch = shape[:2]
+        self._batch, self._weights = batch, None
+        if documents is not None or batch > 1:
+            which = torch.zeros(tokens, dtype=torch.int64, device=q.device)
+            if documents is not None:
+                at = place.cp.positions(tokens * place.cp.size, q.device)
+                which = torch.bucketize(at, documents.to(q.device, non_blocking=True), right=True)
+            turned = 2.4 * which[:, None] + 1.7 * torch.arange(batch, device=q.device)
+            self._weights = 1.25 + 0.75 * (turned.double() + 6.3 * place.draw.random()).cos()
 
-    def add(self, name: str, x: Tensor, dx: Tensor) -> None:
+    def watch(
+        self, tensors: Mapping[str, Tensor], pairs: Sequence[tuple[str, str]], heads: int, bias: Tensor | None = None
+    ) -> None:
+        """Compare tensors, as the layer has them: those whose gradients autograd computes.
+
+        bias: what ``convolved`` has besides the product.
+        """
+        single = len({x.data_ptr() for x in tensors.values()}) == len(tensors)  # k used as v has the gradient of both
+        with_grad = {name for name, x in tensors.items() if x.requires_grad and single}
+        pairs = [pair for pair in pairs if with_grad.issuperset(pair)]
+        self.pairs += pairs
+        for name in dict.fromkeys(name for pair in pairs for name in pair):
+            x = tensors[name].detach()
+            value = x if bias is None or name != "convolved" else x - bias.detach()
+            self._expected += 1
+            tensors[name].register_hook(partial(self._add, name, value, heads))
+
+    def _add(self, name: str, x: Tensor, heads: int, dx: Tensor) -> None:
         """Take in a gradient; with the last one, compare: collective over the group.
 
         Raises:
             AttentionError: on every rank, naming heads and sums.
         """
-        with self.place.booked(x.device):
-            self._dots[name] = sums(name, x, dx, self.shape)
+        with self.place.booked():
+            self._dots[name] = sums(name, x, dx, (len(x), self._batch, heads), self._weights)
             if len(self._dots) == self._expected:
                 self._judge()
 
     def _judge(self) -> None:
-        names = list(self._dots)
-        everyone = of_every_rank(self.place.cp.mesh, torch.stack([self._dots[name] for name in names])).sum(0)
-        total = dict(zip(names, everyone, strict=True))
+        place, size = self.place, self.place.cp.size
+        digests = [_by_rank(rows, size) for exchange in self._exchanged for rows in exchange]
+        mine = [dots.flatten() for dots in self._dots.values()] + [x.view(torch.float64) for x in digests]
+        everyone = of_every_rank(place.cp.mesh, torch.cat(mine)).cpu().split([x.numel() for x in mine], 1)
+        found = [x.contiguous().view(torch.int64) for x in everyone[len(self._dots) :]]
         wrong = []
+        for name, left, arrived in zip(("forward", "backward"), found[::2], found[1::2], strict=False):
+            ranks = [0] if place.group is None else dist.get_process_group_ranks(place.group)
+            pairs = [f"rank {ranks[to]} from rank {ranks[of]}" for of, to in (left != arrived.T).nonzero().tolist()]
+            if pairs:
+                what = f"the halo of the short convolution's {name} is not what was sent"
+                wrong.append(f"{what} ({', '.join(pairs[:4])})")
+        total = {name: x.sum(0).view(4, -1) for name, x in zip(self._dots, everyone, strict=False)}
         for one, other in self.pairs:
             apart, allowed = compared(total[one], total[other], self.rounding)
             beyond = apart > allowed  # False for infinite sums and NaN: an overflow is for the loss scaling
             for head in beyond.nonzero().flatten().tolist():
                 both = ", ".join(f"sum({name} . d{name}) = {total[name][0, head]:.6g}" for name in (one, other))
-                number = self.place.tp_rank * self.shape[2] + head
-                wrong.append(f"head {number}: {both}, where rounding allows {allowed[head]:.1e} between them")
+                number = place.tp_rank * len(beyond) + head
+                what = "short convolution" if (one, other) in CONVOLUTION else f"head {number}"
+                wrong.append(f"{what}: {both}, where rounding allows {allowed[head]:.1e} between them")
         if wrong:
             raise AttentionError(self._message(wrong))
 
@@ -119,20 +150,39 @@ class Identities:
         )
 
 
-def sums(name: str, x: Tensor, dx: Tensor, shape: Sequence[int]) -> Tensor:
-    """float64 ``[4, g]``: products ``x . dx``, their squares, their magnitudes, and and, for what float16
+def rounding_of(place: Place, q: Tensor) -> Rounding:
+    """Of this call; payloads and products in FP8 (e4m3) have three bits of mantissa."""
+    found = Rounding.of(q.dtype, cuda=q.is_cuda, hops=place.hops)
+    return found if place.cp.options.fp8 is None else replace(found, unit=2.0**-4)
+
+
+def _by_rank(rows: Rows, size: int) -> Tensor:
+    """Digests of the rows of each other rank, int64 ``[size]``."""
+    x, at, counts = rows
+    found = torch.zeros(size, dtype=torch.int64, device=x.device)
+    for rank, (some, places) in enumerate(zip(x.split(counts), at.split(counts), strict=True)):
+        if len(some):
+            found[rank] = digest(some.flatten(1).t(), places)
+    return found
+
+
+def sums(name: str, x: Tensor, dx: Tensor, shape: Sequence[int], weights: Tensor | None = None) -> Tensor:
+    """float64 ``[4, g]``: products ``x . dx``, their squares, their magnitudes, and, for what float16
     loses, the squares of the factor that is not rounded.
 
     Args:
         name: ``q``, ``k``, ``v`` or ``out``.
         shape: tokens, batch, key/value heads g; the heads that share one follow each other in x.
+        weights: float64 ``[tokens, batch]``, of x; None: 1.
     """
     total = torch.zeros(4, shape[2], dtype=torch.float64, device=x.device)
     rows = max(1, _CHUNK * shape[0] // max(1, x.numel()))
-    for parts in zip(x.split(rows), dx.split(rows), strict=True):
-        value, slope = (part.reshape(len(part), *shape[1:], -1).double() for part in parts)
-        product = value * slope
-        factor = slope if name == "out" else value
+    weights = torch.ones_like(total[:1, :1]).expand(shape[:2]) if weights is None else weights
+    for one, other, weight in zip(x.split(rows), dx.split(rows), weights.split(rows), strict=True):
+        value, slope = (part.reshape(len(part), *shape[1:], -1).double() for part in (one, other))
+        weight = weight[..., None, None]
+        product = value * slope * weight
+        factor = (slope if name == "out" else value) * weight
         total += torch.stack([y.sum((0, 1, 3)) for y in (product, product.square(), product.abs(), factor.square())])
     return total
 

@@ -8,8 +8,9 @@ By default, every 100 iterations: the ``identities`` of its gradients. With N, e
     in the backward: the same for dq
 
 The start-up self-check sees the first calls only; this one sees later calls with the training's data and weights. It is
-attached to the layers by torch's hooks, which count calls in training. With recomputation a layer is called twice per
-micro-batch, and either call may be drawn; without gradients dq is not compared. Other iterations cost one comparison
+attached to the layers by torch's hooks, which count calls in training; of each kind (softmax and linear attention,
+gated delta net by a provider) one call is drawn. With recomputation a layer is called twice per micro-batch: if the
+first call is drawn, its output is compared, and the next call with gradients, too. Other iterations cost one comparison
 and no synchronization. Tensor-parallel ranks draw alike, so that none waits for another, and check their own heads;
 data-parallel replicas draw independently.
 
@@ -21,8 +22,8 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,22 +32,25 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from cp_plugin.attention import convolution
+from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.linear import of_tokens
 from cp_plugin.comm.packing import pack, unpack
-from cp_plugin.linear.variants import Prepared
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
-from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.patches import delta_net, packing, patching
 from cp_plugin.megatron.selfcheck import rotation, slices
 from cp_plugin.megatron.selfcheck.attention_pass import TOLERANCE_FP8
 from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Place, Steps
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Softmax, compare
-from cp_plugin.megatron.selfcheck.identities import watch_identities
+from cp_plugin.megatron.selfcheck.identities import CONVOLUTION, DELTA_RULE, LINEAR, SOFTMAX, Identities
 from cp_plugin.testing.oracle import not_seen
 
 _ROWS, _SCORES = 8, 1 << 22
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_DELTA_NET = "delta net"
 
 
 def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> None:
@@ -56,29 +60,37 @@ def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> N
     """
     settings = runtime.settings()
     every = settings.check_every or settings.identities_every
-    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, AnyCoreAttention)]
-    if every:
-        steps = Steps(every, iterations)
-        slices.watch(chunks, steps)
-        rotation.watch(chunks, steps)
-        watching = _Watch(layers, steps, rows=settings.check_every > 0)
+    if not every:
+        return
+    steps = Steps(every, iterations)
+    slices.watch(chunks, steps)
+    rotation.watch(chunks, steps)
+    kinds: dict[str, list[Any]] = {}
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, AnyCoreAttention):
+            kinds.setdefault(module.kind, []).append(module)
+        elif delta_net.replaced(module):
+            kinds.setdefault(_DELTA_NET, []).append(module)
+    for kind, layers in kinds.items():
+        watching = _Watch(layers, steps, kind, rows=settings.check_every > 0)
         for layer in layers:
             layer.register_forward_pre_hook(watching.before)
             layer.register_forward_hook(watching.after, with_kwargs=True)
 
 
 class _Watch:
-    """Draw one call of a step, and check its identities and some of its rows."""
+    """Draw one call of a step among the layers of a kind, and check its identities and some of its rows."""
 
-    def __init__(self, layers: Sequence[AnyCoreAttention], steps: Steps, *, rows: bool) -> None:
-        self._layers, self._steps, self._rows = layers, steps, rows
+    def __init__(self, layers: Sequence[Any], steps: Steps, kind: str, *, rows: bool) -> None:
+        self._layers, self._steps, self._kind, self._rows = layers, steps, kind, rows
         self._step = 0
         self._draw = random.Random()
-        self._layer: AnyCoreAttention | None = None  # the layer of the drawn call, until it is checked
+        self._layer: Any = None  # the layer of the drawn call, until it is checked
         self._earlier = 0  # calls of that layer before the drawn one
-        self._linear: _Inside | None = None
+        self._repeats = False  # whether a call without gradients was checked, and the one with them is awaited
+        self._inside: Inside | None = None
 
-    def before(self, module: AnyCoreAttention, _: Any) -> None:
+    def before(self, module: Any, _: Any) -> None:
         """Forward pre-hook."""
         step = self._steps.due()
         if not step or not module.training:
@@ -89,65 +101,105 @@ class _Watch:
             layers = [layer for layer in self._layers if not modelopt.quantizes(layer)]
             self._layer = self._draw.choice(layers) if layers else None
             self._earlier = self._draw.randrange(get_num_microbatches())
-        if module is self._layer and self._earlier == 0 and isinstance(module, LinearCoreAttention):
-            self._linear = _Inside(module)
+            self._repeats = False
+        if module is self._layer and self._earlier == 0 and self._kind != "softmax":
+            self._inside = Inside()
 
-    def after(self, module: AnyCoreAttention, args: Any, named: dict[str, Any], out: Tensor) -> None:
+    def after(self, module: Any, args: Any, named: dict[str, Any], out: Tensor) -> None:
         """Forward hook."""
         if module is not self._layer or not module.training:
             return
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.close()
         if self._earlier > 0:
             self._earlier -= 1
             return
-        self._layer = None
-        call = CALL.bind(module, *args, **named).arguments
+        if torch.is_grad_enabled():
+            self._layer = None
+        elif self._repeats:
+            return
+        self._repeats = True
+        if inside is None:
+            self._softmax(module, CALL.bind(module, *args, **named).arguments, out)
+        elif inside.call is not None:
+            self._linear(module, inside, inside.call)
+
+    def _place(self, module: Any, cp: ContextParallel) -> Place:
+        group = module.cp_group if isinstance(module, AnyCoreAttention) else module.pg_collection.cp
+        rank = 0 if module.tp_group is None else module.tp_group.rank()
+        return Place(step=self._step, layer=module.layer_number, cp=cp, group=group, draw=self._draw, tp_rank=rank)
+
+    def _softmax(self, module: CoreAttention, call: Mapping[str, Any], out: Tensor) -> None:
         q, k, v = (call[name] for name in ("query", "key", "value"))
         packed = call.get("packed_seq_params")
-        place = Place(
-            step=self._step,
-            layer=module.layer_number,
-            cp=module.on_pack(packed, q.size(0)),
-            group=module.cp_group,
-            draw=self._draw,
-            tp_rank=0 if module.tp_group is None else module.tp_group.rank(),
-        )
-        inside, self._linear = self._linear, None
-        if inside is not None:
-            q, k, v, out = inside.prepared.q, inside.prepared.k, inside.prepared.v, inside.out
-        watch_identities(place, q, k, v, out, packed=packed is not None, linear=inside is not None)
-        if not self._rows:
-            return
+        place = self._place(module, module.on_pack(packed, q.size(0)))
         documents = None if packed is None else packing.bounds(packed, q.size(0) * module.context_parallel.size)
-        rows: Rows
-        if inside is not None:
-            rows = LinearRows(place, documents, inside.prepared, out)
-        else:
-            assert isinstance(module, CoreAttention)
+        shape = (k.size(0), 1, k.size(1)) if packed is not None and k.dim() == 3 else k.shape
+        identities = Identities(place, q, shape, documents)
+        identities.watch({"q": q, "k": k, "v": v, "out": out}, SOFTMAX, shape[2])
+        if self._rows:
             causal = (call.get("attn_mask_type") or module.attn_mask_type) in _CAUSAL
-            rows = SoftmaxRows(place, documents, module, q, k, v, out, causal=causal)
-        rows.check()
-        if q.requires_grad and out.requires_grad:
-            out.register_hook(rows.keep_gradient)
-            q.register_hook(rows.check_gradient)
+            SoftmaxRows(place, documents, module, q, k, v, out, causal=causal).check(q, out)
+
+    def _linear(self, module: Any, inside: Inside, call: LinearCall) -> None:
+        place = self._place(module, call.cp)
+        identities = Identities(place, call.q, call.k.shape, call.documents, inside.exchanged)
+        pairs = LINEAR if call.beta is None else DELTA_RULE
+        identities.watch({"q": call.q, "k": call.k, "v": call.v, "out": call.out}, pairs, call.k.size(2))
+        if inside.convolution:
+            x, bias, out = inside.convolution
+            identities.watch({"mixed": x, "convolved": out}, CONVOLUTION, 1, bias)
+        if self._rows:
+            LinearRows(place, call).check(call.q, call.out)
 
 
-class _Inside:
-    """Capture what a linear layer passes to its provider and gets back in its next forward."""
+class LinearCall(NamedTuple):
+    """Arguments of ``ContextParallel.linear_attention``, and its result."""
 
-    def __init__(self, module: LinearCoreAttention) -> None:
-        layer = module.linear
-        prepare, finish = layer.prepare, layer.finish
+    cp: ContextParallel
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+    scale: float
+    documents: Tensor | None
+    out: Tensor
 
-        def preparing(*args: Any) -> Any:
-            self.prepared = prepare(*args)
-            return self.prepared
 
-        def finishing(out: Tensor) -> Tensor:
-            self.out = out
-            del layer.prepare, layer.finish  # the instance's, which shadow the class's
-            return finish(out)
+class Inside:
+    """What a layer passes to linear attention and to a short convolution before it, until ``close``."""
 
-        layer.prepare, layer.finish = preparing, finishing  # type: ignore[method-assign]
+    def __init__(self) -> None:
+        self.call: LinearCall | None = None
+        self.convolution: tuple[Tensor, Tensor | None, Tensor] | None = None  # input, bias, output
+        self.exchanged: list[tuple[convolution.Rows, convolution.Rows]] = []
+        attend, convolve = ContextParallel.linear_attention, delta_net.short_convolution
+
+        def attending(
+            cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, **named: Any
+        ) -> Tensor:
+            out = attend(cp, q, k, v, log_decay, **named)
+            more = named.get("beta"), named.get("scale", 1.0), named.get("cu_seqlens")
+            self.call = LinearCall(cp, q, k, v, log_decay, *more, out)
+            return out
+
+        def convolving(cp: ContextParallel, x: Tensor, weight: Tensor, bias: Tensor | None, **named: Any) -> Tensor:
+            out = convolve(cp, x, weight, bias, **named)
+            self.convolution = x, bias, out
+            return out
+
+        self._undo = [
+            patching.lend(ContextParallel, "linear_attention", attending),
+            patching.lend(delta_net, "short_convolution", convolving),
+            patching.lend(convolution, "told", self.exchanged),
+        ]
+
+    def close(self) -> None:
+        """Watch no further calls; a backward still appends to ``exchanged``."""
+        for undo in self._undo:
+            undo()
 
 
 class Rows(ABC):
@@ -167,6 +219,7 @@ class Rows(ABC):
         count = min(s, max(1, min(_ROWS, _SCORES // tokens)))
         self.rows = random.Random(f"{place.draw.random()} {cp.index}").sample(range(s), count)
         everyone = [cp.layout.positions(tokens, cp.size, number) for number in cp.numbers]
+        self.tokens = everyone[cp.index][self.rows].tolist()
         self.at_rows = everyone[cp.index][self.rows].to(q.device)
         self.at = torch.cat(everyone).to(q.device)
         self.documents = documents
@@ -183,34 +236,29 @@ class Rows(ABC):
     def rounding(self) -> Rounding:
         """The kernel's rounding."""
 
-    def check(self) -> None:
-        """Compare the output; collective over the group.
+    def check(self, q: Tensor, out: Tensor) -> None:
+        """Compare the output, and in the backward the gradient of q; collective over the group.
+
+        Args:
+            q, out: the tensors whose gradients autograd computes.
 
         Raises:
             AttentionError: on every rank, naming the wrong rows of each rank.
         """
-        with self.place.booked(self.q.device):
+        with self.place.booked():
             self._judge("out", self.got, self.exact(self._gathered()).out())
+        if q.requires_grad and out.requires_grad:
+            out.register_hook(self._keep_gradient)
+            q.register_hook(self._check_gradient)
 
-    def keep_gradient(self, dout: Tensor) -> None:
-        """Tensor hook of the output."""
+    def _keep_gradient(self, dout: Tensor) -> None:
         self.dout = self._of(dout)
 
-    def check_gradient(self, dq: Tensor) -> None:
-        """Tensor hook of the queries; like ``check``."""
+    def _check_gradient(self, dq: Tensor) -> None:
         assert self.dout is not None, "the gradient of queries before that of the output"
-        with self.place.booked(self.q.device):
+        with self.place.booked():
             self._judge("dq", self._of(dq), self.exact(self._gathered()).dq(self.dout))
         self.local = []
-
-    def hidden(self, causal: bool, window: tuple[int, int] | None) -> Tensor:
-        """Keys masked for each row: bool ``[r, n]``."""
-        found = not_seen(self.at_rows, self.at, causal, window)
-        if self.documents is None:
-            return found
-        bounds = self.documents.to(self.at.device)
-        of_rows, of_keys = (torch.bucketize(at, bounds, right=True) for at in (self.at_rows, self.at))
-        return found | (of_rows[:, None] != of_keys)
 
     def _of(self, x: Tensor) -> Tensor:
         """The head's rows ``[r, d]`` of a tensor whose heads may be joined."""
@@ -280,41 +328,35 @@ class SoftmaxRows(Rows):
 
     def exact(self, keys: Sequence[Tensor]) -> Softmax:
         k, v = keys
-        hidden = self.hidden(self.causal, self.window)
+        hidden = not_seen(self.at_rows, self.at, self.causal, self.window)
+        if self.documents is not None:
+            bounds = self.documents.to(self.at.device)
+            of_rows, of_keys = (torch.bucketize(at, bounds, right=True) for at in (self.at_rows, self.at))
+            hidden = hidden | (of_rows[:, None] != of_keys)
         return Softmax(self.q, k, v, hidden, scale=self.scale, sink=self.sink, rounding=self.rounding)
 
 
 class LinearRows(Rows):
     """Rows of linear attention, between a layer's features and its norm."""
 
-    def __init__(self, place: Place, documents: Tensor | None, x: Prepared, out: Tensor) -> None:
-        """out: the provider's result for ``x``."""
-        super().__init__(place, documents, x.q, x.k, x.v, out)
-        self.scale = x.scale
-        self.each: float | None = None
-        if x.log_decay is None or x.log_decay.dim() == 1:
-            self.each = 0.0 if x.log_decay is None else x.log_decay[self.kv_head].item()
-        else:
-            self.local.append(x.log_decay[:, self.batch, self.kv_head].detach())
+    def __init__(self, place: Place, call: LinearCall) -> None:
+        super().__init__(place, call.documents, call.q, call.k, call.v, call.out)
+        self.scale = call.scale
+        decay = None if call.log_decay is None else of_tokens(call.k, call.log_decay)
+        given = [None if x is None else x[:, self.batch, self.kv_head].detach() for x in (decay, call.beta)]
+        self._given = [x is not None for x in given]
+        self.local += [x for x in given if x is not None]
 
     @property
     def rounding(self) -> Rounding:
         return Rounding.of(self.q.dtype, cuda=self.q.is_cuda)
 
     def exact(self, keys: Sequence[Tensor]) -> Linear:
-        if self.each is not None:
-            total, of_rows = (self.each * at.double()[:, None] for at in (self.at, self.at_rows))
-        else:
-            order = self.at.argsort()
-            sums = keys[2].double()[order].cumsum(0)
-            total, of_rows = sums[self.at], sums[self.at_rows]
-        return Linear(
-            q=self.q,
-            k=keys[0],
-            v=keys[1],
-            seen=~self.hidden(True, None),
-            decay_of_rows=of_rows,
-            decay=total,
-            scale=self.scale,
-            rounding=self.rounding,
-        )
+        k, v, *more = (x[self.at.argsort()][:, None, None] for x in keys)
+        decay, beta = (more.pop(0) if given else None for given in self._given)
+        starts = None
+        if self.documents is not None:
+            starts = torch.isin(torch.arange(len(k)), self.documents[:-1].cpu())[:, None].to(k.device)
+        decay = decay[..., None] if decay is not None and decay.dim() == 3 else decay
+        x = Tokens(k, k, v, decay, beta, starts)
+        return Linear(x, self.q, self.tokens, scale=self.scale, rounding=self.rounding)

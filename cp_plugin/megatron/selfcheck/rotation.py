@@ -168,7 +168,7 @@ class _Watch:
         if not all(call.fits(x, before) for x, before in zip((q, given["key"]), call.rows, strict=True)):
             self._leave_out(call.layer, "another number of heads than attention")
             return
-        with place.booked(q.device):
+        with place.booked():
             wrong = call.wrong(place, q, given["key"], packed)
             everyone = of_every_rank(place.cp.mesh, wrong).tolist()
         kind = type(call.layer)

@@ -134,7 +134,7 @@ class Slices:
             return
         first = next(iter(whole.values()))
         place = Place(step=step, layer=0, cp=cp, group=group, draw=random.Random())
-        with place.booked(first.device):
+        with place.booked():
             everywhere = torch.arange(first.size(1), device=first.device)
             self._mine = cp.positions(first.size(1), first.device)
             self._whole = {
@@ -163,7 +163,7 @@ class Slices:
         if self._whole is None or key not in self._whole or not isinstance(x, Tensor) or x.dim() != 2:
             return
         if x.size(1) == self._mine.numel():
-            with self._place.booked(x.device):
+            with self._place.booked():
                 self._got[key] = digest(x, self._mine)
 
     def _before(self, model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -205,7 +205,7 @@ class Slices:
         place, whole = self._place, self._whole
         self._whole = None
         device = next(iter(whole.values()))[0].device
-        with place.booked(device):
+        with place.booked():
             zero = torch.zeros((), dtype=torch.int64, device=device)
             mine = [x for key in _ALL for x in (*whole.get(key, (zero, zero)), self._got.get(key, zero))]
             seen = torch.tensor([key in self._got for key in _ALL], device=device).long()

@@ -9,7 +9,7 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import groups
 from cp_plugin.megatron.patches import rope
 from cp_plugin.megatron.patches.patching import Call, around
-from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, slices, step, step_traffic
+from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, slices, step
 from cp_plugin.megatron.startup import agreement, checkpoint, failures, megatron_groups
 from cp_plugin.megatron.state import STATE
 
@@ -27,7 +27,6 @@ def replace_initialize_model_parallel(call: Call) -> None:
         megatron_groups.check(call.arguments)
         groups.create(runtime.settings(), options, runtime.model())
         checkpoint.note()
-        step_traffic.watch()
 
 
 @around

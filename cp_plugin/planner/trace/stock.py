@@ -13,9 +13,10 @@ keys and values in the model's dtype. Its all-gather is traced here in Transform
                dk and dv into the ranks' order, a pass each; scatter dk, wait, scatter dv, wait
 
 A window shortens the slices, never the gathers, the reorderings and the scatters. Packed documents (``thd``) take no
-slices: both chunks' dk and dv are as long as the pack. Kernels run in order, as everywhere in the planner. Their rates
-were measured with as many keys as queries, so sums over query heads are counted for the keys beyond. Assumed in stock's
-favour: the chunks' kernels, on two streams, fill the device as one would.
+slices: both chunks' dk and dv are as long as the pack, and each call first zeroes whatever it will write. Kernels run
+in order, as everywhere in the planner. Their rates were measured with as many keys as queries, so sums over query heads
+are counted for the keys beyond. Assumed in stock's favour: the chunks' kernels, on two streams, fill the device as one
+would.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class _AllGather:
         out = results(q, v)[0]
         self._zeros(out.shape)  # whatever the layout, though only packed documents need it
         each = [results(self._part(q), values) for _ in self._chunks]
+        for part, _ in each:
+            self._zeroed(part)
         self._attend("forward", q)
         for part, _ in each:
             self._copied(part)
@@ -117,6 +120,7 @@ class _AllGather:
         """dq, dk, dv of the rank's tokens, in the model's dtype."""
         size = self._problem.size
         dq = torch.empty_like(q)
+        self._zeroed(dq)
         dk, dv = (self._zeros((size * x.size(0), *x.shape[1:])) for x in (k, v))
         keys, values = (self._in_order(x) for x in self._gather(k, v))
         self._pass(dout, out, *lses)  # delta
@@ -124,13 +128,15 @@ class _AllGather:
             (torch.empty_like(self._part(q)), *(torch.empty_like(self._slice(x, chunk)) for x in (keys, values)))
             for chunk in self._chunks
         ]
+        for parts in each:
+            self._zeroed(*parts)
         self._attend("backward", q)
         for chunk, (dq_part, *sums_of_chunk) in zip(self._chunks, each, strict=True):
             self._added_up(chunk, q)
             self._copied(dq_part)
             for whole, part in zip((dk, dv), sums_of_chunk, strict=True):
                 self._slice(whole, chunk).add_(part)
-        del each, sums_of_chunk, part, keys, values
+        del each, parts, sums_of_chunk, part, keys, values
         dk, dv = self._in_order(dk), self._in_order(dv)
         sums = _Narrow(self._mesh)
         return dq, *(sums.reduce_scatter(_AXIS, (x,)).wait()[0] for x in (dk, dv))
@@ -182,6 +188,12 @@ class _AllGather:
     def _copied(self, part: Tensor) -> None:
         """A chunk's result is copied to its place in the whole: half a rank's rows, of packed documents too."""
         self._pass(part, part, share=2 if self._problem.bounds else 1)
+
+    def _zeroed(self, *tensors: Tensor) -> None:
+        """Of packed documents, results are zeroed before a kernel writes them: it leaves padding out."""
+        if self._problem.bounds:
+            for x in tensors:
+                self._pass(x)
 
     def _zeros(self, shape: Sequence[int]) -> Tensor:
         found = empty(shape, self._problem.dtype)

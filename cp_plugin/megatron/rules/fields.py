@@ -1,0 +1,143 @@
+"""Fields of the configuration that Megatron's own attention and state-space layers read, and the plugin may not know.
+
+What they read is found in the installed source, so a field of a later version or a fork is refused by name if it has
+another value than its default, until it is in this table: trained without it, losses would be wrong without an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from cp_plugin.megatron.rules.rule import Found, Rule, shown, when
+
+_HONOURED = """
+activation_func add_bias_linear add_qkv_bias apply_rope_fusion attention_dropout attention_output_gate beta_fast
+beta_slow bf16 bias_dropout_fusion context_parallel_size fp16 fp32_residual_connection fp4 fp8 fp8_recipe
+fused_single_qkv_rope head_wise_attn_gate hidden_dropout hidden_size init_method kv_channels kv_lora_rank
+layernorm_epsilon linear_conv_kernel_dim linear_cp_mode linear_key_head_dim linear_num_key_heads
+linear_num_value_heads linear_value_head_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
+mamba_training_ssm_states_dtype mrope_interleaved mrope_section mscale mscale_all_dim multi_latent_attention
+no_rope_freq num_attention_heads num_query_groups original_max_position_embeddings output_layer_init_method
+params_dtype perform_initialization q_lora_rank qk_head_dim qk_l2_norm qk_layernorm qk_pos_emb_head_dim
+recompute_granularity recompute_modules rope_type rotary_base rotary_base_per_layer rotary_interleaved rotary_percent
+rotary_scaling_factor sequence_parallel softmax_scale softmax_type tensor_model_parallel_size use_cpu_initialization
+use_mamba_mem_eff_path v_head_dim virtual_pipeline_model_parallel_size window_attn_skip_freq window_size
+"""
+_HARMLESS = """
+apply_query_key_layer_scaling attention_softmax_in_fp32 cuda_graph_impl cuda_graph_modules cuda_graph_scope
+deterministic_mode flash_attention_version flash_decode inference_cuda_graph_scope masked_softmax_fusion
+offload_modules qk_clip_alpha qk_clip_threshold test_mode
+"""
+KNOWN = {name: "honoured" for name in _HONOURED.split()} | {name: "harmless" for name in _HARMLESS.split()}
+"""Honoured: by the plugin's attention, by its rules of layers, or by parts of Megatron's layers that stay. Harmless: it
+chooses among kernels with the same result, or means nothing without a flag that has a rule."""
+_FILES = ("transformer/attention.py", "transformer/dot_product_attention.py", "transformer/multi_latent_attention.py")
+_FOLDERS = ("ssm", "ops/ssm")
+_ENGINE, _ITS_ATTENTION = "extensions/transformer_engine.py", "TEDotProductAttention"
+
+
+def read(core: Path) -> frozenset[str]:
+    """Attributes that these layers read of a configuration; core: the folder of ``megatron.core``."""
+    return frozenset(name for text in _sources(core) for name in _read(text))
+
+
+@lru_cache(maxsize=4)
+def _sources(core: Path) -> list[str]:
+    files = [core / file for file in _FILES]
+    files += [file for folder in _FOLDERS for file in sorted((core / folder).rglob("*.py"))]
+    found = [_text(file) for file in files]
+    for file in files:  # and what was put in the place of its functions
+        module = sys.modules.get(".".join(("megatron.core", *file.relative_to(core).with_suffix("").parts)))
+        kinds = [vars(kind).values() for kind in vars(module).values() if isinstance(kind, type)] if module else []
+        codes = {one.__code__.co_filename for kind in kinds for one in kind if isinstance(one, FunctionType)}
+        found += [_text(Path(code)) for code in sorted(codes) if code.endswith(file.name) and code != str(file)]
+    whole = _text(core / _ENGINE)
+    return found + [
+        body[0] for body in re.finditer(rf"^( *)class {_ITS_ATTENTION}\b.*\n(?:\1 +.*\n| *\n)*", whole, re.M)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+@lru_cache(maxsize=256)
+def _read(text: str) -> frozenset[str]:
+    return frozenset(_names(ast.parse(text if text[:1] != " " else f"if True:\n{text}")))
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and ast.unparse(node.func) in ("getattr", "hasattr"):
+            owner, name = node.args[0], getattr(node.args[1], "value", None)
+        else:
+            continue
+        if ast.unparse(owner).endswith(("config", "cfg")) and isinstance(name, str):
+            yield name
+
+
+def _unknown(subject: Any) -> Found:
+    args, spec = subject.args, find_spec("megatron.core")
+    if spec is None:
+        return None
+    given = {name: value for name, (value, default) in _others(args).items() if not _same(value, default)}
+    sources = _sources(Path(next(iter(spec.submodule_search_locations or ()))))
+    for name in list(given):
+        if not any(name in text and name in _read(text) for text in sources):
+            del given[name]
+    if given and is_dataclass(args):
+        given = _not_derived(args, given)
+    flags = ", ".join(f"--{name.replace('_', '-')}{shown(value)}" for name, value in given.items())
+    return when(given, flags=flags, names=", ".join(given))
+
+
+def _others(args: Any) -> dict[str, tuple[Any, Any]]:
+    """Field -> value and default, of all that no table names."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from cp_plugin.megatron.rules import table
+
+    refused = {rule.name.removeprefix("--").replace("-", "_") for rule in table.TRAINING}
+    found = {}
+    for field in fields(args if is_dataclass(args) else MLATransformerConfig):
+        value = getattr(args, field.name, None)
+        if value is None or field.name in KNOWN or field.name in refused:
+            continue
+        factory = field.default_factory
+        found[field.name] = value, field.default if factory is MISSING else factory()
+    return found
+
+
+def _not_derived(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the configuration does not compute itself from others."""
+    try:
+        fresh = replace(config, **{name: default for name, (_, default) in _others(config).items() if name in given})
+    except Exception:  # a configuration that cannot be made twice
+        return dict(given)
+    return {name: value for name, value in given.items() if not _same(getattr(fresh, name), value)}
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or bool(a == b) or (not a and not b)
+
+
+UNKNOWN = Rule(
+    name="fields that the plugin does not know",
+    what="{flags}",
+    why="Megatron's own attention or state-space layers read {names} of the configuration, the plugin's do not know it,"
+    " and would train as if without it",
+    fix="leave it out",
+    looks_at=_unknown,
+)

@@ -1,0 +1,163 @@
+"""Random command lines, from the flags, choices and numbers that the parsers declare."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import harness
+import typer
+from hypothesis import strategies as st
+
+from cp_plugin.cli.app import app
+from cp_plugin.methods import registry as providers
+
+NUMBERS = ("1", "2", "4", "8", "64")
+ODD = ("0", "-1", "1e3", "2.5", "", " ", "auto", "none", "4x", "0x2", "04", "¾", "٣", "9" * 30, "nan", "inf", "1e-300")
+NAMES: Mapping[str, Sequence[str]] = {
+    "provider": (*providers.names(), *providers.names("linear")),
+    "linear-provider": providers.names("linear"),
+    "layout": ("contiguous", "zigzag", "striped", "documents"),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "backend": ("auto", "sdpa", "reference", "triton"),
+    "mask": ("causal", "full"),
+    "grid": ("2x2", "1x4", "4x1", "2x4"),
+    "model": ("llama3.2-1b", "linear-llama3-1b", "llama3-8b"),
+    "cluster": ("dgx-h100", "dgx-a100", "none.toml"),
+    "documents": ("chat", "24,14,10", "x"),
+    "recompute": ("none", "selective", "full"),
+    "linear-attention": ("basic", "gla", "rebased"),
+    "layer-pattern": ("L", "LLN", "N"),
+    "fp8": ("off", "comm", "compute"),
+    "backward": ("kv", "q"),
+    "selfcheck": ("once", "off"),
+    "device": ("auto", "cpu", "cuda"),
+    "plot": ("x.svg", "x.gif", "/none/x.svg"),
+    "window-size": ("4,0", "(4,0)", "(4"),
+    "spec": ("local", "x y"),
+    "arguments": ("x.toml", "striped-16", "none", "/", "--", "--lr"),
+    "hybrid-layer-pattern": ("M*-M*-", "*-", "M*E/M*", "M*|GM*-"),
+}
+"""Usual values of flags for which no choices are declared."""
+NAMED = ("moe-router-topk", "log-interval", "eval-iters", "data-path")
+OFTEN = (
+    *(*NAMED, "eval-interval", "train-iters", "micro-batch-size", "global-batch-size", "seq-length"),
+    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "bf16", "fp16"),
+    *("window-size", "softmax-type", "recompute-granularity", "recompute-num-layers", "sequence-parallel", "sft"),
+    *("moe-router-load-balancing-type", "attention-dropout", "mtp-num-layers", "dataloader-inter-document-masking"),
+    *("eod-mask-loss", "calculate-per-token-loss", "optimizer", "use-distributed-optimizer"),
+)
+"""Megatron's flags that are drawn most often, and more often than all others together."""
+Flags = dict[str, st.SearchStrategy[str | None]]
+
+
+def value(flag: str, choices: Sequence[Any] = (), usual: Sequence[str] = NUMBERS) -> st.SearchStrategy[str]:
+    """Mostly a usual one."""
+    own = NAMES.get(flag.removeprefix("--").removeprefix("cp-"), usual)
+    some = st.sampled_from([*map(str, choices)] or own)
+    odd = (st.sampled_from(ODD), st.text(st.characters(exclude_categories=["C", "Z"]), max_size=4))
+    return st.integers(0, 39).flatmap(lambda n: odd[n] if n < len(odd) else some)
+
+
+def some(flags: Flags, most: int) -> st.SearchStrategy[dict[str, str | None]]:
+    """Some of the flags, each with a value; None for a switch."""
+    chosen = st.lists(st.sampled_from(sorted(flags)), unique=True, max_size=most)
+    return chosen.flatmap(lambda names: st.fixed_dictionaries({name: flags[name] for name in names}))
+
+
+def spelled(values: Mapping[str, str | None]) -> list[str]:
+    return [flag if text is None else f"{flag}={text}" for flag, text in values.items()]
+
+
+def of_parser(parser: argparse.ArgumentParser) -> Flags:
+    """What a parser declares, by the first name of each flag."""
+    usual = {float: ("0.1", "1", "0"), str: ("x", "local"), None: ("x", "/none/x")}
+    return {
+        action.option_strings[0]: st.none()
+        if action.nargs == 0
+        else value(action.option_strings[0], action.choices or (), usual.get(action.type, (*NUMBERS, "0")))
+        for action in parser._actions
+        if action.option_strings and not isinstance(action, argparse._HelpAction)
+    }
+
+
+@cache
+def commands() -> dict[str, Flags]:
+    """The flags of every command of ``cp-plugin``."""
+    found: dict[str, Flags] = {}
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        found[name] = {}
+        for option in command.params:
+            listed = re.fullmatch(r"\[(.*\|.*)\]", option.metavar or "")
+            usual = NUMBERS if option.metavar in ("N", "X") else ("x.json", "x", "/none/x.toml")
+            choices = listed[1].split("|") if listed else ()
+            if option.opts[0].startswith("--"):
+                switch = getattr(option, "is_flag", False)
+                found[name][option.opts[0]] = st.none() if switch else value(option.opts[0], choices, usual)
+    return found
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
+    name = draw(st.sampled_from(sorted(commands())))
+    flags, given = commands()[name], draw(some(commands()[name], 3))
+    for needed in ("--provider", "--model", "--cluster", "--plot"):  # without them most are refused, or try everything
+        if needed in flags and draw(st.integers(0, 7)):
+            given[needed] = draw(flags[needed])
+    often = name in ("calibrate", "dataset", "example", "generate")
+    words = draw(
+        st.lists(st.sampled_from(NAMES["arguments"]), max_size=2 if often or not draw(st.integers(0, 9)) else 0)
+    )
+    return [name, *words, *spelled(given)]
+
+
+@cache
+def plugin_parser() -> argparse.ArgumentParser:
+    from cp_plugin.megatron.flags import args
+
+    return args.add_arguments(argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False))
+
+
+@st.composite
+def plugin_flags(draw: st.DrawFn) -> tuple[list[str], int]:
+    flags = of_parser(plugin_parser())
+    given = draw(some(flags, 3))
+    if draw(st.integers(0, 7)):
+        given = {"--cp-provider": draw(flags["--cp-provider"])} | given
+    return spelled(given), draw(st.integers(1, 16))
+
+
+BASE = shlex.split(f"{harness.MODEL} {harness.DATA} {harness.SGD} --train-iters 1 --attention-backend unfused")
+
+
+@cache
+def megatron_flags() -> tuple[Flags, Flags]:
+    """Those that are drawn often, and all others."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    found = of_parser(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    found |= of_parser(plugin_parser())
+    often = {flag: found[flag] for name in OFTEN if (flag := f"--{name}") in found}
+    often |= {flag: x for flag, x in found.items() if flag.startswith("--cp-")}
+    return often, {flag: x for flag, x in found.items() if flag not in often}
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> list[str]:
+    """A command line: the usual one without a flag, and with others."""
+    often, rest = megatron_flags()
+    words = [word for word in BASE if word.startswith("--")]
+    gone = set(draw(st.lists(st.sampled_from([*words, *["--mock-data", "--eval-interval"] * 9]), max_size=1)))
+    kept, skipping = [], False
+    for word in BASE:
+        skipping = word in gone if word.startswith("--") else skipping
+        kept += [] if skipping else [word]
+    experts = ["--num-experts", "4", "--moe-router-topk", "2"] if draw(st.booleans()) else []
+    given = draw(some({f"--{name}": often[f"--{name}"] for name in NAMED}, 1)) | draw(some(often, 2))
+    given |= draw(some(rest, 2)) if draw(st.booleans()) else {}
+    given = {"--context-parallel-size": "2", "--cp-provider": draw(st.sampled_from(providers.names()))} | given
+    return [*kept, *experts, *spelled(given)]
