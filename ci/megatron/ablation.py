@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     import cp_plugin.megatron.models.gpt  # noqa: F401
 
     warm.before_forking()
-    known = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
+    known = json.loads(given.out.read_text(encoding="utf-8"))["edits"] if given.out.exists() else {}
     chosen = [one for one in edits.read() if one.found and (not given.edits or one.name in given.edits)]
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
@@ -100,7 +100,8 @@ def main(argv: Sequence[str]) -> int:
                 continue
             known[edit.name] = ", ".join(parts(edit, Path(folder))) or "nothing"
             print(f"ABLATION {edit.name}: {known[edit.name]}", flush=True)
-            given.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+            found = {"parts": [*PARTS.values(), STEP, LATER, STOPS], "edits": known}
+            given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
