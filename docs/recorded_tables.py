@@ -31,10 +31,10 @@ def budget(kind: str) -> str:
 
 def ablation() -> str:
     """The parts of the start-up check, and how many harmful edits of Megatron each finds, also alone."""
-    found = list(_read("docs/ablation.json").values())
-    names = sorted({part for parts in found for part in parts}, key=lambda part: -sum(part in p for p in found))
-    rows = [(part, sum(part in parts for parts in found), sum(parts == [part] for parts in found)) for part in names]
-    rows.append(("nothing", sum(not parts for parts in found), ""))
+    record = _read("docs/ablation.json")
+    found = [parts.split(", ") for parts in record["edits"].values()]
+    counts = [(part, sum(part in p for p in found), sum(p == [part] for p in found)) for part in record["parts"]]
+    rows = sorted(counts, key=lambda row: -row[1])
     return markdown.table((f"of {len(found)} harmful edits", "found", "by it alone"), rows)
 
 

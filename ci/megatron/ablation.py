@@ -23,6 +23,7 @@ PARTS = {
     "own_attention_problems": "Megatron's own attention",
     "packed_problems": "attention of packs",
     "delta_net_problems": "gated delta net",
+    "norm_problems": "norm of gradients",
 }
 """Function of ``first_batch`` -> the part that it is."""
 STEP, LATER, STOPS = "a step of the run", "the rest of the first step", "a refusal by name"
@@ -90,16 +91,17 @@ def main(argv: Sequence[str]) -> int:
     import cp_plugin.megatron.models.gpt  # noqa: F401
 
     warm.before_forking()
-    known = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
+    known = json.loads(given.out.read_text(encoding="utf-8"))["edits"] if given.out.exists() else {}
     chosen = [one for one in edits.read() if one.found and (not given.edits or one.name in given.edits)]
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         for edit in chosen:
             if edit.name in known and not given.edits:
                 continue
-            known[edit.name] = parts(edit, Path(folder))
-            print(f"ABLATION {edit.name}: {', '.join(known[edit.name]) or 'nothing'}", flush=True)
-            given.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+            known[edit.name] = ", ".join(parts(edit, Path(folder))) or "nothing"
+            print(f"ABLATION {edit.name}: {known[edit.name]}", flush=True)
+            found = {"parts": [*PARTS.values(), STEP, LATER, STOPS], "edits": known}
+            given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

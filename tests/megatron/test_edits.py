@@ -43,7 +43,9 @@ def test_the_texts_are_there_once(name: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize("name", ["the two chunks of a rank swapped", "a renamed local of attention"])
+@pytest.mark.parametrize(
+    "name", ["a new parameter of the slicing of batches that is required", "a comment in recomputation"]
+)
 def test_the_doctor_says_the_same_of_an_edited_checkout(name: str, tmp_path: Path) -> None:
     edits.copy(EDITS[name], tmp_path)
     command = [sys.executable, "-m", "cp_plugin.megatron.patches.doctor", str(tmp_path)]

@@ -74,4 +74,4 @@ def _zigzag_angles() -> None:
 def test_multimodal_angles_of_another_layout_are_noticed() -> None:
     """Planted fault."""
     with pytest.raises(RankError, match="differs from the step on one rank"):
-        train(2, f"{MULTIMODAL} {STRIPED}", prepare=_zigzag_angles)
+        train(2, f"{MULTIMODAL} {STRIPED}", prepare=lambda: (_three_ids_per_token(), _zigzag_angles()))

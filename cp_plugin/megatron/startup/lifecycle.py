@@ -40,7 +40,7 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     STATE.complete(chunks)
     audit.run(chunks)
     if runtime.settings().selfcheck:
-        first_batch.run(chunks)
+        first_batch.run(chunks, optimizer)
         step.expect(optimizer, rates)
     STATE.first_batch = slices.require_one_batch
     recheck.watch(chunks, _iterations)
