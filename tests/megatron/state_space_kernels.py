@@ -118,7 +118,7 @@ def _mamba(
         step = dt[:, t, :, None, None]
         h = h * (step * a[:, None, None]).exp() + step * b[:, t, :, :, None] * x[:, t, :, None, :]
         out.append((h * c[:, t, :, :, None]).sum(2) + D[:, None] * x[:, t])
-    return torch.stack(out, 1).flatten(2) * F.silu(z)
+    return (torch.stack(out, 1).flatten(2) * F.silu(z)).to(z.dtype)  # decays are in float32
 
 
 def _goes_on(documents: Tensor | None, token: int) -> bool:
@@ -147,4 +147,4 @@ def _delta_rule(
         error = v[:, t] - (h * k[:, t, :, :, None]).sum(2)
         h = h + k[:, t, :, :, None] * (beta[:, t, :, None] * error)[:, :, None, :]
         out.append((h * q[:, t, :, :, None]).sum(2) * q.size(3) ** -0.5)
-    return torch.stack(out, 1), None
+    return torch.stack(out, 1).to(q.dtype), None
