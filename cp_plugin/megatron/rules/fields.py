@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from cp_plugin.megatron.rules.rule import Found, Rule, shown, when
+from cp_plugin.megatron.rules.rule import NAMES, Found, Rule, shown, when
 
 _HONOURED = """
 activation_func add_bias_linear add_qkv_bias apply_rope_fusion attention_dropout attention_output_gate beta_fast
@@ -107,9 +107,7 @@ def _others(args: Any) -> dict[str, tuple[Any, Any]]:
     """Field -> value and default, of all that no table names."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from cp_plugin.megatron.rules import table
-
-    refused = {rule.name.removeprefix("--").replace("-", "_") for rule in table.TRAINING}
+    refused = {name.removeprefix("--").replace("-", "_") for name in NAMES}
     found = {}
     for field in fields(args if is_dataclass(args) else MLATransformerConfig):
         value = getattr(args, field.name, None)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+NAMES: set[str] = set()
+"""Of all rules that were made."""
 Found = Mapping[str, object] | None  # values for the message's placeholders; None: the rule does not apply
 
 
@@ -29,6 +31,9 @@ class Rule:
     """``what`` stands alone; otherwise it completes "--cp-provider ring does not support"."""
     late: bool = False  # evaluated after Megatron's own validation
     sets: Mapping[str, object] = field(default_factory=dict)  # attribute -> value that an adjusting rule sets
+
+    def __post_init__(self) -> None:
+        NAMES.add(self.name)
 
     @property
     def text(self) -> str:
