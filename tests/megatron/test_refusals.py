@@ -348,10 +348,6 @@ def example_of(rule: Rule) -> Example:
     return with_linear(given, pattern) if rule.name.startswith("linear ") else given
 
 
-NAMED_ALONE: dict[str, tuple[str, ...]] = {}
-"""Arguments of an example without which the rule still applies."""
-
-
 def test_every_rule_refuses_its_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "delta_net_takes_exchange", lambda: False)  # a difference between versions
     monkeypatch.delitem(fields.KNOWN, "add_qkv_bias")
@@ -359,9 +355,6 @@ def test_every_rule_refuses_its_example(monkeypatch: pytest.MonkeyPatch) -> None
         given = example_of(rule)
         for one in (given, *ALSO.get(rule.name, ())):
             check(rule, rule.of(run_of(one)), one.names)
-            for name in {name for name in one.args if one.args[name] != BASE.get(name)} & {*BASE}:
-                plain = run_of(replace(one, args={**one.args, name: BASE[name]}))
-                assert name in NAMED_ALONE.get(rule.name, ()) or rule.of(plain) is None, f"{rule.name} without {name}"
     for rule in (rule for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule is not fields.UNKNOWN):
         value = {attribute(rule.name): FLAGS.get(rule.name)}
         given = example(rule.name, args=value) if rule.name in FLAGS else LAYERS[rule.name]
