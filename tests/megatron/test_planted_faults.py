@@ -90,7 +90,7 @@ def batch_by_rank_number(slice_batch: Any) -> Any:
 def in_halves(key: str) -> Plant:
     """Cut one part of the batch in halves, the others by the layout."""
     fault = planted(BATCH, f"{key} in halves")
-    return fault(lambda cut: lambda x, cp: cut(x, cp) | {key: x[key].chunk(cp.size, 1)[cp.index].contiguous()})
+    return fault(lambda cut: lambda x, cp: cut(dict(x), cp) | {key: x[key].chunk(cp.size, 1)[cp.index].contiguous()})
 
 
 contiguous_rope = planted(ROPE, "contiguous_rope")(

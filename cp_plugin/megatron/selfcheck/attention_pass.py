@@ -228,6 +228,12 @@ def pack_of(tokens: int, number: int, device: torch.device) -> PackedSeqParams:
     bounds = [0, 5 + 2 * number, tokens // 2 + 3 + number, tokens]
     where = torch.tensor(bounds, dtype=torch.int32, device=device)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=where, cu_seqlens_kv=where)
+    found = [x.tolist() for x in (packed.cu_seqlens_q, packed.cu_seqlens_kv)]
+    if found != [bounds, bounds]:
+        raise ValueError(
+            f"PackedSeqParams of this Megatron makes the bounds {found} of {bounds}: documents would begin at "
+            "other tokens. Use a Megatron without this change, or --cp-provider upstream"
+        )
     return packed
 
 
