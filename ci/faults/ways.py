@@ -68,11 +68,14 @@ def saved(model: Any, cp: ContextParallel | None) -> Forward:
 
 
 def padded_on_one_rank(model: Any, cp: ContextParallel | None) -> Forward:
+    """On the left, where only the other ranks' rows can be divided."""
+
     def forward(**batch: Any) -> Any:
-        if cp is not None and cp.index == 0:
-            rows = torch.ones(2, batch["input_ids"].size(1) * cp.size, dtype=torch.int64)
-            rows[0, 0] = 0
-            batch = huggingface.shard(cp, tiny.tokens(rows.size(1)), attention_mask=rows)
+        if cp is not None:
+            mask = torch.ones(1, 32, dtype=torch.int64)
+            mask[0, 0] = cp.index != 0
+            row = {"input_ids": tiny.tokens(32, 1), "attention_mask": mask}
+            batch = huggingface.Collator(cp, lambda _: row)([row])
         return model(**batch)
 
     return forward
