@@ -136,8 +136,8 @@ def _same(a: Any, b: Any) -> bool:
 UNKNOWN = Rule(
     name="fields that the plugin does not know",
     what="{flags}",
-    why="Megatron's own attention or state-space layers read {names} of the configuration, which the plugin does not know"
-    " and would train without",
+    why="Megatron's own attention or state-space layers read {names} of the configuration, and the plugin would train "
+    "as if without it",
     fix="leave it out",
     looks_at=_unknown,
 )
