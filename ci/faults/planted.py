@@ -133,10 +133,6 @@ def _flipped(which: str, given: dict[str, Any]) -> None:
     given[which] = given[which].flip(0)
 
 
-def _of_next_head(which: str, given: dict[str, Any]) -> None:
-    given[which] = given[which].roll(1, 2)
-
-
 def _lost(which: str, given: dict[str, Any]) -> None:
     given[which] = given[which] * 0
 
@@ -171,7 +167,6 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "sink": _sink,
     "smaller": _smaller,
     "flipped": _flipped,
-    "next-head": _of_next_head,
     "lost": _lost,
 }
 

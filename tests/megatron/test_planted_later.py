@@ -93,7 +93,6 @@ LATER = {
     "gradients of a halo": of_delta_net("returned halo", "lost:halo", HALO % "backward"),
     "halos in bfloat16": of_delta_net("halo", "smaller:halo", HALO % "forward", "contiguous --bf16"),
     "decays of the next tokens": of_delta_net("linear", "flipped:log_decay", ROWS),
-    "decays of the next head, in bfloat16": of_delta_net("linear", "next-head:log_decay", ROWS, "contiguous --bf16"),
     "states of another document": of_delta_net("linear", "lost:starts", ROWS, PACKED),
     "betas": of_delta_net("linear", "smaller:beta", ROWS),
 }

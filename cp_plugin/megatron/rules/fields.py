@@ -134,8 +134,8 @@ def _same(a: Any, b: Any) -> bool:
 UNKNOWN = Rule(
     name="fields that the plugin does not know",
     what="{flags}",
-    why="Megatron's own attention or state-space layers read {names} of the configuration, the plugin's do not know it,"
-    " and would train as if without it",
+    why="Megatron's own attention or state-space layers read {names} of the configuration, and the plugin would train "
+    "as if without it",
     fix="leave it out",
     looks_at=_unknown,
 )
