@@ -96,7 +96,7 @@ def own_attention_problems(module: CoreAttention, tokens: int, device: torch.dev
     if not module.head_dim == module.v_head_dim == config.kv_channels:
         return []
     tokens = min(tokens, _OWN_TOKENS)
-    if device.type == "cuda" and getattr(transformer_engine, "HAVE_TE", False):
+    if device.type == "cuda" and transformer_engine.HAVE_TE:
         target, provider, dtype, mask = _TE, TESpecProvider(), config.params_dtype, None
         allowed = max(TOLERANCE[dtype], TOLERANCE_TF32)
     else:
