@@ -318,4 +318,5 @@ def test_pages_say_what_their_files_say(tmp_path: Path) -> None:
         "README",
         "audit",
         "budget",
+        "gluon",
     }

@@ -15,11 +15,12 @@ EXPLAINED = {
     "core/spelling.py: _python": "of the context: how messages that are written inside it spell options",
     "core/layout.py: _orders": "a cache of what a function of its arguments returns, with a limit in bytes",
     "huggingface/layers.py: _running": "of the thread: whose layer runs, for functions that transformers calls",
-    "huggingface/apply.py: _numbers": "names in the registry of transformers, which has no way to take one out",
+    "huggingface/attention.py: _numbers": "names in the registry of transformers, which has no way to take one out",
     "kernels/blocks.py: _depths": "as ``_orders``: which keys of a tree are at which depth",
     "kernels/fused.py: _observer": "who watches the kernels of a traced method, in all of its threads",
     "megatron/patches/hybrid.py: _kept": "a cache of what a function of its arguments returns, with a limit in bytes",
-    "megatron/dataset/build.py: _job": "the one job of a worker process",
+    "megatron/rules/rule.py: NAMES": "of all rules, filled where they are made",
+    "megatron/selfcheck/step.py: _CALLS": "numbers of keys in the store, which are used once",
 }
 WRITES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove"}
 WRITES |= {"setdefault", "update", "__setitem__"}

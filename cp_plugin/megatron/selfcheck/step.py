@@ -109,7 +109,7 @@ def expect(optimizer: Any, rates: Any) -> None:
     def tell() -> None:
         if STATE.unchecked is not None:
             STATE.unchecked = None
-            _not_compared("this training does not call the schedule that Megatron's get_forward_backward_func returns")
+            _not_compared("this run does not call the schedule that Megatron's get_forward_backward_func returns")
 
     if optimizer is not None:
         first_step.once(optimizer, "step", lambda *_, **__: tell())
