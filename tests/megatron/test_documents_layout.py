@@ -121,9 +121,9 @@ def _unplaced(where: str) -> None:
     ("where", "flags", "found"),
     [
         ("attention", "", "packed out is off by"),
-        ("batch", "", "tokens differ in packs"),
-        pytest.param("rope", "", "rope of packed documents differs", marks=slow),
-        ("prediction", "--mtp-num-layers 1", "the next tokens of multi-token prediction of packed documents differ"),
+        ("batch", "", "differs from the step on one rank"),
+        pytest.param("rope", "", "differs from the step on one rank", marks=slow),
+        ("prediction", "--mtp-num-layers 1", "differs from the step on one rank"),
     ],
 )
 def test_the_self_check_finds_what_is_not_placed(where: str, flags: str, found: str) -> None:

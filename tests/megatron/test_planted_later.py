@@ -35,7 +35,6 @@ FOUR = "--context-parallel-size 4 --cp-provider ring"
 DELTA = (
     f"{MODEL.replace('--num-layers 2 ', '')} --hybrid-layer-pattern G* {STATES} --cp-linear-provider lasp2 --cp-layout"
 )
-PACKED = "contiguous --dataloader-inter-document-masking --calculate-per-token-loss"
 
 
 class Later(NamedTuple):
@@ -93,7 +92,6 @@ LATER = {
     "gradients of a halo": of_delta_net("returned halo", "lost:halo", HALO % "backward"),
     "halos in bfloat16": of_delta_net("halo", "smaller:halo", HALO % "forward", "contiguous --bf16"),
     "decays of the next tokens": of_delta_net("linear", "flipped:log_decay", ROWS),
-    "states of another document": of_delta_net("linear", "lost:starts", ROWS, PACKED),
     "betas": of_delta_net("linear", "smaller:beta", ROWS),
 }
 

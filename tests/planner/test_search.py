@@ -389,7 +389,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--memory", "nan"], "--memory nan: write GB per device"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--memory", "-5"], "--memory -5.0: write GB per device"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--recompute", ""], "--recompute : choose one of"),
-        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--plot", "x"], "--plot x has no effect without --rep"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--plot", "x"], "--plot x has no effect without --expl"),
         (["--cluster", "dgx-h100", "--tensor", "2", "--", "--num-layers", "2"], "--tensor 2 conflicts with Mega"),
         (["--cluster", "dgx-h100", "--seq-length", "64", "--", "--num-layers", "2"], "--seq-length 64 conflicts"),
         (["--cluster", "dgx-h100", "--recompute", "full", "--", "--num-layers", "2"], "--recompute full conflicts"),
