@@ -242,7 +242,7 @@ class _Step:
         even = runtime.settings().of_stock and not unwrap_model(self.chunks[0]).config.calculate_per_token_loss
         data = [None if one is None else Tiny(one, *sizes, even=even) for one in self.looked]
         lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
-        count = 2 if len(self.chunks) == 1 else max(2, stages)
+        count = max(2, stages) if len(self.chunks) > 1 else 1 + (self.size <= 64)  # each rank computes whole sequences
         iterators = data if isinstance(self.named["data_iterator"], list) else data[0]
         with noisy(self.chunks, noise, torch.finfo(self.dtype).eps), self._finalizing():
             reports = self.schedule(**{**self.named, **lengths, "data_iterator": iterators, "num_microbatches": count})
