@@ -174,7 +174,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         if (value := getattr(args, linear_flags.attribute(flag), None)) is not None:
             misleading = flag == "--cp-device" or value in declared().methods  # gpu: not cpu; lasp2: not usp
             one_of(flag, value, valid, suggest=not misleading)
-    name = getattr(args, "cp_provider", None)
+    name, selfcheck = (getattr(args, f"cp_{what}", None) for what in ("provider", "selfcheck"))
     if name != AUTO and getattr(args, "cp_cluster", None) is not None:
         raise ValueError(
             f"--cp-cluster {args.cp_cluster} has no effect: only --cp-provider {AUTO} uses it. Leave it out"
@@ -183,9 +183,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
     if linear is None and name in (None, UPSTREAM):
         if linear_flags.has_delta_net(args):
             linear_flags.delta_net_from(args, None, Options())
-        compared = name == UPSTREAM and getattr(args, "cp_selfcheck", None) in ("once", "strict")
+        compared = name == UPSTREAM and selfcheck in ("once", "strict")
         _refuse_without_provider(args, name, "--cp-selfcheck" if compared else "")
-        return Settings(of_stock=compared and args.context_parallel_size > 1, strict=args.cp_selfcheck == "strict")
+        return Settings(of_stock=compared and args.context_parallel_size > 1, strict=selfcheck == "strict")
     options = option_flags.options_from(args)
     delta_net = None
     if linear is None:
@@ -208,8 +208,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
         options=options,
         linear=linear,
         delta_net=delta_net,
-        selfcheck=getattr(args, "cp_selfcheck", None) != "off",
-        strict=getattr(args, "cp_selfcheck", None) == "strict",
+        selfcheck=selfcheck != "off",
+        strict=selfcheck == "strict",
         check_every=_check_every(args, 0),
         identities_every=_check_every(args, IDENTITIES_EVERY),
         verbose=bool(args.cp_verbose),

@@ -170,10 +170,10 @@ def examine(patch: Patch) -> Finding:
 def _on_several_ranks(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement, but while the start-up check computes on one rank, the original: what one rank trains."""
 
+    from megatron.core import parallel_state
+
     @functools.wraps(original)
     def chosen(*positional: Any, **named: Any) -> Any:
-        from megatron.core import parallel_state
-
         alone = STATE.trial and parallel_state.get_context_parallel_world_size() == 1
         return (original if alone else replacement)(*positional, **named)
 

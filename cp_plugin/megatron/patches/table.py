@@ -244,10 +244,6 @@ RECOMPUTE = tuple(
 )
 
 
-def _padded(run: Run) -> bool:
-    return run.settings.active and run.settings.pad_sequence
-
-
 def _experts(run: Run) -> bool:
     captured = not run.settings.pad_sequence and captures_experts(run.args)  # a graph of Megatron's takes no mask
     return run.settings.active and run.has("num_experts", "num_moe_experts") and not captured

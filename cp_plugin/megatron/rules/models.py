@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--micro-batch-size")
 
 
-def _pattern(run: Run) -> str:
+def pattern_of(run: Run) -> str:
     """The hybrid pattern; empty for other models."""
     return run.args.hybrid_layer_pattern or run.args.hybrid_override_pattern or ""
 
@@ -28,13 +28,13 @@ def _hybrid(symbol: str, why: str, fix: str) -> Rule:
         what=f"{symbol} in --hybrid-layer-pattern {{pattern}}",
         why=why,
         fix=fix,
-        looks_at=lambda run: when(symbol in _pattern(run), pattern=_pattern(run)),
+        looks_at=lambda run: when(symbol in pattern_of(run), pattern=pattern_of(run)),
     )
 
 
 def _divides_delta_net(run: Run) -> bool:
     """Whether gated delta net layers run on several context-parallel ranks."""
-    return run.args.context_parallel_size > 1 and "G" in _pattern(run)
+    return run.args.context_parallel_size > 1 and "G" in pattern_of(run)
 
 
 def _below_one(run: Run) -> Found:
@@ -102,7 +102,7 @@ RULES = (
         what="--hybrid-layer-pattern {pattern} without * or +",
         why="no layer of this model would use the provider",
         fix="add an attention layer (*)",
-        looks_at=lambda run: when(_pattern(run) and not set("*+") & set(_pattern(run)), pattern=_pattern(run)),
+        looks_at=lambda run: when(pattern_of(run) and not set("*+") & set(pattern_of(run)), pattern=pattern_of(run)),
     ),
     Rule(
         name="packed micro-batches in a pipeline",

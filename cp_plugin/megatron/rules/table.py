@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.megatron.rules import experts, flags, inference, layers, layout, linear, models, padding, precision
 from cp_plugin.megatron.rules.rule import Rule, when
+from cp_plugin.megatron.rules.run import Run
 from cp_plugin.methods import registry as providers
 
 TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES, *experts.RULES, *padding.RULES)
@@ -18,7 +17,7 @@ ON_CPU = Rule(
     why="stock Megatron's context parallelism needs Transformer Engine, on CUDA",
     fix="add one, or leave --context-parallel-size out",
     looks_at=lambda run: when(
-        not run.settings.active and run.args.context_parallel_size > 1 and _attends(run.args),
+        not run.settings.active and run.args.context_parallel_size > 1 and _attends(run),
         size=run.args.context_parallel_size,
         names=", ".join([AUTO, *providers.names()]),
     ),
@@ -26,10 +25,9 @@ ON_CPU = Rule(
 )
 
 
-def _attends(args: Any) -> bool:
+def _attends(run: Run) -> bool:
     """Whether some layer has an attention that only Transformer Engine divides."""
-    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
-    return "*" in (pattern or "*") and not getattr(args, "experimental_attention_variant", None)
+    return "*" in (models.pattern_of(run) or "*") and not getattr(run.args, "experimental_attention_variant", None)
 
 
 RULES: dict[str, tuple[Rule, ...]] = {
