@@ -40,6 +40,7 @@ from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, around
 from cp_plugin.megatron.selfcheck import first_step
+from cp_plugin.megatron.selfcheck.choices import Choices
 from cp_plugin.megatron.selfcheck.first_batch import tokens_for
 from cp_plugin.megatron.selfcheck.one_rank import OneRank
 from cp_plugin.megatron.selfcheck.readings import (
@@ -56,7 +57,7 @@ from cp_plugin.megatron.selfcheck.readings import (
     saved_buffers,
 )
 from cp_plugin.megatron.selfcheck.restored import restored
-from cp_plugin.megatron.selfcheck.tiny_batch import Choices, Looked, Strong, Tiny, noisy, owners, quiet
+from cp_plugin.megatron.selfcheck.tiny_batch import Looked, Strong, Tiny, noisy, owners, quiet
 from cp_plugin.megatron.state import STATE
 from cp_plugin.placement.layouts import get_layout
 
@@ -161,11 +162,11 @@ class _Step:
         optimizer: Any,
     ) -> None:
         self.schedule, self.named, self.chunks, self.looked, self.optimizer = schedule, named, chunks, looked, optimizer
-        self.args, self.size = global_vars._GLOBAL_ARGS, _size()
-        if getattr(unwrap_model(chunks[0]).config, "moe_flex_dispatcher_backend", None) == "hybridep":
+        self.args, self.size, self.config = global_vars._GLOBAL_ARGS, _size(), unwrap_model(chunks[0]).config
+        if getattr(self.config, "moe_flex_dispatcher_backend", None) == "hybridep":
             raise RuntimeError("HybridEP sizes its buffer by the first batch, which would be a tiny one")
         parameter = next(p for chunk in chunks for p in chunk.parameters())
-        self.device, self.dtype = parameter.device, unwrap_model(chunks[0]).config.params_dtype
+        self.device, self.dtype = parameter.device, self.config.params_dtype
         self.finalized: Any = None
         self.script = named["forward_step_func"]
         layout = _layout()
@@ -188,7 +189,7 @@ class _Step:
             back.enter_context(restored(self.chunks, [self.script, *scalers]))
             back.enter_context(self._lent(scalers))
             sizes = self.padded, self.tokens, self.named["micro_batch_size"]
-            choices = Choices(unwrap_model(self.chunks[0]).config, _layout(between=True), *sizes)
+            choices = Choices(self.config, _layout(between=True), *sizes)
             with choices.recorded():
                 many = self._run()
             names = parameter_names(self.chunks, self.optimizer)
@@ -239,7 +240,7 @@ class _Step:
         rows = self.named["micro_batch_size"]
         sizes = self.tokens, self.named["seq_length"], rows, self._vocabulary(), seed
         # Stock Megatron averages the means of ranks, which is one rank's where all have as many tokens.
-        even = runtime.settings().of_stock and not unwrap_model(self.chunks[0]).config.calculate_per_token_loss
+        even = runtime.settings().of_stock and not self.config.calculate_per_token_loss
         data = [None if one is None else Tiny(one, *sizes, even=even) for one in self.looked]
         lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
         count = max(2, stages) if len(self.chunks) > 1 else 1 + (self.size <= 64)  # each rank computes whole sequences
@@ -263,8 +264,7 @@ class _Step:
     @contextmanager
     def _finalizing(self) -> Iterator[None]:
         """In the block, note how the schedule finalizes gradients."""
-        config = unwrap_model(self.chunks[0]).config
-        finalize = config.finalize_model_grads_func
+        finalize = self.config.finalize_model_grads_func
         if finalize is None:
             yield
             return
@@ -273,7 +273,7 @@ class _Step:
             self.finalized = finalize, args, named
             return finalize(*args, **named)
 
-        with patching.lent(config, finalize_model_grads_func=noted):
+        with patching.lent(self.config, finalize_model_grads_func=noted):
             yield
 
     def _reduced_ones(self, scalers: Sequence[Any]) -> list[str]:
