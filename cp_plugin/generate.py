@@ -8,10 +8,10 @@
 from __future__ import annotations
 
 from cp_plugin.cli import shell
-from cp_plugin.cli.generate import EVERYTHING, generate
+from cp_plugin.cli.generate import generate
 
 app = shell.new_app(add_completion=False)
-shell.register(app, generate, **EVERYTHING)
+shell.register(app, generate)
 
 if __name__ == "__main__":
     app()

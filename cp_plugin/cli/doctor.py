@@ -10,13 +10,15 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from itertools import product, starmap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+import typer
 from rich.console import Console
 
 from cp_plugin.attention import calls
-from cp_plugin.cli.terminal import print_lines, print_table, print_verdict
+from cp_plugin.cli import doctor_megatron, flags, output
+from cp_plugin.cli.terminal import new_console, print_lines, print_table, print_verdict
 from cp_plugin.common.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, torch_supported
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.mask import CAUSAL
@@ -242,3 +244,38 @@ def _distribution(name: str) -> Distribution | None:
         return distribution(name)
     except PackageNotFoundError:
         return None
+
+
+def doctor(
+    everything: Annotated[
+        bool, typer.Option("--all", help="also list libraries and kernels that are not available here")
+    ] = False,
+    megatron: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="examine this Megatron-LM checkout, or unpacked wheel, instead"),
+    ] = None,
+    as_json: output.AsJson = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="WORDS", help="with --megatron, after --: the flags of a run; default: examine everything"
+        ),
+    ] = None,
+) -> None:
+    """Show what is installed, which attention kernels work here, and how to get what is missing."""
+    if megatron is not None:
+        with flags.errors_in_one_line(translated=False):
+            if everything:
+                raise ValueError("--all has no effect with --megatron: leave it out")
+            found = doctor_megatron.examine(megatron, words or [])
+        console = new_console()
+        output.show(as_json, lambda: found, lambda: doctor_megatron.show(console, found, megatron))
+        if doctor_megatron.stops(found):
+            raise typer.Exit(1)
+        return
+    if words or as_json:
+        with flags.errors_in_one_line(translated=False):
+            given = " ".join([*(words or []), *(["--json"] if as_json else [])])
+            raise ValueError(f"{given} has no effect without --megatron DIR: add it, or leave this out")
+    if not show(new_console(), everything=everything):
+        raise typer.Exit(1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cp_plugin.cli import flags, output
+from cp_plugin.cli import flags, output, shell
 from cp_plugin.cli.streamed import Streamed
 from cp_plugin.cli.terminal import new_console, print_lines
 from cp_plugin.common.text import in_bytes
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from cp_plugin.inference.request import Report, Request
     from cp_plugin.megatron.models.text import Tokens
 
-EVERYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-
+@shell.context(allow_extra_args=True, ignore_unknown_options=True)
 def generate(
     context: typer.Context,
     prompt: Annotated[list[str], typer.Option(help="text to continue; repeatable")],

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from cp_plugin.cli.files import check_output
+from cp_plugin.cli.terminal import print_verdict
 from cp_plugin.common.text import within_terminal
-from cp_plugin.testing.ranks import is_first
 
 STDOUT = "-"
 """The value of ``--json`` without a file."""
@@ -29,6 +29,8 @@ def only_json(to: Path | None) -> bool:
 
 def json_file(path: Path) -> Path:
     """A file that can be written by the reporting process, or ``STDOUT``; ValueError for another."""
+    from cp_plugin.testing.ranks import is_first  # it imports torch
+
     if str(path) != STDOUT and is_first():
         check_output(path, "file", (".json",), "--json")
     return path
@@ -51,3 +53,11 @@ def show(to: Path | None, as_json: Callable[[], Any], print_tables: Callable[[],
     else:
         to.write_text(f"{text}\n")
         typer.echo(f"wrote {to}")
+
+
+def verdict(ok: bool, text: str, as_json: Path | None) -> None:
+    """Print the verdict, unless only JSON is printed; exit with status 1 on failure."""
+    if not only_json(as_json):
+        print_verdict(ok, text)
+    if not ok:
+        raise typer.Exit(1)

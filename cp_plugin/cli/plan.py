@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import torch
 import typer
 
-from cp_plugin.cli import files, flags, output, packs
+from cp_plugin.cli import files, flags, output, packs, shell
 from cp_plugin.cli.terminal import new_console
 from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
@@ -132,6 +132,7 @@ class _Given(NamedTuple):
         return found
 
 
+@shell.context(allow_extra_args=True)
 @flags.provider_options(without=("backend", "fp8"))
 def plan(
     context: typer.Context,

@@ -1,21 +1,24 @@
 """How every command reads its words: placeholders, ``--json [FILE]``, and errors in one line.
 
 typer's own help shows ``<int range> [x>=1]`` and ``<bool>``, its errors are boxes, and an option's value is never
-optional. ``register`` gives a command what typer lacks, from the annotations that it has anyway.
+optional. ``register`` gives a command what typer lacks, from the annotations that it has anyway. A
+program imports a command when it runs it: torch alone takes longer than printing the help.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import errno
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, cast, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -92,24 +95,81 @@ class Command(_Main, TyperCommand):
         return super().parse_args(ctx, args)
 
 
+class Later(Mapping[str, Any]):
+    """Commands by name, each imported when it is looked up; modules: of each name, below ``cp_plugin.cli``."""
+
+    def __init__(self, modules: Mapping[str, str]) -> None:
+        self.modules = modules
+
+    def __getitem__(self, name: str) -> Any:
+        module = import_module(f"{__package__}.{self.modules[name]}")
+        alone = new_app(add_completion=False)
+        register(alone, getattr(module, name))
+        return typer.main.get_command(alone)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.modules)
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+
 class Group(_Main, TyperGroup):
-    """The whole program."""
+    """A program of the commands in ``modules``."""
+
+    modules: ClassVar[Mapping[str, str]]
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = Later(self.modules)  # type: ignore[assignment]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names."""
+        return list(self.modules)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """What a list of all commands shows of one."""
+        return _listed(cmd_name, self.modules[cmd_name]) if cmd_name in self.modules else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command that is run."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and self.commands[command.name], rest
 
 
-def register(app: typer.Typer, command: Callable[..., Any], **context: Any) -> None:
-    """Add a command to the program; ``context``: its context settings."""
-    settings = context or None
-    app.command(cls=Command, help=_help(command), context_settings=settings)(_plain(command))
+def _listed(name: str, module: str) -> TyperCommand:
+    """A command's name and help, from its source."""
+    path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+    command = next(
+        node for node in ast.parse(path.read_text(encoding="utf-8")).body if getattr(node, "name", "") == name
+    )
+    return TyperCommand(name, help=_help(ast.get_docstring(command)))  # type: ignore[arg-type]
+
+
+def context(**settings: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command these settings of its context."""
+
+    def given(command: Callable[..., Any]) -> Callable[..., Any]:
+        command.context_settings = settings  # type: ignore[attr-defined]
+        return command
+
+    return given
+
+
+def register(app: typer.Typer, command: Callable[..., Any]) -> None:
+    """Add a command to the program."""
+    settings = getattr(command, "context_settings", None)
+    app.command(cls=Command, help=_help(command.__doc__), context_settings=settings)(_plain(command))
 
 
 def new_app(**settings: Any) -> typer.Typer:
-    """An empty program, in which ``-h`` is ``--help``."""
-    return typer.Typer(cls=Group, context_settings={"help_option_names": ["-h", "--help"]}, **settings)
+    """A program, in which ``-h`` is ``--help``."""
+    return typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, **settings)
 
 
-def _help(command: Callable[..., Any]) -> str:
-    """The docstring for a terminal: a line for each paragraph, no mark-up."""
-    paragraphs = inspect.cleandoc(command.__doc__ or "").replace("``", "").split("\n\n")
+def _help(docstring: str | None) -> str:
+    """A docstring for a terminal: a line for each paragraph, no mark-up."""
+    paragraphs = inspect.cleandoc(docstring or "").replace("``", "").split("\n\n")
     return "\n\n".join(" ".join(text.split()) for text in paragraphs)
 
 

@@ -94,6 +94,18 @@ def test_completion_is_typers() -> None:
     assert done.stdout.split() == ["verify"]
 
 
+@pytest.mark.parametrize("words", ["--help", "--version", "--show-completion", "verfy", "--hlep"])
+def test_the_program_alone_imports_no_command(words: str) -> None:
+    code = (
+        "import sys\nfrom cp_plugin.cli.app import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit: ours = sorted(m for m in sys.modules if m.startswith('cp_plugin'))\n"
+        "print(*ours, file=sys.stderr)\nassert 'torch' not in sys.modules and len(ours) <= 12"
+    )
+    env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    subprocess.run([sys.executable, "-c", code, words], env=env, capture_output=True, check=True)
+
+
 def test_modules_do_what_the_program_does() -> None:
     for module in ("cp_plugin.cli", "cp_plugin.cli.app"):
         done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)

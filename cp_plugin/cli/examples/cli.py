@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cp_plugin.cli import flags, output
+from cp_plugin.cli import flags, output, shell
 from cp_plugin.cli.terminal import new_console
 from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
@@ -24,6 +24,7 @@ class Printed(StrEnum):
     flags = "flags"
 
 
+@shell.context(allow_extra_args=True)
 @flags.provider_options(without=("backend",))
 def example(
     context: typer.Context,
