@@ -217,7 +217,7 @@ def judge(t: Trial, ranks: Sequence[dict[str, Tensor] | Refused]) -> str:
     ) - first_only
     assert not missing, f"{missing}"
     size = exact["out 0"].norm().item()
-    for name in ranks[0].keys() - first_only:
+    for name in (name for name in ranks[0] if name not in first_only):
         got = ranks[0][name]
         want = exact.get(name.removeprefix(SHARE), exact.get(name))
         shares = [rank[name].double() for rank in ranks] if name.startswith(SHARE) else []
