@@ -266,7 +266,7 @@ def test_inputs_of_known_faults_can_be_drawn(_cpu_megatron: None) -> None:
 
 
 PLANTED: dict[str, tuple[str, Any, Callable[[], str], str]] = {
-    "a traceback": ("testing.traffic.price", lambda *_: 1 / 0, lambda: a_command(["traffic"]), "ZeroDivisionError"),
+    "a traceback": ("cli.traffic.price", lambda *_: 1 / 0, lambda: a_command(["traffic"]), "ZeroDivisionError"),
     "another size": (
         *("cli.tables.asdict", lambda _: {"size": 4, "heads": 7}),
         *(lambda: a_command(["traffic", "--provider=ring", "--json=-", "--heads=8"]), "heads was read as 7"),
