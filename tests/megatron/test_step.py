@@ -82,7 +82,14 @@ def _weigh_by_own_tokens(batch: dict[str, Tensor]) -> None:
     batch["loss_mask"] = batch["loss_mask"] / batch["loss_mask"].sum(1, keepdim=True).clamp(min=1)
 
 
+def _generated(batch: dict[str, Tensor]) -> None:
+    _shift_labels(batch)
+
+
+_generated.__module__ = None  # as of functions made by exec()
+
 SCRIPTS = {
+    "labels shifted by generated code": (_generated, CP),
     "labels shifted after slicing": (_shift_labels, CP),
     "positions counted after slicing": (_count_positions, f"{CP} --position-embedding-type learned_absolute"),
     "samples weighed by a rank's tokens": (_weigh_by_own_tokens, CP),

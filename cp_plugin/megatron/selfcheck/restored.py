@@ -127,10 +127,12 @@ def _holds_state(x: Any) -> bool:
     module = type(x).__module__
     if isinstance(x, torch.nn.Module) or _is_of_script(module):
         return True
-    return module.partition(".")[0] not in _ELSEWHERE and not isinstance(x, dist.ProcessGroup)
+    return str(module).partition(".")[0] not in _ELSEWHERE and not isinstance(x, dist.ProcessGroup)
 
 
-def _is_of_script(module: str) -> bool:
+def _is_of_script(module: object) -> bool:
+    if not isinstance(module, str):  # generated code has none
+        return False
     first = module.partition(".")[0]
     return first not in patching._WITHOUT_MEGATRON | _ELSEWHERE | {"megatron"} or module.startswith(_OWN_SCRIPTS)
 
