@@ -1,6 +1,6 @@
 """Pretrain Bridge's plain GPT recipe, with context-parallel attention of cp_plugin.
 
-torchrun --nproc-per-node 8 examples/nemo/pretrain.py --context-parallel-size 8 --provider attention2d
+torchrun --nproc-per-node 8 examples/nemo/pretrain.py --context-parallel-size 8 --provider auto
 python examples/nemo/pretrain.py --nproc 2 --small --steps 5 --context-parallel-size 2 --provider striped   # CPU ranks
 """
 

@@ -55,7 +55,7 @@ def main() -> int:
             raise
         print("error: this needs NeMo-Run: pip install nemo_run", file=sys.stderr)
         return 2
-    words = asked.words or ["--context-parallel-size", str(asked.nodes * asked.per_node), "--provider", "attention2d"]
+    words = asked.words or ["--context-parallel-size", str(asked.nodes * asked.per_node), "--provider", "auto"]
     script = run.Script(path=str(SCRIPT), entrypoint="python", args=words)
     run.run(script, executor=executor(run, asked), name="cp-plugin-pretrain", dryrun=asked.dry_run)
     return 0
