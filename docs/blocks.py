@@ -227,7 +227,6 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "memory": kernel_tables.memory_table,
     "budget": recorded_tables.budget,
     "ablation": recorded_tables.ablation,
-    "seen": recorded_tables.seen,
     "launched": recorded_tables.launched,
     "flag-reference": flag_tables.flags_table,
     "commands": flag_tables.commands_table,

@@ -21,12 +21,11 @@ sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("pape
 
 import blocks
 import layers
-import measured_page
 import papers_page
 import wins_page
 
 DOCS = Path(__file__).parent
-_WHOLE = (papers_page, measured_page, wins_page)
+_WHOLE = (papers_page, wins_page)
 """Whole pages, which blocks quote."""
 _LAYERS = DOCS / "images" / "layers.svg"
 _IMAGES = DOCS / "images"

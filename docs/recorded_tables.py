@@ -1,4 +1,4 @@
-"""Tables from records: launches and bytes (``tests/fake_cuda/budget.py``), visible keys (``ci/cluster/seen.py``)."""
+"""Tables from records: launches and bytes (``tests/fake_cuda/budget.py``), parts of the start-up check."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from typing import Any
 import markdown_tables as markdown
 
 _ROOT = Path(__file__).parent.parent
-_PLACES = {
-    "placed": "documents placed",
-    "zigzag": "zigzag over the pack",
-    "each": "every document cut by itself",
-}
 
 
 def budget(kind: str) -> str:
@@ -46,43 +41,6 @@ def launched(entry: str) -> str:
     order = sorted(passes, reverse=True)
     rows = [(f"`{name}`", *(passes[way]["operations"].get(name, 0) for way in order)) for name in names]
     return markdown.table(("launched", *order), rows)
-
-
-def seen(part: str) -> str:
-    """A scenario on slow and fast links, or bytes at full size (``bytes``)."""
-    content = _read("ci/cluster/seen.json")
-    return _bytes(content["bytes"]) if part == "bytes" else _seconds(content[part], content[f"{part}-fast"])
-
-
-def _seconds(slow: dict[str, Any], fast: dict[str, Any]) -> str:
-    """The first run is the reference of the ratios."""
-    rates = [f"{one['rate'] / 1e6:g} Mbit/s" for one in (slow, fast)]
-    rows = []
-    for ours, theirs in zip(slow["measured"], fast["measured"], strict=True):
-        assert ours["entry"] == theirs["entry"] and ours["booked"] == theirs["booked"], "another record"
-        cells = [_named(ours["entry"]), f"{ours['booked'][1] / 1e6:.2f} MB"]
-        for one, part in ((ours, slow), (theirs, fast)):
-            cells += [f"{one['median']:.2f} s", f"{one['median'] / part['measured'][0]['median']:.2f}x"]
-        rows.append(cells)
-    return markdown.table(("", "sent by the busiest rank", rates[0], "", rates[1], ""), rows)
-
-
-def _bytes(kinds: dict[str, dict[str, int]]) -> str:
-    runs = list(next(iter(kinds.values())))
-    rows = [
-        (kind, *(f"{sent[run] / 1e9:.2f} GB" for run in runs), f"{sent['ring@each'] / sent[runs[0]]:.1f}x")
-        for kind, sent in kinds.items()
-    ]
-    return markdown.table(("documents", *map(_named, runs), "last over first"), rows)
-
-
-def _named(entry: str) -> str:
-    """``needed@placed`` or ``ring:layout=zigzag`` in words."""
-    name, _, place = entry.partition("@")
-    if place:
-        return f"`{name}`, {_PLACES[place]}"
-    name, _, layout = entry.partition(":layout=")
-    return f"`{name}`, {layout}"
 
 
 def _read(path: str) -> dict[str, Any]:

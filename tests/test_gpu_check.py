@@ -48,7 +48,7 @@ WRONG_SCALE, WRONG_RANK, MISSING_RANK = (
 """
 STEPS = (
     *("environment", "our_kernels", "extremes", "nccl", "training", "hot_path", "providers", "inference"),
-    *("ring_trace", "huggingface", "waiting", "performance", "tune"),
+    *("ring_trace", "huggingface", "waiting", "performance"),
 )
 FIGURES = (
     "Peak memory over the prediction",
@@ -110,7 +110,7 @@ def folder(tmp_path: Path) -> Path:
 @nightly
 def test_everything_runs_with_torch_and_triton_alone(folder: Path) -> None:
     pages = sorted(PAGES.iterdir())
-    done = check(folder, "--smoke", "--tune")
+    done = check(folder, "--smoke")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS: nothing is wrong" in done.stdout
     assert {file.name for file in (folder / "out").iterdir()} == {*("check.json", "page.md", "check.log", "traces.tar")}

@@ -10,11 +10,9 @@ chunks of ``LEAST`` tokens: nothing is padded, whereas Transformer Engine pads d
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -28,10 +26,8 @@ from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.placement.lengths import LENGTHS
 from cp_plugin.planner.packs import each_by_itself
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "perf"))
-
-from placement import TOKENS
-
+TOKENS = 16384
+"""Per rank, as in ``ci/perf/placement.py``."""
 LEAST = 2
 """Tokens of a chunk; chunks of one have no step, which makes kernels of tiles slow."""
 PLACES = ("placed", "each", *LAYOUTS)
@@ -93,15 +89,10 @@ class Contestant:
         return next(iter(self._provided.values())).booked()
 
 
-def full_size(kind: str, size: int, seed: int = 0) -> tuple[int, ...]:
-    """Original document lengths of a pack with ``TOKENS`` tokens per rank."""
-    return LENGTHS[kind].pack(TOKENS * size, seed)
-
-
-def on_cluster(kind: str, size: int, seq_length: int, seed: int = 0) -> tuple[int, ...]:
-    """Document bounds of the same pack scaled down to whole chunks; the last document is cut off."""
+def on_cluster(kind: str, size: int, seq_length: int) -> tuple[int, ...]:
+    """Document bounds of a pack scaled down to whole chunks; the last document is cut off."""
     chunks, scale = LEAST * 2 * size, TOKENS * size // seq_length
-    lengths = [chunks * max(1, round(length / scale / chunks)) for length in full_size(kind, size, seed)]
+    lengths = [chunks * max(1, round(length / scale / chunks)) for length in LENGTHS[kind].pack(TOKENS * size, 0)]
     inside = [end for end in accumulate(lengths, initial=0) if end < seq_length]
     return (*inside, seq_length)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -125,14 +124,6 @@ class Report:
             "measured": [{**asdict(m), "median": m.median, "correct": m.correct} for m in self.measured],
             "targets": [{**asdict(o.target), "ratio": o.ratio, "met": o.met} for o in self.outcomes],
         }
-
-
-def update_record(file: Path, part: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Replace one part of a record, a JSON file with a line per part; returns the whole record."""
-    content = (json.loads(file.read_text()) if file.exists() else {}) | {part: found}
-    lines = (f"{json.dumps(name)}: {json.dumps(one)}" for name, one in content.items())
-    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    return content
 
 
 def commit() -> str | None:

@@ -47,7 +47,6 @@ PLAN = {
     "providers": Planned("every provider with every kernel, against attention in float64", 75),
     "inference": Planned("prefill and decode", 40),
     "waiting": Planned("time spent waiting for NCCL, and what runs beside it", 40, measures=True),
-    "tune": Planned("block sizes", 120, measures=True),
 }
 """The first eight fill a call of nine minutes, the next two one of three."""
 ENVIRONMENT = {
@@ -183,7 +182,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", metavar="STEPS", default="", help=f"run only these of: {' '.join(PLAN)}")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="a folder made by ci/gpu/wheels.sh")
     parser.add_argument("--pack", type=Path, metavar="DIR", help="a folder made by ci/gpu/pack.sh")
-    parser.add_argument("--tune", action="store_true", help="also search for better block sizes")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, to test the check itself")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("out/gpu"), help="default: out/gpu")
     given = parser.parse_args()
@@ -198,8 +196,7 @@ def arguments() -> argparse.Namespace:
 
 def chosen(given: argparse.Namespace) -> list[str]:
     """The steps that were asked for, in their order."""
-    usual = [name for name in PLAN if name != "tune" or given.tune]
-    names = given.only.split() or usual
+    names = given.only.split() or list(PLAN)
     for name in names:
         if name not in PLAN:
             refuse(f"--only {name}: choose one of {' '.join(PLAN)}")

@@ -53,11 +53,7 @@ _EveryRank = Annotated[
 ]
 _Plot = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="with --explain: draw the timeline to this .png, .svg or .pdf file; with --reproduce: a picture for each "
-        "paper in this folder",
-    ),
+    typer.Option(metavar="FILE", help="with --explain: draw the timeline to this .png, .svg or .pdf file"),
 ]
 _WITHOUT = "has no effect without --explain"
 _ALWAYS = ("gradient_dtype",)
@@ -172,13 +168,12 @@ def plan(
     with flags.errors_in_one_line("--context", translated=not context.args):
         if reproduce:
             if as_json:
-                raise ValueError(
-                    "--json has no effect with --reproduce, which prints tables and draws pictures: leave --json out"
-                )
-            raise typer.Exit(not _reproduced(reproduce, plot))
+                raise ValueError("--json has no effect with --reproduce, which prints tables: leave --json out")
+            flags.refuse({"--plot": plot}, _WITHOUT)
+            raise typer.Exit(not _reproduced(reproduce))
         if explain:
             raise typer.Exit(not _explained(given, recompute, provider, options, every_rank, plot, as_json))
-        flags.refuse({"--plot": plot}, "has no effect without --explain or --reproduce")
+        flags.refuse({"--plot": plot}, _WITHOUT)
         if every_rank:
             raise ValueError("--every-rank has no effect without --explain: leave it out")
         chosen = {"provider": provider, "layout": options.layout, **options.chosen}
@@ -190,18 +185,18 @@ def plan(
         raise typer.Exit(1)
 
 
-def _reproduced(names: list[str], plots: Path | None) -> bool:
+def _reproduced(names: list[str]) -> bool:
     """Whether the predictions are within their limits; ValueError without the published figures."""
     folder = Path(__file__).parents[2] / "ci" / "papers"
     if not folder.is_dir():
         raise ValueError(
-            f"--reproduce {names[0]}: the papers' figures are in the source repository, not in this package; run "
-            f"python ci/papers {' '.join(names)} in a checkout"
+            f"--reproduce {names[0]}: the papers' figures are in the source repository, not in this package; "
+            "run it in a checkout after pip install -e ."
         )
     sys.path.append(str(folder))
-    from evidence.command import reproduce_and_show
+    from evidence.report import reproduce_and_show
 
-    return reproduce_and_show(names, new_console(), plots)
+    return reproduce_and_show(names, new_console())
 
 
 def _explained(

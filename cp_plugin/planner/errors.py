@@ -1,7 +1,7 @@
 """How far predictions are typically off.
 
 Medians of the error of a predicted ratio of two methods' times, over the published pairs in the same setting, with
-nothing fitted (``python ci/papers``, ``docs/papers.md``), rounded up. Half of all ratios are off by more: no bound.
+nothing fitted (``plan --reproduce all``, ``docs/papers.md``), rounded up. Half of all ratios are off by more: no bound.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Method(_Data):
     missing: str = ""
     """Why there is none."""
     incomplete: str = ""
-    """What is assumed because the paper's text was not found; excluded from fits."""
+    """What is assumed because the paper's text was not found."""
     provider: str = ""
     layout: str | None = None
     grid: Literal["square"] | None = None
@@ -180,10 +180,6 @@ class Row:
         return self.published is not None and not self.mark and not self.excuse
 
     @property
-    def can_be_fitted(self) -> bool:
-        return self.counts and not method(self, self.method).incomplete
-
-    @property
     def kind(self) -> Kind:
         if self.figure == "GB":
             return "memory"
@@ -201,6 +197,12 @@ def paper(name: str) -> Paper:
     found = find("paper", name, {known: known for known in NAMES})
     path = PUBLISHED / f"{found}.toml"
     return Paper.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+def names(asked: str) -> tuple[str, ...]:
+    """Expand a paper's name or ``all``; ValueError with the nearest names for an unknown one."""
+    found = find("paper", asked, {known: known for known in (*NAMES, "all")})
+    return NAMES if found == "all" else (found,)
 
 
 def rows(name: str) -> list[Row]:

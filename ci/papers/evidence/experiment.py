@@ -25,7 +25,7 @@ from cp_plugin.planner.training.model import LINEAR, SOFTMAX, Model, model
 from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.planner.training.parallel import problem as problem_of
 from cp_plugin.planner.training.weights import parameters
-from evidence import calls
+from evidence import calls, stacks
 from evidence.data import Method, Row, method, paper
 from evidence.overlapped import OVERLAPPED
 from evidence.stacks import Machine, Stack
@@ -103,11 +103,12 @@ def _model(name: str, linear: str, softmax_layers: int) -> Model:
     return replace(found, attention_pattern=pattern, linear=linear)
 
 
-def predict(row: Row, machine: Machine) -> float:
+def predict(row: Row) -> float:
     """Predict a row's figure; ValueError for an unsupported problem or unknown unit."""
     run = Run(row, method(row, row.method), paper(row.paper).clusters[row.cluster])
     if row.figure == "GB":
         return _memory(run) / GB
+    machine = stacks.machine(run.stack)
     seconds = _seconds(run, machine)
     match row.figure:
         case "s":

@@ -1,17 +1,15 @@
 """Comparison with stock Megatron by regime, for ``docs/wins.md``, ``docs/choose.md`` and the README.
 
 The answer to an example is that of ``cp-plugin plan``: the simplest of what ties, stock Megatron first, each side in
-its own best shape and recomputation. Beside it, in one fixed shape: with the same recomputation, and as commonly run,
-where stock repeats attention and its messages under full recomputation.
+its own best shape and recomputation.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from cp_plugin.cli.packs import in_sequence, packed
+from cp_plugin.cli.packs import packed
 from cp_plugin.cli.show_plan import options, recomputes, sizes
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8
@@ -22,21 +20,8 @@ from cp_plugin.planner.errors import off_by, tie, typical_error
 from cp_plugin.planner.explain import Gain, gain
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.search import Plan, plan, simplest
+from cp_plugin.planner.search import Plan, simplest
 from cp_plugin.planner.training.model import WINDOW, Model, model
-from cp_plugin.planner.training.parallel import Parallel
-
-
-def all_share_one(devices: int, tokens: int, tensor: int = 1) -> Parallel:
-    """One sequence over all devices, full recomputation."""
-    return Parallel(
-        devices=devices,
-        tensor=tensor,
-        sequence_parallel=tensor > 1,
-        context=devices // tensor,
-        seq_length=tokens,
-        recompute="full",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +33,6 @@ class Regime:
     cluster: str = "dgx-h100"
     devices: int = 64
     tokens: int = 2**20
-    tensor: int = 1
-    """In the fixed shape."""
     card: str = ""
     """Overrides the cluster's network cards."""
     fp8: tuple[Fp8 | None, ...] = (None,)
@@ -80,11 +63,6 @@ class Regime:
         return override(found, inter=self.card) if self.card else found
 
     @property
-    def shape(self) -> Parallel:
-        """One sequence over all devices, full recomputation."""
-        return replace(all_share_one(self.devices, self.tokens, self.tensor), documents=self.lengths)
-
-    @property
     def asked(self) -> Asked:
         """What ``cp-plugin plan`` asks: every division over the devices."""
         asked = packed(of_name(self.model, self.devices, self.tokens, self.machine, Fixed()), self.documents or None)
@@ -98,11 +76,6 @@ class Regime:
         asked += ["--seq-length", str(self.tokens)]
         return asked + (["--documents", self.documents] if self.documents else [])
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Lengths of packed documents; empty: one document."""
-        return in_sequence(self.documents, self.tokens) if self.documents else ()
-
 
 SLOW = "roce100"
 """100 instead of 400 Gb/s."""
@@ -110,10 +83,10 @@ REGIMES = (
     Regime(name="long sequence, fast links"),
     Regime(name="the same, equal heads", model="llama2-7b"),
     Regime(name="one node", cluster="h200", devices=8, tokens=2**18),
-    Regime(name="1,024 GPUs, 1M tokens", devices=1024, tensor=8),
-    Regime(name="4,096 GPUs, 1M tokens", devices=4096, tensor=8),
-    Regime(name="4,096 GPUs, 16M tokens", devices=4096, tensor=8, tokens=2**24),
-    Regime(name="a large model, short of memory", model="llama3-70b", devices=256, tensor=8, front=True),
+    Regime(name="1,024 GPUs, 1M tokens", devices=1024),
+    Regime(name="4,096 GPUs, 1M tokens", devices=4096),
+    Regime(name="4,096 GPUs, 16M tokens", devices=4096, tokens=2**24),
+    Regime(name="a large model, short of memory", model="llama3-70b", devices=256, front=True),
     Regime(name="four KV heads, one GPU a node", model="qwen2.5-7b", cluster="h100-1-per-node", tokens=2**18),
     Regime(name="one GPU a node", cluster="h100-1-per-node", tokens=2**18),
     Regime(name="slow cards, equal heads", model="llama2-7b", cluster="h100-1-per-node", tokens=2**19, card=SLOW),
@@ -127,13 +100,11 @@ REGIMES = (
     ),
     Regime(
         name="slow cards, one KV head a rank, sums of gradients in float32",
-        tensor=8,
         tokens=2**18,
         card=SLOW,
     ),
     Regime(
         name="the same, `--cp-gradient-dtype model`",
-        tensor=8,
         tokens=2**18,
         card=SLOW,
         options=Options(gradient_dtype="model"),
@@ -159,26 +130,6 @@ CONSTRAINT = (
     "at most 16M tokens per iteration"
 )
 """On every answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """In the fixed shape: the simplest of our methods that tie, and stock Megatron's best with the same recomputation
-    and as commonly run."""
-
-    ours: Priced
-    same: Priced
-    run: Priced
-
-    @property
-    def same_ratio(self) -> float:
-        """Ratio of times without repeated attention."""
-        return self.same.without_repeats / self.ours.without_repeats
-
-    @property
-    def run_ratio(self) -> float:
-        """Ratio of times with stock Megatron repeating attention."""
-        return self.run.iteration.seconds / self.ours.iteration.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,18 +166,6 @@ def causes(regime: Regime) -> Gain | None:
     if ratio <= 1 or tie(ratio, 1.0, typical_error(found.ours.provider, found.stock.provider)):
         return None
     return gain(answer(regime), found.ours, found.stock)
-
-
-@cache
-def beside(regime: Regime) -> Beside:
-    """Both sides in the regime's shape, with all methods simulated; ValueError if nothing fits the memory."""
-    allowed = Allowed(options=regime.options)
-    found = plan(
-        regime.trained, [regime.shape], regime.machine, fp8=regime.fp8, allowed=allowed, hopeless=math.inf
-    ).found
-    ours, stock = sides(found)
-    run = min(stock, key=lambda p: p.iteration.seconds)
-    return Beside(simplest(ours), min(stock, key=lambda p: p.without_repeats), run)
 
 
 def sides(found: list[Priced]) -> tuple[list[Priced], list[Priced]]:

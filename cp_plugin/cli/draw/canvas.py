@@ -71,15 +71,6 @@ def save(figure: Figure, path: Path) -> None:
         path.write_text(path.read_text().replace("<defs>", f"<defs>\n{_THEMES}", 1))
 
 
-def plain_ticks(axes: Axes, *, x: Sequence[float] = (), y: Sequence[float] = ()) -> None:
-    """Logarithmic axes, each with these ticks, written as plain numbers."""
-    for axis, scale, ticks in ((axes.xaxis, axes.set_xscale, x), (axes.yaxis, axes.set_yscale, y)):
-        if ticks:
-            scale("log")
-            axis.set_ticks(list(ticks), [f"{tick:g}" for tick in ticks])
-            axis.set_ticks([], minor=True)
-
-
 def check_ranks(size: int) -> None:
     """Refuse more ranks than there are colours (ValueError)."""
     if size > len(RANK_COLOURS):

@@ -124,12 +124,6 @@ def iteration(
     )
 
 
-def utilisation(model: Model, parallel: Parallel, cluster: Cluster, seconds: float) -> float:
-    """Model FLOPs utilisation, relative to the device's rate for large matrices rather than its peak."""
-    flops = operations.training(model, parallel.seq_length, parallel.global_batch) / parallel.devices
-    return multiplied(cluster, parallel, flops) / seconds
-
-
 def _stage(model: Model, parallel: Parallel, cluster: Cluster, attention: Mapping[str, Seconds], stage: int) -> _Stage:
     layers = parallel.layers(model, stage)
     selective = parallel.recompute == "selective" and "core_attn" in parallel.recompute_modules
