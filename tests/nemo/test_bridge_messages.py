@@ -41,9 +41,9 @@ ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"provider": "striped", "grid": [2, 1]}, "grid 2x1 has no effect with provider striped"),
     ({"provider": "upstream", "layout": "striped"}, "layout has no effect with provider upstream"),
     ({"provider": "upstream"}, "config.model.context_parallel_size 2 on the CPU needs provider"),
-    ({"provider": "striped", "selfcheck": "twice"}, "selfcheck twice: choose one of once, off"),
+    ({"provider": "striped", "selfcheck": "twice"}, "selfcheck twice: choose one of once, strict, off"),
     ({"provider": "striped", "check_every": -1}, "check_every -1: write a number of iterations"),
-    ({"provider": "upstream", "check_every": 100}, "check_every have no effect with provider upstream"),
+    ({"provider": "upstream", "check_every": 100}, "check_every has no effect with provider upstream"),
     ({"provider": "striped", "layout": "spiral"}, "spiral"),
 )
 FIELDS: tuple[tuple[str, Any, str], ...] = (
