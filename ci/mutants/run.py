@@ -1,16 +1,17 @@
 """Mutation tests: plant small bugs in the core, one at a time, and check that a test fails.
 
     ci/mutants.sh                      all mutants (mutants.toml)
-    ci/mutants.sh ring-direction ...   these
+    ci/mutants.sh rope-stale-cache ... these
     ci/mutants.sh --list               names, files, and the effect on a user
     ci/mutants.sh --faults             the tests that plant a fault themselves (faults.toml)
     ci/mutants.sh --baseline           first run the same tests without a bug; they must pass
+    ci/mutants.sh --sample 60          60 random changes of operators, numbers and conditions, which cosmic-ray makes
 
 A mutant is one replacement in one file. It is made in a copy of the working tree, and its tests run file by file until
 one fails.
 
 Exits with 1 if a mutant survives, if its text is not in its file exactly once, or if its tests cannot run or do not
-end, which proves nothing on a busy machine.
+end, which proves nothing on a busy machine. A sample always exits with 0: some random changes are no bugs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -26,7 +28,11 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from difflib import ndiff
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -35,6 +41,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PASSED, FAILED, NONE_RAN, NO_END = 0, 1, 5, -1
 """pytest's status; any other means that the tests cannot run."""
+SAMPLED = ("core", "comm", "methods", "linear")
+"""Folders of cp_plugin."""
+NO_BUG = re.compile(r"_BitOr_|Decorator|Exception|Variable|Is_Eq|IsNot_NotEq")
+"""Operators of cosmic-ray that change annotations, caches, errors, or nothing."""
 
 
 class Mutant(NamedTuple):
@@ -77,6 +87,37 @@ def load() -> dict[str, Mutant]:
     return by_name
 
 
+def sampled(seed: int) -> Iterator[Mutant]:
+    """Random changes of ``SAMPLED``, without end; a file is drawn by its size, then a kind of change."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator, operator_names
+
+    draw, kinds, seen = random.Random(seed), defaultdict[str, list[str]](list), set[str]()
+    for name in sorted(name for name in operator_names() if not NO_BUG.search(name)):
+        kinds[name.partition("_")[0]].append(name)
+    source_of = {file: file.read_text() for each in SAMPLED for file in sorted(ROOT.glob(f"cp_plugin/{each}/*.py"))}
+    while True:
+        (file, source), *_ = draw.choices(list(source_of.items()), [len(text) for text in source_of.values()])
+        operator = get_operator(draw.choice(kinds[draw.choice(list(kinds))]))()
+        positions = sum(len([*operator.mutation_positions(node)]) for node in ast_nodes(get_ast(source)))
+        new = mutate_code(source, operator, draw.randrange(positions)) if positions else None
+        if new is not None and new not in seen:
+            seen.add(new)
+            why = " ".join(line.strip() for line in ndiff(source.split("\n"), new.split("\n")) if line[0] in "+-")
+            path = file.relative_to(ROOT)
+            yield Mutant(f"{path.stem}-{len(seen)}", str(path), source, new, f"{path}: {why}", tests_near(path))
+
+
+def tests_near(path: Path) -> list[str]:
+    """The tests named after a module, those that import it, and those of all methods."""
+    module = re.compile(rf"{'.'.join(path.with_suffix('').parts)}\b|{path.parent.name} import .*\b{path.stem}\b")
+    tests = [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("tests/core/test_*.py"))]
+    near = sorted((test for test in tests if path.stem in test), key=len)
+    near += [test for test in tests if module.search((ROOT / test).read_text())]
+    return list(dict.fromkeys((*near, *(f"tests/core/test_{all_of}.py" for all_of in ("linear", "methods", "mesh")))))
+
+
 def planted_faults() -> dict[str, dict[str, str]]:
     """File -> test that plants a fault -> the fault."""
     return tomllib.loads((HERE / "faults.toml").read_text())
@@ -109,7 +150,8 @@ def run_tests(tree: Path, tests: str, limit: float) -> tuple[int, str]:
     }
     if tests.startswith("tests/kernels"):
         env["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", tests]
+    python = str(ROOT / ".venv-huggingface/bin/python") if tests.startswith("tests/huggingface") else sys.executable
+    command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", tests]
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             command, cwd=tree, env=env, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
@@ -194,11 +236,17 @@ def main() -> int:
     parser.add_argument("--baseline", action="store_true", help="first run the tests without a bug")
     parser.add_argument("--list", action="store_true", help="print the mutants without running any")
     parser.add_argument("--faults", action="store_true", help="print the tests that plant a fault themselves")
+    parser.add_argument("--sample", type=int, metavar="MUTANTS", help="random ones, made by cosmic-ray")
+    parser.add_argument("--seed", type=int, help="of the sample (default: the date)")
     args = parser.parse_args()
     known = load()
+    seed = int(time.strftime("%Y%m%d")) if args.seed is None else args.seed
     if unknown := sorted(set(args.names) - known.keys()):
         parser.error(f"no mutant {', '.join(unknown)}: see --list")
     mutants = [known[name] for name in args.names] or list(known.values())
+    if args.sample:
+        print(f"--sample {args.sample} --seed {seed}")
+        mutants = list(islice(sampled(seed), args.sample))
     if args.list:
         print("\n".join(f"{mutant.name}  {mutant.file}\n    {mutant.why}" for mutant in mutants))
         return 0
@@ -217,9 +265,10 @@ def main() -> int:
     alive = [outcome for outcome in outcomes if outcome.verdict != "killed"]
     killed, seconds = len(outcomes) - len(alive), sum(outcome.seconds for outcome in outcomes)
     print(f"killed {killed} of {len(outcomes)} in {seconds:.0f} s of one core")
+    why = {mutant.name: mutant.why for mutant in mutants}
     for outcome in alive:
-        print(f"{outcome.verdict}: {outcome.name}: {known[outcome.name].why}")
-    return int(bool(alive))
+        print(f"{outcome.verdict}: {outcome.name}: {why[outcome.name]}")
+    return int(bool(alive) and not args.sample)
 
 
 if __name__ == "__main__":
