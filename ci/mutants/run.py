@@ -3,8 +3,6 @@
     ci/mutants.sh                      all mutants (mutants.toml)
     ci/mutants.sh rope-stale-cache ... these
     ci/mutants.sh --list               names, files, and the effect on a user
-    ci/mutants.sh --faults             the tests that plant a fault themselves (faults.toml)
-    ci/mutants.sh --baseline           first run the same tests without a bug; they must pass
     ci/mutants.sh --sample 60          60 random changes of operators, numbers and conditions, which cosmic-ray makes
 
 A mutant is one replacement in one file. It is made in a copy of the working tree, and its tests run file by file until
@@ -17,7 +15,6 @@ end, which proves nothing on a busy machine. A sample always exits with 0: some 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -26,15 +23,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from difflib import ndiff
-from itertools import islice
+from itertools import count, groupby, islice
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
@@ -80,11 +76,8 @@ class Outcome(NamedTuple):
 
 def load() -> dict[str, Mutant]:
     """All mutants by name."""
-    mutants = [Mutant(**entry) for entry in tomllib.loads((HERE / "mutants.toml").read_text())["mutant"]]
-    by_name = {mutant.name: mutant for mutant in mutants}
-    if len(by_name) < len(mutants):
-        raise ValueError("two mutants have the same name")
-    return by_name
+    listed = tomllib.loads((HERE / "mutants.toml").read_text())["mutant"]
+    return {entry["name"]: Mutant(**entry) for entry in listed}
 
 
 def sampled(seed: int) -> Iterator[Mutant]:
@@ -93,20 +86,19 @@ def sampled(seed: int) -> Iterator[Mutant]:
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator, operator_names
 
-    draw, kinds, seen = random.Random(seed), defaultdict[str, list[str]](list), set[str]()
-    for name in sorted(name for name in operator_names() if not NO_BUG.search(name)):
-        kinds[name.partition("_")[0]].append(name)
-    source_of = {file: file.read_text() for each in SAMPLED for file in sorted(ROOT.glob(f"cp_plugin/{each}/*.py"))}
-    while True:
-        (file, source), *_ = draw.choices(list(source_of.items()), [len(text) for text in source_of.values()])
-        operator = get_operator(draw.choice(kinds[draw.choice(list(kinds))]))()
-        positions = sum(len([*operator.mutation_positions(node)]) for node in ast_nodes(get_ast(source)))
-        new = mutate_code(source, operator, draw.randrange(positions)) if positions else None
-        if new is not None and new not in seen:
-            seen.add(new)
-            why = " ".join(line.strip() for line in ndiff(source.split("\n"), new.split("\n")) if line[0] in "+-")
-            path = file.relative_to(ROOT)
-            yield Mutant(f"{path.stem}-{len(seen)}", str(path), source, new, f"{path}: {why}", tests_near(path))
+    names = sorted(name for name in operator_names() if not NO_BUG.search(name))
+    kinds = [list(kind) for _, kind in groupby(names, key=lambda name: name.partition("_")[0])]
+    files = [file.relative_to(ROOT) for each in SAMPLED for file in sorted(ROOT.glob(f"cp_plugin/{each}/*.py"))]
+    draw, sizes = random.Random(seed), [(ROOT / file).stat().st_size for file in files]
+    for number in count(1):
+        new = None
+        while new is None:
+            (file,) = draw.choices(files, sizes)
+            source, operator = (ROOT / file).read_text(), get_operator(draw.choice(draw.choice(kinds)))()
+            positions = [place for node in ast_nodes(get_ast(source)) for place in operator.mutation_positions(node)]
+            new = mutate_code(source, operator, draw.randrange(len(positions))) if positions else None
+        change = " ".join(line.strip() for line in ndiff(source.split("\n"), new.split("\n")) if line[0] in "+-")
+        yield Mutant(f"{file.stem}-{number}", str(file), source, new, f"{file}: {change}", tests_near(file))
 
 
 def tests_near(path: Path) -> list[str]:
@@ -118,21 +110,10 @@ def tests_near(path: Path) -> list[str]:
     return list(dict.fromkeys((*near, *(f"tests/core/test_{all_of}.py" for all_of in ("linear", "methods", "mesh")))))
 
 
-def planted_faults() -> dict[str, dict[str, str]]:
-    """File -> test that plants a fault -> the fault."""
-    return tomllib.loads((HERE / "faults.toml").read_text())
-
-
 def copy_tree(to: Path) -> Path:
-    """Copy the files of the working tree that git does not ignore, and link the environment."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
-    if not (to / ".venv").exists():
-        (to / ".venv").symlink_to(ROOT / ".venv")
+    """Copy the working tree, and link the environment."""
+    shutil.copytree(ROOT, to, symlinks=True, ignore=shutil.ignore_patterns(".*", "out", "__pycache__"))
+    (to / ".venv").symlink_to(ROOT / ".venv")
     return to
 
 
@@ -190,36 +171,12 @@ def judge(mutant: Mutant, tree: Path, limit: float) -> Outcome:
     return Outcome(mutant.name, verdict, time.monotonic() - began, by)
 
 
-def baseline(mutants: list[Mutant], tree: Path, limit: float) -> bool:
-    """Whether all tests pass without a bug."""
-    right = True
-    for tests in dict.fromkeys(tests for mutant in mutants for tests in mutant.tests):
-        began = time.monotonic()
-        status, by = run_tests(tree, tests, limit)
-        right = right and status == PASSED
-        print(
-            f"{'passes' if status == PASSED else 'FAILS':9} {time.monotonic() - began:6.1f}  {tests}  {by}", flush=True
-        )
-    return right
-
-
 def run(mutants: list[Mutant], trees: list[Path], limit: float) -> list[Outcome]:
     """Judge the mutants, one at a time in each tree, and print a line for each as it ends."""
-    free: SimpleQueue[Path] = SimpleQueue()
-    for tree in trees:
-        free.put(tree)
-
-    def one(mutant: Mutant) -> Outcome:
-        tree = free.get()
-        try:
-            return judge(mutant, tree, limit)
-        finally:
-            free.put(tree)
-
-    outcomes = []
+    outcomes, here, left = list[Outcome](), threading.local(), list(trees)
     width = max(len(mutant.name) for mutant in mutants)
-    with ThreadPoolExecutor(len(trees)) as pool:
-        for done in as_completed([pool.submit(one, mutant) for mutant in mutants]):
+    with ThreadPoolExecutor(len(trees), initializer=lambda: vars(here).update(tree=left.pop())) as pool:
+        for done in as_completed([pool.submit(lambda m: judge(m, here.tree, limit), mutant) for mutant in mutants]):
             name, verdict, seconds, by = found = done.result()
             outcomes.append(found)
             number = f"{len(outcomes)}/{len(mutants)}"
@@ -232,36 +189,25 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="MUTANT", help="default: all")
     parser.add_argument("-n", type=int, default=1, metavar="PROCESSES", help="mutants in parallel")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for one file of tests")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome to this file")
-    parser.add_argument("--baseline", action="store_true", help="first run the tests without a bug")
     parser.add_argument("--list", action="store_true", help="print the mutants without running any")
-    parser.add_argument("--faults", action="store_true", help="print the tests that plant a fault themselves")
     parser.add_argument("--sample", type=int, metavar="MUTANTS", help="random ones, made by cosmic-ray")
-    parser.add_argument("--seed", type=int, help="of the sample (default: the date)")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.strftime("%Y%m%d")), help="of the sample (default: the date)"
+    )
     args = parser.parse_args()
     known = load()
-    seed = int(time.strftime("%Y%m%d")) if args.seed is None else args.seed
     if unknown := sorted(set(args.names) - known.keys()):
         parser.error(f"no mutant {', '.join(unknown)}: see --list")
     mutants = [known[name] for name in args.names] or list(known.values())
     if args.sample:
-        print(f"--sample {args.sample} --seed {seed}")
-        mutants = list(islice(sampled(seed), args.sample))
+        print(f"--sample {args.sample} --seed {args.seed}")
+        mutants = list(islice(sampled(args.seed), args.sample))
     if args.list:
         print("\n".join(f"{mutant.name}  {mutant.file}\n    {mutant.why}" for mutant in mutants))
         return 0
-    if args.faults:
-        for file, tests in planted_faults().items():
-            print("\n    ".join((file, *(f"{test}: {what}" for test, what in tests.items()))))
-        return 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = [copy_tree(Path(folder) / str(number)) for number in range(max(1, args.n))]
-        if args.baseline and not baseline(mutants, trees[0], args.limit):
-            print("a test fails without a bug: then its failure proves nothing")
-            return 1
         outcomes = run(mutants, trees, args.limit)
-    if args.json:
-        args.json.write_text(json.dumps([outcome._asdict() for outcome in outcomes], indent=1) + "\n")
     alive = [outcome for outcome in outcomes if outcome.verdict != "killed"]
     killed, seconds = len(outcomes) - len(alive), sum(outcome.seconds for outcome in outcomes)
     print(f"killed {killed} of {len(outcomes)} in {seconds:.0f} s of one core")
