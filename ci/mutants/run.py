@@ -91,8 +91,8 @@ def sampled(seed: int) -> Iterator[Mutant]:
     files = [file.relative_to(ROOT) for each in SAMPLED for file in sorted(ROOT.glob(f"cp_plugin/{each}/*.py"))]
     draw, sizes = random.Random(seed), [(ROOT / file).stat().st_size for file in files]
     for number in count(1):
-        new = None
-        while new is None:
+        new, source = None, ""
+        while new is None or new.count("strict=True") < source.count("strict=True"):
             (file,) = draw.choices(files, sizes)
             source, operator = (ROOT / file).read_text(), get_operator(draw.choice(draw.choice(kinds)))()
             positions = [place for node in ast_nodes(get_ast(source)) for place in operator.mutation_positions(node)]
