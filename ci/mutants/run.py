@@ -102,12 +102,12 @@ def sampled(seed: int) -> Iterator[Mutant]:
 
 
 def tests_near(path: Path) -> list[str]:
-    """The tests named after a module, those that import it, and those of all methods."""
-    module = re.compile(rf"{'.'.join(path.with_suffix('').parts)}\b|{path.parent.name} import .*\b{path.stem}\b")
-    tests = [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("tests/core/test_*.py"))]
-    near = sorted((test for test in tests if path.stem in test), key=len)
-    near += [test for test in tests if module.search((ROOT / test).read_text())]
-    return list(dict.fromkeys((*near, *(f"tests/core/test_{all_of}.py" for all_of in ("linear", "methods", "mesh")))))
+    """The tests that name a module most often, themselves or in their text, and those of all methods."""
+    files = [file for each in ("core", "strict", "fake_cuda") for file in sorted(ROOT.glob(f"tests/{each}/test_*.py"))]
+    word = re.compile(rf"(?:\b|_){path.stem}(?:\b|_)")
+    named = {str(x.relative_to(ROOT)): len(word.findall(f"{x.stem} " * 99 + x.read_text())) for x in files}
+    near = sorted(filter(named.get, named), key=lambda test: -named[test])[:5]
+    return list(dict.fromkeys((*near, *(f"tests/core/test_{every}.py" for every in ("mesh", "linear", "methods")))))
 
 
 def copy_tree(to: Path) -> Path:
