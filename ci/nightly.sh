@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
 # What is too long for every change, each step to its end, and a summary; exit status 1 if any step failed.
-# Usage: ci/nightly.sh [STEP...]     (default: all of cluster ratios faults te tests kernels parity mutants fuzz
-# models soak exact torch megatron_main)
+# Usage: ci/nightly.sh [STEP...]     (default: all of cluster ratios faults te tests kernels parity mutants sample
+# fuzz models soak exact torch megatron_main)
 #
 # What ci/test.sh --all runs is left to it: other environments and versions, the release, and in `tests` and `kernels`
 # every test that is no longer at night. `product`, by name only, runs the tests in all cases of their parameters instead
 # of covering designs.
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
 # FUZZ              random calls, command lines and questions of each kind (default 2000)
+# SAMPLE            random changes of the code, of which the log names those that no test sees (default 60)
 # MODELS            tiny models of transformers (default 2000), others every night
 # HISTORY           the file of ratios to add to (default out/perf/history.jsonl)
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 in_turn=(cluster ratios faults te tests) # they watch clocks, or use every processor
-in_pairs=(kernels parity mutants fuzz models soak exact torch megatron_main)
+in_pairs=(kernels parity mutants sample fuzz models soak exact torch megatron_main)
 [ $# -gt 0 ] || set -- "${in_turn[@]}" "${in_pairs[@]}"
 turns=() pairs=()
 for name; do
@@ -81,6 +82,7 @@ run() { # STEP
     kernels) step kernels env TRITON_INTERPRET=1 "$python" -m pytest -n 2 --durations=10 "${rest[@]}" tests/kernels ;;
     parity) step parity bash ci/parity/run.sh --all --out "$out/parity" ;;
     mutants) step mutants bash ci/mutants.sh -n 2 ;; # ci/test.sh --all shows that they pass without a bug
+    sample) step sample bash ci/mutants.sh --sample "${SAMPLE:-60}" -n 2 ;;
     fuzz) step fuzz bash ci/fuzz.sh --examples "${FUZZ:-2000}" ;;
     models) step models models ;;
     soak) step soak "$python" ci/faults/soak.py --steps 2500 ;;

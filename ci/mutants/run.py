@@ -1,40 +1,46 @@
 """Mutation tests: plant small bugs in the core, one at a time, and check that a test fails.
 
     ci/mutants.sh                      all mutants (mutants.toml)
-    ci/mutants.sh ring-direction ...   these
+    ci/mutants.sh rope-stale-cache ... these
     ci/mutants.sh --list               names, files, and the effect on a user
-    ci/mutants.sh --faults             the tests that plant a fault themselves (faults.toml)
-    ci/mutants.sh --baseline           first run the same tests without a bug; they must pass
+    ci/mutants.sh --sample 60          60 random changes of operators, numbers and conditions, which cosmic-ray makes
 
 A mutant is one replacement in one file. It is made in a copy of the working tree, and its tests run file by file until
 one fails.
 
 Exits with 1 if a mutant survives, if its text is not in its file exactly once, or if its tests cannot run or do not
-end, which proves nothing on a busy machine.
+end, which proves nothing on a busy machine. A sample always exits with 0: some random changes are no bugs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from difflib import ndiff
+from itertools import count, groupby, islice
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PASSED, FAILED, NONE_RAN, NO_END = 0, 1, 5, -1
 """pytest's status; any other means that the tests cannot run."""
+SAMPLED = ("core", "comm", "methods", "linear")
+"""Folders of cp_plugin."""
+NO_BUG = re.compile(r"_BitOr_|Decorator|Exception|Variable|Is_Eq|IsNot_NotEq")
+"""Operators of cosmic-ray that change annotations, caches, errors, or nothing."""
 
 
 class Mutant(NamedTuple):
@@ -70,28 +76,44 @@ class Outcome(NamedTuple):
 
 def load() -> dict[str, Mutant]:
     """All mutants by name."""
-    mutants = [Mutant(**entry) for entry in tomllib.loads((HERE / "mutants.toml").read_text())["mutant"]]
-    by_name = {mutant.name: mutant for mutant in mutants}
-    if len(by_name) < len(mutants):
-        raise ValueError("two mutants have the same name")
-    return by_name
+    listed = tomllib.loads((HERE / "mutants.toml").read_text())["mutant"]
+    return {entry["name"]: Mutant(**entry) for entry in listed}
 
 
-def planted_faults() -> dict[str, dict[str, str]]:
-    """File -> test that plants a fault -> the fault."""
-    return tomllib.loads((HERE / "faults.toml").read_text())
+def sampled(seed: int) -> Iterator[Mutant]:
+    """Random changes of ``SAMPLED``, without end; a file is drawn by its size, then a kind of change."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator, operator_names
+
+    names = sorted(name for name in operator_names() if not NO_BUG.search(name))
+    kinds = [list(kind) for _, kind in groupby(names, key=lambda name: name.partition("_")[0])]
+    files = [file.relative_to(ROOT) for each in SAMPLED for file in sorted(ROOT.glob(f"cp_plugin/{each}/*.py"))]
+    draw, sizes = random.Random(seed), [(ROOT / file).stat().st_size for file in files]
+    for number in count(1):
+        new, source = None, ""
+        while new is None or new.count("strict=True") < source.count("strict=True"):
+            (file,) = draw.choices(files, sizes)
+            source, operator = (ROOT / file).read_text(), get_operator(draw.choice(draw.choice(kinds)))()
+            positions = [place for node in ast_nodes(get_ast(source)) for place in operator.mutation_positions(node)]
+            new = mutate_code(source, operator, draw.randrange(len(positions))) if positions else None
+        change = " ".join(line.strip() for line in ndiff(source.split("\n"), new.split("\n")) if line[0] in "+-")
+        yield Mutant(f"{file.stem}-{number}", str(file), source, new, f"{file}: {change}", tests_near(file))
+
+
+def tests_near(path: Path) -> list[str]:
+    """The tests that name a module most often, themselves or in their text, and those of all methods."""
+    files = [file for each in ("core", "strict", "fake_cuda") for file in sorted(ROOT.glob(f"tests/{each}/test_*.py"))]
+    word = re.compile(rf"(?:\b|_){path.stem}(?:\b|_)")
+    named = {str(x.relative_to(ROOT)): len(word.findall(f"{x.stem} " * 99 + x.read_text())) for x in files}
+    near = sorted(filter(named.get, named), key=lambda test: -named[test])[:5]
+    return list(dict.fromkeys((*near, *(f"tests/core/test_{every}.py" for every in ("mesh", "linear", "methods")))))
 
 
 def copy_tree(to: Path) -> Path:
-    """Copy the files of the working tree that git does not ignore, and link the environment."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
-    if not (to / ".venv").exists():
-        (to / ".venv").symlink_to(ROOT / ".venv")
+    """Copy the working tree, and link the environment."""
+    shutil.copytree(ROOT, to, symlinks=True, ignore=shutil.ignore_patterns(".*", "out", "__pycache__"))
+    (to / ".venv").symlink_to(ROOT / ".venv")
     return to
 
 
@@ -109,7 +131,8 @@ def run_tests(tree: Path, tests: str, limit: float) -> tuple[int, str]:
     }
     if tests.startswith("tests/kernels"):
         env["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", tests]
+    python = str(ROOT / ".venv-huggingface/bin/python") if tests.startswith("tests/huggingface") else sys.executable
+    command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", tests]
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             command, cwd=tree, env=env, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
@@ -148,36 +171,12 @@ def judge(mutant: Mutant, tree: Path, limit: float) -> Outcome:
     return Outcome(mutant.name, verdict, time.monotonic() - began, by)
 
 
-def baseline(mutants: list[Mutant], tree: Path, limit: float) -> bool:
-    """Whether all tests pass without a bug."""
-    right = True
-    for tests in dict.fromkeys(tests for mutant in mutants for tests in mutant.tests):
-        began = time.monotonic()
-        status, by = run_tests(tree, tests, limit)
-        right = right and status == PASSED
-        print(
-            f"{'passes' if status == PASSED else 'FAILS':9} {time.monotonic() - began:6.1f}  {tests}  {by}", flush=True
-        )
-    return right
-
-
 def run(mutants: list[Mutant], trees: list[Path], limit: float) -> list[Outcome]:
     """Judge the mutants, one at a time in each tree, and print a line for each as it ends."""
-    free: SimpleQueue[Path] = SimpleQueue()
-    for tree in trees:
-        free.put(tree)
-
-    def one(mutant: Mutant) -> Outcome:
-        tree = free.get()
-        try:
-            return judge(mutant, tree, limit)
-        finally:
-            free.put(tree)
-
-    outcomes = []
+    outcomes, here, left = list[Outcome](), threading.local(), list(trees)
     width = max(len(mutant.name) for mutant in mutants)
-    with ThreadPoolExecutor(len(trees)) as pool:
-        for done in as_completed([pool.submit(one, mutant) for mutant in mutants]):
+    with ThreadPoolExecutor(len(trees), initializer=lambda: vars(here).update(tree=left.pop())) as pool:
+        for done in as_completed([pool.submit(lambda m: judge(m, here.tree, limit), mutant) for mutant in mutants]):
             name, verdict, seconds, by = found = done.result()
             outcomes.append(found)
             number = f"{len(outcomes)}/{len(mutants)}"
@@ -190,36 +189,32 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="MUTANT", help="default: all")
     parser.add_argument("-n", type=int, default=1, metavar="PROCESSES", help="mutants in parallel")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for one file of tests")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome to this file")
-    parser.add_argument("--baseline", action="store_true", help="first run the tests without a bug")
     parser.add_argument("--list", action="store_true", help="print the mutants without running any")
-    parser.add_argument("--faults", action="store_true", help="print the tests that plant a fault themselves")
+    parser.add_argument("--sample", type=int, metavar="MUTANTS", help="random ones, made by cosmic-ray")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.strftime("%Y%m%d")), help="of the sample (default: the date)"
+    )
     args = parser.parse_args()
     known = load()
     if unknown := sorted(set(args.names) - known.keys()):
         parser.error(f"no mutant {', '.join(unknown)}: see --list")
     mutants = [known[name] for name in args.names] or list(known.values())
+    if args.sample:
+        print(f"--sample {args.sample} --seed {args.seed}")
+        mutants = list(islice(sampled(args.seed), args.sample))
     if args.list:
         print("\n".join(f"{mutant.name}  {mutant.file}\n    {mutant.why}" for mutant in mutants))
         return 0
-    if args.faults:
-        for file, tests in planted_faults().items():
-            print("\n    ".join((file, *(f"{test}: {what}" for test, what in tests.items()))))
-        return 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = [copy_tree(Path(folder) / str(number)) for number in range(max(1, args.n))]
-        if args.baseline and not baseline(mutants, trees[0], args.limit):
-            print("a test fails without a bug: then its failure proves nothing")
-            return 1
         outcomes = run(mutants, trees, args.limit)
-    if args.json:
-        args.json.write_text(json.dumps([outcome._asdict() for outcome in outcomes], indent=1) + "\n")
     alive = [outcome for outcome in outcomes if outcome.verdict != "killed"]
     killed, seconds = len(outcomes) - len(alive), sum(outcome.seconds for outcome in outcomes)
     print(f"killed {killed} of {len(outcomes)} in {seconds:.0f} s of one core")
+    why = {mutant.name: mutant.why for mutant in mutants}
     for outcome in alive:
-        print(f"{outcome.verdict}: {outcome.name}: {known[outcome.name].why}")
-    return int(bool(alive))
+        print(f"{outcome.verdict}: {outcome.name}: {why[outcome.name]}")
+    return int(bool(alive) and not args.sample)
 
 
 if __name__ == "__main__":

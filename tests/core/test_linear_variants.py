@@ -11,6 +11,7 @@ import fake_fla
 import pytest
 import torch
 from library_signatures import versions
+from oracle import no_sums_in_half
 from torch import Tensor
 from torch.nn.functional import elu, silu
 
@@ -126,6 +127,8 @@ def test_all_parameters_and_inputs_have_gradients(name: str) -> None:
     out.square().sum().backward()
     given = [q, k, v, *([gate] if layer.variant.gated else []), *layer.parameters()]
     assert all(x.grad is not None and x.grad.abs().max() > 0 for x in given)
+    with no_sums_in_half(torch.bfloat16, added=False):
+        assert apply(layer.bfloat16(), *(x.bfloat16() for x in given[: 3 + layer.variant.gated])).dtype.itemsize == 2
 
 
 @pytest.mark.parametrize("name", variants())
