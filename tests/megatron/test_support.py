@@ -8,13 +8,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import parity
 import pytest
 import support
-from harness import MODEL, train
 from nightly import each_value, one_case
-from test_masks_in_training import PACKED, RESET, short_documents
-from test_mla import MLA, textbook
+from textbook import MLA
+from training import MODEL, PACKED, SHORT, check, train
 
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError
@@ -44,7 +42,7 @@ RUNS = (
     Run(
         proves=("one key head", "packed documents"),
         flags=f"{PACKED} --num-query-groups 1",
-        stock=RESET + " --num-query-groups 1",
+        stock="--reset-position-ids --reset-attention-mask --num-query-groups 1",
     ),
 )
 MLA_RUN = "values of another size (MLA)"
@@ -63,7 +61,7 @@ REFUSED = {
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
-check = functools.partial(parity.check, cp=2, steps=1, prepare=short_documents, alone=short_documents)
+same = functools.partial(check, cp=2, steps=1, documents=SHORT)
 
 
 def promised(provider: str, features: tuple[str, ...]) -> bool:
@@ -78,14 +76,14 @@ def promised(provider: str, features: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("provider", SOFTMAX)
 def test_softmax(provider: str, run: Run) -> None:
     assert promised(provider, run.proves)
-    check(run.flags, f"--cp-provider {provider}", want=run.stock, model=run.model)
+    same(run.flags, f"--cp-provider {provider}", want=run.stock, model=run.model)
 
 
 @one_case
 @pytest.mark.parametrize("provider", SOFTMAX)
 def test_softmax_with_mla(provider: str) -> None:
     assert promised(provider, (MLA_RUN,))
-    parity.check("--rope-type rope", f"--cp-provider {provider}", cp=2, steps=1, model=MLA, alone=textbook)
+    check("--rope-type rope", f"--cp-provider {provider}", cp=2, steps=1, model=MLA)
 
 
 @each_value
@@ -95,7 +93,7 @@ def test_linear(provider: str, run: Run) -> None:
     if not promised(provider, run.proves):
         assert run.proves[0] in REFUSED, "its refusal is tested below"
         return
-    check(f"--cp-linear-attention basic {run.flags}", f"--cp-linear-provider {provider}", model=run.model)
+    same(f"--cp-linear-attention basic {run.flags}", f"--cp-linear-provider {provider}", model=run.model)
 
 
 def _no_cells() -> list[tuple[str, str, str]]:
