@@ -38,6 +38,8 @@ class Case:
     """Whether every rank must have sent the bytes of the closed formula."""
     since: str = "0.17"
     """Version of megatron-core that first has the model."""
+    proves: tuple[str, ...] = ()
+    """Cells of the support matrix, by feature (``support``)."""
     where: tuple[str, ...] = ("all",)
 
     def run(self) -> tuple[list[Record], list[Record]]:
@@ -57,9 +59,10 @@ def cases() -> list[Case]:
     for group in table["group"]:
         for row in group.pop("rows", ({},)):
             for case in _combined(group | row, words):
-                name = f"{group['name']}: {row.get('name', case.name)}"
+                name = f"{group['name']}: {', '.join(filter(None, (row.get('name'), case.name)))}"
                 key = replace(case, name="", since="", where=())
                 found.setdefault((group["name"], key), replace(case, name=name))
+    assert len({case.name for case in found.values()}) == len(found), "two rows have one name"
     return list(found.values())
 
 
@@ -71,6 +74,7 @@ def _combined(given: dict[str, Any], words: Mapping[str, str]) -> list[Case]:
         "every provider of packs": [
             f"{name} --cp-layout documents" for name in softmax if "documents" in softmax[name]
         ],
+        "every linear provider": [f"--cp-linear-provider {name}" for name in providers.names("linear")],
         "every variant": [f"--cp-linear-attention {name}" for name in variants()],
     }
     lists = {}
@@ -81,6 +85,7 @@ def _combined(given: dict[str, Any], words: Mapping[str, str]) -> list[Case]:
     combined = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
     first = covering([{key: str(value) for key, value in one.items()} for one in combined], 1)
     where = tuple(given.pop("in", "all").split())
+    given["proves"] = tuple(given.get("proves", ()))
     given["alone"] = given["alone"].format_map(words) if "alone" in given else None
     return [
         Case(

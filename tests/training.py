@@ -49,6 +49,8 @@ class Record:
     """tp, cp, dp, pp and ep rank."""
     losses: list[float] = field(default_factory=list)
     """Reported loss of every step; last pipeline stage only."""
+    eval_losses: list[float] = field(default_factory=list)
+    """Of evaluations, where the test's loop reports them."""
     norms: list[float] = field(default_factory=list)
     """Gradient norm of every step; 0 if Megatron computes none (``--clip-grad 0``)."""
     mtp_losses: list[Tensor] = field(default_factory=list)
