@@ -16,17 +16,7 @@ tests=(
   test_bad_flags.py
   test_native.py
   test_startup.py::test_a_script_that_slices_otherwise_is_refused
-  "test_parity.py::test_context_parallel_alone[striped-2]"
-  "test_parity.py::test_variants[sequence parallel]"
-  "test_parity.py::test_variants[virtual pipeline]"
-  "test_parity.py::test_variants[full recompute]"
-  "test_parity.py::test_variants[mixture of experts]"
-  test_parity.py::test_auxiliary_losses_of_experts
-  "test_mtp.py::test_as_on_one_rank[striped, two depths]"
-  "test_mla.py::test_models[yarn and a latent query]"
-  "test_masks_in_training.py::test_windows_and_offsets[window]"
-  "test_linear_parity.py::test_softmax_layers_between[LN-gla]"
-  "test_delta_net.py::test_as_on_one_rank[beside Mamba, on a grid]"
+  test_cases.py
   test_settings_in_checkpoint.py
   test_elastic.py::test_a_training_is_handed_on
   test_packed_models.py
@@ -43,7 +33,8 @@ if [ "${1:-}" = torch ]; then
       broken="import sys; from cp_kernels.interpreter import broken; sys.exit(broken())"
       TRITON_INTERPRET=1 PYTHONPATH=kernels "$python" -c "$broken" || pip_install "numpy<2.4"
       "$python" -c 'import numpy, torch, triton; print(*(f"{m.__name__} {m.__version__}" for m in (torch, triton, numpy)))'
-      run_tests -n 2 tests/strict tests/fake_cuda tests/core "${tests[@]/#/tests/megatron/}"
+      CP_PLUGIN_ALL=1 run_tests -n 2 -m versions tests/megatron/test_cases.py
+      run_tests -n 2 -m "not case" tests/strict tests/fake_cuda tests/core "${tests[@]/#/tests/megatron/}"
       TRITON_INTERPRET=1 run_tests -n 2 tests/kernels
     )
   done
@@ -52,5 +43,5 @@ fi
 [ $# -gt 0 ] || set -- 0.18.2
 for version; do
   echo "megatron-core $version"
-  PYTHONPATH="$(bash ci/megatron/overlay.sh "$version"):$PWD" python -m pytest -q "${tests[@]/#/tests/megatron/}"
+  PYTHONPATH="$(bash ci/megatron/overlay.sh "$version"):$PWD" python -m pytest -q -m "not case or versions" "${tests[@]/#/tests/megatron/}"
 done

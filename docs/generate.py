@@ -17,7 +17,7 @@ from collections.abc import Set
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1] / "ci" / folder) for folder in ("papers", "parity", "perf")]
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("ci/papers", "ci/perf", "tests")]
 
 import blocks
 import layers

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import gc
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
-
-sys.path.insert(0, str(Path(__file__).parent))  # `import oracle`
-
 from nightly import thin
 from strict import lazy, threads
 
@@ -28,14 +24,12 @@ LONGEST_FIRST = (
     "planner/test_wins.py",
     "core/test_methods.py",
     "core/test_bytes.py",
-    "megatron/test_provider_parity.py",
-    "megatron/test_parity.py",
+    "megatron/test_cases.py",
     "megatron/test_many_ranks.py",
     "test_quickstart.py",
     "test_gpu_check.py",
     "test_gpu_plan.py",
     "megatron/test_examples_megatron.py",
-    "megatron/test_linear_parity.py",
     "megatron/test_planted_faults.py",
     "megatron/test_fp8.py",
     "megatron/test_generate.py",
@@ -59,6 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "case: a row of cases.toml")
+    config.addinivalue_line("markers", "versions: a row that ci/versions.sh runs")
     config.addinivalue_line("markers", "covering(strength): run a covering design of the cases (nightly.py)")
     config.stash[LEFT_OUT] = {}
 

@@ -142,7 +142,7 @@ class Canned:
 
     def run(self, training: Any) -> list[Any]:
         from launching import Failed
-        from recording import Record
+        from training import Record
 
         if training.side == "plugin" and self._says:
             raise Failed(f"Traceback\nValueError: {self._says}")
@@ -316,7 +316,7 @@ def test_a_crash_is_named_with_its_place_and_last_output_and_its_stack_kept(
 def test_nan_is_within_no_limit() -> None:
     from math import nan
 
-    from comparing import Gap
+    from training import Gap
 
     limit = Gap(1.0, 1.0, 1.0)
     assert Gap(0.5, 0.5, 0.5).within(limit)

@@ -59,6 +59,13 @@ def before_forking() -> None:
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
+def read_no_sources() -> None:
+    """Leave out help texts of flags, for which each rank of Megatron would read its sources."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    ArgumentGroupFactory._get_field_docstrings = lambda self, source: {}
+
+
 def megatrons_own_data() -> None:
     """Megatron's mock data as they are, for what was recorded of them."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset

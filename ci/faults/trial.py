@@ -75,8 +75,8 @@ def preload() -> None:
     import torch._dynamo
 
     torch.set_num_threads(1)
-    sys.path.append(str(Path(__file__).parents[1] / "parity"))
-    from sides import read_no_sources
+    sys.path.append(str(Path(__file__).parents[2] / "tests"))
+    from warm import read_no_sources
 
     read_no_sources()
     gc.collect()

@@ -1,7 +1,7 @@
 """Megatron's training loop over process groups, with the self-check, against one rank without the plugin.
 
 Losses and the gradients of step 1 may differ in bfloat16 by twice one rank's difference to float32; in float32 (the
-smoke test) by the tolerances of ``tests/megatron/parity.py``. Every parameter has a limit of its own: in the gradient
+smoke test) by the tolerances of ``tests/training.py``. Every parameter has a limit of its own: in the gradient
 of all together, those of queries and keys are too small to be seen.
 """
 
@@ -24,7 +24,7 @@ from record import OUT_OF_TIME, Found, NotRun, Step, worst
 
 from cp_plugin.testing.launch import RankError, run_ranks
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in ("tests", "ci/parity")]  # before this folder
 
 RANKS, STEPS = 4, 2
 PASSED = "self-check passed"
@@ -105,8 +105,7 @@ def preload() -> None:
     """Import Megatron once for all ranks of all trainings, without initialising CUDA: they are forked."""
     import sides
 
-    if not sides.preload():
-        sides.read_no_sources()
+    sides.preload()
     import cp_plugin.megatron.models.gpt  # noqa: F401
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import sys
 import traceback
 from dataclasses import asdict, dataclass
@@ -38,7 +37,7 @@ STACK = f"--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spe
 DIVIDED = "--context-parallel-size 2 --cp-provider striped"
 PACKS_BY_FLAG = "--dataloader-inter-document-masking"
 LOSS, GRADIENT = 1e-5, 1e-4
-"""Limits of relative differences, as in ``tests/megatron/parity.py``: losses and gradient norms; a gradient."""
+"""Limits of relative differences, as in ``tests/training.py``: losses and gradient norms; a gradient."""
 TIMEOUT_S = 300.0
 _ENDS = {
     "refused": r"cp_plugin\.|ValueError: .*(cp_plugin|--cp-)",
@@ -108,7 +107,7 @@ class Result:
 
 def run(tree: Path, name: str, what: str) -> Result:
     """Start or train a case in this process, which has imported no Megatron yet."""
-    sys.path[:0] = [str(ROOT / "ci" / "parity"), str(ROOT / "tests" / "megatron"), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT / "tests" / "megatron"), str(ROOT / "tests")]
     from cp_plugin.testing.launch import RankError, run_ranks
 
     script, flags = CASES[name].of(tree)
@@ -146,23 +145,17 @@ def run(tree: Path, name: str, what: str) -> Result:
 
 
 def _rank(script: Path, words: list[str], once: bool) -> Any:
-    import state_space_kernels
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-    from recording import Record, record_into
+    from training import SHORT, run, stand_in
 
-    MockGPTLowLevelDataset.max_sequence_length = 40  # documents end inside a sequence
-    state_space_kernels.install()
-    record = Record()
-    record_into(record)
+    stand_in(SHORT, ["state_space_kernels"])
     if once:
         _stop_after_a_step()
     sys.argv = [str(script), *words]
-    sys.path.insert(0, str(script.parent))
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        record = run(str(script))
     except _SteppedError:
-        return record
-    if not record.losses and once:
+        return True
+    if once:
         raise RuntimeError("the training ended without a step")
     return record
 
@@ -184,7 +177,7 @@ def _stop_after_a_step() -> None:
 
 
 def _compared(got: list[Any], want: list[Any]) -> Result:
-    from comparing import gap
+    from training import gap
 
     try:
         found = gap(got, want)

@@ -10,8 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from comparing import relative
-from recording import Record
+from training import Record, relative
 
 FILE = Path(__file__).with_name("goldens.json")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}

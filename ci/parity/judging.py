@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from comparing import Gap, cost, gap, largest
+from comparing import allowed, at_least, cost, largest
 from goldens import Goldens
 from launching import LAST_OUTPUT, Failed, Runner
 from matrix import Case, Device, Matrix
+from training import Gap, gap
 
 Result = Literal["PASS", "REFUSED", "FAIL"]
 
@@ -78,11 +79,11 @@ class Judge:
         verdict.seeds = self._seeds(measure)
         if measure is case:
             verdict.upstream[next(iter(verdict.upstream))] = largest(verdict.seeds)
-        verdict.limit = largest(verdict.seeds).allowed()
+        verdict.limit = allowed(largest(verdict.seeds))
         exact = matrix.exact(case, device)
         if exact is not None:
             verdict.cost = cost(stock, self._runner.run(matrix.stock(exact, device)))
-            verdict.limit = verdict.limit.at_least(verdict.cost.allowed())
+            verdict.limit = at_least(verdict.limit, allowed(verdict.cost))
         verdict.plugin = gap(self._runner.once(matrix.plugin(case, device)), stock)
         wrong = verdict.golden not in ("equal", "none")
         verdict.result = "PASS" if verdict.plugin.within(verdict.limit) and not wrong else "FAIL"

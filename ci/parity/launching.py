@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import sides
-from recording import Record, read
-from sides import Training
+from sides import Training, read
+from training import Record
 
 from cp_plugin.testing.launch import RankError, run_ranks
 
@@ -101,9 +101,10 @@ class Runner:
 
 
 def _environment() -> dict[str, str]:
-    """The environment, with the project and this folder in PYTHONPATH."""
-    here = _PROGRAM.parent
-    paths = (str(here), str(here.parents[1]), str(here.parents[1] / "kernels"), os.environ.get("PYTHONPATH", ""))
+    """The environment, with the project, this folder and the tests in PYTHONPATH."""
+    root = _PROGRAM.parents[2]
+    folders = [str(root / name) for name in ("ci/parity", "", "kernels", "tests", "tests/megatron")]
+    paths = (*folders, os.environ.get("PYTHONPATH", ""))
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

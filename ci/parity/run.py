@@ -24,12 +24,13 @@ import launching
 import sides
 import torch
 import typer
-from comparing import MARGIN, ROUNDING, Gap
+from comparing import MARGIN, ROUNDING
 from judging import Judge, Verdict
 from matrix import Case, Device, Matrix, load
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from training import Gap
 
 COLUMNS = ("case", "", "loss", "gradient norm", "gradients", "golden", "result")
 STYLES = {"PASS": "green", "REFUSED": "cyan", "FAIL": "bold red"}

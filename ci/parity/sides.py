@@ -13,15 +13,14 @@ script: ``cp_plugin.megatron.models.gpt``, a loop over Megatron's own functions,
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import runpy
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from recording import Record, record_into, write
+import torch
+import warm
+from training import Record, run, stand_in
 
 SIDES = ("stock", "upstream", "plugin")
 
@@ -51,16 +50,8 @@ def preload() -> bool:
     if on_cpu:
         cpu.activate()
         import torch._dynamo  # noqa: F401  (every rank's first step would import it)
-
-        read_no_sources()
+    warm.read_no_sources()
     return on_cpu
-
-
-def read_no_sources() -> None:
-    """Leave out help texts of flags, for which each rank of Megatron would read its sources."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    ArgumentGroupFactory._get_field_docstrings = lambda self, source: {}
 
 
 def train(training: Training, script: str | None = None, log: Path | None = None) -> Record:
@@ -85,21 +76,8 @@ def train(training: Training, script: str | None = None, log: Path | None = None
             import upstream
 
             upstream.install()
-    if training.documents:
-        from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-        MockGPTLowLevelDataset.max_sequence_length = training.documents
-    _install(training.kernels)
-    record = Record()
-    record_into(record)
-    if script is not None:
-        sys.path.insert(0, str(Path(script).parent))
-        runpy.run_path(script, run_name="__main__")
-    else:
-        from cp_plugin.megatron.models import gpt
-
-        gpt.train()
-    return record
+    stand_in(training.documents, training.kernels)
+    return run(script)
 
 
 def output(log: Path, rank: int) -> Path:
@@ -107,12 +85,21 @@ def output(log: Path, rank: int) -> Path:
     return log.with_suffix(f".{rank}.log") if rank else log
 
 
-def _install(kernels: Sequence[str]) -> None:
-    if kernels:
-        tests = Path(__file__).parents[2] / "tests"
-        sys.path += [str(tests / "megatron"), str(tests)]
-    for name in kernels:
-        importlib.import_module(name).install()
+def write(record: Record, folder: Path, rank: int) -> None:
+    """Write ``folder/rank-00012.pt`` atomically, for ``read``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"rank-{rank:05d}.pt"
+    torch.save(asdict(record), file.with_suffix(".part"))
+    file.with_suffix(".part").rename(file)
+
+
+def read(folder: Path, ranks: int) -> list[Record]:
+    """The records of all ranks. Raises FileNotFoundError naming the ranks without one."""
+    files = [folder / f"rank-{rank:05d}.pt" for rank in range(ranks)]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise FileNotFoundError(f"{folder}: {len(missing)} of {ranks} ranks left no record: {', '.join(missing[:8])}")
+    return [Record(**torch.load(file, weights_only=True)) for file in files]
 
 
 def _redirect(file: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import harness
+import training
 import typer
 from hypothesis import strategies as st
 
@@ -131,7 +131,7 @@ def plugin_flags(draw: st.DrawFn) -> tuple[list[str], int]:
     return spelled(given), draw(st.integers(1, 16))
 
 
-BASE = shlex.split(f"{harness.MODEL} {harness.DATA} {harness.SGD} --train-iters 1 --attention-backend unfused")
+BASE = shlex.split(f"{training.MODEL} {training.DATA} {training.SGD} --train-iters 1 --attention-backend unfused")
 
 
 @cache

@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from warm import before_forking
-
-sys.path.insert(0, str(Path(__file__).parent))  # `import harness`
-sys.path.append(str(Path(__file__).parents[2] / "ci/parity"))  # `import recording`, `import support`
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +44,8 @@ def adapter(_cpu_megatron: None) -> Iterator[None]:
 @pytest.fixture
 def validated(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
     """``validated(flags, ranks=4)``: what Megatron's parser and validation, with the plugin, make of a command line."""
-    from harness import DATA, MODEL, SGD
     from megatron.training import arguments
+    from training import DATA, MODEL, SGD
 
     def validate(flags: str = "", *, ranks: int = 4, without: str = "") -> argparse.Namespace:
         usual = f"{MODEL} {DATA} {SGD} --train-iters 1"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import DATA, MODEL, SGD
 from torch import Tensor
+from training import DATA, MODEL, SGD
 
 from cp_plugin.testing.launch import run_ranks
 

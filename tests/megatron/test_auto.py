@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import train
 from nightly import one_case
+from training import train
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.megatron.flags.args import Settings, settings_from

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-import harness
 import pytest
 import state_space_kernels
-from harness import MODEL, SGD, train
+import training
+from training import MODEL, SGD, train
 
 found = find_spec("megatron.core")
 CHECKOUT = Path(str(found and found.origin)).parents[2]
@@ -71,8 +71,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_losses_are_those_of_one_rank(
     script: str, packed: bool, divided: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness, "SCRIPT", str(CHECKOUT / script))
-    monkeypatch.setattr(harness, "DATA", f"{text} --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0")
+    monkeypatch.setattr(training, "SCRIPT", str(CHECKOUT / script))
+    monkeypatch.setattr(training, "DATA", f"{text} --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0")
     ranks, flags = DIVIDED[divided]
     length = "--seq-length 57" if "--cp-pad-sequence" in flags else ""
     common = f"{PER_TOKEN} {PACKED if packed else ''} {length}"

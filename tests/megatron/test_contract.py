@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import SGD, train
 from nightly import one_case
-from parity import check
 from test_known_bugs import mask_the_first_half
 from torch import Tensor
+from training import SGD, check, train
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.compat import megatron_version

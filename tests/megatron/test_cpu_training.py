@@ -10,8 +10,8 @@ import functools
 from pathlib import Path
 
 import pytest
-from harness import MODEL, SGD, train
 from nightly import one_case
+from training import MODEL, SGD, train
 
 from cp_plugin.testing.launch import RankError
 
@@ -91,13 +91,13 @@ MLA = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-
 
 
 def test_multi_latent_attention_of_stock_megatron() -> None:
-    """With values of another size than keys; the reference is written out in test_mla."""
-    from test_mla import textbook
+    """With values of another size than keys; the reference is written out in textbook."""
+    import textbook
 
     heads = MODEL.replace("--group-query-attention --num-query-groups 2 ", "")
     got, want = (
         train(1, MLA, steps=STEPS, model=heads, training=ADAM, prepare=prepare)[0].losses
-        for prepare in (None, textbook)
+        for prepare in (None, textbook.install)
     )
     assert len(got) == STEPS and got == pytest.approx(want, rel=1e-6)
 

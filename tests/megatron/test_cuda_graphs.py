@@ -11,10 +11,10 @@ import pytest
 import state_space_kernels
 import support
 import torch
-from harness import MODEL, train
 from nightly import one_case
 from state_space_kernels import STATES
 from strict import graphs
+from training import MODEL, train
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron import runtime

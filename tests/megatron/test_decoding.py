@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DATA, MODEL, SGD
 from nightly import one_case, slow
 from torch import Tensor
+from training import DATA, MODEL, SGD
 
 from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers

@@ -1,4 +1,4 @@
-"""Megatron's gated delta net by a provider (``--cp-linear-provider``): one rank's numbers, self-check, refusals."""
+"""Megatron's gated delta net by a provider (``--cp-linear-provider``): self-check and refusals."""
 
 from __future__ import annotations
 
@@ -6,41 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import state_space_kernels
-from harness import MODEL, train
-from nightly import one_case
-from parity import check
 from state_space_kernels import STATES
-from test_masks_in_training import short_documents
+from training import PACKED, short_documents, train
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version
 from cp_plugin.testing.launch import RankError
 
-pytestmark = [
-    pytest.mark.usefixtures("adapter"),
-    pytest.mark.skipif(version_tuple(megatron_version()) < (0, 18), reason="hybrid models since 0.18"),
-]
-
-SHORT = MODEL.replace("--num-layers 2 ", "").replace("--seq-length 64", "--seq-length 32")
-SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
-PACKED = "--dataloader-inter-document-masking"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-GROUPED = STATES.replace("--linear-num-key-heads 4", "--linear-num-key-heads 2")
-"""Two value heads for each query and key head."""
-CASES = {
-    "all-gather, zigzag": (1, 2, "G*", "ring --cp-layout zigzag --cp-linear-provider lasp2"),
-    "in blocks, more ranks than heads": (1, 8, "GG*-", "ring --cp-layout contiguous --cp-linear-provider zeco"),
-    "beside Mamba, on a grid": (1, 4, "MG*", "attention2d --cp-grid 2x2 --cp-linear-provider lasp2"),
-    "tensor parallel": (2, 2, f"G* {SEQUENCE}", "burst --cp-layout zigzag --cp-linear-provider lasp1"),
-    "pipeline, recomputed": (
-        2,
-        2,
-        f"G*|G- --pipeline-model-parallel-size 2 {FULL}",
-        "all_gather --cp-linear-provider lasp2",
-    ),
-    "documents": (1, 4, f"G* {PACKED}", "ring --cp-layout zigzag --cp-linear-provider lasp2"),
-    "placed documents": (1, 2, f"MG* {PACKED}", "needed --cp-layout documents --cp-linear-provider lasp2"),
-}
+pytestmark = pytest.mark.usefixtures("adapter")
 
 
 def _known_to_megatron(flags: str) -> str:
@@ -49,27 +22,14 @@ def _known_to_megatron(flags: str) -> str:
     return flags
 
 
-def _kernels() -> None:
-    """Documents that end inside a pack, and state-space layers in plain torch."""
-    short_documents()
-    state_space_kernels.install()
-
-
-@one_case
-@pytest.mark.parametrize("case", CASES)
-def test_as_on_one_rank(case: str) -> None:
-    ranks, cp, pattern, provider = CASES[case]
-    flags = f"--hybrid-layer-pattern {_known_to_megatron(pattern)} {GROUPED} --calculate-per-token-loss"
-    check(flags, f"--cp-provider {provider}", cp=cp, ranks=ranks, model=SHORT, prepare=_kernels, alone=_kernels)
-
-
 def _train(flags: str, plant: Callable[[], None] = lambda: None, pattern: str = "G*") -> None:
     def prepare() -> None:
-        _kernels()
+        short_documents()
+        state_space_kernels.install()
         plant()
 
     flags = f"{_known_to_megatron(flags)} --hybrid-layer-pattern {pattern} {STATES} --context-parallel-size 2"
-    train(2, flags, model=SHORT, prepare=prepare)
+    train(2, f"--seq-length 32 {flags}", prepare=prepare)
 
 
 def test_it_is_announced_and_checked_in_half_precision(capfd: pytest.CaptureFixture[str]) -> None:

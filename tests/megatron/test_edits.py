@@ -14,9 +14,9 @@ import edits
 import pytest
 import state_space_kernels
 from edits import Edit
-from harness import DATA, MODEL, SGD, Record, _train_rank
 from nightly import one_case, slow
 from state_space_kernels import STATES
+from training import DATA, MODEL, SGD, Record, _train_rank
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.compat import megatron_version
@@ -93,7 +93,7 @@ def _train(flags: str, edit: Edit | None = None, folder: Path = Path()) -> list[
     def rank() -> Record:
         if edit is not None:
             _edit(edit, folder)
-        return _train_rank(words, None, state_space_kernels.install if hybrid else None)
+        return _train_rank(words, None, state_space_kernels.install if hybrid else lambda: None)
 
     divided = any(f"--{kind}-model-parallel-size" in flags for kind in ("tensor", "pipeline"))
     return run_ranks(rank, 4 if divided else 2, timeout=300.0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import MODEL, SGD, train
 from nightly import slow
+from training import MODEL, SGD, train
 
 pytestmark = pytest.mark.usefixtures("adapter")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Record, train
 from nightly import one_case, slow
 from torch import Tensor
+from training import Record, gap, train
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.core import payload
@@ -41,16 +41,9 @@ def compare(got: list[Record], want: list[Record] | None = None) -> tuple[float,
 
     want: of all tensor-parallel ranks.
     """
-    want = alone() if want is None else want
-    pairs = [(r, want[r.coordinates["tp"]]) for r in got]
-    losses = [abs(a / b - 1) for r, w in pairs for a, b in zip(r.losses, w.losses, strict=True)]
-    grads = [
-        ((r.grads[n].float() - g.float()).norm() / g.float().norm()).item()
-        for r, w in pairs
-        for n, g in w.grads.items()
-    ]
+    found = gap(got, alone() if want is None else want)
     assert all(r.sent == r.formula for r in got) and any(r.sent for r in got)
-    return max(losses), max(grads)
+    return found.loss, found.grad
 
 
 @one_case

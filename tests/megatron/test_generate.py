@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DATA, MODEL, SGD
 from nightly import ALL, one_case, slow
+from training import DATA, MODEL, SGD
 from warm import Forked, in_a_fork
 
 from cp_plugin.inference.request import Sampler, Sampling

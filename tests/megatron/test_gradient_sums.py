@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from harness import train
 from nightly import one_case
 from test_fp8 import BF16, compare
+from training import train
 
 from cp_plugin.megatron.flags.option_flags import shown
 from cp_plugin.megatron.state import STATE

@@ -1,60 +1,17 @@
-"""Megatron's HybridModel under context parallelism: attention, Mamba, gated delta net and experts by pattern."""
+"""Megatron's HybridModel under context parallelism: a planted fault, and the specs of its layers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import state_space_kernels
 import torch
-from harness import MODEL
-from nightly import one_case
-from parity import check
 from state_space_kernels import STATES
+from training import check
 
-from cp_plugin.common.versions import version_tuple
-from cp_plugin.megatron.patches.patching import megatron_version
-
-pytestmark = [
-    pytest.mark.usefixtures("adapter"),
-    pytest.mark.skipif(version_tuple(megatron_version()) < (0, 18), reason="HybridModel is new in megatron-core 0.18"),
-]
-
-PER_TOKEN = "--calculate-per-token-loss"
-SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
-SHORT = MODEL.replace("--num-layers 2 ", "").replace("--seq-length 64", "--seq-length 32")
-BOTH = "MG" if version_tuple(megatron_version()) >= (0, 19) else "M"
-
-
-def _compare(flags: str, cp: int, provider: str, *, ranks: int = 1, prepare: Callable[[], None] | None = None) -> None:
-    """With CPU kernels for state-space layers on both sides; ``prepare`` with context parallelism only."""
-
-    def both() -> None:
-        state_space_kernels.install()
-        if prepare is not None:
-            prepare()
-
-    kernels = {"prepare": both, "alone": state_space_kernels.install}
-    check(f"{flags} {PER_TOKEN}", f"--cp-provider {provider}", cp=cp, ranks=ranks, model=SHORT, **kernels)
-
-
-CASES = {
-    "Mamba, delta net": (1, 2, f"{BOTH}*- {STATES}", "striped"),
-    "attention and feed-forward": (1, 4, "*-*-", "striped"),
-    "pipeline": (2, 2, "*-|*- --pipeline-model-parallel-size 2", "ring --cp-layout contiguous"),
-    "experts, several tokens": (1, 2, "*E/*-/*- --num-experts 4 --moe-router-topk 2", "ring --cp-layout zigzag"),
-    "Mamba on a grid": (1, 4, f"M* {STATES}", "attention2d --cp-grid 2x2 --cp-layout zigzag"),
-    "Mamba, delta net, tensor parallel": (2, 2, f"{BOTH}* {STATES} {SEQUENCE}", "ring --cp-layout contiguous"),
-}
-
-
-@one_case
-@pytest.mark.parametrize("case", CASES)
-def test_as_on_one_rank(case: str) -> None:
-    ranks, cp, pattern, provider = CASES[case]
-    _compare(f"--hybrid-layer-pattern {pattern}", cp, provider, ranks=ranks)
+pytestmark = pytest.mark.usefixtures("adapter")
+MAMBA = f"--hybrid-layer-pattern M* {STATES} --calculate-per-token-loss"
 
 
 def _stock_order() -> None:
@@ -77,7 +34,7 @@ def test_megatrons_own_order_is_found_wrong_in_other_layouts(
     provider: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        _compare(f"--hybrid-layer-pattern M* {STATES}", 2, provider, prepare=_stock_order)
+        check(MAMBA, f"--cp-provider {provider}", cp=2, prepare=_stock_order)
 
 
 def test_a_layer_that_lies_elsewhere_than_its_mixer_keeps_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:

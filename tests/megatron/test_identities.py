@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import state_space_kernels
 import torch
-from harness import MODEL, SGD, train
 from nightly import NIGHT, one_case
 from state_space_kernels import STATES
 from torch import Tensor
+from training import MODEL, SGD, train
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import Mesh, run_threads

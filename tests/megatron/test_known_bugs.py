@@ -36,10 +36,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import train
 from oracle import Case, Result, assert_close, errors
-from parity import check
 from thread_ranks import on_threads, run
+from training import check, train
 
 from cp_plugin import ContextParallel
 from cp_plugin.testing.launch import RankError

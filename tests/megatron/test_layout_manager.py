@@ -9,14 +9,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-import test_hybrid_model
-import test_packed_models
-from harness import train
+import state_space_kernels
 from nightly import each_value
 from rule_examples import RING, example
 from state_space_kernels import STATES
-from test_hybrid_model import SEQUENCE, SHORT
 from test_refusals import run_of
+from training import PACKED, check, train
 
 from cp_plugin import Options
 from cp_plugin.megatron.rules import layout
@@ -32,6 +30,8 @@ ZIGZAG = "ring --cp-layout zigzag"
 LINEAR, ATTENTION = "--linear-cp-layout contiguous", "--attention-cp-layout contiguous"
 CONVERTED = "contiguous outside attention: Megatron's layout manager converts"
 ONE_LAYOUT = "setting --linear-cp-layout and --attention-cp-layout to zigzag"
+SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
+PER_TOKEN = "--calculate-per-token-loss"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 CASES = {
@@ -52,14 +52,16 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_as_on_one_rank(case: str, capfd: pytest.CaptureFixture[str]) -> None:
     ranks, cp, pattern, provider = CASES[case]
-    test_hybrid_model._compare(f"--hybrid-layer-pattern {pattern}", cp, provider, ranks=ranks)
+    check(
+        f"--seq-length 32 --hybrid-layer-pattern {pattern} {PER_TOKEN}", f"--cp-provider {provider}", cp=cp, ranks=ranks
+    )
     said = capfd.readouterr().out
     assert (CONVERTED in said, ONE_LAYOUT in said) == (case.startswith("converted"), not case.startswith("converted"))
 
 
 @with_manager
 def test_packed_documents_as_on_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    test_packed_models._compare(f"--hybrid-layer-pattern MG*- {STATES}", 2, f"{ZIGZAG} {LINEAR}")
+    check(f"--hybrid-layer-pattern MG*- {STATES} {PACKED} {PER_TOKEN}", f"--cp-provider {ZIGZAG} {LINEAR}", cp=2)
     assert ONE_LAYOUT in capfd.readouterr().out
 
 
@@ -122,11 +124,11 @@ def test_the_self_check_finds_a_planted_fault(plant: Callable[[], None], found: 
     flags = f"--hybrid-layer-pattern G* {STATES} --context-parallel-size 2 --cp-provider {ZIGZAG} {LINEAR}"
 
     def prepare() -> None:
-        test_hybrid_model.state_space_kernels.install()
+        state_space_kernels.install()
         plant()
 
     with pytest.raises(RankError, match=found):
-        train(2, flags, model=SHORT, prepare=prepare)
+        train(2, flags, prepare=prepare)
 
 
 def _configured_otherwise() -> None:
@@ -145,11 +147,11 @@ def _configured_otherwise() -> None:
 def test_a_configuration_that_is_not_the_command_lines_is_refused() -> None:
     flags = f"--hybrid-layer-pattern *- --context-parallel-size 2 --cp-provider {ZIGZAG}"
     with pytest.raises(RankError, match="has linear_cp_layout 'contiguous', but the command line does not"):
-        train(2, flags, model=SHORT, prepare=_configured_otherwise)
+        train(2, flags, prepare=_configured_otherwise)
 
 
 @with_manager
 def test_the_flag_of_attention_is_not_overridden() -> None:
     flags = f"--hybrid-layer-pattern *- --context-parallel-size 2 --cp-provider striped {ATTENTION}"
     with pytest.raises(RankError, match="--cp-layout sets the layout of attention"):
-        train(2, flags, model=SHORT)
+        train(2, flags)

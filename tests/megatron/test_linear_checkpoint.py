@@ -6,25 +6,26 @@ from pathlib import Path
 
 import pytest
 import state_space_kernels
-from harness import MODEL, SGD, train
 from nightly import slow
 from state_space_kernels import STATES
-from test_hybrid_model import BOTH, PER_TOKEN, SHORT
-from test_hybrid_model import pytestmark as of_hybrid_models
+from training import SGD, train
+
+from cp_plugin.common.versions import version_tuple
+from cp_plugin.megatron.patches.patching import megatron_version
 
 ADAM = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 0.001")
 GLA = "--num-layers 4 --cp-linear-attention gla --cp-layer-pattern LLLN --make-vocab-size-divisible-by 64"
-HYBRID = f"--hybrid-layer-pattern {BOTH}*-/*- {STATES} {PER_TOKEN} --cp-provider striped"
+BOTH = "MG" if version_tuple(megatron_version()) >= (0, 19) else "M"
+HYBRID = f"--hybrid-layer-pattern {BOTH}*-/*- {STATES} --calculate-per-token-loss --cp-provider striped"
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
 @slow
 @pytest.mark.parametrize(
-    ("model", "flags", "others"),
+    ("flags", "others"),
     [
         (
-            MODEL,
             GLA,
             (
                 "--context-parallel-size 4",
@@ -32,12 +33,12 @@ pytestmark = pytest.mark.usefixtures("adapter")
                 "--context-parallel-size 2 --pipeline-model-parallel-size 2",
             ),
         ),
-        pytest.param(SHORT, HYBRID, ("--context-parallel-size 4",), marks=of_hybrid_models[1]),
+        (f"--seq-length 32 {HYBRID}", ("--context-parallel-size 4",)),
     ],
     ids=["gla", "hybrid"],
 )
-def test_resumed_on_other_ranks(model: str, flags: str, others: tuple[str, ...], tmp_path: Path) -> None:
-    common = {"steps": 4, "model": model, "training": ADAM, "prepare": state_space_kernels.install}
+def test_resumed_on_other_ranks(flags: str, others: tuple[str, ...], tmp_path: Path) -> None:
+    common = {"steps": 4, "training": ADAM, "prepare": state_space_kernels.install}
     save = f"--context-parallel-size 2 --save {tmp_path} --save-interval 2"
     whole = train(2, f"{flags} --ckpt-format torch_dist {save}", **common)[0].losses
     load = f"--ckpt-format torch_dist --load {tmp_path} --ckpt-step 2 --override-opt-param-scheduler"

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import train
+from nightly import one_case
 from test_attention_module import Alone, _config
 from test_startup import _cells
+from training import FIRST_LOSS, train
+from warm import megatrons_own_data
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.linear.variants import variants
@@ -21,6 +23,7 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
+SAME_VOCABULARY = "--make-vocab-size-divisible-by 64"  # Megatron pads it for the tensor-parallel ranks
 HYBRID = "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern LN"
 
 
@@ -262,3 +265,24 @@ def test_the_self_check_finds_a_fault_in_either_kind(fault: Callable[[], None]) 
     with pytest.raises(RankError, match=FAULTS[fault]) as raised:
         train(2, HYBRID, prepare=fault)
     assert "the self-check of --cp-linear-attention gla on the zigzag layout failed" in str(raised.value)
+
+
+@one_case
+@pytest.mark.parametrize("variant", ["gla", "lightning", "rebased"])
+def test_tensor_parallelism_divides_the_heads_and_their_weights(variant: str) -> None:
+    """One and two tensor-parallel ranks: decays, gates and features depend on the heads' global indices."""
+    model = f"--cp-linear-attention {variant} --cp-layer-pattern LN --use-cpu-initialization {SAME_VOCABULARY}"
+    (whole,) = train(1, model, prepare=megatrons_own_data)
+    for more in ("", "--sequence-parallel"):
+        halves = train(2, f"{model} --tensor-model-parallel-size 2 {more}", prepare=megatrons_own_data)
+        assert abs(halves[0].losses[0] / whole.losses[0] - 1) <= FIRST_LOSS
+        names = [name for name in whole.weights if "core_attention" in name]
+        assert any("linear" in name for name in names)
+        for name in names:
+            for part in ("weights", "grads"):
+                want = getattr(whole, part)[name]
+                first, second = (getattr(record, part)[name] for record in halves)
+                shared = first.shape == want.shape
+                got = first if shared else torch.cat((first, second))
+                assert (got - want).norm() <= 1e-5 * want.norm(), (part, name, more)
+                assert not shared or torch.equal(first, second), (part, name, more)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness import MODEL, train
 from nightly import one_case
 from test_contract import _count_a_quarter, documents_are_packed
+from training import MODEL, train
 
 pytestmark = pytest.mark.usefixtures("adapter")
 

@@ -7,9 +7,8 @@ take about a minute.
 from __future__ import annotations
 
 import pytest
-from harness import SGD, train
 from nightly import nightly
-from parity import compare, stock
+from training import SGD, compare, stock, train
 
 RANKS = 64
 MODEL = (

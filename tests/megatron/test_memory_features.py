@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Record, train
 from nightly import each_value, one_case, slow
-from parity import LOSS, TRAINING, stock
+from training import FIRST_LOSS, LOSS, Record, stock, train
 
 STEPS = 3
 LAYOUTS = ("striped", "ring --cp-layout zigzag")
@@ -24,7 +23,9 @@ def losses(records: Sequence[Record]) -> list[float]:
     return next(record.losses for record in records if record.losses)
 
 
-def same_losses(got: Sequence[Record], want: Sequence[Record], *, first: float = LOSS, all_: float = TRAINING) -> None:
+def same_losses(
+    got: Sequence[Record], want: Sequence[Record], *, first: float = FIRST_LOSS, all_: float = LOSS
+) -> None:
     """Where gradients are sharded over the ranks, the following losses show what the optimizer made of them."""
     pairs = list(zip(losses(got), losses(want), strict=True))
     assert len(pairs) == STEPS

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import train
-from parity import compare
 from quantizing import (
     FP8,
     NVFP4,
@@ -29,6 +27,7 @@ from quantizing import (
     whole,
 )
 from torch import Tensor
+from training import compare, train
 
 pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed: pip install cp-plugin[modelopt]")
 pytestmark = [pytest.mark.usefixtures("adapter"), pytest.mark.filterwarnings("ignore")]

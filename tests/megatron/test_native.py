@@ -11,7 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
-from harness import DATA, MODEL, SGD
+from training import DATA, MODEL, SGD
 
 ROOT = Path(__file__).parents[2]
 USUAL = f"{MODEL} {DATA} {SGD} --train-iters 1"

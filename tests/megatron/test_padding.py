@@ -1,4 +1,4 @@
-"""Sequences and packs that the layout cannot divide (``--cp-pad-sequence``): one rank's numbers, without padding."""
+"""Sequences and packs that the layout cannot divide (``--cp-pad-sequence``): scripts, planted faults and parts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import MODEL, train
 from nightly import one_case, slow
-from parity import check
-from state_space_kernels import STATES
-from test_packed_models import with_documents
 from test_positions import MULTIMODAL, _three_ids_per_token
 from test_slicing import one_rank_of
+from training import check, train
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.common.versions import version_tuple
@@ -29,108 +26,15 @@ pytestmark = pytest.mark.usefixtures("adapter")
 since_0_19 = pytest.mark.skipif(
     version_tuple(megatron_version()) < (0, 19), reason="documents are packed, and experts' losses right, since 0.19"
 )
-SHORT = MODEL.replace("--seq-length 64 ", "")
-HYBRID = SHORT.replace("--num-layers 2 ", "")
 PER_TOKEN = "--calculate-per-token-loss"
-PACKED = "--seq-length 57 --dataloader-inter-document-masking"
-SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
-STAGES = "--pipeline-model-parallel-size 2"
-LOSSES = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
-EXPERTS = f"--seq-length 57 {LOSSES}"
-LAYOUTS = {
-    "striped": "striped",
-    "zigzag": "ring --cp-layout zigzag",
-    "a grid": "attention2d --cp-layout zigzag",
-    "contiguous": "ring --cp-layout contiguous",
-}
-
-
-def _compare(
-    flags: str, cp: int, layout: str, *, ranks: int = 1, prepare: Callable[[], None] | None = None, more: str = ""
-) -> None:
-    """``prepare``: called on every rank with context parallelism, by default like ``alone``."""
-    model = HYBRID if "--hybrid-layer-pattern" in flags else SHORT
-    documents = with_documents if model is HYBRID or PACKED in flags else None
-    divided = f"--cp-provider {LAYOUTS[layout]} --cp-pad-sequence {more}"
-    alone, prepare = documents, prepare or documents
-    check(f"{flags} {PER_TOKEN}", divided, cp=cp, ranks=ranks, model=model, prepare=prepare, alone=alone)
-
-
-CASES = {
-    "interleaved pipeline": (
-        2,
-        2,
-        f"--seq-length 57 {STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
-        "striped",
-    ),
-    "257 of 264 tokens": (1, 4, "--seq-length 257 --max-position-embeddings 512", "zigzag"),
-    "250 of 252 tokens": (1, 2, "--seq-length 250 --max-position-embeddings 512", "a grid"),
-    "prediction, masked tokens": (1, 4, "--seq-length 57 --mtp-num-layers 2 --eod-mask-loss", "zigzag"),
-    "sequence parallel": (2, 2, f"--seq-length 58 {SEQUENCE}", "contiguous"),
-    "sequence parallel, more than the layout needs": (2, 2, f"--seq-length 62 {SEQUENCE}", "striped"),
-    "learned positions": (1, 4, "--seq-length 57 --position-embedding-type learned_absolute", "striped"),
-    "a window": (1, 4, "--seq-length 57 --window-size 9,0", "zigzag"),
-    "micro-batches of one sequence": (1, 4, "--seq-length 57 --micro-batch-size 1", "a grid"),
-    "linear attention": (
-        1,
-        2,
-        "--seq-length 57 --cp-linear-attention lightning --cp-layer-pattern LN",
-        "zigzag",
-    ),
-}
-"""Ranks without context parallelism, context-parallel size, flags, layout."""
-
-
-@one_case
-@pytest.mark.parametrize("case", CASES)
-def test_models(case: str) -> None:
-    ranks, cp, flags, layout = CASES[case]
-    _compare(flags, cp, layout, ranks=ranks)
+EXPERTS = f"--seq-length 57 --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 {PER_TOKEN}"
 
 
 @slow
 def test_multimodal_positions() -> None:
     three = {"prepare": _three_ids_per_token, "alone": _three_ids_per_token}
     divided = "--cp-provider striped --cp-pad-sequence"
-    check(f"--seq-length 57 {MULTIMODAL} {PER_TOKEN}", divided, cp=2, model=SHORT, **three)
-
-
-SINCE_0_19 = {
-    "documents, prediction, experts, tensor parallel": (
-        2,
-        2,
-        f"--seq-length 58 --dataloader-inter-document-masking --hybrid-layer-pattern M*E/M* {SEQUENCE} "
-        f"--micro-batch-size 1 {LOSSES} {STATES}",
-        "contiguous",
-    ),
-    "documents, pipeline": (
-        2,
-        2,
-        f"{PACKED} --hybrid-layer-pattern M*|GM*- {STAGES} --micro-batch-size 1 {STATES}",
-        "striped",
-    ),
-    "documents, zigzag": (1, 4, f"{PACKED} --hybrid-layer-pattern MG*- {STATES}", "zigzag"),
-    "documents, prediction, masked tokens": (1, 4, f"{PACKED} --mtp-num-layers 2 --eod-mask-loss", "a grid"),
-    "states": (1, 4, f"--seq-length 57 --hybrid-layer-pattern MG*- {STATES}", "striped"),
-    "experts": (1, 4, EXPERTS, "striped"),
-    "experts, of each sequence": (1, 2, f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss", "zigzag"),
-    "experts, global": (1, 4, f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss", "contiguous"),
-    "experts, over the ranks": (
-        2,
-        2,
-        f"--seq-length 58 {LOSSES} --moe-router-topk 2 {SEQUENCE} --expert-model-parallel-size 2 "
-        "--expert-tensor-parallel-size 1",
-        "zigzag",
-    ),
-}
-
-
-@one_case
-@since_0_19
-@pytest.mark.parametrize("case", SINCE_0_19)
-def test_experts_documents_and_states(case: str) -> None:
-    ranks, cp, flags, layout = SINCE_0_19[case]
-    _compare(flags, cp, layout, ranks=ranks)
+    check(f"--seq-length 57 {MULTIMODAL} {PER_TOKEN}", divided, cp=2, **three)
 
 
 def _padded_by_the_script(*, everywhere: bool = True) -> None:
@@ -218,7 +122,6 @@ def test_the_self_check_finds_padding_that_counts() -> None:
         train(
             2,
             "--seq-length 57 --context-parallel-size 2 --cp-provider striped --cp-pad-sequence",
-            model=SHORT,
             prepare=_padding_counts,
         )
 
@@ -228,7 +131,7 @@ def test_the_self_check_finds_padding_that_counts() -> None:
 @pytest.mark.parametrize("plant", [_padding_counts, _routers_are_not_told, _counts_of_one_rank])
 def test_a_planted_fault_is_noticed(plant: Callable[[], None]) -> None:
     with pytest.raises(AssertionError, match="gradient of"):
-        _compare(EXPERTS, 4, "striped", prepare=plant, more="--cp-selfcheck off")
+        check(EXPERTS, "--cp-provider striped --cp-pad-sequence --cp-selfcheck off", prepare=plant)
 
 
 # -- parts

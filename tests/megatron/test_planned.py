@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import harness
 import pytest
+import training
 from warm import before_forking
 
 from cp_plugin.megatron.cpu import mode as cpu
@@ -102,7 +102,7 @@ def test_operations_and_bytes_match_megatron(flags: str, name: str) -> None:
 
 
 def words_of(planned_flags: str) -> list[str]:
-    return f"{harness.MODEL} {harness.DATA} {harness.SGD} --train-iters 1 {planned_flags}".split()
+    return f"{training.MODEL} {training.DATA} {training.SGD} --train-iters 1 {planned_flags}".split()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_parameters_match_built_models(flags: str) -> None:
     from cp_plugin.megatron.layers.gate import RANK
 
     assert weights.GATE_RANK == RANK
-    (record,) = harness.train(1, flags)
+    (record,) = training.train(1, flags)
     found, _ = planned.from_flags(words_of(flags), 1)
     padding = 128 - found.vocab
     got = sum(weight.numel() for weight in record.weights.values())

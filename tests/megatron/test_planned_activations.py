@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import harness
 import pytest
 import torch
+import training
 from nightly import one_case
 
 from cp_plugin.megatron.planned import command as planned
@@ -108,9 +108,9 @@ def test_saved_activations_of_a_layer(
     measured = []
     for layers in (1, 2):
         path, words = tmp_path / str(layers), f"{SIZES} {model} --num-layers {layers}"
-        harness.train(ranks, f"{flags} {PLUGIN}", model=words, prepare=watch(path))
+        training.train(ranks, f"{flags} {PLUGIN}", model=words, prepare=watch(path))
         measured.append(int(path.read_text()))
-    command = f"{words} {harness.DATA} {harness.SGD} --train-iters 1 {flags} {PLUGIN}"
+    command = f"{words} {training.DATA} {training.SGD} --train-iters 1 {flags} {PLUGIN}"
     found, parallel = planned.from_flags(command.split(), ranks)
     counted = activations.whole(found, parallel, 0) + beyond
     assert counted <= measured[1] - measured[0] <= counted + uncounted

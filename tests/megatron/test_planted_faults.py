@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import train
 from nightly import slow
 from torch import Tensor
+from training import train
 
 from cp_plugin import ContextParallel
 from cp_plugin.attention.tokens import segments_of

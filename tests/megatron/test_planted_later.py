@@ -10,12 +10,10 @@ from typing import NamedTuple
 
 import pytest
 import state_space_kernels
-from harness import MODEL, SGD, train
 from nightly import one_case, slow
 from state_space_kernels import STATES
-from test_masks_in_training import short_documents
-from test_mla import MLA, YARN
-from test_positions import POSITIONS
+from textbook import MLA, YARN
+from training import MODEL, SGD, short_documents, train
 
 from cp_plugin.testing.launch import RankError
 
@@ -123,7 +121,11 @@ ROTATIONS = {
     "interpolated": (ONE_CALL, f"{TWO} --rotary-seq-len-interpolation-factor 2"),
     "scaled": (ONE_CALL, f"{TWO} --use-rope-scaling"),
     "recomputed": (ONE_CALL, f"{TWO} {RECOMPUTED}"),
-    "YaRN": (ONE_CALL, f"{TWO} {POSITIONS['YaRN']}"),
+    "YaRN": (
+        ONE_CALL,
+        f"{TWO} --position-embedding-type yarn --rotary-scaling-factor 4 "
+        "--yarn-original-max-position-embeddings 16 --qk-l2-norm",
+    ),
     "latent": (MLA, f"{TWO} --rope-type rope"),
     "latent, YaRN": (MLA, f"{TWO} {YARN}"),
     "latent, recomputed, documents": (MLA, f"{TWO} {RECOMPUTED} --dataloader-inter-document-masking"),

@@ -1,44 +1,22 @@
-"""Every position embedding of Megatron, with different norms and heads: one rank's numbers."""
+"""Multimodal position embeddings: one rank's numbers, and a planted fault (the others are in ``cases.toml``)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import harness
 import pytest
 import torch
-from harness import train
+import training
 from nightly import one_case
-from parity import check
+from training import check, train
 
-from cp_plugin.common.versions import version_tuple
 from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing.launch import RankError
 
 STRIPED = "--context-parallel-size 2 --cp-provider striped"
-POSITIONS = {
-    "learned": "--position-embedding-type learned_absolute --qk-layernorm",
-    "none": "--position-embedding-type none",
-    "RoPE in some layers": "--no-rope-freq 2 --rotary-percent 0.5 --rotary-interleaved --rotary-base 500 "
-    "--rotary-seq-len-interpolation-factor 2 --use-rope-scaling --rope-scaling-factor 4 --num-query-groups 1",
-    "YaRN": "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 "
-    "--qk-l2-norm",
-    "RoPE in some linear layers": "--no-rope-freq 2 --rotary-percent 0.5 --num-query-groups 1 "
-    "--cp-linear-attention lightning --cp-layer-pattern LN",
-}
 MULTIMODAL = "--position-embedding-type mrope --mrope-section 2 3 3"
 
 pytestmark = pytest.mark.usefixtures("adapter")
-
-
-@one_case
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_position_embeddings(positions: str) -> None:
-    from cp_plugin.megatron.patches.patching import megatron_version
-
-    if positions == "YaRN" and version_tuple(megatron_version()) < (0, 19):
-        pytest.skip("before 0.19 Megatron has no flags for YaRN outside of MLA")
-    check(POSITIONS[positions], "--cp-layout zigzag" if "linear" in positions else "--cp-provider striped", cp=2)
 
 
 def _three_ids_per_token() -> None:
@@ -55,7 +33,7 @@ def _three_ids_per_token() -> None:
 
 
 @one_case
-@pytest.mark.skipif(harness.SCRIPT is not None, reason="Megatron's script has no position ids for multimodal RoPE")
+@pytest.mark.skipif(training.SCRIPT is not None, reason="Megatron's script has no position ids for multimodal RoPE")
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_multimodal_rope(layout: str) -> None:
     usp = f"--cp-provider usp --cp-layout {layout}"

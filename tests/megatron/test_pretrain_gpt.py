@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import DATA, MODEL, SGD
 from nightly import slow
+from training import DATA, MODEL, SGD
 from warm import in_a_fork
 
 from cp_plugin.common import refusals

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import state_space_kernels
 import torch
-from harness import MODEL, SGD, train
 from nightly import one_case
 from state_space_kernels import STATES
-from test_masks_in_training import short_documents
-from test_mla import MLA
+from textbook import MLA
 from torch import Tensor
 from torch.nn.functional import normalize
+from training import MODEL, SGD, short_documents, train
 
 from cp_plugin.linear import recurrence
 from cp_plugin.linear.tokens import Tokens

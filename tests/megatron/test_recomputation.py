@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Record, train
 from nightly import one_case, slow
+from training import Record, train
 
 from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.kernels.backends.sdpa import Sdpa

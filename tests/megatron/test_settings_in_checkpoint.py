@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
-from harness import train
+from training import train
 
 pytestmark = pytest.mark.usefixtures("adapter")
 

@@ -14,12 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import pytest
 import state_space_kernels
-from harness import MODEL, SGD, Record
-from parity import compare
+import training
 from test_checkout import CHECKOUT, HYBRID, TENSOR
+from training import MODEL, SGD, Record, compare
 
 WANTED = ("transformers", "datasets")
 MISSING = [name for name in WANTED if find_spec(name) is None]
@@ -109,10 +108,10 @@ def train(conversations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HF_HOME", str(tmp_path))
 
     def run(script: str, ranks: int, flags: str, prepare: Callable[[], None]) -> list[Record]:
-        monkeypatch.setattr(harness, "SCRIPT", str(CHECKOUT / script))
-        monkeypatch.setattr(harness, "DATA", conversations)
+        monkeypatch.setattr(training, "SCRIPT", str(CHECKOUT / script))
+        monkeypatch.setattr(training, "DATA", conversations)
         flags = f"--calculate-per-token-loss {flags}"
-        return harness.train(ranks, flags, steps=2, model=MODELS[script], training=SGD, prepare=prepare)
+        return training.train(ranks, flags, steps=2, model=MODELS[script], training=SGD, prepare=prepare)
 
     return run
 

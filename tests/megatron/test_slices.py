@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import train
 from torch import Tensor
+from training import train
 
 from cp_plugin.core import layout as layouts
 from cp_plugin.placement.layouts import get_layout

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import train
 from nightly import slow
 from rich.console import Console
 from test_planted_faults import STRIPED, replace_slicer
+from training import train
 
 from cp_plugin.megatron.startup.agreement import difference
 from cp_plugin.testing.launch import RankError

@@ -10,9 +10,9 @@ import pytest
 import state_space_kernels
 import torch
 import torch.distributed as dist
-from harness import MODEL, Record, train
 from nightly import one_case
 from torch import Tensor
+from training import MODEL, Record, train
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.compat import megatron_version

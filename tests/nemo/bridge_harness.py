@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from training import Record
 
 from cp_plugin.testing.launch import run_ranks
-
-
-@dataclass(slots=True, kw_only=True)
-class Record:
-    """What one rank computed."""
-
-    losses: list[float] = field(default_factory=list)
-    """Reported loss of every step; last pipeline stage only."""
-    eval_losses: list[float] = field(default_factory=list)
-    grads: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients of the first step, reduced over all ranks; of tensor-parallel weights this rank's part. Frozen weights
-    have none."""
 
 
 def recipe(model: Mapping[str, Any] | None = None, steps: int = 3) -> Any:

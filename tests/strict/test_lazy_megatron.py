@@ -5,16 +5,11 @@ All of Megatron's own collectives are held to the rule too. Numbers are checked 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from nightly import one_case
 from warm import before_forking
-
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests/megatron"), str(ROOT / "ci/parity")]  # `import harness`, `import recording`
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +29,7 @@ def _megatron() -> Iterator[None]:
 @pytest.mark.usefixtures("_megatron")
 @pytest.mark.parametrize("beside", ["--tensor-model-parallel-size 2", ""], ids=["tp2", "dp2"])
 def test_a_part_of_the_ranks_attends_on_a_grid(beside: str) -> None:
-    from harness import train
+    from training import train
 
     flags = "--context-parallel-size 4 --cp-provider attention2d --cp-layout striped --cp-grid 2x2"
     found = train(8, f"{flags} {beside}")

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))  # `import harness`
-sys.path.append(str(Path(__file__).parents[2] / "ci/parity"))  # `import recording`
 
 
 @pytest.fixture(scope="session")

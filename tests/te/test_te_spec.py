@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DATA, MODEL, SGD
+from training import DATA, MODEL, SGD
 
 from cp_plugin.testing.launch import RankError, run_ranks
 

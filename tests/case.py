@@ -1,0 +1,98 @@
+"""The cases of ``cases.toml``: with context parallelism a training computes what it does without (``training``)."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from nightly import covering
+from training import Record, check
+
+from cp_plugin.core.layout import LAYOUTS
+from cp_plugin.linear.variants import variants
+from cp_plugin.methods import registry as providers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A row of ``cases.toml``."""
+
+    name: str
+    flags: str = ""
+    """Of the model, and of what the run without context parallelism shares."""
+    alone: str | None = None
+    """The run's without context parallelism, if they differ."""
+    by: str = ""
+    """Flags of context parallelism; a provider may come first, without its flag."""
+    cp: int = 4
+    ranks: int = 1
+    """Without context parallelism."""
+    steps: int = 2
+    documents: int | None = None
+    """Longest document in tokens; None: short ones for packs, else Megatron's."""
+    counted: bool = False
+    """Whether every rank must have sent the bytes of the closed formula."""
+    since: str = "0.17"
+    """Version of megatron-core that first has the model."""
+    proves: tuple[str, ...] = ()
+    """Cells of the support matrix, by feature (``support``)."""
+    where: tuple[str, ...] = ("all",)
+
+    def run(self) -> tuple[list[Record], list[Record]]:
+        """Train with and without context parallelism, and compare (``check``)."""
+        divided = f"--cp-provider {self.by}" if self.by and not self.by.startswith("--") else self.by
+        more = {"want": self.alone, "documents": self.documents, "counted": self.counted}
+        return check(self.flags, divided, cp=self.cp, ranks=self.ranks, steps=self.steps, **more)
+
+
+def cases() -> list[Case]:
+    """The table, with all combinations, each once."""
+    table = tomllib.loads(Path(__file__).with_name("cases.toml").read_text())
+    words: dict[str, str] = {}
+    for name, text in table["words"].items():
+        words[name] = text.format_map(words)
+    found: dict[object, Case] = {}
+    for group in table["group"]:
+        for row in group.pop("rows", ({},)):
+            for case in _combined(group | row, words):
+                name = f"{group['name']}: {', '.join(filter(None, (row.get('name'), case.name)))}"
+                key = replace(case, name="", since="", where=())
+                found.setdefault((group["name"], key), replace(case, name=name))
+    assert len({case.name for case in found.values()}) == len(found), "two rows have one name"
+    return list(found.values())
+
+
+def _combined(given: dict[str, Any], words: Mapping[str, str]) -> list[Case]:
+    softmax = {name: providers.get(name).layouts for name in providers.names()}
+    every = {
+        "every provider": list(softmax),
+        "every layout": [f"{name} --cp-layout {at}" for name in softmax for at in softmax[name] if at in LAYOUTS],
+        "every provider of packs": [
+            f"{name} --cp-layout documents" for name in softmax if "documents" in softmax[name]
+        ],
+        "every linear provider": [f"--cp-linear-provider {name}" for name in providers.names("linear")],
+        "every variant": [f"--cp-linear-attention {name}" for name in variants()],
+    }
+    lists = {}
+    for key in ("cp", "flags", "by"):
+        values = given.pop(key, Case.__dataclass_fields__[key].default)
+        values = values if isinstance(values, list) else [values]
+        lists[key] = [one for value in values for one in every.get(value, [value])]
+    combined = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
+    first = covering([{key: str(value) for key, value in one.items()} for one in combined], 1)
+    where = tuple(given.pop("in", "all").split())
+    given["proves"] = tuple(given.get("proves", ()))
+    given["alone"] = given["alone"].format_map(words) if "alone" in given else None
+    return [
+        Case(
+            **given
+            | {key: value.format_map(words) if isinstance(value, str) else value for key, value in one.items()}
+            | {"name": ", ".join(str(one[key]) for key in lists if len(lists[key]) > 1)},
+            where=where if place in first else ("night",),
+        )
+        for place, one in enumerate(combined)
+    ]

@@ -1,0 +1,42 @@
+"""Every row of ``cases.toml``: with context parallelism, Megatron computes what it does without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from case import Case, cases
+from nightly import nightly, slow
+from training import HYBRID, PACKED
+
+from cp_plugin.common.versions import version_tuple
+
+pytestmark = [pytest.mark.usefixtures("adapter"), pytest.mark.case]
+
+
+def _rows() -> list[Any]:
+    marks = {"day": [], "all": [slow], "night": [nightly]}
+    versions = {True: [pytest.mark.versions], False: []}
+    return [
+        pytest.param(case, id=case.name, marks=[*marks[case.where[0]], *versions["versions" in case.where]])
+        for case in cases()
+    ]
+
+
+@pytest.mark.parametrize("case", _rows())
+def test_as_on_one_rank(case: Case) -> None:
+    from cp_plugin.megatron.patches.patching import megatron_version
+
+    since = max(case.since, "0.18" if HYBRID in case.flags else "", "0.19" if PACKED in case.flags else "")
+    if version_tuple(megatron_version()) < version_tuple(since):
+        pytest.skip(f"since megatron-core {since}")
+    got, want = case.run()
+    losses = next(record.losses for record in want if record.losses)
+    if case.steps == 20:
+        assert losses[-1] < 0.95 * losses[0], "it learns"
+    if case.name.startswith("prediction: "):  # Megatron reports the mean of the ranks' values
+        tracked = torch.stack([record.mtp_losses[0] for record in got if record.mtp_losses]).mean(0)
+        alone = next(record.mtp_losses[0] for record in want if record.mtp_losses)
+        torch.testing.assert_close(tracked, alone, rtol=1e-6, atol=0)
+        assert any(name.startswith("0.module.mtp.") for record in got for name in record.grads)
