@@ -204,7 +204,7 @@ def test_nothing_is_left_behind():
 
 def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, str(_CLUSTER / "run.py"), *_TINY, "--rounds", "1000"],
+        [sys.executable, str(_CLUSTER / "run.py"), *_TINY, "--rounds", "1000", "--timeout", "300"],
         env={**os.environ, "PYTHONPATH": str(_CLUSTER.parent.parent), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -172,7 +172,7 @@ def test_without_megatron(tmp_path: Path) -> None:
     works = (
         "traffic --ranks 4",
         "verify --ranks 2 --provider ring --dtype float32 --mask causal --kv-heads 8",
-        f"draw --plot {tmp_path}/layouts.svg",
+        f"draw --provider ring --plot {tmp_path}/ring.svg",
         "plan --model llama3-8b --cluster dgx-h100 --devices 8 --seq-length 32768",
     )
     refused = "plan --cluster dgx-h100 --devices 8 -- --num-layers 2"

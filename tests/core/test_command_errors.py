@@ -52,7 +52,6 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--reproduce", "lasp3"), "error: --reproduce lasp3: did you mean lasp2? Choose one of"),
     ],
     ("bench", "--device", "cpu"): [
-        (("--plot", "x.gif"), "error: --plot x.gif: pictures are"),
         (("--cluster", "dgx-h10"), "error: --cluster dgx-h10: did you mean dgx-h100"),
         (("--provider", "ring", "--decay", "key"), "--decay key is for linear attention"),
     ],

@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
-from cp_plugin.cli.draw import draw_layouts, draw_method, draw_traffic
+from cp_plugin.cli.draw import draw_method, draw_traffic
 from cp_plugin.cli.draw.calls import Recording, record
-from cp_plugin.cli.draw.layouts import ring_on
 from cp_plugin.cli.draw.traffic import priced, typical
 from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.core.mask import Mask
@@ -92,7 +91,8 @@ def test_steps_and_balance_are_the_methods_own() -> None:
 
 
 def ring(layout: str, size: int, tokens: int) -> Recording:
-    return record(ring_on(layout), size, seq_length=tokens, heads=1, layout=layout)
+    name = "striped" if layout == "striped" else "ring"
+    return record(name, size, seq_length=tokens, heads=1, layout=layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -124,8 +124,8 @@ def test_the_busiest_rank_is_not_on_the_diagonal_of_the_grid() -> None:
 
 
 def test_the_command_writes_a_picture(tmp_path: Path) -> None:
-    path = tmp_path / "layouts.png"
-    result = CliRunner().invoke(app, ["draw", "--plot", str(path), "--ranks", "2"])
+    path = tmp_path / "ring.png"
+    result = CliRunner().invoke(app, ["draw", "--provider", "ring", "--plot", str(path), "--ranks", "2"])
     assert result.exit_code == 0, result.output
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -150,8 +150,6 @@ def test_invisible_blocks_are_labelled_masked(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="16 ranks have no distinct colours"):
-        draw_layouts(tmp_path / "x.png", size=16)
     for provider, size, options, message in (
         ("ring", 16, {}, "16 ranks have no distinct colours"),
         ("ulysses", 4, {"heads": 3}, r"'ulysses' cannot do this: .*3 query and"),
@@ -161,7 +159,7 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             draw_method(tmp_path / "x.png", provider, size, **options)
     for name, message in (("none/x.svg", "cannot be written"), ("x", "pictures are .svg, .png or .pdf files")):
-        result = CliRunner().invoke(app, ["draw", "--plot", str(tmp_path / name)])
+        result = CliRunner().invoke(app, ["draw", "--provider", "ring", "--plot", str(tmp_path / name)])
         assert result.exit_code == 2 and message in result.output, result.output
     assert list(tmp_path.iterdir()) == []
 

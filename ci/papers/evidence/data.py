@@ -168,7 +168,6 @@ class Row:
     published: float | None
     """None: out of memory, or not given."""
     bound: float
-    uncertainty: float
     mark: str
     """Why it does not count; empty: it does."""
     excuse: str
@@ -233,7 +232,6 @@ def _rows(name: str, table: Table) -> Iterator[Row]:
                 attention_recomputed=table.attention_recomputed,
                 published=None if isinstance(value, str) else value,
                 bound=series.bound[i] if series.bound else 0,
-                uncertainty=table.uncertainty,
                 mark=f"contradicts: {suspect}" if suspect else f"repeats {repeats}" if repeats else outcome,
                 excuse=table.not_predicted or series.not_predicted or (of.missing if of else ""),
                 **said,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cp_plugin.cli import files, flags, output
+from cp_plugin.cli import flags, output
 from cp_plugin.cli.terminal import new_console, print_verdict
 
 if TYPE_CHECKING:
@@ -78,8 +77,6 @@ def bench(
         typer.Option(metavar="NAME", help="also predict the times for this cluster, packaged or a .toml file"),
     ] = None,
     as_json: output.AsJson = None,
-    markdown: Annotated[Path | None, typer.Option(help="also write the tables to this file")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the speeds to this .png, .svg or .pdf file")] = None,
 ) -> None:
     """Time providers, and the context parallelism of other libraries, on real ranks; each is checked first.
 
@@ -87,15 +84,10 @@ def bench(
 
     torchrun --nproc-per-node 8 --no-python cp-plugin bench
     """
-    from cp_plugin.cli.bench import plot as picture
     from cp_plugin.cli.bench import request
     from cp_plugin.testing import ranks as started
 
     with flags.errors_in_one_line():
-        if started.is_first() and markdown is not None:
-            files.check_output(markdown, flag="--markdown")
-        if plot is not None and started.is_first():
-            picture.check(plot)
         flags.check_forked(ranks, timeout)
         where = flags.device_name(device)
         problem = request.typical(
@@ -109,7 +101,8 @@ def bench(
         found = _bench(asked)
     if started.is_first():
         output.show(as_json, found.as_json, lambda: found.print(new_console()))
-        _write(found, markdown, plot, quiet=output.only_json(as_json))
+        if not output.only_json(as_json):
+            print_verdict(found.ok, found.verdict)
     if not found.ok:
         raise typer.Exit(1)
 
@@ -140,17 +133,3 @@ def _bench(asked: Request) -> Report:
         left_out=left_out,
         others=processors.others() if here is None and device == "cpu" else 0.0,
     )
-
-
-def _write(found: Report, markdown: Path | None, plot: Path | None, *, quiet: bool) -> None:
-    """The other files, and the verdict."""
-    from cp_plugin.cli.bench import plot as picture
-
-    if markdown is not None:
-        markdown.write_text(found.as_markdown())
-    if plot is not None:
-        picture.plot(plot, found.results)
-    if not quiet:
-        for path in filter(None, (markdown, plot)):
-            typer.echo(f"wrote {path}")
-        print_verdict(found.ok, found.verdict)

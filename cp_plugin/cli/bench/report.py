@@ -1,4 +1,4 @@
-"""The measurements as tables, Markdown and JSON."""
+"""The measurements as tables and JSON."""
 
 from __future__ import annotations
 
@@ -64,14 +64,6 @@ class Report:
             rows = [(self._cells(result, m), _style(m)) for m in result.measured]
             print_table(console, self._title(result), self._columns, rows)
         print_notes(console, (EXPLAINED, *self._left_out()), self.others)
-
-    def as_markdown(self) -> str:
-        lines = []
-        for result in self.results:
-            rows = [self._columns, ("---",) * len(self._columns), *(self._cells(result, m) for m in result.measured)]
-            lines += [f"### {self._title(result)}", ""]
-            lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows] + [""]
-        return "\n".join([*lines, f"({EXPLAINED}.)", ""])
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -1,6 +1,5 @@
 """Pictures drawn from the code that training uses.
 
-    draw_layouts   which rank holds which token, and the time of a causal ring, on every layout
     draw_method    which rank computes what and when: recorded from the method itself, for any provider
     draw_traffic   the bytes that a provider sends, next to a ring's
     draw_documents which keys of a pack of documents are fetched, on two layouts
@@ -9,8 +8,7 @@ They need matplotlib (``pip install 'cp-plugin[plot]'``). Equal calls write equa
 """
 
 from cp_plugin.cli.draw.documents import draw_documents
-from cp_plugin.cli.draw.layouts import draw_layouts
 from cp_plugin.cli.draw.method import draw_method
 from cp_plugin.cli.draw.traffic import draw_traffic
 
-__all__ = ["draw_documents", "draw_layouts", "draw_method", "draw_traffic"]
+__all__ = ["draw_documents", "draw_method", "draw_traffic"]

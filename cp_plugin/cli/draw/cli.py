@@ -14,9 +14,7 @@ from cp_plugin.core.options import Options
 @flags.provider_options(without=("backend", "fp8", "gradient_dtype"))
 def draw(
     plot: Annotated[Path, typer.Option(help="picture to write, a .png, .svg or .pdf file")],
-    provider: Annotated[
-        str | None, typer.Option(metavar="NAME", help="method to draw; default: a ring on every token layout")
-    ] = None,
+    provider: Annotated[str, typer.Option(metavar="NAME", help="method to draw")],
     ranks: Annotated[int, typer.Option(min=1, max=8, help="context-parallel ranks")] = 4,
     sent: Annotated[bool, typer.Option("--sent", help="draw the bytes that are sent, on 8 and on 64 ranks")] = False,
     mask: Annotated[flags.Mask, typer.Option(help="attention mask")] = flags.Mask.causal,
@@ -30,8 +28,8 @@ def draw(
     *,
     options: Options,
 ) -> None:
-    """Draw which rank holds and computes what, and for how long: for one provider, or for a ring on every layout."""
-    from cp_plugin.cli.draw import draw_documents, draw_layouts, draw_method, draw_traffic
+    """Draw which rank holds and computes what, and for how long."""
+    from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
 
     with flags.errors_in_one_line():
         files.check_output(plot, "picture", files.PICTURES, "--plot")
@@ -43,12 +41,6 @@ def draw(
                     f"--documents {documents} needs --provider needed, and no other options except --ranks and --plot"
                 )
             draw_documents(plot, packs.lengths(documents), ranks)
-        elif provider is None:
-            given = ["--sent"] * sent + ["--mask full"] * full
-            given += [f"--{name.replace('_', '-')}" for name, value in chosen.items() if value is not None]
-            if given:
-                raise ValueError(f"{', '.join(given)} {'needs' if len(given) == 1 else 'need'} --provider NAME")
-            draw_layouts(plot, ranks, tokens=8 * ranks)
         elif sent:
             draw_traffic(plot, provider, **chosen)
         else:
