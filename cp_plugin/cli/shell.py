@@ -140,9 +140,8 @@ class Group(_Main, TyperGroup):
 def _listed(name: str, module: str) -> TyperCommand:
     """A command's name and help, from its source."""
     path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
-    command = next(
-        node for node in ast.parse(path.read_text(encoding="utf-8")).body if getattr(node, "name", "") == name
-    )
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    command = next(node for node in body if getattr(node, "name", "") == name)
     return TyperCommand(name, help=_help(ast.get_docstring(command)))  # type: ignore[arg-type]
 
 

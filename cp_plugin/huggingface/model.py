@@ -54,7 +54,7 @@ class Forward:
         self.model, self.division = model, division
         self.handles: list[Any] = []
         self.additions: Additions | None = None
-        self.noise: tuple[nn.Module, float] | None = None
+        self.noise: tuple[Any, float] | None = None
         self.method, self.own = _method(model)
         vars(model)[_DIVIDED] = self
         model.forward = MethodType(self.method, model)
@@ -164,7 +164,7 @@ class Forward:
             )
         refuse_router_losses(config, named)
         mask = named.get("attention_mask")
-        if isinstance(mask, Tensor):
+        if isinstance(mask, Tensor) and positions is not None:
             refuse(mask.dim() != 2, "a custom mask")
             refuse(
                 mask.shape != positions.shape, f"an attention_mask of {list(mask.shape)} for {list(positions.shape)}"

@@ -131,8 +131,7 @@ def _holds_state(x: Any) -> bool:
 
 
 def _is_of_script(module: object) -> bool:
-    if not isinstance(module, str):  # generated code has none
-        return False
+    module = module if isinstance(module, str) else "builtins"  # generated code has none
     first = module.partition(".")[0]
     return first not in patching._WITHOUT_MEGATRON | _ELSEWHERE | {"megatron"} or module.startswith(_OWN_SCRIPTS)
 
