@@ -47,7 +47,7 @@ WRONG_SCALE, WRONG_RANK, MISSING_RANK = (
 )
 """
 STEPS = (
-    *("environment", "our_kernels", "extremes", "nccl", "training", "hot_path", "providers", "inference"),
+    *("environment", "our_kernels", "extremes", "nccl", "megatron_training", "hot_path", "providers", "inference"),
     *("ring_trace", "huggingface", "waiting", "performance"),
 )
 FIGURES = (
@@ -186,15 +186,15 @@ def test_a_wrong_kernel_is_named_and_only_its_own_timings_are_withheld(folder: P
 
 
 @nightly
-@pytest.mark.parametrize(("step", "needs", "number"), [("training", "megatron", 7), ("huggingface", "transformers", 3)])
-def test_training_over_process_groups(step: str, needs: str, number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step, needs, n", [("megatron_training", "megatron", 7), ("huggingface", "transformers", 3)])
+def test_training_over_process_groups(step: str, needs: str, n: int, tmp_path: Path) -> None:
     """All trainings of the check, with Megatron and with transformers."""
     pytest.importorskip(needs)
     (tmp_path / "site").mkdir()
     done = check(tmp_path, "--smoke", "--only", step)
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads((tmp_path / "out/check.json").read_text())["steps"][step]["checks"]
-    assert len(checks) == number and all(one["ok"] for one in checks)
+    assert len(checks) == n and all(one["ok"] for one in checks)
 
 
 @slow
@@ -203,7 +203,7 @@ def test_a_training_that_goes_wrong(tmp_path: Path) -> None:
     self-check. In bfloat16 equal losses, by chance, of one rank in both precisions leave a limit."""
     program = """
 import sys
-import torch, training
+import torch, megatron_training as training
 from record import Step
 
 sizes = {"w": torch.ones(8), "q": torch.ones(8) / 1e6}
@@ -216,7 +216,7 @@ ranks = {
     "bytes": [right] * 3 + [right._replace(sent={("forward", "cp"): 9})],
     "unchecked": [right._replace(checked=False)] + [right] * 3,
 }
-with Step("training", ["--smoke", "--out", sys.argv[1]]) as step:
+with Step("megatron_training", ["--smoke", "--out", sys.argv[1]]) as step:
     for name, of_ranks in ranks.items():
         training.train = lambda n, *_: of_ranks if n > 1 else [right]
         training.one_rank.cache_clear()

@@ -71,7 +71,7 @@ def test_calls_end_in_time_and_have_the_steps_that_teach_most(plan: ModuleType, 
         return caps
 
     nine, three = call(540, "environment"), call(180, "extremes")
-    order = ["environment", "our_kernels", "nccl", "training", "performance", "hot_path", "ring_trace", "huggingface"]
+    order = "environment our_kernels nccl megatron_training performance hot_path ring_trace huggingface".split()
     assert list(nine)[: 6 if over else 8] == order[: 6 if over else 8]
     assert list(three)[:2] == ["extremes", "providers"]
     if not over:
@@ -333,7 +333,7 @@ def test_ranks_are_threads_where_nccl_does_not_share_a_gpu(tmp_path: Path) -> No
     """Every provider once, then the rest; the page says why, and what is wrong is wrong. Trainings are not run, also
     if the step nccl has not asked before."""
     text = """
-import json, pathlib, sys, nccl, over_ranks, training
+import json, pathlib, sys, nccl, over_ranks, megatron_training as training
 from cp_plugin.methods import registry as providers
 from record import Step
 
@@ -345,7 +345,7 @@ def refuses(*_, **__):
 def of_training():
     sys.argv = ["training.py", "--smoke", "--out", out]
     training.main()
-    left = json.loads(pathlib.Path(out, "training.json").read_text())
+    left = json.loads(pathlib.Path(out, "megatron_training.json").read_text())
     print(">", left["checks"], left["not_run"][0]["reason"], len(asked))
 
 over_ranks.one_over_ranks, started = refuses, Step.__init__
@@ -392,7 +392,7 @@ from unittest.mock import patch
 def initialised(*_):
     raise AssertionError("CUDA is initialised before ranks are forked")
 
-import training
+import megatron_training as training
 with patch.object(torch.cuda, "is_available", lambda: True), patch.object(torch.cuda, "_lazy_init", initialised):
     training.preload()
 print(">", "megatron.training.training" in sys.modules, torch.cuda.is_initialized(), torch._dynamo.config.disable)

@@ -1,6 +1,6 @@
 """Training steps of a small decoder of transformers over process groups, against one rank without the plugin.
 
-Its weights are random, and nothing is downloaded. Limits are those of ``training``.
+Its weights are random, and nothing is downloaded. Limits are those of ``megatron_training``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import provider
+from megatron_training import RANKS, STEPS, Trained, judged, limits_of, ranks_in_time, right
 from over_ranks import device, join, refused
 from record import Found, Step
-from training import RANKS, STEPS, Trained, judged, limits_of, ranks_in_time, right
 
 PROVIDERS = ("ring", "attention2d", "ulysses")
 LEARNING_RATE = 0.05

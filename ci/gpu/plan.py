@@ -38,7 +38,7 @@ PLAN = {
     "environment": Planned("the machine", 20),
     "our_kernels": Planned("our own kernels against their definitions", 75),
     "nccl": Planned("every provider over process groups, through autograd", 110),
-    "training": Planned("Megatron's training with context parallelism, against one rank", 115),
+    "megatron_training": Planned("Megatron's training with context parallelism, against one rank", 115),
     "performance": Planned("speed", 100, measures=True),
     "hot_path": Planned("no waiting of the host; peak memory", 40),
     "ring_trace": Planned("launches, and the host's time, in a ring", 25, measures=True),

@@ -89,7 +89,7 @@ RUNS = (
 
 
 def main() -> None:
-    with Step("training") as step:
+    with Step("megatron_training") as step:
         if find_spec("megatron") is None:
             step.not_run("Megatron's own training steps", "megatron-core is not installed: ci/gpu/wheels.sh brings it")
             return
