@@ -76,8 +76,7 @@ def main() -> None:
     table = tomllib.loads(LIMITS.read_text())
     print(*too_large(rooms, table["rooms"]), sep="\n")
     kept = {room: limit for room, limit in table["rooms"].items() if room in rooms}
-    now = by_top(rooms)
-    most = {top: min(lines, now.get(top, 0)) for top, lines in table["most"].items()}
+    most = {top: min(lines, by_top(rooms).get(top, 0)) for top, lines in table["most"].items()}
     lines = ["[most]", *(f"{top} = {n}" for top, n in most.items()), "", "[rooms]"]
     for room, limit in kept.items():
         files, long = (min(n, rooms[room][what]) for what, n in limit.items())

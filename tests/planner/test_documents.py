@@ -196,7 +196,7 @@ def test_commands() -> None:
     status, text = asked(f"{asked_for} --seq-length 65536 --documents chat")
     assert status == 0 and "--cp-provider needed --cp-layout " in text, text
     assert "upstream pads each to a multiple of 16" in " ".join(text.split())
-    status, text = asked("draw --plot x.svg --documents 8,8")
+    status, text = asked("draw --provider ring --plot x.svg --documents 8,8")
     assert status == 2 and "needs --provider needed" in text
 
 
