@@ -36,7 +36,7 @@ class Case:
     """Longest document in tokens; None: short ones for packs, else Megatron's."""
     counted: bool = False
     """Whether every rank must have sent the bytes of the closed formula."""
-    since: str = "0.17"
+    since: str = "0.18"
     """Version of megatron-core that first has the model."""
     proves: tuple[str, ...] = ()
     """Cells of the support matrix, by feature (``support``)."""

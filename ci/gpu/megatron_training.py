@@ -24,7 +24,7 @@ from record import OUT_OF_TIME, Found, NotRun, Step, worst
 
 from cp_plugin.testing.launch import RankError, run_ranks
 
-sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in ("tests", "ci/parity")]  # before this folder
+sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in ("tests", "ci/parity")]
 
 RANKS, STEPS = 4, 2
 PASSED = "self-check passed"

@@ -1,8 +1,8 @@
 """How every command reads its words: placeholders, ``--json [FILE]``, and errors in one line.
 
 typer's own help shows ``<int range> [x>=1]`` and ``<bool>``, its errors are boxes, and an option's value is never
-optional. ``register`` gives a command what typer lacks, from the annotations that it has anyway. A
-program imports a command when it runs it: torch alone takes longer than printing the help.
+optional. ``register`` gives a command what typer lacks, from the annotations that it has anyway. A program imports a
+command when it runs it: torch alone takes longer than printing the help.
 """
 
 from __future__ import annotations

@@ -217,8 +217,9 @@ def judge(t: Trial, ranks: Sequence[dict[str, Tensor] | Refused]) -> str:
     ) - first_only
     assert not missing, f"{missing}"
     size = exact["out 0"].norm().item()
-    for name in (name for name in ranks[0] if name not in first_only):
-        got = ranks[0][name]
+    for name, got in ranks[0].items():
+        if name in first_only:
+            continue
         want = exact.get(name.removeprefix(SHARE), exact.get(name))
         shares = [rank[name].double() for rank in ranks] if name.startswith(SHARE) else []
         got = sum(shares) if shares else got

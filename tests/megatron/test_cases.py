@@ -8,7 +8,7 @@ import pytest
 import torch
 from case import Case, cases
 from nightly import nightly, slow
-from training import HYBRID, PACKED
+from training import PACKED
 
 from cp_plugin.common.versions import version_tuple
 
@@ -28,7 +28,7 @@ def _rows() -> list[Any]:
 def test_as_on_one_rank(case: Case) -> None:
     from cp_plugin.megatron.patches.patching import megatron_version
 
-    since = max(case.since, "0.18" if HYBRID in case.flags else "", "0.19" if PACKED in case.flags else "")
+    since = max(case.since, "0.19" if PACKED in case.flags else "")
     if version_tuple(megatron_version()) < version_tuple(since):
         pytest.skip(f"since megatron-core {since}")
     got, want = case.run()

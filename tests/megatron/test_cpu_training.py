@@ -106,11 +106,6 @@ def test_multi_latent_attention_of_stock_megatron() -> None:
     ("pattern", "kernels"), [("M*-", "M in .* M[*]-: the kernels of Mamba"), ("*G", "G in .* [*]G: the kernels of gat")]
 )
 def test_kernels_of_cuda_are_named_before_the_model_is_built(pattern: str, kernels: str) -> None:
-    from cp_plugin.common.versions import version_tuple
-    from cp_plugin.megatron.patches.patching import megatron_version
-
-    if version_tuple(megatron_version()) < (0, 18):
-        pytest.skip("hybrid models since 0.18")
     with pytest.raises(RankError, match=f"ValueError: {kernels}.* run only on CUDA. Train on a GPU"):
         train(1, f"--hybrid-layer-pattern {pattern}", model=MODEL.replace("--num-layers 2 ", ""))
 

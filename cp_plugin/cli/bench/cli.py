@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cp_plugin.cli import flags, output
-from cp_plugin.cli.terminal import new_console, print_verdict
+from cp_plugin.cli.terminal import new_console
 
 if TYPE_CHECKING:
     from cp_plugin.cli.bench.report import Report
@@ -101,9 +101,8 @@ def bench(
         found = _bench(asked)
     if started.is_first():
         output.show(as_json, found.as_json, lambda: found.print(new_console()))
-        if not output.only_json(as_json):
-            print_verdict(found.ok, found.verdict)
-    if not found.ok:
+        output.verdict(found.ok, found.verdict, as_json)
+    elif not found.ok:
         raise typer.Exit(1)
 
 
