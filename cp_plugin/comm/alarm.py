@@ -29,7 +29,7 @@ EXIT_STATUS = 70
 """Exit status of a rank that another rank's failure ended."""
 _FIRST, _TELLER, _ALARM = "failed", "teller", "alarm"
 _FOREVER = datetime.timedelta(days=365)
-_ANSWER_S = 1.5  # for the others' answers; the report is out before launch stops the ranks, _GRACE_S later
+_ANSWER_S = 2.0  # for the others' answers; the report is out before launch stops the ranks, _GRACE_S later
 _LEAVE_S = 20.0  # for a rank to end by itself, or to be ended by its launcher
 
 
@@ -95,17 +95,17 @@ class Alarm:
         return report(self.signature(self.rank), story, said, {r: self._host(r) for r in others if r not in said})
 
     def _host(self, rank: int) -> str:
-        if self._store.check([f"host/{rank}"]):
-            return self._store.get(f"host/{rank}").decode()
-        return "an unknown host"
+        known = self._store.check([f"host/{rank}"])
+        return self._store.get(f"host/{rank}").decode() if known else "an unknown host"
 
     def _listen(self) -> None:
         try:
             self._asleep.wait([_ALARM], _FOREVER)
             teller = int(self._asleep.get(_TELLER))
-            if self._silenced.is_set():
+            where = self._where()
+            if self._silenced.wait(_ANSWER_S / 2):  # it fails, too, and says why
                 return
-            self._asleep.set(f"said/{self.rank}", f"no error; {self._where()}")
+            self._asleep.set(f"said/{self.rank}", f"no error; {where}")
             story = self._asleep.get(_ALARM).decode()
             if self._silenced.wait(_LEAVE_S):
                 return
