@@ -19,11 +19,11 @@ from typing import Any, Literal
 Form = Literal["registers", "wraps", "replaces"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Contract:
-    """Made by ``registers``, ``wraps`` and ``replaces``."""
+    """What a patch relies on."""
 
-    form: Form
+    form: Form = "wraps"
     parameters: tuple[str, ...] = ()
     """That the original must have; of a replacement, all that it takes into account."""
     optional: tuple[str, ...] = ()
@@ -69,18 +69,6 @@ class Contract:
     def _others(self, found: Mapping[str, inspect.Parameter]) -> list[str]:
         known = {"self", "cls", *self.parameters, *self.optional}
         return [name for name in found if name not in known]
-
-
-def registers(*parameters: str) -> Contract:
-    return Contract(form="registers", parameters=parameters)
-
-
-def wraps(*parameters: str) -> Contract:
-    return Contract(form="wraps", parameters=parameters)
-
-
-def replaces(*parameters: str, optional: tuple[str, ...] = ()) -> Contract:
-    return Contract(form="replaces", parameters=parameters, optional=optional)
 
 
 def _required(parameter: inspect.Parameter) -> bool:
