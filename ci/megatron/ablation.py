@@ -23,7 +23,6 @@ PARTS = {
     "own_attention_problems": "Megatron's own attention",
     "packed_problems": "attention of packs",
     "delta_net_problems": "gated delta net",
-    "norm_problems": "norm of gradients",
 }
 """Function of ``first_batch`` -> the part that it is."""
 STEP, LATER, STOPS = "a step of the run", "the rest of the first step", "a refusal by name"

@@ -53,7 +53,7 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     STATE.complete(chunks)
     audit.run(chunks)
     if runtime.settings().selfcheck:
-        first_batch.run(chunks, optimizer)
+        first_batch.run(chunks)
         step.expect(optimizer, rates)
     STATE.first_batch = slices.require_one_batch
     recheck.watch(chunks, _iterations)
