@@ -185,21 +185,35 @@ def examine(patch: Patch) -> Finding:
     plain = original.__func__ if isinstance(original, staticmethod) else original
     broken = patch.contract.broken(plain)
     if broken is None and patch.contract.form == "replaces":
-        replacement = _on_several_ranks(plain, patch.contract.guarded(patch.target, plain, replacement))
+        replacement = _guarded(patch, plain, replacement)
     return Finding(patch=patch, owner=owner, original=original, replacement=replacement, broken=broken)
 
 
-def _on_several_ranks(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement, but while the start-up check computes on one rank, the original: what one rank trains."""
+def _guarded(patch: Patch, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement, which refuses values other than the defaults for parameters that it does not know.
 
+    While the start-up check computes on one rank, the original: what one rank trains.
+    """
     from megatron.core import parallel_state
 
-    @functools.wraps(original)
-    def chosen(*positional: Any, **named: Any) -> Any:
-        alone = STATE.trial and parallel_state.get_context_parallel_world_size() == 1
-        return (original if alone else replacement)(*positional, **named)
+    found = inspect.signature(original)
+    others = patch.contract.others(found.parameters)
 
-    return chosen
+    @functools.wraps(original)
+    def guarded(*positional: Any, **named: Any) -> Any:
+        if STATE.trial and parallel_state.get_context_parallel_world_size() == 1:
+            return original(*positional, **named)
+        given = found.bind(*positional, **named).arguments if others else {}
+        for name in others:
+            if name in given and given[name] is not found.parameters[name].default:
+                raise ValueError(
+                    f"{patch.target} was called with {name}={given[name]!r}, a parameter that this Megatron added and "
+                    "cp_plugin does not know: leave it out, or use --cp-provider upstream"
+                )
+            named.pop(name, None)
+        return replacement(*positional, **named)
+
+    return guarded
 
 
 def refusal(findings: Sequence[Finding]) -> str:
@@ -244,10 +258,10 @@ def installed(scope: Scope = "run") -> list[str]:
 
 
 def lend(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of Megatron's for the length of a check; returns what sets it back."""
-    before = getattr(owner, name)
+    """Set an attribute of Megatron's for the length of a check; returns what sets it back, or the class's free."""
+    before, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, value)
-    return lambda: setattr(owner, name, before)
+    return lambda: setattr(owner, name, before) if own or name not in vars(owner) else delattr(owner, name)
 
 
 @contextmanager

@@ -209,8 +209,7 @@ class _Call:
         self.rows.append(_rows(x, self.at).clone())
 
     def _capture_projections(self) -> None:
-        layer = self.layer
-        project = layer.get_query_key_value_tensors
+        project = self.layer.get_query_key_value_tensors
 
         def projecting(*args: Any, **named: Any) -> Any:
             found = project(*args, **named)
@@ -219,10 +218,7 @@ class _Call:
                 self._keep(found[1])
             return found
 
-        def undo() -> None:
-            vars(layer).pop("get_query_key_value_tensors", None)
-
-        layer.get_query_key_value_tensors, self._undo = projecting, undo
+        self._undo = patching.lend(self.layer, "get_query_key_value_tensors", projecting)
 
     def _capture_rotation(self) -> None:
         rotate = latent.apply_rotary_pos_emb

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm.every_rank import of_every_rank
+from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.selfcheck.checked_call import Drawn, Place, Steps
 from cp_plugin.megatron.state import STATE
 
@@ -161,14 +162,14 @@ class Slices:
         for key, name in _KEYS.items():
             self._take(key, given.get(name))
         self._embedded = False
-        compute, self._own = model.compute_language_model_loss, vars(model).get("compute_language_model_loss")
+        compute = model.compute_language_model_loss
 
         def computing(*args: Any, **named: Any) -> Tensor:
             labels = args[0] if args else named.get("labels")
             self._take("labels", labels)  # the last call is that of the loss; those of prediction come before
             return compute(*args, **named)
 
-        model.compute_language_model_loss = computing  # the instance's, which shadows the class's
+        self._undo = patching.lend(model, "compute_language_model_loss", computing)
 
     def _embeds(self, embedding: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._whole is None or self._embedded:
@@ -181,9 +182,7 @@ class Slices:
     def _after(self, model: Any, _: Any, output: Any) -> None:
         if self._whole is None:
             return
-        del model.compute_language_model_loss
-        if self._own is not None:
-            model.compute_language_model_loss = self._own
+        self._undo()
         if not getattr(model, "post_process", True):
             self._whole.pop(_WEIGHTS, None)
             self._judge()
