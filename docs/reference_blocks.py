@@ -51,7 +51,7 @@ _WHEN = {
     "With `--cp-pad-sequence`": "table.PADDING",
     "With FP8 kernels": "table.SCALING",
     "With linear attention": "table.LINEAR",
-    "With a hybrid model": "(*table.HYBRID, hooks.HYBRID_MODEL)",
+    "With a hybrid model": "(*table.HYBRID, hooks.hybrid_model.replace_init)",
     "With `--cp-linear-provider`": "table.DELTA_NET",
 }
 """When a run replaces functions, and which: expressions of ``cp_plugin.megatron.patches``."""

@@ -23,7 +23,6 @@ PARTS = {
     "own_attention_problems": "Megatron's own attention",
     "packed_problems": "attention of packs",
     "delta_net_problems": "gated delta net",
-    "norm_problems": "norm of gradients",
 }
 """Function of ``first_batch`` -> the part that it is."""
 STEP, LATER, STOPS = "a step of the run", "the rest of the first step", "a refusal by name"
@@ -32,11 +31,11 @@ _LATER = ("learning rates", "gradients between", "the loss that is logged", "wei
 
 def prepare(found: Path) -> None:
     """Note in a file of this folder, for each rank, which parts find something."""
-    from cp_plugin.megatron.selfcheck import first_batch, step
+    from cp_plugin.megatron.selfcheck import first_batch, first_step
 
     def note(part: str, problems: Sequence[str]) -> None:
         if problems:
-            with (found / f"parts.{step.dist.get_rank()}").open("a", encoding="utf-8") as file:
+            with (found / f"parts.{first_batch.dist.get_rank()}").open("a", encoding="utf-8") as file:
                 file.write(f"{part}\n")
 
     def noting(name: str, look: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -53,7 +52,7 @@ def prepare(found: Path) -> None:
         for text in texts:
             note(LATER if text.startswith(_LATER) else STEP, [text])
 
-    step.stop_if_any = stop
+    first_step.stop_if_any = stop
 
 
 def parts(edit: Any, folder: Path) -> list[str]:

@@ -79,8 +79,7 @@ class State:
     """Compares the first batch between the ranks."""
     unchecked: tuple[Any, Any] | None = None
     """Optimizer and schedule of learning rates of a training whose first step is still to be checked."""
-    losses: tuple[dict[str, tuple[float, float]], Callable[[list[str]], None]] | None = None
-    """Of the first step, to be compared with those logged, and what stops the run if they differ."""
+    losses: dict[str, tuple[float, float]] | None = None  # of the first step, to be compared with those logged
     trial: bool = False  # while the start-up check runs a step
     slices: BatchWatch | None = None  # compares slices of checked steps with whole batches
     complete: Callable[[Sequence[torch.nn.Module]], None] = lambda _: None

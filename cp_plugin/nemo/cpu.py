@@ -26,7 +26,6 @@ import torch.distributed as dist
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.cpu.cuda_surface import gloo_only
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.patching import Patch
 
 _MODEL = {
@@ -64,14 +63,12 @@ WARM_UP = Patch(
     "megatron.bridge.training.initialize:_warmup_jit_function",
     cpu.no_warm_up,
     "a warm-up that draws random numbers before the weights",
-    wraps(),
     package="megatron-bridge",
 )
 TE_ATTENTION = Patch(
     "megatron.core.extensions.transformer_engine:TEDotProductAttention",
     lambda original: _NotOnCpu,
     "Bridge's rebinding of process groups asks which modules are of this class",
-    wraps(),
     only_in="megatron.core.extensions.transformer_engine",
 )
 

@@ -27,8 +27,7 @@ from cp_plugin.megatron.flags.args import UPSTREAM, Settings
 from cp_plugin.megatron.layers import groups, spec
 from cp_plugin.megatron.patches import hooks as megatrons
 from cp_plugin.megatron.patches import patching, rope
-from cp_plugin.megatron.patches.contract import wraps
-from cp_plugin.megatron.patches.patching import Call, Patch, around
+from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.selfcheck import audit, recheck, step
 from cp_plugin.megatron.selfcheck import first_batch as selfcheck
@@ -110,7 +109,7 @@ def _errors_in_config_terms(config: Any) -> Iterator[None]:
         raise ValueError(arguments.in_config_terms(str(error), config)) from None
 
 
-@around
+@wraps("megatron.bridge.training.setup:setup", "audit and self-check of the model", "state", package="megatron-bridge")
 def _setup(call: Call) -> Any:
     if STATE.bridge_flags is None:
         return call.original()
@@ -144,7 +143,12 @@ def _adjustable(config: Any) -> dict[str, Any]:
     }
 
 
-@around
+@wraps(
+    "megatron.bridge.training.eval_context_parallel_rebinding:install_pg_collection",
+    "process groups of an evaluation",
+    "target",
+    package="megatron-bridge",
+)
 def _install_pg_collection(call: Call) -> None:
     """Make the plugin's groups when an evaluation first uses other context-parallel groups."""
     target = call["target"]
@@ -155,20 +159,4 @@ def _install_pg_collection(call: Call) -> None:
     rope.forget_cached_embeddings()
 
 
-BRIDGE = tuple(
-    Patch(target, make, reason, contract, package="megatron-bridge")
-    for target, make, reason, contract in (
-        (
-            "megatron.bridge.training.setup:setup",
-            _setup,
-            "audit and self-check of the model",
-            wraps("state"),
-        ),
-        (
-            "megatron.bridge.training.eval_context_parallel_rebinding:install_pg_collection",
-            _install_pg_collection,
-            "process groups of an evaluation",
-            wraps("target"),
-        ),
-    )
-)
+BRIDGE = (_setup, _install_pg_collection)

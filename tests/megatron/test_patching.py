@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.contract import Contract, registers, replaces, wraps
+from cp_plugin.megatron.patches.contract import Contract
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.state import STATE
 
@@ -46,10 +46,9 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: None) -> I
 def _patch(
     target: str = "somelib:slow",
     make: Callable = lambda original: lambda x: original(x) * 10,
-    contract: Contract = wraps(),  # noqa: B008  (frozen)
     **more: Any,
 ) -> Patch:
-    return Patch(target=target, make=make, reason="a test", contract=contract, **more)
+    return Patch(target=target, make=make, reason="a test", **more)
 
 
 def _held_by_megatron() -> set[str]:
@@ -146,8 +145,8 @@ def test_a_method_is_replaced_on_its_class(library: types.ModuleType) -> None:
 
 def test_all_broken_contracts_are_named_and_nothing_is_replaced(library: types.ModuleType) -> None:
     bad = [
-        _patch(contract=wraps("batch", "group"), otherwise="ranks would keep other tokens"),
-        _patch("somelib:Provider.answer", lambda original: original, registers("question")),
+        _patch(contract=Contract("wraps", ("batch", "group")), otherwise="ranks would keep other tokens"),
+        _patch("somelib:Provider.answer", lambda original: original, contract=Contract("registers", ("question",))),
         _patch("somelib:gone", lambda original: original),
     ]
     with pytest.raises(ValueError, match="cannot run on this megatron-core") as error:
@@ -166,7 +165,7 @@ def test_all_broken_contracts_are_named_and_nothing_is_replaced(library: types.M
 
 
 def test_what_only_packs_need_stops_packs_only(library: types.ModuleType) -> None:
-    patching.install([_patch(contract=wraps("batch"), late=True), _patch("somelib:gone", late=True)])
+    patching.install([_patch(contract=Contract("wraps", ("batch",)), late=True), _patch("somelib:gone", late=True)])
     assert patching.installed() == [] and library.slow(1) == 2
     with pytest.raises(ValueError, match=r"(?s)this batch has packed documents.*somelib:slow"):
         patching.allow_packs()
@@ -184,7 +183,7 @@ def test_the_start_up_check_on_one_rank_runs_what_is_replaced(
 ) -> None:
     from megatron.core import parallel_state
 
-    patching.install([_patch(contract=replaces("x"))])
+    patching.install([_patch(contract=Contract("replaces", ("x",)))])
     monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 1)
     assert library.slow(1) == 20
     monkeypatch.setattr(STATE, "trial", True)
@@ -200,7 +199,7 @@ def test_a_parameter_that_a_later_version_adds(library: types.ModuleType, monkey
     def required(x: int, y: int) -> int:
         return x + y
 
-    contract = replaces("x")
+    contract = Contract("replaces", ("x",))
     monkeypatch.setattr(library, "slow", slow)
     patching.install([_patch(contract=contract)])
     assert library.slow(1) == library.slow(1, mode="plain") == library.slow(1, y=3) == 40
@@ -219,7 +218,7 @@ def test_a_symbol_that_another_extension_replaced_is_wrapped_in_turn(library: ty
         return original(x) - 1
 
     library.slow = somebody_elses
-    patching.install([_patch(contract=wraps("x"))])
+    patching.install([_patch(contract=Contract("wraps", ("x",)))])
     assert library.slow(1) == 10
     patching.undo()
 

@@ -252,7 +252,7 @@ def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypa
     newer = ModuleType(name)
     newer.get_batches_on_this_cp_rank = lambda batch, layouts: {name: dict(batch) for name in layouts}
     monkeypatch.setitem(sys.modules, name, newer)
-    (patch,) = [patch for patch in PROVIDER if patch.make is batch.replace_get_batches]
+    (patch,) = [patch for patch in PROVIDER if patch is batch.replace_get_batches]
     with pytest.raises(ValueError, match="it has no parameter cp_group, boundary_layout, additional_layouts"):
         patching.install([patch])
     known = functools.partial(context_parallel_batch.get_batches_on_this_cp_rank)  # another object than that module's

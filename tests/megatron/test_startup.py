@@ -164,7 +164,7 @@ def test_one_layer_on_one_rank_is_enough_to_refuse() -> None:
 
     ranks = audit.Coverage(replaced=("layer 1",)), audit.Coverage(replaced=("layer 2",), missed=("layer 3 (Foreign)",))
     with pytest.raises(ValueError, match=r"every attention layer of this model: 2 of 3\. Not replaced: layer 3 \(For"):
-        audit.check(audit.Audit(ranks=ranks))
+        audit.check(audit.union(ranks))
 
 
 def _own_slicing() -> None:

@@ -29,8 +29,8 @@ from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 from cp_plugin.megatron.flags.args import DEVICES
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.contract import wraps
-from cp_plugin.megatron.patches.patching import Call, Patch, around
+from cp_plugin.megatron.patches.contract import Contract
+from cp_plugin.megatron.patches.patching import Call, Patch, wraps
 from cp_plugin.megatron.state import STATE
 
 _HIDDEN = (
@@ -271,7 +271,12 @@ def no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-@around
+@wraps(
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+    "packed documents on one rank",
+    "query key value",
+    otherwise="tokens would attend to other documents",
+)
 def replace_dot_product_attention(call: Call) -> torch.Tensor:
     """Replacement for ``DotProductAttention.forward`` that takes packs, q ``[t, h, d]``, k and v ``[t, g, d]``.
 
@@ -308,21 +313,20 @@ PATCHES = (
         target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
         make=accept_channels,
         reason="multi-latent attention on one rank",
-        contract=wraps("config"),
+        contract=Contract("wraps", ("config",)),
         otherwise="a model with multi-latent attention could not be built",
     ),
     Patch(
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         make=_allow_sequence_parallel,
         reason="sequence parallelism with torch's norms",
-        contract=wraps("config"),
+        contract=Contract("wraps", ("config",)),
         otherwise="gradients of norms would not be summed over the tensor-parallel ranks",
     ),
     Patch(
         target="megatron.training.initialize:_warmup_jit_function",
         make=no_warm_up,
         reason="a warm-up that draws random numbers before the weights",
-        contract=wraps(),
         otherwise="initial weights would depend on the number of ranks",
         required=False,
     ),
@@ -330,16 +334,9 @@ PATCHES = (
         target="megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
         make=lambda original: lambda module: False,
         reason="layers for inference, whose classes Megatron lacks without Transformer Engine",
-        contract=wraps(),
         required=False,
     ),
-    Patch(
-        target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-        make=replace_dot_product_attention,
-        reason="packed documents on one rank",
-        contract=wraps("query", "key", "value"),
-        otherwise="tokens would attend to other documents",
-    ),
+    replace_dot_product_attention,
 )
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import importlib
 
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.patching import Patch
 
 COMPILE = Patch(
     target="megatron.core.datasets.utils:compile_helpers",
     make=lambda original: lambda: None,
     reason="the dataset helper of a wheel, which is compiled",
-    contract=wraps(),
     required=False,
 )
 

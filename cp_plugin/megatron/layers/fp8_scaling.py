@@ -26,7 +26,7 @@ from torch import Tensor
 from cp_plugin.core import scaling
 from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.patching import Call, wraps
 
 HISTORY = "fp8_amax_history"
 """State-dict key of a core attention's history: float32 ``[iterations, roles]``."""
@@ -44,7 +44,14 @@ def of_layer(config: TransformerConfig) -> Delayed | None:
     )
 
 
-@around
+@wraps(
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+    "scales of FP8 attention",
+    "model",
+    called_by="the training loop, by a field of the configuration that it sets itself",
+    otherwise="ranks would scale the same keys differently",
+    when=lambda run: run.settings.active and run.settings.options.fp8 == "compute",
+)
 def replace_finalize_model_grads(call: Call) -> Any:
     """Update the scales when Megatron finalizes an iteration's gradients; collective."""
     result = call.original()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, rms_norm
 
 from cp_plugin.linear.variants import Heads
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.patching import Call, wraps
 
 RANK = 16
 
@@ -55,7 +55,14 @@ class Gate(nn.Module):
         return torch.einsum("sbr,gdr->sbgd", low, self.up) + self.bias
 
 
-@around
+@wraps(
+    "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors",
+    "gate of gated linear attention",
+    "hidden_states",
+    called_by="SelfAttention",
+    otherwise="gated linear attention would train without its gate",
+    when=lambda run: run.settings.linear is not None and run.settings.linear.kind.gated,
+)
 def replace_get_query_key_value(call: Call) -> Any:
     """Append the layer's gate, if it has one, to the values of ``SelfAttention.get_query_key_value_tensors``."""
     found, layer = call.original(), call["self"]

@@ -17,7 +17,7 @@ from cp_plugin.common.versions import MODELOPT_MINIMUM, version_tuple
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import spec
 from cp_plugin.megatron.layers.core_attention import CoreAttention
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.patching import Call, wraps
 
 SPEC = "megatron.core.post_training.modelopt.gpt.model_specs:get_gpt_modelopt_spec"
 
@@ -69,7 +69,13 @@ def unquantized(module: torch.nn.Module) -> Iterator[None]:
             quantizer.enable()
 
 
-@around
+@wraps(
+    SPEC,
+    "attention of the spec for nvidia-modelopt",
+    called_by="the model builder for nvidia-modelopt",
+    otherwise="a quantised model would keep Megatron's own attention",
+    when=lambda run: run.settings.active and found(),
+)
 def replace_gpt_spec(call: Call) -> Any:
     """Put the plugin's core attention into the spec of ``get_gpt_modelopt_spec``."""
     return spec.with_core_attention(call.original())

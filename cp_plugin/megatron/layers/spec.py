@@ -7,7 +7,6 @@ directly, such as those of hybrid models and for nvidia-modelopt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
+from cp_plugin.megatron.patches.patching import Call, registers
 
 
 class ByLayerNumber:
@@ -48,6 +48,11 @@ def core_attention() -> type:
     return ByLayerNumber if linear.hybrid else LinearCoreAttention
 
 
-def replace_core_attention(original: Callable[..., type]) -> Callable[..., type]:
+@registers(
+    "megatron.core.models.backends:LocalSpecProvider.core_attention",
+    "attention of the local spec",
+    otherwise="attention would not match a single rank's",
+)
+def replace_core_attention(call: Call) -> type:
     """Replaces ``BackendSpecProvider.core_attention``."""
-    return lambda self: core_attention()
+    return core_attention()

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches import packing
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.patching import Call, replaces, wraps
 from cp_plugin.megatron.state import STATE
 from cp_plugin.placement.layouts import get_layout
 
@@ -33,7 +33,14 @@ _BEHIND_THE_END = {
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 
 
-@around
+@replaces(
+    "megatron.core.utils:get_batch_on_this_cp_rank",
+    "layout of the batch",
+    "batch",
+    optional="cp_group is_hybrid_cp hybrid_cp_group_func use_per_sequence_balancing use_contiguous_cp",
+    called_by="the training script",
+    otherwise="ranks would train on tokens that do not match their angles and masks",
+)
 def replace_get_batch(call: Call) -> dict[str, Any]:
     """Replaces ``get_batch_on_this_cp_rank``."""
     if call.arguments.get("is_hybrid_cp"):
@@ -51,7 +58,15 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
     return _slice(call["batch"], cp, call["cp_group"])
 
 
-@around
+@wraps(
+    "megatron.core.utils:get_thd_batch_on_this_cp_rank",
+    "layout of packed batches, which some versions slice by a function of their own",
+    "batch cu_seqlens cu_seqlens_padded max_seqlen cp_size",
+    called_by="the training script",
+    otherwise="ranks would train on tokens of a pack that do not match their angles and masks",
+    late=True,
+    required=False,
+)
 def replace_get_thd_batch(call: Call) -> tuple[dict[str, Any], Any]:
     """Slice a packed batch by the layout after ``get_thd_batch_on_this_cp_rank`` has made its ``PackedSeqParams``.
 
@@ -140,7 +155,14 @@ def _check_experts(length: int, padded: int) -> None:
         )
 
 
-@around
+@wraps(
+    "megatron.core.context_parallel.utils:get_batches_on_this_cp_rank",
+    "layout of the batch, if a script may request several",
+    "batch cp_group boundary_layout additional_layouts use_per_sequence_balancing",
+    called_by="the training script",
+    otherwise="ranks would train on tokens that do not match their angles and masks",
+    required=False,
+)
 def replace_get_batches(call: Call) -> Any:
     """Replaces ``get_batches_on_this_cp_rank``: the batch in the model's layout, never divided per document.
 

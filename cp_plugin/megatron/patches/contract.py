@@ -10,20 +10,19 @@ on one rank, where the originals run, the start-up check tells (``selfcheck.step
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Form = Literal["registers", "wraps", "replaces"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Contract:
-    """Made by ``registers``, ``wraps`` and ``replaces``."""
+    """What a patch relies on."""
 
-    form: Form
+    form: Form = "wraps"
     parameters: tuple[str, ...] = ()
     """That the original must have; of a replacement, all that it takes into account."""
     optional: tuple[str, ...] = ()
@@ -39,48 +38,14 @@ class Contract:
             return f"its parameters cannot be read ({error})"
         if absent := [name for name in self.parameters if name not in found]:
             return f"it has no parameter {', '.join(absent)}"
-        if self.form != "wraps" and (asked := [name for name in self._others(found) if _required(found[name])]):
+        if self.form != "wraps" and (asked := [name for name in self.others(found) if _required(found[name])]):
             return f"it requires {', '.join(asked)}, which cp_plugin does not know"
         return None
 
-    def guarded(self, target: str, original: Callable[..., Any], replacement: Any) -> Any:
-        """The replacement, which refuses values other than the defaults for parameters that it does not know."""
-        if self.form != "replaces":
-            return replacement
-        found = inspect.signature(original)
-        others = self._others(found.parameters)
-        if not others:
-            return replacement
-
-        @functools.wraps(original)
-        def guarded(*positional: Any, **named: Any) -> Any:
-            given = found.bind(*positional, **named).arguments
-            for name in others:
-                if name in given and given[name] is not found.parameters[name].default:
-                    raise ValueError(
-                        f"{target} was called with {name}={given[name]!r}, a parameter that this Megatron added and "
-                        "cp_plugin does not know: leave it out, or use --cp-provider upstream"
-                    )
-                named.pop(name, None)
-            return replacement(*positional, **named)
-
-        return guarded
-
-    def _others(self, found: Mapping[str, inspect.Parameter]) -> list[str]:
+    def others(self, found: Mapping[str, inspect.Parameter]) -> list[str]:
+        """Return the parameters that the patch does not know."""
         known = {"self", "cls", *self.parameters, *self.optional}
         return [name for name in found if name not in known]
-
-
-def registers(*parameters: str) -> Contract:
-    return Contract(form="registers", parameters=parameters)
-
-
-def wraps(*parameters: str) -> Contract:
-    return Contract(form="wraps", parameters=parameters)
-
-
-def replaces(*parameters: str, optional: tuple[str, ...] = ()) -> Contract:
-    return Contract(form="replaces", parameters=parameters, optional=optional)
 
 
 def _required(parameter: inspect.Parameter) -> bool:

@@ -21,13 +21,26 @@ from cp_plugin.attention.convolution import short_convolution
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import packing
-from cp_plugin.megatron.patches.patching import Call, around, installed
+from cp_plugin.megatron.patches.patching import Call, installed, replaces
 
 FORWARD = "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward"
 NORM = "megatron.core.ssm.gated_delta_net.common:l2norm"
+_OF_ANY_ATTENTION = (
+    "attention_mask key_value_states attention_bias sequence_len_offset yarn_mscale kwargs pg_collection "
+    "rotary_pos_emb rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin"
+)
+"""Parameters of every attention layer that gated delta net has no use for."""
 
 
-@around
+@replaces(
+    FORWARD,
+    "context parallelism of gated delta net",
+    "hidden_states packed_seq_params inference_context inference_params",
+    optional=_OF_ANY_ATTENTION,
+    called_by="the layer's module call",
+    otherwise="gated delta net would not match a single rank's",
+    when=lambda run: run.settings.delta_net is not None,
+)
 def replace_forward(call: Call) -> tuple[Tensor, Tensor | None]:
     """Replaces ``GatedDeltaNet.forward``."""
     layer: Any = call["self"]

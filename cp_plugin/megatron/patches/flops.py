@@ -16,12 +16,19 @@ from cp_plugin.linear.features import PROJECTED
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags.linear_flags import Linear
 from cp_plugin.megatron.layers.gate import RANK
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.patching import Call, wraps
 
 _FORWARD_AND_BACKWARD = 3
 
 
-@around
+@wraps(
+    "megatron.training.training:num_floating_point_operations",
+    "floating point operations of linear layers",
+    "args batch_size",
+    called_by="the training loop",
+    otherwise="the logged throughput would be that of quadratic attention",
+    when=lambda run: run.settings.linear is not None,
+)
 def replace_num_floating_point_operations(call: Call) -> float:
     """Replaces ``num_floating_point_operations``, which counts linear layers as quadratic attention."""
     linear = runtime.settings().linear

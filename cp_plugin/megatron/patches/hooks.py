@@ -22,12 +22,9 @@ from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args, early, stops
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.layers import modelopt
-from cp_plugin.megatron.patches import patching, rope
-from cp_plugin.megatron.patches.contract import wraps
-from cp_plugin.megatron.patches.hybrid_model import HYBRID_MODEL
-from cp_plugin.megatron.patches.patching import Call, Patch, around
+from cp_plugin.megatron.patches import hybrid_model, patching, rope, stage_data
+from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.patches.run import Run
-from cp_plugin.megatron.patches.stage_data import DATASETS
 from cp_plugin.megatron.patches.table import ALWAYS, OF_TABLE
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.state import STATE, Model
@@ -76,13 +73,24 @@ def _device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
 
 
-@around
+@wraps(
+    "megatron.training.arguments:add_megatron_arguments",
+    "the plugin's flags, and a refusal of a YAML file that would drop them",
+    called_by="Megatron's parser, where it has no hook for extensions (native)",
+    otherwise="the plugin's flags would be unknown",
+)
 def _add_arguments(call: Call) -> argparse.ArgumentParser:
     args.refuse_yaml(sys.argv[1:])
     return add_arguments(call.original())
 
 
-@around
+@wraps(
+    "megatron.training.arguments:validate_args",
+    "checks of the flags",
+    "args",
+    called_by="Megatron's parser, where it has no hook for extensions (native)",
+    otherwise="flags that do not fit would crash later, or go unnoticed",
+)
 def _validate_args(call: Call) -> argparse.Namespace:
     with refusals.output_held(), validation(call["args"]):
         try:
@@ -118,26 +126,9 @@ def start(settings: Settings, model: Model | None = None, parsed: argparse.Names
     rope.forget_cached_embeddings()
 
 
-COMMAND_LINE = (
-    Patch(
-        "megatron.training.arguments:add_megatron_arguments",
-        _add_arguments,
-        "the plugin's flags, and a refusal of a YAML file that would drop them",
-        wraps(),
-        called_by="Megatron's parser, where it has no hook for extensions (native)",
-        otherwise="the plugin's flags would be unknown",
-    ),
-    Patch(
-        "megatron.training.arguments:validate_args",
-        _validate_args,
-        "checks of the flags",
-        wraps("args"),
-        called_by="Megatron's parser, where it has no hook for extensions (native)",
-        otherwise="flags that do not fit would crash later, or go unnoticed",
-    ),
-)
+COMMAND_LINE = (_add_arguments, _validate_args)
 """Not needed where Megatron has a hook for extensions: see ``native``."""
 
 START_UP = (*COMMAND_LINE, *ALWAYS)
-OF_RUN = (*OF_TABLE, HYBRID_MODEL, DATASETS)
+OF_RUN = (*OF_TABLE, hybrid_model.replace_init, stage_data.replace_init)
 """Installed once the flags are valid: those whose ``when`` is true of the run."""

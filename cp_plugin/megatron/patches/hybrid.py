@@ -24,13 +24,30 @@ from cp_plugin.common.recent import Recent
 from cp_plugin.core.layout import KEPT_BYTES, Layout
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import delta_net, packing
-from cp_plugin.megatron.patches.patching import Call, around, installed
+from cp_plugin.megatron.patches.patching import Call, installed, replaces
+from cp_plugin.megatron.patches.run import Run
 
 REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
 PACKED_ORDER = "megatron.core.ssm.gated_delta_net.common:_build_thd_cp_a2a_perm"
 
 
-@around
+def _states(run: Run) -> bool:
+    """Mamba, or gated delta net by Megatron's own all-to-all."""
+    return run.settings.active and run.hybrid
+
+
+def _gated_delta_net(run: Run) -> bool:
+    return _states(run) and "G" in run.pattern and run.settings.delta_net is None
+
+
+@replaces(
+    REORDER,
+    "layout of Mamba and gated delta net",
+    "input_ cp_size packed_seq_params",
+    called_by="Mamba and gated delta net",
+    otherwise="states would see the tokens in another order",
+    when=_states,
+)
 def replace_undo(call: Call) -> Tensor:
     """Replaces ``_undo_attention_load_balancing``: from concatenated shards to token order.
 
@@ -42,21 +59,45 @@ def replace_undo(call: Call) -> Tensor:
     return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"], packing.places(packed)).there)
 
 
-@around
+@replaces(
+    "megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing",
+    "layout of Mamba and gated delta net, on the way back",
+    "input_ cp_size packed_seq_params",
+    called_by="Mamba and gated delta net",
+    otherwise="layers after it would see the tokens in another order",
+    when=_states,
+)
 def replace_redo(call: Call) -> Tensor:
     """Replaces ``_redo_attention_load_balancing``: from token order to concatenated shards."""
     x, where = call["input_"], packing.places(call["packed_seq_params"])
     return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"], where).back)
 
 
-@around
+@replaces(
+    PACKED_ORDER,
+    "layout of gated delta net, packed documents",
+    "cu_seqlens cp_size t_global",
+    called_by="gated delta net",
+    otherwise="gated delta net would see the tokens of a pack in another order",
+    when=_gated_delta_net,
+    late=True,
+)
 def replace_packed_order(call: Call) -> tuple[Tensor, Tensor]:
     """Replaces ``_build_thd_cp_a2a_perm``: both permutations of a pack, for gated delta net."""
     where = call["cu_seqlens"]
     return _orders(call["t_global"], where.device, call["cp_size"], where)
 
 
-@around
+@replaces(
+    "megatron.core.ssm.gated_delta_net.common:_GDNBase._resolve_cu_seqlens",
+    "packed documents of any length in gated delta net",
+    "cu_seqlens_padded cu_seqlens_actual total_seq_len name",
+    optional="cp_size",
+    called_by="gated delta net",
+    otherwise="states would leak from one document of a pack into the next",
+    when=_gated_delta_net,
+    late=True,
+)
 def replace_resolve_cu_seqlens(call: Call) -> Tensor:
     """Replaces ``_resolve_cu_seqlens``: documents of any length, and padding after the last."""
     padded = call["cu_seqlens_padded"]

@@ -5,11 +5,17 @@ from __future__ import annotations
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.layers import spec
-from cp_plugin.megatron.patches.contract import wraps
-from cp_plugin.megatron.patches.patching import Call, Patch, around
+from cp_plugin.megatron.patches.patching import Call, wraps
 
 
-@around
+@wraps(
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+    "attention of the spec of hybrid models; on the CPU, a spec without Transformer Engine",
+    "hybrid_stack_spec config",
+    called_by="the model builder, with a spec that names Megatron's classes",
+    otherwise="a hybrid model would keep Megatron's own attention",
+    when=lambda run: run.hybrid and (run.settings.active or cpu.active()),
+)
 def replace_init(call: Call) -> None:
     """Give ``HybridModel`` the plugin's core attention, and on the CPU a spec without Transformer Engine."""
     stack = call["hybrid_stack_spec"]
@@ -18,14 +24,3 @@ def replace_init(call: Call) -> None:
 
         stack = hybrid.on_cpu(stack, call["config"], call.arguments.get("hybrid_layer_pattern") or "")
     call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
-
-
-HYBRID_MODEL = Patch(
-    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
-    replace_init,
-    "attention of the spec of hybrid models; on the CPU, a spec without Transformer Engine",
-    wraps("hybrid_stack_spec", "config"),
-    called_by="the model builder, with a spec that names Megatron's classes",
-    otherwise="a hybrid model would keep Megatron's own attention",
-    when=lambda run: run.hybrid and (run.settings.active or cpu.active()),
-)

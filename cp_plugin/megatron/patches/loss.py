@@ -22,11 +22,17 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.state import STATE
 
 
-@around
+@wraps(
+    "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+    "token counts of the loss",
+    "loss_func config collect_non_loss_data",
+    called_by="the pipeline schedules",
+    otherwise="the loss would weight tokens by the rank that holds them",
+)
 def replace_calc_loss(call: Call) -> Any:
     """Replaces ``forward_step_calc_loss``; ValueError for a loss function that is normalised wrongly."""
     compute = call["loss_func"]

@@ -23,7 +23,8 @@ from cp_plugin.attention.shift import shift
 from cp_plugin.comm import WHOLE, GroupMesh, connect
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches import packing
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.patching import Call, replaces, wraps
+from cp_plugin.megatron.patches.run import Run
 
 _FOLLOWING = "_cp_plugin_following"
 """Attribute of a loss mask: the mask of the next depth."""
@@ -70,7 +71,19 @@ def _counted(mask: Tensor, count: Tensor, following: Tensor | None) -> Tensor:
     return mask
 
 
-@around
+def _needed(run: Run) -> bool:
+    return run.settings.active and run.has("mtp_num_layers")
+
+
+@replaces(
+    "megatron.core.transformer.multi_token_prediction:roll_tensor",
+    "layout of multi-token prediction",
+    "shifts dims cp_group packed_seq_params",
+    optional="tensor return_sum tensors fill_values sequence_fields roll_depth",
+    called_by="multi-token prediction",
+    otherwise="multi-token prediction would learn the wrong next tokens",
+    when=_needed,
+)
 def replace_roll_tensor(call: Call) -> Any:
     """Replaces ``roll_tensor``: the tensor shifted along the whole sequence, and its sum on this rank.
 
@@ -91,7 +104,14 @@ def replace_roll_tensor(call: Call) -> Any:
     return rolled[0], rolled[0].sum() if call.arguments.get("return_sum", True) else None
 
 
-@around
+@wraps(
+    "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+    "token counts of multi-token prediction",
+    "labels loss_mask cp_group packed_seq_params config",
+    called_by="GPTModel and HybridModel",
+    otherwise="the loss of multi-token prediction would weight tokens by the rank that holds them",
+    when=_needed,
+)
 def replace_process_mtp_loss(call: Call) -> Tensor:
     """Call ``process_mtp_loss`` with masks and counts over all ranks."""
     labels, mask, group = call["labels"], call["loss_mask"], call["cp_group"]

@@ -28,10 +28,10 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.packs import place_lengths
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches.contract import Contract
+from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.state import STATE
 from cp_plugin.placement.documents import DOCUMENTS
-
-ROPE = "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +228,18 @@ def replace_apply_rotary_thd(original: Callable[..., Tensor]) -> Callable[..., T
         return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *args, **named).squeeze(1)
 
     return apply_rotary_pos_emb_thd
+
+
+ROTARY = Patch(
+    "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
+    replace_apply_rotary_thd,
+    "layout of RoPE, packed documents",
+    Contract(
+        "replaces",
+        ("t", "cu_seqlens", "freqs", "cp_group"),
+        ("rotary_interleaved", "mla_rotary_interleaved", "multi_latent_attention", "mscale", "max_seqlen", "inverse"),
+    ),
+    called_by="attention layers",
+    otherwise="tokens of packed documents would be rotated by other tokens' angles",
+    late=True,
+)

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.patching import Call, wraps
+from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.rules.cuda_graphs import captures_experts
 from cp_plugin.megatron.rules.experts import balancing
 from cp_plugin.megatron.rules.rule import nonzero
 
@@ -37,7 +39,19 @@ def padded_lengths(named: Mapping[str, Any]) -> dict[str, int]:
     return {name: runtime.padded(cp, named[name]) for name in _LENGTHS if named.get(name) is not None}
 
 
-@around
+def _needed(run: Run) -> bool:
+    captured = not run.settings.pad_sequence and captures_experts(run.args)  # a graph of Megatron's takes no mask
+    return run.settings.active and run.has("num_experts", "num_moe_experts") and not captured
+
+
+@wraps(
+    "megatron.core.transformer.moe.router:TopKRouter.forward",
+    "padding, excluded from expert load balancing; z-loss by tokens",
+    "input padding_mask",
+    called_by="MoE layers",
+    otherwise="padding would count in expert load balancing, or a z-loss weight tokens by the rank that holds them",
+    when=_needed,
+)
 def replace_router_forward(call: Call) -> Any:
     """In training, give ``TopKRouter.forward`` a padding mask, if it needs one, and weigh its z-loss by tokens.
 
@@ -97,7 +111,14 @@ def _padding_of(hidden: Tensor) -> Tensor:
     return padding.unsqueeze(1).expand(rows, batch)
 
 
-@around
+@wraps(
+    "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+    "token counts of experts in padded sequences",
+    "reduce_group",
+    called_by="routers",
+    otherwise="losses of experts would weight tokens by the rank that holds them",
+    when=_needed,
+)
 def replace_token_counts(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Replaces ``get_tokens_per_expert_and_token_count``: with padding, every rank counts the ranks' mean of tokens.
 

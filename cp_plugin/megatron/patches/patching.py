@@ -1,6 +1,7 @@
 """Patching: replaces symbols of Megatron-Core.
 
-A ``Patch`` names a symbol and makes its replacement from the original, if the patch's ``contract`` holds. A function is
+A ``Patch`` names a symbol and makes its replacement from the original, if the patch's ``contract`` holds. ``wraps``,
+``replaces`` and ``registers`` make one of a function of the ``Call``, beside which a reader finds it. A function is
 replaced in every imported module that holds it, under any name, since Megatron and users' scripts import by value;
 modules imported later find the replacement in the symbol's own module. Patches of a run and of the process (such as CPU
 mode's) are undone separately.
@@ -20,7 +21,7 @@ from typing import Any
 
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.compat import find, megatron_version
-from cp_plugin.megatron.patches.contract import Contract
+from cp_plugin.megatron.patches.contract import Contract, Form
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.state import STATE, Place, Scope
 
@@ -44,15 +45,15 @@ class Patch:
     """original -> replacement."""
     reason: str
     """What for; shown in the start-up audit."""
-    contract: Contract
+    contract: Contract = Contract()  # noqa: RUF009  (frozen)
     """What it relies on in the original."""
     _: KW_ONLY
     called_by: str = ""
     """Who names the symbol directly, so that no interface of Megatron's serves instead; empty: it is an interface."""
     otherwise: str = ""
     """What would go wrong if the contract were broken."""
-    when: Callable[[Run], bool] = lambda run: True
-    """Whether a run needs it."""
+    when: Callable[[Run], bool] = lambda run: run.settings.active
+    """Which runs need it, of those that are installed with a run."""
     late: bool = False
     """Needed only where a script packs documents: if its contract is broken, such a script is stopped, and no other."""
     required: bool = True
@@ -60,6 +61,10 @@ class Patch:
     package: str = "megatron-core"
     only_in: str | None = None
     """The only module where it is replaced; None: all that hold it."""
+
+    def __call__(self, original: Any) -> Any:
+        """Make the replacement."""
+        return self.make(original)
 
 
 class Call:
@@ -85,12 +90,7 @@ class Call:
 
 
 def around(replacement: Callable[[Call], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that makes a ``Patch.make`` of a function of the ``Call``.
-
-    @around
-    def replace_double(call: Call) -> int:
-        return 2 * call.original() + call["x"]
-    """
+    """Decorator that makes a ``Patch.make`` of a function of the ``Call``."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -102,6 +102,28 @@ def around(replacement: Callable[[Call], Any]) -> Callable[[Callable[..., Any]],
         return replaced
 
     return make
+
+
+def _declared(
+    form: Form, target: str, reason: str, parameters: str = "", *, optional: str = "", **more: Any
+) -> Callable[[Callable[[Call], Any]], Patch]:
+    """Decorator that makes a ``Patch`` of a function of the ``Call``.
+
+    @wraps("somelib:double", "another factor", "x")
+    def replace_double(call: Call) -> int:
+        return 2 * call.original() + call["x"]
+
+    Args:
+        parameters, optional: of the contract, separated by spaces.
+        more: further fields of the patch.
+    """
+    contract = Contract(form, tuple(parameters.split()), tuple(optional.split()))
+    return lambda replacement: Patch(target, around(replacement), reason, contract, **more)
+
+
+wraps = functools.partial(_declared, "wraps")
+replaces = functools.partial(_declared, "replaces")
+registers = functools.partial(_declared, "registers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,21 +185,35 @@ def examine(patch: Patch) -> Finding:
     plain = original.__func__ if isinstance(original, staticmethod) else original
     broken = patch.contract.broken(plain)
     if broken is None and patch.contract.form == "replaces":
-        replacement = _on_several_ranks(plain, patch.contract.guarded(patch.target, plain, replacement))
+        replacement = _guarded(patch, plain, replacement)
     return Finding(patch=patch, owner=owner, original=original, replacement=replacement, broken=broken)
 
 
-def _on_several_ranks(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement, but while the start-up check computes on one rank, the original: what one rank trains."""
+def _guarded(patch: Patch, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement, which refuses values other than the defaults for parameters that it does not know.
 
+    While the start-up check computes on one rank, the original: what one rank trains.
+    """
     from megatron.core import parallel_state
 
-    @functools.wraps(original)
-    def chosen(*positional: Any, **named: Any) -> Any:
-        alone = STATE.trial and parallel_state.get_context_parallel_world_size() == 1
-        return (original if alone else replacement)(*positional, **named)
+    found = inspect.signature(original)
+    others = patch.contract.others(found.parameters)
 
-    return chosen
+    @functools.wraps(original)
+    def guarded(*positional: Any, **named: Any) -> Any:
+        if STATE.trial and parallel_state.get_context_parallel_world_size() == 1:
+            return original(*positional, **named)
+        given = found.bind(*positional, **named).arguments if others else {}
+        for name in others:
+            if name in given and given[name] is not found.parameters[name].default:
+                raise ValueError(
+                    f"{patch.target} was called with {name}={given[name]!r}, a parameter that this Megatron added and "
+                    "cp_plugin does not know: leave it out, or use --cp-provider upstream"
+                )
+            named.pop(name, None)
+        return replacement(*positional, **named)
+
+    return guarded
 
 
 def refusal(findings: Sequence[Finding]) -> str:
@@ -222,10 +258,10 @@ def installed(scope: Scope = "run") -> list[str]:
 
 
 def lend(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of Megatron's for the length of a check; returns what sets it back."""
-    before = getattr(owner, name)
+    """Set an attribute of Megatron's for the length of a check; returns what sets it back, or the class's free."""
+    before, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, value)
-    return lambda: setattr(owner, name, before)
+    return lambda: setattr(owner, name, before) if own or name not in vars(owner) else delattr(owner, name)
 
 
 @contextmanager

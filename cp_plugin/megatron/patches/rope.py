@@ -11,10 +11,16 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from torch import Tensor
 
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.patching import Call, replaces, wraps
 
 
-@around
+@replaces(
+    "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
+    "layout of RoPE",
+    "pos_emb seq_dim cp_group",
+    called_by="rotary embeddings",
+    otherwise="tokens would be rotated by other tokens' angles",
+)
 def replace_get_pos_emb(call: Call) -> Tensor:
     """Replaces ``get_pos_emb_on_this_cp_rank``: any layout, any device, differentiable."""
     if call["cp_group"] is None:
@@ -22,7 +28,12 @@ def replace_get_pos_emb(call: Call) -> Tensor:
     return runtime.context_parallel(call["cp_group"]).shard(call["pos_emb"], call["seq_dim"])
 
 
-@around
+@wraps(
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",
+    "a table of YaRN angles that belongs to another length",
+    called_by="the embedding's constructor",
+    otherwise="tokens would be rotated by angles of another length",
+)
 def replace_set_cos_sin_cache(call: Call) -> None:
     """Replaces ``YarnRotaryEmbedding._set_cos_sin_cache``: makes no table.
 

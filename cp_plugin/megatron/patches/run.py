@@ -25,6 +25,10 @@ class Run:
         """Whether any of these arguments, or fields of a built model, is set, or may be."""
         return self.args is None or any(getattr(one, name, None) for one in (self.args, *self.built) for name in names)
 
+    def is_compared(self) -> bool:
+        """Return True if steps on N ranks are compared with those on one, by a provider's attention or Megatron's."""
+        return self.settings.active or self.settings.of_stock
+
     @property
     def pattern(self) -> str:
         """The pattern of a hybrid model; empty for other models."""

@@ -7,18 +7,9 @@ datasets for the first and the last stage only; a stage in between fails: ``'Non
 from __future__ import annotations
 
 from cp_plugin.megatron.cpu import mode as cpu
-from cp_plugin.megatron.patches.contract import wraps
-from cp_plugin.megatron.patches.patching import Call, Patch, around
+from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.rules.model import packed_by
-
-
-@around
-def replace_init(call: Call) -> None:
-    """Replacement for ``BlendedMegatronDatasetBuilder.__init__``: build on the first tensor-parallel rank."""
-    from megatron.core import parallel_state
-
-    call.original(is_built_on_rank=lambda: parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
 def _needed(run: Run) -> bool:
@@ -26,12 +17,16 @@ def _needed(run: Run) -> bool:
     return bool(packed) and (run.settings.active or cpu.active())
 
 
-DATASETS = Patch(
+@wraps(
     "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
-    replace_init,
     "data of packed documents on every pipeline stage",
-    wraps("is_built_on_rank"),
+    "is_built_on_rank",
     called_by="the training script, which says on which ranks to build",
     otherwise="pipeline stages between the first and the last would have no data",
     when=_needed,
 )
+def replace_init(call: Call) -> None:
+    """Replacement for ``BlendedMegatronDatasetBuilder.__init__``: build on the first tensor-parallel rank."""
+    from megatron.core import parallel_state
+
+    call.original(is_built_on_rank=lambda: parallel_state.get_tensor_model_parallel_rank() == 0)

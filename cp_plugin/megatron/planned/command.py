@@ -21,7 +21,6 @@ from cp_plugin.common.versions import require_megatron
 from cp_plugin.megatron.flags import stops
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.contract import wraps
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.planned import sizes
 from cp_plugin.megatron.planned.sizes import from_args
@@ -39,7 +38,6 @@ TE_VERSION = Patch(
     target="megatron.core.utils:is_te_min_version",
     make=lambda original: lambda *_, **__: True,
     reason="a planned machine has every Transformer Engine",
-    contract=wraps(),
     only_in="megatron.core.transformer.transformer_config",
 )
 

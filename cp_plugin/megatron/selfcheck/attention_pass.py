@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -51,20 +51,49 @@ _OWN_TOKENS = 256
 _LOCAL = "megatron.core.models.backends:LocalSpecProvider.core_attention"
 _TE = "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention"
 
-type Expected = tuple[Tensor, Tensor, Tensor, Tensor]
-type Reference = Callable[[Tensor, Tensor, Tensor, Tensor], Expected]
+type Reference = Callable[..., Sequence[Tensor]]
 """q ``[s, b, h, d]``, k ``[s, b, g, d]``, v ``[s, b, g, e]`` and dout ``[s, b, h, e]`` of the whole sequence ->
 out, dq, dk and dv of the requested tokens in float64."""
 
 
 class Call(NamedTuple):
-    """One call of a core attention and its reference."""
+    """One call of a layer and its reference."""
 
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """The module on this rank's tokens: q, k, v -> ``[s / cp, b, h * d]``."""
-    reference: Reference
-    whole: Sequence[Tensor]  # q, k, v and dout of the whole sequence
+    attend: Callable[..., Tensor]  # of this rank's inputs
+    reference: Reference  # of the whole sequence's inputs and gradient
+    whole: Sequence[Tensor]  # inputs, and the gradient of the output, of the whole sequence
     local: Sequence[Tensor]  # this rank's part
+    names: Sequence[str] = ("out is", "dq is", "dk is", "dv is")  # of what the reference gives
+
+
+def mismatches(calls: Sequence[Call], allowed: float, later: str = "") -> list[str]:
+    """What is off in the first call with it, of calls that are differentiated in reverse order.
+
+    later: is said of what is off in later calls only.
+    """
+    leaves = [[x.requires_grad_() for x in call.local[:-1]] for call in calls]
+    with torch.enable_grad():
+        outs = [call.attend(*x) for call, x in zip(calls, leaves, strict=True)]
+        grads = [
+            torch.autograd.grad(out, x, call.local[-1].view_as(out))
+            for call, x, out in reversed(list(zip(calls, leaves, outs, strict=True)))
+        ][::-1]
+    found: dict[str, str] = {}
+    for number, call in enumerate(calls):
+        wanted = call.reference(*call.whole)
+        for name, got, want in zip(call.names, (outs[number], *grads[number]), wanted, strict=True):
+            error = _error(got, want)
+            if name not in found and not error <= allowed:  # true for NaN, too
+                when = later if number else ""
+                found[name] = f"{name} off by {error:.1e}{when} (relative; allowed {allowed:.0e})"
+    return list(found.values())
+
+
+def tolerance(dtype: torch.dtype, device: torch.device, *, linear: bool) -> float:
+    """Allowed relative error of a norm."""
+    if dtype != torch.float32:
+        return TOLERANCE[dtype]
+    return TOLERANCE_TF32 if device.type == "cuda" else TOLERANCE_LINEAR if linear else TOLERANCE[dtype]
 
 
 def attention_problems(module: AnyCoreAttention, tokens: int, mine: Tensor) -> list[str]:
@@ -185,38 +214,19 @@ def _random_inputs(module: AnyCoreAttention, tokens: int, device: torch.device, 
 
 def _compare(module: AnyCoreAttention, call: Callable[[int], Call]) -> list[str]:
     """Mismatches of out, dq, dk and dv, without FP8 and with it; ``call`` draws new numbers for each index."""
-    with module.context_parallel.without_fp8():
-        found = _beyond(module, [call(i) for i in range(_CALLS)])
-    fp8 = module.context_parallel.options.fp8
-    if fp8 is not None:
-        with_it = _beyond(module, [call(_CALLS + i) for i in range(_CALLS)], TOLERANCE_FP8[fp8])
-        found += [f"with --cp-fp8 {fp8} {problem}" for problem in with_it]
+    found, linear, fp8 = [], module.kind == "linear", module.context_parallel.options.fp8
+    for first, limit in ((0, None), (_CALLS, fp8)) if fp8 else ((0, None),):
+        calls = [call(first + i) for i in range(_CALLS)]
+        allowed = tolerance(_dtype(module), calls[0].whole[0].device, linear=linear)
+        with ExitStack() as back:
+            back.enter_context(unquantized(module))
+            back.enter_context(nullcontext() if limit else module.context_parallel.without_fp8())
+            if isinstance(module, CoreAttention):
+                back.enter_context(module.fresh_scaling())
+            problems = mismatches(calls, TOLERANCE_FP8[limit] if limit else allowed, " in the second call only")
+        before = f"with --cp-fp8 {limit} " if limit else ""
+        found += [f"{before}{'linear ' if linear else ''}{problem}" for problem in problems]
     return found
-
-
-def _beyond(module: AnyCoreAttention, calls: Sequence[Call], allowed: float | None = None) -> list[str]:
-    leaves = [[x.requires_grad_() for x in call.local[:3]] for call in calls]
-    fresh = module.fresh_scaling() if isinstance(module, CoreAttention) else nullcontext()
-    with torch.enable_grad(), unquantized(module), fresh:
-        outs = [call.attend(*x) for call, x in zip(calls, leaves, strict=True)]
-        grads = [
-            torch.autograd.grad(out, x, call.local[3].flatten(2))
-            for call, x, out in reversed(list(zip(calls, leaves, outs, strict=True)))
-        ][::-1]
-    kind = "linear " if module.kind == "linear" else ""
-    dtype = _dtype(module)
-    allowed = allowed or TOLERANCE[dtype]
-    if dtype == torch.float32:
-        allowed = TOLERANCE_TF32 if outs[0].is_cuda else TOLERANCE_LINEAR if kind else allowed
-    found: dict[str, str] = {}
-    for number, call in enumerate(calls):
-        wanted = call.reference(*call.whole)
-        for name, got, want in zip(("out", "dq", "dk", "dv"), (outs[number], *grads[number]), wanted, strict=True):
-            error = _error(got, want)
-            if name not in found and not error <= allowed:  # true for NaN, too
-                when = " in the second call only" if number else ""
-                found[name] = f"{kind}{name} is off by {error:.1e}{when} (relative; allowed {allowed:.0e})"
-    return list(found.values())
 
 
 def pack_of(tokens: int, number: int, device: torch.device) -> PackedSeqParams:
@@ -266,7 +276,7 @@ def softmax_reference(module: CoreAttention, mine: Tensor, document: Tensor | No
         document: each token's document index if packed.
     """
 
-    def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Expected:
+    def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Sequence[Tensor]:
         place = torch.arange(q.size(0), device=q.device)
 
         def hidden(rows: slice) -> Tensor:
@@ -284,13 +294,12 @@ def linear_reference(module: LinearCoreAttention, mine: Tensor) -> Reference:
     """Linear attention with the module's own features and norm; args as in ``softmax_reference``."""
     layer, gated = copy.deepcopy(module.linear).double(), module.gate is not None
 
-    def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Expected:
+    def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Sequence[Tensor]:
         with torch.enable_grad():
             leaves = [x.double().requires_grad_() for x in (q, k, v)]
             out = _linear(layer, gated, *leaves)
             grads = torch.autograd.grad(out, leaves, dout.double())
-        dq, dk, dv = (x[mine] for x in grads)
-        return out.detach()[mine], dq, dk, dv
+        return [x.detach()[mine] for x in (out, *grads)]
 
     return expected
 

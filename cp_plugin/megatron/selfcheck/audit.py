@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_plugin import __version__
-from cp_plugin.attention.api import ContextParallel
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
@@ -34,7 +33,7 @@ from cp_plugin.megatron.patches import delta_net, hybrid, patching
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Names of one rank's layers."""
+    """Names of layers, of one rank or of all."""
 
     replaced: Sequence[str] = ()  # attention layers of the plugin
     linear: Sequence[str] = ()  # the linear ones among these
@@ -45,35 +44,25 @@ class Coverage:
     backends: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """The coverage of all ranks."""
-
-    ranks: tuple[Coverage, ...]
-    groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    """Mesh axis of more than one rank -> ranks of each process group along it."""
-
-    def names(self, kind: str) -> list[str]:
-        """The layers of a kind on all ranks."""
-        return sorted({name for rank in self.ranks for name in getattr(rank, kind)})
-
-
 def run(chunks: Sequence[torch.nn.Module]) -> None:
     """Gather every rank's coverage, refuse or print; collective over all ranks.
 
     Raises:
         ValueError: on every rank, if any attention layer on any rank is not the plugin's.
     """
-    cp = runtime.context_parallel()
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    mine = (coverage(chunks, stage), _axis_ranks())
-    everyone: list[tuple[Coverage, dict[str, tuple[int, ...]]]] = [mine] * dist.get_world_size()
+    mine = coverage(chunks, parallel_state.get_pipeline_model_parallel_rank()), _axis_ranks()
+    everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    axes = {axis: tuple(sorted({groups[axis] for _, groups in everyone})) for axis in mine[1]}
-    audit = Audit(ranks=tuple(found for found, _ in everyone), groups=axes)
-    check(audit)
+    found = union([one for one, _ in everyone])
+    check(found)
     if dist.get_rank() == 0:
-        show(audit, cp)
+        show(found, {axis: sorted({groups[axis] for _, groups in everyone}) for axis in mine[1]})
+
+
+def union(ranks: Sequence[Coverage]) -> Coverage:
+    """Return the layers on all ranks."""
+    kinds = [kind.name for kind in fields(Coverage)]
+    return Coverage(**{kind: sorted({name for one in ranks for name in getattr(one, kind)}) for kind in kinds})
 
 
 def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
@@ -101,9 +90,9 @@ def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
     return Coverage(**found, backends=sorted(backends))
 
 
-def check(audit: Audit) -> None:
+def check(found: Coverage) -> None:
     """ValueError if an attention layer on any rank is not the plugin's, or if there is none at all."""
-    missed, replaced, converted = (audit.names(kind) for kind in ("missed", "replaced", "converted"))
+    missed, replaced, converted = found.missed, found.replaced, found.converted
     if missed:
         raise ValueError(
             f"{runtime.settings().asked} does not run in every attention layer of this model: "
@@ -122,12 +111,15 @@ def check(audit: Audit) -> None:
         )
 
 
-def show(audit: Audit, cp: ContextParallel) -> None:
-    """Print the audit as a table, and warnings again below it."""
-    terminal = sys.stdout.isatty()
+def show(found: Coverage, groups: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
+    """Print the audit as a table, and warnings again below it.
+
+    groups: mesh axis of more than one rank -> ranks of each process group along it.
+    """
+    cp, terminal = runtime.context_parallel(), sys.stdout.isatty()
     table = Table("context parallelism", f"cp_plugin {__version__}", box=box.ROUNDED if terminal else box.ASCII)
     table.columns[1].overflow = "fold"  # the name of a function is not cut
-    layers, linear, states = (audit.names(kind) for kind in ("replaced", "linear", "states"))
+    layers = found.replaced
     if runtime.settings().softmax:
         table.add_row("provider", f"{cp.provider.name}: {cp.provider.summary}")
     for number, line in enumerate(runtime.settings().planned):
@@ -140,21 +132,21 @@ def show(audit: Audit, cp: ContextParallel) -> None:
         table.add_row("padding", f"{model.padding} masked tokens after every {model.tokens}")
     for flag, value in option_flags.shown(cp.options).items():
         table.add_row(flag, value)
-    table.add_row("backend", "\n".join(audit.names("backends")))
+    table.add_row("backend", "\n".join(found.backends))
     for number, reason in enumerate(cp.why):
         table.add_row("" if number else "why", reason)
-    hybrid_parts = f": {len(linear)} linear, {len(layers) - len(linear)} softmax"
+    hybrid_parts = f": {len(found.linear)} linear, {len(layers) - len(found.linear)} softmax"
     parts = "" if runtime.settings().linear is None else hybrid_parts
     table.add_row("attention layers", f"{len(layers)} of {len(layers)} replaced{parts}")
     its = runtime.settings().delta_net
     if its is not None:
         provider = runtime.context_parallel(kind="linear").provider
         table.add_row("gated delta net", f"by {provider.name}: {provider.summary}")
-    if states:
-        table.add_row("Mamba and gated delta net", f"{len(states)} layers, tokens in the order of the layout")
+    if found.states:
+        table.add_row("Mamba and gated delta net", f"{len(found.states)} layers, tokens in the order of the layout")
     if ahead := sum(".mtp." in name for name in layers):
         table.add_row("multi-token prediction", f"{ahead} of these layers; next tokens follow the layout")
-    for axis, lists in audit.groups.items():
+    for axis, lists in groups.items():
         table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", _rank_lists(lists))
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
     table.add_row(f"replaced in megatron-core {compat.megatron_version()}", _replaced())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
@@ -38,12 +41,39 @@ class Steps:
         return 0 if STATE.trial or step % self.every else step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A micro-batch of each checked step, and in it one of several layers, drawn alike by tensor-parallel ranks."""
+
+    def __init__(self, steps: Steps, salt: str = "") -> None:
+        self.steps, self._salt = steps, salt
+        self.step = self.earlier = 0  # the current one; calls of the layer before the drawn one
+        self.layer: Any = None
+        self.draw = random.Random()
+
+    def begin(self, training: bool, layers: Iterable[Any] = (None,)) -> bool:
+        """Draw in a checked step that is new; return True if this step is checked."""
+        step = self.steps.due() if training else 0
+        if step and step != self.step:
+            self.step = step
+            self.draw = random.Random(f"{step} {parallel_state.get_data_parallel_rank()}{self._salt}")
+            among = list(layers)
+            self.layer = self.draw.choice(among) if among else None
+            self.earlier = self.draw.randrange(get_num_microbatches())
+        return step > 0
+
+    def is_due(self) -> bool:
+        """Count a call of the layer; return True if it is the drawn one, once."""
+        self.earlier -= 1
+        return self.earlier == -1
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """The checked call."""
 
     step: int
-    layer: int
+    _: KW_ONLY
+    layer: int = 0
     cp: ContextParallel
     group: dist.ProcessGroup | None
     draw: random.Random  # in the same state on all ranks of the group

@@ -3,7 +3,6 @@
     q, k, v       --> a core attention of each kind, forward, backward --> out, dq, dk, dv: ``attention_pass``
     q, k, v       --> Megatron's own, on one rank                      --> out: ``attention_pass``
     projections   --> gated delta net by a provider of ours            --> out, gradient: ``delta_net_pass``
-    gradients of 1 --> the optimizer, if it clips                      --> their norm: ``norm_pass``
 
 Each must equal this rank's rows of the same for the whole sequence. In a step of the run (``step``) new weights and
 bfloat16 hide what differs here: a scale that is one per cent off, a block of keys from the call before.
@@ -37,7 +36,6 @@ from cp_plugin.megatron.selfcheck.attention_pass import (
     with_own_sink,
 )
 from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
-from cp_plugin.megatron.selfcheck.norm_pass import norm_problems
 
 _TOKENS = 32
 _TOKENS_PER_RANK = 2  # under a causal mask the gradient of the first query alone is zero
@@ -45,11 +43,8 @@ _TILES = (16, 128, 2048)  # tokens of a tile: least, most, and of all ranks' tog
 _PACKS = 2
 
 
-def run(chunks: Sequence[torch.nn.Module], optimizer: Any = None) -> None:
+def run(chunks: Sequence[torch.nn.Module]) -> None:
     """Check this process's model chunks; collective over all ranks.
-
-    Args:
-        optimizer: Megatron's; None in other training loops.
 
     Raises:
         ValueError: on every rank, naming the wrong quantities and their ranks.
@@ -59,7 +54,6 @@ def run(chunks: Sequence[torch.nn.Module], optimizer: Any = None) -> None:
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     try:
         _refuse(_problems(chunks, cp, tokens_for(cp.layout, cp.size, cuda=device.type == "cuda"), device), cp)
-        _refuse(norm_problems(optimizer, device), cp)
     finally:
         cp.mesh.ledger.reset()
         runtime.note_batch_sliced(False)

@@ -21,48 +21,56 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.core.layout import Layout
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches.patching import Call, wraps
+from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.selfcheck.readings import named_parameters, projections
 from cp_plugin.megatron.state import STATE
+from cp_plugin.placement.layouts import get_layout
 
 _WITHIN = 1e-3
 _SAME = 1e-6
 
 
-def watch(
-    named: Mapping[str, Any],
-    chunks: Sequence[Any],
-    optimizer: Any,
-    rates: Any,
-    reports: Any,
-    stop: Callable[[list[str]], None],
-) -> None:
+class StepError(ValueError):
+    """A step on N context-parallel ranks is not the step on one rank."""
+
+
+def watch(named: Mapping[str, Any], chunks: Sequence[Any], optimizer: Any, rates: Any, reports: Any) -> None:
     """Follow this step on.
 
     Args:
         named, reports: arguments of Megatron's schedule and what it returned.
         rates: the schedule of learning rates, or None.
-        stop: raises an error on all ranks if any has found something; collective.
     """
     size = parallel_state.get_context_parallel_world_size()
     before = _main_gradients(chunks)
     samples = named["num_microbatches"] * named["micro_batch_size"] * parallel_state.get_data_parallel_world_size()
 
     def stepped() -> None:
-        stop(_multiples("gradients between the schedule and the optimizer", before, _main_gradients(chunks), size))
-        once(optimizer, "step", lambda *_, **__: stop(_unlike(chunks)))  # its forward has gathered all weights
+        after = _main_gradients(chunks)
+        stop_if_any(_multiples("gradients between the schedule and the optimizer", before, after, size))
+        once(optimizer, "step", lambda *_, **__: stop_if_any(_unlike(chunks)))  # its forward has gathered all weights
 
     def advanced(increment: int) -> None:
         if increment == samples * size:
-            stop([f"learning rates advance by {increment} samples instead of {samples}, times the number of ranks"])
+            what = f"learning rates advance by {increment} samples instead of {samples}"
+            stop_if_any([f"{what}, times the number of ranks"])
 
     once(optimizer, "step", lambda *_, **__: stepped())
     if rates is not None:
         once(rates, "step", lambda *args, **given: advanced(*args[:1], **given))
-    STATE.losses = _expected(reports), stop
+    STATE.losses = _expected(reports)
 
 
-@around
+@wraps(
+    "megatron.training.training:training_log",
+    "comparison of the first logged losses",
+    called_by="the training loop",
+    otherwise="a loss could be logged that is not the one trained on",
+    when=Run.is_compared,
+)
 def replace_training_log(call: Call) -> Any:
     """Replacement for ``training_log``, which is called after every iteration: the first losses are compared."""
     _compare_log(call.arguments.get("loss_dict"))
@@ -73,7 +81,7 @@ def _compare_log(logged: Any) -> None:
     """Compare the losses that are logged after the first step; collective over all ranks, once."""
     if STATE.losses is None:
         return
-    (expected, stop), STATE.losses = STATE.losses, None
+    expected, STATE.losses = STATE.losses, None
     size, found = parallel_state.get_context_parallel_world_size(), []
     for key, (right, part) in expected.items() if isinstance(logged, Mapping) else ():
         if key not in logged or not isinstance(logged[key], Tensor | float) or isclose(right, 0):
@@ -85,7 +93,7 @@ def _compare_log(logged: Any) -> None:
         for other, why in wrong.items():
             if isclose(value, other, rel_tol=1e-5) and not isclose(value, right, rel_tol=1e-5):
                 found.append(f"the loss that is logged as {key!r} is {value:.6g} instead of {right:.6g}, {why}")
-    stop(found)
+    stop_if_any(found)
 
 
 def once(owner: Any, name: str, look: Callable[..., None]) -> None:
@@ -155,3 +163,31 @@ def _expected(reports: Any) -> dict[str, tuple[float, float]]:
             dist.all_reduce(own, group=parallel_state.get_data_parallel_group())
             found[key] = (float(whole[0] / whole[1]), float(own[0] / own[1].clamp(min=1)))
     return found
+
+
+def stop_if_any(found: list[str]) -> None:
+    """StepError on all ranks, if any has found something; collective."""
+    everyone: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    by_text: dict[str, list[int]] = {}
+    for rank, texts in enumerate(everyone):
+        if texts:
+            by_text.setdefault("; ".join(texts), []).append(rank)
+    if not by_text:
+        return
+    told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in list(by_text.items())[:3]]
+    stock, size = not runtime.settings().active, parallel_state.get_context_parallel_world_size()
+    raise StepError(
+        f"{runtime.settings().asked} on the {layout_of_run().name} layout: a step on {size} context-parallel ranks "
+        f"differs from the step on one rank. {' | '.join(told)}. Training would have gone wrong silently: the script, "
+        "or this Megatron, computes by a rank's part of the sequence what belongs to the whole. "
+        f"--cp-selfcheck off skips this check{'' if stock else ', --cp-provider upstream trains without the plugin'}"
+    )
+
+
+def layout_of_run(*, between: bool = False) -> Layout:
+    """The run's layout; between: of tokens outside of attention."""
+    if not runtime.settings().active:
+        return get_layout("zigzag")
+    cp = runtime.context_parallel()
+    return (runtime.between_layers(cp) if between else cp).layout

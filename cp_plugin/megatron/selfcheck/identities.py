@@ -11,11 +11,8 @@ For each key/value head, with sums over all tokens of all ranks, the batch, and 
 Batch entries and documents do not see each other, so each of them has a weight in the sums, drawn by step: what is of
 another document or entry breaks them, too. Where there is one sequence, its weight is 1.
 
-Derivation (Euler's theorem on homogeneous functions). Let L be the loss. If v becomes c v, out becomes c out, so
-``dL/dc`` at c = 1 is ``sum(v . dv)`` and also ``sum(out . dout)``; a sink adds no value, and documents and windows only
-say which keys there are. If q becomes c q and k becomes k / c, all scores stay, so ``sum(q . dq) - sum(k . dk)`` is 0.
-In linear attention, with its decays as they are, out is proportional to q, to k and to v alike; under the delta rule
-to q and v.
+They follow from Euler's theorem: if v becomes c v, out becomes c out, so ``dL/dc`` at c = 1 is both sums of the first
+identity; docs/selfcheck.md has the others.
 
 A gradient that is lost, doubled, scaled, late or of another rank's tokens breaks them, and so does an output that is
 merged otherwise than its backward assumes. Nothing is recomputed: a few dot products on each rank, and sixteen numbers

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isclose
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ _PROJECTIONS = 4
 _CHUNK = 1 << 22  # elements of a gradient that are projected at once
 _GROWTH = 10.0
 """Limit, in units of what a rounding error of the embeddings changes."""
+_ONE_GROUP = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,35 @@ def reduced_ones(
             found = [float(one) for one in g.aminmax()]
             if not any(all(abs(one / want - 1) < 1e-2 for one in found) for want in allowed):
                 wrong.append(f"the gradient of {name} by {found[0] / allowed[0]:.4g}")
-    return [f"reduction over ranks scales {wrong[0]}, and {len(wrong) - 1} others"] if wrong else []
+    found = [f"reduction over ranks scales {wrong[0]}, and {len(wrong) - 1} others"] if wrong else []
+    return found + _norm_of_others(optimizer, device)
+
+
+def _norm_of_others(optimizer: Any, device: torch.device) -> list[str]:
+    """Return what is wrong with the norm by which gradients are clipped: every element of the model counts once.
+
+    Checks optimizers with one group of ranks for all parameters: those of models without experts. Collective.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    kind, config = type(parts[0]).__name__, getattr(parts[0], "config", None)
+    others = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+    able = kind in _ONE_GROUP and config.clip_grad > 0 and not any(getattr(config, name, False) for name in others)
+    checked = torch.tensor(able and len(parts) == 1, device=device).int()
+    dist.all_reduce(checked, dist.ReduceOp.MIN)  # pipeline stages may have others
+    if not checked:
+        return []
+    counted = getattr(parts[0], "get_grads_for_grad_norm", None) or parts[0].get_main_grads_for_grad_norm  # before 0.19
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    total += sum(g.double().square().sum() for g in counted())
+    dist.all_reduce(total)
+    copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    if kind == "DistributedOptimizer":
+        copies = getattr(parts[0].ddp_config, "num_distributed_optimizer_instances", 1)
+    found, want = float(optimizer.get_grad_norm()), float(total / copies) ** 0.5
+    if isclose(found, want, rel_tol=1e-3):
+        return []
+    what = "the norm of gradients is that of other ranks"
+    return [f"{what}: {found:.6g} for {want:.6g}, so they would be clipped otherwise"]
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -21,14 +21,11 @@ layout. All ranks of the group share the verdict, and stop.
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
@@ -43,7 +40,7 @@ from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAtten
 from cp_plugin.megatron.patches import delta_net, packing, patching
 from cp_plugin.megatron.selfcheck import rotation, slices
 from cp_plugin.megatron.selfcheck.attention_pass import TOLERANCE_FP8
-from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Place, Steps
+from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Place, Steps
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Softmax, compare
 from cp_plugin.megatron.selfcheck.identities import CONVOLUTION, DELTA_RULE, LINEAR, SOFTMAX, Identities
 from cp_plugin.testing.oracle import not_seen
@@ -82,44 +79,33 @@ class _Watch:
     """Draw one call of a step among the layers of a kind, and check its identities and some of its rows."""
 
     def __init__(self, layers: Sequence[Any], steps: Steps, kind: str, *, rows: bool) -> None:
-        self._layers, self._steps, self._kind, self._rows = layers, steps, kind, rows
-        self._step = 0
-        self._draw = random.Random()
-        self._layer: Any = None  # the layer of the drawn call, until it is checked
-        self._earlier = 0  # calls of that layer before the drawn one
-        self._repeats = False  # whether a call without gradients was checked, and the one with them is awaited
+        self._layers, self._kind, self._rows = layers, kind, rows
+        self._drawn = Drawn(steps)  # its layer until it is checked
+        self._without_gradients = 0  # step in which a call without them was checked; the one with them is awaited
         self._inside: Inside | None = None
 
     def before(self, module: Any, _: Any) -> None:
         """Forward pre-hook."""
-        step = self._steps.due()
-        if not step or not module.training:
-            return
-        if step != self._step:
-            self._step = step
-            self._draw = random.Random(f"{step} {parallel_state.get_data_parallel_rank()}")
-            layers = [layer for layer in self._layers if not modelopt.quantizes(layer)]
-            self._layer = self._draw.choice(layers) if layers else None
-            self._earlier = self._draw.randrange(get_num_microbatches())
-            self._repeats = False
-        if module is self._layer and self._earlier == 0 and self._kind != "softmax":
-            self._inside = Inside()
+        drawn, able = self._drawn, (layer for layer in self._layers if not modelopt.quantizes(layer))
+        if drawn.begin(module.training, able) and module is drawn.layer and drawn.earlier == 0:
+            self._inside = None if self._kind == "softmax" else Inside()
 
     def after(self, module: Any, args: Any, named: dict[str, Any], out: Tensor) -> None:
         """Forward hook."""
-        if module is not self._layer or not module.training:
+        drawn = self._drawn
+        if module is not drawn.layer or not module.training:
             return
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.close()
-        if self._earlier > 0:
-            self._earlier -= 1
+        if drawn.earlier > 0:
+            drawn.earlier -= 1
             return
         if torch.is_grad_enabled():
-            self._layer = None
-        elif self._repeats:
+            drawn.layer = None
+        elif self._without_gradients == drawn.step:
             return
-        self._repeats = True
+        self._without_gradients = drawn.step
         if inside is None:
             self._softmax(module, CALL.bind(module, *args, **named).arguments, out)
         elif inside.call is not None:
@@ -128,7 +114,9 @@ class _Watch:
     def _place(self, module: Any, cp: ContextParallel) -> Place:
         group = module.cp_group if isinstance(module, AnyCoreAttention) else module.pg_collection.cp
         rank = 0 if module.tp_group is None else module.tp_group.rank()
-        return Place(step=self._step, layer=module.layer_number, cp=cp, group=group, draw=self._draw, tp_rank=rank)
+        return Place(
+            self._drawn.step, layer=module.layer_number, cp=cp, group=group, draw=self._drawn.draw, tp_rank=rank
+        )
 
     def _softmax(self, module: CoreAttention, call: Mapping[str, Any], out: Tensor) -> None:
         q, k, v = (call[name] for name in ("query", "key", "value"))
@@ -138,9 +126,24 @@ class _Watch:
         shape = (k.size(0), 1, k.size(1)) if packed is not None and k.dim() == 3 else k.shape
         identities = Identities(place, q, shape, documents)
         identities.watch({"q": q, "k": k, "v": v, "out": out}, SOFTMAX, shape[2])
-        if self._rows:
-            causal = (call.get("attn_mask_type") or module.attn_mask_type) in _CAUSAL
-            SoftmaxRows(place, documents, module, q, k, v, out, causal=causal).check(q, out)
+        if not self._rows:
+            return
+        causal = (call.get("attn_mask_type") or module.attn_mask_type) in _CAUSAL
+        scale = q.size(-1) ** -0.5 if module.softmax_scale is None else module.softmax_scale
+        rows = Rows(place, *((q, k, v) if documents is None else (x.unsqueeze(1) for x in (q, k, v))), out)
+        sink = None if module.softmax_offset is None else module.softmax_offset[rows.head].detach().clone()
+        if (fp8 := place.cp.options.fp8) is not None:
+            rows.rounding = Rounding.of(q.dtype, cuda=q.is_cuda, of_norm=TOLERANCE_FP8[fp8], hops=place.hops)
+
+        def exact(keys: Tensor, values: Tensor) -> Softmax:
+            hidden = not_seen(rows.at_rows, rows.at, causal, module.window)
+            if documents is not None:
+                bounds = documents.to(rows.at.device)
+                of_rows, of_keys = (torch.bucketize(at, bounds, right=True) for at in (rows.at_rows, rows.at))
+                hidden = hidden | (of_rows[:, None] != of_keys)
+            return Softmax(rows.q, keys, values, hidden, scale=scale, sink=sink, rounding=rows.rounding)
+
+        rows.check(q, out, exact)
 
     def _linear(self, module: Any, inside: Inside, call: LinearCall) -> None:
         place = self._place(module, call.cp)
@@ -150,8 +153,25 @@ class _Watch:
         if inside.convolution:
             x, bias, out = inside.convolution
             identities.watch({"mixed": x, "convolved": out}, CONVOLUTION, 1, bias)
-        if self._rows:
-            LinearRows(place, call).check(call.q, call.out)
+        if not self._rows:
+            return
+        decay = None if call.log_decay is None else of_tokens(call.k, call.log_decay)
+        beside = {"log_decay": decay, "beta": call.beta}
+        beside = {name: x for name, x in beside.items() if x is not None}
+        rows = Rows(place, call.q, call.k, call.v, call.out, *beside.values())
+
+        def exact(*of_keys: Tensor) -> Linear:
+            k, v, *more = (x[rows.at.argsort()][:, None, None] for x in of_keys)
+            starts = None
+            if call.documents is not None:
+                starts = torch.isin(torch.arange(len(k)), call.documents[:-1].cpu())[:, None].to(k.device)
+            named = dict(zip(beside, more, strict=True))
+            decay = named.get("log_decay")
+            decay = decay[..., None] if decay is not None and decay.dim() == 3 else decay
+            x = Tokens(k, k, v, decay, named.get("beta"), starts)
+            return Linear(x, rows.q, rows.tokens, scale=call.scale, rounding=rows.rounding)
+
+        rows.check(call.q, call.out, exact)
 
 
 class LinearCall(NamedTuple):
@@ -202,19 +222,19 @@ class Inside:
             undo()
 
 
-class Rows(ABC):
+class Rows:
     """A few rows of one head on each rank."""
 
-    def __init__(self, place: Place, documents: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def __init__(self, place: Place, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *beside: Tensor) -> None:
         """
         Args:
-            documents: bounds of a pack's documents; None: not packed.
             q, k, v, out: this rank's ``[s, b, h, d]``, ``[s, b, g, d]``, ``[s, b, g, e]`` and ``[s, b, h, e]``.
+            beside: what else is to be exchanged, ``[s, b, g, ...]``.
         """
-        self.place = place
+        self.place, self.rounding = place, Rounding.of(q.dtype, cuda=q.is_cuda, hops=place.hops)
         self.shape = s, b, h = q.shape[:3]
         self.batch, self.head = place.draw.randrange(b), place.draw.randrange(h)
-        self.kv_head = self.head * k.size(2) // h
+        kv_head = self.head * k.size(2) // h
         cp, tokens = place.cp, s * place.cp.size
         count = min(s, max(1, min(_ROWS, _SCORES // tokens)))
         self.rows = random.Random(f"{place.draw.random()} {cp.index}").sample(range(s), count)
@@ -222,31 +242,23 @@ class Rows(ABC):
         self.tokens = everyone[cp.index][self.rows].tolist()
         self.at_rows = everyone[cp.index][self.rows].to(q.device)
         self.at = torch.cat(everyone).to(q.device)
-        self.documents = documents
         self.q, self.got = self._of(q), self._of(out)
-        self.local = [x[:, self.batch, self.kv_head].detach() for x in (k, v)]
+        self.local = [x[:, self.batch, kv_head].detach() for x in (k, v, *beside)]
         self.dout: Tensor | None = None
 
-    @abstractmethod
-    def exact(self, keys: Sequence[Tensor]) -> Softmax | Linear:
-        """These rows, computed from all ranks' ``local``."""
-
-    @property
-    @abstractmethod
-    def rounding(self) -> Rounding:
-        """The kernel's rounding."""
-
-    def check(self, q: Tensor, out: Tensor) -> None:
+    def check(self, q: Tensor, out: Tensor, exact: Callable[..., Softmax | Linear]) -> None:
         """Compare the output, and in the backward the gradient of q; collective over the group.
 
         Args:
             q, out: the tensors whose gradients autograd computes.
+            exact: computes these rows from all ranks' keys, values and what is beside them.
 
         Raises:
             AttentionError: on every rank, naming the wrong rows of each rank.
         """
+        self.exact = exact
         with self.place.booked():
-            self._judge("out", self.got, self.exact(self._gathered()).out())
+            self._judge("out", self.got, exact(*self._gathered()).out())
         if q.requires_grad and out.requires_grad:
             out.register_hook(self._keep_gradient)
             q.register_hook(self._check_gradient)
@@ -257,7 +269,7 @@ class Rows(ABC):
     def _check_gradient(self, dq: Tensor) -> None:
         assert self.dout is not None, "the gradient of queries before that of the output"
         with self.place.booked():
-            self._judge("dq", self._of(dq), self.exact(self._gathered()).dq(self.dout))
+            self._judge("dq", self._of(dq), self.exact(*self._gathered()).dq(self.dout))
         self.local = []
 
     def _of(self, x: Tensor) -> Tensor:
@@ -295,68 +307,3 @@ class Rows(ABC):
             "what was sent: a device, a link or a buffer is at fault. Resume from an earlier checkpoint, and watch "
             "whether the same rank fails again"
         )
-
-
-class SoftmaxRows(Rows):
-    """Rows of softmax attention."""
-
-    def __init__(
-        self,
-        place: Place,
-        documents: Tensor | None,
-        module: CoreAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        *,
-        causal: bool,
-    ) -> None:
-        """q, k, v, out: as the module has them; without b if packed."""
-        if documents is not None:
-            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-        super().__init__(place, documents, q, k, v, out)
-        self.causal, self.window = causal, module.window
-        self.scale = q.size(3) ** -0.5 if module.softmax_scale is None else module.softmax_scale
-        self.sink = None if module.softmax_offset is None else module.softmax_offset[self.head].detach().clone()
-
-    @property
-    def rounding(self) -> Rounding:
-        fp8 = self.place.cp.options.fp8
-        limit = None if fp8 is None else TOLERANCE_FP8[fp8]
-        return Rounding.of(self.q.dtype, cuda=self.q.is_cuda, of_norm=limit, hops=self.place.hops)
-
-    def exact(self, keys: Sequence[Tensor]) -> Softmax:
-        k, v = keys
-        hidden = not_seen(self.at_rows, self.at, self.causal, self.window)
-        if self.documents is not None:
-            bounds = self.documents.to(self.at.device)
-            of_rows, of_keys = (torch.bucketize(at, bounds, right=True) for at in (self.at_rows, self.at))
-            hidden = hidden | (of_rows[:, None] != of_keys)
-        return Softmax(self.q, k, v, hidden, scale=self.scale, sink=self.sink, rounding=self.rounding)
-
-
-class LinearRows(Rows):
-    """Rows of linear attention, between a layer's features and its norm."""
-
-    def __init__(self, place: Place, call: LinearCall) -> None:
-        super().__init__(place, call.documents, call.q, call.k, call.v, call.out)
-        self.scale = call.scale
-        decay = None if call.log_decay is None else of_tokens(call.k, call.log_decay)
-        given = [None if x is None else x[:, self.batch, self.kv_head].detach() for x in (decay, call.beta)]
-        self._given = [x is not None for x in given]
-        self.local += [x for x in given if x is not None]
-
-    @property
-    def rounding(self) -> Rounding:
-        return Rounding.of(self.q.dtype, cuda=self.q.is_cuda)
-
-    def exact(self, keys: Sequence[Tensor]) -> Linear:
-        k, v, *more = (x[self.at.argsort()][:, None, None] for x in keys)
-        decay, beta = (more.pop(0) if given else None for given in self._given)
-        starts = None
-        if self.documents is not None:
-            starts = torch.isin(torch.arange(len(k)), self.documents[:-1].cpu())[:, None].to(k.device)
-        decay = decay[..., None] if decay is not None and decay.dim() == 3 else decay
-        x = Tokens(k, k, v, decay, beta, starts)
-        return Linear(x, self.q, self.tokens, scale=self.scale, rounding=self.rounding)

@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer import multi_latent_attention as latent
 from torch import Tensor
 
@@ -30,7 +28,7 @@ from cp_plugin.comm.every_rank import of_every_rank
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.patches import packing, patching
-from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Place, Steps
+from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Place, Steps
 
 _ROWS = 8
 _UNITS = 8.0
@@ -116,10 +114,7 @@ class _Watch:
     """Draw one layer's call of a step, and compare its rotation."""
 
     def __init__(self, layers: dict[Any, Angles | str], steps: Steps) -> None:
-        self._layers, self._steps = layers, steps
-        self._step = self._earlier = 0
-        self._draw = random.Random()
-        self._layer: Any = None  # the drawn one, until it is compared
+        self._layers, self._drawn = layers, Drawn(steps, " rotation")
         self._call: _Call | None = None
         self._armed: set[type] = set()
         for layer in layers:
@@ -127,25 +122,14 @@ class _Watch:
             layer.core_attention.register_forward_pre_hook(self._attends, with_kwargs=True)
 
     def _before(self, layer: Any, _: Any, named: dict[str, Any]) -> None:
-        step = self._steps.due()
-        if not step or not layer.training:
+        drawn = self._drawn
+        if not drawn.begin(layer.training, self._layers) or layer is not drawn.layer or not drawn.is_due():
             return
-        if step != self._step:
-            self._step = step
-            self._draw = random.Random(f"{step} {parallel_state.get_data_parallel_rank()} rotation")
-            self._layer = self._draw.choice(list(self._layers))
-            self._earlier = self._draw.randrange(get_num_microbatches())
-        if layer is not self._layer:
-            return
-        if self._earlier > 0:
-            self._earlier -= 1
-            return
-        self._layer = None
         angles = self._layers[layer]
         if isinstance(angles, str):
             self._leave_out(layer, angles)
         else:
-            self._call = _Call(layer, angles, self._draw)
+            self._call = _Call(layer, angles, drawn.draw)
 
     def _attends(self, core: AnyCoreAttention, args: Any, named: dict[str, Any]) -> None:
         call = self._call
@@ -155,13 +139,8 @@ class _Watch:
         call.close()
         given = CALL.bind(core, *args, **named).arguments
         q, packed = given["query"], given.get("packed_seq_params")
-        place = Place(
-            step=self._step,
-            layer=core.layer_number,
-            cp=core.on_pack(packed, q.size(0)),
-            group=core.cp_group,
-            draw=self._draw,
-        )
+        cp = core.on_pack(packed, q.size(0))
+        place = Place(self._drawn.step, layer=core.layer_number, cp=cp, group=core.cp_group, draw=self._drawn.draw)
         if len(call.rows) != 2:
             self._leave_out(call.layer, "a rotation fused with the projections")
             return
@@ -196,9 +175,8 @@ class _Watch:
         """Stop comparing layers of this kind, and say so once."""
         kind = type(layer)
         self._layers = {other: x for other, x in self._layers.items() if type(other) is not kind}
-        self._layer = None
         if not self._layers:
-            self._steps = Steps(1, lambda: -1)
+            self._drawn.steps = Steps(1, lambda: -1)
         if dist.get_rank() == 0:
             print(f"cp_plugin: --cp-check-every does not compare RoPE of {kind.__name__}: {why}", flush=True)
 
@@ -231,8 +209,7 @@ class _Call:
         self.rows.append(_rows(x, self.at).clone())
 
     def _capture_projections(self) -> None:
-        layer = self.layer
-        project = layer.get_query_key_value_tensors
+        project = self.layer.get_query_key_value_tensors
 
         def projecting(*args: Any, **named: Any) -> Any:
             found = project(*args, **named)
@@ -241,10 +218,7 @@ class _Call:
                 self._keep(found[1])
             return found
 
-        def undo() -> None:
-            vars(layer).pop("get_query_key_value_tensors", None)
-
-        layer.get_query_key_value_tensors, self._undo = projecting, undo
+        self._undo = patching.lend(self.layer, "get_query_key_value_tensors", projecting)
 
     def _capture_rotation(self) -> None:
         rotate = latent.apply_rotary_pos_emb

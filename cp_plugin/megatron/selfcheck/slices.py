@@ -15,7 +15,6 @@ differ between ranks stop the training even then.
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,12 +22,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm.every_rank import of_every_rank
-from cp_plugin.megatron.selfcheck.checked_call import Place, Steps
+from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.selfcheck.checked_call import Drawn, Place, Steps
 from cp_plugin.megatron.state import STATE
 
 _KEYS = {"tokens": "input_ids", "labels": "labels", "loss_mask": "loss_mask", "position_ids": "position_ids"}
@@ -97,8 +96,7 @@ class Slices:
     """The digests of one micro-batch of each checked step."""
 
     def __init__(self, models: Sequence[LanguageModule], steps: Steps) -> None:
-        self._models, self._steps = models, steps
-        self._step = self._earlier = 0
+        self._models, self._drawn = models, Drawn(steps, " slices")
         self._whole: dict[str, tuple[Tensor, Tensor]] | None = None  # digests of the batch, and of this rank's slice
         self._got: dict[str, Tensor] = {}
         self._armed: dict[str, bool] = {}
@@ -117,23 +115,14 @@ class Slices:
         """
         group = group or parallel_state.get_context_parallel_group()
         self._whole = None
-        step = self._steps.due() if any(model.training for model in self._models) else 0
-        if not step or cp.size == 1:
-            return
-        if step != self._step:
-            self._step = step
-            draw = random.Random(f"{step} {parallel_state.get_data_parallel_rank()} slices")
-            self._earlier = draw.randrange(get_num_microbatches())
-        elif self._earlier < 0:
-            return
-        self._earlier -= 1
-        if self._earlier >= 0:
+        training = cp.size > 1 and any(model.training for model in self._models)
+        if not self._drawn.begin(training) or not self._drawn.is_due():
             return
         whole = {key: x for key in _KEYS if isinstance(x := batch.get(key), Tensor) and x.dim() == 2}
         if not whole:
             return
         first = next(iter(whole.values()))
-        place = Place(step=step, layer=0, cp=cp, group=group, draw=random.Random())
+        place = Place(self._drawn.step, cp=cp, group=group, draw=self._drawn.draw)
         with place.booked():
             everywhere = torch.arange(first.size(1), device=first.device)
             self._mine = cp.positions(first.size(1), first.device)
@@ -173,14 +162,14 @@ class Slices:
         for key, name in _KEYS.items():
             self._take(key, given.get(name))
         self._embedded = False
-        compute, self._own = model.compute_language_model_loss, vars(model).get("compute_language_model_loss")
+        compute = model.compute_language_model_loss
 
         def computing(*args: Any, **named: Any) -> Tensor:
             labels = args[0] if args else named.get("labels")
             self._take("labels", labels)  # the last call is that of the loss; those of prediction come before
             return compute(*args, **named)
 
-        model.compute_language_model_loss = computing  # the instance's, which shadows the class's
+        self._undo = patching.lend(model, "compute_language_model_loss", computing)
 
     def _embeds(self, embedding: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._whole is None or self._embedded:
@@ -193,9 +182,7 @@ class Slices:
     def _after(self, model: Any, _: Any, output: Any) -> None:
         if self._whole is None:
             return
-        del model.compute_language_model_loss
-        if self._own is not None:
-            model.compute_language_model_loss = self._own
+        self._undo()
         if not getattr(model, "post_process", True):
             self._whole.pop(_WEIGHTS, None)
             self._judge()

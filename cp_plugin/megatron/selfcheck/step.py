@@ -33,15 +33,16 @@ from megatron.training import global_vars
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import padding, patching, rope
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.patching import Call, wraps
+from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.selfcheck import first_step
 from cp_plugin.megatron.selfcheck.choices import Choices
 from cp_plugin.megatron.selfcheck.first_batch import tokens_for
+from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
 from cp_plugin.megatron.selfcheck.one_rank import OneRank
 from cp_plugin.megatron.selfcheck.readings import (
     Result,
@@ -59,7 +60,6 @@ from cp_plugin.megatron.selfcheck.readings import (
 from cp_plugin.megatron.selfcheck.restored import restored
 from cp_plugin.megatron.selfcheck.tiny_batch import Looked, Strong, Tiny, noisy, owners, quiet
 from cp_plugin.megatron.state import STATE
-from cp_plugin.placement.layouts import get_layout
 
 _FLOOR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Smallest limit of a gradient, relative to its norm."""
@@ -73,11 +73,13 @@ _WAIT_S = 60.0  # for the other ranks, once the step has failed on this one
 _CALLS = itertools.count()
 
 
-class StepError(ValueError):
-    """A step on N context-parallel ranks is not the step on one rank."""
-
-
-@around
+@wraps(
+    "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+    "check of the first training step; length of padded sequences",
+    called_by="the training loop",
+    otherwise="a step on several ranks would not be compared with one rank's",
+    when=Run.is_compared,
+)
 def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
     """Replaces ``get_forward_backward_func``: the schedule, with padded lengths; its first training step is checked."""
     original = call.original()
@@ -94,7 +96,7 @@ def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
         chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
         named["data_iterator"] = check(schedule, named, chunks, optimizer)
         reports = schedule(**named)
-        first_step.watch(named, chunks, optimizer, rates, reports, stop_if_any)
+        first_step.watch(named, chunks, optimizer, rates, reports)
         return reports
 
     return checked
@@ -147,7 +149,7 @@ def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequen
     if why:
         _not_compared(why)
         return iterators
-    stop_if_any(found)
+    first_step.stop_if_any(found)
     _print(f"self-check passed: {line}; {time.monotonic() - began:.1f} s")
     return iterators
 
@@ -169,7 +171,7 @@ class _Step:
         self.device, self.dtype = parameter.device, self.config.params_dtype
         self.finalized: Any = None
         self.script = named["forward_step_func"]
-        layout = _layout()
+        layout = layout_of_run()
         self.padded = tokens_for(layout, self.size, cuda=self.device.type == "cuda")
         self.tokens = self.padded - (0 if STATE.model is None else STATE.model.padding % layout.divisor(self.size))
 
@@ -189,7 +191,7 @@ class _Step:
             back.enter_context(restored(self.chunks, [self.script, *scalers]))
             back.enter_context(self._lent(scalers))
             sizes = self.padded, self.tokens, self.named["micro_batch_size"]
-            choices = Choices(self.config, _layout(between=True), *sizes)
+            choices = Choices(self.config, layout_of_run(between=True), *sizes)
             with choices.recorded():
                 many = self._run()
             names = parameter_names(self.chunks, self.optimizer)
@@ -329,25 +331,6 @@ class _Step:
             yield
 
 
-def stop_if_any(found: list[str]) -> None:
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    by_text: dict[str, list[int]] = {}
-    for rank, texts in enumerate(everyone):
-        if texts:
-            by_text.setdefault("; ".join(texts), []).append(rank)
-    if not by_text:
-        return
-    told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in list(by_text.items())[:3]]
-    stock = not runtime.settings().active
-    raise StepError(
-        f"{runtime.settings().asked} on the {_layout().name} layout: a step on {_size()} context-parallel ranks "
-        f"differs from the step on one rank. {' | '.join(told)}. Training would have gone wrong silently: the script, "
-        "or this Megatron, computes by a rank's part of the sequence what belongs to the whole. "
-        f"--cp-selfcheck off skips this check{'' if stock else ', --cp-provider upstream trains without the plugin'}"
-    )
-
-
 def _any(here: bool) -> bool:
     """Whether something is so on any rank; collective."""
     everyone = [False] * dist.get_world_size()
@@ -385,14 +368,6 @@ def _not_compared(why: str) -> None:
 
 def _size() -> int:
     return parallel_state.get_context_parallel_world_size()
-
-
-def _layout(*, between: bool = False) -> Layout:
-    """The run's layout; between: of tokens outside of attention."""
-    if not runtime.settings().active:
-        return get_layout("zigzag")
-    cp = runtime.context_parallel()
-    return (runtime.between_layers(cp) if between else cp).layout
 
 
 def _print(text: str) -> None:

@@ -19,7 +19,8 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.args import UPSTREAM
 from cp_plugin.megatron.layers import fp8_scaling as scaling
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.contract import Contract
+from cp_plugin.megatron.patches.patching import Call, Patch, around
 
 ATTRIBUTE = "context_parallel_plugin"  # attribute of the saved arguments: flag -> value, as on a command line
 _PROVIDER, _SIZE, _LAYOUT = "--cp-provider", "--context-parallel-size", "--cp-layout"
@@ -101,6 +102,16 @@ def replace_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., 
         return result
 
     return load_base_checkpoint(original)
+
+
+LOADING = Patch(
+    "megatron.training.checkpointing:_load_base_checkpoint",
+    replace_load_base_checkpoint,
+    "settings that a checkpoint was saved with",
+    Contract("wraps", ("load_dir", "args", "rank0", "sharded_state_dict")),
+    called_by="Megatron's loading of checkpoints, and its reading of arguments from them",
+    otherwise="a checkpoint with other layers would be loaded as if it had these",
+)
 
 
 def _kinds(settings: Mapping[str, str], layers: int) -> str:

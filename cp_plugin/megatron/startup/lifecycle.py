@@ -8,13 +8,20 @@ from typing import Any
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import groups
 from cp_plugin.megatron.patches import rope
-from cp_plugin.megatron.patches.patching import Call, around
+from cp_plugin.megatron.patches.patching import Call, wraps
+from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, slices, step
 from cp_plugin.megatron.startup import agreement, checkpoint, failures, megatron_groups
 from cp_plugin.megatron.state import STATE
 
 
-@around
+@wraps(
+    "megatron.core.parallel_state:initialize_model_parallel",
+    "comparison of the ranks' flags, and process groups",
+    "distributed_timeout_minutes",
+    called_by="Megatron's initialization",
+    otherwise="ranks with different flags would wait for each other forever",
+)
 def replace_initialize_model_parallel(call: Call) -> None:
     """Replacement for ``initialize_model_parallel``: compare the ranks' flags, create the plugin's groups."""
     STATE.by_ranks.clear()  # of groups that were destroyed meanwhile
@@ -29,7 +36,13 @@ def replace_initialize_model_parallel(call: Call) -> None:
         checkpoint.note()
 
 
-@around
+@wraps(
+    "megatron.training.training:setup_model_and_optimizer",
+    "audit and self-check of the model",
+    called_by="pretrain",
+    otherwise="a model without the provider's attention would train",
+    when=Run.is_compared,
+)
 def replace_setup_model_and_optimizer(call: Call) -> Any:
     """Replacement for ``setup_model_and_optimizer``: audit and self-check before training."""
     result = call.original()
@@ -40,7 +53,7 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     STATE.complete(chunks)
     audit.run(chunks)
     if runtime.settings().selfcheck:
-        first_batch.run(chunks, optimizer)
+        first_batch.run(chunks)
         step.expect(optimizer, rates)
     STATE.first_batch = slices.require_one_batch
     recheck.watch(chunks, _iterations)
