@@ -82,14 +82,14 @@ echo "ci/test.sh: $SECONDS s"
 if [ "${1:-}" = --all ]; then
   bash ci/faults/run.sh --short # it watches clocks, too
   echo "LEFT OUT: tests/te: ci/nightly.sh te, or bash ci/te.sh, which builds Transformer Engine in 9 to 20 minutes"
-  parts=(
+  parts=( # the longest first
+    "bash ci/huggingface.sh"
     "bash ci/nemo.sh"
     "bash ci/versions.sh; bash ci/patches.sh" # they share the unpacked wheels
     "bash ci/parity/run.sh --short"
     ".venv/bin/python ci/faults/soak.py --steps 150; bash ci/fuzz.sh --examples 100 -k 'commands or flags'"
     "bash ci/release.sh"
     "bash ci/modelopt.sh"
-    "bash ci/huggingface.sh"
     "bash ci/calculators.sh"
   )
   printf '%s\0' "${parts[@]}" | xargs -0 -n 1 -P 2 bash -c 'part "$1"' part
