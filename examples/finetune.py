@@ -23,13 +23,12 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
+from torch_attention import rotate
+from trainer import TOLERANCE, model_of
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.ranks import join, under_torchrun
-
-TOLERANCE = 1e-5
-"""Largest relative difference of two losses: float32 rounding, summed in another order."""
 
 
 class Decoder(nn.Module):
@@ -63,14 +62,6 @@ class Decoder(nn.Module):
         return scaled_dot_product_attention(*whole, is_causal=True).permute(2, 0, 1, 3)
 
 
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """RoPE: rotate x ``[s, b, heads, d]`` by its tokens' global positions ``[s]``."""
-    frequencies = 10000.0 ** -torch.linspace(0, 1, x.size(-1) // 2, device=x.device)
-    angles = positions.to(x.device)[:, None, None, None] * frequencies
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1).to(x.dtype)
-
-
 class Plain:
     """The decoder above."""
 
@@ -90,16 +81,7 @@ class Transformers:
     """A causal language model of Hugging Face transformers."""
 
     def __init__(self, cp: ContextParallel | None, args: argparse.Namespace) -> None:
-        from transformers import AutoModelForCausalLM, LlamaConfig
-
-        self.cp = cp
-        if args.model == "llama":
-            small = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-            config = LlamaConfig(**small, num_attention_heads=4, num_key_value_heads=2)
-            self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
-        else:
-            self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-        self.model.to(args.device)
+        self.cp, self.model = cp, model_of(args).to(args.device, getattr(torch, args.dtype))
         if cp is not None:
             huggingface.apply(self.model, cp)
 

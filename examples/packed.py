@@ -1,6 +1,5 @@
 """Packed documents: Megatron-LM's own training loop with CP 1 and with CP 4, each pack sharded by its documents.
 
-    examples/packed.sh                          creates the environment, then runs this
     python examples/packed.py --iterations 40   in an environment with cp-plugin
 
 The documents are one or more paragraphs of Python's manual: many short, few long, as in chat data. A token attends to
@@ -14,15 +13,13 @@ import argparse
 import json
 import pydoc_data.topics
 import shlex
-import subprocess
 import sys
 from itertools import cycle, islice
 from pathlib import Path
 
+import runs
 from rich.console import Console
-
-from cp_plugin.cli.examples import training
-from cp_plugin.cli.examples.training import TOLERANCE, Iteration, TrainingError
+from runs import TrainingError
 
 HERE = Path(__file__).resolve().parent
 
@@ -52,51 +49,26 @@ def main() -> int:
 
     data = [*corpus(chosen.out / "manual"), "--data-cache-path", str(chosen.out / "cache")]
     divided = ["--context-parallel-size", str(chosen.ranks)]
-    runs = {
-        way: training.train(
+    found = {
+        way: runs.train(
             [*FLAGS, *data, *divided, *flags.split()], chosen.ranks, chosen.iterations, chosen.out / f"{way}.log"
         )
         for way, flags in WAYS.items()
     }
-    one = training.train([*FLAGS, *data], 1, chosen.iterations, chosen.out / "one.log")
-    training.print_losses(console, one, runs["placed"], ("CP 1", f"CP {chosen.ranks}"))
-    return verdict(console, one, runs, chosen)
+    one = runs.train([*FLAGS, *data], 1, chosen.iterations, chosen.out / "one.log")
+    runs.print_losses(console, one, found["placed"], ("CP 1", f"CP {chosen.ranks}"))
+    passed = f"packs placed on {chosen.ranks} ranks train as on one: {len(one)} losses"
+    return runs.verdict({way: (one, many) for way, many in found.items()}, chosen.iterations, passed)
 
 
 def corpus(prefix: Path) -> list[str]:
-    """Build a dataset of documents from Python's manual; return its training flags.
-
-    Raises:
-        TrainingError: if it cannot be built.
-    """
+    """Build a dataset of documents from Python's manual; return its training flags."""
     paragraphs = (part for topic in pydoc_data.topics.topics.values() for part in topic.split("\n\n") if part.strip())
     documents = (list(islice(paragraphs, count)) for count in cycle(PARAGRAPHS))
     lines = [json.dumps({"text": "\n\n".join(document)}) for document in iter(lambda: next(documents), [])]
     source = prefix.with_suffix(".jsonl")
     source.write_text("\n".join(lines))
-    words = [sys.executable, "-W", "ignore", "-m", "cp_plugin.cli", "dataset", str(prefix), str(source)]
-    if status := subprocess.run(words, check=False).returncode:
-        raise TrainingError(f"making the dataset {prefix} ended with status {status}")
-    return json.loads(Path(f"{prefix}_text_document.json").read_text())["flags"]
-
-
-def verdict(
-    console: Console,
-    one: list[Iteration],
-    runs: dict[str, list[Iteration]],
-    chosen: argparse.Namespace,
-) -> int:
-    """Print the verdict; return the exit status."""
-    problems = [
-        f"{way}: {found}" for way, run in runs.items() for found in training.disagreements(one, run, chosen.iterations)
-    ]
-    problems += training.not_falling(one)
-    return training.verdict(
-        console,
-        problems,
-        f"packs placed on {chosen.ranks} ranks train as on one: {len(one)} losses within "
-        f"{training.largest(one, runs['placed']):.1e} (allowed {TOLERANCE:.0e})",
-    )
+    return runs.dataset(prefix, source)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ import shutil
 import sys
 from pathlib import Path
 
+import runs
 from rich.console import Console
-
-from cp_plugin.cli.examples import training
-from cp_plugin.cli.examples.training import TOLERANCE, Iteration, TrainingError, corpus, difference
+from runs import Iteration, TrainingError
 
 HERE = Path(__file__).resolve().parent
 
@@ -52,7 +51,7 @@ def main() -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     console = Console()
 
-    data = corpus(chosen.out / "stdlib")
+    data = corpus(chosen.out)
     provider = ["--cp-provider", chosen.provider]
     saved = chosen.out / "checkpoint"
     shutil.rmtree(saved, ignore_errors=True)
@@ -60,53 +59,26 @@ def main() -> int:
     many = train(chosen, data, chosen.ranks, ["--context-parallel-size", str(chosen.ranks), *provider, *keep])
     one = train(chosen, data, 1, [])  # last: mistakes in the flags show in the other
 
-    training.print_losses(console, one, many, ("CP 1", f"CP {chosen.ranks}"))
-    picture = plot(one, many, chosen)
+    runs.print_losses(console, one, many, ("CP 1", f"CP {chosen.ranks}"))
+    both, picture = {chosen.provider: (one, many)}, chosen.out / "losses.png"
+    title = "The same GPT, trained by Megatron-LM on the text of Python's standard library"
+    runs.plot(picture, title, both, chosen.ranks)
     console.print(f"plot: {picture}\nlogs: {chosen.out}/cp*.log", highlight=False, soft_wrap=True)
     ask = f'cp-plugin generate --load {saved} --bytes --prompt "def main" --ranks {chosen.ranks}'
     console.print(f"generate text: {ask}", markup=False, highlight=False, soft_wrap=True)
-    return verdict(console, one, many, chosen)
+    passed = f"{chosen.provider} on {chosen.ranks} ranks equals one rank: {len(one)} losses"
+    return runs.verdict(both, chosen.iterations, passed)
+
+
+def corpus(out: Path) -> list[str]:
+    """Build a dataset from the first files of Python's standard library; return its training flags."""
+    return runs.dataset(out / "stdlib", "--max-bytes", 4_000_000)
 
 
 def train(chosen: argparse.Namespace, data: list[str], ranks: int, flags: list[str]) -> list[Iteration]:
     """One training run, with a progress bar; its log goes to ``cp<ranks>.log``."""
     words = [*MODEL, *TRAINING, *data, *flags, "--data-cache-path", str(chosen.out / "cache")]
-    return training.train(words, ranks, chosen.iterations, chosen.out / f"cp{ranks}.log")
-
-
-def plot(one: list[Iteration], many: list[Iteration], chosen: argparse.Namespace) -> Path:
-    """Both loss curves, and their difference against the tolerance."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    steps = range(1, len(one) + 1)
-    top.plot(steps, [i.loss for i in one], color="#4477aa", linewidth=5, alpha=0.5, label="CP 1")
-    label = f"CP {chosen.ranks}, {chosen.provider}"
-    top.plot(steps, [i.loss for i in many], color="#ee6677", linewidth=1.5, label=label)
-    top.set(ylabel="loss", title="The same GPT, trained by Megatron-LM on the text of Python's standard library")
-    top.legend()
-    bottom.semilogy(steps, [max(difference(a, b), 1e-8) for a, b in zip(one, many, strict=True)], ".", color="black")
-    bottom.axhline(TOLERANCE, color="#ee6677", linestyle=":", label="tolerance")
-    bottom.set(xlabel="iteration", ylabel="relative difference\n(lowest: same digits)")
-    bottom.legend()
-    path = chosen.out / "losses.png"
-    figure.savefig(path, dpi=110)
-    return path
-
-
-def verdict(console: Console, one: list[Iteration], many: list[Iteration], chosen: argparse.Namespace) -> int:
-    """Print the verdict; return the exit status."""
-    problems = [*training.disagreements(one, many, chosen.iterations), *training.not_falling(one)]
-    if problems:
-        return training.verdict(console, problems, "")
-    passed = (
-        f"{chosen.provider} on {chosen.ranks} ranks equals one rank: {len(one)} losses within "
-        f"{training.largest(one, many):.1e} (allowed {TOLERANCE:.0e}), {one[0].loss:.2f} -> {one[-1].loss:.2f}"
-    )
-    return training.verdict(console, problems, passed)
+    return runs.train(words, ranks, chosen.iterations, chosen.out / f"cp{ranks}.log")
 
 
 if __name__ == "__main__":

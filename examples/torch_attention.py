@@ -23,7 +23,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     frequencies = 10000.0 ** -torch.linspace(0, 1, x.size(-1) // 2, device=x.device)
     angles = positions.to(x.device)[:, None, None, None] * frequencies
     a, b = x.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1).to(x.dtype)
 
 
 def main() -> None:

@@ -10,8 +10,7 @@ import pytest
 from evidence import data
 
 from cp_plugin.attention.setups import settled
-from cp_plugin.cli.examples.command import Changes, command
-from cp_plugin.cli.examples.config import BASE, Experiment, examples
+from cp_plugin.cli.examples.config import BASE, Experiment, examples, words
 from cp_plugin.megatron.planned.command import SECONDS, Planned, Refused, with_arguments
 from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.methods import registry as providers
@@ -35,11 +34,11 @@ type Read = dict[tuple[str, ...], Planned | Refused]
 @pytest.fixture(scope="module")
 def read() -> Read:
     """What Megatron makes of all commands: of (example, variant), and of (example, variant, length)."""
-    asked = {(name, variant): command(EXAMPLES[name], variant) for name, variant in VARIANTS}
+    asked = {key: (experiment(*key).with_length(), experiment(*key).devices) for key in VARIANTS}
     for length in MEMORY:
-        more = Changes(more=("--seq-length", str(length)))
-        asked[*LASP2, str(length)] = command(EXAMPLES[LASP2[0]], LASP2[1], changes=more)
-    jobs = [(one.flags, one.experiment.devices) for one in asked.values()]
+        flags, devices = asked[LASP2]
+        asked[*LASP2, str(length)] = (flags | {"seq-length": length, "max-position-embeddings": length}, devices)
+    jobs = [([word for line in words(flags) for word in line], devices) for flags, devices in asked.values()]
     (found,) = run_ranks(_read, 1, args=(jobs,), timeout=SECONDS)  # importing Megatron takes most of the time
     return dict(zip(asked, found, strict=True))
 

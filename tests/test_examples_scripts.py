@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from cp_plugin.cli.examples import config
-from cp_plugin.cli.examples.command import command, saving
-from cp_plugin.cli.examples.config import load
+from cp_plugin.cli.examples.config import Experiment, load, words
 from cp_plugin.cli.examples.scripts import rendered
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -80,13 +79,17 @@ def until(path: Path) -> None:
         time.sleep(0.02)
 
 
+def flags_of(experiment: Experiment, seq_length: int) -> list[str]:
+    return [word for line in words(experiment.with_length(seq_length)) for word in line]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for every example, with its script."""
     folder = tmp_path_factory.mktemp("examples")
     for name in config.names():
         (folder / name).mkdir()
-        (folder / name / "train.sh").write_text(rendered(command(load(name))))
+        (folder / name / "train.sh").write_text(rendered(load(name).experiment()))
     return folder
 
 
@@ -95,15 +98,15 @@ def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], tmp_path: Pat
     """The last length of some variants: torchrun's arguments, and the flags of the command."""
     example = load(name)
     for variant in example.variants[:3]:
-        of = command(example, variant, example.experiment(variant).lengths[-1])
-        cluster = of.experiment.cluster
-        (tmp_path / "train.sh").write_text(rendered(of))
+        of = example.experiment(variant)
+        cluster, length = of.cluster, of.lengths[-1]
+        (tmp_path / "train.sh").write_text(rendered(of, length))
         chosen = {"NODE_RANK": str(cluster.nodes - 1), "MASTER_ADDR": "n0"}
         done = run(tmp_path / "train.sh", "--lr", "1", env=tools, **chosen)
         assert done.returncode == 0, done.stderr
-        words, env = recorded(tools, "torchrun")
-        at = words.index("-m")
-        start = dict(zip(words[:at:2], words[1:at:2], strict=True))
+        started, env = recorded(tools, "torchrun")
+        at = started.index("-m")
+        start = dict(zip(started[:at:2], started[1:at:2], strict=True))
         where = {"--node-rank": str(cluster.nodes - 1), "--master-addr": "n0", "--master-port": "29500"}
         assert start == {
             "--nnodes": str(cluster.nodes),
@@ -111,8 +114,8 @@ def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], tmp_path: Pat
             **where,
         }
         data = ["--data-path", tools["DATA_PREFIX"], "--data-cache-path", f"{tools['WORK']}/cache"]
-        assert words[at + 1 :] == ["cp_plugin.pretrain_gpt", *of.flags, *data, "--lr", "1"]
-        sharded = "--use-megatron-fsdp" in words
+        assert started[at + 1 :] == ["cp_plugin.pretrain_gpt", *flags_of(of, length), *data, "--lr", "1"]
+        sharded = "--use-megatron-fsdp" in started
         assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == ("8" if sharded else "1")
 
 
@@ -122,12 +125,11 @@ def test_checkpoints_and_a_checkout(tools: dict[str, str], tmp_path: Path, folde
     named = {"NODE_RANK": "0", "MASTER_ADDR": "n0", "CHECKPOINTS": "/c", "MEGATRON_LM_PATH": str(tmp_path / "mlm")}
     script = folder / NAME / "train.sh"
     assert run(script, env=tools, **named).returncode == 0
-    words, _ = recorded(tools, "torchrun")
-    at = words.index("-m")
-    assert words[at + 1 : at + 3] == ["cp_plugin.run", str(tmp_path / "mlm" / "pretrain_gpt.py")]
-    every = saving(command(load(NAME)))
-    assert words[-len(every) - 5 :] == ["--save", "/c", "--exit-signal-handler", *every, "--load", "/c"]
-    assert "--ckpt-format" in words and "--save-interval" in words
+    started, _ = recorded(tools, "torchrun")
+    at = started.index("-m")
+    assert started[at + 1 : at + 3] == ["cp_plugin.run", str(tmp_path / "mlm" / "pretrain_gpt.py")]
+    saving = ["--save", "/c", "--exit-signal-handler", "--save-interval", "100", "--load", "/c"]
+    assert started[-len(saving) :] == saving and "--ckpt-format" in started
     assert "RESUME=/r: there is no checkpoint" in run(script, env=tools, **named, RESUME="/r").stderr
     (tmp_path / "latest_checkpointed_iteration.txt").touch()
     assert run(script, env=tools, **named, RESUME=str(tmp_path)).returncode == 0
@@ -187,12 +189,6 @@ def test_missing_slurm_variables(tools: dict[str, str], missing: str, slurm: dic
     assert done.returncode == 2 and f"launch.sbatch: {missing} is not set: " in done.stderr
 
 
-def test_submitted_from_another_folder(tools: dict[str, str], slurm: dict[str, str]) -> None:
-    del slurm["TRAIN"]
-    done = run(EXAMPLES / "launch.sbatch", NAME, env={**tools, **slurm})
-    assert done.returncode == 2 and "no such file: submit from the root of the checkout" in done.stderr
-
-
 @pytest.mark.parametrize(("status", "requeued"), [(0, "requeue 42\n"), (3, None)], ids=["it ended", "it failed"])
 def test_a_job_out_of_time_is_requeued_unless_it_failed(
     status: int, requeued: str | None, tools: dict[str, str], slurm: dict[str, str]
@@ -210,25 +206,21 @@ def test_a_job_out_of_time_is_requeued_unless_it_failed(
 
 
 def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[str, str]) -> None:
-    named = {"NODE_RANK": "0", "MASTER_ADDR": "n0", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    """The script that it renders once is started on each node."""
     tools["PATH"] = f"{tools['PATH'].partition(':')[0]}:{Path(sys.executable).parent}:{tools['PATH']}"
-    words = ["burst-32xa100", "without-zero", "32768", "--lr", "1"]
-    of = command(load(words[0]), words[1], int(words[2]))
-    done = run(EXAMPLES / "launch.sh", *words, env=tools, **named)
-    assert done.returncode == 0, done.stderr
-    direct, _ = recorded(tools, "torchrun")
-    assert direct[direct.index("-m") + 2 :][: len(of.flags)] == of.flags and direct[-2:] == ["--lr", "1"]
-    job = {**SLURM, "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(EXAMPLES.parent)}
-    done = run(EXAMPLES / "launch.sbatch", *words, env=tools, PYTHONPATH=named["PYTHONPATH"], **job)
+    chosen, root = ["burst-32xa100", "without-zero", "32768", "--lr", "1"], tools["RECORDS"]
+    job = {**SLURM, "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": root}
+    done = run(EXAMPLES / "launch.sbatch", *chosen, env=tools, PYTHONPATH=os.environ.get("PYTHONPATH", ""), **job)
     assert done.returncode == 0, done.stderr
     started, env = recorded(tools, "srun")
-    assert started[-6:] == [str(EXAMPLES / "launch.sh"), *words] and "--kill-on-bad-exit=1" in started
+    script = Path(tools["WORK"]) / "train-42.sh"
+    assert started[-4:] == ["bash", str(script), "--lr", "1"] and "--kill-on-bad-exit=1" in started
+    assert script.read_text() == rendered(load(chosen[0]).experiment(chosen[1]), int(chosen[2]))
     found = [env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")]
-    assert found == ["n7", "15042", "4", "8", str(EXAMPLES.parent / "out" / "burst-32xa100" / "checkpoints")]
-    assert not (Path(tools["RECORDS"]) / "requeued").exists()
+    assert found == ["n7", "15042", "4", "8", f"{root}/out/burst-32xa100/checkpoints"]
+    assert not (Path(root) / "requeued").exists()
 
 
-@pytest.mark.parametrize("script", ["launch.sh", "launch.sbatch"])
-def test_the_launcher_without_an_example(tools: dict[str, str], script: str) -> None:
-    done = run(EXAMPLES / script, env=tools)
+def test_the_launcher_without_an_example(tools: dict[str, str]) -> None:
+    done = run(EXAMPLES / "launch.sbatch", env=tools)
     assert done.returncode == 2 and "which example? cp-plugin example lists them" in done.stderr

@@ -50,7 +50,7 @@ SMALLER = {
 """Pattern of a command -> options that it gets unless it has them itself."""
 COVERED = {
     r"(python3? )?examples/quickstart\.(sh|py)\b": "tests/test_quickstart.py::test_it_passes_and_leaves_a_plot",
-    r"(python3? )?examples/packed\.(sh|py)\b": "tests/test_quickstart.py::test_placed_packs_train_as_on_one_rank",
+    r"(python3? )?examples/packed\.py\b": "tests/test_quickstart.py::test_placed_packs_train_as_on_one_rank",
     r"python examples/hybrid\.py": (
         "tests/test_quickstart.py::test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot"
     ),
@@ -74,7 +74,7 @@ COVERED = {
         "tests/planner/test_calibrate.py::test_the_command_writes_what_it_measured"
     ),
     r"torchrun .*--no-python cp-plugin bench": "tests/test_bench.py::test_ranks_that_were_started_by_others_join",
-    r"([A-Z_]+=\S+ )*bash examples/launch\.sh\b": ("tests/test_examples_scripts.py::test_a_node_starts_its_ranks"),
+    r"([A-Z_]+=\S+ )*bash train\.sh\b": ("tests/test_examples_scripts.py::test_a_node_starts_its_ranks"),
     r"sbatch --nodes \d+ --gpus-per-node \d+ examples/launch\.sbatch\b": (
         "tests/test_examples_scripts.py::test_the_launcher_starts_the_ranks_of_the_example_that_is_named"
     ),

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
+import math
 import runpy
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
-from typing import Any
 
 import pytest
+import runs
 from nightly import nightly, slow
-from rich.console import Console
+from runs import Iteration
 from warm import Forked, before_forking
 
-from cp_plugin.cli.examples import training
 from cp_plugin.megatron.cpu import mode as cpu
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def _module(name: str) -> Any:
-    """An example, as a module."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +40,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
         return (Forked if "cp_plugin.pretrain_gpt" in command else Popen)(command, **named)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    monkeypatch.setattr(training, "train", partial(training.train, quiet=True))  # no thread that draws, before a fork
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(runs, "train", partial(runs.train, quiet=True))  # no thread that draws, before a fork
 
     def run(*words: object) -> object:
         monkeypatch.setattr(sys, "argv", [str(word) for word in words])
@@ -86,21 +71,6 @@ def test_placed_packs_train_as_on_one_rank(
     assert last.startswith("PASS: packs placed on 4 ranks train as on one: 4 losses within"), last
 
 
-def test_packs_with_other_losses_fail() -> None:
-    packed = _module("packed")
-    one = [training.Iteration(loss=loss, milliseconds=1.0) for loss in (6.0, 5.0)]
-
-    def said(placed: list) -> str:
-        console = Console(file=io.StringIO(), width=200)
-        status = packed.verdict(console, one, {"placed": placed, "ring": one}, Namespace(iterations=2, ranks=4))
-        text = console.file.getvalue()
-        assert text.startswith("FAIL" if status else "PASS")
-        return text
-
-    assert "packs placed on 4 ranks train as on one" in said(one)
-    assert "placed: 1 loss differs" in said([replace(one[0], loss=6.01), one[1]])
-
-
 @slow
 def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..., object], out: Path) -> None:
     said = str(run("quickstart.py", "--provider", "stripped", "--iterations", "1", "--out", out))
@@ -108,24 +78,29 @@ def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..
     assert "--cp-provider stripped: did you mean striped? Choose one of" in said
 
 
-def test_the_verdict_fails_on_every_kind_of_difference() -> None:
-    quickstart = _module("quickstart")
-    one = [training.Iteration(loss=loss, milliseconds=1.0) for loss in (6.0, 5.0, 4.0)]
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ((6.0, 5.0, 4.0), "PASS: striped equals one within 0.0e+00 (allowed 1e-05)"),
+        ((6.0, 5.0, 4.0001), "FAIL: striped: 1 loss differs by more than 1e-05, the first by 2.5e-05"),
+        ((6.0, math.nan, math.nan), "FAIL: striped: 2 losses differ by more than 1e-05"),
+        ((6.0, 5.0), "FAIL: striped: 3 and 2 iterations were logged, not 3"),
+        ((), "FAIL: striped: 3 and 0 iterations were logged, not 3"),
+    ],
+)
+def test_the_verdict_fails_on_every_kind_of_difference(
+    losses: tuple[float, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, many = ([Iteration(loss, 1.0) for loss in found] for found in ((6.0, 5.0, 4.0), losses))
+    status = runs.verdict({"striped": (one, many)}, 3, "striped equals one")
+    assert capsys.readouterr().out.startswith(said) and status == said.startswith("FAIL")
 
-    def verdict(one: list, many: list) -> str:
-        console = Console(record=True, width=200)
-        status = quickstart.verdict(console, one, many, Namespace(iterations=len(one), provider="ring", ranks=4))
-        text = console.export_text().strip()
-        assert text.startswith("FAIL: " if status else "PASS: ")
-        return text
 
-    assert verdict(one, one).startswith("PASS")
-    off, nan = ([*one[:2], replace(one[2], loss=loss)] for loss in (4.0001, float("nan")))
-    assert verdict(one, off) == "FAIL: 1 loss differs by more than 1e-05, the first by 2.5e-05"
-    assert verdict(one, nan).startswith("FAIL")
-    assert "were logged" in verdict(one, one[:2])
-    flat = [replace(i, loss=6.0) for i in one]
-    assert "did not fall" in verdict(flat, flat)
+def test_losses_are_read_and_must_fall(capsys: pytest.CaptureFixture[str]) -> None:
+    flat = runs.read_log("elapsed time per iteration (ms): 12.5 | lm loss: 5.25E+00 |\n" * 2)
+    assert flat == [Iteration(5.25, 12.5)] * 2
+    assert runs.verdict({"ring": (flat, flat)}, 2, "") == 1
+    assert "FAIL: ring: the loss did not fall: 5.250 to 5.250" in capsys.readouterr().out
 
 
 @nightly

@@ -56,9 +56,7 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--provider", "ring", "--decay", "key"), "--decay key is for linear attention"),
     ],
     ("example", "striped-16"): [
-        (("--provider", "ring", "--grid", "2x2"), "--provider ring, --grid 2x2 have no effect alone: add --print"),
         (("--variant", "base"), "--variant base has no effect alone"),
-        (("--", "--lr", "3"), "--lr, 3 have no effect alone"),
         (("--print", "sh", "--variant", "bas"), "error: --variant bas: did you mean base"),
         (("--json", "--print", "sh"), "--json has no effect with --print sh"),
     ],

@@ -1,8 +1,7 @@
 """Published experiments as Megatron commands.
 
-cli       the ``cp-plugin example`` command
-config    parsing ``examples/papers/*/config.yaml``
-command   an example, a variant, a length and the user's changes -> Megatron's flags
-scripts   ``train.sh`` with these flags
-training  Megatron's training loop in subprocesses, its log, and loss comparisons (for ``examples/quickstart.py``)
+cli      the ``cp-plugin example`` command
+config   ``papers/*/config.yaml``: experiments, their variants, and Megatron's flags of each
+scripts  ``train.sh`` with these flags
+show     the tables
 """

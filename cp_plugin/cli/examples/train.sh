@@ -25,7 +25,7 @@ fail() {
 flags=(
 @flags@
 )
-saving=(@saving@)
+saving=(--save-interval 100)
 
 NNODES=${NNODES:-@nodes@}
 GPUS_PER_NODE=${GPUS_PER_NODE:-@per_node@}
