@@ -10,8 +10,7 @@ from __future__ import annotations
 from cp_plugin.cli import shell
 from cp_plugin.cli.generate import generate
 
-app = shell.new_app(add_completion=False)
-shell.register(app, generate)
+app = shell.program_of(generate)
 
 if __name__ == "__main__":
     app()

@@ -292,7 +292,7 @@ def check_mention(command: Printed) -> None:
         if words and words[0] != "COMMAND":
             assert words[0] in commands, command.text
             own = command.options[: command.words.index("--")] if "--" in command.words else command.options
-            known = {option for param in commands[words[0]].params for option in (*param.opts, *param.secondary_opts)}
+            known = {word for one in commands[words[0]].load().params for word in (*one.opts, *one.secondary_opts)}
             assert set(own) <= known | {"--help"}, command.text
     elif words[:1] == ["-m"] and name in _FOREIGN:
         assert importlib.util.find_spec(words[1]) is not None, command.text

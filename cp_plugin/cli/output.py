@@ -17,23 +17,28 @@ from cp_plugin.common.text import within_terminal
 STDOUT = "-"
 """The value of ``--json`` without a file."""
 
+
+def json_file(text: str) -> Path:
+    """A file that can be written by the reporting process, or ``STDOUT``; ValueError for another."""
+    from cp_plugin.testing.ranks import is_first  # it imports torch
+
+    path = Path(text)
+    if text != STDOUT and is_first():
+        check_output(path, "file", (".json",), "--json")
+    return path
+
+
 AsJson = Annotated[
-    Path | None, typer.Option("--json", metavar="[FILE]", help="print JSON and nothing else, or write it to FILE too")
+    Path | None,
+    typer.Option(
+        "--json", metavar="[FILE]", parser=json_file, help="print JSON and nothing else, or write it to FILE too"
+    ),
 ]
 
 
 def only_json(to: Path | None) -> bool:
     """Whether nothing but JSON is printed."""
     return to is not None and str(to) == STDOUT
-
-
-def json_file(path: Path) -> Path:
-    """A file that can be written by the reporting process, or ``STDOUT``; ValueError for another."""
-    from cp_plugin.testing.ranks import is_first  # it imports torch
-
-    if str(path) != STDOUT and is_first():
-        check_output(path, "file", (".json",), "--json")
-    return path
 
 
 def error(text: str) -> None:

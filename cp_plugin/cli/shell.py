@@ -13,19 +13,21 @@ import errno
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, ClassVar, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, cast, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
 from cp_plugin.cli import output
-from cp_plugin.common.names import did_you_mean, not_one_of
+from cp_plugin.common.names import did_you_mean, one_of
 
 PROGRAM = "cp-plugin"
 JSON = "--json"
@@ -40,10 +42,6 @@ _HELP = {
 }
 """Of options that typer adds, in the style of all others."""
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])  # click's, or that of the copy within typer
-
-
-class Wrong(typer.BadParameter):
-    """A value that an option does not take; the message is complete."""
 
 
 class _Main:
@@ -88,61 +86,40 @@ class Command(_Main, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Give ``--json`` its value: the next word, unless that is an option."""
         last = args.index("--") if "--" in args else len(args)
-        if any(JSON in param.opts for param in self.params):
-            for i in [i for i, word in enumerate(args[:last]) if word == JSON]:
-                if i + 1 >= last or (args[i + 1].startswith("-") and args[i + 1] != output.STDOUT):
-                    args = [*args[:i], f"{JSON}={output.STDOUT}", *args[i + 1 :]]
+        for i in [i for i, word in enumerate(args[:last]) if word == JSON]:
+            if i + 1 >= last or (args[i + 1].startswith("-") and args[i + 1] != output.STDOUT):
+                args = [*args[:i], f"{JSON}={output.STDOUT}", *args[i + 1 :]]
         return super().parse_args(ctx, args)
 
 
-class Later(Mapping[str, Any]):
-    """Commands by name, each imported when it is looked up; modules: of each name, below ``cp_plugin.cli``."""
+class Later(TyperCommand):
+    """A command that is imported when it is run; the list of all shows its help, which is read from the source."""
 
-    def __init__(self, modules: Mapping[str, str]) -> None:
-        self.modules = modules
+    def __init__(self, name: str, module: str) -> None:
+        path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        command = next(node for node in body if getattr(node, "name", "") == name)
+        super().__init__(name, help=_help(ast.get_docstring(command)))  # type: ignore[arg-type]
+        self.module = module
 
-    def __getitem__(self, name: str) -> Any:
-        module = import_module(f"{__package__}.{self.modules[name]}")
-        alone = new_app(add_completion=False)
-        register(alone, getattr(module, name))
-        return typer.main.get_command(alone)
+    def load(self) -> Any:
+        """Import the command."""
+        module = import_module(f"{__package__}.{self.module}")
+        return typer.main.get_command(program_of(getattr(module, str(self.name))))
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.modules)
-
-    def __len__(self) -> int:
-        return len(self.modules)
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        """Parse the words for the command itself."""
+        return self.load().make_context(*args, **settings)
 
 
 class Group(_Main, TyperGroup):
-    """A program of the commands in ``modules``."""
+    """A program of the commands in ``modules``: of each name the module, below ``cp_plugin.cli``."""
 
     modules: ClassVar[Mapping[str, str]]
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = Later(self.modules)  # type: ignore[assignment]
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """The names."""
-        return list(self.modules)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """What a list of all commands shows of one."""
-        return _listed(cmd_name, self.modules[cmd_name]) if cmd_name in self.modules else None
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The command that is run."""
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, command and self.commands[command.name], rest
-
-
-def _listed(name: str, module: str) -> TyperCommand:
-    """A command's name and help, from its source."""
-    path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    command = next(node for node in body if getattr(node, "name", "") == name)
-    return TyperCommand(name, help=_help(ast.get_docstring(command)))  # type: ignore[arg-type]
+        self.commands = {name: Later(name, module) for name, module in self.modules.items()}  # type: ignore[assignment]
 
 
 def context(**settings: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -155,15 +132,17 @@ def context(**settings: bool) -> Callable[[Callable[..., Any]], Callable[..., An
     return given
 
 
-def register(app: typer.Typer, command: Callable[..., Any]) -> None:
-    """Add a command to the program."""
-    settings = getattr(command, "context_settings", None)
-    app.command(cls=Command, help=_help(command.__doc__), context_settings=settings)(_plain(command))
-
-
 def new_app(**settings: Any) -> typer.Typer:
     """A program, in which ``-h`` is ``--help``."""
     return typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, **settings)
+
+
+def program_of(command: Callable[..., Any]) -> typer.Typer:
+    """A program of this command alone."""
+    app = new_app(add_completion=False)
+    settings = getattr(command, "context_settings", None)
+    app.command(cls=Command, help=_help(command.__doc__), context_settings=settings)(_plain(command))
+    return app
 
 
 def _help(docstring: str | None) -> str:
@@ -186,24 +165,18 @@ def _plain(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parameter(parameter: inspect.Parameter) -> inspect.Parameter:
-    annotation = parameter.annotation
-    if annotation is typer.Context:
+    if parameter.annotation is typer.Context:
         return parameter
-    of, info = annotation, None
-    if get_origin(annotation) is Annotated:
-        of, info = annotation.__origin__, next(iter(annotation.__metadata__))
-    item = _item(of)
-    info = copy.copy(info) if isinstance(info, ArgumentInfo | OptionInfo) else typer.Option()  # commands share them
+    of, info = get_args(parameter.annotation)
+    info, item = copy.copy(info), _item(of)  # commands share the first
     if isinstance(info, ArgumentInfo):
         info.metavar = info.metavar or parameter.name.upper()
-        return parameter.replace(annotation=Annotated[of, info])
-    words = (info.default, *(info.param_decls or ()), f"--{parameter.name.replace('_', '-')}")
-    flag = next(word for word in words if isinstance(word, str) and word.startswith("--"))
-    if item is not bool:
+    elif item is bool:
+        info.show_default = "/" in str(info.default)
+    else:
+        words = (info.default, *(info.param_decls or ()), f"--{parameter.name.replace('_', '-')}")
+        flag = next(word for word in words if isinstance(word, str) and word.startswith("--"))
         _read_by(info, flag, item)
-        info.metavar = info.metavar or _placeholder(item)
-    elif "/" not in flag:
-        info.show_default = False
     return parameter.replace(annotation=Annotated[of, info])
 
 
@@ -213,61 +186,48 @@ def _item(annotation: Any) -> Any:
     return inside[0] if inside else annotation
 
 
-def _placeholder(item: Any) -> str:
-    if issubclass(item, StrEnum):
-        listed = f"[{'|'.join(item)}]"
-        return listed if len(listed) <= _SHORT else "NAME"
-    return {int: "N", float: "X", Path: "FILE"}.get(item, "TEXT")
-
-
 def _read_by(info: OptionInfo, flag: str, item: Any) -> None:
-    """Let a value be read here, so that a wrong one is refused as all else is."""
-    least, most = info.min, info.max
-    info.min = info.max = None
+    """Give an option its placeholder, and let its value be read here, so that a wrong one is refused as all else is."""
+    parse = info.parser
+    placeholder = {int: "N", float: "X", Path: "FILE"}.get(item, "TEXT")
     if issubclass(item, StrEnum):
-        if len(f"[{'|'.join(item)}]") > _SHORT:
-            info.help = "; ".join(filter(None, (", ".join(item), info.help)))
-        info.parser = lambda text: _one_of(flag, text, item)
+        parse = partial(_one_of, flag, item)
+        placeholder = f"[{'|'.join(item)}]"
+        if len(placeholder) > _SHORT:
+            info.help, placeholder = f"{', '.join(item)}; {info.help}", "NAME"
     elif issubclass(item, int | float):
-        info.parser = lambda text: _number(flag, text, item, least, most)
-    elif flag == JSON:
-        info.parser = _json_file
+        parse = partial(_number, flag, item, info.min, info.max)
+        info.min = info.max = None
+    info.metavar = info.metavar or placeholder
+    if parse is not None:
+        info.parser = partial(_read, parse)
 
 
-def _one_of(flag: str, text: str, known: type[StrEnum]) -> StrEnum:
-    if text not in list(known):
-        raise Wrong(not_one_of(f"{flag} {text}", text, known))
+def _read(parse: Callable[[Any], Any], text: Any) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _one_of(flag: str, known: type[StrEnum], text: str) -> StrEnum:
+    one_of(flag, text, known)
     return known(text)
 
 
-def _number(flag: str, text: Any, kind: type[int | float], least: float | None, most: float | None) -> int | float:
-    try:
+def _number(flag: str, kind: type[int | float], least: float | None, most: float | None, text: Any) -> int | float:
+    with suppress(ValueError):
         found = kind(text)
-    except ValueError:
-        found = None
-    if (
-        found is None
-        or not str(text).isascii()
-        or (least is not None and not found >= least)
-        or (most is not None and found > most)
-    ):
-        what = "a whole number" if kind is int else "a number"
-        limits = f" from {least:g} to {most:g}" if least is not None and most is not None else ""
-        limits = limits or ("" if least is None else f", {least:g} or more")
-        raise Wrong(f"{flag} {text}: write {what}{limits}")
-    return found
-
-
-def _json_file(text: Any) -> Path:
-    try:
-        return output.json_file(Path(text))
-    except ValueError as error:
-        raise Wrong(str(error)) from None
+        if str(text).isascii() and (least is None or found >= least) and (most is None or found <= most):
+            return found
+    what = "a whole number" if kind is int else "a number"
+    limits = "" if least is None else f", {least:g} or more" if most is None else f" from {least:g} to {most:g}"
+    raise ValueError(f"{flag} {text}: write {what}{limits}")
 
 
 def _in_one_line(error: Any) -> str:
     """An error of usage, as all others are: the option, what is wrong, what to write."""
-    if isinstance(error, Wrong):
+    if type(error) is typer.BadParameter:
         return str(error.message)
     ctx, param = error.ctx, getattr(error, "param", None)
     path = ctx.command_path if ctx is not None else PROGRAM

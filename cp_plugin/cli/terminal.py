@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
@@ -15,10 +16,12 @@ REASONS = ("cannot: ", "DIFFERS: ", "FAIL: ")
 WIDTH = 100
 """Columns where the output is not a terminal and COLUMNS is not set."""
 _GAP = 2
-_WORDS = re.compile(r"(?<!\d) +|(?<=\d) +(?=[\d(])")
-"""Between words, but not between a number and its unit."""
-_PARTS = re.compile(r"(?<=,) +")
-"""Between the parts of a list."""
+_UNITS = re.compile(r"(?<=\d) +(?=[^ \d(])")
+"""Between a number and its unit."""
+_WITHIN_PARTS = re.compile(r"(?<!,) +(?! )")
+"""Within the parts of a list."""
+_WITHIN_FLAGS = re.compile(r" +(?! |--)")
+_UNBROKEN = "\xa0"
 
 
 def new_console(*, stderr: bool = False, quiet: bool = False) -> Console:
@@ -33,16 +36,16 @@ def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tup
     by reason.
     """
     shown = [(cells, style) for cells, style in rows if _reason(cells) is None]
-    kept = [i for i in range(len(columns)) if not shown or any(cells[i] for cells, _ in shown)]
-    lines = [([cells[i] for i in kept], style) for cells, style in [(columns, "bold"), *shown]]
+    filled = [i for i in range(len(columns)) if not shown or any(cells[i] for cells, _ in shown)]
+    lines = [([cells[i] for i in filled], style) for cells, style in [(columns, "bold"), *shown]]
     if title:
         print_lines(console, title, style="italic")
     whole = [cells for cells, _ in lines]
-    breaks, widths = _PARTS, _widths(whole, console.width, _PARTS)
+    kept, widths = _WITHIN_PARTS, _widths(whole, console.width, _WITHIN_PARTS)
     if not widths:
-        breaks, widths = _WORDS, _widths(whole, console.width, _WORDS)
+        kept, widths = _UNITS, _widths(whole, console.width, _UNITS)
     for row, style in lines if shown else []:
-        for line in _aligned(row, widths, breaks) if widths else _stacked(whole[0], row, console.width):
+        for line in _aligned(row, widths, kept) if widths else _stacked(whole[0], row, console.width):
             _print(console, line, style)
     refused: dict[tuple[str, str], dict[str, None]] = {}
     for cells, style in rows:
@@ -56,11 +59,12 @@ def _reason(cells: Cells) -> str | None:
     return next((cell for cell in cells if cell.startswith(REASONS)), None)
 
 
-def _widths(lines: Sequence[Sequence[str]], width: int, breaks: re.Pattern[str]) -> list[int]:
-    """The width of each column; the widest give way first. Empty if what stands between two breaks does not fit."""
+def _widths(lines: Sequence[Sequence[str]], width: int, kept: re.Pattern[str]) -> list[int]:
+    """The width of each column; the widest give way first. Empty if what is kept together does not fit."""
     cells = list(zip(*lines, strict=True))
     found = [max(map(len, column)) for column in cells]
-    least = [found[0], *(max(len(word) for cell in column for word in breaks.split(cell)) for column in cells[1:])]
+    words = [[word for cell in column for word in kept.sub(_UNBROKEN, cell).split(" ")] for column in cells[1:]]
+    least = [found[0], *(max(map(len, column)) for column in words)]
     while sum(found) + _GAP * (len(found) - 1) > width:
         wide = [i for i in range(len(found)) if found[i] > least[i]]
         if not wide:
@@ -69,9 +73,9 @@ def _widths(lines: Sequence[Sequence[str]], width: int, breaks: re.Pattern[str])
     return found
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int], breaks: re.Pattern[str]) -> Iterator[str]:
+def _aligned(cells: Sequence[str], widths: Sequence[int], kept: re.Pattern[str]) -> Iterator[str]:
     """The lines of a row."""
-    wrapped = [_wrapped(cell, width, breaks) for cell, width in zip(cells, widths, strict=True)]
+    wrapped = [_wrapped(cell, width, kept) for cell, width in zip(cells, widths, strict=True)]
     for line in zip_longest(*wrapped, fillvalue=""):
         yield (" " * _GAP).join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
 
@@ -86,19 +90,15 @@ def _stacked(columns: Sequence[str], cells: Sequence[str], width: int) -> Iterat
             yield from _wrapped(f"  {name}: {cell}", width)
 
 
-def _wrapped(text: str, width: int, breaks: re.Pattern[str] = _WORDS) -> list[str]:
-    """Lines of at most ``width`` columns, unless a word is longer, indented like the first."""
+def _wrapped(text: str, width: int, kept: re.Pattern[str] = _UNITS) -> list[str]:
+    """Lines of at most ``width`` columns, unless a word is longer, indented like the first; spaces in ``kept`` stay."""
     if len(text) <= width:
         return [text]
     indent = " " * (len(text) - len(text.lstrip(" ")))
-    found = [""]
-    for word in breaks.split(text.strip(" ")):
-        line = f"{found[-1]} {word}" if found[-1] else indent + word
-        if len(line) <= width or not found[-1]:
-            found[-1] = line
-        else:
-            found.append(indent + word)
-    return found
+    indents = {"initial_indent": indent, "subsequent_indent": indent}
+    whole = kept.sub(_UNBROKEN, text.strip(" "))
+    lines = textwrap.wrap(whole, width, **indents, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_UNBROKEN, " ") for line in lines]
 
 
 def print_lines(console: Console, *lines: str, style: str = "") -> None:
@@ -112,13 +112,7 @@ def print_lines(console: Console, *lines: str, style: str = "") -> None:
 def print_flags(console: Console, title: str, flags: str, style: str = "bold green") -> None:
     """Print flags to paste into a shell: on several lines that end in a backslash, where one is too long."""
     _print(console, title, style)
-    lines = [""]
-    for flag in re.split(r" (?=--)", flags):
-        if lines[-1] and len(f"{lines[-1]} {flag}") > console.width - 6:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {flag}".strip()
-    for i, line in enumerate(lines):
-        _print(console, f"    {line}" + " \\" * (i + 1 < len(lines)), style)
+    _print(console, "    " + " \\\n    ".join(_wrapped(flags, console.width - 6, _WITHIN_FLAGS)), style)
 
 
 def print_verdict(ok: bool, text: str, console: Console | None = None) -> None:

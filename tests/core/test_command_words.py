@@ -22,7 +22,7 @@ from cp_plugin.kernels import backends
 from cp_plugin.methods import registry as providers
 
 PROGRAM: Any = typer.main.get_command(app)
-COMMANDS: dict[str, Any] = PROGRAM.commands
+COMMANDS: dict[str, Any] = {name: command.load() for name, command in PROGRAM.commands.items()}
 EVERY = [(name, param) for name, command in COMMANDS.items() for param in command.params]
 OPTIONS = [(name, param) for name, param in EVERY if param.param_type_name == "option"]
 OTHER_NAMES = {

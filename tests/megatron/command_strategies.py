@@ -91,7 +91,7 @@ def commands() -> dict[str, Flags]:
     found: dict[str, Flags] = {}
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         found[name] = {}
-        for option in command.params:
+        for option in command.load().params:
             listed = re.fullmatch(r"\[(.*\|.*)\]", option.metavar or "")
             usual = NUMBERS if option.metavar in ("N", "X") else ("x.json", "x", "/none/x.toml")
             choices = listed[1].split("|") if listed else ()
