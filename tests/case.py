@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nightly import covering
-from training import Record, check
+from training import MODEL, PACKED, SHORT, Record, check, train
 
 from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.linear.variants import variants
@@ -24,6 +24,8 @@ class Case:
     name: str
     flags: str = ""
     """Of the model, and of what the run without context parallelism shares."""
+    without: str = ""
+    """Flags of ``MODEL`` that the model does without."""
     alone: str | None = None
     """The run's without context parallelism, if they differ."""
     by: str = ""
@@ -44,9 +46,19 @@ class Case:
 
     def run(self) -> tuple[list[Record], list[Record]]:
         """Train with and without context parallelism, and compare (``check``)."""
-        divided = f"--cp-provider {self.by}" if self.by and not self.by.startswith("--") else self.by
         more = {"want": self.alone, "documents": self.documents, "counted": self.counted}
-        return check(self.flags, divided, cp=self.cp, ranks=self.ranks, steps=self.steps, **more)
+        return check(self.flags, self.divided, cp=self.cp, ranks=self.ranks, steps=self.steps, **more)
+
+    def start(self, more: str, *, steps: int = 1) -> None:
+        """Train with context parallelism alone, with ``more`` flags."""
+        flags = f"{self.flags} --context-parallel-size {self.cp} {self.divided} {more}"
+        model, documents = MODEL.replace(self.without, ""), SHORT * (PACKED in flags)
+        train(self.cp * self.ranks, flags, model=model, documents=documents, steps=steps)
+
+    @property
+    def divided(self) -> str:
+        """Flags of context parallelism."""
+        return f"--cp-provider {self.by}" if self.by and not self.by.startswith("--") else self.by
 
 
 def cases() -> list[Case]:

@@ -182,13 +182,13 @@ def train(
 ) -> list[Record]:
     """Train on ``ranks`` forked processes with the plugin active, and return every rank's record.
 
-    model: without what contradicts a hybrid model or multi-latent attention among the flags.
+    model: without what contradicts a hybrid model, whose kernels are stood in for, or multi-latent attention.
     rank_flags: more flags for each rank alone, to start ranks that disagree.
     documents, modules: see ``stand_in``.
     prepare: called on every rank when the provider's patches are in place, before anything uses them.
     """
-    if HYBRID in flags:
-        model = model.replace("--num-layers 2 ", "")
+    if HYBRID in f"{model} {flags}":
+        model, modules = model.replace("--num-layers 2 ", ""), ("state_space_kernels", *modules)
     if LATENT in flags:
         model = model.replace("--group-query-attention --num-query-groups 2 ", "")
     words = f"{model} {DATA} {training} --train-iters {steps} {flags}".split()
@@ -249,13 +249,12 @@ def check(
     prepare, alone: called on every rank of the run with, and without.
     counted: every rank must have sent the bytes of the closed formula.
     """
-    states = ("state_space_kernels",) if HYBRID in flags else ()
     latent = ("textbook",) if LATENT in f"{flags} {common.get('model')}" else ()
     documents = SHORT * (PACKED in flags) if documents is None else documents
     common |= {"steps": steps, "documents": documents}
     words = f"{flags} --context-parallel-size {cp} {divided}"
-    got = train(cp * ranks, words, modules=states, prepare=prepare, **common)
-    base = stock(ranks, flags if want is None else want, modules=states + latent, prepare=alone, **common)
+    got = train(cp * ranks, words, prepare=prepare, **common)
+    base = stock(ranks, flags if want is None else want, modules=latent, prepare=alone, **common)
     compare(got, base, steps=steps)
     if counted:
         for record in got:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ def _rows() -> list[Any]:
     return [
         pytest.param(case, id=case.name, marks=[*marks[case.where[0]], *versions["versions" in case.where]])
         for case in cases()
+        if case.where[0] in marks
     ]
 
 
@@ -40,3 +42,13 @@ def test_as_on_one_rank(case: Case) -> None:
         alone = next(record.mtp_losses[0] for record in want if record.mtp_losses)
         torch.testing.assert_close(tracked, alone, rtol=1e-6, atol=0)
         assert any(name.startswith("0.module.mtp.") for record in got for name in record.grads)
+
+
+@nightly
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases() if "start" in case.where])
+def test_starts_without_a_false_alarm(case: Case, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In bfloat16, at initialisation and after 200 steps, the start-up check finds the step of one rank."""
+    case.start("--bf16")
+    case.start(f"--save {tmp_path} --save-interval 200 --no-save-optim --no-save-rng --cp-selfcheck off", steps=200)
+    case.start(f"--bf16 --load {tmp_path} --no-load-optim --no-load-rng", steps=201)
+    assert capfd.readouterr().out.count("equals the step on one rank") == 2

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import state_space_kernels
 import support
 import torch
 from nightly import one_case
 from state_space_kernels import STATES
 from strict import graphs
-from training import MODEL, train
+from training import train
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron import runtime
@@ -30,7 +29,6 @@ DIVIDED = "--context-parallel-size 2 --cp-provider striped --calculate-per-token
 TE = f"--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0 {PARTS}"
 LOCAL = f"--cuda-graph-impl local {PARTS}"
 STEPS = "--cuda-graph-impl full_iteration" if VERSION >= (0, 18) else f"{LOCAL} full_iteration"
-HYBRID = MODEL.replace("--num-layers 2 ", "")
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
 PADDED = f"{EXPERTS} --moe-expert-capacity-factor 2.0 --moe-pad-expert-input-to-capacity"
 DENSE = f"--hybrid-layer-pattern M*- {STATES}"
@@ -40,37 +38,31 @@ PACKED = "--dataloader-inter-document-masking"
 
 
 OUTSIDE = {
-    "mlp": (MODEL, "", f"{TE} mlp"),
-    "mlp, prediction": (MODEL, "--mtp-num-layers 1", f"{TE} mlp"),
-    "experts": (MODEL, PADDED, f"{TE} moe"),
-    "router": (MODEL, EXPERTS, f"{TE} moe_router"),
+    "mlp": ("", f"{TE} mlp"),
+    "mlp, prediction": ("--mtp-num-layers 1", f"{TE} mlp"),
+    "experts": (PADDED, f"{TE} moe"),
+    "router": (EXPERTS, f"{TE} moe_router"),
     "router, shared experts, preprocessing": (
-        MODEL,
         f"{PADDED} --moe-shared-expert-intermediate-size 32",
         f"{TE} moe_router moe_preprocess",
     ),
-    "nothing of a GPT model": (MODEL, EXPERTS, f"{LOCAL} moe_router"),
-    "hybrid": (HYBRID, DENSE, f"{TE} mlp"),
-    "hybrid, packed": (HYBRID, f"{DENSE} {PACKED}", f"{TE} mlp"),
-    "hybrid with experts": (HYBRID, SPARSE, f"{TE} moe_router"),
-    "all of the experts, Megatron's own graphs": (HYBRID, f"{PADDED} {WITH_EXPERTS} {STATES}", f"{LOCAL} moe"),
-    "hybrid with experts, packed, Megatron's own graphs": (HYBRID, f"{SPARSE} {PACKED}", f"{LOCAL} moe_router"),
+    "nothing of a GPT model": (EXPERTS, f"{LOCAL} moe_router"),
+    "hybrid": (DENSE, f"{TE} mlp"),
+    "hybrid, packed": (f"{DENSE} {PACKED}", f"{TE} mlp"),
+    "hybrid with experts": (SPARSE, f"{TE} moe_router"),
+    "all of the experts, Megatron's own graphs": (f"{PADDED} {WITH_EXPERTS} {STATES}", f"{LOCAL} moe"),
+    "hybrid with experts, packed, Megatron's own graphs": (f"{SPARSE} {PACKED}", f"{LOCAL} moe_router"),
 }
-"""Allowed captures: model, its flags, flags of the graphs."""
-
-
-def _captured() -> None:
-    state_space_kernels.install()
-    graphs.install()
+"""Allowed captures: flags of the model and of the graphs."""
 
 
 @one_case
 @pytest.mark.parametrize("case", OUTSIDE)
 def test_allowed_captures_contain_no_plugin_code_and_change_nothing(case: str) -> None:
-    model, flags, graph = OUTSIDE[case]
+    flags, graph = OUTSIDE[case]
     got, want = (
-        train(2, f"{DIVIDED} {flags} {more}", steps=2, model=model, prepare=prepare)
-        for more, prepare in ((graph, _captured), ("", state_space_kernels.install))
+        train(2, f"{DIVIDED} {flags} {more}", steps=2, prepare=prepare)
+        for more, prepare in ((graph, graphs.install), ("", None))
     )
     for one, other in zip(got, want, strict=True):
         assert one.losses == other.losses
@@ -78,13 +70,13 @@ def test_allowed_captures_contain_no_plugin_code_and_change_nothing(case: str) -
 
 
 INSIDE = {
-    "attention": (MODEL, "", f"{TE} attn"),
-    "layers": (MODEL, "", TE.removesuffix(f" {PARTS}")),
-    "attention, Megatron's own graphs": (MODEL, "", f"{LOCAL} attn"),
-    "layers, Megatron's own graphs": (MODEL, "", "--cuda-graph-impl local"),
-    "Mamba": (HYBRID, DENSE, f"{TE} mamba"),
-    "Mamba, Megatron's own graphs": (HYBRID, DENSE, f"{LOCAL} mamba"),
-    "steps": (MODEL, "--no-check-for-nan-in-loss-and-grad", STEPS),
+    "attention": ("", f"{TE} attn"),
+    "layers": ("", TE.removesuffix(f" {PARTS}")),
+    "attention, Megatron's own graphs": ("", f"{LOCAL} attn"),
+    "layers, Megatron's own graphs": ("", "--cuda-graph-impl local"),
+    "Mamba": (DENSE, f"{TE} mamba"),
+    "Mamba, Megatron's own graphs": (DENSE, f"{LOCAL} mamba"),
+    "steps": ("--no-check-for-nan-in-loss-and-grad", STEPS),
 }
 """Refused captures."""
 
@@ -92,19 +84,19 @@ INSIDE = {
 @one_case
 @pytest.mark.parametrize("case", INSIDE)
 def test_refused_captures_would_contain_plugin_code(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, flags, graph = INSIDE[case]
+    flags, graph = INSIDE[case]
     for module, name in ((table, "TRAINING"), (layers, "LAYER")):
         kept = tuple(rule for rule in getattr(module, name) if rule is not cuda_graphs.CUDA_GRAPH)
         monkeypatch.setattr(module, name, kept)
     with pytest.raises(RankError, match="CapturedError: a CUDA graph would capture /"):
-        train(2, f"{DIVIDED} {flags} {graph}", model=model, prepare=_captured)
+        train(2, f"{DIVIDED} {flags} {graph}", prepare=graphs.install)
 
 
 def _with_ours_inside() -> None:
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.moe.router import TopKRouter
 
-    _captured()
+    graphs.install()
     for module in (MLP, TopKRouter):
         forward = module.forward
         module.forward = lambda *args, forward=forward, **kwargs: (runtime.settings(), forward(*args, **kwargs))[1]
@@ -113,9 +105,9 @@ def _with_ours_inside() -> None:
 @one_case
 @pytest.mark.parametrize("case", [case for case in OUTSIDE if not case.startswith("nothing")])
 def test_plugin_code_in_a_capture_is_found(case: str) -> None:
-    model, flags, graph = OUTSIDE[case]
+    flags, graph = OUTSIDE[case]
     with pytest.raises(RankError, match=r"CapturedError: a CUDA graph would capture /megatron/runtime\.py:settings"):
-        train(2, f"{DIVIDED} {flags} {graph}", model=model, prepare=_with_ours_inside)
+        train(2, f"{DIVIDED} {flags} {graph}", prepare=_with_ours_inside)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import state_space_kernels
 from state_space_kernels import STATES
 from training import PACKED, short_documents, train
 
@@ -25,7 +24,6 @@ def _known_to_megatron(flags: str) -> str:
 def _train(flags: str, plant: Callable[[], None] = lambda: None, pattern: str = "G*") -> None:
     def prepare() -> None:
         short_documents()
-        state_space_kernels.install()
         plant()
 
     flags = f"{_known_to_megatron(flags)} --hybrid-layer-pattern {pattern} {STATES} --context-parallel-size 2"

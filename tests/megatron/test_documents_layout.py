@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from nightly import nightly, slow
 from test_memory_features import OVERLAP, STEPS, same_losses
-from test_packed_models import PACKS, with_documents
-from training import check, train
+from test_packed_models import PACKS
+from training import check, short_documents, train
 from warm import megatrons_own_data
 
 from cp_plugin import ContextParallel
@@ -49,8 +49,8 @@ def test_so_many_documents(length: int, longest: int) -> None:
 @slow
 def test_the_distributed_optimizer_and_checks_of_later_steps() -> None:
     divided = f"{OVERLAP} --context-parallel-size 2 --cp-provider needed {PLACED} --cp-check-every 1"
-    got = train(2, f"{PACKS} {divided}", steps=STEPS, prepare=with_documents)
-    same_losses(got, train(1, f"{PACKS} {OVERLAP}", steps=STEPS, prepare=with_documents))
+    got = train(2, f"{PACKS} {divided}", steps=STEPS, prepare=short_documents)
+    same_losses(got, train(1, f"{PACKS} {OVERLAP}", steps=STEPS, prepare=short_documents))
 
 
 FORGETFUL = {"attention": "on_pack", "batch": "_on_pack", "rope": "apply_rotary_pos_emb_thd", "prediction": "_rolled"}
@@ -95,7 +95,7 @@ def _other_bounds_for_the_model() -> None:
             qkv_format="thd", cu_seqlens_q=wide, cu_seqlens_kv=wide, max_seqlen_q=64, max_seqlen_kv=64
         )
 
-    with_documents()
+    short_documents()
     gpt._packed_seq_params = padded
 
 

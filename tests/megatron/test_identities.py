@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-import state_space_kernels
 import torch
 from nightly import NIGHT, one_case
 from state_space_kernels import STATES
 from torch import Tensor
-from training import MODEL, SGD, train
+from training import SGD, train
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import Mesh, run_threads
@@ -245,7 +244,6 @@ def _every(n: int) -> Callable[[], None]:
 
         assert args.Settings().identities_every == runtime.settings().identities_every == 100
 
-        state_space_kernels.install()
         object.__setattr__(runtime.settings(), "identities_every", n)
         for owner, name in ((identities.Identities, "_judge"), (identities, "of_every_rank")):
             _counted(owner, name)
@@ -269,14 +267,13 @@ def _every(n: int) -> Callable[[], None]:
 )
 def test_by_default_and_bitwise_unchanged(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Without the flag they are compared in every 100th iteration; here in every second."""
-    model = MODEL.replace("--num-layers 2 ", "") if "--hybrid" in flags else MODEL
-    checked = train(2, flags, steps=6, model=model, prepare=_every(2))
+    checked = train(2, flags, steps=6, prepare=_every(2))
     calls = [line.split()[1:] for line in capfd.readouterr().out.splitlines() if line.startswith("CALLED")]
     judged = [int(call[1]) for call in calls if call[0] == "_judge"]
     assert set(judged) == {2, 4, 6}
     assert len(judged) == 3 * (2 if "LN" in flags or "G*" in flags else 1), "one call of each kind"
     assert [call[0] for call in calls].count("of_every_rank") == len(judged), "one message"
-    without = train(2, f"{flags} --cp-check-every 0", steps=6, model=model, prepare=state_space_kernels.install)
+    without = train(2, f"{flags} --cp-check-every 0", steps=6)
     for a, b in zip(without, checked, strict=True):
         assert a.losses == b.losses
         assert a.grads and all(torch.equal(grad, b.grads[name]) for name, grad in a.grads.items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import state_space_kernels
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from nightly import slow
@@ -27,16 +26,10 @@ PACKS = f"{PACKED} --calculate-per-token-loss"
 MIXED = f"--hybrid-layer-pattern MG*- {STATES}"
 
 
-def with_documents() -> None:
-    """Make documents end inside a pack, and state-space layers run on the CPU."""
-    short_documents()
-    state_space_kernels.install()
-
-
 @slow
 def test_the_distributed_optimizer() -> None:
     flags = f"{MIXED} {PACKS} {OVERLAP}"
-    common = {"steps": STEPS, "prepare": with_documents}
+    common = {"steps": STEPS, "prepare": short_documents}
     got = train(2, f"{flags} --context-parallel-size 2 --cp-provider striped", **common)
     same_losses(got, stock(1, flags, **common))
 
@@ -44,7 +37,9 @@ def test_the_distributed_optimizer() -> None:
 def test_experts_balance_each_sample_of_a_pack() -> None:
     """On one rank: two samples in a pack have the losses and gradients of two packs."""
     flags = f"{PACKS} --num-experts 4 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1"
-    packed, alone = (stock(1, f"{flags} --micro-batch-size {size}", steps=2, prepare=with_documents) for size in (2, 1))
+    packed, alone = (
+        stock(1, f"{flags} --micro-batch-size {size}", steps=2, prepare=short_documents) for size in (2, 1)
+    )
     compare(packed, alone, steps=2)
 
 

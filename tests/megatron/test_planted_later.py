@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import state_space_kernels
 from nightly import one_case, slow
 from state_space_kernels import STATES
 from textbook import MLA, YARN
@@ -30,9 +29,7 @@ TWO = "--context-parallel-size 2 --cp-provider ring"
 FOUR = "--context-parallel-size 4 --cp-provider ring"
 
 
-DELTA = (
-    f"{MODEL.replace('--num-layers 2 ', '')} --hybrid-layer-pattern G* {STATES} --cp-linear-provider lasp2 --cp-layout"
-)
+DELTA = f"{MODEL} --hybrid-layer-pattern G* {STATES} --cp-linear-provider lasp2 --cp-layout"
 
 
 class Later(NamedTuple):
@@ -161,7 +158,6 @@ def _train(later: Later, tmp_path: Path, more: str, model: str = "") -> list[flo
     def prepare() -> None:
         if "--hybrid" in later.model:
             short_documents()
-            state_space_kernels.install()
         plant(later.plant, tmp_path / "mark")
 
     words = later.flags.split()

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-import state_space_kernels
 import torch
 from nightly import one_case
 from state_space_kernels import STATES
@@ -63,7 +62,6 @@ def _told() -> None:
     from cp_plugin.megatron.selfcheck import recheck
 
     short_documents()
-    state_space_kernels.install()
     judge = recheck.Rows._judge
 
     def judged(self: Any, name: str, got: Tensor, want: Exact) -> None:
@@ -86,7 +84,6 @@ def _compared(text: str) -> list[list[str]]:
 @one_case
 @pytest.mark.parametrize("flags", RIGHT)
 def test_correct_training_passes(flags: str, capfd: pytest.CaptureFixture[str], model: str = MODEL) -> None:
-    model = model.replace("--num-layers 2 ", "") if "--hybrid" in flags else model
     train(_ranks(flags), f"{flags} --cp-check-every 1", steps=STEPS, model=model, prepare=_told)
     text = capfd.readouterr().out
     assert "--cp-check-every does not compare" not in text, text

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import state_space_kernels
 import torch
 import torch.distributed as dist
 from nightly import one_case
+from state_space_kernels import STATES
 from torch import Tensor
-from training import MODEL, Record, train
+from training import Record, train
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.compat import megatron_version
@@ -137,9 +137,7 @@ def _faster_on_one_rank() -> None:
 
 
 def test_stock_context_parallelism_of_states_is_compared_too(capfd: pytest.CaptureFixture[str]) -> None:
-    model = MODEL.replace("--num-layers 2 ", "")
-    flags = f"{STOCK} --hybrid-layer-pattern M- {state_space_kernels.STATES}"
-    train(2, flags, model=model, prepare=state_space_kernels.install)
+    train(2, f"{STOCK} --hybrid-layer-pattern M- {STATES}")
     assert "self-check passed: a step of 32 tokens on 2 context-parallel ranks equals" in capfd.readouterr().out
 
 
@@ -153,10 +151,9 @@ def test_the_indexer_of_stock_sparse_attention_is_trained_twice_as_strongly(monk
         "--qk-pos-emb-head-dim 8 --v-head-dim 16 --q-lora-rank 32 --experimental-attention-variant dsa "
         "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8 --dsa-indexer-loss-coeff 0.1"
     )
-    model = MODEL.replace("--group-query-attention --num-query-groups 2", "")
     monkeypatch.setattr(gpt, "UNSUPPORTED", ())
     with pytest.raises(RankError, match=r"indexer\.linear_wq_b\.weight by .* times that of one rank, the number of"):
-        train(2, flags, model=model, prepare=_sparse_attention_on_the_cpu)
+        train(2, flags, prepare=_sparse_attention_on_the_cpu)
 
 
 def _sparse_attention_on_the_cpu() -> None:
