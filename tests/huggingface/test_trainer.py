@@ -284,6 +284,22 @@ def test_ranks_with_rows_of_other_shapes(what: str) -> None:
     assert max(run_ranks(rank, 2, init_process_group=True)) <= 1e-5
 
 
+def test_training_after_an_evaluation_is_refused(tmp_path: Path) -> None:
+    """transformers then trains without DDP: each rank followed the gradients of its own tokens."""
+
+    def rank() -> None:
+        cp, model = ContextParallel("ring", group=dist.group.WORLD), model_of("llama")
+        huggingface.apply(model, cp, check=False)
+        args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], remove_unused_columns=False)
+        more = {"train_dataset": ROWS, "eval_dataset": ROWS, "data_collator": huggingface.Collator(cp)}
+        trainer = Trainer(model=model, args=args, **more)
+        trainer.evaluate()
+        with pytest.raises(ValueError, match=r"training without DDP.*eval_on_start=True"):
+            trainer.train()
+
+    run_ranks(rank, 2, init_process_group=True)
+
+
 def test_uneven_batches_are_refused(tmp_path: Path) -> None:
     def rank() -> None:
         cp, model = ContextParallel("ring", group=dist.group.WORLD), model_of("llama")
