@@ -124,7 +124,8 @@ class Forward:
         With rows of each rank's own that is right: it gets hidden states of its rows.
         """
         ends = (getattr(vars(self.whole).get("forward"), "__code__", None), of_own_rows.__code__)
-        frame = sys._getframe() if self.whole is not self.model else None
+        ours = ends[0] is getattr(self.method, "__code__", None)  # that of all divided forwards
+        frame = None if ours or self.whole is self.model else sys._getframe()
         while frame is not None and frame.f_code not in ends:
             frame = frame.f_back
         return frame is not None and frame.f_code is ends[0]
