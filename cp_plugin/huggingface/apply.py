@@ -69,12 +69,12 @@ def apply(
     with _named(model):
         want = _evaluated(model, input_ids=whole) if check else None
     division = Division(cp, model.config)
-    forward = Forward(model, division)
+    forward = Forward(model, division, model)
     try:
         forward.handles = layers.divide(model, division)
         for inner in _models(model):
             if inner is not model:
-                Forward(inner, division)
+                Forward(inner, division, model)
         model.set_attn_implementation(division.name)
         if not division.active:
             raise ValueError(f"{type(model).__name__} does not get its attention from transformers' AttentionInterface")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,7 +10,8 @@ from torch.nn.functional import cross_entropy, pad
 from cp_plugin.attention.agreement import gathered
 from cp_plugin.huggingface.attention import Call, Division
 from cp_plugin.huggingface.batch import IGNORED, shard
-from cp_plugin.huggingface.structure import TOKENS, Alone, not_next_token, probing, tokens, unchanged
+from cp_plugin.huggingface.model import forwards
+from cp_plugin.huggingface.structure import TOKENS, Alone, Plain, not_next_token, probing, tokens, unchanged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,29 +26,48 @@ def require_next_token_loss(model: PreTrainedModel, division: Division) -> None:
     Raises:
         ValueError: for a head with another loss, or one that ignores ``shift_labels`` or ``num_items_in_batch``.
     """
-    if "labels" not in inspect.signature(type(model).forward).parameters:
+    if "labels" not in forwards(model)[0].parameters():
         return
     size = division.on((0, TOKENS * division.cp.size)).layout.padded(TOKENS * division.cp.size, division.cp.size)
     ids = tokens(model, size)[:2]
     labels = ids.flip(0).roll(3, 1).clone()
     labels[:, : size // 3] = IGNORED  # ranks then have different numbers of labels
     count = int((labels[:, 1:] != IGNORED).sum())
+    batch = shard(division.cp, ids, labels)
+    mine = {key: batch[key] for key in ("input_ids", "position_ids", "labels", "shift_labels")}
     for training in (False, True):
-        with probing(model, division, Alone()):
+        with probing(model, division, Alone()), Plain(False):
             model.train(training)
             division.call = Call(size, size - 1)
             _alone(model, ids, labels, count)
-    batch = shard(division.cp, ids, labels)
-    for items in (count, 2 * count, None):
+            result = model(**mine, num_items_in_batch=2 * count, use_cache=False)
+            logits = _logits(model, result, mine["input_ids"], mine["position_ids"])
+        _over_ranks(model, division, result.loss, logits, labels, 2 * count)
+    for items in (count, None):
         with unchanged(model):
             result = model.eval()(**batch | {"num_items_in_batch": items}, use_cache=False)
-        losses = gathered(division.cp.mesh, result.loss.detach().double().view(1))
-        cp = division.on((0, size))
-        logits = cp.unshard(result.logits, 1)
-        want = _cross_entropy(logits, labels, items or count)
-        _compare(
-            model, losses.sum(), want, f"the losses of {cp.size} ranks, with num_items_in_batch={items}, add up to"
-        )
+        _over_ranks(model, division, result.loss, result.logits, labels, items)
+
+
+def _over_ranks(
+    model: PreTrainedModel, division: Division, loss: Tensor, logits: Tensor, labels: Tensor, items: int | None
+) -> None:
+    losses = gathered(division.cp.mesh, loss.detach().double().view(1))
+    count = items or int((labels[:, 1:] != IGNORED).sum())
+    want = _cross_entropy(division.on((0, labels.size(1))).unshard(logits, 1), labels, count)
+    how = f"the losses of {division.cp.size} ranks, with num_items_in_batch={items}, add up to"
+    _compare(model, losses.sum(), want, how)
+
+
+def _logits(model: PreTrainedModel, result: Any, ids: Tensor, positions: Tensor | None = None) -> Any:
+    """Those of the call, or of another, where training fuses the head with the loss and makes none."""
+    if result.logits is not None or not model.training:
+        return result.logits
+    model.eval()
+    try:
+        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    finally:
+        model.train()
 
 
 def _alone(model: PreTrainedModel, ids: Tensor, labels: Tensor, count: int) -> None:
@@ -56,7 +75,7 @@ def _alone(model: PreTrainedModel, ids: Tensor, labels: Tensor, count: int) -> N
         more: dict[str, Any] = {} if items is None else {"num_items_in_batch": items}
         try:
             result = model(input_ids=ids, labels=labels, use_cache=False, **more)
-            loss, logits = result.loss, result.logits
+            loss, logits = result.loss, _logits(model, result, ids)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise not_next_token(model, f"calling it with labels fails: {error}") from error
         if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape or loss is None or loss.dim():

@@ -50,8 +50,8 @@ class Forward:
     and whoever does later calls it.
     """
 
-    def __init__(self, model: PreTrainedModel, division: Division) -> None:
-        self.model, self.division = model, division
+    def __init__(self, model: PreTrainedModel, division: Division, whole: PreTrainedModel) -> None:
+        self.model, self.division, self.whole = model, division, whole
         self.handles: list[Any] = []
         self.additions: Additions | None = None
         self.noise: tuple[Any, float] | None = None
@@ -110,10 +110,25 @@ class Forward:
         return output
 
     def _by_name(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(list(self._parameters())[1:], args, strict=False))
+        return dict(zip(self.parameters(), args, strict=False))
 
-    def _parameters(self) -> Any:
-        return inspect.signature(type(self.model).forward).parameters
+    def parameters(self) -> dict[str, None]:
+        """Names of the arguments of the forward that is called, in order, and of those that it may pass on."""
+        called, usual = (inspect.signature(f).parameters for f in (self.own(self.model), type(self.model).forward))
+        named = [name for name, x in called.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+        return dict.fromkeys([*named, *list(usual)[1:]])
+
+    def _passed_by(self) -> bool:
+        """Is this inner model called by a forward of the whole one that replaced the divided one?
+
+        With rows of each rank's own that is right: it gets hidden states of its rows.
+        """
+        ends = (getattr(vars(self.whole).get("forward"), "__code__", None), of_own_rows.__code__)
+        ours = ends[0] is getattr(self.method, "__code__", None)  # that of all divided forwards
+        frame = None if ours or self.whole is self.model else sys._getframe()
+        while frame is not None and frame.f_code not in ends:
+            frame = frame.f_back
+        return frame is not None and frame.f_code is ends[0]
 
     @eager
     def before(self, named: dict[str, Any]) -> dict[str, Any]:
@@ -144,8 +159,13 @@ class Forward:
         return self._prepared(named)
 
     def _check(self, named: dict[str, Any]) -> None:
-        name, config, parameters = type(self.model).__name__, self.model.config, self._parameters()
+        name, config, parameters = type(self.model).__name__, self.model.config, self.parameters()
         positions, tree = named.get("position_ids"), named.get("tree")
+        if self._passed_by():
+            raise ValueError(
+                f"the forward of {type(self.whole).__name__} was replaced after huggingface.apply by one that does not "
+                "call it: call apply again, last"
+            )
         cached = any(not isinstance(named.get(cache), OfShard | None) for cache in _CACHES)
         fit = torch.tensor(False) if positions is None else self._fit(positions, named, tree)
         self._require(fit, _POSITIONS + _VIRTUAL * (cached or named.get("inputs_embeds") is not None))
@@ -214,7 +234,7 @@ class Forward:
         named = {key: x for key, x in named.items() if key not in (*_PACKS, DIGEST) and not isinstance(x, OfShard)}
         if bounds and division.linear is not None:
             named["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32)
-        if "use_cache" in self._parameters():
+        if "use_cache" in self.parameters():
             named.setdefault("use_cache", False)
         # with a mask, transformers does not look for documents among the positions of a shard
         named["attention_mask"] = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)

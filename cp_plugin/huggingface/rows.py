@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
 
 from cp_plugin.attention.agreement import gathered, problem_of_ranks
 from cp_plugin.attention.api import ContextParallel
@@ -107,6 +108,9 @@ def _of_all_ranks(cp: ContextParallel, training: bool, named: dict[str, Any]) ->
     ids, following = named["input_ids"], named.get("shift_labels") if named.get("labels") is not None else None
     problem, starts, counted = None, ids, following
     try:
+        refuse(
+            training and _unsummed(), "training without DDP, as Trainer does after evaluate(): set eval_on_start=True"
+        )
         starts = starts_of(named)
         counted = None if following is None else _without_repeated(following, examples, training)
     except ValueError as error:
@@ -141,6 +145,14 @@ def _loading() -> Any:
 def _uneven() -> bool:
     sampler = getattr(getattr(_loading(), "active_dataloader", None), "batch_sampler", None)
     return not getattr(sampler, "even_batches", True) and not getattr(sampler, "drop_last", True)
+
+
+def _unsummed() -> bool:
+    """Is this a step of accelerate's data parallelism without DistributedDataParallel, which sums gradients?"""
+    if not torch.is_grad_enabled() or getattr(_loading(), "active_dataloader", None) is None:
+        return False
+    kind = sys.modules["accelerate.state"].AcceleratorState().distributed_type
+    return kind in ("MULTI_CPU", "MULTI_GPU") and DistributedDataParallel._get_active_ddp_module() is None
 
 
 def _without_repeated(following: Tensor, examples: Tensor, training: bool) -> Tensor:

@@ -65,7 +65,7 @@ def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
     crowd = tokens(model, max(TOKENS, *(2 * n for n in lengths(model.config, "capacity") if n <= MOST_TOKENS), 0))
 
     def examine(exact: bool) -> None:
-        with probing(model, division, Alone()), _Plain(exact):
+        with probing(model, division, Alone()), Plain(exact):
             result = output(model, input_ids=ids)
             if not isinstance(result, Tensor) or result.dim() != 3 or result.shape[:2] != ids.shape:
                 shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -164,7 +164,7 @@ def _apart_in_shards(
     cp, positions = division.on((0, count)), positions.to(model.device)[None]
     ids, alone = tokens(model, count)[:1], Alone()
     run = output if count == TOKENS * cp.size else body
-    with probing(model, division, alone), _Plain(exact):
+    with probing(model, division, alone), Plain(exact):
         model.train(training)
         division.call = Call(count, int(positions.max()))
         want = run(model, input_ids=ids, position_ids=positions)
@@ -196,7 +196,7 @@ def _exactly[T](model: nn.Module, examine: Callable[[bool], T]) -> T:
     return examine(False)
 
 
-class _Plain(TorchFunctionMode):
+class Plain(TorchFunctionMode):
     """Nothing is dropped, and random numbers are the largest that might be drawn: a token's noise tells its size.
 
     If exact, whoever reads a tensor of 16 bits gets one of float32.

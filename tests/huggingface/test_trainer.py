@@ -41,7 +41,7 @@ def test_the_example(flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: p
 
 
 def trained(model: Any, collate: Any, rows: list[dict[str, Any]], path: Path, **more: Any) -> list[float]:
-    function = more.pop("compute_loss_func", None)
+    function, evaluated_first = more.pop("compute_loss_func", None), more.pop("evaluated_first", False)
     args = TrainingArguments(
         output_dir=str(path),
         per_device_train_batch_size=more.pop("per_device_train_batch_size", 1),
@@ -55,6 +55,8 @@ def trained(model: Any, collate: Any, rows: list[dict[str, Any]], path: Path, **
         **more,
     )
     trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collate, compute_loss_func=function)
+    if evaluated_first:
+        trainer.evaluate(rows)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -284,11 +286,20 @@ def test_ranks_with_rows_of_other_shapes(what: str) -> None:
     assert max(run_ranks(rank, 2, init_process_group=True)) <= 1e-5
 
 
-def test_uneven_batches_are_refused(tmp_path: Path) -> None:
+REFUSED: dict[str, dict[str, Any]] = {
+    "even_batches=False of accelerate": {"accelerator_config": {"even_batches": False}},
+    "training without DDP.*eval_on_start=True": {"evaluated_first": True},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_accelerate_does_otherwise_is_refused(message: str, tmp_path: Path) -> None:
+    """After an evaluation, Trainer leaves DDP out: each rank followed the gradients of its own tokens."""
+
     def rank() -> None:
         cp, model = ContextParallel("ring", group=dist.group.WORLD), model_of("llama")
         huggingface.apply(model, cp, check=False)
-        trained(model, huggingface.Collator(cp), ROWS[:3], tmp_path, accelerator_config={"even_batches": False})
+        trained(model, huggingface.Collator(cp), ROWS[:3], tmp_path, **REFUSED[message])
 
-    with pytest.raises(RankError, match="even_batches=False of accelerate"):
+    with pytest.raises(RankError, match=message):
         run_ranks(rank, 2, init_process_group=True)
