@@ -65,7 +65,7 @@ class Alarm:
                 found.append(self._told(story))
 
         talking = background.start(talk, "cp_plugin_talk")  # on a cut link a call blocks until TCP gives up
-        talking.join(2 * _ANSWER_S)
+        talking.join(1.5 * _ANSWER_S)
         if found:
             return found[0]
         own = f"rank {self.rank} of {self.size} on {socket.gethostname()}: {story}"

@@ -32,11 +32,8 @@ def delta_net_problems(layer: Any, tokens: int, packs: Sequence[PackedSeqParams]
 
 def _call(layer: Any, tokens: int, pack: PackedSeqParams | None, number: int, device: torch.device) -> Call:
     """A call on projected hidden states ``[s, b, q + k + v + z + beta + alpha]``."""
-    draw, dtype, heads = (
-        torch.Generator().manual_seed(40 + number),
-        layer.config.params_dtype,
-        layer.num_v_heads_local_tp,
-    )
+    draw = torch.Generator().manual_seed(40 + number)
+    dtype, heads = layer.config.params_dtype, layer.num_v_heads_local_tp
     where, batch, packed = packing.places(pack), 2 if pack is None else 1, "" if pack is None else "packed "
     width = 2 * (layer.qk_dim_local_tp + layer.v_dim_local_tp + heads)
     projected = torch.randn(tokens, batch, width, generator=draw).to(dtype)
