@@ -183,6 +183,20 @@ def _sparse_attention_on_the_cpu() -> None:
     )
 
 
+def test_embeddings_are_moved_inside_wrappers_of_any_class() -> None:
+    from cp_plugin.megatron.selfcheck.tiny_batch import noisy
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    model, ids = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(8, 4)}), torch.arange(8)
+    with noisy([Wrapper(Wrapper(model))], 1, 0.1):
+        moved = model.embedding(ids)
+    torch.testing.assert_close((moved / model.embedding(ids) - 1).abs(), torch.full((8, 4), 0.1))
+
+
 def test_a_gradient_times_the_number_of_ranks_is_named() -> None:
     from cp_plugin.megatron.selfcheck import readings
 

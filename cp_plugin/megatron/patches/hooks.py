@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from megatron.core.utils import unwrap_model
 
 from cp_plugin.common import refusals
 from cp_plugin.megatron import runtime
@@ -116,7 +115,7 @@ def start(settings: Settings, model: Model | None = None, parsed: argparse.Names
     patching.install([patch for patch in OF_RUN if patch.when(run)], packs=packs)  # at once: scans all modules
 
     def complete(chunks: Sequence[torch.nn.Module]) -> None:
-        models = [unwrap_model(chunk) for chunk in chunks]
+        models = [patching.inner_model(chunk) for chunk in chunks]
         with_models = replace(run, built=[*models, *(getattr(one, "config", None) for one in models)])
         patching.install([patch for patch in OF_RUN if patch.when(with_models)], packs=packs)
 

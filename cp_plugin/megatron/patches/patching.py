@@ -19,6 +19,8 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.compat import find, megatron_version
 from cp_plugin.megatron.patches.contract import Contract, Form
@@ -271,6 +273,13 @@ def lent(owner: Any, **values: Any) -> Iterator[None]:
         for name, value in values.items():
             back.callback(lend(owner, name, value))
         yield
+
+
+def inner_model(chunk: torch.nn.Module) -> Any:
+    """Return the model inside all wrappers: Megatron's ``unwrap_model`` stops at one it does not know."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk
 
 
 def original(target: str) -> Any:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import unwrap_model
 from torch import Tensor
+
+from cp_plugin.megatron.patches import patching
 
 _PROJECTIONS = 4
 _CHUNK = 1 << 22  # elements of a gradient that are projected at once
@@ -140,7 +141,7 @@ def gradients(optimizer: Any) -> list[Tensor | None]:
 def named_parameters(chunks: Sequence[Any], chunk: Any) -> list[tuple[str, Tensor]]:
     """Return a chunk's parameters, by names that are unique in the model's."""
     prefix = f"{list(chunks).index(chunk)}." if len(chunks) > 1 else ""
-    return [(prefix + name, p) for name, p in unwrap_model(chunk).named_parameters()]
+    return [(prefix + name, p) for name, p in patching.inner_model(chunk).named_parameters()]
 
 
 def parameter_names(chunks: Sequence[Any], optimizer: Any) -> list[str]:

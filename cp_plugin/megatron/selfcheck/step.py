@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import unwrap_model
 from megatron.training import global_vars
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -164,7 +163,7 @@ class _Step:
         optimizer: Any,
     ) -> None:
         self.schedule, self.named, self.chunks, self.looked, self.optimizer = schedule, named, chunks, looked, optimizer
-        self.args, self.size, self.config = global_vars._GLOBAL_ARGS, _size(), unwrap_model(chunks[0]).config
+        self.args, self.size, self.config = global_vars._GLOBAL_ARGS, _size(), patching.inner_model(chunks[0]).config
         if getattr(self.config, "moe_flex_dispatcher_backend", None) == "hybridep":
             raise RuntimeError("HybridEP sizes its buffer by the first batch, which would be a tiny one")
         parameter = next(p for chunk in chunks for p in chunk.parameters())
@@ -215,6 +214,7 @@ class _Step:
                         found.append(f"routers choose other experts, whose scores differ by {choices.apart:.1e}")
                     if not _any(bool(found)):
                         break
+            measured = _any(change > 0)
             leaked, own = (after - earlier for after, earlier in zip(one.used(), before, strict=True))
             found += self._reduced_ones(scalers)
         if _any(leaked > 0 or bool(found and own)):
@@ -227,6 +227,7 @@ class _Step:
         line = (
             f"a step of {self.tokens} tokens on {self.size} context-parallel ranks equals the step on one rank: "
             f"{len(names)} gradients within {worst:.0e} of their norm, {', '.join(logged) or 'no losses here'}"
+            f"{'' if measured else '; what rounding changes was not measured'}"
         )
         return found, line
 
@@ -257,7 +258,7 @@ class _Step:
         return Result(projections(gradients(self.optimizer), self.device), values)
 
     def _vocabulary(self) -> int:
-        sizes = (getattr(unwrap_model(chunk), "vocab_size", None) for chunk in self.chunks)
+        sizes = (getattr(patching.inner_model(chunk), "vocab_size", None) for chunk in self.chunks)
         size = next((size for size in sizes if size), getattr(self.args, "padded_vocab_size", None))
         if size is None:
             raise ValueError("the model does not tell the size of its vocabulary")

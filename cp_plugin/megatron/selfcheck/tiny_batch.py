@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.rules.experts import RANDOM
 from cp_plugin.megatron.selfcheck.readings import signs
 
@@ -141,7 +141,7 @@ def noisy(chunks: Sequence[Any], noise: int, size: float) -> Iterator[None]:
     hooks = [
         embedding.register_forward_hook(move)
         for chunk in chunks
-        if noise and isinstance(embedding := getattr(unwrap_model(chunk), "embedding", None), torch.nn.Module)
+        if noise and isinstance(embedding := getattr(patching.inner_model(chunk), "embedding", None), torch.nn.Module)
     ]
     try:
         yield
