@@ -49,6 +49,9 @@ def test_as_on_one_rank(case: Case) -> None:
 def test_starts_without_a_false_alarm(case: Case, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In bfloat16, at initialisation and after 200 steps, the start-up check finds the step of one rank."""
     case.start("--bf16")
+    assert capfd.readouterr().out.count("equals the step on one rank") == 1
+    if "--use-megatron-fsdp" in case.flags:
+        pytest.skip("after training not checked: Megatron-FSDP cannot load weights without the optimizer's state")
     case.start(f"--save {tmp_path} --save-interval 200 --no-save-optim --no-save-rng --cp-selfcheck off", steps=200)
     case.start(f"--bf16 --load {tmp_path} --no-load-optim --no-load-rng", steps=201)
-    assert capfd.readouterr().out.count("equals the step on one rank") == 2
+    assert capfd.readouterr().out.count("equals the step on one rank") == 1
