@@ -183,6 +183,7 @@ def test_kinds_of_layers(flags: str, letters: str, window: tuple[int, int] | Non
 REFUSED = {
     "--pipeline-model-parallel-size 0": r"Megatron stops at: .*modulo by zero",
     "--context-parallel-size 7": r"world size \(64\) is not divisible by total_model_size",
+    "--te-precision-config-file none": r"^--te-precision-config-file: Megatron stops at: .*No such file",
     "--num-layer 3": r"^--num-layer: no such flag: did you mean .*--num-layers",
     "--num-layers many": r"^--num-layers many: write a whole number$",
     "--checkpoint-activations": r"^--checkpoint-activations is no longer valid, use",

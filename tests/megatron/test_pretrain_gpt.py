@@ -75,6 +75,10 @@ def test_a_later_refusal_is_one_message_of_all_ranks(flags: str, monkeypatch: py
 
 IN_SETUP = {
     ("--num-experts 4 --moe-router-topk 8", ""): r"Megatron fails \(the first step.*\): at .* with topk = 8",
+    (
+        "--te-precision-config-file none",
+        "",
+    ): r"Megatron fails \(.*\): --te-precision-config-file none: at .*No such file",
     ("--log-interval 0", ""): r"Megatron fails \(the first step, logging\): --log-interval 0: at if",
     ("", "--eval-interval 1000"): r"Megatron fails \(building the datasets\): .*, --eval-interval \(not given\): at ",
     ("", "--mock-data"): "there is no data to train on: add --data-path PREFIX, or --mock-data",

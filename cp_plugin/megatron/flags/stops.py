@@ -12,14 +12,12 @@ from types import FrameType
 
 import torch.distributed as dist
 
-KINDS = (AssertionError, ValueError, RuntimeError)
+KINDS = (AssertionError, ValueError, RuntimeError, ImportError, OSError)
 """What the validation raises on purpose."""
 _ON_PURPOSE = ("raise", "assert")
 _WORDS = 3  # characters of the shortest meaningful message
-BARE = (ArithmeticError, LookupError, AttributeError)
-"""Errors without a message, such as a division by a size of 0."""
-CRASHES = (*BARE, TypeError)
-"""And what it raises by mistake."""
+CRASHES = (ArithmeticError, LookupError, AttributeError, TypeError)
+"""And what it raises by mistake, such as a division by a size of 0."""
 _PASSING_ON = ("cp_plugin.megatron.patches.patching", "cp_plugin.megatron.cpu.cuda_surface")
 """Our modules that call what Megatron would call without them."""
 WHOLE = "CP_PLUGIN_TRACEBACK"
@@ -44,9 +42,18 @@ def reason(error: BaseException, args: argparse.Namespace | None = None, said: s
         why = f"Megatron stops at: {at} ({_place(frame, number)}): {said}".rstrip(": ")
     if args is None and not bare:
         return said
-    named = dict.fromkeys(re.findall(r"\bargs\.(\w+)", line))
+    named = _named(error)
     flags = ", ".join(_shown(name, getattr(args, name, None) if args else True) for name in named)
     return f"{flags}: {why}" if flags else why
+
+
+def _named(error: BaseException) -> list[str]:
+    """Arguments in the innermost line that reads some: where it stops, or calls the function that does."""
+    for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
+        found = re.findall(r"\bargs\.(\w+)", linecache.getline(frame.f_code.co_filename, number))
+        if found and _owner(frame) == "megatron":
+            return [*dict.fromkeys(found)]
+    return []
 
 
 def in_setup(error: BaseException, args: argparse.Namespace | None, doing: str, said: str) -> str | None:
