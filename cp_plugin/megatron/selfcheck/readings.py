@@ -19,7 +19,7 @@ from torch import Tensor
 from cp_plugin.megatron.patches import patching
 
 _PROJECTIONS = 4
-_CHUNK = 1 << 22  # elements of a gradient that are projected at once
+_CHUNK = 1 << 20  # elements of a gradient that are projected at once
 _GROWTH = 10.0
 """Limit, in units of what a rounding error of the embeddings changes."""
 _ONE_GROUP = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
@@ -108,14 +108,20 @@ def signs(numbers: Tensor, salt: int) -> Tensor:
 
 
 def projections(flat: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Products of each gradient with random signs, and its squared norm."""
+    """Products of each gradient with random signs, and its squared norm.
+
+    The signs are drawn once: each part of a gradient is multiplied by a window of them at another place.
+    """
     rows = torch.zeros(len(flat), _PROJECTIONS + 1, dtype=torch.float64, device=device)
+    chunk = min(_CHUNK, max((g.numel() for g in flat if g is not None), default=0))
+    numbers = torch.arange(2 * chunk, device=device)
+    drawn = torch.stack([signs(numbers, k).double() for k in range(_PROJECTIONS)])
     for place, g in enumerate(flat):
-        for first in range(0, 0 if g is None else g.numel(), _CHUNK):
-            part = g[first : first + _CHUNK].double().to(device)
-            numbers = torch.arange(first, first + part.numel(), device=device)
-            drawn = [signs(numbers, 7 * place + k).double() for k in range(_PROJECTIONS)]
-            rows[place] += torch.stack([*(part @ one for one in drawn), part @ part])
+        for number, first in enumerate(range(0, 0 if g is None else g.numel(), chunk)):
+            part = g[first : first + chunk].double().to(device)
+            at = (0x9E3779B1 * place + 0x85EBCA6B * number >> 7) % chunk
+            rows[place, :-1] += drawn[:, at : at + part.numel()] @ part
+            rows[place, -1] += part @ part
     return rows.cpu()
 
 
