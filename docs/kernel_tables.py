@@ -92,7 +92,7 @@ def costs(name: str, layout: str, tokens: int, mask: str) -> list[Cost]:
     """Of the blocks of a forward that have tiles, on rank 5 of 8, on an H100 with flash-attn 3."""
     speeds = speeds_on(devices.family((9, 0)), "flash", 3)
     problem = Problem(**SIZES, seq_length=8 * tokens, **MASKS[mask])
-    found = (cost(*a.block, a.sizes, speeds, LONG) for a in asked_of(name, problem, options(name, layout), 5))
+    found = (cost(*a.block.area, a.sizes, speeds, LONG) for a in asked_of(name, problem, options(name, layout), 5))
     return [each for each in found if each.tiles != 0]
 
 

@@ -23,6 +23,7 @@ from cp_plugin.attention import calls
 from cp_plugin.comm import Mesh, Pending, run_threads
 from cp_plugin.comm.mesh import Tensors
 from cp_plugin.comm.over import Over
+from cp_plugin.core.block import Scores
 from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
@@ -108,7 +109,7 @@ def transformer_engine_ring(ranks: int, dtype: torch.dtype) -> Errors:
         q, k, v, dout, *_ = case.inputs.sharded(cp, torch.device("cpu"))
         assert q is not None and k is not None and v is not None and dout is not None
         q, k, v, dout = (x.detach() for x in (q, k, v, dout))
-        method = cp.method(problem, q.device, q.size(3) ** -0.5)
+        method = cp.method(problem, q.device, Scores(q.size(3) ** -0.5))
         assert isinstance(method, Ring)
         done = method.forward(Queries(q), KeyValues(k, v))
         assert done is not None

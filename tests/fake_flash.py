@@ -17,6 +17,7 @@ import torch
 from library_signatures import function, recorded
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.kernels.backends import flash
 from cp_plugin.kernels.backends.reference import Reference
 
@@ -71,7 +72,7 @@ class Kernel:
 
     def forward(self, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         q, k, v = self.check(given, "q k v")
-        out, lse = Reference().forward(q, k, v, diagonal(q, k, given), given["softmax_scale"])
+        out, lse = Reference().forward(q, k, v, diagonal(q, k, given), Scores(given["softmax_scale"]))
         lse = lse.masked_fill(lse == -torch.inf, self.blind)
         return out.transpose(0, 1).contiguous(), lse.permute(1, 2, 0).contiguous()
 
@@ -82,7 +83,7 @@ class Kernel:
         self.deterministic.append(given["deterministic"])
         delta = (dout.float() * out.float()).sum(-1)
         scale = given["softmax_scale"]
-        grads = Reference().backward(dout, q, k, v, lse.permute(2, 0, 1), delta, diagonal(q, k, given), scale)
+        grads = Reference().backward(dout, q, k, v, lse.permute(2, 0, 1), delta, diagonal(q, k, given), Scores(scale))
         if "lse" in given:  # version 4
             assert given["dq"] is given["dk"] is given["dv"] is None
             return tuple(grad.transpose(0, 1).contiguous() for grad in grads)

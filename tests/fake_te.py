@@ -17,6 +17,7 @@ import torch
 from library_signatures import function, recorded
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.kernels.backends import te
 from cp_plugin.kernels.backends.reference import Reference
 
@@ -43,7 +44,7 @@ def forward(given: Given) -> tuple[Tensor, list[Tensor]]:
     q, k, v = _checked(given, "q k v")
     assert given["is_training"] is True and isinstance(given["rng_gen"], torch.Generator)
     assert given["rng_gen"] is not torch.default_generator
-    out, lse = Reference().forward(q, k, v, _diagonal(given), given["attn_scale"])
+    out, lse = Reference().forward(q, k, v, _diagonal(given), Scores(given["attn_scale"]))
     return out.contiguous(), [lse.permute(1, 2, 0).unsqueeze(-1).contiguous(), torch.zeros(2, dtype=torch.int64)]
 
 
@@ -56,7 +57,7 @@ def backward(given: Given) -> list[Any]:
     assert statistics.dtype == torch.float32 and rng_state.dtype == torch.int64 and rng_state.numel() == 2
     delta = (dout.float() * out.float()).sum(-1)
     lse = statistics.squeeze(-1).permute(2, 0, 1)
-    return [*Reference().backward(dout, q, k, v, lse, delta, _diagonal(given), given["attn_scale"]), None, None]
+    return [*Reference().backward(dout, q, k, v, lse, delta, _diagonal(given), Scores(given["attn_scale"])), None, None]
 
 
 def _checked(given: Given, names: str) -> list[Tensor]:

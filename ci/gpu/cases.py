@@ -15,6 +15,7 @@ from cp_plugin.attention import calls
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.setups import Setup, settled_or_reason
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
+from cp_plugin.core.block import Scores
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
@@ -174,7 +175,7 @@ def errors(setup: Setup, documents: tuple[int, ...], device: torch.device) -> tu
 def attend(cp: ContextParallel, x: Inputs, problem: Problem, documents: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
     """out, dq, dk, dv of this rank's tokens, without autograd, which has one thread per device."""
     q, k, v, dout = (y.detach() for y in x[:4])
-    method = cp.method(problem, q.device, q.size(3) ** -0.5, problem.mask(documents))
+    method = cp.method(problem, q.device, Scores(q.size(3) ** -0.5), problem.mask(documents))
     return calls.of_method(method, q, k, v, dout)
 
 
@@ -211,6 +212,6 @@ def rank_of(setup: Setup, device: torch.device, documents: tuple[int, ...] = (),
     """One rank of a provider on random shards."""
     problem = setup.problem
     cp = ContextParallel(setup, mesh=TraceMesh(setup.axes, index))
-    method = cp.method(problem, device, problem.head_dim**-0.5, problem.mask(documents))
+    method = cp.method(problem, device, Scores(problem.head_dim**-0.5), problem.mask(documents))
     empty = calls.shapes(problem, problem.seq_length // problem.size)[:4]
     return Alone(method, Inputs(*(torch.randn(y.shape, device=device).to(y.dtype) for y in empty)))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cp_plugin import ContextParallel, KeyValues, Queries
 from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.block import Scores
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
@@ -192,7 +193,7 @@ def attended(backend: str, q: Tensor, k: Tensor, v: Tensor) -> dict[int, Tensor]
     def rank(mesh: Mesh) -> Tensor:
         cp = ContextParallel("ring", mesh=mesh, layout="contiguous", backend=backend)
         x = [cp.shard(y) for y in (q, k, v)]
-        method = cp.method(cp.problem(*x, causal=False), q.device, q.size(3) ** -0.5)
+        method = cp.method(cp.problem(*x, causal=False), q.device, Scores(q.size(3) ** -0.5))
         found = method.forward(Queries(x[0]), KeyValues(*x[1:]))
         assert found is not None, "full attention sees keys"
         return cp.unshard(found.out.to(q.dtype))

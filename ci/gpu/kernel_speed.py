@@ -14,13 +14,14 @@ from record import Call, Found, Step, in_a_line, medians, worst
 from torch import Tensor
 
 from cp_plugin.attention.calls import Inputs
+from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels import backends
-from cp_plugin.kernels.blocks import Block, kernel
+from cp_plugin.kernels.blocks import kernel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
@@ -72,12 +73,12 @@ class Timed:
 
     def __init__(self, backend: str, size: Size, rows: Segments, keys: Segments, device: torch.device) -> None:
         self.kernel = kernel(backends.get(backend), size.problem(), device, auto=False)
-        self.block, self.scale = Block(rows, keys, CAUSAL), size.head_dim**-0.5
+        self.block = Block(rows, keys, CAUSAL, Scores(size.head_dim**-0.5))
         self.x = random(size, sum(map(len, rows)), sum(map(len, keys)), device)
 
     def attend(self, onto: Partial | None = None) -> Partial | None:
         q, k, v, *_ = self.x
-        return self.kernel.forward(Queries(q), KeyValues(k, v), self.block, self.scale, onto)
+        return self.kernel.forward(Queries(q), KeyValues(k, v), self.block, onto)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         found = self.attend()
@@ -90,7 +91,7 @@ class Timed:
         out, lse = self.forward()
         delta = (dout.float() * out.float()).sum(-1)
         queries, kv = Queries(q, dout, lse, delta), KeyValues(k, v)
-        return lambda: self.kernel.backward(queries, kv, self.block, self.scale)
+        return lambda: self.kernel.backward(queries, kv, self.block)
 
 
 def random(size: Size, rows: int, keys: int, device: torch.device) -> Inputs:
@@ -102,7 +103,7 @@ def random(size: Size, rows: int, keys: int, device: torch.device) -> Inputs:
 
 def floating_point_operations(block: Block, size: Size) -> float:
     """Of the forward: two products per visible pair; the backward has five."""
-    pairs = sum(tile.pairs for tile in tiles(*block))
+    pairs = sum(tile.pairs for tile in tiles(*block.area))
     return 2.0 * pairs * size.heads * (size.head_dim + size.v_head_dim)
 
 

@@ -37,6 +37,7 @@ from cp_plugin.attention.tokens import token_order
 from cp_plugin.comm import GroupMesh, Mesh
 from cp_plugin.common.eager import eager
 from cp_plugin.common.recent import Recent
+from cp_plugin.core.block import PLAIN, Scores
 from cp_plugin.core.layout import Layout, Segments
 from cp_plugin.core.mask import Mask, Window, document_bounds
 from cp_plugin.core.options import Options
@@ -253,8 +254,8 @@ class ContextParallel(LinearAttention):
                 raise ValueError(
                     'scaling only applies to kernels that compute in FP8: add fp8="compute", or leave it out'
                 )
-            factor = q.size(-1) ** -0.5 if scale is None else scale
-            return self.method(problem, q.device, factor, mask, scaling)
+            scores = Scores(q.size(-1) ** -0.5 if scale is None else scale)
+            return self.method(problem, q.device, scores, mask, scaling)
 
         return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)
 
@@ -271,7 +272,7 @@ class ContextParallel(LinearAttention):
         self,
         problem: Problem,
         device: torch.device,
-        scale: float,
+        scores: Scores,
         mask: Mask | None = None,
         scaling: Scaling | None = None,
         segments: Callable[[Owners], Segments] | None = None,
@@ -282,14 +283,20 @@ class ContextParallel(LinearAttention):
         Args: mask, segments, keys: as for ``around``.
         """
         alike = keys is None and not (mask is not None and mask.packed)  # calls of a problem have the same shapes
-        kernel = blocks.choose(self.options, problem, device, scaling, plans=alike and problem in self._planned).kernel
-        return self.around(kernel, problem, scale, mask, segments, keys)
+        kernel = self.kernel(problem, device, scaling, plans=alike and problem in self._planned)
+        return self.around(kernel, problem, scores, mask, segments, keys)
+
+    def kernel(
+        self, problem: Problem, device: torch.device, scaling: Scaling | None = None, *, plans: bool = True
+    ) -> BlockKernel:
+        """The kernel that the options choose; see ``blocks.choose``."""
+        return blocks.choose(self.options, problem, device, scaling, plans=plans).kernel
 
     def around(
         self,
         kernel: BlockKernel,
         problem: Problem,
-        scale: float = 1.0,
+        scores: Scores = PLAIN,
         mask: Mask | None = None,
         segments: Callable[[Owners], Segments] | None = None,
         keys: Callable[[Owners], Segments] | None = None,
@@ -302,7 +309,7 @@ class ContextParallel(LinearAttention):
         """
         segments = segments or partial(self.segments, problem.seq_length)
         mask = problem.mask() if mask is None else mask
-        local = Local(kernel=kernel, segments=segments, keys=keys or segments, mask=mask, scale=scale)
+        local = Local(kernel=kernel, segments=segments, keys=keys or segments, mask=mask, scores=scores)
         return self.provider.build(self.mesh, local, problem, self.options)
 
     def _is_for(self, kind: Kind) -> None:

@@ -11,12 +11,13 @@ from torch import Tensor
 from cp_plugin.attention import linear as linear_attention
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import TraceMesh
+from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.kernels.blocks import Block, BlockKernel
+from cp_plugin.kernels.blocks import BlockKernel
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.moves import no_gradients, nothing_seen
 from cp_plugin.methods.protocol import Attend, Provider
@@ -98,7 +99,7 @@ def directly(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Ten
         found = linear_attention.directly(q, k, v, log_decay, beta, dout.detach(), scan, parts, cp.mesh)
         return found[:4] + found[5:] if problem.decay == "head" else found
     q, k, v, dout = (y.detach() for y in shards[:4])
-    method = cp.method(cp.problem(q, k, v, causal=problem.causal), q.device, q.size(3) ** -0.5)
+    method = cp.method(cp.problem(q, k, v, causal=problem.causal), q.device, Scores(q.size(3) ** -0.5))
     return of_method(method, q, k, v, dout)
 
 
@@ -122,11 +123,11 @@ def of_kernel(
         sent: applied to out before the backward sees it.
     """
     q, k, v, dout = x
-    wide, scale = accumulation_dtype(q.dtype), q.size(3) ** -0.5
-    block = Block((range(q.size(0)),), (range(k.size(0)),), mask)
-    found = kernel.forward(Queries(q), KeyValues(k, v), block, scale)
+    wide = accumulation_dtype(q.dtype)
+    block = Block((range(q.size(0)),), (range(k.size(0)),), mask, Scores(q.size(3) ** -0.5))
+    found = kernel.forward(Queries(q), KeyValues(k, v), block)
     assert found is not None, "it finds the block empty"
     delta = (dout.to(wide) * sent(found.out).to(wide)).sum(-1)
-    grads = kernel.backward(Queries(q, dout, found.lse, delta), KeyValues(k, v), block, scale)
+    grads = kernel.backward(Queries(q, dout, found.lse, delta), KeyValues(k, v), block)
     assert grads is not None, "it finds the block empty"
     return found.out, *grads

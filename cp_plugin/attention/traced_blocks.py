@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from cp_plugin.attention.calls import shapes, without_peers
+from cp_plugin.core.block import Block
 from cp_plugin.core.layout import sort_positions
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -18,7 +19,6 @@ from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels.backends import fp8_kernels
 from cp_plugin.kernels.backends.te_fp8 import TransformerEngineFp8
-from cp_plugin.kernels.blocks import Block
 from cp_plugin.kernels.cost import Sizes
 from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.methods.protocol import Provider

@@ -24,6 +24,7 @@ from torch import Tensor
 from cp_plugin.attention import sinks, softmax
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import GroupMesh, Mesh
+from cp_plugin.core.block import Scores
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Window
 from cp_plugin.core.values import Owners, Partial, dense
@@ -158,25 +159,25 @@ class Session:
         self._check(tokens, q, k, v)
         q, k, v = map(dense, (q, k, v))
         cache = self.reserve(layer, k, v, latent)
-        scale = q.size(-1) ** -0.5 if scale is None else scale
+        scores = Scores(q.size(-1) ** -0.5 if scale is None else scale)
         kept = (k, v) if latent is None else (latent.rows,)
         if isinstance(self._step, Chunk):
             cache.put(self._step.first, *kept)
             k, v = cache.get(0, self._step.stop)
             k, v = (k, v) if latent is None else latent.heads(k)
-            return self._prefill(self._step, q, k, v, scale, window, sink)
+            return self._prefill(self._step, q, k, v, scores, window, sink)
         tokens, sequences = self._step.tokens, self._step.sequences
         cache.put_at(self._step.slots, sequences, *(x[tokens, sequences] for x in kept))
         held = self.slots.positions[: self._step.used]
         asked = q if latent is None else latent.queries(q)
-        out, lse = shard.attend(asked, cache, held, self._step.positions, scale, window)
+        out, lse = shard.attend(asked, cache, held, self._step.positions, scores, window)
         out, lse = tree.merged(self.mesh, Partial(out if latent is None else latent.outputs(out), lse))
         if sink is not None:
             out, lse = sinks.apply(out, lse, sink)
         return out.to(q.dtype)
 
     def _prefill(
-        self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window | None, sink: Tensor | None
+        self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window | None, sink: Tensor | None
     ) -> Tensor:
         """This rank's queries of a chunk over all keys so far, by the provider."""
         problem = self.cp.problem(q, k[chunk.first :], v[chunk.first :], causal=True)
@@ -184,7 +185,7 @@ class Session:
         problem = replace(problem, window=window, sink=sink is not None, block=block)
         self.cp.refuse(problem)
         method = self.cp.method(
-            problem, q.device, scale, segments=self._positions(chunk.rows), keys=self._positions(chunk.keys)
+            problem, q.device, scores, segments=self._positions(chunk.rows), keys=self._positions(chunk.keys)
         )
         return softmax.attend(q, k, v, sink, *peel(method)).home
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.mask import Window
 from cp_plugin.core.values import Partial
@@ -23,7 +24,7 @@ ELEMENTS = 2**22
 
 
 def attend(
-    q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scale: float, window: Window | None = None
+    q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scores: Scores, window: Window | None = None
 ) -> Partial:
     """Causal attention to the occupied slots, by position.
 
@@ -40,20 +41,20 @@ def attend(
     """
 
     def in_blocks() -> fused.Parts:
-        out, lse = _attend(q, cache, held, positions, scale, window)
+        out, lse = _attend(q, cache, held, positions, scores, window)
         return out.unsqueeze(0), lse.unsqueeze(0)
 
     left = -1 if window is None else window[0]
-    parts = fused.decode(q, *cache.kept(len(held)), cache.v_head_dim, held, positions, scale, left, in_blocks)
+    parts = fused.decode(q, *cache.kept(len(held)), cache.v_head_dim, held, positions, scores.scale, left, in_blocks)
     return Partial(*fused.merge_parts(*parts))
 
 
-def _attend(q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scale: float, window: Window | None) -> Partial:
+def _attend(q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scores: Scores, window: Window | None) -> Partial:
     t, b, h, d = q.shape
     wide = accumulation_dtype(q.dtype)
     block = max(1, ELEMENTS // (b * h * max(t, d)))
     found = [
-        Partial(*reference.attend(q.to(wide), *cache.get(i, j), _hidden(held[i:j], positions, window), scale))
+        Partial(*reference.attend(q.to(wide), *cache.get(i, j), _hidden(held[i:j], positions, window), scores))
         for i, j in ((i, min(i + block, len(held))) for i in range(0, len(held), block))
     ]
     out = q.new_zeros((t, b, h, cache.v_head_dim), dtype=wide)

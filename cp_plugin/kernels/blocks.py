@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.common.recent import Recent
+from cp_plugin.core.block import Block
 from cp_plugin.core.layout import KEPT_BYTES, Segments, join_adjacent, sort_positions, take
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
@@ -31,24 +32,12 @@ from cp_plugin.kernels.cost import Cost, Sizes, Speeds, cost, speeds
 from cp_plugin.kernels.merge import accumulator, add, add_rows, add_sums, merge, merge_rows
 
 
-class Block(NamedTuple):
-    """Global positions of both sides in storage order, and the mask."""
-
-    rows: Segments
-    keys: Segments
-    mask: Mask
-
-
 class BlockKernel(Protocol):
     """Attention of one block on one device, as in ``methods.protocol.Attend``."""
 
-    def forward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
-    ) -> Partial | None: ...
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None: ...
 
-    def backward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
-    ) -> Gradients | None: ...
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None: ...
 
 
 class Chosen(NamedTuple):
@@ -147,28 +136,24 @@ class InOrder:
     enough: int | None = None
     """Runs of at least this length stay as they are."""
 
-    def forward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
-    ) -> Partial | None:
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
         device = queries.q.device
         rows, keys = self._order(block.rows, block.mask, device), self._order(block.keys, block.mask, device)
         queries, kv = rows.sort(queries), keys.sort(kv)
-        block = Block(rows.segments, keys.segments, block.mask)
+        block = block._replace(rows=rows.segments, keys=keys.segments)
         if rows.order is None:
-            return self.inner.forward(queries, kv, block, scale, onto)
-        found = self.inner.forward(queries, kv, block, scale)
+            return self.inner.forward(queries, kv, block, onto)
+        found = self.inner.forward(queries, kv, block)
         return onto if found is None else merge(onto, Partial(*rows.store(*found)))
 
-    def backward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
-    ) -> Gradients | None:
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
         device = queries.q.device
         rows, keys = self._order(block.rows, block.mask, device), self._order(block.keys, block.mask, device)
         queries, kv = rows.sort(queries), keys.sort(kv)
-        block = Block(rows.segments, keys.segments, block.mask)
+        block = block._replace(rows=rows.segments, keys=keys.segments)
         if rows.order is None and keys.order is None:
-            return self.inner.backward(queries, kv, block, scale, onto)
-        grads = self.inner.backward(queries, kv, block, scale)
+            return self.inner.backward(queries, kv, block, onto)
+        grads = self.inner.backward(queries, kv, block)
         if grads is None:
             return None
         return add_sums(onto, Gradients(*rows.store(grads.dq), *keys.store(grads.dk, grads.dv)))
@@ -228,19 +213,15 @@ class Tiled:
     backend: Backend
     row_terms: RowTerms = field(default_factory=RowTerms, compare=False)
 
-    def forward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
-    ) -> Partial | None:
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
         q, k, v = queries.q, kv.k, kv.v
         for tile in self.tiles(block):
             q_t, k_t, v_t = take(q, tile.q), take(k, tile.k), take(v, tile.k)
-            out, lse = self.backend.forward(q_t, k_t, v_t, tile.diagonal, scale)
+            out, lse = self.backend.forward(q_t, k_t, v_t, tile.diagonal, block.scores)
             onto = merge_rows(onto, tile.q, Partial(out, lse), q)
         return onto
 
-    def backward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
-    ) -> Gradients | None:
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
         found = self.tiles(block)
         if not found:
             return None
@@ -250,7 +231,7 @@ class Tiled:
         for tile in found:
             dout_t, q_t, lse_t, row_term_t = (take(x, tile.q) for x in (dout, q, lse, row_term))
             k_t, v_t = take(k, tile.k), take(v, tile.k)
-            grads = self.backend.backward(dout_t, q_t, k_t, v_t, lse_t, row_term_t, tile.diagonal, scale)
+            grads = self.backend.backward(dout_t, q_t, k_t, v_t, lse_t, row_term_t, tile.diagonal, block.scores)
             dq = add_rows(dq, tile.q, grads[0], q)
             dk = add_rows(dk, tile.k, grads[1], k)
             dv = add_rows(dv, tile.k, grads[2], v)
@@ -259,7 +240,7 @@ class Tiled:
 
     def tiles(self, block: Block) -> tuple[Tile, ...]:
         """The kernel calls that a block needs."""
-        return tiles(*block) if self.backend.any_diagonal else square_tiles(*block)
+        return tiles(*block.area) if self.backend.any_diagonal else square_tiles(*block.area)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,21 +249,16 @@ class Whole:
 
     backend: BlockBackend
 
-    def forward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
-    ) -> Partial | None:
-        if not may_meet(*block):
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
+        if not may_meet(*block.area):
             return onto
-        running = None if onto is None else (accumulator(onto.out), onto.lse)
-        return Partial(*self.backend.attend(queries.q, kv.k, kv.v, *block, scale, running))
+        running = None if onto is None else Partial(accumulator(onto.out), onto.lse)
+        return self.backend.attend(queries, kv, block, running)
 
-    def backward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
-    ) -> Gradients | None:
-        if not may_meet(*block):
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
+        if not may_meet(*block.area):
             return None
-        q, dout, lse, delta = queries.tensors
-        return add_sums(onto, Gradients(*self.backend.gradients(dout, q, kv.k, kv.v, lse, delta, *block, scale)))
+        return add_sums(onto, self.backend.gradients(queries, kv, block))
 
 
 class Level(NamedTuple):
@@ -300,30 +276,26 @@ class ByDepth:
 
     inner: Whole
 
-    def forward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
-    ) -> Partial | None:
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
         if not block.mask.stops:
-            return self.inner.forward(queries, kv, block, scale, onto)
+            return self.inner.forward(queries, kv, block, onto)
         order, levels = _by_depth(block.keys, block.mask, queries.q.device)
         kv = Sorted(block.keys, order).sort(kv)
         for place, keys, mask in levels:
             there = KeyValues(kv.k[place], kv.v[place], owners=kv.owners)
-            onto = self.inner.forward(queries, there, Block(block.rows, keys, mask), scale, onto)
+            onto = self.inner.forward(queries, there, block._replace(keys=keys, mask=mask), onto)
         return onto
 
-    def backward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
-    ) -> Gradients | None:
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
         if not block.mask.stops:
-            return self.inner.backward(queries, kv, block, scale, onto)
+            return self.inner.backward(queries, kv, block, onto)
         order, levels = _by_depth(block.keys, block.mask, queries.q.device)
         by_depth = Sorted(block.keys, order)
         kv = by_depth.sort(kv)
         dq, dkv, met = onto.dq, [], False
         for place, keys, mask in levels:
             there = KeyValues(kv.k[place], kv.v[place], owners=kv.owners)
-            grads = self.inner.backward(queries, there, Block(block.rows, keys, mask), scale, Sums(dq=dq))
+            grads = self.inner.backward(queries, there, block._replace(keys=keys, mask=mask), Sums(dq=dq))
             if grads is not None:
                 dq, met = grads.dq, True
             dkv.append(tuple(map(torch.zeros_like, there.tensors)) if grads is None else grads[1:])
@@ -376,19 +348,15 @@ class Either:
     speeds: Speeds | None = None
     """For the estimate; None: blocks of several tiles go to our own kernel."""
 
-    def forward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
-    ) -> Partial | None:
-        return self._for(queries, kv, block).forward(queries, kv, block, scale, onto)
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
+        return self._for(queries, kv, block).forward(queries, kv, block, onto)
 
-    def backward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
-    ) -> Gradients | None:
-        return self._for(queries, kv, block).backward(queries, kv, block, scale, onto)
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
+        return self._for(queries, kv, block).backward(queries, kv, block, onto)
 
     def cost(self, block: Block, sizes: Sizes) -> Cost:
         """The estimate for a block, and which of the two runs it."""
-        return cost(*block, sizes, self.speeds, self.own.enough or 0)
+        return cost(*block.area, sizes, self.speeds, self.own.enough or 0)
 
     def _for(self, queries: Queries, kv: KeyValues, block: Block) -> InOrder:
         sizes = Sizes.of(queries.q, kv.k, kv.v)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cp_plugin.core.block import Block
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.tiles import may_meet
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
-from cp_plugin.kernels.blocks import Block
 from cp_plugin.kernels.merge import accumulator, add_sums
 
 
@@ -25,19 +25,15 @@ class RecordingKernel:
     asked: Callable[[Tensor, Tensor, Tensor, Block], object] = lambda q, k, v, block: None
     """Called at every forward."""
 
-    def forward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Partial | None = None
-    ) -> Partial | None:
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
         q, (k, v) = queries.q, kv.tensors
         self.asked(q, k, v, block)
-        if not may_meet(*block):
+        if not may_meet(*block.area):
             return onto
         return Partial(accumulator(onto.out), onto.lse) if onto is not None else Partial(*results(q, v))
 
-    def backward(
-        self, queries: Queries, kv: KeyValues, block: Block, scale: float, onto: Sums = NO_SUMS
-    ) -> Gradients | None:
-        if not may_meet(*block):
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
+        if not may_meet(*block.area):
             return None
         return add_sums(onto, Gradients(*map(torch.empty_like, (queries.q, *kv.tensors))))
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Owners, Partial, Queries, Sums
-from cp_plugin.kernels.blocks import Block, BlockKernel
+from cp_plugin.kernels.blocks import BlockKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +25,13 @@ class Local:
     keys: Callable[[Owners], Segments]
     """The same for k and v, which differ where they hold more than the queries' tokens (a cache)."""
     mask: Mask
-    scale: float
+    scores: Scores
 
     def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
-        return self.kernel.forward(queries, kv, self._block(queries, kv), self.scale, onto)
+        return self.kernel.forward(queries, kv, self._block(queries, kv), onto)
 
     def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
-        return self.kernel.backward(queries, kv, self._block(queries, kv), self.scale, onto)
+        return self.kernel.backward(queries, kv, self._block(queries, kv), onto)
 
     def over(self, positions: Segments) -> Local:
         """The same over keys at these positions, whoever held them."""
@@ -40,4 +41,4 @@ class Local:
         rows, keys = self.segments(queries.owners), self.keys(kv.owners)
         places, tokens = (sum(map(len, rows)), sum(map(len, keys))), (queries.q.size(0), kv.k.size(0))
         assert places == tokens, f"{places} positions of queries and keys for {tokens} tokens"
-        return Block(rows, keys, self.mask)
+        return Block(rows, keys, self.mask, self.scores)

@@ -24,13 +24,13 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import ThreadMesh
+from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.inference import Session, slots_for, tree
 from cp_plugin.kernels import blocks
-from cp_plugin.kernels.blocks import Block
 from cp_plugin.linear import chunked
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods import fp8
@@ -273,7 +273,8 @@ def _by_one_call(
     def attend(rows: list[int], i: int) -> Tensor:
         q, k, v = (f(x[rows, i : i + 1].to(here)) for f, x in zip((sent, kept, kept), case.inputs[:3], strict=True))
         whole = (range(len(rows)),)
-        found = kernel.forward(Queries(q), KeyValues(k, v), Block(whole, whole, CAUSAL), q.size(3) ** -0.5)
+        block = Block(whole, whole, CAUSAL, Scores(q.size(3) ** -0.5))
+        found = kernel.forward(Queries(q), KeyValues(k, v), block)
         assert found is not None, "it finds the block empty"
         return sent(found.out.to(q.dtype))
 

@@ -6,6 +6,7 @@ import torch
 from oracle import Case, Result
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.kernels.backends import Backend
 
 
@@ -19,20 +20,20 @@ def run(kernel: Backend, case: Case) -> Result:
     """A causal or full tile of every other row, with a log-sum-exp ``[s, b, h]``, dense."""
     q, k, v, dout = (torch.stack((x, x.flip(0)), 1).flatten(0, 1)[::2] for x in case.inputs())
     diagonal, scale = 0 if case.causal else case.seq_length, case.head_dim**-0.5
-    out, lse = kernel.forward(q, k, v, diagonal, scale)
+    out, lse = kernel.forward(q, k, v, diagonal, Scores(scale))
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     term = kernel.row_term(dout, (dout.float() * out.float()).sum(-1))
-    return Result(out, *kernel.backward(dout, q, k, v, lse.contiguous(), term, diagonal, scale))
+    return Result(out, *kernel.backward(dout, q, k, v, lse.contiguous(), term, diagonal, Scores(scale)))
 
 
 def run_in_two(kernel: Backend, case: Case) -> Result:
     """Two tiles over every other key, with the log-sum-exp of both: their gradients add up to the whole's."""
     (q, k, v, dout), whole, scale = case.inputs(), case.seq_length, case.head_dim**-0.5
     halves = [(k[i::2], v[i::2]) for i in range(2)]  # strided views
-    parts = [kernel.forward(q, *half, whole, scale) for half in halves]
+    parts = [kernel.forward(q, *half, whole, Scores(scale)) for half in halves]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(torch.exp(part[1] - lse).unsqueeze(-1) * part[0] for part in parts)
     term = kernel.row_term(dout, (dout.float() * out).sum(-1))
-    grads = [kernel.backward(dout, q, *half, lse, term, whole, scale) for half in halves]
+    grads = [kernel.backward(dout, q, *half, lse, term, whole, Scores(scale)) for half in halves]
     dk, dv = (torch.stack((grads[0][i], grads[1][i]), 1).flatten(0, 1) for i in (1, 2))
     return Result(out, grads[0][0].float() + grads[1][0], dk, dv)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from oracle import Case, Result, assert_close, errors, relative_error
 
+from cp_plugin.core.block import Scores
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.reference import Reference
@@ -26,13 +27,13 @@ def run(backend: backends.Backend, case: Case) -> Result:
     q, k, v, dout = case.inputs()
     diagonal = 0 if case.causal else case.seq_length
     scale = case.head_dim**-0.5
-    out, lse = backend.forward(q, k, v, diagonal, scale)
+    out, lse = backend.forward(q, k, v, diagonal, Scores(scale))
     wide = accumulation_dtype(case.dtype)
     assert out.dtype == case.dtype and lse.dtype == wide
-    want = backends.get("reference").forward(q, k, v, diagonal, scale)[1]
+    want = backends.get("reference").forward(q, k, v, diagonal, Scores(scale))[1]
     assert relative_error(lse, want) <= DTYPES[case.dtype]
     delta = (dout.to(wide) * out.to(wide)).sum(-1)
-    grads = backend.backward(dout, q, k, v, lse, backend.row_term(dout, delta), diagonal, scale)
+    grads = backend.backward(dout, q, k, v, lse, backend.row_term(dout, delta), diagonal, Scores(scale))
     assert all(x.stride(-1) == 1 for x in (out, *grads))
     return Result(out, *grads)
 
@@ -65,11 +66,11 @@ def test_reference_takes_any_diagonal_and_value_head_size(diagonal: int) -> None
     p = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
     want = torch.einsum("bhqk,kbhe->qbhe", p, v.repeat_interleave(2, 2))
     want.backward(dout)
-    out, lse = Reference().forward(q.detach(), k.detach(), v.detach(), diagonal, 0.3)
+    out, lse = Reference().forward(q.detach(), k.detach(), v.detach(), diagonal, Scores(0.3))
     torch.testing.assert_close(out, want.detach(), rtol=1e-12, atol=1e-12)
     assert (lse == -torch.inf).all(-1).all(-1).tolist() == hidden.all(-1).tolist()
     delta = (dout * out).sum(-1)
-    grads = Reference().backward(dout, q.detach(), k.detach(), v.detach(), lse, delta, diagonal, 0.3)
+    grads = Reference().backward(dout, q.detach(), k.detach(), v.detach(), lse, delta, diagonal, Scores(0.3))
     for got, x in zip(grads, (q, k, v), strict=True):
         torch.testing.assert_close(got, x.grad.nan_to_num(0.0), rtol=1e-11, atol=1e-12)
 
@@ -79,9 +80,9 @@ def test_kernels_take_strided_views() -> None:
     sdpa = backends.get("sdpa")
 
     def both(cut):
-        out, lse = sdpa.forward(cut(q), cut(k), cut(v), 0, 0.3)
+        out, lse = sdpa.forward(cut(q), cut(k), cut(v), 0, Scores(0.3))
         term = sdpa.row_term(cut(dout), (cut(dout) * out).sum(-1))
-        return out, *sdpa.backward(cut(dout), cut(q), cut(k), cut(v), lse, term, 0, 0.3)
+        return out, *sdpa.backward(cut(dout), cut(q), cut(k), cut(v), lse, term, 0, Scores(0.3))
 
     for strided, dense in zip(both(lambda x: x[1::3]), both(lambda x: x[1::3].contiguous()), strict=True):
         assert torch.equal(strided, dense)
@@ -92,8 +93,8 @@ def test_delta_replaces_out_at_the_same_error(dtype: torch.dtype) -> None:
     case = Case(seq_length=256, heads=4, kv_heads=4, causal=True, dtype=dtype, head_dim=64, v_head_dim=64)
     sdpa, want = backends.get("sdpa"), case.reference()
     q, k, v, dout = case.inputs()
-    out, lse = sdpa.forward(q, k, v, 0, 0.125)
-    true_out = Result(out, *sdpa.backward(dout, q, k, v, lse, out, 0, 0.125))
+    out, lse = sdpa.forward(q, k, v, 0, Scores(0.125))
+    true_out = Result(out, *sdpa.backward(dout, q, k, v, lse, out, 0, Scores(0.125)))
     for ours, theirs in zip(errors(run(sdpa, case), want), errors(true_out, want), strict=True):
         assert ours <= 1.1 * theirs, (ours, theirs)
 

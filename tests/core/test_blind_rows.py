@@ -14,6 +14,7 @@ from library_tiles import OnCuda
 from oracle import Case
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.core.values import Partial
 from cp_plugin.kernels.backends import Backend, cudnn, sdpa
 from cp_plugin.kernels.backends.cudnn import Cudnn
@@ -30,7 +31,7 @@ def operator(name: str, blind: float) -> Any:
         given = dict(zip((a.name for a in schema.arguments if not a.kwarg_only), args, strict=False)) | named
         q, k, v = (given[n].permute(2, 0, 1, 3) for n in ("query", "key", "value"))
         diagonal = 0 if given["is_causal"] else k.size(0) - 1
-        out, lse = Reference().forward(q, k, v, diagonal, given["scale"])
+        out, lse = Reference().forward(q, k, v, diagonal, Scores(given["scale"]))
         lse = lse.masked_fill(lse == -torch.inf, blind).permute(1, 2, 0).contiguous()
         lse = lse.unsqueeze(-1) if "cudnn" in name else lse
         return (out.permute(1, 2, 0, 3), lse, *[None] * (len(schema.returns) - 2))
@@ -57,9 +58,9 @@ def test_a_blind_row_of_one_tile_leaves_the_other_tiles_answer(
     blind_rows = 3 if causal else 8
     diagonal = 0 if causal else 7
     on_gpu = [x.as_subclass(OnCuda) for x in (q, unseen, v)]
-    part = Partial(*(x.as_subclass(Tensor) for x in backend.forward(*on_gpu, diagonal, 0.5)))
+    part = Partial(*(x.as_subclass(Tensor) for x in backend.forward(*on_gpu, diagonal, Scores(0.5))))
     assert part.lse.isneginf().all(-1).all(-1).tolist() == [True] * blind_rows + [False] * (8 - blind_rows)
-    other = Reference().forward(q, k, v, 7, 0.5)
+    other = Reference().forward(q, k, v, 7, Scores(0.5))
     merged = merge(Partial(*(x.float() for x in other)), Partial(part.out.float(), part.lse.float()))
     assert merged is not None and not merged.out.isnan().any()
     torch.testing.assert_close(merged.out[:blind_rows], other[0][:blind_rows].float())
@@ -73,7 +74,7 @@ def test_a_row_that_is_blind_in_some_heads_only(causal: bool) -> None:
     q[..., 0] = q[..., 0].abs() + 1
     k[: 3 if causal else 8, :, 0, 0] = -torch.inf
     q[0, 0, 2:] = k[0, 0, 1] = 0  # the one score that the row sees under a causal mask
-    found, want = (backend.forward(q, k, v, 0 if causal else 7, 0.5) for backend in (Sdpa(), Reference()))
+    found, want = (backend.forward(q, k, v, 0 if causal else 7, Scores(0.5)) for backend in (Sdpa(), Reference()))
     torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
     assert want[1].isneginf().any(0).any(0).tolist() == [True, True, False, False]
 

@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import CAUSAL, Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.tree import Tree
-from cp_plugin.core.values import KeyValues, Partial, Queries
+from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.reference import _probabilities, attend
 from cp_plugin.kernels.backends.sdpa import Sdpa
-from cp_plugin.kernels.blocks import Block, ByDepth, Either, InOrder, Tiled, Whole, kernel
+from cp_plugin.kernels.blocks import ByDepth, Either, InOrder, Tiled, Whole, kernel
 from cp_plugin.kernels.merge import merge
 from cp_plugin.placement.layouts import get_layout
 
@@ -32,24 +33,22 @@ class ByPositions:
     def unsupported(self, *_: object) -> None:
         return None
 
-    def attend(self, q, k, v, rows: Segments, keys: Segments, mask: Mask, scale: float, onto):
-        assert not mask.stops, "kernels know documents, not trees"
-        self.asked.append((len(rows), len(keys)))
-        out, lse = _attention(q, k, v, rows, keys, mask, scale)
-        if onto is None:
-            return out, lse
-        merged = merge(Partial(*onto), Partial(out, lse))
+    def attend(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None) -> Partial:
+        assert not block.mask.stops, "kernels know documents, not trees"
+        self.asked.append((len(block.rows), len(block.keys)))
+        merged = merge(onto, _attention(queries.q, *kv.tensors, block))
         assert merged is not None
         return merged
 
-    def gradients(self, dout, q, k, v, lse, delta, rows: Segments, keys: Segments, mask: Mask, scale: float):
-        self.asked.append((len(rows), len(keys)))
-        scores = (torch.einsum("qbhd,kbhd->bhqk", q, k) * scale).masked_fill(~_seen(rows, keys, mask), -torch.inf)
+    def gradients(self, queries: Queries, kv: KeyValues, block: Block) -> Gradients:
+        (q, dout, lse, delta), (k, v), scale = queries.tensors, kv.tensors, block.scores.scale
+        self.asked.append((len(block.rows), len(block.keys)))
+        scores = (torch.einsum("qbhd,kbhd->bhqk", q, k) * scale).masked_fill(~_seen(*block.area), -torch.inf)
         p = _probabilities(scores, lse.permute(1, 2, 0).unsqueeze(-1))
         dp = torch.einsum("qbhe,kbhe->bhqk", dout, v)
         ds = p * (dp - delta.permute(1, 2, 0).unsqueeze(-1)) * scale
         dq, dk = torch.einsum("bhqk,kbhd->qbhd", ds, k), torch.einsum("bhqk,qbhd->kbhd", ds, q)
-        return dq, dk, torch.einsum("bhqk,qbhe->kbhe", p, dout)
+        return Gradients(dq, dk, torch.einsum("bhqk,qbhe->kbhe", p, dout))
 
 
 def _seen(rows: Segments, keys: Segments, mask: Mask) -> Tensor:
@@ -66,8 +65,8 @@ def _seen(rows: Segments, keys: Segments, mask: Mask) -> Tensor:
     return seen
 
 
-def _attention(q, k, v, rows, keys, mask, scale) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, ~_seen(rows, keys, mask), scale)
+def _attention(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Partial:
+    return Partial(*attend(q, k, v, ~_seen(*block.area), block.scores))
 
 
 def held(layout: str, *ranks: int, tokens: int = 48, size: int = 4) -> Segments:
@@ -89,6 +88,8 @@ BLOCKS = {
     "a tree, keys of few depths": (Block(held("contiguous", 3), held("contiguous", 2), TREE), "own"),
 }
 
+SCORES = Scores(0.3)
+
 
 def tensors(block: Block) -> tuple[Tensor, ...]:
     g = torch.Generator().manual_seed(0)
@@ -98,19 +99,20 @@ def tensors(block: Block) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize(("block", "goes_to"), BLOCKS.values(), ids=BLOCKS)
 def test_kernel_choice_and_agreement_of_all_paths(block: Block, goes_to: str) -> None:
+    block = block._replace(scores=SCORES)
     q, k, v, dout = tensors(block)
     mine, tiled = ByPositions(), Tiled(Sdpa())
     either = Either(tiled, InOrder(ByDepth(Whole(mine)), enough=3))
     ways = (either, InOrder(tiled), InOrder(ByDepth(Whole(ByPositions()))), ByDepth(Whole(ByPositions())))
-    want = Partial(*_attention(q, k, v, *block, 0.3))
+    want = _attention(q, k, v, block)
     for way in ways:
-        found = way.forward(Queries(q), KeyValues(k, v), block, 0.3)
+        found = way.forward(Queries(q), KeyValues(k, v), block)
         assert found is not None
         torch.testing.assert_close(found.out, want.out)
         torch.testing.assert_close(found.lse, want.lse)
     assert bool(mine.asked) == (goes_to == "own")
     queries = Queries(q, dout, want.lse, (dout * want.out).sum(-1))
-    grads = [way.backward(queries, KeyValues(k, v), block, 0.3) for way in ways]
+    grads = [way.backward(queries, KeyValues(k, v), block) for way in ways]
     for other in grads[1:]:
         torch.testing.assert_close(tuple(other), tuple(grads[0]))
 
@@ -121,12 +123,12 @@ def test_running_partials_with_sorted_tokens(name: str) -> None:
     way = InOrder(Tiled(Sdpa())) if name == "library" else InOrder(Whole(ByPositions()))
     q, k, v, _ = tensors(Block(rows, first, CAUSAL))
     k2, v2 = k.flip(0), v * 2
-    both = Block(rows, (*first, *second), CAUSAL)
-    want = _attention(q, torch.cat([k, k2]), torch.cat([v, v2]), *both, 0.3)
-    onto = way.forward(Queries(q), KeyValues(k, v), Block(rows, first, CAUSAL), 0.3)
-    found = way.forward(Queries(q), KeyValues(k2, v2), Block(rows, second, CAUSAL), 0.3, onto)
+    both = Block(rows, (*first, *second), CAUSAL, SCORES)
+    want = _attention(q, torch.cat([k, k2]), torch.cat([v, v2]), both)
+    onto = way.forward(Queries(q), KeyValues(k, v), Block(rows, first, CAUSAL, SCORES))
+    found = way.forward(Queries(q), KeyValues(k2, v2), Block(rows, second, CAUSAL, SCORES), onto)
     assert found is not None
-    torch.testing.assert_close(tuple(found), want)
+    torch.testing.assert_close(tuple(found), tuple(want))
 
 
 def test_own_kernels_sort_short_runs_only() -> None:
@@ -134,7 +136,7 @@ def test_own_kernels_sort_short_runs_only() -> None:
     for enough, runs in ((12, (2, 2)), (13, (1, 1)), (None, (1, 1))):
         mine = ByPositions()
         q, k, v, _ = tensors(block)
-        InOrder(Whole(mine), enough=enough).forward(Queries(q), KeyValues(k, v), block, 0.3)
+        InOrder(Whole(mine), enough=enough).forward(Queries(q), KeyValues(k, v), block)
         assert mine.asked == [runs]
 
 
@@ -142,10 +144,10 @@ def test_disjoint_blocks_are_skipped() -> None:
     mine, later = ByPositions(), Block(held("contiguous", 0), held("contiguous", 1), CAUSAL)
     q, k, v, dout = tensors(later)
     onto = Partial(q, q[..., 0])
-    assert Whole(mine).forward(Queries(q), KeyValues(k, v), later, 0.3) is None
-    assert Whole(mine).forward(Queries(q), KeyValues(k, v), later, 0.3, onto) is onto
-    assert Whole(mine).backward(Queries(q, dout, q[..., 0], q[..., 0]), KeyValues(k, v), later, 0.3) is None
-    assert not mine.asked and not tiles(*later)
+    assert Whole(mine).forward(Queries(q), KeyValues(k, v), later) is None
+    assert Whole(mine).forward(Queries(q), KeyValues(k, v), later, onto) is onto
+    assert Whole(mine).backward(Queries(q, dout, q[..., 0], q[..., 0]), KeyValues(k, v), later) is None
+    assert not mine.asked and not tiles(*later.area)
 
 
 def test_kernels_on_the_cpu() -> None:

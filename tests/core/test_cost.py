@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cp_plugin.core import tiles
+from cp_plugin.core.block import Block
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import CAUSAL, Mask
 from cp_plugin.core.problem import Problem
@@ -15,7 +16,7 @@ from cp_plugin.core.tiles import Tile
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import backends, cost
 from cp_plugin.kernels.backends import devices
-from cp_plugin.kernels.blocks import Block, ByDepth, Either, InOrder, Tiled, kernel
+from cp_plugin.kernels.blocks import ByDepth, Either, InOrder, Tiled, kernel
 from cp_plugin.kernels.cost import MOST, Cost, Sizes, Speeds
 from cp_plugin.placement.layouts import get_layout
 
@@ -49,7 +50,7 @@ def gathered(method: str, layout: str, tokens: int, size: int = 8) -> Block:
 
 
 def of(block: Block, sizes: Sizes, at: Speeds | None) -> Cost:
-    return cost.cost(*block, sizes, at, LONG)
+    return cost.cost(*block.area, sizes, at, LONG)
 
 
 @pytest.mark.parametrize("kernel", HOPPER)
@@ -153,8 +154,8 @@ def test_forward_and_backward_go_the_same_way(monkeypatch: pytest.MonkeyPatch, t
         torch.empty(sum(map(len, side)), 1, h, 128, dtype=torch.bfloat16, device="meta")
         for side, h in zip(block[:2], (32, 8), strict=True)
     )
-    either.forward(Queries(q), KeyValues(k, k), block, 0.1)
-    either.backward(Queries(q, q, q[..., 0], q[..., 0]), KeyValues(k, k), block, 0.1)
+    either.forward(Queries(q), KeyValues(k, k), block)
+    either.backward(Queries(q, q, q[..., 0], q[..., 0]), KeyValues(k, k), block)
     assert seen == ([library] * 2 if by_library else [own] * 2)
 
 

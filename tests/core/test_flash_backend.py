@@ -15,6 +15,7 @@ from fake_flash import FA2_2_6, FA3_2_7, FA3_2_7_0, FA3_2_8, FA3_LATER, FA4, Ker
 from library_signatures import function
 from oracle import Case, Result, assert_close
 
+from cp_plugin.core.block import Scores
 from cp_plugin.kernels.backends import flash
 from cp_plugin.kernels.backends.flash import Flash
 
@@ -70,7 +71,7 @@ def test_rows_without_a_finite_score(machine: Machine, generation: str) -> None:
     GENERATIONS[generation](machine)
     q, k, v, _ = Case(seq_length=8, heads=1, kv_heads=1, causal=True, dtype=torch.bfloat16, batch=1).inputs()
     q[:, :, :, 0], k[:3, :, :, 0] = 1, -torch.inf
-    assert Flash().forward(q, k, v, 0, 1.0)[1].flatten().isneginf().tolist() == [True] * 3 + [False] * 5
+    assert Flash().forward(q, k, v, 0, Scores(1.0))[1].flatten().isneginf().tolist() == [True] * 3 + [False] * 5
 
 
 def test_generation_per_gpu(machine: Machine) -> None:
@@ -176,4 +177,4 @@ def test_results_in_another_order_are_refused(machine: Machine) -> None:
 def test_uncut_tiles_are_refused() -> None:
     q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
     with pytest.raises(AssertionError, match="diagonal -1, must be cut"):
-        Flash().forward(q, k, v, -1, 0.25)
+        Flash().forward(q, k, v, -1, Scores(0.25))

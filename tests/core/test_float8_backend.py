@@ -11,6 +11,7 @@ from thread_ranks import on_threads
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.core import scaling
+from cp_plugin.core.block import Scores
 from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed, Scaling
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.backends import float8
@@ -43,10 +44,10 @@ def run(case: Case, scaled: Scaling | None = None, size: float = 1.0) -> Result:
     dout = dout * size
     diagonal, scale, kernel = 0 if case.causal else case.seq_length, case.head_dim**-0.5, Float8()
     kernel = kernel if scaled is None else Float8(scaling=scaled)
-    out, lse = kernel.forward(q, k, v, diagonal, scale)
+    out, lse = kernel.forward(q, k, v, diagonal, Scores(scale))
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     delta = (dout.float() * out.float()).sum(-1)
-    grads = kernel.backward(dout, q, k, v, lse, kernel.row_term(dout, delta), diagonal, scale)
+    grads = kernel.backward(dout, q, k, v, lse, kernel.row_term(dout, delta), diagonal, Scores(scale))
     return Result(out, *(grad.float() / size for grad in grads))
 
 
@@ -102,7 +103,7 @@ def test_nonfinite_values_propagate(bad: float, scaled: Scaling) -> None:
         scaled.update()
     q, k, v, _ = case.inputs()
     v[3, 0, 0, 0] = bad
-    assert Float8(scaling=scaled).forward(q, k, v, 0, 0.25)[0].isnan().any()
+    assert Float8(scaling=scaled).forward(q, k, v, 0, Scores(0.25))[0].isnan().any()
 
 
 def test_sends_and_computes_in_fp8_on_ranks() -> None:

@@ -20,6 +20,7 @@ from oracle import Case, assert_close
 from torch import Tensor
 from torch._C import FunctionSchema, parse_schema
 
+from cp_plugin.core.block import Scores
 from cp_plugin.kernels.backends import Backend, cudnn, flash, sdpa, signatures
 from cp_plugin.kernels.backends.cudnn import Cudnn
 from cp_plugin.kernels.backends.flash import Flash
@@ -152,8 +153,8 @@ def test_torch_operator_calls_match_their_schemas(monkeypatch: pytest.MonkeyPatc
     if name != "cpu":
         q, k, v, dout = (x.as_subclass(OnCuda) for x in (q, k, v, dout))
     for diagonal in (0, 7):
-        backend.forward(q, k, v, diagonal, 0.5)
-        backend.backward(dout, q, k, v, lse, dout, diagonal, 0.5)
+        backend.forward(q, k, v, diagonal, Scores(0.5))
+        backend.backward(dout, q, k, v, lse, dout, diagonal, Scores(0.5))
     assert len(called) == 4 and all(("cudnn" in op) == (name == "cudnn") for op in called)
     assert all(op.removesuffix("_backward").endswith("_for_cpu") == (name == "cpu") for op in called)
 

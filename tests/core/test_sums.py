@@ -10,11 +10,12 @@ from torch import Tensor
 
 from cp_plugin.attention.calls import of_method
 from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.values import KeyValues, Queries, Sums
 from cp_plugin.kernels.backends.reference import Reference
 from cp_plugin.kernels.backends.sdpa import Sdpa
-from cp_plugin.kernels.blocks import Block, RowTerms, Tiled
+from cp_plugin.kernels.blocks import RowTerms, Tiled
 from cp_plugin.kernels.merge import add_rows
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.ring import Ring
@@ -61,7 +62,7 @@ def test_a_ring_makes_one_row_term_in_a_backward(layout: str) -> None:
     def rank(mesh: Mesh) -> int:
         backend = Counted()
         segments = lambda at: tuple(s for i in at(mesh.index) for s in place.segments(tokens, size, i))  # noqa: E731
-        local = Local(kernel=Tiled(backend), segments=segments, keys=segments, mask=CAUSAL, scale=0.3)
+        local = Local(kernel=Tiled(backend), segments=segments, keys=segments, mask=CAUSAL, scores=Scores(0.3))
         ring = Ring(mesh, "cp", local)
         q, k, v, dout = torch.randn(4, tokens // size, 1, 2, 8)
         out, lse = ring.forward(Queries(q), KeyValues(k, v))
@@ -81,7 +82,7 @@ def test_nested_rings(outer: str, inner: str) -> None:
 
     def rank(mesh: Mesh) -> tuple[Tensor, ...]:
         segments = lambda at: tuple(s for i in at(mesh.index) for s in place.segments(tokens, size, i))  # noqa: E731
-        local = Local(kernel=Tiled(Reference()), segments=segments, keys=segments, mask=CAUSAL, scale=8**-0.5)
+        local = Local(kernel=Tiled(Reference()), segments=segments, keys=segments, mask=CAUSAL, scores=Scores(8**-0.5))
         rings = Ring(mesh, "inter", Ring(mesh, "intra", local, inner), outer)
         return of_method(rings, *(place.shard(x, 0, size, mesh.index) for x in whole))
 
@@ -92,7 +93,7 @@ def test_nested_rings(outer: str, inner: str) -> None:
 
 def test_positions_of_another_length_are_refused() -> None:
     segments = lambda at: (range(8),)  # noqa: E731
-    local = Local(kernel=Tiled(Reference()), segments=segments, keys=segments, mask=CAUSAL, scale=1.0)
+    local = Local(kernel=Tiled(Reference()), segments=segments, keys=segments, mask=CAUSAL, scores=Scores(1.0))
     q, k, v = torch.randn(3, 6, 1, 2, 4)
     with pytest.raises(AssertionError, match=r"\(8, 8\) positions of queries and keys for \(6, 6\) tokens"):
         local.forward(Queries(q), KeyValues(k, v))
@@ -114,16 +115,16 @@ def test_partial_tiles_allocate_no_full_gradient() -> None:
     """A zigzag tile of half the queries is added to those rows of the sum; no second full sum exists."""
     tokens, kernel = 64, Tiled(Sdpa())
     layout = get_layout("zigzag")
-    block = Block(layout.segments(2 * tokens, 2, 0), layout.segments(2 * tokens, 2, 1), CAUSAL)
+    block = Block(layout.segments(2 * tokens, 2, 0), layout.segments(2 * tokens, 2, 1), CAUSAL, Scores(0.3))
     q, k, v, dout = torch.randn(4, tokens, 1, 2, 16).bfloat16()
-    out, lse = kernel.forward(Queries(q), KeyValues(k, v), block, 0.3)
+    out, lse = kernel.forward(Queries(q), KeyValues(k, v), block)
     delta = (dout.float() * out.float()).sum(-1)
     so_far = torch.randn(q.shape)
-    alone = kernel.backward(Queries(q, dout, lse, delta), KeyValues(k, v), block, 0.3)
+    alone = kernel.backward(Queries(q, dout, lse, delta), KeyValues(k, v), block)
     wanted = so_far + alone.dq.float()
     kernel.row_terms.of(dout, delta, kernel.backend)
     with Meter() as meter:
-        grads = kernel.backward(Queries(q, dout, lse, delta), KeyValues(k, v), block, 0.3, Sums(dq=so_far))
+        grads = kernel.backward(Queries(q, dout, lse, delta), KeyValues(k, v), block, Sums(dq=so_far))
     assert grads.dq is so_far and torch.equal(so_far, wanted)
     (tile,) = kernel.tiles(block)
     assert len(tile.q) == tokens // 2, "not all rows"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from oracle import Case, assert_close
 
+from cp_plugin.core.block import Scores
 from cp_plugin.kernels.backends import te
 from cp_plugin.kernels.backends.te import TransformerEngine
 
@@ -113,4 +114,4 @@ def test_results_of_another_shape_are_refused(patch: pytest.MonkeyPatch) -> None
     fake_te.install(patch, fused_attn_fwd=body)
     q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
     with pytest.raises(RuntimeError, match=r"for a q .*use --cp-backend sdpa"):
-        TransformerEngine().forward(q, k, v, 0, 0.25)
+        TransformerEngine().forward(q, k, v, 0, Scores(0.25))

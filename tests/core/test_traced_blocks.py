@@ -39,7 +39,7 @@ def test_ranks_cover_all_pairs(provider: str) -> None:
         for block, sizes, batch in asked_of(provider, PROBLEM, Options(layout=layout), index):
             assert batch == PROBLEM.batch and sizes.head_dim == 128
             assert block.mask == CAUSAL and sizes.heads == 2 * sizes.kv_heads
-            pairs += sizes.heads * sum(tile.pairs for tile in tiles(*block))
+            pairs += sizes.heads * sum(tile.pairs for tile in tiles(*block.area))
     n = PROBLEM.seq_length
     assert pairs == n * (n + 1) // 2 * PROBLEM.heads * PROBLEM.batch
 

@@ -10,6 +10,7 @@ from cp_kernels import decode as kernel
 from torch import Tensor
 
 from cp_plugin.core import payload
+from cp_plugin.core.block import Scores
 from cp_plugin.inference import shard
 from cp_plugin.inference.slots import NOWHERE
 from cp_plugin.inference.store import Cache, Latent, Packed, Plain
@@ -170,7 +171,7 @@ def test_a_cache_of_heads(slots: int, dtype: torch.dtype, kind: Any, monkeypatch
     cache = Cache(kind, slots + 3, 32, k, v)
     cache.put(0, k, v)
     held, positions = books([slots, 3], slots)
-    Both(monkeypatch)(normal(1, 2, 4, 48, dtype=dtype), cache, held, positions, 0.1, (90, 0))
+    Both(monkeypatch)(normal(1, 2, 4, 48, dtype=dtype), cache, held, positions, Scores(0.1), (90, 0))
 
 
 @pytest.mark.parametrize("kind", [Plain, Packed])
@@ -183,7 +184,7 @@ def test_a_cache_of_latents(rank: int, kind: Any, monkeypatch: pytest.MonkeyPatc
     cache.put(0, rows)
     held, positions = books([300, 31], 300)
     q = latent.queries(normal(1, 2, 4, 24, seed=3))
-    Both(monkeypatch)(q, cache, held, positions, 0.1, None)
+    Both(monkeypatch)(q, cache, held, positions, Scores(0.1), None)
 
 
 @pytest.mark.parametrize("dtype", kernel.DTYPES)

@@ -15,6 +15,7 @@ from torch import Tensor
 from cp_plugin import ContextParallel, Options, Problem, Tree
 from cp_plugin.attention import calls
 from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.block import Scores
 from cp_plugin.core.mask import Mask
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.triton import Triton
@@ -48,7 +49,7 @@ def test_provider_equals_reference(provider: str, mask: dict) -> None:
         q, k, v, dout = (cp.shard(x) for x in whole)
         call = cp.problem(q, k, v, causal=mask["causal"])
         call = replace(call, window=mask.get("window"), documents="documents" in mask)
-        method = cp.method(call, CPU, 0.25, call.mask(mask.get("documents", ())))
+        method = cp.method(call, CPU, Scores(0.25), call.mask(mask.get("documents", ())))
         return [cp.unshard(x) for x in calls.of_method(method, q, k, v, dout)]
 
     got = run_threads(rank, settled.axes, patience=300)[0]

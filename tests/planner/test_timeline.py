@@ -205,7 +205,7 @@ def test_a_block_is_priced_as_auto_computes_it(name: str, layout: str, tokens: i
     events = [e for e in program(setup, 5).forward if isinstance(e, Attention)]
     blocks = asked_of(name, problem, setup.options, 5)
     calls = [len(kernel_time.in_tiles(event, at)[0]) for event in events]
-    weighed = [cost(*each.block, each.sizes, at, LONG) for each in blocks]
+    weighed = [cost(*each.block.area, each.sizes, at, LONG) for each in blocks]
     assert sum(calls) == sum(c.tiles or 0 for c in weighed if c.by_library) and any(c.tiles for c in weighed)
     for event, parts in zip(events, calls, strict=True):
         library = kernel_time.seconds(event._replace(auto=None), device)

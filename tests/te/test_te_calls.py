@@ -15,6 +15,7 @@ import pytest
 import torch
 from oracle import Case, Result, assert_close
 
+from cp_plugin.core.block import Scores
 from cp_plugin.kernels.backends import te
 from cp_plugin.kernels.backends.signatures import parameters
 from cp_plugin.kernels.backends.te import TransformerEngine
@@ -139,7 +140,7 @@ def test_numbers_through_the_real_python_functions(
     case = Case(seq_length=24, heads=4, kv_heads=2, causal=causal, dtype=dtype, head_dim=24)
     (q, k, v, dout), kernel = case.inputs(), TransformerEngine()
     diagonal = 0 if causal else 24
-    out, lse = kernel.forward(q, k, v, diagonal, 24**-0.5)
+    out, lse = kernel.forward(q, k, v, diagonal, Scores(24**-0.5))
     term = kernel.row_term(dout, (dout.float() * out.float()).sum(-1))
-    got = Result(out, *kernel.backward(dout, q, k, v, lse, term, diagonal, 24**-0.5))
+    got = Result(out, *kernel.backward(dout, q, k, v, lse, term, diagonal, Scores(24**-0.5)))
     assert_close(got, case.reference(), 1e-2, case)

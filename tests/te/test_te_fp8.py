@@ -19,6 +19,7 @@ from oracle import Case, Result, errors
 from test_te_calls import CUDA_ORDER
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.core.scaling import IN_BACKWARD, Delayed, Scaling, largest, scale_for
 from cp_plugin.kernels.backends import te_fp8
 from cp_plugin.kernels.backends.float8 import E4M3, E5M2, Float8
@@ -123,7 +124,7 @@ class Given(Scaling):
 def _forward(given: dict[str, Any]) -> list[Any]:
     q, k, v = (given[n].dequantize(dtype=torch.float32) for n in ("q", "k", "v"))
     assert given["s_quantizer"].scale == 256
-    out, lse = Float8().forward(q, k, v, _diagonal(given), given["attn_scale"])
+    out, lse = Float8().forward(q, k, v, _diagonal(given), Scores(given["attn_scale"]))
     rng = torch.zeros(2, dtype=torch.int64)
     return [_out(given["o_quantizer"], out, E4M3), lse.permute(1, 2, 0).unsqueeze(-1).contiguous(), rng]
 
@@ -133,18 +134,18 @@ def _backward(given: dict[str, Any]) -> list[Any]:
     statistics, _ = given["aux_ctx_tensors"]
     lse = statistics.squeeze(-1).permute(2, 0, 1)
     kernel = Float8(scaling=Given(given["dp_quantizer"]))
-    grads = kernel.backward(dout, q, k, v, lse, out, _diagonal(given), given["attn_scale"])
+    grads = kernel.backward(dout, q, k, v, lse, out, _diagonal(given), Scores(given["attn_scale"]))
     return [_out(given["dqkv_quantizer"], grad, E5M2) for grad in grads]
 
 
 def run(kernel: TransformerEngineFp8 | Float8, case: Case, size: float = 1.0) -> Result:
     q, k, v, dout = case.inputs()
     diagonal, scale = 0 if case.causal else case.seq_length, case.head_dim**-0.5
-    out, lse = kernel.forward(q, k, v, diagonal, scale)
+    out, lse = kernel.forward(q, k, v, diagonal, Scores(scale))
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     dout = dout * size
     term = kernel.row_term(dout, (dout.float() * out.float()).sum(-1))
-    grads = kernel.backward(dout, q, k, v, lse, term, diagonal, scale)
+    grads = kernel.backward(dout, q, k, v, lse, term, diagonal, Scores(scale))
     return Result(out, *(grad.float() / size for grad in grads))
 
 
@@ -208,6 +209,6 @@ def test_the_compiled_functions_accept_every_argument(library: te_fp8.Library) -
         pytest.skip("there is a GPU: cp-plugin doctor runs these calls to the end")
     (q, k, v, dout), kernel = tile().inputs(), TransformerEngineFp8()
     with pytest.raises(RuntimeError, match="non-CUDA DeviceType"):
-        kernel.forward(q, k, v, 0, 0.1)
+        kernel.forward(q, k, v, 0, Scores(0.1))
     with pytest.raises(RuntimeError, match=r"(?i)cuda.*driver"):
-        kernel.backward(dout, q, k, v, torch.zeros(q.shape[:3]), dout, 0, 0.1)
+        kernel.backward(dout, q, k, v, torch.zeros(q.shape[:3]), dout, 0, Scores(0.1))

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from cp_plugin.common.names import not_one_of
 from cp_plugin.common.plugins import with_entry_points
-from cp_plugin.core.layout import Segments
-from cp_plugin.core.mask import Mask
+from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.spelling import spelled
+from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
 from cp_plugin.kernels.backends import devices
 
 
@@ -43,7 +43,7 @@ class Backend(Protocol):
         """Why it cannot run such tensors here, or None."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         """``out [s, b, h, e]`` in q's dtype and ``lse [s, b, h]`` in float32 (float64 for float64 inputs)."""
         ...
 
@@ -55,7 +55,7 @@ class Backend(Protocol):
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``dq, dk, dv`` of the tile, given each row's lse over *all* its keys."""
         ...
@@ -71,37 +71,15 @@ class BlockBackend(Protocol):
         """Why it cannot run such tensors here, or None."""
         ...
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: Segments,
-        keys: Segments,
-        mask: Mask,
-        scale: float,
-        onto: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """``out, lse`` over these keys and those of ``onto``, a float32 out and lse updated in place.
+    def attend(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None) -> Partial:
+        """Out and lse over these keys and those of ``onto``, whose float32 out and lse are updated in place.
 
         Without ``onto`` as ``Backend.forward``.
         """
         ...
 
-    def gradients(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        rows: Segments,
-        keys: Segments,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """``dq, dk, dv`` of the block, given each row's lse and delta over *all* its keys."""
+    def gradients(self, queries: Queries, kv: KeyValues, block: Block) -> Gradients:
+        """Gradients of the block, given each row's lse and delta over *all* its keys."""
         ...
 
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.kernels.backends.sdpa import heads_first, is_causal, rows_first
 from cp_plugin.kernels.fused import out_from_delta
 
@@ -48,24 +49,24 @@ class Cudnn:
             )
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         q, k, v, causal = *map(heads_first, (q, k, v)), is_causal(q, k, diagonal)
-        out, lse = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+        out, lse = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scores.scale)[:2]
         return rows_first(out), lse.view(out.shape[:3]).permute(2, 0, 1)
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
         return out_from_delta(dout, delta)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        causal, dout, out = is_causal(q, k, diagonal), _dense(dout, q), _dense(row_term, q)
+        causal, dout, out = is_causal(q, k, diagonal), _dense(dout, q), _dense(term, q)
         dout, q, k, v, out = map(heads_first, (dout, q, k, v, out))
         lse = lse.permute(1, 2, 0).unsqueeze(-1).contiguous()
         rng = torch.empty((), dtype=torch.int64, device=q.device)  # unused without dropout
         lengths = (None, None, q.size(2), k.size(2))
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse, rng, rng, None, *lengths, 0.0, causal, scale=scale
+            dout, q, k, v, out, lse, rng, rng, None, *lengths, 0.0, causal, scale=scores.scale
         )
         dq, dk, dv = map(rows_first, grads)
         return dq, dk, dv

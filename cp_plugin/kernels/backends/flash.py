@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.backends.flash_libraries import LOAD, Library
@@ -41,11 +42,11 @@ class Flash:
         chosen = self._chosen(device, head_dim, v_head_dim)
         return chosen if isinstance(chosen, str) else None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         sizes, causal = (q.size(3), v.size(3)), is_causal(q, k, diagonal)
         library = self.library(q.device, *sizes)
         q, k, v = map(_batch_first, library.fit(*sizes, q, k, v))
-        out, lse, *_ = library.forward(q=q, k=k, v=v, softmax_scale=scale, causal=causal)
+        out, lse, *_ = library.forward(q=q, k=k, v=v, softmax_scale=scores.scale, causal=causal)
         batch, rows, heads, _ = q.shape
         if out.shape != (batch, rows, heads, v.size(3)) or lse.shape != (batch, heads, rows):
             raise RuntimeError(
@@ -58,11 +59,11 @@ class Flash:
         return out_from_delta(dout, delta)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         sizes, causal = (q.size(3), k.size(3), v.size(3)), is_causal(q, k, diagonal)
         library = self.library(q.device, q.size(3), v.size(3))
-        dout, q, k, v, out = library.fit(q.size(3), v.size(3), dout, q, k, v, row_term)
+        dout, q, k, v, out = library.fit(q.size(3), v.size(3), dout, q, k, v, term)
         grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v) if library.writes]
         written = dict(zip(("dq", "dk", "dv"), map(_batch_first, grads), strict=False))
         dout, q, k, v, out = map(_batch_first, (dout, q, k, v, out))
@@ -72,7 +73,7 @@ class Flash:
             k=k,
             v=v,
             out=out,
-            softmax_scale=scale,
+            softmax_scale=scores.scale,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **{library.lse: lse.permute(1, 2, 0).contiguous(), library.causal: causal},
             **written,

@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.core.scaling import (
     E4M3,
     E5M2,
@@ -51,12 +52,12 @@ class Float8:
             return None
         return f"it accumulates in float32, which is not enough for {dtype}"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         dtype, bound = q.dtype, bound_of_out(extent(v))
         q, k, v = (self._noted(role, x, E4M3) for role, x in (("q", q), ("k", k), ("v", v)))
-        scores = _scores(q, k, _hidden_above(diagonal, q, k), scale)
-        top = scores.amax(-1, keepdim=True)
-        p = _probabilities(scores, top)
+        made = _scores(q, k, _hidden_above(diagonal, q, k), scores)
+        top = made.amax(-1, keepdim=True)
+        p = _probabilities(made, top)
         total = p.sum(-1, keepdim=True)
         out = torch.einsum("bgnqk,kbge->bgnqe", _rounded_probabilities(p), v)
         out = torch.where(total == 0, 0.0, out / total).permute(3, 0, 1, 2, 4).flatten(2, 3)
@@ -66,20 +67,20 @@ class Float8:
         return out_from_delta(self._rounded("dout", dout, E5M2), delta)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups, dtypes = k.size(2), (q.dtype, k.dtype, v.dtype)
         rows = q.size(0) * (q.size(2) // groups)
-        bound_dp, bound_dqkv = bounds(*map(extent, (dout, q, k, v, row_term)), rows, scale)
+        bound_dp, bound_dqkv = bounds(*map(extent, (dout, q, k, v, term)), rows, scores.scale)
         q, k, v = (self._rounded(role, x, E4M3) for role, x in (("q", q), ("k", k), ("v", v)))
-        do, out = self._noted("dout", dout, E5M2), rounded(row_term, E4M3)
+        do, out = self._noted("dout", dout, E5M2), rounded(term, E4M3)
         delta = _per_group((do * out).sum(-1), groups)
-        p = _probabilities(_scores(q, k, _hidden_above(diagonal, q, k), scale), _per_group(lse, groups))
+        p = _probabilities(_scores(q, k, _hidden_above(diagonal, q, k), scores), _per_group(lse, groups))
         do = _grouped(do, groups)
         ds = self._noted("dp", p * (torch.einsum("qbgne,kbge->bgnqk", do, v) - delta), E5M2, bound_dp)
         dv = torch.einsum("bgnqk,qbgne->kbge", _rounded_probabilities(p), do)
-        dq = torch.einsum("bgnqk,kbgd->qbgnd", ds, k).flatten(2, 3) * scale
-        dk = torch.einsum("bgnqk,qbgnd->kbgd", ds, _grouped(q, groups)) * scale
+        dq = torch.einsum("bgnqk,kbgd->qbgnd", ds, k).flatten(2, 3) * scores.scale
+        dk = torch.einsum("bgnqk,qbgnd->kbgd", ds, _grouped(q, groups)) * scores.scale
         grads = (self._noted("dqkv", x, E5M2, bound_dqkv) for x in (dq, dk, dv))
         dq, dk, dv = (x.to(dtype) for x, dtype in zip(grads, dtypes, strict=True))
         return dq, dk, dv

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.core.dtypes import accumulation_dtype
 
 
@@ -25,28 +26,28 @@ class Reference:
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
         return None if dtype.is_floating_point else f"{dtype} is not a floating-point type"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = attend(q, k, v, _hidden_above(diagonal, q, k), scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, lse = attend(q, k, v, _hidden_above(diagonal, q, k), scores)
         return out.to(q.dtype), lse
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
         return delta
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scores = _scores(q, k, _hidden_above(diagonal, q, k), scale)
-        p = _probabilities(scores, _per_group(lse, k.size(2)))
+        made = _scores(q, k, _hidden_above(diagonal, q, k), scores)
+        p = _probabilities(made, _per_group(lse, k.size(2)))
         do = _grouped(dout, k.size(2)).to(p.dtype)
         dv = torch.einsum("bgnqk,qbgne->kbge", p, do)
         dp = torch.einsum("qbgne,kbge->bgnqk", do, v.to(p.dtype))
-        ds = p * (dp - _per_group(row_term, k.size(2))) * scale
+        ds = p * (dp - _per_group(term, k.size(2))) * scores.scale
         dq = torch.einsum("bgnqk,kbgd->qbgnd", ds, k.to(p.dtype)).flatten(2, 3)
         dk = torch.einsum("bgnqk,qbgnd->kbgd", ds, _grouped(q, k.size(2)).to(p.dtype))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     """Attention of all queries to all keys that are not hidden.
 
     Args:
@@ -56,9 +57,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tup
     Returns:
         out ``[s_q, b, h, e]`` and lse ``[s_q, b, h]`` in the accumulation dtype; 0 and -inf where a query sees nothing.
     """
-    scores = _scores(q, k, hidden, scale)
-    lse = scores.logsumexp(-1)
-    p = _probabilities(scores, lse.unsqueeze(-1))
+    made = _scores(q, k, hidden, scores)
+    lse = made.logsumexp(-1)
+    p = _probabilities(made, lse.unsqueeze(-1))
     return torch.einsum("bgnqk,kbge->qbgne", p, v.to(p.dtype)).flatten(2, 3), _rows(lse)
 
 
@@ -66,11 +67,11 @@ def _hidden_above(diagonal: int, q: Tensor, k: Tensor) -> Tensor:
     return torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).triu(diagonal + 1)
 
 
-def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, hidden: Tensor, scores: Scores) -> Tensor:
     """Scaled scores ``[b, g, n, q, k]``, -inf for hidden keys; n = query heads per key head."""
     dtype = accumulation_dtype(q.dtype)
-    scores = torch.einsum("qbgnd,kbgd->bgnqk", _grouped(q, k.size(2)).to(dtype), k.to(dtype)) * scale
-    return scores.masked_fill(hidden, -torch.inf)
+    made = torch.einsum("qbgnd,kbgd->bgnqk", _grouped(q, k.size(2)).to(dtype), k.to(dtype)) * scores.scale
+    return made.masked_fill(hidden, -torch.inf)
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cp_plugin.core.block import Scores
 from cp_plugin.kernels.fused import out_from_delta
 
 _aten = torch.ops.aten
@@ -41,35 +42,35 @@ class Sdpa:
             return f"torch's flash attention on CUDA takes head sizes that are multiples of 8 up to 256, not {size}"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         size, causal = v.size(3), is_causal(q, k, diagonal)
         q, k, v = _arranged(q, k, v)
         if q.is_cuda:
-            out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+            out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scores.scale)[:2]
             lse = minus_infinity(lse)
         else:
-            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-            lse = _blind_rows_repaired(lse, q, k, causal, scale)
+            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scores.scale)
+            lse = _blind_rows_repaired(lse, q, k, causal, scores.scale)
         return rows_first(out)[..., :size], lse.permute(2, 0, 1)
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
         return out_from_delta(dout, delta)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         sizes, causal = (q.size(3), k.size(3), v.size(3)), is_causal(q, k, diagonal)
-        q, k, v, dout, out = _arranged(q, k, v, dout, row_term)
+        q, k, v, dout, out = _arranged(q, k, v, dout, term)
         lse = lse.permute(1, 2, 0).contiguous()
         if q.is_cuda:
             rng = torch.empty(2, dtype=torch.uint64, device=q.device)  # unused without dropout
             lengths = (None, None, q.size(2), k.size(2))  # no cumulative lengths in dense batches; maxima
             grads = _aten._scaled_dot_product_flash_attention_backward(
-                dout, q, k, v, out, lse, *lengths, 0.0, causal, rng, rng[:0], scale=scale
+                dout, q, k, v, out, lse, *lengths, 0.0, causal, rng, rng[:0], scale=scores.scale
             )
         else:
             grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout, q, k, v, out, lse, 0.0, causal, scale=scale
+                dout, q, k, v, out, lse, 0.0, causal, scale=scores.scale
             )
         dq, dk, dv = (rows_first(grad)[..., :size] for grad, size in zip(grads, sizes, strict=True))
         return dq, dk, dv

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels.backends.sdpa import is_causal
 from cp_plugin.kernels.backends.signatures import Bound, bind
@@ -73,9 +74,11 @@ class TransformerEngine:
             return f"Transformer Engine's attention takes bfloat16 and float16, not {dtype}"
         return _refusal(device, dtype, head_dim, v_head_dim, must_be_deterministic())
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         library = load()
-        out, statistics = library.forward(**forward_arguments(library, q, k, v, is_causal(q, k, diagonal), scale))[:2]
+        out, statistics = library.forward(
+            **forward_arguments(library, q, k, v, is_causal(q, k, diagonal), scores.scale)
+        )[:2]
         rows, batch, heads, _ = q.shape
         if statistics[0].shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
             raise RuntimeError(
@@ -89,10 +92,11 @@ class TransformerEngine:
         return out_from_delta(dout, delta)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         library, causal = load(), is_causal(q, k, diagonal)
-        dq, dk, dv, *_ = library.backward(**backward_arguments(library, dout, q, k, v, lse, row_term, causal, scale))
+        given = backward_arguments(library, dout, q, k, v, lse, term, causal, scores.scale)
+        dq, dk, dv, *_ = library.backward(**given)
         return dq, dk, dv
 
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.core.scaling import E4M3, E5M2, IN_BACKWARD, P_SCALE, Extent, Scaling, bound_of_out, bounds, scale_for
 from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels import fused
@@ -67,11 +68,11 @@ class TransformerEngineFp8:
             return f"FP8 attention needs compute capability {needed} (Hopper), and {device} has {shown}"
         return _refusal(device, dtype, head_dim, v_head_dim)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         library, causal = load(), is_causal(q, k, diagonal)
         if q.is_cuda:
             self._check_tile(q, k, v, causal)
-        given = forward_arguments(library, self.scaling, q, k, v, causal, scale)
+        given = forward_arguments(library, self.scaling, q, k, v, causal, scores.scale)
         out, aux = library.te.forward(**given)[:2]
         self.scaling.record("out", given["o_quantizer"].amax)
         rows, batch, heads, _ = q.shape
@@ -109,10 +110,10 @@ class TransformerEngineFp8:
         return fused.out_from_delta(as_given, delta)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         library, causal = load(), is_causal(q, k, diagonal)
-        given = backward_arguments(library, self.scaling, dout, q, k, v, lse, row_term, causal, scale)
+        given = backward_arguments(library, self.scaling, dout, q, k, v, lse, term, causal, scores.scale)
         found = library.te.backward(**given)[:3]
         for role in IN_BACKWARD:
             self.scaling.record(role, given[f"{role}_quantizer"].amax)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from cp_plugin.core.layout import Segments
+from cp_plugin.core.block import Block
 from cp_plugin.core.mask import Mask
+from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST = 256
@@ -51,37 +51,17 @@ class Triton:
             return f"the kernels take head sizes up to {_LARGEST}, not {max(head_dim, v_head_dim)}"
         return None
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: Segments,
-        keys: Segments,
-        mask: Mask,
-        scale: float,
-        onto: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None) -> Partial:
         from cp_kernels.forward import forward
 
-        return forward(q, k, v, rows, keys, _view(mask), scale, onto)
+        rows, keys, mask, scores = block
+        return Partial(*forward(queries.q, kv.k, kv.v, rows, keys, _view(mask), scores.scale, onto))
 
-    def gradients(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        rows: Segments,
-        keys: Segments,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, queries: Queries, kv: KeyValues, block: Block) -> Gradients:
         from cp_kernels.backward import backward
 
-        return backward(dout, q, k, v, lse, delta, rows, keys, _view(mask), scale)
+        (q, dout, lse, delta), (rows, keys, mask, scores) = queries.tensors, block
+        return Gradients(*backward(dout, q, kv.k, kv.v, lse, delta, rows, keys, _view(mask), scores.scale))
 
 
 def _view(mask: Mask) -> tuple[int | None, int | None, tuple[int, ...]]:

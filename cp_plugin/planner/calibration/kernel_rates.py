@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
@@ -122,17 +123,16 @@ def _calls(
 
     q, k, v, dout = random(shape.rows), random(shape.keys), random(shape.keys), random(shape.rows)
     mask = Mask.of(causal=shape.diagonal == 0)
-    block = blocks.Block((range(shape.rows),), (range(shape.keys),), mask)
-    scale = head_dim**-0.5
+    block = Block((range(shape.rows),), (range(shape.keys),), mask, Scores(head_dim**-0.5))
     queries, kv = Queries(q), KeyValues(k, v)
-    found = kernel.forward(queries, kv, block, scale)
+    found = kernel.forward(queries, kv, block)
     assert found is not None, "it finds the tile empty"
     wide = accumulation_dtype(dtype)
     delta = (dout.to(wide) * found.out.to(wide)).sum(-1)
     with_dout = Queries(q, dout, found.lse, delta)
     return {
-        "forward": lambda: kernel.forward(queries, kv, block, scale),
-        "backward": lambda: kernel.backward(with_dout, kv, block, scale),
+        "forward": lambda: kernel.forward(queries, kv, block),
+        "backward": lambda: kernel.backward(with_dout, kv, block),
     }
 
 

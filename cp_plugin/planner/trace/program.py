@@ -6,7 +6,7 @@ kernels and the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,19 +21,19 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
 from cp_plugin.comm.mesh import Tensors
+from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.core.layout import Segments, sort_positions
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.tiles import Tile, tiles
-from cp_plugin.core.values import Owners
+from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
 from cp_plugin.kernels import blocks
 from cp_plugin.kernels.fused import observed
 from cp_plugin.kernels.recording import results
 from cp_plugin.linear import kernels
 from cp_plugin.linear.tokens import CHUNK, Tokens
-from cp_plugin.methods.protocol import Attend, Formula, Provider, Scan
+from cp_plugin.methods.protocol import Formula, Provider, Scan
 from cp_plugin.planner.machine.events import Attention, Auto, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.trace.memory import Meter, Peaks
 from cp_plugin.planner.trace.passes import Passes
@@ -133,21 +133,11 @@ class _Traced(ContextParallel):
         super().__init__(setup, mesh=mesh)
         self._events, self._tiled = events, tiled
 
-    def method(
-        self,
-        problem: Problem,
-        device: torch.device,
-        scale: float,
-        mask: Mask | None = None,
-        scaling: Scaling | None = None,
-        segments: Callable[[Owners], Segments] | None = None,
-        keys: Callable[[Owners], Segments] | None = None,
-    ) -> Attend:
+    def kernel(self, problem: Problem, *_: Any, **__: Any) -> blocks.BlockKernel:
         planned = _Planned(self._events, problem)
         library = blocks.Tiled(planned)
         own = blocks.InOrder(blocks.Whole(planned), enough=blocks.LONG)
-        kernel = blocks.InOrder(library) if self._tiled else blocks.Either(library, own)
-        return self.around(kernel, problem, scale, mask, segments, keys)
+        return blocks.InOrder(library) if self._tiled else blocks.Either(library, own)
 
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear_attention.Segmented]:
         segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
@@ -240,7 +230,8 @@ class _Planned:
         p, heads, kind = self._problem, q.size(1) * q.size(2), dtype_name(q.dtype)
         self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind, auto))
 
-    def _block(self, direction: Direction, rows: Segments, keys: Segments, mask: Mask, q: Tensor, k: Tensor) -> None:
+    def _block(self, direction: Direction, block: Block, queries: Queries, kv: KeyValues) -> None:
+        (rows, keys, mask), q, k = block.area, queries.q, kv.k
         (in_order, q_order), (k_in_order, k_order) = (sort_positions(side, _CPU) for side in (rows, keys))
         unsorted = tuple(0 if order is None else x.size(0) for x, order in ((q, q_order), (k, k_order)))
         auto = Auto(_shapes(in_order, k_in_order, mask), k.size(0), k.size(1) * k.size(2), *unsorted)
@@ -249,7 +240,7 @@ class _Planned:
     def unsupported(self, *_: Any) -> None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         self._asked("forward", (Shape(q.size(0), k.size(0), diagonal),), q)
         return results(q, v)
 
@@ -257,40 +248,18 @@ class _Planned:
         return delta
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor, diagonal: int, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._asked("backward", (Shape(q.size(0), k.size(0), diagonal),), q)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: Segments,
-        keys: Segments,
-        mask: Mask,
-        scale: float,
-        onto: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        self._block("forward", rows, keys, mask, q, k)
-        return onto if onto is not None else results(q, v)
+    def attend(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None) -> Partial:
+        self._block("forward", block, queries, kv)
+        return onto if onto is not None else Partial(*results(queries.q, kv.v))
 
-    def gradients(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        rows: Segments,
-        keys: Segments,
-        mask: Mask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        self._block("backward", rows, keys, mask, q, k)
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def gradients(self, queries: Queries, kv: KeyValues, block: Block) -> Gradients:
+        self._block("backward", block, queries, kv)
+        return Gradients(*map(torch.empty_like, (queries.q, *kv.tensors)))
 
 
 def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:

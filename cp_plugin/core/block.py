@@ -1,0 +1,33 @@
+"""A block of attention: queries and keys at known positions, under a mask, and how their scores are made."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.mask import Mask
+
+
+class Scores(NamedTuple):
+    """How a score is made of a query and a key, before the mask."""
+
+    scale: float
+    """Factor on their product."""
+
+
+PLAIN = Scores(1.0)
+
+
+class Block(NamedTuple):
+    """What one call of a block kernel computes."""
+
+    rows: Segments
+    """Global positions of queries, in storage order."""
+    keys: Segments
+    mask: Mask
+    scores: Scores = PLAIN
+
+    @property
+    def area(self) -> tuple[Segments, Segments, Mask]:
+        """Positions and mask: what is computed, without the scores."""
+        return self.rows, self.keys, self.mask
