@@ -46,10 +46,6 @@ step() { # NAME COMMAND...
   note "$name" $((SECONDS - start)) "$status"
 }
 
-ratios() {
-  "$python" ci/perf/ratios.py --history "$history" && "$python" ci/perf/history.py "$history" "$out/history.svg"
-}
-
 models() {
   bash ci/huggingface.sh tests/huggingface tests/test_gpu_check.py::test_training_over_process_groups &&
     .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples "${MODELS:-2000}" --seed "$(date +%Y%m%d)"
@@ -65,7 +61,7 @@ run() { # STEP
         note cluster 0 "LEFT OUT: it needs root"
       fi
       ;;
-    ratios) step ratios ratios ;;
+    ratios) step ratios "$python" ci/perf/ratios.py --history "$history" ;;
     faults) step faults bash ci/faults/run.sh --all ;;
     te)
       if command -v nvcc >/dev/null || compgen -G '/usr/local/cuda*/bin/nvcc' >/dev/null; then
@@ -97,7 +93,7 @@ run() { # STEP
       ;;
   esac
 }
-export -f note step ratios models run
+export -f note step models run
 
 for name in "${turns[@]}"; do run "$name"; done
 printf '%s\0' "${pairs[@]}" | xargs -0 -r -n 1 -P 2 bash -uo pipefail -c 'run "$1"' run

@@ -53,7 +53,6 @@ DRAWINGS: dict[str, Callable[[Path], None]] = {
         for name, (p, n, o) in _SHOWN.items()
     },
     **{f"methods/{name}-traffic.svg": partial(draw_traffic, provider=name) for name in providers.names()},
-    "methods/placement.svg": lambda path: placement.plot(_placements(), path),
     "methods/front.svg": front_picture.draw,
     "methods/documents.svg": partial(draw_documents, lengths=(24, 14, 10, 8, 5, 3)),
 }
@@ -160,15 +159,10 @@ def _refusals(name: str) -> str:
     return f"{length}\n\n{markdown.table(('refused', 'what it says'), rows)}" if rows else length
 
 
-@cache
-def _placements() -> list[placement.Result]:
-    """For four packs of each kind; ``ci/perf/placement.py`` takes sixteen."""
-    return list(placement.measured(4))
-
-
 def _placed() -> str:
+    """For four packs of each kind; ``ci/perf/placement.py`` takes sixteen."""
     rows = []
-    for r in _placements():
+    for r in placement.measured(4):
         sides = (([p.balance for p in of], r.bytes(of)) for of in (r.zigzag, r.placed))
         rows.append((r.kind, r.size, *(f"{mean(x):.2f} ({max(x):.2f})" for side in sides for x in side)))
     head = ("pack", "ranks", "zigzag: work, max over mean", "bytes over a ring's", "placed: work", "bytes")

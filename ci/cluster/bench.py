@@ -27,10 +27,11 @@ from cp_plugin.attention.calls import Inputs
 from cp_plugin.cli.bench.cases import make_case
 from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
 from cp_plugin.cli.bench.ideal import random_parts
-from cp_plugin.cli.bench.measure import Both, Call, Taken, errors, once, question, take_turns
+from cp_plugin.cli.bench.measure import errors, question
 from cp_plugin.comm import TraceMesh
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import oracle
+from cp_plugin.testing.clock import Both, Call, Taken, once, take_turns
 
 _CHECKED_TOKENS = 8  # per rank
 _CPU = torch.device("cpu")
