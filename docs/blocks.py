@@ -14,17 +14,13 @@ import comparison
 import flag_tables
 import front_picture
 import kernel_tables
-import layers
 import markdown_tables as markdown
 import messages
 import placement
-import published_rows
 import recorded_tables
 import reference_blocks
 import support
-import versions_tables
 import wins_page
-from evidence import situations
 from evidence.regimes import CANONICAL, sentence
 
 from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
@@ -206,15 +202,10 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "support": support.table,
     "cuda-graphs": support.graphs_table,
     "versions": support.versions_table,
-    "choose": situations.table,
     "wins": wins_page.front,
     "canonical": lambda: sentence(CANONICAL),
-    "papers": published_rows.summary,
-    "examples": published_rows.examples,
-    "reproduced": published_rows.reproduced,
     "api": reference_blocks.api,
     "patched": reference_blocks.patched,
-    "bibtex": reference_blocks.bibtex,
     "kernel-calls": kernel_tables.calls_table,
     "kernel-order": kernel_tables.order_table,
     "kernel-takes": kernel_tables.taken_table,
@@ -225,7 +216,5 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "flag-reference": flag_tables.flags_table,
     "commands": flag_tables.commands_table,
     "refused": messages.refused,
-    "layers": layers.table,
-    "replayed": versions_tables.replayed,
     "short": comparison.short_table,
 }

@@ -6,6 +6,5 @@ stacks.py       machines and software they were measured on
 experiment.py   the planner's prediction of a row
 score.py        predictions, errors, order and ratios of methods
 report.py       docs/papers.md and docs/papers.json
-situations.py   a method for typical trainings: docs/choose.md
 regimes.py      comparison with stock Megatron: docs/wins.md
 """
