@@ -1,4 +1,4 @@
-"""Failure reports of ranks, recognition of damaged checkpoints, and the programs of ci/faults."""
+"""Failure reports of ranks, and the programs of ci/faults."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ print(len(names), len(set(names)))
 says = next(f for f in faults.FAULTS if f.name == "raise-forward").says
 below = ({complete!r}, "  ranks 0, 3: no error; step 2, logging\\n  \\n", "rank 0 of 4\\n")
 print([bool(re.search(says, {first!r} + text)) for text in below])""")
-    assert found.splitlines() == ["42 42", "[True, False, False]"]
+    assert found.splitlines() == ["37 37", "[True, False, False]"]
 
 
 def test_the_page_is_updated_between_its_markers(tmp_path: Path) -> None:

@@ -47,24 +47,9 @@ class Goldens:
             return f"{name} of step {step} is {numbers[name][step - 1]:.9g}, was {stored[name][step - 1]:.9g}"
         return "equal"
 
-    def changes(self) -> list[tuple[str, str, str]]:
-        """What ``update`` would change: key, stored numbers, numbers of this run."""
-        rows = []
-        for key, numbers in self._found.items():
-            stored = self._stored.get(key, {}).get(self._machine)
-            if stored != numbers:
-                rows.append((key, _shown(stored), _shown(numbers)))
-        return rows
-
     def update(self) -> None:
         """Write the numbers of this run into the file, one line per training."""
         for key, numbers in self._found.items():
             self._stored.setdefault(key, {})[self._machine] = numbers
         rows = (f"{json.dumps(key)}: {json.dumps(self._stored[key], sort_keys=True)}" for key in sorted(self._stored))
         self._file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-
-
-def _shown(numbers: Numbers | None) -> str:
-    if numbers is None:
-        return "none"
-    return "; ".join(f"{name} {' '.join(f'{x:.9g}' for x in values)}" for name, values in numbers.items())

@@ -24,8 +24,7 @@ import launching
 import sides
 import torch
 import typer
-from comparing import MARGIN, ROUNDING
-from judging import Judge, Verdict
+from judging import MARGIN, ROUNDING, Judge, Verdict
 from matrix import Case, Device, Matrix, load
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -57,8 +56,7 @@ def main(
     everything: Annotated[bool, typer.Option("--all", help="Every case.")] = False,
     case: Annotated[list[str] | None, typer.Option(help="Cases by name; * matches anything.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the names of all cases without training.")] = False,
-    update: Annotated[bool, typer.Option("--update", help="Show changes of the goldens, ask, and write them.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="With --update: do not ask.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Write this run's goldens, to be reviewed.")] = False,
     goldens: Annotated[Path, typer.Option(help="The file of goldens.")] = stored.FILE,
     launcher: Annotated[str, typer.Option(help="forked, torchrun or srun; default: forked without CUDA.")] = "",
     script: Annotated[str | None, typer.Option(help="A training script, as Megatron-LM's pretrain_gpt.py.")] = None,
@@ -79,8 +77,6 @@ def main(
             print("\n".join(one.name for one in matrix.cases(device)))
             return
         cases = _chosen(matrix, device, everything, case)
-        if update and not yes and not sys.stdin.isatty():
-            raise ValueError("--update asks before it writes, and there is no terminal: add --yes")
     except ValueError as error:
         print(f"parity: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -91,7 +87,7 @@ def main(
     machine = f"{device}, megatron-core {version('megatron-core')}"
     book = stored.Goldens(goldens, machine)
     start = time.monotonic()
-    seeds = None if everything or case else matrix.short.seeds
+    seeds = None if everything or case else matrix.short["seeds"]
     columns = (TextColumn("{task.description:60}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     verdicts: list[Verdict] = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -109,7 +105,7 @@ def main(
     )
     _report(verdicts, facts, device, out)
     if update:
-        _update(book, yes)
+        book.update()
     raise typer.Exit(any(verdict.result == "FAIL" for verdict in verdicts))
 
 
@@ -118,7 +114,7 @@ def _chosen(matrix: Matrix, device: Device, everything: bool, patterns: list[str
         return matrix.cases(device)
     if patterns:
         return matrix.chosen(device, tuple(patterns))
-    names = matrix.short.cases
+    names = tuple(matrix.short["cases"])
     if device == "cuda":
         names = tuple(dict.fromkeys(name.replace("float32", "bfloat16") for name in names))
     return matrix.chosen(device, names)
@@ -193,17 +189,6 @@ def write_json(verdicts: Sequence[Verdict], facts: Sequence[str], file: Path) ->
         entry["upstream"] = {name: named(gap) for name, gap in verdict.upstream.items()}
         found.append(entry | {"seeds": [named(gap) for gap in verdict.seeds]})
     file.write_text(json.dumps({"facts": list(facts), "cases": found}, indent=1) + "\n")
-
-
-def _update(book: stored.Goldens, yes: bool) -> None:
-    changed = book.changes()
-    for key, before, now in changed:
-        console.print(f"{key}\n  stored {before}\n  now    {now}", markup=False)
-    if not changed:
-        console.print("goldens: nothing changes")
-    elif yes or typer.confirm(f"write {len(changed)} goldens?"):
-        book.update()
-        console.print(f"goldens: {len(changed)} written")
 
 
 if __name__ == "__main__":
