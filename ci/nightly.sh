@@ -10,7 +10,6 @@
 # FUZZ              random calls, command lines and questions of each kind (default 2000)
 # SAMPLE            random changes of the code, of which the log names those that no test sees (default 60)
 # MODELS            tiny models of transformers (default 2000), others every night
-# HISTORY           the file of ratios to add to (default out/perf/history.jsonl)
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -29,7 +28,7 @@ for name; do
   esac
 done
 bash ci/environment.sh dev || exit 1
-export python=.venv/bin/python out=out/nightly history="${HISTORY:-out/perf/history.jsonl}"
+export python=.venv/bin/python out=out/nightly
 export OMP_NUM_THREADS=1 CP_PLUGIN_NIGHTLY=1 PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$out"
 rm -f "$out/results"
@@ -61,7 +60,7 @@ run() { # STEP
         note cluster 0 "LEFT OUT: it needs root"
       fi
       ;;
-    ratios) step ratios "$python" ci/perf/ratios.py --history "$history" ;;
+    ratios) step ratios "$python" ci/perf/ratios.py ;;
     faults) step faults bash ci/faults/run.sh --all ;;
     te)
       if command -v nvcc >/dev/null || compgen -G '/usr/local/cuda*/bin/nvcc' >/dev/null; then

@@ -23,8 +23,6 @@ import papers_page
 import wins_page
 
 DOCS = Path(__file__).parent
-_WHOLE = (papers_page, wins_page)
-"""Whole pages, which blocks quote."""
 _IMAGES = DOCS / "images"
 _BLOCK = re.compile(r"<!-- generated: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 _DRAWN_WITH = re.compile(r"Matplotlib v([^, ]+)")
@@ -73,14 +71,19 @@ def write() -> None:
     for name, draw in blocks.DRAWINGS.items():
         draw(_IMAGES / name)
         print(f"drew {name}")
-    for module in _WHOLE:
-        module.write()
-        print(f"wrote {module.PAGE.name}")
+    for path, text in _whole().items():
+        path.write_text(text)
+        print(f"wrote {path.name}")
     for page in _pages():
         text = page.read_text()
         if (new := filled(text)) != text:
             page.write_text(new)
             print(f"rewrote {page.relative_to(DOCS.parent)}")
+
+
+def _whole() -> dict[Path, str]:
+    """Pages and records that are generated as a whole, and that blocks quote."""
+    return papers_page.files() | wins_page.files()
 
 
 def main() -> int:
@@ -95,7 +98,7 @@ def main() -> int:
     pages = stale_pages()
     for lines in pages.values():
         print(lines)
-    stale = [*pages, *drawings, *(name for module in _WHOLE for name in module.stale())]
+    stale = [*pages, *drawings, *(path.name for path, text in _whole().items() if path.read_text() != text)]
     print(f"stale: {', '.join(stale)}; run python docs/generate.py" if stale else "the documentation is up to date")
     return 1 if stale else 0
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 from evidence import data
 from evidence.report import COLUMNS, page, record
-from evidence.score import Predicted, reproduce
+from evidence.score import reproduce
 
-DOCS = Path(__file__).parent
-PAGE = DOCS / "papers.md"
-RECORD = DOCS / "papers.json"
+PAGE = Path(__file__).with_name("papers.md")
 _ROW = re.compile(r"\[\n +(\"(?:[^\[\]{}]|\\.)*?)\n +\]")
 """A list of texts, one a line: in the record on one line, so that differences can be read."""
 _HEAD = """# The papers' figures, predicted
@@ -33,30 +29,10 @@ with the figures in view.
 """
 
 
-def text(found: Sequence[Predicted]) -> str:
-    """The whole page."""
-    return f"{_HEAD}\n{page(found)}\n"
-
-
-def rows(found: Sequence[Predicted]) -> str:
-    """The whole record."""
+def files() -> dict[Path, str]:
+    """The whole page and the whole record."""
+    found = reproduce(data.NAMES)
     content = {"columns": COLUMNS} | {data.paper(name).title: record(found, name) for name in data.NAMES}
     text = json.dumps(content, indent=1, ensure_ascii=False)
-    return _ROW.sub(lambda row: "[" + re.sub(r",\n +", ", ", row[1]) + "]", text) + "\n"
-
-
-def write() -> None:
-    """Rewrite the page and the record."""
-    PAGE.write_text(text(_found()))
-    RECORD.write_text(rows(_found()))
-
-
-def stale() -> list[str]:
-    """The page and the record, if they are not what the code gives now."""
-    now = {PAGE: text(_found()), RECORD: rows(_found())}
-    return [f"docs/{path.name}" for path, new in now.items() if not path.exists() or path.read_text() != new]
-
-
-@cache
-def _found() -> list[Predicted]:
-    return reproduce(data.NAMES)
+    rows = _ROW.sub(lambda row: "[" + re.sub(r",\n +", ", ", row[1]) + "]", text) + "\n"
+    return {PAGE: f"{_HEAD}\n{page(found)}\n", PAGE.with_suffix(".json"): rows}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -94,8 +93,3 @@ def test_a_ratio_is_held_to_that_of_the_last_release(ratios: ModuleType, tmp_pat
     ratios.write_release("1.0", {"a, float32": 1.1}, tmp_path / "released.json")
     (held,) = ratios.held_to([one], ratios.released(tmp_path / "released.json"))
     assert one.ok and not held.ok and held.wanted == pytest.approx(0.97 * 1.1)
-    file = tmp_path / "history.jsonl"
-    for ratio in (1.0, 1.1):
-        ratios.append({"a, float32": ratio}, file)
-    entries = map(json.loads, file.read_text().splitlines())
-    assert [entry["ratios"] for entry in entries] == [{"a, float32": 1.0}, {"a, float32": 1.1}]

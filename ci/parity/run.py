@@ -37,7 +37,8 @@ LEGEND = (
     "Differences to a training without context parallelism: of loss and gradient norm the largest of all steps, over "
     "the power of two below the value; of the gradients in step 1 that of the worst parameter, norm over norm. In "
     f"brackets, the share of the limit: {MARGIN:g} times upstream's own difference in the same run (of loss and norm "
-    f"the largest of several seeds), and at least {ROUNDING:.1e}, one rounding of a float32."
+    f"the largest of several seeds), and at least {ROUNDING:.1e}, one rounding of a float32. * upstream cannot do it, or "
+    "is no measure: the limit is from another model; + and from what bfloat16 costs this one (README.md)."
 )
 UPSTREAM: dict[Device, str] = {
     "cuda": "stock Megatron with Transformer Engine (p2p is the measure; all_gather, a2a, a2a+p2p beside it)",
@@ -157,25 +158,14 @@ def _numbers(gap: Gap | None, limit: Gap | None = None) -> tuple[str, ...]:
 
 def _notes(verdicts: Sequence[Verdict]) -> list[str]:
     """Explanations of single cases, each once."""
-    found = []
-    if any(verdict.measured_by for verdict in verdicts):
-        found.append(
-            "`*` upstream cannot do it, or is no measure: the limit is twice its gap in another model (dense, or "
-            "hybrid_model) of the same parallelism and precision."
-        )
-    if any(verdict.cost is not None for verdict in verdicts):
-        found.append(
-            "`*+` for loss and gradient norm the larger of that and twice the effect of bfloat16 on this model on one "
-            "rank: the difference between its trainings in bfloat16 and float32, with Megatron's seed."
-        )
     said: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
         if verdict.note:
             said.setdefault((verdict.result, verdict.note), []).append(verdict.case.name)
-    for (result, note), cases in said.items():
-        named = ", ".join(cases[:3]) + (f" and {len(cases) - 3} more" if len(cases) > 3 else "")
-        found.append(f"{result} {named}: {note}")
-    return found
+    return [
+        f"{result} {', '.join(cases[:3])}{f' and {len(cases) - 3} more' if len(cases) > 3 else ''}: {note}"
+        for (result, note), cases in said.items()
+    ]
 
 
 def write_json(verdicts: Sequence[Verdict], facts: Sequence[str], file: Path) -> None:

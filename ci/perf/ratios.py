@@ -2,7 +2,6 @@
 
     python ci/perf/ratios.py                      a table, PASS or FAIL with a matching exit status
     python ci/perf/ratios.py --json               the same as JSON
-    python ci/perf/ratios.py --history FILE       also append to FILE
     python ci/perf/ratios.py --release VERSION    also record them in released.json
 
 1. Balance: two ranks on two cores, causal, compute-bound: striped tokens against the contiguous ring (theory: 1.5x).
@@ -243,7 +242,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=9, help="timed calls of each side, at full speed (default 9)")
-    parser.add_argument("--history", type=Path, help="a file of JSON lines to add this measurement to")
     parser.add_argument("--release", help="record these ratios as those of this version")
     given = parser.parse_args()
     rounds, processors = given.rounds, Processors()
@@ -268,8 +266,6 @@ def main() -> int:
         print("the processors ran at full speed beside too few calls: nothing is recorded", file=sys.stderr)
         return 3
     ratios = {_key(r): round(r.ratio, 4) for r in found}
-    if given.history is not None:
-        append(ratios, given.history)
     if given.release is not None:
         write_release(given.release, ratios)
     return not good
@@ -283,13 +279,6 @@ def released(file: Path = RELEASED) -> dict[str, float]:
 def write_release(version: str, ratios: Mapping[str, float], file: Path = RELEASED) -> None:
     """Record the reference for later measurements."""
     file.write_text(json.dumps({"version": version, **_measured_here(), "ratios": dict(ratios)}, indent=1) + "\n")
-
-
-def append(ratios: Mapping[str, float], file: Path) -> None:
-    """Append a measurement."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as lines:
-        lines.write(json.dumps({**_measured_here(), "ratios": dict(ratios)}) + "\n")
 
 
 def _measured_here() -> dict[str, str]:
