@@ -63,7 +63,6 @@ def test_a_wrong_contestant_is_named(text: str, part: str):
 
 def test_rates():
     assert [parse_rate(text) for text in ("50mbit", "2.5mbit", "1gbit", "64kbit")] == [50e6, 2.5e6, 1e9, 64e3]
-    assert parse_rate("balanced") is None
     for text in ("50", "fast", "mbit", "1kbit", "-5mbit"):
         with pytest.raises(ValueError, match=f"--rate {text}: "):
             parse_rate(text)
@@ -89,10 +88,6 @@ def test_flags_change_a_scenario_or_make_one():
     [
         ({"nodes": 4, "seq": 100}, "--seq 100 must be a multiple of 8"),
         ({"runs": ("ring", "lasp2")}, "softmax and linear attention in one table: ring, lasp2"),
-        (
-            {"rate": "balanced", "runs": ("torch-ring",)},
-            "--rate balanced needs a provider as its first --run, not torch-ring",
-        ),
         ({"nodes": 16, "runs": ("ulysses",)}, "--run ulysses: "),
     ],
 )
@@ -149,18 +144,6 @@ def test_results_are_right_and_the_links_count_what_the_ledger_books():
         assert m.booked is None and 0.9 < m.wire / (10 * hop) < 1.1, "all hops up, and one more of sums"
     assert burst.wire < 0.6 * ring.wire
     assert ring.median >= 0.9 * 8 * ring.booked[1] / 50e6
-
-
-@needs_cluster
-def test_a_balanced_rate_is_that_of_the_computation_alone():
-    """Computation and bytes of a rank alone, independent of the links."""
-    scenario = Scenario(nodes=2, rate="balanced", seq=1024, heads=4, runs=("attention2d", "ring"))
-    with Network(scenario.topology(), 1_000_000) as network:
-        entries, problem = scenario.entries(), scenario.problem()
-        alone = bench.measure_alone(network, entries[0], problem, timeout=60)
-        assert 0 < alone.seconds < 0.5 * 8 * alone.sent / 1_000_000, "half of what its bytes take on these links"
-        network.shape(None)
-        assert alone.sent == bench.measure(network, scenario, rounds=1, timeout=60)[0].booked[1]
 
 
 @slow

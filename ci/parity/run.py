@@ -37,8 +37,8 @@ LEGEND = (
     "Differences to a training without context parallelism: of loss and gradient norm the largest of all steps, over "
     "the power of two below the value; of the gradients in step 1 that of the worst parameter, norm over norm. In "
     f"brackets, the share of the limit: {MARGIN:g} times upstream's own difference in the same run (of loss and norm "
-    f"the largest of several seeds), and at least {ROUNDING:.1e}, one rounding of a float32. * upstream cannot do it, or "
-    "is no measure: the limit is from another model; + and from what bfloat16 costs this one (README.md)."
+    f"the largest of several seeds), and at least {ROUNDING:.1e}, one rounding of a float32. *: upstream cannot do it, "
+    "or is no measure: the limit is from another model; +: and from what bfloat16 costs this one (README.md)."
 )
 UPSTREAM: dict[Device, str] = {
     "cuda": "stock Megatron with Transformer Engine (p2p is the measure; all_gather, a2a, a2a+p2p beside it)",

@@ -1,4 +1,4 @@
-"""Report of a reproduction: on the terminal, as ``docs/papers.md``, and row by row in ``docs/papers.json``."""
+"""Report of a reproduction: ``docs/papers.md``, on the terminal, too, and row by row ``docs/papers.json``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 
 from rich.console import Console
 
-from cp_plugin.cli.tables import Cells, print_table
+from cp_plugin.cli.tables import Cells
 from cp_plugin.cli.terminal import print_lines
 from evidence import data
 from evidence.data import Row
@@ -29,7 +29,7 @@ COLUMNS = ("method", "model", "devices", "tokens", "published", "predicted", "er
 
 
 def reproduce_and_show(asked: Iterable[str], console: Console) -> bool:
-    """Print the tables of papers and, as the last line, the summary; return whether all aims are reached.
+    """Print the page of these papers and, as the last line, the summary; return whether all aims are reached.
 
     Args:
         asked: names of papers, or ``all``.
@@ -40,19 +40,10 @@ def reproduce_and_show(asked: Iterable[str], console: Console) -> bool:
     names = tuple(dict.fromkeys(name for one in asked for name in data.names(one)))
     with Console(stderr=True).status("reading") as status:
         found = reproduce(names, status.update)
-    for name in names:
-        own = of(found, name)
-        print_lines(console, f"\n{data.paper(name).title}: {data.paper(name).source}", style="bold")
-        for table in data.paper(name).tables:
-            lines = [(cells(p), style(p)) for p in own if p.row.table == table.id]
-            print_table(console, f"\n{table.where} [{table.figure}]", COLUMNS, lines)
-        print_lines(console, *_notes(name, own))
-    for title, (head, *rows) in (("median errors", _errors(found)), ("methods against each other", _methods(found))):
-        print_table(console, f"\n{title}", head, [(row, "") for row in rows])
     reached = [aim.reached for aim in aims(found)]
     ok = bool(reached) and all(reached)
     last = f"{'PASS' if ok else 'FAIL'} {', '.join(names)}: {sum(reached)} of {len(reached)} aims reached"
-    print_lines(console, "", worth(found), *map(str, aims(found)), last)
+    print_lines(console, *page(found).splitlines(), "", last)
     return ok
 
 
@@ -87,12 +78,6 @@ def note(p: Predicted) -> str:
     if row.mark:
         return row.mark.partition(":")[0]
     return "partly assumed" if data.method(row, row.method).incomplete else ""
-
-
-def style(p: Predicted) -> str:
-    if not p.row.counts:
-        return "dim"
-    return "red" if abs(p.error or 0.0) > 0.25 else ""
 
 
 def page(found: Sequence[Predicted]) -> str:
