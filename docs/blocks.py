@@ -212,6 +212,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "memory": kernel_tables.memory_table,
     "budget": recorded_tables.budget,
     "ablation": recorded_tables.ablation,
+    "faults": recorded_tables.faults,
     "launched": recorded_tables.launched,
     "flag-reference": flag_tables.flags_table,
     "commands": flag_tables.commands_table,

@@ -4,7 +4,7 @@
 
 1. Packs of three kinds on 8 ranks (131,072 tokens) and 64 (1,048,576): mean and worst. "balance" is the busiest rank's
    work over the mean; "bytes" are the keys the busiest rank receives or sends, whichever are more, over a ring's;
-   "across" are keys received from other hosts of 8 ranks; "over bound" is relative to a lower bound for this balance.
+   "across" are keys received from other hosts of 8 ranks.
 2. Packs of a few blocks on 2 to 8 ranks, against the fewest keys of all placements of whole blocks
    (``exact_placement.py``).
 
@@ -18,11 +18,9 @@ import argparse
 import statistics
 import sys
 import time
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from math import isqrt
 from pathlib import Path
 
 import numpy as np
@@ -61,12 +59,6 @@ class Result:
         return [p.most / (p.seq_length - p.seq_length // p.size) for p in placements]
 
     @property
-    def over_bound(self) -> list[float]:
-        """Keys of the busiest rank over the lower bound, for packs that have one."""
-        bounds = [(p, fewest(p)) for p in self.placed]
-        return [p.most / bound for p, bound in bounds if bound]
-
-    @property
     def ok(self) -> bool:
         balanced = max(p.balance for p in self.placed) <= BALANCE
         if self.size < 64:
@@ -96,34 +88,6 @@ def zigzag(lengths: tuple[int, ...], size: int) -> Placement:
         for d, here in mask.pieces(s)
     ]
     return Placement(lengths, size, 1, None, *np.array(pieces).T)
-
-
-def fewest(placed: Placement) -> int:
-    """Lower bound on the keys needed by the neediest rank of any placement with a balance of ``BALANCE``.
-
-    For each document by itself: with need B, a rank whose last token is at e - 1 > B holds at least e - B tokens. The
-    last rank holds the end, L; limited by its work, the i-th reaches at most ``limit`` pairs further back than the one
-    before. So the ranks that hold the tokens after B also hold that many others, all of which is work; some number of
-    ranks has to suffice.
-    """
-    limit = int(placed.work().sum() * BALANCE) // placed.size
-
-    def pairs(tokens: int) -> int:
-        return tokens * (tokens + 1) // 2
-
-    def possible(length: int, need: int) -> bool:
-        if length - need > placed.seq_length // placed.size:
-            return False
-        held = 0
-        for ranks in range(1, placed.size + 1):
-            end = (isqrt(8 * max(0, pairs(length) - (ranks - 1) * limit) + 1) - 1) // 2
-            held += max(0, end - need)
-            others = max(0, held - (length - need))
-            if end <= need or pairs(length) - pairs(need) + pairs(others) <= ranks * limit:
-                return held <= length
-        return False
-
-    return max(bisect_left(range(length), True, key=lambda need: possible(length, need)) for length in placed.documents)
 
 
 def measured(packs: int) -> Iterator[Result]:
@@ -169,20 +133,16 @@ def main() -> int:
     asked = parser.parse_args()
     console = Console(width=170)
 
-    table = Table(
-        "pack", "ranks", "zigzag: balance", "bytes", "placed: balance", "bytes", "across", "over bound", "ms", ""
-    )
+    table = Table("pack", "ranks", "zigzag: balance", "bytes", "placed: balance", "bytes", "across", "ms", "")
     good = True
     for r in measured(asked.packs):
         good &= r.ok
-        over = r.over_bound
         table.add_row(
             r.kind,
             str(r.size),
             *(_mean_worst(v) for v in ([p.balance for p in r.zigzag], r.bytes(r.zigzag))),
             *(_mean_worst(v) for v in ([p.balance for p in r.placed], r.bytes(r.placed))),
             _mean_worst(r.across) if r.size > PER_HOST else "",
-            f"{_mean_worst(over)} of {len(over)}" if over else "",
             f"{1e3 * r.time:.1f} ({1e3 * max(r.seconds):.1f})",
             "PASS" if r.ok else "FAIL",
         )
