@@ -24,7 +24,7 @@ import wins_page
 from evidence.regimes import CANONICAL, sentence
 
 from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
-from cp_plugin.cli.draw.traffic import priced, typical
+from cp_plugin.cli.draw.traffic import priced
 from cp_plugin.common.text import in_words
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import variants
@@ -58,15 +58,6 @@ _MORE = {
     "head_parallel": ", see [the head axis](head_axis.md)",
     "gradient_dtype": ", see [precision](../precision.md)",
 }
-_MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
-    (64, {"grid": (3, 5)}),
-    (24, {"grid": (4, 6), "layout": "striped"}),
-    (64, {"head_parallel": 3}),
-    (64, {"head_parallel": 64}),
-    (64, {"intra_size": 3}),
-    (64, {"head_groups": 3}),
-)
-"""Ranks, and options that they refuse."""
 
 
 @cache
@@ -137,22 +128,10 @@ def _flags(name: str) -> str:
     return markdown.table(("flag", "value", "meaning"), rows)
 
 
-def _refusals(name: str) -> str:
-    """The provider's rules for lengths, and its messages about problems and options that it refuses."""
-    provider = providers.get(name)
-    tried = [(f"{p.size} ranks, {comparison.heads(p)}", p, {}) for p in comparison.problems((64,))]
-    for size, options in _MISTAKES:
-        for key, value in options.items():
-            if key in provider.options:
-                what = f"`--cp-{key.replace('_', '-')} {in_words(value)}` on {size} ranks"
-                tried.append((what, typical(size, "GQA"), options))
-    tried += [(f"`--cp-layout {x}`", Problem(size=64), {"layout": x}) for x in ALL if x not in provider.layouts]
-    found = [(what, priced(name, p, **options).setup.reason) for what, p, options in tried]
-    rows = [(what, reason) for what, reason in found if reason is not None]
-    rules = {layout: ALL[layout].divisor(64) // 64 for layout in provider.layouts}
+def _lengths(name: str) -> str:
+    rules = {layout: ALL[layout].divisor(64) // 64 for layout in providers.get(name).layouts}
     lengths = ", ".join(f"{'P' if n == 1 else f'{n}P'} ({layout})" for layout, n in rules.items())
-    length = f"On P ranks the sequence length must be a multiple of {lengths}."
-    return f"{length}\n\n{markdown.table(('refused', 'what it says'), rows)}" if rows else length
+    return f"On P ranks the sequence length must be a multiple of {lengths}."
 
 
 def _placed() -> str:
@@ -190,7 +169,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "bars": lambda name: f"![Bytes that {name} sends, next to ring](../images/methods/{name}-traffic.svg)",
     "placement": _placed,
     "flags": _flags,
-    "refusals": _refusals,
+    "lengths": _lengths,
     "check": _check,
     "traffic": comparison.traffic_table,
     "ratios": comparison.ratio_table,

@@ -58,7 +58,7 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_every_method_has_a_complete_page(name: str) -> None:
     page = (METHODS / f"{name}.md").read_text()
     blocks = [found[1] for found in re.finditer(r"<!-- generated: (.+?) -->", page)]
-    wanted = {f"{block} {name}" for block in ("flags", "refusals", "check")}
+    wanted = {f"{block} {name}" for block in ("flags", "lengths", "check")}
     if name != "lasp2":
         wanted |= {f"{block} {name}" for block in ("drawing", "bars", "traffic", "ratios")}
         assert f"images/methods/{name}.svg" in page and f"images/methods/{name}-traffic.svg" in page

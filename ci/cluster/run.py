@@ -10,9 +10,7 @@ is wrong or a target is missed, 2 for a wrong flag or an unsuitable machine.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -52,7 +50,6 @@ def main(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="timed calls of each contestant")] = 5,
     timeout: Annotated[float, typer.Option(min=1, help="seconds for all rounds together")] = 3600,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all measurements to this file")] = None,
 ) -> None:
     with command():
         given = dict(
@@ -62,8 +59,6 @@ def main(
         chosen = choose(scenario, {name: value for name, value in given.items() if value is not None})
         found = measured(chosen, rounds=rounds, timeout=timeout)
     found.print(Console())
-    if json_file:
-        json_file.write_text(json.dumps(found.as_json(), indent=2) + "\n")
     raise typer.Exit(not found.ok)
 
 
