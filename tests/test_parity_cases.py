@@ -159,8 +159,7 @@ class Canned:
 @pytest.fixture
 def judged(tmp_path: Path) -> Callable[..., Any]:
     """``judged(runner, name)``: the verdict on a case; goldens are in ``tmp_path / "goldens.json"``."""
-    from goldens import Goldens
-    from judging import Judge
+    from judging import Goldens, Judge
     from matrix import load
 
     def judge(runner: Canned, name: str = CASE.format("ring"), update: bool = False) -> Any:

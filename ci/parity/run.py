@@ -19,12 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import goldens as stored
 import launching
 import sides
 import torch
 import typer
-from judging import MARGIN, ROUNDING, Judge, Verdict
+from judging import GOLDENS, MARGIN, ROUNDING, Goldens, Judge, Verdict
 from matrix import Case, Device, Matrix, load
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -58,7 +57,7 @@ def main(
     case: Annotated[list[str] | None, typer.Option(help="Cases by name; * matches anything.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the names of all cases without training.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Write this run's goldens, to be reviewed.")] = False,
-    goldens: Annotated[Path, typer.Option(help="The file of goldens.")] = stored.FILE,
+    goldens: Annotated[Path, typer.Option(help="The file of goldens.")] = GOLDENS,
     launcher: Annotated[str, typer.Option(help="forked, torchrun or srun; default: forked without CUDA.")] = "",
     script: Annotated[str | None, typer.Option(help="A training script, as Megatron-LM's pretrain_gpt.py.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out/parity"),
@@ -86,7 +85,7 @@ def main(
     from importlib.metadata import version
 
     machine = f"{device}, megatron-core {version('megatron-core')}"
-    book = stored.Goldens(goldens, machine)
+    book = Goldens(goldens, machine)
     start = time.monotonic()
     seeds = None if everything or case else matrix.short["seeds"]
     columns = (TextColumn("{task.description:60}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
