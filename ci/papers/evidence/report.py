@@ -96,13 +96,13 @@ def page(found: Sequence[Predicted]) -> str:
 
 
 def record(found: Iterable[Predicted], name: str) -> dict[str, object]:
-    """All rows of a paper with their predictions, errors by table, and what is known and assumed of its machines."""
+    """All rows of a paper with their predictions, and what is known and assumed of its machines."""
     own = of(found, name)
     rows = {
         f"{table.where} ({table.figure})": [list(cells(p)) for p in own if p.row.table == table.id]
         for table in data.paper(name).tables
     }
-    return {"notes": list(_notes(name, own)), "errors": [list(row) for row in _by_table(name, own)], "rows": rows}
+    return {"notes": list(_notes(name, own)), "rows": rows}
 
 
 def worth(found: Sequence[Predicted]) -> str:
@@ -147,18 +147,6 @@ def _by_provider(found: Sequence[Predicted]) -> list[Cells]:
     for name in sorted({stands_for(p.row) for pair in pairs(found) for p in pair} - {""}):
         errors = ratio_errors(found, name)
         rows.append((f"`{name}`", str(len(errors)), _percent(median(errors))))
-    return rows
-
-
-def _by_table(name: str, part: Sequence[Predicted]) -> list[Cells]:
-    rows: list[Cells] = [("table", "figure", "rows", "median error", "largest", "in order")]
-    for table in data.paper(name).tables:
-        own = counted([p for p in part if p.row.table == table.id], *TIMES, "memory")
-        errors = [p.error or 0.0 for p in own]
-        if errors:
-            order, middle = in_order(own), _percent(median(map(abs, errors)))
-            largest, last = _signed(max(errors, key=abs)), str(order) if order.all else ""
-            rows.append((table.where, table.figure, str(len(errors)), middle, largest, last))
     return rows
 
 
