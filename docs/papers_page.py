@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from evidence import data
-from evidence.report import COLUMNS, page, record
-from evidence.score import reproduce
+from evidence.report import COLUMNS, page, record, reproduce
 
 PAGE = Path(__file__).with_name("papers.md")
 _ROW = re.compile(r"\[\n +(\"(?:[^\[\]{}]|\\.)*?)\n +\]")

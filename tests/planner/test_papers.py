@@ -15,8 +15,7 @@ from evidence import data, experiment
 from evidence.data import Row
 from evidence.experiment import Machine, _skipped, predict
 from evidence.overlapped import OVERLAPPED
-from evidence.report import cells
-from evidence.score import Aim, Predicted, aims, in_order, median_error, ratio_errors
+from evidence.report import Aim, Predicted, aims, cells, in_order, median_error, ratio_errors
 from oracle import Case, assert_close
 from thread_ranks import on_threads
 from typer.testing import CliRunner
