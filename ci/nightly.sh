@@ -10,7 +10,6 @@
 # FUZZ              random calls, command lines and questions of each kind (default 2000)
 # SAMPLE            random changes of the code, of which the log names those that no test sees (default 60)
 # MODELS            tiny models of transformers (default 2000), others every night
-# HISTORY           the file of ratios to add to (default out/perf/history.jsonl)
 # Ratios and the virtual cluster need a machine that nobody else uses; the cluster needs root.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -29,7 +28,7 @@ for name; do
   esac
 done
 bash ci/environment.sh dev || exit 1
-export python=.venv/bin/python out=out/nightly history="${HISTORY:-out/perf/history.jsonl}"
+export python=.venv/bin/python out=out/nightly
 export OMP_NUM_THREADS=1 CP_PLUGIN_NIGHTLY=1 PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$out"
 rm -f "$out/results"
@@ -44,10 +43,6 @@ step() { # NAME COMMAND...
   status="${PIPESTATUS[0]}"
   if [ "$status" = 0 ]; then status=PASS; else status="FAIL ($status)"; fi
   note "$name" $((SECONDS - start)) "$status"
-}
-
-ratios() {
-  "$python" ci/perf/ratios.py --history "$history" && "$python" ci/perf/history.py "$history" "$out/history.svg"
 }
 
 models() {
@@ -65,7 +60,7 @@ run() { # STEP
         note cluster 0 "LEFT OUT: it needs root"
       fi
       ;;
-    ratios) step ratios ratios ;;
+    ratios) step ratios "$python" ci/perf/ratios.py ;;
     faults) step faults bash ci/faults/run.sh --all ;;
     te)
       if command -v nvcc >/dev/null || compgen -G '/usr/local/cuda*/bin/nvcc' >/dev/null; then
@@ -97,7 +92,7 @@ run() { # STEP
       ;;
   esac
 }
-export -f note step ratios models run
+export -f note step models run
 
 for name in "${turns[@]}"; do run "$name"; done
 printf '%s\0' "${pairs[@]}" | xargs -0 -r -n 1 -P 2 bash -uo pipefail -c 'run "$1"' run

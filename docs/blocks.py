@@ -14,21 +14,17 @@ import comparison
 import flag_tables
 import front_picture
 import kernel_tables
-import layers
 import markdown_tables as markdown
 import messages
 import placement
-import published_rows
 import recorded_tables
 import reference_blocks
 import support
-import versions_tables
 import wins_page
-from evidence import situations
 from evidence.regimes import CANONICAL, sentence
 
 from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
-from cp_plugin.cli.draw.traffic import priced, typical
+from cp_plugin.cli.draw.traffic import priced
 from cp_plugin.common.text import in_words
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import variants
@@ -53,7 +49,6 @@ DRAWINGS: dict[str, Callable[[Path], None]] = {
         for name, (p, n, o) in _SHOWN.items()
     },
     **{f"methods/{name}-traffic.svg": partial(draw_traffic, provider=name) for name in providers.names()},
-    "methods/placement.svg": lambda path: placement.plot(_placements(), path),
     "methods/front.svg": front_picture.draw,
     "methods/documents.svg": partial(draw_documents, lengths=(24, 14, 10, 8, 5, 3)),
 }
@@ -63,15 +58,6 @@ _MORE = {
     "head_parallel": ", see [the head axis](head_axis.md)",
     "gradient_dtype": ", see [precision](../precision.md)",
 }
-_MISTAKES: tuple[tuple[int, dict[str, Any]], ...] = (
-    (64, {"grid": (3, 5)}),
-    (24, {"grid": (4, 6), "layout": "striped"}),
-    (64, {"head_parallel": 3}),
-    (64, {"head_parallel": 64}),
-    (64, {"intra_size": 3}),
-    (64, {"head_groups": 3}),
-)
-"""Ranks, and options that they refuse."""
 
 
 @cache
@@ -142,33 +128,16 @@ def _flags(name: str) -> str:
     return markdown.table(("flag", "value", "meaning"), rows)
 
 
-def _refusals(name: str) -> str:
-    """The provider's rules for lengths, and its messages about problems and options that it refuses."""
-    provider = providers.get(name)
-    tried = [(f"{p.size} ranks, {comparison.heads(p)}", p, {}) for p in comparison.problems((64,))]
-    for size, options in _MISTAKES:
-        for key, value in options.items():
-            if key in provider.options:
-                what = f"`--cp-{key.replace('_', '-')} {in_words(value)}` on {size} ranks"
-                tried.append((what, typical(size, "GQA"), options))
-    tried += [(f"`--cp-layout {x}`", Problem(size=64), {"layout": x}) for x in ALL if x not in provider.layouts]
-    found = [(what, priced(name, p, **options).setup.reason) for what, p, options in tried]
-    rows = [(what, reason) for what, reason in found if reason is not None]
-    rules = {layout: ALL[layout].divisor(64) // 64 for layout in provider.layouts}
+def _lengths(name: str) -> str:
+    rules = {layout: ALL[layout].divisor(64) // 64 for layout in providers.get(name).layouts}
     lengths = ", ".join(f"{'P' if n == 1 else f'{n}P'} ({layout})" for layout, n in rules.items())
-    length = f"On P ranks the sequence length must be a multiple of {lengths}."
-    return f"{length}\n\n{markdown.table(('refused', 'what it says'), rows)}" if rows else length
-
-
-@cache
-def _placements() -> list[placement.Result]:
-    """For four packs of each kind; ``ci/perf/placement.py`` takes sixteen."""
-    return list(placement.measured(4))
+    return f"On P ranks the sequence length must be a multiple of {lengths}."
 
 
 def _placed() -> str:
+    """For four packs of each kind; ``ci/perf/placement.py`` takes sixteen."""
     rows = []
-    for r in _placements():
+    for r in placement.measured(4):
         sides = (([p.balance for p in of], r.bytes(of)) for of in (r.zigzag, r.placed))
         rows.append((r.kind, r.size, *(f"{mean(x):.2f} ({max(x):.2f})" for side in sides for x in side)))
     head = ("pack", "ranks", "zigzag: work, max over mean", "bytes over a ring's", "placed: work", "bytes")
@@ -200,7 +169,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "bars": lambda name: f"![Bytes that {name} sends, next to ring](../images/methods/{name}-traffic.svg)",
     "placement": _placed,
     "flags": _flags,
-    "refusals": _refusals,
+    "lengths": _lengths,
     "check": _check,
     "traffic": comparison.traffic_table,
     "ratios": comparison.ratio_table,
@@ -212,26 +181,20 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "support": support.table,
     "cuda-graphs": support.graphs_table,
     "versions": support.versions_table,
-    "choose": situations.table,
     "wins": wins_page.front,
     "canonical": lambda: sentence(CANONICAL),
-    "papers": published_rows.summary,
-    "examples": published_rows.examples,
-    "reproduced": published_rows.reproduced,
     "api": reference_blocks.api,
     "patched": reference_blocks.patched,
-    "bibtex": reference_blocks.bibtex,
     "kernel-calls": kernel_tables.calls_table,
     "kernel-order": kernel_tables.order_table,
     "kernel-takes": kernel_tables.taken_table,
     "memory": kernel_tables.memory_table,
     "budget": recorded_tables.budget,
     "ablation": recorded_tables.ablation,
+    "faults": recorded_tables.faults,
     "launched": recorded_tables.launched,
     "flag-reference": flag_tables.flags_table,
     "commands": flag_tables.commands_table,
     "refused": messages.refused,
-    "layers": layers.table,
-    "replayed": versions_tables.replayed,
     "short": comparison.short_table,
 }

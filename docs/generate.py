@@ -13,21 +13,16 @@ import difflib
 import re
 import sys
 import tempfile
-from collections.abc import Set
 from importlib.metadata import version
 from pathlib import Path
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("ci/papers", "ci/perf", "tests")]
 
 import blocks
-import layers
 import papers_page
 import wins_page
 
 DOCS = Path(__file__).parent
-_WHOLE = (papers_page, wins_page)
-"""Whole pages, which blocks quote."""
-_LAYERS = DOCS / "images" / "layers.svg"
 _IMAGES = DOCS / "images"
 _BLOCK = re.compile(r"<!-- generated: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 _DRAWN_WITH = re.compile(r"Matplotlib v([^, ]+)")
@@ -42,12 +37,11 @@ def filled(page: str) -> str:
     return _BLOCK.sub(lambda found: f"<!-- generated: {found[1]} -->\n{blocks.make(found[1])}\n<!-- end -->", page)
 
 
-def stale_pages(but: Set[str] = frozenset()) -> dict[str, str]:
-    """Pages that differ from what the code gives now, with the lines that do; blocks named in ``but`` are not
-    compared."""
+def stale_pages() -> dict[str, str]:
+    """Pages that differ from what the code gives now, with the lines that do."""
     stale = {}
     for page in _pages():
-        text = _BLOCK.sub(lambda found: "" if found[1] in but else found[0], page.read_text())
+        text = page.read_text()
         if (new := filled(text)) != text:
             lines = difflib.unified_diff(text.splitlines(), new.splitlines(), "the page", "the code", n=0, lineterm="")
             stale[page.relative_to(DOCS.parent).as_posix()] = "\n".join(lines)
@@ -72,25 +66,24 @@ def stale_drawings() -> tuple[list[str], str]:
         return missing + [name for name, text in kept.items() if Path(folder, name).read_text() != text], ""
 
 
-def stale_layers() -> list[str]:
-    """The drawing of the layers, if it differs from the import contract."""
-    return [] if _LAYERS.exists() and _LAYERS.read_text() == layers.drawing() else ["docs/images/layers.svg"]
-
-
 def write() -> None:
     """Rewrite all pages and drawings."""
-    _LAYERS.write_text(layers.drawing())
     for name, draw in blocks.DRAWINGS.items():
         draw(_IMAGES / name)
         print(f"drew {name}")
-    for module in _WHOLE:
-        module.write()
-        print(f"wrote {module.PAGE.name}")
+    for path, text in _whole().items():
+        path.write_text(text)
+        print(f"wrote {path.name}")
     for page in _pages():
         text = page.read_text()
         if (new := filled(text)) != text:
             page.write_text(new)
             print(f"rewrote {page.relative_to(DOCS.parent)}")
+
+
+def _whole() -> dict[Path, str]:
+    """Pages and records that are generated as a whole, and that blocks quote."""
+    return papers_page.files() | wins_page.files()
 
 
 def main() -> int:
@@ -105,7 +98,7 @@ def main() -> int:
     pages = stale_pages()
     for lines in pages.values():
         print(lines)
-    stale = [*pages, *stale_layers(), *drawings, *(name for module in _WHOLE for name in module.stale())]
+    stale = [*pages, *drawings, *(path.name for path, text in _whole().items() if path.read_text() != text)]
     print(f"stale: {', '.join(stale)}; run python docs/generate.py" if stale else "the documentation is up to date")
     return 1 if stale else 0
 

@@ -24,6 +24,14 @@ def budget(kind: str) -> str:
     return markdown.table(titles, rows)
 
 
+def faults() -> str:
+    """How many faults ended as required, and the slowest of those that must end all ranks."""
+    rows = _read("docs/faults.json")
+    ok = [row for row in rows if row["verdict"] == "ok"]
+    slowest = max(row["seconds"] for row in ok if row["expect"] == "ends")
+    return f"{len(ok)} of {len(rows)} ended as required; the slowest end came {slowest:.1f} s after the fault."
+
+
 def ablation() -> str:
     """The parts of the start-up check, and how many harmful edits of Megatron each finds, also alone."""
     record = _read("docs/ablation.json")
@@ -43,6 +51,5 @@ def launched(entry: str) -> str:
     return markdown.table(("launched", *order), rows)
 
 
-def _read(path: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((_ROOT / path).read_text())
-    return found
+def _read(path: str) -> Any:
+    return json.loads((_ROOT / path).read_text())

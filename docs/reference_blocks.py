@@ -1,4 +1,4 @@
-"""Blocks of reference: the public classes from their docstrings, what is patched in Megatron, and BibTeX."""
+"""Blocks of reference: the public classes from their docstrings, and what is patched in Megatron."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 import cp_plugin
 from cp_plugin import huggingface, nemo
@@ -133,27 +131,3 @@ def patched() -> str:
         )
         for when, patches in zip(_WHEN, json.loads(printed.splitlines()[-1]), strict=True)
     )
-
-
-def bibtex() -> str:
-    """This project and its references, from ``CITATION.cff``."""
-    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    entries = [_software(cff), *map(_article, cff["references"])]
-    return "```bibtex\n" + "\n\n".join(entries) + "\n```"
-
-
-def _software(cff: dict[str, Any]) -> str:
-    fields = {"title": cff["title"], "author": "{" + cff["authors"][0]["name"] + "}", "version": cff["version"]}
-    return _entry("software", "cp-plugin", fields | {"note": cff["abstract"].rstrip(".")})
-
-
-def _article(paper: dict[str, Any]) -> str:
-    authors = " and ".join(f"{one['family-names']}, {one['given-names']}" for one in paper["authors"])
-    number = paper["url"].rpartition("/")[2]
-    first = re.sub(r"\W", "", paper["title"].partition(":")[0].lower())
-    fields = {"title": paper["title"], "author": authors, "year": str(paper["year"])}
-    return _entry("misc", first, fields | {"eprint": number, "archivePrefix": "arXiv"})
-
-
-def _entry(kind: str, key: str, fields: dict[str, str]) -> str:
-    return "\n".join([f"@{kind}{{{key},", *(f"  {name} = {{{text}}}," for name, text in fields.items()), "}"])

@@ -85,13 +85,12 @@ def rewritten(markdown: str, page: str, repo_url: str | None) -> str:
         page: path of the page on the site.
         repo_url: address of the public repository, if there is one.
     """
-    source = "docs/messages.toml" if page in messages() else f"docs/{page}"
-    pages = {"docs/messages.toml": "messages/flags.md"}
+    source, pages = f"docs/{page}", {"cp_plugin/megatron/rules": "messages/refused.md"}
 
     def replace(found: re.Match[str]) -> str:
         text, target, anchor = found[1], found[2], found[3] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        if path in pages or (path.startswith("docs/") and not path.endswith((".py", ".toml"))):
+        if path in pages or (path.startswith("docs/") and not path.endswith(".py")):
             on_site = pages.get(path, path.removeprefix("docs/"))
             return f"[{text}]({posixpath.relpath(on_site, posixpath.dirname(page) or '.')}{anchor})"
         return text if not repo_url else f"[{text}]({repo_url.rstrip('/')}/blob/main/{path}{anchor})"

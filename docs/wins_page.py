@@ -25,8 +25,7 @@ from cp_plugin.planner import stock_rules
 from cp_plugin.planner.errors import OWN, in_words, typical_error
 from cp_plugin.planner.price import Priced
 
-DOCS = Path(__file__).parent
-PAGE = DOCS / "wins.md"
+PAGE = Path(__file__).with_name("wins.md")
 _TITLES = ("regime", "example", "use", "stock's time over ours", "from", "typical error")
 _SHAPES = ("regime", "ours", "stock Megatron", "tokens per second")
 _HEAD = f"""# Where it wins, and where it does not
@@ -75,21 +74,11 @@ shorter than it, shorter packs would need less context parallelism, or none, on 
 """
 
 
-def text() -> str:
+def files() -> dict[Path, str]:
     """The whole page."""
     predicted = markdown.table(_TITLES, map(row, REGIMES))
     each = markdown.table(_SHAPES, map(shapes, REGIMES))
-    return "\n".join([_HEAD + sentence(CANONICAL), _STOCK, predicted, _EACH, each, ""])
-
-
-def write() -> None:
-    """Rewrite it."""
-    PAGE.write_text(text())
-
-
-def stale() -> list[str]:
-    """The page, if it is not what the code gives now."""
-    return [] if PAGE.exists() and PAGE.read_text() == text() else ["docs/wins.md"]
+    return {PAGE: "\n".join([_HEAD + sentence(CANONICAL), _STOCK, predicted, _EACH, each, ""])}
 
 
 def row(regime: Regime) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from cp_plugin.cli.app import app
 from cp_plugin.cli.bench import cases, ideal, te_peer, torch_ring
 from cp_plugin.cli.bench.cases import PATTERNS, Case, make_case
 from cp_plugin.cli.bench.contestants import Entry
-from cp_plugin.cli.bench.measure import Both, Taken
 from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.comm import Mesh
 from cp_plugin.core.mask import Mask
@@ -25,6 +24,7 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.ring import STRIPED, Ring
 from cp_plugin.testing import oracle
+from cp_plugin.testing.clock import Both, Taken
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import price
 

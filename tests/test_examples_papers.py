@@ -23,7 +23,7 @@ from cp_plugin.planner.training.parallel import problem
 from cp_plugin.planner.training.weights import parameters
 from cp_plugin.testing.launch import run_ranks
 
-DOCS = Path(__file__).parent.parent / "docs"
+PAGE = Path(__file__).parent.parent / "docs" / "examples.md"
 EXAMPLES = {one.name: one for one in examples()}
 VARIANTS = [(name, variant) for name, one in EXAMPLES.items() for variant in one.variants]
 EACH = pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=[f"{name}-{variant}" for name, variant in VARIANTS])
@@ -105,7 +105,11 @@ def test_tables_and_lengths_are_the_published_ones(name: str, variant: str) -> N
 
 @EACH
 def test_cluster_and_memory(name: str, variant: str, read: Read) -> None:
-    """The memory is that without attention's working memory."""
+    """The memory is that without attention's working memory; the page has the numbers of devices."""
+    assert (
+        f"/{name}/config.yaml): {EXAMPLES[name].config.title} | {EXAMPLES[name].config.cluster.devices} |"
+        in PAGE.read_text()
+    )
     of, found = experiment(name, variant), planned(read, name, variant)
     parallel, profile = found.parallel, hardware.cluster(of.cluster.profile)
     assert profile.per_node == of.cluster.per_node
@@ -128,11 +132,3 @@ def test_lasp2_without_recomputation_runs_out_of_memory_where_table_6_does(read:
     assert all(f"{total / 1e9:.1f} GB" in about for total in found)
     published = {row.length: row for row in data.rows("lasp2") if row.table == "lasp2-6" and row.devices == 64}
     assert published[MEMORY[0]].published and published[MEMORY[1]].mark == "OOM"
-
-
-def test_an_unknown_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(DOCS)
-    import published_rows
-
-    with pytest.raises(ValueError, match=r"attention2d has no table 'a2d-65' \(it has a2d-16"):
-        published_rows.ratios("attention2d", ["a2d-65"], {64})

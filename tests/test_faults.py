@@ -1,4 +1,4 @@
-"""Failure reports of ranks, recognition of damaged checkpoints, and the programs of ci/faults."""
+"""Failure reports of ranks, and the programs of ci/faults."""
 
 from __future__ import annotations
 
@@ -104,22 +104,13 @@ print(len(names), len(set(names)))
 says = next(f for f in faults.FAULTS if f.name == "raise-forward").says
 below = ({complete!r}, "  ranks 0, 3: no error; step 2, logging\\n  \\n", "rank 0 of 4\\n")
 print([bool(re.search(says, {first!r} + text)) for text in below])""")
-    assert found.splitlines() == ["42 42", "[True, False, False]"]
+    assert found.splitlines() == ["37 37", "[True, False, False]"]
 
 
-def test_the_page_is_updated_between_its_markers(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("a\n<!-- faults -->\nold\n<!-- end of the faults -->\nc\n")
+def test_the_record_of_faults_has_their_results(tmp_path: Path) -> None:
     row = {"name": "x", "what": "torch: y", "expect": "ends", "verdict": "ok", "seconds": 1.25}
-    text = f"import run, pathlib; run.renew_page([{row}], pathlib.Path({str(page)!r}))"
-    _python(text)
-    lines = page.read_text().splitlines()
-    assert lines[0] == "a" and lines[-1] == "c" and "old" not in lines
-    assert lines[2].startswith("1 of 1 ended as required; the slowest end came 1.2 s after the fault")
-    assert json.loads(page.with_suffix(".json").read_text()) == [row]
-    page.write_text("nothing")
-    with pytest.raises(subprocess.CalledProcessError):
-        _python(text)
+    _python(f"import run, pathlib; run.record([{row | {'text': 'long'}}], pathlib.Path({str(tmp_path / 'a')!r}))")
+    assert json.loads((tmp_path / "a").read_text()) == [row]
 
 
 def test_an_unknown_fault_is_refused() -> None:

@@ -191,12 +191,14 @@ def test_the_citation_names_the_papers() -> None:
     assert {"cff-version", "type", "message", "authors"} <= citation.keys()
     assert citation["title"] == PROJECT["name"] and citation["version"] == cp_plugin.__version__
     assert citation["license"] == PROJECT["license"]
-    papers = set()
+    papers, bibtex = set(), (ROOT / "docs" / "cite.md").read_text()
     for reference in citation["references"]:
         (identifier,) = reference["identifiers"]
         papers.add(identifier["value"].removeprefix("10.48550/arXiv."))
         assert identifier["type"] == "doi" and reference["url"].endswith(identifier["value"].rpartition("arXiv.")[2])
+        assert f"  eprint = {{{reference['url'].rpartition('/')[2]}}},\n" in bibtex and reference["title"] in bibtex
     assert papers == {"2503.15758", "2311.09431", "2403.09347", "2509.19836", "2502.07563"}
+    assert f"  version = {{{cp_plugin.__version__}}},\n" in bibtex
     for method in ("attention2d", "striped", "burst", "lasp2"):
         page = (ROOT / "docs" / "methods" / f"{method}.md").read_text()
         assert any(number in page for number in papers), method

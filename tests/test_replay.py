@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 from nightly import slow
+
+from cp_plugin.common.versions import megatron_supported
 
 FOLDER = Path(__file__).parents[1] / "ci" / "megatron"
 VERSIONS = {
@@ -287,6 +290,19 @@ def test_the_file_of_a_case_names_no_megatron(replay: ModuleType) -> None:
     code = "import sys, replay_case; print([m for m in sys.modules if m.startswith(('megatron', 'torch'))])"
     done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_page_counts_the_commits_of_the_record() -> None:
+    found = json.loads((FOLDER / "replayed.json").read_text())["commits"].values()
+    supported = [one for one in found if megatron_supported(one["version"])]
+    text = (FOLDER.parents[1] / "docs" / "versions.md").read_text().partition("| | dates | commits |")[2]
+    assert sum(int(n) for n in re.findall(r"^\|(?:[^|]+\|){2} (\d+) \|", text, re.MULTILINE)) == len(supported)
+    failed = [
+        one
+        for one in supported
+        if any(case["state"] != "passed" for case in {**one["start"], **one.get("train", {})}.values())
+    ]
+    assert len(re.findall(r"^- pull request \d+", text, re.MULTILINE)) == len(failed)
 
 
 RAISES = "    if mpu.get_context_parallel_world_size() > 1:\n        raise RuntimeError('planted')\n"

@@ -75,10 +75,10 @@ def test_a_list_has_no_headings(site: Path) -> None:
 
 
 def test_messages_have_pages_that_the_search_finds(site: Path) -> None:
-    """The link to ``messages.toml`` leads there."""
+    """The link to the rules leads there."""
     index = (site / "search" / "search_index.json").read_text()
-    assert "needs --context-parallel-size 2 or more" in index
-    assert 'href="messages/flags.html"' in (site / "troubleshooting.html").read_text()
+    assert "Messages: refused in some models and calls" in index
+    assert 'href="messages/refused.html"' in (site / "troubleshooting.html").read_text()
 
 
 def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:

@@ -11,7 +11,7 @@ import statistics
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import packs
 import torch
@@ -27,10 +27,10 @@ from cp_plugin.attention.calls import Inputs
 from cp_plugin.cli.bench.cases import make_case
 from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
 from cp_plugin.cli.bench.ideal import random_parts
-from cp_plugin.cli.bench.measure import Both, Call, Taken, errors, once, question, take_turns
-from cp_plugin.comm import TraceMesh
+from cp_plugin.cli.bench.measure import errors, question
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import oracle
+from cp_plugin.testing.clock import Both, Call, Taken, take_turns
 
 _CHECKED_TOKENS = 8  # per rank
 _CPU = torch.device("cpu")
@@ -86,30 +86,6 @@ def measure(network: Network, scenario: Scenario, *, rounds: int, timeout: float
         }
         measured.append(Measured(entry=str(entry), allowed=ALLOWED[problem.dtype], **found))
     return measured
-
-
-class Alone(NamedTuple):
-    """A contestant's computation without communication, on all ranks at once."""
-
-    seconds: float
-    """Of the slowest rank."""
-    sent: int
-    """Bytes that the busiest rank would send."""
-
-
-def measure_alone(network: Network, entry: Entry, problem: Problem, *, timeout: float) -> Alone:
-    """Computation of an entry, forward and backward: median of three."""
-
-    def rank() -> tuple[list[float], int]:
-        setup = entry.setup(problem)
-        contestant = Provided(ContextParallel(setup, mesh=TraceMesh(setup.axes, dist.get_rank())), setup, problem)
-        call = _call(contestant, problem)
-        call(lambda: None)
-        sent = contestant.booked()
-        return [once(call, _CPU).total for _ in range(3)], sent
-
-    times, sent = zip(*run_in(network, rank, timeout=timeout), strict=True)
-    return Alone(statistics.median(map(max, zip(*times, strict=True))), max(sent))
 
 
 def _asked(problem: Problem, kind: Kind) -> oracle.Case:

@@ -23,11 +23,9 @@ from cp_plugin.attention.packs import place_documents
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench.contestants import Entry, Provided
 from cp_plugin.core.layout import LAYOUTS
-from cp_plugin.placement.lengths import LENGTHS
+from cp_plugin.placement.lengths import LENGTHS, TOKENS
 from cp_plugin.planner.packs import each_by_itself
 
-TOKENS = 16384
-"""Per rank, as in ``ci/perf/placement.py``."""
 LEAST = 2
 """Tokens of a chunk; chunks of one have no step, which makes kernels of tiles slow."""
 PLACES = ("placed", "each", *LAYOUTS)

@@ -1,14 +1,10 @@
-"""The result of a scenario, as a table and as JSON."""
+"""The result of a scenario, as a table."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from bench import Measured
 from rich.console import Console
 from rich.markup import escape
@@ -111,25 +107,3 @@ class Report:
         window = f", a window of {s.window + 1}" if s.window is not None else ""
         packed = f", {len(s.bounds()) - 1} documents ({s.documents})" if s.documents else ""
         return f"{'causal' if s.causal else 'full'}{window}{packed}"
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "scenario": asdict(self.scenario),
-            "rate": self.rate,
-            "torch": torch.__version__,
-            "commit": commit(),
-            "others": self.others,
-            "notes": list(self.notes),
-            "measured": [{**asdict(m), "median": m.median, "correct": m.correct} for m in self.measured],
-            "targets": [{**asdict(o.target), "ratio": o.ratio, "met": o.met} for o in self.outcomes],
-        }
-
-
-def commit() -> str | None:
-    """The checked-out commit, marked if files differ from it; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -10,24 +10,19 @@ is wrong or a target is missed, 2 for a wrong flag or an unsuitable machine.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench import measure, measure_alone
+from bench import measure
 from network import Network, command, require_cluster
 from ranks import describe
 from report import Report
 from rich.console import Console
 from scenarios import SCENARIOS, Scenario, parse_rate
 
-from cp_plugin import Problem
-from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.bench.measure import Processors
 
-_SPEED = 0.96  # share of a link's rate left for data
 app = typer.Typer(add_completion=False)
 
 
@@ -39,9 +34,7 @@ def main(
     nic: Annotated[str | None, typer.Option(help="who has a slow link of its own: rank or node (rank)")] = None,
     rate: Annotated[
         str | None,
-        typer.Option(
-            help="of each slow link, each way, such as 50mbit; balanced: the first run sends while it computes"
-        ),
+        typer.Option(help="of each slow link, each way, such as 50mbit"),
     ] = None,
     seq: Annotated[int | None, typer.Option(help="global tokens")] = None,
     heads: Annotated[int | None, typer.Option(help="query heads")] = None,
@@ -57,7 +50,6 @@ def main(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="timed calls of each contestant")] = 5,
     timeout: Annotated[float, typer.Option(min=1, help="seconds for all rounds together")] = 3600,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all measurements to this file")] = None,
 ) -> None:
     with command():
         given = dict(
@@ -67,18 +59,16 @@ def main(
         chosen = choose(scenario, {name: value for name, value in given.items() if value is not None})
         found = measured(chosen, rounds=rounds, timeout=timeout)
     found.print(Console())
-    if json_file:
-        json_file.write_text(json.dumps(found.as_json(), indent=2) + "\n")
     raise typer.Exit(not found.ok)
 
 
 def measured(chosen: Scenario, *, rounds: int, timeout: float) -> Report:
     """Measure a scenario on a cluster; ValueError if the scenario or this machine is unsuitable."""
-    speed, problem, entries = parse_rate(chosen.rate), chosen.problem(), chosen.entries()
+    speed = parse_rate(chosen.rate)
+    chosen.entries()
     require_cluster()
     with Network(chosen.topology(), speed) as network:
-        notes = [_balance(network, entries[0], problem, timeout)] if speed is None else []
-        notes += [describe(network)]
+        notes = [describe(network)]
         processors = Processors()
         found = measure(network, chosen, rounds=rounds, timeout=timeout)
     return Report(scenario=chosen, rate=network.rate, measured=found, others=processors.others(), notes=notes)
@@ -97,13 +87,6 @@ def choose(name: str | None, given: dict[str, Any]) -> Scenario:
     if name not in SCENARIOS:
         raise ValueError(f"--scenario {name}: must be one of {', '.join(SCENARIOS)}")
     return replace(SCENARIOS[name], **given)
-
-
-def _balance(network: Network, entry: Entry, problem: Problem, timeout: float) -> str:
-    """Set the rate at which this contestant's sending takes as long as its computation."""
-    alone = measure_alone(network, entry, problem, timeout=timeout)
-    network.shape(int(alone.sent * 8 / alone.seconds / _SPEED))
-    return f"the rate is balanced: {entry} computes for {alone.seconds:.2f} s, and sends for as long"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Scenarios: a cluster, an attention problem, contestants, and targets.
 
-All scenarios are bound by the links: the ranks share this machine's few cores, so rates are low and sequences short.
-Only ``overlap16`` needs computation, and its rate follows from that.
+All are bound by the links: the ranks share this machine's few cores, so rates are low and sequences short.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.methods import registry as providers
 
-BALANCED = "balanced"
-"""The rate at which the first contestant's sending takes as long as its computation."""
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest error of a contestant's results."""
@@ -96,8 +93,6 @@ class Scenario:
                 resolved = providers.settle(entry.name, problem, Options(**dict(entry.options)))
                 if reason := providers.unsupported(resolved.provider, problem, resolved.options):
                     raise ValueError(f"--run {entry}: {reason}")
-        if parse_rate(self.rate) is None and not entries[0].provided:
-            raise ValueError(f"--rate {BALANCED} needs a provider as its first --run, not {entries[0]}")
         if len({entry.kind for entry in entries}) > 1:
             raise ValueError(f"--run: softmax and linear attention in one table: {', '.join(map(str, entries))}")
         if len({str(entry) for entry in entries}) < len(entries):
@@ -105,16 +100,14 @@ class Scenario:
         return entries
 
 
-def parse_rate(text: str) -> int | None:
-    """``50mbit`` in bits per second; None for ``balanced``; ValueError otherwise."""
+def parse_rate(text: str) -> int:
+    """``50mbit`` in bits per second; ValueError otherwise."""
     for unit, factor in _UNITS.items():
         if text.endswith(unit):
             number = text.removesuffix(unit)
             if number.replace(".", "", 1).isdecimal() and float(number) * factor >= 10_000:
                 return int(float(number) * factor)
-    if text == BALANCED:
-        return None
-    raise ValueError(f"--rate {text}: give a rate of 10kbit or more, such as 50mbit or 1gbit, or {BALANCED}")
+    raise ValueError(f"--rate {text}: give a rate of 10kbit or more, such as 50mbit or 1gbit")
 
 
 _HOP = "hops=p2p"  # upstream's own hops take longer on 64 Gloo ranks than the links do, see torch_ring
@@ -183,14 +176,6 @@ SCENARIOS = {
     ),
     "linear16-quadratic": Scenario(
         **_LINEAR, rate="20mbit", seq=8192, runs=("linear_ring", "lasp2"), targets=_must_beat("lasp2", "linear_ring")
-    ),
-    "overlap16": Scenario(
-        nodes=16,
-        rate=BALANCED,
-        seq=16384,
-        heads=8,
-        runs=("attention2d:head_groups=1", "attention2d", "attention2d:head_groups=2"),
-        targets=_must_beat("attention2d", "attention2d:head_groups=1", at_least=1.3),
     ),
     **_slow_and_fast("chat16", 3.0, **_CHAT, runs=("needed@placed", "ring@zigzag", "ring@each", "all_gather@each")),
     **_slow_and_fast("window16", 5.0, **_WINDOW, runs=(*_CONTIGUOUS, *_ZIGZAG)),

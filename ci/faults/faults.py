@@ -36,11 +36,9 @@ class Fault:
     flags_of_rank_1: str = ""
     ranks: int = 2
     format: Literal["", "torch", "torch_dist"] = ""
-    """``--ckpt-format`` of the checkpoints in the folder, which the training writes, or reads if one is damaged."""
+    """``--ckpt-format`` of the checkpoints that the training writes to the folder."""
     save_every: int = 1000
     """Steps; by default more than the training has, so it saves only when it is made to exit."""
-    damage: tuple[str, ...] = ()
-    """Files of a run that saved iterations 2 and 4, and the damage: ``cut`` in half, or ``says TEXT``."""
     room: int = 0
     """Kilobytes of space in the folder; 0: unlimited."""
     torchrun: str = ""
@@ -153,26 +151,15 @@ START = (
           says=r"rank 1: --world-size 3: |rank . of 2 failed|clients joined|Timed out|DistStoreError"),
     Fault(name="world-too-small", what="3 ranks for --context-parallel-size 2", ranks=3,
           flags="--context-parallel-size 2", says=r"(world size|world_size).*(3).*(divisible|2)"),
-    Fault(name="data-index", what="a truncated dataset index", how="cut_index", says=r"\.idx|index"),
 )  # fmt: skip
 
-_LATEST = "latest_checkpointed_iteration.txt"
-_UNREADABLE = r"Megatron fails \(reading a checkpoint"
 CHECKPOINT = (
-    Fault(name="cut-data", what="__0_0.distcp of the checkpoint cut to half", format="torch_dist",
-          damage=("iter_0000004/__0_0.distcp", "cut"), says=_UNREADABLE, short=True),
-    Fault(name="cut-torch", what="the file of a checkpoint of the torch format cut to half", format="torch",
-          damage=("iter_0000004/mp_rank_*/*.pt", "cut"), says=_UNREADABLE),
-    Fault(name="latest-empty", what="the latest-iteration file is empty", format="torch",
-          damage=(_LATEST, "says "), says=_UNREADABLE, short=True),
     Fault(name="directory-full", what="--save on a file system of 40 kB", format="torch", save_every=2, room=40,
           root=True, says=r"No space left|writing a checkpoint"),
     Fault(name="directory-full-dist", what="the same, in the torch_dist format", format="torch_dist", save_every=2,
           room=40, root=True,
           says=r"(?s)(?=.*No space left)(?=.*" + WHO.format(rank=r"\d", ranks=2)
           + r"step 2, writing a checkpoint(?:[^\n]*\n  )*?[^\n]*OSError)"),
-    Fault(name="directory-unwritable", what="--save below a file", says=r"Not a directory|NotADirectoryError",
-          flags="--ckpt-format torch --save /dev/null/x --save-interval 2"),
     Fault(name="logs-full", what="TensorBoard on a full file system", room=4, root=True,
           flags="--tensorboard-dir {folder} --tensorboard-queue-size 1", says=r"No space left"),
     Fault(name="kill-checkpoint", what="SIGKILL while a checkpoint is written", format="torch_dist", save_every=2,

@@ -18,7 +18,6 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -29,7 +28,7 @@ from faults import FAULTS, LIMIT, TIMEOUT, Fault
 from rich.console import Console
 from rich.table import Table
 
-PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+RECORD = Path(__file__).parents[2] / "docs" / "faults.json"
 app = typer.Typer(add_completion=False)
 Row = dict[str, Any]
 
@@ -41,20 +40,17 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="a fault's name; repeat it")] = None,
     lanes: Annotated[int, typer.Option(min=1, help="trials in parallel")] = 3,
     out: Annotated[Path | None, typer.Option("--json", help="write every outcome to this file")] = None,
-    renew: Annotated[
-        bool,
-        typer.Option("--page", help="rewrite the results in docs/faults.md and faults.json: with --all"),
-    ] = False,
+    kept: Annotated[bool, typer.Option("--record", help="rewrite docs/faults.json: with --all")] = False,
 ) -> None:
     chosen = choose(short=short, everything=all_, only=only or [])
     if not chosen:
         raise _usage("give --short, --all or --only NAME")
-    if renew and not all_:
-        raise _usage("--page: a table has every fault; give --all")
+    if kept and not all_:
+        raise _usage("--record: it has every fault; give --all")
     rows = run_all(chosen, lanes, out)
     show(rows)
-    if renew:
-        renew_page(rows)
+    if kept:
+        record(rows)
     failed = [row for row in rows if row["verdict"] not in ("ok", "left out")]
     print(
         f"{len(rows) - len(failed)} of {len(rows)} ended as required; timeout {TIMEOUT:g} s, limit {LIMIT:g} times that"
@@ -177,36 +173,10 @@ def show(rows: list[Row]) -> None:
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def renew_page(faults: list[Row], path: Path = PAGE) -> None:
-    """Replace the results in docs/faults.md, and all rows in faults.json beside it.
-
-    ValueError if the markers are gone.
-    """
-    text = _replaced(path.read_text(), ("<!-- faults -->", "<!-- end of the faults -->"), _faults_sentence(faults))
-    kept = ("name", "what", "expect", "verdict", "seconds")
-    rows = (json.dumps({key: row[key] for key in kept}) for row in faults)
-    path.with_suffix(".json").write_text("[\n" + ",\n".join(rows) + "\n]\n")
-    path.write_text(text)
-
-
-def _faults_sentence(rows: list[Row]) -> str:
-    counts = Counter(row["verdict"] for row in rows)
-    ending = [row["seconds"] for row in rows if row["expect"] == "ends" and row["verdict"] == "ok"]
-    without = f", {counts['left out']} left out" if counts["left out"] else ""
-    return (
-        f"{counts['ok']} of {len(rows)} ended as required{without}; the slowest end came "
-        f"{max(ending, default=0.0):.1f} s after the fault, and {LIMIT * TIMEOUT:g} s are allowed. "
-        f"{os.cpu_count()} cores, shared with other work."
-    )
-
-
-def _replaced(text: str, marks: tuple[str, str], new: str) -> str:
-    first, last = marks
-    before, found, rest = text.partition(first)
-    _, ended, after = rest.partition(last)
-    if not found or not ended:
-        raise ValueError(f"the page has no {first} ... {last}")
-    return f"{before}{first}\n{new}\n{last}{after}"
+def record(faults: list[Row], path: Path = RECORD) -> None:
+    """Write the results that docs/faults.md shows."""
+    rows = (json.dumps({key: row[key] for key in ("name", "what", "expect", "verdict", "seconds")}) for row in faults)
+    path.write_text("[\n" + ",\n".join(rows) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -45,13 +45,9 @@ def run(fault: Fault, folder: Path) -> Ended:
     if fault.how:
         return _HOW[fault.how](fault, folder)
     with _room(folder, fault.room):
-        if fault.damage:
-            save(folder, fault.format)
-            _damage(folder, *fault.damage)
         flags = base(fault).format(folder=folder)
         if fault.format:
-            where = f"--load {folder}" if fault.damage else f"--save {folder} --save-interval {fault.save_every}"
-            flags = f"{flags} --ckpt-format {fault.format} {where}"
+            flags += f" --ckpt-format {fault.format} --save {folder} --save-interval {fault.save_every}"
         if fault.torchrun:
             return trial.torchrun(flags, options=fault.torchrun, timeout=TIMEOUT, plants=fault.plants)
         ended = trial.train(
@@ -67,15 +63,6 @@ def run(fault: Fault, folder: Path) -> Ended:
         return ended
 
 
-def save(folder: Path, style: str) -> None:
-    """Train four steps without a fault, saving after the second and the fourth."""
-    ended = trial.train(
-        f"{base(UNDISTURBED)} --exit-interval 4 --ckpt-format {style} --save {folder} --save-interval 2"
-    )
-    if ended.status:
-        raise Wrong(f"saving ended with {ended.status}: {ended.text[-2000:]}")
-
-
 def _must_resume(ended: Ended) -> None:
     """Raise Wrong if a start's losses differ from those of the undisturbed run, or it began from scratch."""
     if ended.status or STEPS not in ended.losses:
@@ -89,15 +76,6 @@ def _must_resume(ended: Ended) -> None:
         raise Wrong("the next start began from scratch")
 
 
-def _damage(folder: Path, files: str, how: str) -> None:
-    for path in folder.glob(files):
-        match how:
-            case "cut":
-                os.truncate(path, path.stat().st_size // 2)
-            case _:
-                path.write_text(how.removeprefix("says "))
-
-
 @contextlib.contextmanager
 def _room(folder: Path, kilobytes: int) -> Iterator[None]:
     """Mount a file system of that size on the folder; 0: leave it as it is."""
@@ -109,20 +87,6 @@ def _room(folder: Path, kilobytes: int) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
-
-
-def _cut_index(fault: Fault, folder: Path) -> Ended:
-    import numpy
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{folder}/text.bin", dtype=numpy.uint16)
-    for i in range(50):
-        builder.add_document(torch.arange(i, i + 20) % 60, [20])
-    builder.finalize(f"{folder}/text.idx")
-    _damage(folder, "text.idx", "cut")
-    data = f"--data-path {folder}/text --split 100,0,0 --data-cache-path {folder}/cache"
-    return trial.train(base(fault).replace("--mock-data", data), timeout=TIMEOUT)
 
 
 def _link(fault: Fault, folder: Path, change: Callable[..., None]) -> Ended:
@@ -168,7 +132,6 @@ def _one_port(fault: Fault, folder: Path) -> Ended:
 
 
 _HOW: dict[str, Callable[[Fault, Path], Ended]] = {
-    "cut_index": _cut_index,
     "link_cut": functools.partial(_link, change=lambda network: network.cut(2)),
     "link_slow": functools.partial(_link, change=lambda network: network.shape(10_000_000)),
     "restart": _restart,

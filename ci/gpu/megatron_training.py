@@ -24,35 +24,29 @@ from record import OUT_OF_TIME, Found, NotRun, Step, worst
 
 from cp_plugin.testing.launch import RankError, run_ranks
 
-sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in ("tests", "ci/parity")]
+sys.path.extend(str(Path(__file__).parents[2] / part) for part in ("tests", "ci/parity"))
+from training import DATA, GRADIENT, LOSS, MODEL, PACKED, SGD
 
 RANKS, STEPS = 4, 2
 PASSED = "self-check passed"
 TWICE = 2.0
-LOSSES, LOSS, GRADIENT = "losses", 1e-5, 1e-4
-"""What the losses are called beside the gradients, and limits of both in float32."""
+LOSSES = "losses"
+"""What they are called beside the gradients."""
 LEAST = 2e-4
 """Least limit of the losses in bfloat16: two losses may round to the same number by chance."""
 HALF = {True: "", False: "--bf16"}
 """Whether it is a smoke test -> flags of its precision."""
 TRAIN_S = 90.0
 """Seconds for one training; by estimate it takes 20. One rank goes first, and compiles for the others."""
-MODEL = (
-    "--num-layers 2 --hidden-size {hidden} --ffn-hidden-size {hidden} --num-attention-heads 8 "
-    "--group-query-attention --num-query-groups 4 --position-embedding-type rope --normalization RMSNorm --swiglu "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --seq-length {tokens} "
-    "--max-position-embeddings {tokens} --attention-dropout 0 --hidden-dropout 0"
-)
 TRAINING = (  # mock documents count up to their length, which must stay below the end-of-document token
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size {vocab} --num-workers 0 --micro-batch-size 1 "
-    "--global-batch-size 2 --lr 0.05 --lr-decay-style constant --optimizer sgd --sgd-momentum 0 --weight-decay 0 "
-    "--clip-grad 0 --log-interval 1 --eval-iters 0 --eval-interval 1000"
+    f"{MODEL} {DATA} {SGD} --hidden-size {{hidden}} --ffn-hidden-size {{hidden}} --num-attention-heads 8 "
+    "--num-query-groups 4 --seq-length {tokens} --max-position-embeddings {tokens} --vocab-size {vocab} "
+    "--micro-batch-size 1 --global-batch-size 2"
 )
 WITHOUT_LIBRARIES = (
     "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
     "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion"
 )
-PACKED = "--dataloader-inter-document-masking"
 RESET = "--reset-position-ids --reset-attention-mask"
 """The same documents as a mask in the batch, for Megatron's own attention."""
 LINEAR = "--cp-linear-attention gla --cp-layer-pattern LN"
@@ -179,9 +173,7 @@ def one_rank(flags: str, step: Step) -> Trained:
 def train(ranks: int, flags: str, step: Step) -> list[Trained]:
     """Train, as ``ranks_in_time`` does."""
     tokens, hidden = (64, 64) if step.smoke else (4096, 512)
-    words = f"{MODEL} {TRAINING} --train-iters {STEPS} {flags}".format(
-        tokens=tokens, hidden=hidden, vocab=2 * tokens - 1
-    )
+    words = f"{TRAINING} --train-iters {STEPS} {flags}".format(tokens=tokens, hidden=hidden, vocab=2 * tokens - 1)
     words += "" if step.smoke else f" {WITHOUT_LIBRARIES}"
     documents = 5 * tokens // 8  # several per sequence
     with tempfile.NamedTemporaryFile(suffix=".log") as log:

@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from cp_plugin.testing.clock import timed
+
 _WRITE_EVERY_S = 1.0
 OUT_OF_TIME = "out of time: the cap of its step"
 REFUSE = ("fla", "flash_attn", "flash_attn_interface", "flash_attn_3", "transformer_engine")
@@ -246,14 +248,5 @@ def medians(calls: Mapping[str, Call], rounds: int, warm_up: int = 2) -> dict[st
 
 
 def _milliseconds(call: Call) -> float:
-    if not torch.cuda.is_available():
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return 1e3 * timed(lambda mark: call(), device).total

@@ -19,15 +19,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-MODEL = (
-    "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --seq-length 64 "
-    "--max-position-embeddings 64 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --micro-batch-size 1 "
-    "--global-batch-size 2 --lr 0.05 --lr-decay-style constant --optimizer sgd --sgd-momentum 0 --weight-decay 0 "
-    "--clip-grad 1e9 --log-interval 1 --eval-iters 0 --eval-interval 1000 --train-iters 2 --calculate-per-token-loss "
-    "--cp-device cpu"
-)
+MORE = "--micro-batch-size 1 --global-batch-size 2 --clip-grad 1e9 --calculate-per-token-loss --cp-device cpu"
+"""Flags beside the model, data and optimizer of ``tests/training.py``."""
 STATES = (
     "--mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-heads 4 --mamba-num-groups 2 "
     "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 "
@@ -36,8 +29,6 @@ STATES = (
 STACK = f"--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec {STATES} --hybrid-layer-pattern"
 DIVIDED = "--context-parallel-size 2 --cp-provider striped"
 PACKS_BY_FLAG = "--dataloader-inter-document-masking"
-LOSS, GRADIENT = 1e-5, 1e-4
-"""Limits of relative differences, as in ``tests/training.py``: losses and gradient norms; a gradient."""
 TIMEOUT_S = 300.0
 _ENDS = {
     "refused": r"cp_plugin\.|ValueError: .*(cp_plugin|--cp-)",
@@ -50,7 +41,7 @@ _ENDS = {
 class Case:
     """A tiny model and the script that trains it."""
 
-    flags: str
+    flags: str = ""
     script: str = "pretrain_gpt.py"
     """In the tree."""
     holds: tuple[str, str] = ("pretrain_gpt.py", "")
@@ -72,9 +63,9 @@ class Case:
 
 
 CASES = {
-    "gpt": Case(flags="--num-layers 2"),
-    "packed": Case(flags="--num-layers 2", packed=True, trained=True),
-    "moe": Case(flags="--num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"),
+    "gpt": Case(),
+    "packed": Case(packed=True, trained=True),
+    "moe": Case(flags="--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"),
     "hybrid": Case(
         flags=f"{STACK} M*-",
         script="pretrain_hybrid.py",
@@ -108,9 +99,10 @@ class Result:
 def run(tree: Path, name: str, what: str) -> Result:
     """Start or train a case in this process, which has imported no Megatron yet."""
     sys.path[:0] = [str(ROOT / "tests" / "megatron"), str(ROOT / "tests")]
-    from cp_plugin.testing.launch import RankError, run_ranks
+    from cp_plugin.testing.launch import RankError
 
     script, flags = CASES[name].of(tree)
+    os.environ["CP_PLUGIN_TEST_SCRIPT"] = str(script)  # read by ``training``
     try:
         from cp_plugin.megatron import activate
 
@@ -122,16 +114,16 @@ def run(tree: Path, name: str, what: str) -> Result:
         if got.state == "failed" and isinstance(error, ImportError) and inside:
             got.state = "alone"
         return got
+    from training import SGD, SHORT, train
 
     def ranks(number: int, flags: str) -> list[Any] | Result:
-        words = f"{MODEL} {flags}".split()
+        steps = {"start": 1, "train": 2}[what]
         try:
-            records = run_ranks(_rank, number, args=(script, words, what == "start"), timeout=TIMEOUT_S)
+            return train(number, flags, steps=steps, training=f"{SGD} {MORE}", documents=SHORT, timeout=TIMEOUT_S)
         except RankError as error:
             return _ended(error.traceback)
-        if None in records:
-            return Result(state="failed", message="a rank left the training early")
-        return records
+        except AssertionError as error:  # a rank left early
+            return Result(state="failed", message=str(error))
 
     got = ranks(2, f"{flags} {DIVIDED}")
     if isinstance(got, Result):
@@ -144,40 +136,8 @@ def run(tree: Path, name: str, what: str) -> Result:
     return want if isinstance(want, Result) else _compared(got, want)
 
 
-def _rank(script: Path, words: list[str], once: bool) -> Any:
-    from training import SHORT, run, stand_in
-
-    stand_in(SHORT, ["state_space_kernels"])
-    if once:
-        _stop_after_a_step()
-    sys.argv = [str(script), *words]
-    try:
-        record = run(str(script))
-    except _SteppedError:
-        return True
-    if once:
-        raise RuntimeError("the training ended without a step")
-    return record
-
-
-class _SteppedError(BaseException):
-    """Ends a training after a whole step of Megatron's loop, with the optimizer's."""
-
-
-def _stop_after_a_step() -> None:
-    from megatron.training import training
-
-    step = training.train_step
-
-    def one_step(*args: Any, **named: Any) -> None:
-        step(*args, **named)
-        raise _SteppedError
-
-    training.train_step = one_step
-
-
 def _compared(got: list[Any], want: list[Any]) -> Result:
-    from training import gap
+    from training import GRADIENT, LOSS, gap
 
     try:
         found = gap(got, want)

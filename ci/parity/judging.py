@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from comparing import allowed, at_least, cost, largest
-from goldens import Goldens
 from launching import LAST_OUTPUT, Failed, Runner
 from matrix import Case, Device, Matrix
-from training import Gap, gap
+from training import Gap, Record, differences, gap, relative, worst
 
 Result = Literal["PASS", "REFUSED", "FAIL"]
+ROUNDING = 2.0**-23
+"""One rounding of float32, in which loss and gradient norm are reported: their smallest limit."""
+MARGIN = 2.0
+"""Limit as a multiple of upstream's own gap."""
+GOLDENS = Path(__file__).with_name("goldens.json")
+"""Model, parallelism, mask and precision -> device and megatron-core version -> losses and norms of every step without
+context parallelism. They reveal a fault that changes CP 1 and CP n alike, which their comparison would not show."""
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Relative. Processors add in different orders: after three steps 1e-6 in float32; one rounding of bfloat16 is 2^-8."""
+Numbers = dict[str, list[float]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +45,43 @@ class Verdict:
     """The case whose upstream gap sets the limit, if it is another one."""
     golden: str = ""
     note: str = ""
+
+
+class Goldens:
+    """The file, and the numbers of this run."""
+
+    def __init__(self, file: Path, machine: str) -> None:
+        """machine: ``cpu, megatron-core 0.19.2``."""
+        self._file, self._machine = file, machine
+        self._stored: dict[str, dict[str, Numbers]] = json.loads(file.read_text()) if file.exists() else {}
+        self._found: dict[str, Numbers] = {}
+
+    def compare(self, key: str, precision: str, records: Sequence[Record]) -> str:
+        """``equal``, ``none``, or what exceeds the tolerance."""
+        one = next((record for record in records if record.losses), None)  # its losses are those of all ranks
+        if one is None:
+            raise ValueError("no rank without context parallelism reported a loss")
+        numbers = self._found[key] = {"losses": one.losses, "norms": one.norms}
+        stored = self._stored.get(key, {}).get(self._machine)
+        if stored is None:
+            return "none"
+        if {name: len(values) for name, values in stored.items()} != {n: len(v) for n, v in numbers.items()}:
+            return "other steps"
+        off, name, step = max(
+            (relative(got, want), name, step)
+            for name in stored
+            for step, (got, want) in enumerate(zip(numbers[name], stored[name], strict=True), 1)
+        )
+        if not off <= TOLERANCE[precision]:
+            return f"{name} of step {step} is {numbers[name][step - 1]:.9g}, was {stored[name][step - 1]:.9g}"
+        return "equal"
+
+    def update(self) -> None:
+        """Write the numbers of this run into the file, one line per training."""
+        for key, numbers in self._found.items():
+            self._stored.setdefault(key, {})[self._machine] = numbers
+        rows = (f"{json.dumps(key)}: {json.dumps(self._stored[key], sort_keys=True)}" for key in sorted(self._stored))
+        self._file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
 class Judge:
@@ -111,6 +160,41 @@ class Judge:
         pairs = [(upstream, stock)]
         pairs += [(upstream.seeded(seed), stock.seeded(seed)) for seed in self._further]
         return [gap(self._runner.run(one), self._runner.run(other)) for one, other in pairs]
+
+
+def allowed(gap: Gap) -> Gap:
+    """The plugin's limit if this is upstream's gap."""
+    return Gap(max(MARGIN * gap.loss, ROUNDING), max(MARGIN * gap.norm, ROUNDING), MARGIN * gap.grad)
+
+
+def at_least(limit: Gap, other: Gap) -> Gap:
+    """The limit, with loss and norm raised to ``other``'s."""
+    return limit._replace(loss=max(limit.loss, other.loss), norm=max(limit.norm, other.norm))
+
+
+def largest(seeds: Sequence[Gap]) -> Gap:
+    """Upstream's gap over several seeds: loss and norm the largest, gradients of the first seed.
+
+    A loss is one number: of two equally exact programs it may differ by nothing with one seed and by several roundings
+    with the next. The gradient of a parameter is many numbers, so one seed is enough.
+    """
+    return seeds[0]._replace(loss=worst([gap.loss for gap in seeds]), norm=worst([gap.norm for gap in seeds]))
+
+
+def cost(rounded: Sequence[Record], exact: Sequence[Record]) -> Gap:
+    """Effect of a lower precision on loss and norm; 0 for the gradients, where it is no measure.
+
+    Raises:
+        ValueError: they are not comparable: different ranks or numbers of steps, or numbers that are not finite.
+    """
+    if [record.place for record in rounded] != [record.place for record in exact]:
+        raise ValueError("not the same ranks in both precisions")
+    pairs = list(zip(rounded, exact, strict=True))
+    losses = [x for record, base in pairs for x in differences(record.losses, base.losses)]
+    norms = [x for record, base in pairs for x in differences(record.norms, base.norms)]
+    if not losses or not all(map(math.isfinite, losses + norms)):
+        raise ValueError("no rank reported a loss, or one precision's loss or gradient norm is not finite")
+    return Gap(worst(losses), worst(norms), 0.0)
 
 
 def _exceeded(verdict: Verdict) -> list[str]:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import sides
-from sides import Training, read
+import torch
+from sides import Training
 from training import Record
 
 from cp_plugin.testing.launch import RankError, run_ranks
 
 TIMEOUT_S = 900.0
 _PROGRAM = Path(__file__).with_name("sides.py")
+_RANK_OF_SLURM = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$0" "$@"'
 COMMANDS = {
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{ranks}"),
-    "srun": ("srun", "--ntasks", "{ranks}", "--kill-on-bad-exit=1", "bash", "-c"),
+    "srun": ("srun", "--ntasks", "{ranks}", "--kill-on-bad-exit=1", "bash", "-c", _RANK_OF_SLURM, sys.executable),
 }
 LAUNCHERS = ("forked", *COMMANDS)
 LAST_OUTPUT = "last output: "
 """Begins the line with what a crashed rank printed last."""
-_RANK_OF_SLURM = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$0" "$@"'
 
 
 class Failed(Exception):
@@ -75,29 +78,23 @@ class Runner:
         return found
 
     def _by(self, training: Training) -> list[Record]:
-        name = _name(training)
-        folder, log = self._folder / f"records/{name}", self._folder / f"logs/{name}.log"
-        for old in folder.glob("rank-*"):
-            old.unlink()
+        folder, log = self._folder / f"records/{_name(training)}", self._folder / f"logs/{_name(training)}.log"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        command = self.command(training, folder)
         with log.open("wb") as output:
-            done = subprocess.run(
-                self.command(training, folder), stdout=output, stderr=subprocess.STDOUT, env=_environment()
-            )
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=_environment())
         if done.returncode:
             raise Failed(log.read_text(errors="replace")[-20000:] + f"\n{self._launcher}: status {done.returncode}")
-        try:
-            return read(folder, training.ranks)
-        except FileNotFoundError as error:
-            raise Failed(str(error)) from None
+        files = [sides.record_file(folder, rank) for rank in range(training.ranks)]
+        if missing := [file.name for file in files if not file.exists()]:
+            raise Failed(f"{folder}: {len(missing)} of {training.ranks} ranks left no record: {', '.join(missing[:8])}")
+        return [Record(**torch.load(file, weights_only=True)) for file in files]
 
     def command(self, training: Training, folder: Path) -> list[str]:
         """The command line that starts all ranks."""
-        words = ["--side", training.side, "--record", str(folder), "--documents", str(training.documents)]
-        words += ["--kernels", *training.kernels] if training.kernels else []
-        words += ["--script", self._script] if self._script is not None else []
         start = [word.format(ranks=training.ranks) for word in COMMANDS[self._launcher]]
-        start += [_RANK_OF_SLURM, sys.executable] if self._launcher == "srun" else []
-        return [*start, str(_PROGRAM), *words, "--", *shlex.split(training.flags)]
+        return [*start, str(_PROGRAM), str(folder), json.dumps(asdict(training)), self._script or ""]
 
 
 def _environment() -> dict[str, str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import support
 from pydantic import BaseModel, ConfigDict
@@ -26,42 +27,29 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Model(_Strict):
-    """A model."""
+class Part(_Strict):
+    """A model, a division of the ranks, or a mask: its flags, and what else it needs."""
 
     flags: str = ""
     stock: str | None = None
     """Stock Megatron's flags for the same model, if they differ."""
     feature: str | None = None
     """The feature it needs, by its name in ``support.FEATURES``."""
-    documents: int = 0
     upstream: str | None = None
     """Why upstream on the CPU cannot run it."""
     wrong: str | None = None
     """Why upstream, though it runs, is no measure."""
     measure: str = "dense"
     """The model whose upstream gap is the measure if upstream cannot run this one or is wrong."""
+    documents: int = 0
     kernels: tuple[str, ...] = ()
     """Modules of ``tests/megatron`` that replace CUDA kernels on the CPU, on every side."""
     linear: str | None = None
     """Kind of linear attention of some layers."""
     pattern: str = "L"
-
-
-class Parallel(_Strict):
-    """A division of the ranks."""
-
-    cp: int
+    cp: int = 1
     others: int = 1
-    flags: str = ""
-
-
-class Mask(_Strict):
-    """An attention mask."""
-
-    flags: str = ""
-    feature: str | None = None
-    upstream: str | None = None
+    """Ranks beside those of context parallelism."""
 
 
 class Group(_Strict):
@@ -78,30 +66,16 @@ class Group(_Strict):
     precisions: tuple[str, ...] = ("float32",)
     devices: tuple[Device, ...] = ("cpu", "cuda")
 
-
-class Refused(_Strict):
-    """Combinations that the plugin refuses, and part of its message."""
-
-    models: tuple[str, ...]
-    providers: tuple[str, ...]
-    """Names, and kinds (``linear``) for all of a kind."""
-    says: str
-
-
-class Short(_Strict):
-    """The form for every change."""
-
-    cases: tuple[str, ...]
-    seeds: int
-    """Number of further seeds; fewer never widen a limit."""
-
-
-class Base(_Strict):
-    """Flags of every training."""
-
-    common: str
-    cpu: str
-    cuda: str
+    def cases(self, documents: Collection[str]) -> Iterator[Case]:
+        """``documents``: models with documents."""
+        names = self.providers or tuple(providers.registry())
+        for model, parallel, name, mask, precision in product(
+            self.models, self.parallel, names, self.masks, self.precisions
+        ):
+            layouts = [x for x in providers.get(name).layouts if x != DOCUMENTS.name or model in documents]
+            for options in [f"--cp-layout {x}" for x in layouts] if self.layouts else self.options:
+                where = {"model": model, "parallel": parallel, "mask": mask, "precision": precision}
+                yield Case(**where, provider=name, options=options)
 
 
 class Case(_Strict):
@@ -127,19 +101,23 @@ class Matrix(_Strict):
     steps: int
     seeds: tuple[int, ...]
     """Further seeds for CP 1 and upstream; the plugin is trained with Megatron's, 1234."""
-    base: Base
-    models: dict[str, Model]
-    parallel: dict[str, Parallel]
-    masks: dict[str, Mask]
+    base: dict[str, str]
+    """Flags of every training (``common``), and those of a device."""
+    models: dict[str, Part]
+    parallel: dict[str, Part]
+    masks: dict[str, Part]
     precisions: dict[str, str]
     groups: tuple[Group, ...]
-    refused: tuple[Refused, ...] = ()
-    short: Short
+    refused: tuple[dict[str, Any], ...] = ()
+    """Combinations that the plugin refuses: ``models``, ``providers`` (names, or a kind for all of it), and part of
+    its message (``says``)."""
+    short: dict[str, Any]
+    """The form for every change: ``cases``, and the number of further ``seeds``; fewer never widen a limit."""
 
     def cases(self, device: Device) -> list[Case]:
         """Every case of the device in the order of the file, without duplicates."""
-        groups = [group for group in self.groups if device in group.devices]
-        found = dict.fromkeys(case for group in groups for case in self._product(group))
+        documents = {name for name, model in self.models.items() if model.documents}
+        found = dict.fromkeys(c for group in self.groups if device in group.devices for c in group.cases(documents))
         if device == "cuda":  # Transformer Engine's attention with context parallelism takes no float32
             found = dict.fromkeys(case.model_copy(update={"precision": "bfloat16"}) for case in found)
         return list(found)
@@ -165,7 +143,7 @@ class Matrix(_Strict):
             if feature is not None and denied[feature][case.provider] is not None:
                 return denied[feature][case.provider]
         names = {case.provider, providers.get(case.provider).kind}
-        listed = (r.says for r in self.refused if case.model in r.models and not names.isdisjoint(r.providers))
+        listed = (r["says"] for r in self.refused if case.model in r["models"] and not names.isdisjoint(r["providers"]))
         return next(listed, None)
 
     def stock(self, case: Case, device: Device) -> Training:
@@ -237,8 +215,8 @@ class Matrix(_Strict):
 
     def _training(self, side: str, ranks: int, case: Case, device: Device, flags: str) -> Training:
         parts = (
-            self.base.common,
-            self.base.cpu if device == "cpu" else self.base.cuda,
+            self.base["common"],
+            self.base[device],
             f"--train-iters {self.steps}",
             self.parallel[case.parallel].flags,
             self.precisions[case.precision],
@@ -248,20 +226,6 @@ class Matrix(_Strict):
         words, model = " ".join(" ".join(parts).split()), self.models[case.model]
         kernels = model.kernels if device == "cpu" else ()
         return Training(side=side, ranks=ranks, flags=words, documents=model.documents, kernels=kernels)
-
-    def _product(self, group: Group) -> list[Case]:
-        names = group.providers or tuple(providers.registry())
-        found = []
-        for model, parallel, name, mask, precision in product(
-            group.models, group.parallel, names, group.masks, group.precisions
-        ):
-            layouts = [x for x in providers.get(name).layouts if x != DOCUMENTS.name or self.models[model].documents]
-            options = [f"--cp-layout {x}" for x in layouts] if group.layouts else group.options
-            found += [
-                Case(model=model, parallel=parallel, provider=name, options=chosen, mask=mask, precision=precision)
-                for chosen in options
-            ]
-        return found
 
 
 def load(file: Path = FILE) -> Matrix:

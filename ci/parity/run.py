@@ -19,13 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import goldens as stored
 import launching
 import sides
 import torch
 import typer
-from comparing import MARGIN, ROUNDING
-from judging import Judge, Verdict
+from judging import GOLDENS, MARGIN, ROUNDING, Goldens, Judge, Verdict
 from matrix import Case, Device, Matrix, load
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -38,7 +36,8 @@ LEGEND = (
     "Differences to a training without context parallelism: of loss and gradient norm the largest of all steps, over "
     "the power of two below the value; of the gradients in step 1 that of the worst parameter, norm over norm. In "
     f"brackets, the share of the limit: {MARGIN:g} times upstream's own difference in the same run (of loss and norm "
-    f"the largest of several seeds), and at least {ROUNDING:.1e}, one rounding of a float32."
+    f"the largest of several seeds), and at least {ROUNDING:.1e}, one rounding of a float32. *: upstream cannot do it, "
+    "or is no measure: the limit is from another model; +: and from what bfloat16 costs this one (README.md)."
 )
 UPSTREAM: dict[Device, str] = {
     "cuda": "stock Megatron with Transformer Engine (p2p is the measure; all_gather, a2a, a2a+p2p beside it)",
@@ -57,9 +56,8 @@ def main(
     everything: Annotated[bool, typer.Option("--all", help="Every case.")] = False,
     case: Annotated[list[str] | None, typer.Option(help="Cases by name; * matches anything.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the names of all cases without training.")] = False,
-    update: Annotated[bool, typer.Option("--update", help="Show changes of the goldens, ask, and write them.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="With --update: do not ask.")] = False,
-    goldens: Annotated[Path, typer.Option(help="The file of goldens.")] = stored.FILE,
+    update: Annotated[bool, typer.Option("--update", help="Write this run's goldens, to be reviewed.")] = False,
+    goldens: Annotated[Path, typer.Option(help="The file of goldens.")] = GOLDENS,
     launcher: Annotated[str, typer.Option(help="forked, torchrun or srun; default: forked without CUDA.")] = "",
     script: Annotated[str | None, typer.Option(help="A training script, as Megatron-LM's pretrain_gpt.py.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out/parity"),
@@ -79,8 +77,6 @@ def main(
             print("\n".join(one.name for one in matrix.cases(device)))
             return
         cases = _chosen(matrix, device, everything, case)
-        if update and not yes and not sys.stdin.isatty():
-            raise ValueError("--update asks before it writes, and there is no terminal: add --yes")
     except ValueError as error:
         print(f"parity: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -89,9 +85,9 @@ def main(
     from importlib.metadata import version
 
     machine = f"{device}, megatron-core {version('megatron-core')}"
-    book = stored.Goldens(goldens, machine)
+    book = Goldens(goldens, machine)
     start = time.monotonic()
-    seeds = None if everything or case else matrix.short.seeds
+    seeds = None if everything or case else matrix.short["seeds"]
     columns = (TextColumn("{task.description:60}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     verdicts: list[Verdict] = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -109,7 +105,7 @@ def main(
     )
     _report(verdicts, facts, device, out)
     if update:
-        _update(book, yes)
+        book.update()
     raise typer.Exit(any(verdict.result == "FAIL" for verdict in verdicts))
 
 
@@ -118,7 +114,7 @@ def _chosen(matrix: Matrix, device: Device, everything: bool, patterns: list[str
         return matrix.cases(device)
     if patterns:
         return matrix.chosen(device, tuple(patterns))
-    names = matrix.short.cases
+    names = tuple(matrix.short["cases"])
     if device == "cuda":
         names = tuple(dict.fromkeys(name.replace("float32", "bfloat16") for name in names))
     return matrix.chosen(device, names)
@@ -161,25 +157,14 @@ def _numbers(gap: Gap | None, limit: Gap | None = None) -> tuple[str, ...]:
 
 def _notes(verdicts: Sequence[Verdict]) -> list[str]:
     """Explanations of single cases, each once."""
-    found = []
-    if any(verdict.measured_by for verdict in verdicts):
-        found.append(
-            "`*` upstream cannot do it, or is no measure: the limit is twice its gap in another model (dense, or "
-            "hybrid_model) of the same parallelism and precision."
-        )
-    if any(verdict.cost is not None for verdict in verdicts):
-        found.append(
-            "`*+` for loss and gradient norm the larger of that and twice the effect of bfloat16 on this model on one "
-            "rank: the difference between its trainings in bfloat16 and float32, with Megatron's seed."
-        )
     said: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
         if verdict.note:
             said.setdefault((verdict.result, verdict.note), []).append(verdict.case.name)
-    for (result, note), cases in said.items():
-        named = ", ".join(cases[:3]) + (f" and {len(cases) - 3} more" if len(cases) > 3 else "")
-        found.append(f"{result} {named}: {note}")
-    return found
+    return [
+        f"{result} {', '.join(cases[:3])}{f' and {len(cases) - 3} more' if len(cases) > 3 else ''}: {note}"
+        for (result, note), cases in said.items()
+    ]
 
 
 def write_json(verdicts: Sequence[Verdict], facts: Sequence[str], file: Path) -> None:
@@ -193,17 +178,6 @@ def write_json(verdicts: Sequence[Verdict], facts: Sequence[str], file: Path) ->
         entry["upstream"] = {name: named(gap) for name, gap in verdict.upstream.items()}
         found.append(entry | {"seeds": [named(gap) for gap in verdict.seeds]})
     file.write_text(json.dumps({"facts": list(facts), "cases": found}, indent=1) + "\n")
-
-
-def _update(book: stored.Goldens, yes: bool) -> None:
-    changed = book.changes()
-    for key, before, now in changed:
-        console.print(f"{key}\n  stored {before}\n  now    {now}", markup=False)
-    if not changed:
-        console.print("goldens: nothing changes")
-    elif yes or typer.confirm(f"write {len(changed)} goldens?"):
-        book.update()
-        console.print(f"goldens: {len(changed)} written")
 
 
 if __name__ == "__main__":

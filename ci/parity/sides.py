@@ -7,34 +7,34 @@
 On the CPU the first two use the plugin's CPU mode, which stands in for CUDA, without its hooks. All three run the same
 script: ``cp_plugin.megatron.models.gpt``, a loop over Megatron's own functions, or the one given by ``--script``.
 
-    torchrun ... ci/parity/sides.py --side plugin --record FOLDER -- <Megatron flags>
+    torchrun ... ci/parity/sides.py FOLDER '{"side": "plugin", "ranks": 2, "flags": "..."}'
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import warm
 from training import Record, run, stand_in
-
-SIDES = ("stock", "upstream", "plugin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """One training; cases may share it."""
 
-    side: str
+    side: Literal["stock", "upstream", "plugin"]
     ranks: int
     flags: str
     documents: int = 0
     """Longest document of the mock corpus, in tokens; 0: Megatron's default."""
-    kernels: tuple[str, ...] = ()
+    kernels: Sequence[str] = ()
     """Modules of ``tests`` and ``tests/megatron`` whose ``install`` replaces CUDA kernels by torch."""
 
     def seeded(self, seed: int) -> Training:
@@ -85,21 +85,9 @@ def output(log: Path, rank: int) -> Path:
     return log.with_suffix(f".{rank}.log") if rank else log
 
 
-def write(record: Record, folder: Path, rank: int) -> None:
-    """Write ``folder/rank-00012.pt`` atomically, for ``read``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"rank-{rank:05d}.pt"
-    torch.save(asdict(record), file.with_suffix(".part"))
-    file.with_suffix(".part").rename(file)
-
-
-def read(folder: Path, ranks: int) -> list[Record]:
-    """The records of all ranks. Raises FileNotFoundError naming the ranks without one."""
-    files = [folder / f"rank-{rank:05d}.pt" for rank in range(ranks)]
-    missing = [file.name for file in files if not file.exists()]
-    if missing:
-        raise FileNotFoundError(f"{folder}: {len(missing)} of {ranks} ranks left no record: {', '.join(missing[:8])}")
-    return [Record(**torch.load(file, weights_only=True)) for file in files]
+def record_file(folder: Path, rank: int) -> Path:
+    """Where a rank that is not forked writes its record, at its end."""
+    return folder / f"rank-{rank:05d}.pt"
 
 
 def _redirect(file: Path) -> None:
@@ -108,28 +96,12 @@ def _redirect(file: Path) -> None:
             os.dup2(log.fileno(), stream)
 
 
-def main() -> None:
-    """A rank started by torchrun or srun."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--side", choices=SIDES, required=True)
-    parser.add_argument("--record", type=Path, required=True, help="folder for every rank's record")
-    parser.add_argument("--documents", type=int, default=0, help="longest document of the mock corpus, in tokens")
-    parser.add_argument(
-        "--kernels", nargs="*", default=[], help="modules of tests and tests/megatron, in the place of CUDA's"
-    )
-    parser.add_argument("--script", help="a training script, such as Megatron-LM's pretrain_gpt.py")
-    parser.add_argument("flags", nargs="+", help="Megatron's, behind --")
-    given = parser.parse_args()
-    rank = int(os.environ["RANK"])
-    training = Training(
-        side=given.side,
-        ranks=int(os.environ["WORLD_SIZE"]),
-        flags=" ".join(given.flags),
-        documents=given.documents,
-        kernels=tuple(given.kernels),
-    )
-    write(train(training, given.script), given.record, rank)
+def main(folder: str, training: str, script: str = "") -> None:
+    """A rank started by torchrun or srun; training: as JSON."""
+    file = record_file(Path(folder), int(os.environ["RANK"]))
+    torch.save(asdict(train(Training(**json.loads(training)), script or None)), file.with_suffix(".part"))
+    file.with_suffix(".part").rename(file)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

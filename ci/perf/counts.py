@@ -1,4 +1,4 @@
-"""Stored counts that must not change unnoticed: what differs, as a table, and writing it after a question."""
+"""Stored counts that must not change unnoticed: what differs, as a table, and writing it."""
 
 from __future__ import annotations
 
@@ -35,24 +35,16 @@ def _shown(value: int | str | None) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
-def check_terminal(update: bool, yes: bool) -> None:
-    """Exit with status 2 if there is a question to ask and nobody to answer."""
-    if update and not yes and not sys.stdin.isatty():
-        print("--update asks before it writes, and there is no terminal: add --yes", file=sys.stderr)
-        raise typer.Exit(2)
-
-
 def compare(
     stored: Mapping[str, Counts],
     now: Mapping[str, Counts],
     entries: str,
     write: Callable[[], None] | None,
-    ask: bool = True,
 ) -> None:
     """Print PASS, or what differs and FAIL with exit status 1.
 
     entries: what the keys are, such as "setup".
-    write: write the current counts, and pass; ask: after a question.
+    write: write the current counts, and pass.
     """
     console = Console(width=None if sys.stdout.isatty() else 160)
     rows = differences(stored, now)
@@ -61,7 +53,7 @@ def compare(
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    if write is not None and rows and (not ask or typer.confirm(f"write {len(rows)} changes?")):
+    if write is not None and rows:
         write()
         console.print(f"{len(rows)} changes written")
         return

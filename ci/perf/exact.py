@@ -1,7 +1,7 @@
 """Exact gates: bytes, messages, kernel launches and peak memory of every provider must not change unnoticed.
 
     python ci/perf/exact.py                     compare with exact.json: PASS or FAIL, and the differences
-    python ci/perf/exact.py --update [--yes]    show the differences, ask, write
+    python ci/perf/exact.py --update            show the differences, and write
 
 Nothing is timed: ``cp_plugin.planner.trace.program`` counts every rank's calls on tensors without data. Improvements
 fail as well, so that the file always matches the code.
@@ -17,7 +17,7 @@ from typing import Annotated
 
 import torch._dynamo  # noqa: F401  # operators on meta tensors import it, and in a trace its frames keep tensors alive
 import typer
-from counts import Counts, check_terminal, compare, lines
+from counts import Counts, compare, lines
 
 from cp_plugin.attention.setups import Setup, options_of, settled_or_reason
 from cp_plugin.core.options import Options
@@ -94,15 +94,13 @@ def _what(event: Event) -> list[tuple[str, int]]:
 
 
 def main(
-    update: Annotated[bool, typer.Option("--update", help="Show what differs, ask, write.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="With --update: do not ask.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Show what differs, and write.")] = False,
     file: Annotated[Path, typer.Option(help="The file of counts.")] = FILE,
 ) -> None:
     """Count what every provider does and compare with the file."""
-    check_terminal(update, yes)
     now = count()
     stored = json.loads(file.read_text()) if file.exists() else {}
-    compare(stored, now, "setup", (lambda: file.write_text(lines(now) + "\n")) if update else None, ask=not yes)
+    compare(stored, now, "setup", (lambda: file.write_text(lines(now) + "\n")) if update else None)
 
 
 if __name__ == "__main__":

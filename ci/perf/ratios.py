@@ -2,7 +2,6 @@
 
     python ci/perf/ratios.py                      a table, PASS or FAIL with a matching exit status
     python ci/perf/ratios.py --json               the same as JSON
-    python ci/perf/ratios.py --history FILE       also append to FILE, which ``history.py`` plots
     python ci/perf/ratios.py --release VERSION    also record them in released.json
 
 1. Balance: two ranks on two cores, causal, compute-bound: striped tokens against the contiguous ring (theory: 1.5x).
@@ -21,15 +20,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import history
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -41,6 +41,7 @@ from cp_plugin import ContextParallel
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.cli.bench.measure import Processors
 from cp_plugin.cli.bench.torch_ring import TorchRing
+from cp_plugin.testing.clock import once
 from cp_plugin.testing.launch import run_ranks
 
 SCALE = 0.125
@@ -48,6 +49,7 @@ BUSY = 0.05
 """Share of all processors' time."""
 FULL_SPEED = 1.2
 """At most this much longer than in the fastest moment does the fixed computation take at full speed."""
+RELEASED = Path(__file__).with_name("released.json")
 PATIENCE = 4
 """Calls of each side per call that is wanted."""
 SLOWER = 0.97
@@ -85,11 +87,7 @@ def tensors(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[
 
 def milliseconds(step: Callable[[], object]) -> float:
     """One call, timed by the slowest rank."""
-    if dist.is_initialized():
-        dist.barrier()
-    start = time.perf_counter()
-    step()
-    elapsed = torch.tensor(time.perf_counter() - start)
+    elapsed = torch.tensor(once(lambda mark: step(), torch.device("cpu")).total)
     if dist.is_initialized():
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
     return elapsed.item() * 1e3
@@ -244,7 +242,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=9, help="timed calls of each side, at full speed (default 9)")
-    parser.add_argument("--history", type=Path, help="a file of JSON lines to add this measurement to")
     parser.add_argument("--release", help="record these ratios as those of this version")
     given = parser.parse_args()
     rounds, processors = given.rounds, Processors()
@@ -255,13 +252,13 @@ def main() -> int:
         lambda: overhead(torch.bfloat16, rounds),
     ]
     measured = [measure() for measure in track(todo, description="measuring", disable=given.json)]
-    others, released = processors.others(), history.released()
-    found = held_to(measured, released)
+    others, before = processors.others(), released()
+    found = held_to(measured, before)
     good = all(r.ok for r in found)
     if given.json:
         print(json.dumps([asdict(r) for r in found], indent=2))
     else:
-        _show(found, released, good)
+        _show(found, before, good)
     if others > BUSY:
         print(f"other programs took {others:.0%} of the processors: nothing is recorded", file=sys.stderr)
         return 3 if good else 1
@@ -269,11 +266,35 @@ def main() -> int:
         print("the processors ran at full speed beside too few calls: nothing is recorded", file=sys.stderr)
         return 3
     ratios = {_key(r): round(r.ratio, 4) for r in found}
-    if given.history is not None:
-        history.append(ratios, given.history)
     if given.release is not None:
-        history.write_release(given.release, ratios)
+        write_release(given.release, ratios)
     return not good
+
+
+def released(file: Path = RELEASED) -> dict[str, float]:
+    """Ratios of the last release by name; empty if none are recorded."""
+    return json.loads(file.read_text())["ratios"] if file.exists() else {}
+
+
+def write_release(version: str, ratios: Mapping[str, float], file: Path = RELEASED) -> None:
+    """Record the reference for later measurements."""
+    file.write_text(json.dumps({"version": version, **_measured_here(), "ratios": dict(ratios)}, indent=1) + "\n")
+
+
+def _measured_here() -> dict[str, str]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=RELEASED.parent, capture_output=True, text=True
+    )
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip() or "not known",
+        "machine": f"{_processor()}, {platform.system()}",
+    }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _show(found: list[Ratio], released: dict[str, float], good: bool) -> None:

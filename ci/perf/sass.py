@@ -1,7 +1,7 @@
 """Machine code of every kernel: registers, spills, shared memory and instructions must not change unnoticed.
 
     python ci/perf/sass.py                      compare with sass.json: PASS or FAIL, and the differences
-    python ci/perf/sass.py --update [--yes]     show the differences, ask, write
+    python ci/perf/sass.py --update             show the differences, and write
     python ci/perf/sass.py --table              only print what the kernels are compiled to
     ... --gpu 90 --only "attention 128"         some GPUs, and cases with these words
 
@@ -29,7 +29,7 @@ import torch
 import triton
 import typer
 from compile_kernels import NVIDIA, assembled
-from counts import Counts, check_terminal, compare, lines
+from counts import Counts, compare, lines
 from launches import Launch, launches
 from rich.console import Console
 from rich.table import Table
@@ -132,15 +132,13 @@ def show(found: Mapping[str, Counts]) -> None:
 
 
 def main(
-    update: Annotated[bool, typer.Option("--update", help="Show what differs, ask, write.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="With --update: do not ask.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Show what differs, and write.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Only print the counts.")] = False,
     gpu: Annotated[list[int] | None, typer.Option(help=f"Compute capability; default {GPUS}.")] = None,
     only: Annotated[str, typer.Option(help="Cases with these words in their name.")] = "",
     file: Annotated[Path, typer.Option(help="The file of counts.")] = FILE,
 ) -> None:
     """Compile the kernels and compare their machine code with the file."""
-    check_terminal(update, yes)
     gpus, versions = tuple(gpu or GPUS), stored(file)
     before = versions.get(triton.__version__, {})
     if not any(only in case for case in CASES):
@@ -154,7 +152,7 @@ def main(
         return
     kept = {key: before[key] for key in before.keys() - selected(before, gpus, only)}
     merged = {key: (kept | now)[key] for key in sorted(kept | now)}
-    compare(selected(before, gpus, only), now, "kernel", (lambda: write(file, merged)) if update else None, not yes)
+    compare(selected(before, gpus, only), now, "kernel", (lambda: write(file, merged)) if update else None)
 
 
 if __name__ == "__main__":

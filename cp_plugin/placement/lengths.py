@@ -34,3 +34,4 @@ LENGTHS = {
     "long": Lengths(median=500, sigma=1.2, longest=16_384, share=0.045),
 }
 """Conversations; code repositories; conversations mixed with a few 64k-token documents."""
+TOKENS = 16_384  # of a rank, in packs drawn from them

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from cp_plugin.cli.bench.cases import make_case
 from cp_plugin.cli.bench.contestants import Entry
-from cp_plugin.cli.bench.measure import Both, Taken
 from cp_plugin.cli.bench.report import Report
 from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.cli.tables import print_traffic, print_verified
@@ -20,6 +19,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing import verify, verify_decode
+from cp_plugin.testing.clock import Both, Taken
 from cp_plugin.testing.traffic import price
 from cp_plugin.testing.verify_decode import Decoded
 

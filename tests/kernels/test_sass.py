@@ -66,7 +66,7 @@ def test_a_change_is_found_and_shown(tmp_path: Path) -> None:
     assert [name, "spilled", str(before["spilled"] + 12), str(before["spilled"])] in rows
     assert [name, "HGMMA.64x16x16", "3", ""] in rows
     assert ["sm_90, row term 128, delta: _gone", "registers", str(before["registers"]), ""] in rows
-    assert compared(*few, "--update", "--yes")[0] == 0
+    assert compared(*few, "--update")[0] == 0
     assert json.loads(file.read_text()) == {triton.__version__: VERSIONS[triton.__version__]}
 
 

@@ -11,14 +11,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from evidence import data, stacks
-from evidence.calls import _skipped
+from evidence import data, experiment
 from evidence.data import Row
-from evidence.experiment import predict
+from evidence.experiment import Machine, _skipped, predict
 from evidence.overlapped import OVERLAPPED
-from evidence.report import cells
-from evidence.score import Aim, Predicted, aims, in_order, median_error, ratio_errors
-from evidence.stacks import Machine
+from evidence.report import Aim, Predicted, aims, cells, in_order, median_error, ratio_errors
 from oracle import Case, assert_close
 from thread_ranks import on_threads
 from typer.testing import CliRunner
@@ -134,7 +131,7 @@ def test_reproduction_passes_if_all_aims_are_reached() -> None:
 
 
 def test_skipped_tiles_cost_memory_traffic() -> None:
-    machine = stacks.machine(data.paper("striped").clusters["striped-a100"])
+    machine = experiment.machine_of(data.paper("striped").clusters["striped-a100"])
     rate = machine.cluster.device.memory_bytes_per_s
     event = Attention("forward", (Shape(4096, 4096, 0),), 4096, 3, 64, 64, "float32")
     assert machine.kernel.block == (2048, 4096)
@@ -168,7 +165,7 @@ def test_command_without_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_every_prediction_is_on_the_page(page: ModuleType) -> None:
     """No profile constant, prediction or error can change unnoticed."""
-    assert page.stale() == [], "run python docs/generate.py"
+    assert all(path.read_text() == text for path, text in page.files().items()), "run python docs/generate.py"
 
 
 def test_the_command_prints_the_summary_last_and_says_whether_it_passes() -> None:
@@ -195,8 +192,8 @@ def test_two_figures_of_a_profile_that_are_swapped_change_the_page(
     swap: Callable[[Machine], Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = row("magi-causal-64", "USP", work="attention forward")
-    true, shown = stacks.machine, cells(Predicted(one, predict(one)))
-    monkeypatch.setattr(stacks, "machine", lambda stack: swap(true(stack)))
+    true, shown = experiment.machine_of, cells(Predicted(one, predict(one)))
+    monkeypatch.setattr(experiment, "machine_of", lambda stack: swap(true(stack)))
     assert cells(Predicted(one, predict(one))) != shown
 
 

@@ -1,11 +1,8 @@
 """Evidence for the planner: predictions compared with published figures (``cp-plugin plan --reproduce``).
 
 ../published/*.toml  the papers' figures by row, and our counterparts of their methods
-data.py         loads them
-stacks.py       machines and software they were measured on
+data.py         loads them, and machines and software they were measured on
 experiment.py   the planner's prediction of a row
-score.py        predictions, errors, order and ratios of methods
-report.py       docs/papers.md and docs/papers.json
-situations.py   a method for typical trainings: docs/choose.md
+report.py       predictions, errors, order and ratios of methods: docs/papers.md and docs/papers.json
 regimes.py      comparison with stock Megatron: docs/wins.md
 """

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cp_plugin.common.names import find
-from evidence.stacks import Stack
 
 PUBLISHED = Path(__file__).parents[1] / "published"
 NAMES = ("attention2d", "striped", "burst", "lasp2", "magiattention")
@@ -58,6 +57,23 @@ class Method(_Data):
     zero: Literal[0, 1, 3] = 0
     linear: str = ""
     """Kind of linear attention (``cp_plugin.linear.variants``); empty: softmax."""
+
+
+class Stack(_Data):
+    """A cluster and its software, as far as known."""
+
+    base: str
+    """A packaged cluster."""
+    override: dict[str, Any] = {}
+    """Changes to it."""
+    note: str
+    """What is known and what is assumed."""
+    attention_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of attention's products and payloads."""
+    tile: tuple[int, int] | None = None
+    """Tile of queries and keys for attention that visits all tiles and skips masked ones."""
+    training: dict[str, Any] = {}
+    """Fields of ``cp_plugin.planner.training.parallel.Parallel``."""
 
 
 class _Column(_Data):

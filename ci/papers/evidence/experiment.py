@@ -7,7 +7,7 @@ attention ...   one call
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, sqrt
 
@@ -17,7 +17,15 @@ from cp_plugin.attention.setups import Setup, settled, squarest
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.machine.events import Seconds
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.machine.events import Attention, Event, Post, Seconds
+from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.machine.kernel_time import pairs
+from cp_plugin.planner.machine.kernel_time import seconds as computing
+from cp_plugin.planner.machine.links import Links
+from cp_plugin.planner.trace.program import Program, in_one_call
+from cp_plugin.planner.trace.timeline import links_of, programs_of
+from cp_plugin.planner.trace.timeline import run as simulated
 from cp_plugin.planner.training import layer_time, operations
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.iteration import iteration
@@ -25,10 +33,8 @@ from cp_plugin.planner.training.model import LINEAR, SOFTMAX, Model, model
 from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.planner.training.parallel import problem as problem_of
 from cp_plugin.planner.training.weights import parameters
-from evidence import calls, stacks
-from evidence.data import Method, Row, method, paper
+from evidence.data import Method, Row, Stack, method, paper
 from evidence.overlapped import OVERLAPPED
-from evidence.stacks import Machine, Stack
 
 GB = 2**30
 """As reported by PyTorch and Megatron."""
@@ -36,6 +42,43 @@ ADAM_ON_HOST = 28
 """Bytes per parameter: three float32 states read and written, a 16-bit gradient and parameter."""
 TO_AND_FROM_HOST = 4 / 24e9
 """Seconds per parameter to send a 16-bit gradient to the host and a parameter back over PCIe 4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A cluster with what its software adds to the planner's iteration."""
+
+    cluster: Cluster
+    dtype: str = "bfloat16"
+    """Of attention."""
+    visits_all_tiles: bool = False
+    """Whether attention loops over all tiles and skips masked ones."""
+    host_bytes_per_s: float = 100e9
+    """Memory bandwidth of a node (assumption: a quarter of two sockets' 410 GB/s)."""
+
+    @property
+    def kernel(self) -> hardware.Kernel:
+        return self.cluster.device.attention[self.dtype]  # type: ignore[index]
+
+
+def machine_of(stack: Stack) -> Machine:
+    """The machine of a stack."""
+    return _machine(stack.model_dump_json())
+
+
+@cache
+def _machine(stack_json: str) -> Machine:
+    stack = Stack.model_validate_json(stack_json)
+    cluster, dtype = hardware.override(hardware.cluster(stack.base), **stack.override), stack.attention_dtype
+    if stack.tile is None:
+        return Machine(cluster, dtype)
+    kernel = cluster.device.attention[dtype].model_copy(update={"block": stack.tile, "source": stack.note})
+    changes = {  # a program of XLA: no blocks, no host
+        "processors": 0, "host_launch_s": 0.0, "host_post_s": 0.0,
+        "attention": {**cluster.device.attention, dtype: kernel},
+    }  # fmt: skip
+    device = cluster.device.model_copy(update=changes)
+    return Machine(cluster.model_copy(update={"device": device}), dtype, visits_all_tiles=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +151,7 @@ def predict(row: Row) -> float:
     run = Run(row, method(row, row.method), paper(row.paper).clusters[row.cluster])
     if row.figure == "GB":
         return _memory(run) / GB
-    machine = stacks.machine(run.stack)
+    machine = machine_of(run.stack)
     seconds = _seconds(run, machine)
     match row.figure:
         case "s":
@@ -150,7 +193,7 @@ def _seconds(run: Run, machine: Machine) -> float:
 
 
 def _attention(run: Run, letter: str, machine: Machine) -> Seconds:
-    found = calls.seconds(run.setup(letter), machine, run.parallel.tensor, run.method.overlap)
+    found = _of_call(run.setup(letter), machine, run.parallel.tensor, run.method.overlap)
     return found._replace(backward=found.backward + run.attention_recomputed * found.forward)
 
 
@@ -179,7 +222,7 @@ def _attention_flops(run: Run) -> float:
 
 def _memory(run: Run) -> float:
     """Bytes per device. If half of a sequence recomputes attention, half of its results are kept."""
-    peaks = [calls.peak(run.setup(letter)) for letter in dict.fromkeys(run.model.attention_pattern)]
+    peaks = [_peak(run.setup(letter)) for letter in dict.fromkeys(run.model.attention_pattern)]
     kept = 1 - sqrt(run.attention_recomputed)
     without, with_results = (
         footprint(run.model, replace(run.parallel, recompute_attention=again), peaks) for again in (True, False)
@@ -193,3 +236,77 @@ def _memory(run: Run) -> float:
         for f in (without, with_results)
     ]
     return (1 - kept) * needs[0] + kept * needs[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A setup hashed by name, because head axes create providers anew."""
+
+    name: str
+    setup: Setup = field(compare=False)
+
+
+def _of_call(setup: Setup, machine: Machine, stride: int, overlap: bool) -> Seconds:
+    """Seconds of forward and backward of one attention call.
+
+    Args:
+        stride: devices between context-parallel ranks.
+        overlap: of messages with kernels. Without, all ranks wait for the busiest one in every round.
+    """
+    programs = _programs(_call(setup))
+    if overlap:
+        return simulated(setup, programs, machine.cluster, stride).seconds_of
+    links = links_of(setup, machine.cluster, stride)
+    (last, done), *_ = programs.items()
+    return Seconds(*(_in_turn(events, links, machine, last) for events in (done.forward, done.backward)))
+
+
+def _peak(setup: Setup) -> int:
+    """Peak bytes in addition to the inputs, forward or backward."""
+    return max(max(done.peaks) for done in _programs(_call(setup)).values())
+
+
+def _in_turn(events: tuple[Event, ...], links: Links, machine: Machine, rank: int) -> float:
+    """Kernels, memory passes and messages in sequence."""
+    device = machine.cluster.device
+    total = 0.0
+    for event in events:
+        match event:
+            case Post():
+                total += links.cost(event, rank, worst=True).seconds
+            case Attention():
+                total += computing(event, device) + _skipped(event, machine)
+            case _:
+                total += computing(event, device)
+    return total
+
+
+def _skipped(event: Attention, machine: Machine) -> float:
+    """Seconds of fully masked tiles in a loop that visits all tiles (JAX's ``scan`` and ``cond``).
+
+    A tile's keys and values are sliced, and the loop's accumulators copied: of queries, in a backward also of keys and
+    values. All is read once and written once.
+    """
+    if not machine.visits_all_tiles:
+        return 0.0
+    rows, keys = machine.kernel.block
+    every = sum(pairs(shape._replace(diagonal=shape.keys), (rows, keys)) for shape in event.shapes)
+    seen = sum(pairs(shape, (rows, keys)) for shape in event.shapes)
+    moved = keys * (event.head_dim + event.v_head_dim)
+    if event.direction == "forward":
+        moved += rows * event.v_head_dim
+    else:
+        moved += moved + rows * event.head_dim
+    nbytes = 2 * moved * getattr(torch, event.dtype).itemsize
+    return (every - seen) / (rows * keys) * event.heads * nbytes / machine.cluster.device.memory_bytes_per_s
+
+
+def _call(setup: Setup) -> _Call:
+    return _Call(f"{setup.provider.name} {setup.problem} {setup.options}", setup)
+
+
+@cache
+def _programs(call: _Call) -> dict[int, Program]:
+    """Program of the last rank, the busiest; of all ranks if not all send and receive. Kernels are the authors'."""
+    found = programs_of(call.setup, [call.setup.problem.size - 1])
+    return {rank: in_one_call(program) for rank, program in found.items()}

@@ -1,4 +1,4 @@
-"""Comparison with stock Megatron by regime, for ``docs/wins.md``, ``docs/choose.md`` and the README.
+"""Comparison with stock Megatron by regime, for ``docs/wins.md`` and the README.
 
 The answer to an example is that of ``cp-plugin plan``: the simplest of what ties, stock Megatron first, each side in
 its own best shape and recomputation.
@@ -89,6 +89,9 @@ REGIMES = (
     Regime(name="a large model, short of memory", model="llama3-70b", devices=256, front=True),
     Regime(name="four KV heads, one GPU a node", model="qwen2.5-7b", cluster="h100-1-per-node", tokens=2**18),
     Regime(name="one GPU a node", cluster="h100-1-per-node", tokens=2**18),
+    Regime(name="equal heads, one GPU a node", model="llama2-7b", cluster="h100-1-per-node", tokens=2**18),
+    Regime(name="four A100 a node", model="llama2-7b", cluster="a100-4-per-node", tokens=2**17),
+    Regime(name="A100 on PCIe", model="llama2-7b", cluster="a100-pcie-roce", devices=32, tokens=2**18),
     Regime(name="slow cards, equal heads", model="llama2-7b", cluster="h100-1-per-node", tokens=2**19, card=SLOW),
     Regime(
         name="slow cards, equal heads, FP8 payloads of ours",

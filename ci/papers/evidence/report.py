@@ -1,35 +1,154 @@
-"""Report of a reproduction: on the terminal, as ``docs/papers.md``, and row by row in ``docs/papers.json``."""
+"""Predictions of published rows with nothing fitted, their errors, order and ratios of methods, and the report.
+
+The report is ``docs/papers.md``, on the terminal, too, and row by row ``docs/papers.json``.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
+from typing import NamedTuple
 
 from rich.console import Console
 
-from cp_plugin.cli.tables import Cells, print_table
+from cp_plugin.cli.tables import Cells
 from cp_plugin.cli.terminal import print_lines
 from evidence import data
-from evidence.data import Row
-from evidence.score import (
-    TIMES,
-    Predicted,
-    aims,
-    counted,
-    in_order,
-    median_error,
-    pairs,
-    ratio_errors,
-    reproduce,
-    stands_for,
-)
+from evidence.data import Kind, Row, method
+from evidence.experiment import predict
 
+TIMES: tuple[Kind, ...] = ("ratios", "absolute times")
+ERROR, ORDER = 0.10, 0.85
+"""Targets: the median error of times, and the share of pairs of methods in the published order."""
+_OVERLAPPED = "-overlapped"
+"""Of a method that only the papers' predictions have: ``overlapped.py``."""
+DIFFERENT = 0.10
+"""Methods closer than this are not ranked."""
 COLUMNS = ("method", "model", "devices", "tokens", "published", "predicted", "error", "note")
 
 
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A row and its prediction."""
+
+    row: Row
+    value: float = 0.0
+    """0: not predicted."""
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over published, minus one; None where either is missing."""
+        return self.value / self.row.published - 1 if self.value and self.row.published else None
+
+
+class Share(NamedTuple):
+    """A success count."""
+
+    right: int
+    all: int
+
+    def __str__(self) -> str:
+        return f"{self.right} of {self.all}"
+
+
+class Aim(NamedTuple):
+    """An accuracy target."""
+
+    name: str
+    value: float
+    limit: float
+    least: bool = False
+    """The limit is a minimum."""
+
+    @property
+    def reached(self) -> bool:
+        return self.value >= self.limit if self.least else self.value <= self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"{'PASS' if self.reached else 'FAIL'} {self.name}: {100 * self.value:.1f} % (aim: at "
+            f"{'least' if self.least else 'most'} {100 * self.limit:.1f} %)"
+        )
+
+
+def reproduce(names: Sequence[str], say: Callable[[str], None] = lambda text: None) -> list[Predicted]:
+    """Predict all rows of these papers; ``say`` is a progress callback."""
+    found = []
+    for name in names:
+        say(f"predicting {name}")
+        found += [Predicted(row, predict(row)) if row.published and not row.excuse else Predicted(row)
+                  for row in data.rows(name)]  # fmt: skip
+    return found
+
+
+def aims(predicted: Sequence[Predicted]) -> list[Aim]:
+    """Targets for times that have rows."""
+    error, order = median_error(predicted, *TIMES), in_order(predicted)
+    found = [] if error is None else [Aim("median error of times", error, ERROR)]
+    if order.all:
+        name = f"methods in the published order ({order} pairs)"
+        found.append(Aim(name, order.right / order.all, ORDER, least=True))
+    return found
+
+
+def counted(predicted: Iterable[Predicted], *kinds: Kind) -> list[Predicted]:
+    """Rows that count and are predicted."""
+    return [p for p in predicted if p.row.kind in kinds and p.row.counts and p.value]
+
+
+def median_error(predicted: Iterable[Predicted], *kinds: Kind) -> float | None:
+    """Median absolute error of rows that count; None without rows."""
+    errors = [abs(p.error or 0.0) for p in counted(predicted, *kinds)]
+    return median(errors) if errors else None
+
+
+def pairs(predicted: Iterable[Predicted]) -> list[tuple[Predicted, Predicted]]:
+    """Pairs of methods in one setting of one table, against the same baseline if any."""
+    by_setting: dict[tuple[object, ...], list[Predicted]] = {}
+    for p in counted(predicted, *TIMES):
+        by_setting.setdefault((*p.row.setting, p.row.table, p.row.baseline), []).append(p)
+    return [pair for group in by_setting.values() for pair in combinations(group, 2)]
+
+
+def in_order(predicted: Iterable[Predicted]) -> Share:
+    """Of pairs that differ by more than a tenth, those in the published order."""
+    found = [
+        (a.value > b.value) == (_published(a) > _published(b))
+        for a, b in pairs(predicted)
+        if max(_published(a), _published(b)) > (1 + DIFFERENT) * min(_published(a), _published(b))
+    ]
+    return Share(sum(found), len(found))
+
+
+def ratio_errors(predicted: Iterable[Predicted], provider: str = "") -> list[float]:
+    """Errors of the ratios of two methods, faster over slower.
+
+    Args:
+        provider: of the pairs in which it stands for one of the methods; empty: of all.
+    """
+    errors = []
+    for pair in pairs(predicted):
+        if not provider or any(stands_for(p.row) == provider for p in pair):
+            slow, fast = sorted(pair, key=_published)
+            errors.append(abs(fast.value / slow.value * _published(slow) / _published(fast) - 1))
+    return errors
+
+
+def stands_for(row: Row) -> str:
+    """The provider of ours that stands for a row's method; empty: none."""
+    return method(row, row.method).provider.removesuffix(_OVERLAPPED)
+
+
+def _published(p: Predicted) -> float:
+    assert p.row.published is not None
+    return p.row.published
+
+
 def reproduce_and_show(asked: Iterable[str], console: Console) -> bool:
-    """Print the tables of papers and, as the last line, the summary; return whether all aims are reached.
+    """Print the page of these papers and, as the last line, the summary; return whether all aims are reached.
 
     Args:
         asked: names of papers, or ``all``.
@@ -40,19 +159,10 @@ def reproduce_and_show(asked: Iterable[str], console: Console) -> bool:
     names = tuple(dict.fromkeys(name for one in asked for name in data.names(one)))
     with Console(stderr=True).status("reading") as status:
         found = reproduce(names, status.update)
-    for name in names:
-        own = of(found, name)
-        print_lines(console, f"\n{data.paper(name).title}: {data.paper(name).source}", style="bold")
-        for table in data.paper(name).tables:
-            lines = [(cells(p), style(p)) for p in own if p.row.table == table.id]
-            print_table(console, f"\n{table.where} [{table.figure}]", COLUMNS, lines)
-        print_lines(console, *_notes(name, own))
-    for title, (head, *rows) in (("median errors", _errors(found)), ("methods against each other", _methods(found))):
-        print_table(console, f"\n{title}", head, [(row, "") for row in rows])
     reached = [aim.reached for aim in aims(found)]
     ok = bool(reached) and all(reached)
     last = f"{'PASS' if ok else 'FAIL'} {', '.join(names)}: {sum(reached)} of {len(reached)} aims reached"
-    print_lines(console, "", worth(found), *map(str, aims(found)), last)
+    print_lines(console, *page(found).splitlines(), "", last)
     return ok
 
 
@@ -89,12 +199,6 @@ def note(p: Predicted) -> str:
     return "partly assumed" if data.method(row, row.method).incomplete else ""
 
 
-def style(p: Predicted) -> str:
-    if not p.row.counts:
-        return "dim"
-    return "red" if abs(p.error or 0.0) > 0.25 else ""
-
-
 def page(found: Sequence[Predicted]) -> str:
     """The page in Markdown, without its head."""
     names = dict.fromkeys(p.row.paper for p in found)
@@ -111,13 +215,13 @@ def page(found: Sequence[Predicted]) -> str:
 
 
 def record(found: Iterable[Predicted], name: str) -> dict[str, object]:
-    """All rows of a paper with their predictions, errors by table, and what is known and assumed of its machines."""
+    """All rows of a paper with their predictions, and what is known and assumed of its machines."""
     own = of(found, name)
     rows = {
         f"{table.where} ({table.figure})": [list(cells(p)) for p in own if p.row.table == table.id]
         for table in data.paper(name).tables
     }
-    return {"notes": list(_notes(name, own)), "errors": [list(row) for row in _by_table(name, own)], "rows": rows}
+    return {"notes": list(_notes(name, own)), "rows": rows}
 
 
 def worth(found: Sequence[Predicted]) -> str:
@@ -162,18 +266,6 @@ def _by_provider(found: Sequence[Predicted]) -> list[Cells]:
     for name in sorted({stands_for(p.row) for pair in pairs(found) for p in pair} - {""}):
         errors = ratio_errors(found, name)
         rows.append((f"`{name}`", str(len(errors)), _percent(median(errors))))
-    return rows
-
-
-def _by_table(name: str, part: Sequence[Predicted]) -> list[Cells]:
-    rows: list[Cells] = [("table", "figure", "rows", "median error", "largest", "in order")]
-    for table in data.paper(name).tables:
-        own = counted([p for p in part if p.row.table == table.id], *TIMES, "memory")
-        errors = [p.error or 0.0 for p in own]
-        if errors:
-            order, middle = in_order(own), _percent(median(map(abs, errors)))
-            largest, last = _signed(max(errors, key=abs)), str(order) if order.all else ""
-            rows.append((table.where, table.figure, str(len(errors)), middle, largest, last))
     return rows
 
 

@@ -1,16 +1,11 @@
-"""The test case that every contestant must pass, and the timing of calls that take turns.
-
-Everything is collective over all ranks. Times come from CUDA events, or from the clock on the CPU.
-"""
+"""The test case that every contestant must pass (collective over all ranks), and what other programs take."""
 
 from __future__ import annotations
 
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import psutil
 import torch
@@ -21,10 +16,7 @@ from cp_plugin.cli.bench.cases import Case
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import oracle
 
-TOKENS = 32
-"""Of a rank, in the test case."""
-Call = Callable[[Callable[[], object]], object]
-"""A forward and a backward; its argument is called in between."""
+TOKENS = 32  # of a rank, in the test case
 
 
 def question(case: Case, kind: Kind, tokens: int = TOKENS) -> oracle.Case:
@@ -49,74 +41,6 @@ def everywhere[T](mine: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
-
-
-class Both(NamedTuple):
-    """Seconds, or a quantity derived from them."""
-
-    forward: float
-    total: float
-    """Forward and backward."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """Seconds of the slowest rank, round by round."""
-
-    forward: Sequence[float]
-    total: Sequence[float]
-    """Forward and backward."""
-
-    @classmethod
-    def of(cls, ranks: Sequence[Sequence[Both]], factor: float = 1.0) -> Taken:
-        """From the rounds of all ranks; ``factor`` scales the times."""
-        rounds = list(zip(*ranks, strict=True))
-        return cls(
-            forward=[factor * max(s.forward for s in of_ranks) for of_ranks in rounds],
-            total=[factor * max(s.total for s in of_ranks) for of_ranks in rounds],
-        )
-
-    @property
-    def medians(self) -> Both:
-        """Over the rounds."""
-        return Both(statistics.median(self.forward), statistics.median(self.total))
-
-
-def take_turns(
-    calls: Sequence[Call], rounds: int, device: torch.device, shown: Callable[[int], object] = lambda number: None
-) -> list[list[Both]]:
-    """Every call's seconds on this rank, round by round; the order rotates by one each round.
-
-    ``shown`` is called with the number of the next call.
-    """
-    found: list[list[Both]] = [[] for _ in calls]
-    for turn in range(rounds):
-        first = turn % len(calls)
-        for number in (*range(first, len(calls)), *range(first)):
-            shown(number)
-            found[number].append(once(calls[number], device))
-    return found
-
-
-def once(call: Call, device: torch.device) -> Both:
-    """Time one call; all ranks start together."""
-    dist.barrier()
-    if device.type == "cuda":
-        return _on_cuda(call)
-    times = [time.perf_counter()]
-    call(lambda: times.append(time.perf_counter()))
-    start, middle, end = *times, time.perf_counter()
-    return Both(middle - start, end - start)
-
-
-def _on_cuda(call: Call) -> Both:
-    torch.cuda.synchronize()
-    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    start.record()
-    call(middle.record)
-    end.record()
-    end.synchronize()
-    return Both(start.elapsed_time(middle) / 1e3, start.elapsed_time(end) / 1e3)
 
 
 class Processors:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from cp_plugin.cli.bench.measure import Both
 from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.cli.flags import in_our_flags
 from cp_plugin.cli.tables import problem_as_json
@@ -17,6 +16,7 @@ from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.problem import Problem
+from cp_plugin.testing.clock import Both
 
 COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal")
 PREDICTED = "predicted"
@@ -167,9 +167,9 @@ def _measured_as_json(result: CaseResult, m: Measured) -> dict[str, Any]:
     speed, share = result.flops_per_s(m), m.of_ideal
     return entry | {
         "sent": None if m.sent is None else {"least": m.sent[0], "most": m.sent[1]},
-        "seconds": asdict(m.taken),
+        "seconds": m.taken._asdict(),
         "median": m.taken.medians._asdict(),
-        "ideal": asdict(m.ideal),
+        "ideal": m.ideal._asdict(),
         "of_ideal": None if share is None else share._asdict(),
         "flops_per_s": None if speed is None else speed._asdict(),
         "predicted": m.predicted,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench.cases import Case
 from cp_plugin.cli.bench.contestants import Entry
-from cp_plugin.cli.bench.measure import Both, Taken
+from cp_plugin.testing.clock import Both, Taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,12 +19,11 @@ from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench import ideal, measure
 from cp_plugin.cli.bench.cases import Case
 from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
-from cp_plugin.cli.bench.measure import Taken
 from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.core.options import Options
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.trace.timeline import simulate
-from cp_plugin.testing import oracle, ranks
+from cp_plugin.testing import clock, oracle, ranks
 from cp_plugin.testing.verify import check_kernel, limits
 
 WARM_UP = {"cuda": 2, "cpu": 1}
@@ -152,7 +151,7 @@ class _Rank:
         """Bytes, times and ideal of each contestant."""
         tokens = case.problem.seq_length // case.problem.size
         contestants = [self._start(one, case) for one in right]
-        calls: list[measure.Call] = []
+        calls: list[clock.Call] = []
         for contestant in contestants:
             whole = ideal.random_parts(case.problem, tokens, self._device)
             parts = Inputs(*(y if y is None or y.dim() == 1 else contestant.arranged(y) for y in whole))
@@ -167,18 +166,18 @@ class _Rank:
         for _ in range(self._warm_up):
             for contestant in contestants:
                 contestant.booked()
-            measure.take_turns(calls, 1, self._device, shown)
+            clock.take_turns(calls, 1, self._device, shown)
         sent = measure.everywhere([contestant.booked() for contestant in contestants])
-        seconds = measure.everywhere(measure.take_turns(calls, self._rounds, self._device, shown))
+        seconds = measure.everywhere(clock.take_turns(calls, self._rounds, self._device, shown))
         taken = [list(of_ranks) for of_ranks in zip(*seconds, strict=True)]
         ideals = {
-            key: Taken.of(of_ranks, share.factor)
+            key: clock.Taken.of(of_ranks, share.factor)
             for (key, share), of_ranks in zip(shares.items(), taken[len(right) :], strict=True)
         }
         return [
             {
                 "sent": None if None in by_rank else (min(by_rank), max(by_rank)),
-                "taken": Taken.of(of_ranks),
+                "taken": clock.Taken.of(of_ranks),
                 "ideal": ideals[_kernel(one)],
             }
             for one, by_rank, of_ranks in zip(right, zip(*sent, strict=True), taken[: len(right)], strict=True)

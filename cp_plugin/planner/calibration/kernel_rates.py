@@ -27,6 +27,7 @@ from cp_plugin.planner.machine.events import Attention, Direction, Shape
 from cp_plugin.planner.machine.hardware import Kernel, Rate
 from cp_plugin.planner.trace.memory import Meter
 from cp_plugin.planner.trace.passes import Passes
+from cp_plugin.testing.clock import timed
 
 Shown = Callable[[str], object]
 WINDOW_S = 0.15
@@ -78,13 +79,7 @@ def _on_cuda(call: Callable[[], Any]) -> float:
     """Median over five series of back-to-back calls."""
 
     def series(calls: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / calls
+        return timed(lambda mark: [call() for _ in range(calls)], torch.device("cuda")).total / calls
 
     series(2)
     calls = max(3, min(200, int(WINDOW_S / 5 / series(2))))
