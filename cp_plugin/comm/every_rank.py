@@ -1,11 +1,33 @@
-"""A few numbers of every rank, beside what a method sends."""
+"""A few numbers, objects or sentences of every rank, beside what a method sends."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.comm.mesh import Mesh
+from cp_plugin.common.text import ranks_by
+
+_MOST = 4
+
+
+def gather_objects[T](x: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's object, in rank order. Collective over the group; None: over all ranks."""
+    everyone = [x] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, x, group=group)
+    return everyone
+
+
+def gather_findings(found: Sequence[str]) -> str:
+    """Return what any rank has found, and which ranks; empty if none has. Collective over all ranks."""
+    ranks_of = ranks_by(["; ".join(texts) for texts in gather_objects(found)])
+    ranks_of.pop("", None)
+    told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in ranks_of.items()]
+    others = sum(map(len, list(ranks_of.values())[_MOST:]))
+    return " | ".join(told[:_MOST]) + (f" (and {others} more ranks)" if others else "")
 
 
 def of_every_rank(mesh: Mesh, x: Tensor) -> Tensor:

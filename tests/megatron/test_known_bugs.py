@@ -66,14 +66,14 @@ def test_te_3331_padding_between_documents(causal: bool) -> None:
     """Padding after documents made outputs wrong and non-deterministic."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from cp_plugin.megatron.patches import packing
+    from cp_plugin.megatron.micro_batch import MicroBatch
 
     real, padded = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 20])
     packed = PackedSeqParams(
         cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
     )
-    bounds = packing.bounds(packed, 24)
-    assert bounds.tolist() == [0, 5, 8, 15, 20, 24]
+    bounds = MicroBatch.find(ContextParallel("striped"), packed, 24).bounds
+    assert bounds is not None and bounds.tolist() == [0, 5, 8, 15, 20, 24]
     case = Case(seq_length=24, heads=2, kv_heads=2, causal=causal, batch=1)
     q, k, v, _ = case.inputs()
     spoiled = [x.clone() for x in (k, v)]

@@ -30,6 +30,7 @@ from cp_plugin.megatron.inference import decoding_layers
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.rules import inference as rules
+from cp_plugin.megatron.state import STATE
 
 _CONTINUED = (AnyCoreAttention, DotProductAttention)
 """The plugin's attention and, without context parallelism, Megatron's own."""
@@ -241,7 +242,7 @@ def decoding(model: torch.nn.Module, *, batch: int, context: int, fp8: bool = Fa
     device = next(model.parameters()).device
     session = Session(cp, batch=batch, capacity=capacity, group=group, fp8=fp8, device=device)
     so_far = Decoding(model, session)
-    runtime.note_batch_sliced()
+    STATE.cut.any = True
     with _replaced(_in(model, so_far)):
         yield so_far
 
@@ -289,7 +290,7 @@ def _replaced(changes: Iterator[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def _attend(step: Callable[..., Tensor], layer: AnyCoreAttention) -> Callable[..., Tensor]:
-    return lambda cp, query, key, value, *, causal: step(layer, query, key, value)
+    return lambda batch, query, key, value, *, causal: step(layer, query, key, value)
 
 
 def _forward(so_far: Decoding, layer: DotProductAttention) -> Callable[..., Tensor]:

@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import GroupMesh, axis_groups, connect
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.common import yaml_files
 from cp_plugin.core.hosts import describe
 from cp_plugin.core.problem import Problem
@@ -183,8 +184,7 @@ def _all_places(cp_group: dist.ProcessGroup) -> list[_Place]:
 
     Gathered from the ranks, so that any rank order and any placement by the launcher is right.
     """
-    everyone: list[tuple[Sequence[int], str]] = [((), "")] * dist.get_world_size()
-    dist.all_gather_object(everyone, (dist.get_process_group_ranks(cp_group), socket.gethostname()))
+    everyone = gather_objects((dist.get_process_group_ranks(cp_group), socket.gethostname()))
     groups = sorted({tuple(ranks) for ranks, _ in everyone})
     return [_Place(ranks, tuple(everyone[rank][1] for rank in ranks)) for ranks in groups]
 

@@ -22,7 +22,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.shift import shift
 from cp_plugin.comm import WHOLE, GroupMesh, connect
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches.patching import Call, replaces, wraps
 from cp_plugin.megatron.patches.run import Run
 
@@ -34,15 +34,14 @@ def _rolled(
     cp: ContextParallel, x: Tensor, dim: int, by: int, packed: PackedSeqParams | None, fill: float = 0
 ) -> Tensor:
     """``x`` shifted along the sequence, or within each document of a pack, and filled at the ends."""
-    tokens = x.size(dim) * cp.size
-    cp = packing.on_pack(cp, packing.places(packed), tokens)
-    shifted = shift(cp, x, dim, by)
-    if packed is None and not fill:
+    batch = MicroBatch.find(cp, packed, x.size(dim) * cp.size)
+    shifted, documents = shift(batch.cp, x, dim, by), batch.documents
+    if documents is None and not fill:
         return shifted
-    places = cp.positions(tokens, x.device)
-    within = places + by < tokens
-    if packed is not None:
-        within &= packing.document_of(places, packed) == packing.document_of(places + by, packed)
+    places = batch.positions(x.device)
+    within = places + by < batch.tokens
+    if documents is not None:
+        within &= documents.number_of(places) == documents.number_of(places + by)
     return shifted.movedim(dim, -1).where(within, fill).movedim(-1, dim)
 
 

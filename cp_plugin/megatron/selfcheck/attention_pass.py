@@ -39,7 +39,8 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.layers.modelopt import unquantized
-from cp_plugin.megatron.patches import packing, patching
+from cp_plugin.megatron.micro_batch import MicroBatch
+from cp_plugin.megatron.patches import patching
 from cp_plugin.testing import oracle
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
@@ -178,7 +179,8 @@ def packed_problems(module: CoreAttention, tokens: int, device: torch.device) ->
 
     def call(number: int) -> Call:
         packed = pack_of(tokens, number, device)
-        bounds, mine = packed.cu_seqlens_q, _placed(packed, tokens)
+        batch = MicroBatch.find(runtime.context_parallel(), packed, tokens)
+        bounds, mine = packed.cu_seqlens_q, batch.positions(device)
         whole = _random_inputs(module, tokens, device, batch=1, seed=_PACKED + number)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -250,13 +252,6 @@ def pack_of(tokens: int, number: int, device: torch.device) -> PackedSeqParams:
 def _documents(bounds: Tensor) -> Tensor:
     """Each token's document index."""
     return torch.repeat_interleave(torch.arange(bounds.numel() - 1, device=bounds.device), bounds.diff())
-
-
-def _placed(packed: PackedSeqParams, tokens: int) -> Tensor:
-    """Positions of this rank's tokens in the pack."""
-    where = packing.places(packed)
-    assert where is not None
-    return packing.on_pack(runtime.context_parallel(), where, tokens).positions(tokens, where.device)
 
 
 def _dtype(module: AnyCoreAttention) -> torch.dtype:

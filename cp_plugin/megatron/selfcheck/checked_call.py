@@ -80,6 +80,11 @@ class Place:
     tp_rank: int = 0
 
     @property
+    def ranks(self) -> list[int]:
+        """The numbers of the group's ranks among all."""
+        return [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    @property
     def hops(self) -> int:
         """Roundings of a gradient that is summed between ranks."""
         return self.cp.size if self.cp.options.gradient_dtype == "model" else 0

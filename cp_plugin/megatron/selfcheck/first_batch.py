@@ -23,11 +23,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm.every_rank import gather_findings
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
-from cp_plugin.megatron.patches import delta_net
+from cp_plugin.megatron.patches import delta_net, patching
 from cp_plugin.megatron.selfcheck.attention_pass import (
     attention_problems,
     own_attention_problems,
@@ -36,6 +37,7 @@ from cp_plugin.megatron.selfcheck.attention_pass import (
     with_own_sink,
 )
 from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
+from cp_plugin.megatron.state import STATE
 
 _TOKENS = 32
 _TOKENS_PER_RANK = 2  # under a causal mask the gradient of the first query alone is zero
@@ -50,44 +52,38 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
         ValueError: on every rank, naming the wrong quantities and their ranks.
     """
     cp = runtime.context_parallel()
-    runtime.note_batch_sliced()  # no script has sliced a batch yet
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
+    tokens = tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
     try:
-        _refuse(_problems(chunks, cp, tokens_for(cp.layout, cp.size, cuda=device.type == "cuda"), device), cp)
+        with patching.lent(STATE.cut, any=True):  # no script has sliced a batch yet
+            _refuse(_problems(chunks, cp, tokens, device), cp)
     finally:
         cp.mesh.ledger.reset()
-        runtime.note_batch_sliced(False)
     if dist.get_rank() == 0:
         print("cp_plugin: self-check passed: attention matches a single rank, forward and backward", flush=True)
 
 
 def _refuse(problems: list[str], cp: ContextParallel) -> None:
     """ValueError on every rank, if there are problems on any; collective over all ranks."""
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, problems)
-    failed = [f"rank {rank}: {'; '.join(found)}" for rank, found in enumerate(everyone) if found]
-    if failed:
-        more = f" (and {len(failed) - 4} more ranks)" if len(failed) > 4 else ""
+    if told := gather_findings(problems):
         raise ValueError(
             f"the self-check of {runtime.settings().asked} on the {cp.layout.name} layout failed. "
-            f"{' | '.join(failed[:4])}{more}. Attention must give the results and gradients of a single rank; training "
+            f"{told}. Attention must give the results and gradients of a single rank; training "
             "would have gone wrong silently. --cp-selfcheck off skips this check"
         )
 
 
 def _problems(chunks: Sequence[torch.nn.Module], cp: ContextParallel, tokens: int, device: torch.device) -> list[str]:
-    typical = runtime.problem()
-    packed = typical is not None and typical.documents
     modules, problems = _without_gathered(chunks), []
     if (layer := next(filter(delta_net.replaced, modules), None)) is not None:
-        packs = [pack_of(tokens, number, device) for number in range(_PACKS)] if packed else []
+        packs = [pack_of(tokens, number, device) for number in range(_PACKS)] if runtime.packs() else []
         problems += delta_net_problems(layer, tokens, packs, device)
     for kind in (CoreAttention, LinearCoreAttention):
         if (attention := _first(modules, kind)) is not None:
             problems += attention_problems(attention, tokens, cp.positions(tokens).to(device))
     if (attention := _first(modules, CoreAttention)) is not None:
         problems += own_attention_problems(attention, tokens, device)
-        if packed:
+        if runtime.packs():
             problems += packed_problems(attention, tokens, device)
     return problems
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.selfcheck.restored import namespaces
 
@@ -39,10 +40,8 @@ class OneRank:
 
     def __init__(self) -> None:
         own = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
         self.size = len(own)
-        place = {rank: ranks.index(rank) for rank, ranks in enumerate(everyone)}
+        place = {rank: ranks.index(rank) for rank, ranks in enumerate(gather_objects(own))}
         known: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group, ranks in distributed_c10d._world.pg_group_ranks.items():
             known.setdefault(tuple(ranks), group)

@@ -213,7 +213,7 @@ class Slices:
             elif what and key not in self._armed:
                 left_out.append(f"{key}, which in the first one {what}: the script may change them after slicing")
             self._armed.setdefault(key, not what)
-        if left_out and dist.get_rank() == dist.get_process_group_ranks(place.group)[0]:
+        if left_out and dist.get_rank() == place.ranks[0]:
             print(f"cp_plugin: --cp-check-every does not compare slices of {'; '.join(left_out)}", flush=True)
         if problems:
             raise BatchError(
@@ -239,5 +239,4 @@ class Slices:
         return "", False
 
     def _ranks(self, wrong: Any) -> str:
-        ranks = dist.get_process_group_ranks(self._place.group)
-        return ", ".join(f"rank {rank}" for rank, is_wrong in zip(ranks, wrong, strict=True) if is_wrong)
+        return ", ".join(f"rank {rank}" for rank, is_wrong in zip(self._place.ranks, wrong, strict=True) if is_wrong)

@@ -33,6 +33,7 @@ from megatron.training import global_vars
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import CoreAttention
@@ -205,7 +206,7 @@ class _Step:
                     with choices.replayed():
                         moved.append(self._run(salt))
                     change = growth(moved, alone)
-                    if _any(change > min(_UNSTEADY, 500 * floor)):
+                    if any(gather_objects(change > min(_UNSTEADY, 500 * floor))):
                         raise RuntimeError(
                             "repeated, the step on one rank is another one: it draws random numbers of its own, or "
                             f"counts calls ({change:.1e} in half of the gradients here)"
@@ -213,11 +214,11 @@ class _Step:
                     found = differences(many, alone, moved, names, floor, self.size)
                     if choices.apart > 5 * floor:
                         found.append(f"routers choose other experts, whose scores differ by {choices.apart:.1e}")
-                    if not _any(bool(found)):
+                    if not any(gather_objects(bool(found))):
                         break
             leaked, own = (after - earlier for after, earlier in zip(one.used(), before, strict=True))
             found += self._reduced_ones(scalers)
-        if _any(leaked > 0 or bool(found and own)):
+        if any(gather_objects(leaked > 0 or bool(found and own))):
             raise RuntimeError(
                 f"the step on one rank still used groups of context-parallel ranks ({leaked + own} times), so it is no "
                 f"reference{''.join(f'; {text}' for text in found)}"
@@ -311,7 +312,7 @@ class _Step:
             for field in fields(STATE):
                 back.callback(setattr, STATE, field.name, getattr(STATE, field.name))
             STATE.slices = STATE.first_batch = None
-            STATE.trial = True
+            STATE.cut, STATE.trial = replace(STATE.cut), True
             if STATE.model is not None:
                 problem = replace(STATE.model.problem, seq_length=self.padded)
                 STATE.model = replace(STATE.model, problem=problem, padding=self.padded - self.tokens)
@@ -329,13 +330,6 @@ class _Step:
                     back.enter_context(patching.lent(module, scaling=fp8_scaling.of_layer(module.config)))
                     back.callback(module.register_forward_pre_hook(Strong(), with_kwargs=True, prepend=True).remove)
             yield
-
-
-def _any(here: bool) -> bool:
-    """Whether something is so on any rank; collective."""
-    everyone = [False] * dist.get_world_size()
-    dist.all_gather_object(everyone, here)
-    return any(everyone)
 
 
 def _all_met(error: Exception | None) -> tuple[bool, str]:

@@ -9,10 +9,10 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from cp_plugin import __version__
-from cp_plugin.common.text import ranks_named
+from cp_plugin.comm.every_rank import gather_objects
+from cp_plugin.common.text import ranks_by, ranks_named
 from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.state import STATE
 
@@ -44,9 +44,7 @@ def require() -> None:
     args = global_vars._GLOBAL_ARGS if STATE.compared is None else STATE.compared
     if args is None:
         return
-    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, canonical(args))
-    if problem := difference(everyone):
+    if problem := difference(gather_objects(canonical(args))):
         raise ValueError(problem)
 
 
@@ -69,9 +67,7 @@ def differing(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> li
     """``seed is 0 on rank 0 and 1 on ranks 1-3`` for each setting in which these ranks differ."""
     found = []
     for key in dict.fromkeys(key for one in everyone for key in one):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, one in zip(ranks, everyone, strict=True):
-            ranks_of.setdefault(one.get(key, "missing"), []).append(rank)
+        ranks_of = ranks_by([one.get(key, "missing") for one in everyone], ranks)
         if len(ranks_of) > 1:
             parts = " and ".join(f"{value} on {ranks_named(having)}" for value, having in ranks_of.items())
             found.append(f"{key} is {parts}")
