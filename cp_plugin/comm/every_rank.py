@@ -9,9 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.comm.mesh import Mesh
-from cp_plugin.common.text import ranks_by
-
-_MOST = 4
 
 
 def gather_objects[T](x: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -21,13 +18,9 @@ def gather_objects[T](x: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return everyone
 
 
-def gather_findings(found: Sequence[str]) -> str:
-    """Return what any rank has found, and which ranks; empty if none has. Collective over all ranks."""
-    ranks_of = ranks_by(["; ".join(texts) for texts in gather_objects(found)])
-    ranks_of.pop("", None)
-    told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in ranks_of.items()]
-    others = sum(map(len, list(ranks_of.values())[_MOST:]))
-    return " | ".join(told[:_MOST]) + (f" (and {others} more ranks)" if others else "")
+def gather_findings(found: Sequence[str]) -> dict[int, str]:
+    """Return what each rank has found, of those that have found something. Collective over all ranks."""
+    return {rank: "; ".join(texts) for rank, texts in enumerate(gather_objects(found)) if texts}
 
 
 def of_every_rank(mesh: Mesh, x: Tensor) -> Tensor:

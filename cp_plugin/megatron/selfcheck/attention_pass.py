@@ -97,23 +97,39 @@ def tolerance(dtype: torch.dtype, device: torch.device, *, linear: bool) -> floa
     return TOLERANCE_TF32 if device.type == "cuda" else TOLERANCE_LINEAR if linear else TOLERANCE[dtype]
 
 
-def attention_problems(module: AnyCoreAttention, tokens: int, mine: Tensor) -> list[str]:
+def attention_problems(
+    module: AnyCoreAttention, tokens: int, device: torch.device, *, packed: bool = False
+) -> list[str]:
     """Mismatches of a core attention module.
 
     Args:
         tokens: length of the whole sequence.
-        mine: positions of this rank's tokens.
+        packed: on packs of three documents, another one in every call, to find bounds that are reused.
     """
-    reference = linear_reference if isinstance(module, LinearCoreAttention) else softmax_reference
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return module(q, k, v, None, attn_mask_type=module.attn_mask_type)
 
     def call(number: int) -> Call:
-        whole = _random_inputs(module, tokens, mine.device, batch=2, seed=number)
-        return Call(attend, reference(module, mine), whole, [x[mine] for x in whole])
+        pack = pack_of(tokens, number, device) if packed else None
+        batch = MicroBatch.find(runtime.context_parallel(), pack, tokens)
+        mine, seed = batch.positions(device), number + (_PACKED if packed else 0)
+        whole = _random_inputs(module, tokens, device, batch=1 if packed else 2, seed=seed)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.squeeze(1) if packed else x for x in (q, k, v))
+            out = module(q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=pack)
+            return out.unsqueeze(1) if packed else out
+
+        if isinstance(module, LinearCoreAttention):
+            reference = linear_reference(module, mine)
+        else:
+            reference = softmax_reference(module, mine, None if pack is None else pack.cu_seqlens_q)
+        return Call(attend, reference, whole, [x[mine] for x in whole])
 
     return _compare(module, call)
+
+
+def packed_problems(module: CoreAttention, tokens: int, device: torch.device) -> list[str]:
+    """Mismatches on packs."""
+    return [f"packed {problem}" for problem in attention_problems(module, tokens, device, packed=True)]
 
 
 def own_attention_problems(module: CoreAttention, tokens: int, device: torch.device) -> list[str]:
@@ -169,26 +185,6 @@ def with_own_sink(module: CoreAttention) -> CoreAttention:
     twin._parameters = {"softmax_offset": torch.nn.Parameter(own)}
     twin._forward_pre_hooks, twin._forward_hooks = OrderedDict(), OrderedDict()
     return twin
-
-
-def packed_problems(module: CoreAttention, tokens: int, device: torch.device) -> list[str]:
-    """Mismatches of a softmax core attention on packs of three documents.
-
-    Every call has another pack, to find bounds that are reused. Args as in ``attention_problems``.
-    """
-
-    def call(number: int) -> Call:
-        packed = pack_of(tokens, number, device)
-        batch = MicroBatch.find(runtime.context_parallel(), packed, tokens)
-        bounds, mine = packed.cu_seqlens_q, batch.positions(device)
-        whole = _random_inputs(module, tokens, device, batch=1, seed=_PACKED + number)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return module(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packed).unsqueeze(1)
-
-        return Call(attend, softmax_reference(module, mine, _documents(bounds)), whole, [x[mine] for x in whole])
-
-    return [f"packed {problem}" for problem in _compare(module, call)]
 
 
 def _random_inputs(module: AnyCoreAttention, tokens: int, device: torch.device, batch: int, seed: int) -> list[Tensor]:
@@ -249,11 +245,6 @@ def pack_of(tokens: int, number: int, device: torch.device) -> PackedSeqParams:
     return packed
 
 
-def _documents(bounds: Tensor) -> Tensor:
-    """Each token's document index."""
-    return torch.repeat_interleave(torch.arange(bounds.numel() - 1, device=bounds.device), bounds.diff())
-
-
 def _dtype(module: AnyCoreAttention) -> torch.dtype:
     quadratic = isinstance(module, LinearCoreAttention) and module.linear.variant.features.learned_norm
     return torch.float32 if quadratic else module.config.params_dtype
@@ -263,16 +254,17 @@ def _error(got: Tensor, want: Tensor) -> float:
     return ((got.flatten().double() - want.flatten()).norm() / want.norm()).item()
 
 
-def softmax_reference(module: CoreAttention, mine: Tensor, document: Tensor | None = None) -> Reference:
+def softmax_reference(module: AnyCoreAttention, mine: Tensor, bounds: Tensor | None = None) -> Reference:
     """The oracle's softmax attention for this module, in float64, without the plugin's kernels and methods.
 
     Args:
         mine: positions of the requested tokens.
-        document: each token's document index if packed.
+        bounds: of documents; None: not packed.
     """
 
     def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Sequence[Tensor]:
         place = torch.arange(q.size(0), device=q.device)
+        document = None if bounds is None else torch.bucketize(place, bounds, right=True)
 
         def hidden(rows: slice) -> Tensor:
             causal = module.attn_mask_type == AttnMaskType.causal

@@ -65,10 +65,12 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
 
 def _refuse(problems: list[str], cp: ContextParallel) -> None:
     """ValueError on every rank, if there are problems on any; collective over all ranks."""
-    if told := gather_findings(problems):
+    failed = [f"rank {rank}: {text}" for rank, text in gather_findings(problems).items()]
+    if failed:
+        more = f" (and {len(failed) - 4} more ranks)" if len(failed) > 4 else ""
         raise ValueError(
             f"the self-check of {runtime.settings().asked} on the {cp.layout.name} layout failed. "
-            f"{told}. Attention must give the results and gradients of a single rank; training "
+            f"{' | '.join(failed[:4])}{more}. Attention must give the results and gradients of a single rank; training "
             "would have gone wrong silently. --cp-selfcheck off skips this check"
         )
 
@@ -80,7 +82,7 @@ def _problems(chunks: Sequence[torch.nn.Module], cp: ContextParallel, tokens: in
         problems += delta_net_problems(layer, tokens, packs, device)
     for kind in (CoreAttention, LinearCoreAttention):
         if (attention := _first(modules, kind)) is not None:
-            problems += attention_problems(attention, tokens, cp.positions(tokens).to(device))
+            problems += attention_problems(attention, tokens, device)
     if (attention := _first(modules, CoreAttention)) is not None:
         problems += own_attention_problems(attention, tokens, device)
         if runtime.packs():

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cp_plugin.comm.every_rank import gather_findings
+from cp_plugin.common.text import ranks_by
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, wraps
@@ -168,12 +169,15 @@ def _expected(reports: Any) -> dict[str, tuple[float, float]]:
 
 def stop_if_any(found: list[str]) -> None:
     """StepError on all ranks, if any has found something; collective."""
-    if not (told := gather_findings(found)):
+    by_rank = gather_findings(found)
+    if not by_rank:
         return
+    ranks_of = ranks_by(list(by_rank.values()), list(by_rank))
+    told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in list(ranks_of.items())[:3]]
     stock, size = not runtime.settings().active, parallel_state.get_context_parallel_world_size()
     raise StepError(
         f"{runtime.settings().asked} on the {layout_of_run().name} layout: a step on {size} context-parallel ranks "
-        f"differs from the step on one rank. {told}. Training would have gone wrong silently: the script, "
+        f"differs from the step on one rank. {' | '.join(told)}. Training would have gone wrong silently: the script, "
         "or this Megatron, computes by a rank's part of the sequence what belongs to the whole. "
         f"--cp-selfcheck off skips this check{'' if stock else ', --cp-provider upstream trains without the plugin'}"
     )

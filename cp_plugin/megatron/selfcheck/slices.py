@@ -25,7 +25,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm.every_rank import of_every_rank
+from cp_plugin.comm.every_rank import gather_objects, of_every_rank
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.selfcheck.checked_call import Drawn, Place, Steps
 from cp_plugin.megatron.state import STATE
@@ -75,12 +75,8 @@ def require_one_batch(batch: Mapping[str, Any], group: dist.ProcessGroup | None)
     whole = {key: x for key in _KEYS if isinstance(x := batch.get(key), Tensor) and x.dim() == 2}
     if group.size() == 1 or not whole:
         return
-    mine = torch.stack([digest(x, torch.arange(x.size(1), device=x.device)) for x in whole.values()])
-    if dist.get_backend(group) == "nccl":
-        mine = mine.cuda()
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    found, ranks = torch.stack(everyone).tolist(), dist.get_process_group_ranks(group)
+    mine = [int(digest(x, torch.arange(x.size(1), device=x.device))) for x in whole.values()]
+    found, ranks = gather_objects(mine, group), dist.get_process_group_ranks(group)
     common = max(found, key=found.count)
     others = [rank for rank, digests in zip(ranks, found, strict=True) if digests != common]
     if others:
