@@ -12,7 +12,6 @@ divides documents where their lengths allow it; otherwise 0.19 divides the pack,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -40,8 +39,10 @@ class Documents:
     """
 
     tokens: int
+    packed: PackedSeqParams | Tensor
+    """Megatron's parameters of a pack, the same on every rank, or ``places`` alone, by which RoPE is called."""
     given: tuple[Tensor | None, ...]
-    """Bounds as Megatron has them, the same on every rank: of queries and keys, both with padding."""
+    """Their bounds: of queries and keys, and both including padding."""
 
     @property
     def places(self) -> Tensor:
@@ -76,6 +77,8 @@ class Documents:
     @cached_property
     def lengths(self) -> list[int]:
         """By which tokens are placed; those after the last document are one more."""
+        if self.packed is not self.places:
+            return _documents(self.tokens, self.places).lengths
         ends = self.places.flatten().tolist()
         if ends[0] != 0 or ends[-1] > self.tokens or any(a > b for a, b in pairwise(ends)):
             raise ValueError(
@@ -203,25 +206,27 @@ class MicroBatch:
 
 
 def _documents(tokens: int, packed: PackedSeqParams | Tensor) -> Documents:
-    """The documents in these tensors: those of an earlier call, unless one of the tensors was written to meanwhile."""
-    given: Sequence[Tensor | None] = (packed, None, None, None)
-    if not isinstance(packed, Tensor):
-        given = packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
-        q, kv, wide_q, wide_kv = given
-        if q is None and wide_q is None:
-            raise ValueError("the PackedSeqParams of this batch have no cu_seqlens_q")
-        given = q, None if kv is q else kv, wide_q, None if wide_kv is wide_q else wide_kv
-    new = Documents(tokens, tuple(given))
+    """The documents of a pack: those of an earlier call, unless one of its tensors was replaced or written to since."""
+    given: tuple[Tensor | None, ...] = (packed, None, None, None) if isinstance(packed, Tensor) else _bounds_in(packed)
+    new = Documents(tokens, packed, given)
     if any(x is not None and x.is_inference() for x in given):  # these have no version counter
         return new
-    return _RECENT.get((tokens, *(x if x is None else (id(x), x._version) for x in given)), lambda: new)
+    key = tokens, id(packed), *(x if x is None else (id(x), x._version) for x in given)
+    return _RECENT.get(key, lambda: new)
 
 
 _RECENT: Recent[tuple[object, ...], Documents] = Recent(32)
-"""By identity of their tensors, which they keep alive."""
+"""By identity of a pack and of its tensors, which are kept alive."""
+
+
+def _bounds_in(packed: PackedSeqParams) -> tuple[Tensor | None, ...]:
+    q, kv, wide_q, wide_kv = (getattr(packed, f"cu_seqlens_{name}") for name in ("q", "kv", "q_padded", "kv_padded"))
+    if q is None and wide_q is None:
+        raise ValueError("the PackedSeqParams of this batch have no cu_seqlens_q")
+    return q, kv, wide_q, wide_kv
 
 
 def _same(q: Tensor | None, kv: Tensor | None, name: str) -> Tensor | None:
-    if q is not None and kv is not None and not torch.equal(q, kv):
+    if q is not None and kv is not None and q is not kv and not torch.equal(q, kv):
         raise ValueError(f"queries and keys are packed differently: {name} {q.tolist()} and {kv.tolist()}")
     return None if q is None else q.cpu().long()

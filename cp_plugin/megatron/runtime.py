@@ -115,5 +115,11 @@ def padded(cp: ContextParallel, seq_length: int) -> int:
     return cp.layout.padded(seq_length, cp.size, 1 if STATE.model is None else STATE.model.parts)
 
 
+def print_notice(text: str) -> None:
+    """Print on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"cp_plugin: {text}", flush=True)
+
+
 def _key(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))

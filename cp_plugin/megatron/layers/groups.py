@@ -205,13 +205,11 @@ def _for_the_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -
     }
     if all(choice.options == choices[mine].options for choice in choices.values()):
         return choices[mine]
-    if dist.get_rank() == 0:
-        shown = "; ".join(f"{list(place.ranks)}: {describe(place.hosts)}" for place in list(examples)[:4])
-        print(
-            f"cp_plugin: warning: the context-parallel groups are spread over the hosts in different ways ({shown}), "
-            f"so --cp-provider {settings.provider} chooses as if the hosts were unknown",
-            flush=True,
-        )
+    shown = "; ".join(f"{list(place.ranks)}: {describe(place.hosts)}" for place in list(examples)[:4])
+    runtime.print_notice(
+        f"warning: the context-parallel groups are spread over the hosts in different ways ({shown}), so --cp-provider "
+        f"{settings.provider} chooses as if the hosts were unknown"
+    )
     return without
 
 

@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -168,8 +167,7 @@ def own_attention_problems(module: CoreAttention, tokens: int, device: torch.dev
             got = own(*whole, mask if module.attn_mask_type == AttnMaskType.causal else None)
     except Exception as error:  # of code that nobody has seen
         text = f"Megatron's own attention was not compared: {type(error).__name__}: {error}"
-        if dist.get_rank() == 0:
-            print(f"cp_plugin: {text}", flush=True)
+        runtime.print_notice(text)
         return [text] if runtime.settings().strict else []
     want = softmax_reference(module, torch.arange(tokens, device=device))(*whole, torch.zeros_like(whole[0]))[0]
     error = _error(got, want.flatten(2))

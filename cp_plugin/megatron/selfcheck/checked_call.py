@@ -41,32 +41,6 @@ class Steps:
         return 0 if STATE.trial or step % self.every else step
 
 
-class Drawn:
-    """A micro-batch of each checked step, and in it one of several layers, drawn alike by tensor-parallel ranks."""
-
-    def __init__(self, steps: Steps, salt: str = "") -> None:
-        self.steps, self._salt = steps, salt
-        self.step = self.earlier = 0  # the current one; calls of the layer before the drawn one
-        self.layer: Any = None
-        self.draw = random.Random()
-
-    def begin(self, training: bool, layers: Iterable[Any] = (None,)) -> bool:
-        """Draw in a checked step that is new; return True if this step is checked."""
-        step = self.steps.due() if training else 0
-        if step and step != self.step:
-            self.step = step
-            self.draw = random.Random(f"{step} {parallel_state.get_data_parallel_rank()}{self._salt}")
-            among = list(layers)
-            self.layer = self.draw.choice(among) if among else None
-            self.earlier = self.draw.randrange(get_num_microbatches())
-        return step > 0
-
-    def is_due(self) -> bool:
-        """Count a call of the layer; return True if it is the drawn one, once."""
-        self.earlier -= 1
-        return self.earlier == -1
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """The checked call."""
@@ -104,3 +78,35 @@ class Place:
         """Record bytes under the phase of the check."""
         with self.cp.mesh.ledger.phase(PHASE), torch.no_grad():
             yield
+
+
+class Drawn:
+    """A micro-batch of each checked step, and in it one of several layers, drawn alike by tensor-parallel ranks."""
+
+    def __init__(self, steps: Steps, salt: str = "") -> None:
+        self.steps, self._salt = steps, salt
+        self.step = self.earlier = 0  # the current one; calls of the layer before the drawn one
+        self.layer: Any = None
+        self.draw = random.Random()
+
+    def begin(self, training: bool, layers: Iterable[Any] = (None,)) -> bool:
+        """Draw in a checked step that is new; return True if this step is checked."""
+        step = self.steps.due() if training else 0
+        if step and step != self.step:
+            self.step = step
+            self.draw = random.Random(f"{step} {parallel_state.get_data_parallel_rank()}{self._salt}")
+            among = list(layers)
+            self.layer = self.draw.choice(among) if among else None
+            self.earlier = self.draw.randrange(get_num_microbatches())
+        return step > 0
+
+    def is_due(self) -> bool:
+        """Count a call of the layer; return True if it is the drawn one, once."""
+        self.earlier -= 1
+        return self.earlier == -1
+
+    def place(self, cp: ContextParallel, group: dist.ProcessGroup | None, layer: Any = None) -> Place:
+        """Return the checked call: of this layer, or of none."""
+        tensor, number = getattr(layer, "tp_group", None), getattr(layer, "layer_number", 0)
+        rank = 0 if tensor is None else tensor.rank()
+        return Place(self.step, layer=number, cp=cp, group=group, draw=self.draw, tp_rank=rank)

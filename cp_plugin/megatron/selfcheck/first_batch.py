@@ -18,7 +18,6 @@ from math import ceil
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
@@ -59,8 +58,7 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
             _refuse(_problems(chunks, cp, tokens, device), cp)
     finally:
         cp.mesh.ledger.reset()
-    if dist.get_rank() == 0:
-        print("cp_plugin: self-check passed: attention matches a single rank, forward and backward", flush=True)
+    runtime.print_notice("self-check passed: attention matches a single rank, forward and backward")
 
 
 def _refuse(problems: list[str], cp: ContextParallel) -> None:

@@ -110,17 +110,10 @@ class _Watch:
         elif inside.call is not None:
             self._linear(module, inside, inside.call)
 
-    def _place(self, module: Any, cp: ContextParallel) -> Place:
-        group = module.cp_group if isinstance(module, AnyCoreAttention) else module.pg_collection.cp
-        rank = 0 if module.tp_group is None else module.tp_group.rank()
-        return Place(
-            self._drawn.step, layer=module.layer_number, cp=cp, group=group, draw=self._drawn.draw, tp_rank=rank
-        )
-
     def _softmax(self, module: CoreAttention, call: Mapping[str, Any], out: Tensor) -> None:
         q, k, v = (call[name] for name in ("query", "key", "value"))
         batch = module.micro_batch(call.get("packed_seq_params"), q.size(0))
-        place, documents = self._place(module, batch.cp), batch.bounds
+        place, documents = self._drawn.place(batch.cp, module.cp_group, module), batch.bounds
         shape = (k.size(0), 1, k.size(1)) if documents is not None and k.dim() == 3 else k.shape
         identities = Identities(place, q, shape, documents)
         identities.watch({"q": q, "k": k, "v": v, "out": out}, SOFTMAX, shape[2])
@@ -144,7 +137,8 @@ class _Watch:
         rows.check(q, out, exact)
 
     def _linear(self, module: Any, inside: Inside, call: LinearCall) -> None:
-        place = self._place(module, call.cp)
+        group = module.cp_group if isinstance(module, AnyCoreAttention) else module.pg_collection.cp
+        place = self._drawn.place(call.cp, group, module)
         identities = Identities(place, call.q, call.k.shape, call.documents, inside.exchanged)
         pairs = LINEAR if call.beta is None else DELTA_RULE
         identities.watch({"q": call.q, "k": call.k, "v": call.v, "out": call.out}, pairs, call.k.size(2))

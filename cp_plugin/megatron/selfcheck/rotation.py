@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer import multi_latent_attention as latent
 from torch import Tensor
 
 from cp_plugin.comm.every_rank import of_every_rank
+from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Place, Steps
+from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Steps
 
 _ROWS = 8
 _UNITS = 8.0
@@ -141,9 +141,7 @@ class _Watch:
         given = CALL.bind(core, *args, **named).arguments
         q, packed = given["query"], given.get("packed_seq_params")
         batch = core.micro_batch(packed, q.size(0))
-        place = Place(
-            self._drawn.step, layer=core.layer_number, cp=batch.cp, group=core.cp_group, draw=self._drawn.draw
-        )
+        place = self._drawn.place(batch.cp, core.cp_group, core)
         if len(call.rows) != 2:
             self._leave_out(call.layer, "a rotation fused with the projections")
             return
@@ -179,8 +177,7 @@ class _Watch:
         self._layers = {other: x for other, x in self._layers.items() if type(other) is not kind}
         if not self._layers:
             self._drawn.steps = Steps(1, lambda: -1)
-        if dist.get_rank() == 0:
-            print(f"cp_plugin: --cp-check-every does not compare RoPE of {kind.__name__}: {why}", flush=True)
+        runtime.print_notice(f"--cp-check-every does not compare RoPE of {kind.__name__}: {why}")
 
 
 class _Call:

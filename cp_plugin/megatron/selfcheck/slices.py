@@ -27,7 +27,7 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm.every_rank import gather_objects, of_every_rank
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.selfcheck.checked_call import Drawn, Place, Steps
+from cp_plugin.megatron.selfcheck.checked_call import Drawn, Steps
 from cp_plugin.megatron.state import STATE
 
 _KEYS = {"tokens": "input_ids", "labels": "labels", "loss_mask": "loss_mask", "position_ids": "position_ids"}
@@ -118,7 +118,7 @@ class Slices:
         if not whole:
             return
         first = next(iter(whole.values()))
-        place = Place(self._drawn.step, cp=cp, group=group, draw=self._drawn.draw)
+        place = self._drawn.place(cp, group)
         with place.booked():
             everywhere = torch.arange(first.size(1), device=first.device)
             self._mine = cp.positions(first.size(1), first.device)

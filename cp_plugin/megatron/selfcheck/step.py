@@ -151,7 +151,7 @@ def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequen
         _not_compared(why)
         return iterators
     first_step.stop_if_any(found)
-    _print(f"self-check passed: {line}; {time.monotonic() - began:.1f} s")
+    runtime.print_notice(f"self-check passed: {line}; {time.monotonic() - began:.1f} s")
     return iterators
 
 
@@ -357,13 +357,8 @@ def _not_compared(why: str) -> None:
     )
     if runtime.settings().strict:
         raise StepError(f"--cp-selfcheck strict: {text}. Use --cp-selfcheck once to train all the same")
-    _print(text)
+    runtime.print_notice(text)
 
 
 def _size() -> int:
     return parallel_state.get_context_parallel_world_size()
-
-
-def _print(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(f"cp_plugin: {text}", flush=True)
