@@ -74,7 +74,7 @@ class BatchWatch(Protocol):
     def lost(self, loss: torch.Tensor, output: Any) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass
 class State:
     """The state of this process."""
 

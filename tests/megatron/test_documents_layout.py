@@ -54,7 +54,7 @@ def test_the_distributed_optimizer_and_checks_of_later_steps() -> None:
     same_losses(got, train(1, f"{PACKS} {OVERLAP}", steps=STEPS, prepare=short_documents))
 
 
-FORGETFUL = {"attention": "attended", "batch": "cut", "rope": "apply_rotary_pos_emb_thd", "prediction": "_rolled"}
+FORGETFUL = {"attention": "attended", "batch": "cut", "rope": "replace_apply_rotary_thd", "prediction": "_rolled"}
 
 
 def _unplaced(where: str) -> None:

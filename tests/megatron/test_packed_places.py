@@ -23,10 +23,11 @@ PACKS = {
 
 def rotary(cp: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> Any:
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.patches import rope
+    from cp_plugin.megatron.patches import patching, rope
 
     monkeypatch.setattr(runtime, "context_parallel", lambda group=None, kind=None: cp)
-    return rope.replace_apply_rotary_thd(lambda *_: None)  # type: ignore[arg-type,return-value]
+    patch = rope.replace_apply_rotary_thd
+    return patch(patching.original(patch.target))
 
 
 def pack_of(*given: Tensor) -> Any:

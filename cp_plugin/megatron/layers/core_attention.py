@@ -10,8 +10,6 @@ for packed documents (THD) without b.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -174,15 +172,6 @@ class CoreAttention(AnyCoreAttention):
             sink=self.softmax_offset,
             scaling=self.scaling if batch.cp.options.fp8 == "compute" else None,
         )
-
-    @contextmanager
-    def fresh_scaling(self) -> Iterator[None]:
-        """Inside the block, scale as in a first step; the block leaves no history behind."""
-        used, self.scaling = self.scaling, scaling.of_layer(self.config)
-        try:
-            yield
-        finally:
-            self.scaling = used
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None

@@ -6,11 +6,6 @@ have changed. ``MultimodalRotaryEmbedding`` computes angles from the position id
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
-import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
@@ -18,8 +13,7 @@ from torch import Tensor
 
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
-from cp_plugin.megatron.patches.contract import Contract
-from cp_plugin.megatron.patches.patching import Call, Patch, replaces, wraps
+from cp_plugin.megatron.patches.patching import Call, replaces, wraps
 
 
 @replaces(
@@ -50,50 +44,34 @@ def replace_set_cos_sin_cache(call: Call) -> None:
     """
 
 
-def replace_apply_rotary_thd(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@replaces(
+    "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
+    "layout of RoPE, packed documents",
+    "t cu_seqlens freqs cp_group",
+    optional="rotary_interleaved mla_rotary_interleaved multi_latent_attention mscale max_seqlen inverse",
+    called_by="attention layers",
+    otherwise="tokens of packed documents would be rotated by other tokens' angles",
+    late=True,
+)
+def replace_apply_rotary_thd(call: Call) -> Tensor:
     """Replaces ``_apply_rotary_pos_emb_thd``: any layout of the pack, documents of any length.
 
     ``freqs`` cover the whole pack (for images) or the longest document: told apart by ``max_seqlen`` since 0.20, by
     their number before.
     """
-
-    @functools.wraps(original)
-    def apply_rotary_pos_emb_thd(
-        t: Tensor,
-        cu_seqlens: Tensor,
-        freqs: Tensor,
-        *args: Any,
-        cp_group: dist.ProcessGroup | None = None,
-        max_seqlen: int | None = None,
-        **named: Any,
-    ) -> Tensor:
-        if cp_group is None:
-            raise ValueError("cp_group must be provided for THD format RoPE")
-        cp = runtime.context_parallel(cp_group)
-        batch = MicroBatch.find(cp, cu_seqlens, t.size(0) * cp.size)
-        of_the_pack = freqs.size(0) == batch.tokens if max_seqlen is None else freqs.size(0) > max_seqlen
-        places = batch.positions(freqs.device)
-        if not of_the_pack and batch.documents is not None:
-            places = batch.documents.offset_of(places)
-        angles = freqs[places.clamp(max=freqs.size(0) - 1)]
-        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *args, **named).squeeze(1)
-
-    return apply_rotary_pos_emb_thd
-
-
-ROTARY = Patch(
-    "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
-    replace_apply_rotary_thd,
-    "layout of RoPE, packed documents",
-    Contract(
-        "replaces",
-        ("t", "cu_seqlens", "freqs", "cp_group"),
-        ("rotary_interleaved", "mla_rotary_interleaved", "multi_latent_attention", "mscale", "max_seqlen", "inverse"),
-    ),
-    called_by="attention layers",
-    otherwise="tokens of packed documents would be rotated by other tokens' angles",
-    late=True,
-)
+    given = dict(call.arguments)
+    t, cu_seqlens, freqs, group = (given.pop(name) for name in ("t", "cu_seqlens", "freqs", "cp_group"))
+    longest = given.pop("max_seqlen", None)
+    if group is None:
+        raise ValueError("cp_group must be provided for THD format RoPE")
+    cp = runtime.context_parallel(group)
+    batch = MicroBatch.find(cp, cu_seqlens, t.size(0) * cp.size)
+    places = batch.positions(freqs.device)
+    of_the_pack = freqs.size(0) == batch.tokens if longest is None else freqs.size(0) > longest
+    if not of_the_pack and batch.documents is not None:
+        places = batch.documents.offset_of(places)
+    angles = freqs[places.clamp(max=freqs.size(0) - 1)]
+    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, **given).squeeze(1)
 
 
 def forget_cached_embeddings() -> None:

@@ -21,7 +21,7 @@ PROVIDER = (
     batch.replace_get_batches,
     rope.replace_get_pos_emb,
     rope.replace_set_cos_sin_cache,
-    rope.ROTARY,
+    rope.replace_apply_rotary_thd,
     mtp.replace_roll_tensor,
     mtp.replace_process_mtp_loss,
     loss.replace_calc_loss,

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_plugin.linear.variants import LinearAttention
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.layers.modelopt import unquantized
@@ -218,7 +219,7 @@ def _compare(module: AnyCoreAttention, call: Callable[[int], Call]) -> list[str]
             back.enter_context(unquantized(module))
             back.enter_context(nullcontext() if limit else module.context_parallel.without_fp8())
             if isinstance(module, CoreAttention):
-                back.enter_context(module.fresh_scaling())
+                back.enter_context(patching.lent(module, scaling=fp8_scaling.of_layer(module.config)))
             problems = mismatches(calls, TOLERANCE_FP8[limit] if limit else allowed, " in the second call only")
         before = f"with --cp-fp8 {limit} " if limit else ""
         found += [f"{before}{'linear ' if linear else ''}{problem}" for problem in problems]

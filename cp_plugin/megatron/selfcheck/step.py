@@ -21,7 +21,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,7 @@ from cp_plugin.megatron.selfcheck.readings import (
 )
 from cp_plugin.megatron.selfcheck.restored import restored
 from cp_plugin.megatron.selfcheck.tiny_batch import Looked, Strong, Tiny, noisy, owners, quiet
-from cp_plugin.megatron.state import STATE
+from cp_plugin.megatron.state import STATE, Model
 
 _FLOOR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Smallest limit of a gradient, relative to its norm."""
@@ -197,7 +197,7 @@ class _Step:
                 many = self._run()
             names = parameter_names(self.chunks, self.optimizer)
             before = one.used()
-            with one.alone(roots, self.args), self._unpadded():
+            with one.alone(roots, self.args), patching.lent(STATE, model=self._model(0)):  # as without padding
                 with choices.replayed():
                     alone = self._run()
                 moved: list[Result] = []
@@ -289,16 +289,12 @@ class _Step:
         with restored(self.chunks):
             return reduced_ones(self.chunks, self.optimizer, partial(finalize, *one, **named), self._clear, scale)
 
-    @contextmanager
-    def _unpadded(self) -> Iterator[None]:
-        """In the block the model's sequences have no padding, as on one rank."""
-        model = STATE.model
-        if model is not None:
-            STATE.model = replace(model, problem=replace(model.problem, seq_length=self.tokens), padding=0)
-        try:
-            yield
-        finally:
-            STATE.model = model
+    def _model(self, padding: int) -> Model | None:
+        """The run's model with the tiny batch's length."""
+        if STATE.model is None:
+            return None
+        problem = replace(STATE.model.problem, seq_length=self.tokens + padding)
+        return replace(STATE.model, problem=problem, padding=padding)
 
     def _clear(self) -> None:
         for chunk in self.chunks:
@@ -309,13 +305,8 @@ class _Step:
     def _lent(self, scalers: Sequence[Any]) -> Iterator[None]:
         """In the block lengths are those of the tiny batch, and what is random or timed is off."""
         with ExitStack() as back:
-            for field in fields(STATE):
-                back.callback(setattr, STATE, field.name, getattr(STATE, field.name))
-            STATE.slices = STATE.first_batch = None
-            STATE.cut, STATE.trial = replace(STATE.cut), True
-            if STATE.model is not None:
-                problem = replace(STATE.model.problem, seq_length=self.padded)
-                STATE.model = replace(STATE.model, problem=problem, padding=self.padded - self.tokens)
+            apart = {"slices": None, "first_batch": None, "cut": replace(STATE.cut), "trial": True}
+            back.enter_context(patching.lent(STATE, model=self._model(self.padded - self.tokens), **apart))
             lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
             if self.args is not None:  # of other loops: their batches tell the length
                 back.enter_context(patching.lent(self.args, **lengths))
