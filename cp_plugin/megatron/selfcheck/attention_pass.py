@@ -109,7 +109,7 @@ def attention_problems(
 
     def call(number: int) -> Call:
         pack = pack_of(tokens, number, device) if packed else None
-        batch = MicroBatch.find(runtime.context_parallel(), pack, tokens)
+        batch = MicroBatch.find(module.context_parallel, pack, tokens)
         mine, seed = batch.positions(device), number + (_PACKED if packed else 0)
         whole = _random_inputs(module, tokens, device, batch=1 if packed else 2, seed=seed)
 
