@@ -68,7 +68,7 @@ def test_stages_in_between_have_the_bounds_of_documents(stages: int, flags: str)
     check(f"{flags} --micro-batch-size 1 {PACKS}", "--cp-provider striped", cp=2, ranks=stages, **as_theirs)
 
 
-def test_a_pack_of_unknown_length() -> None:
+def test_a_pack_of_unknown_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron then does not tell Mamba where states restart; the tokens after the last document are one more."""
     from cp_plugin.megatron.micro_batch import MicroBatch
     from cp_plugin.megatron.patches import hybrid
@@ -76,12 +76,8 @@ def test_a_pack_of_unknown_length() -> None:
     alone = ContextParallel("ring", group=None)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5, 12]))
     assert packed.seq_idx is None
-    batch, hybrid._batch = hybrid._batch, lambda tokens, size, packed: MicroBatch.find(alone, packed, tokens)
-    try:
-        undo = hybrid.replace_undo(original(hybrid.REORDER))
-        undo(torch.zeros(16, 1, 4), 2, packed)
-    finally:
-        hybrid._batch = batch
+    monkeypatch.setattr(hybrid, "_batch", lambda tokens, size, packed: MicroBatch.find(alone, packed, tokens))
+    hybrid.replace_undo(original(hybrid.REORDER))(torch.zeros(16, 1, 4), 2, packed)
     assert packed.seq_idx.tolist() == [5 * [1] + 7 * [2] + 4 * [3]]
 
 

@@ -58,7 +58,7 @@ def replace_undo(call: Call) -> Tensor:
     x, packed = call["input_"], call["packed_seq_params"]
     batch = _batch(x.size(0), call["cp_size"], packed)
     if batch.documents is not None:
-        packed.seq_idx = batch.documents.numbers
+        packed.seq_idx = batch.documents.numbers.to(x.device)
     return x.index_select(0, _orders(batch, x.device).there)
 
 

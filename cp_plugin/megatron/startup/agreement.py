@@ -56,19 +56,13 @@ def canonical(args: argparse.Namespace) -> dict[str, str]:
 
 
 def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
-    """The message for flags that differ, or None."""
-    parts = differing(everyone, range(len(everyone)))
+    """Return the message for flags that differ, such as ``--seed is 0 on rank 0 and 1 on ranks 1-3``, or None."""
+    parts = []
+    for key in dict.fromkeys(key for one in everyone for key in one):
+        ranks_of = ranks_by([one.get(key, "missing") for one in everyone])
+        if len(ranks_of) > 1:
+            values = " and ".join(f"{value} on {ranks_named(having)}" for value, having in ranks_of.items())
+            parts.append(f"{key} is {values}")
     if not parts:
         return None
     return f"the ranks were started with different settings: {'; '.join(parts)}. Start all ranks with the same flags"
-
-
-def differing(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
-    """``seed is 0 on rank 0 and 1 on ranks 1-3`` for each setting in which these ranks differ."""
-    found = []
-    for key in dict.fromkeys(key for one in everyone for key in one):
-        ranks_of = ranks_by([one.get(key, "missing") for one in everyone], ranks)
-        if len(ranks_of) > 1:
-            parts = " and ".join(f"{value} on {ranks_named(having)}" for value, having in ranks_of.items())
-            found.append(f"{key} is {parts}")
-    return found
