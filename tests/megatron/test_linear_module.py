@@ -85,7 +85,7 @@ def test_it_computes_what_the_self_check_expects(variant: str) -> None:
     _start(variant)
     for dtype in (torch.float32, torch.bfloat16):
         module = _module(_config(params_dtype=dtype), layer=2)
-        assert attention_problems(module, 96, torch.device("cpu")) == []
+        assert attention_problems(module, module.context_parallel, 96, torch.device("cpu")) == []
         assert all(weight.dtype == dtype for weight in module.parameters())
 
 

@@ -33,6 +33,7 @@ from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from cp_plugin.attention.api import ContextParallel
 from cp_plugin.linear.variants import LinearAttention
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling
@@ -98,18 +99,19 @@ def tolerance(dtype: torch.dtype, device: torch.device, *, linear: bool) -> floa
 
 
 def attention_problems(
-    module: AnyCoreAttention, tokens: int, device: torch.device, *, packed: bool = False
+    module: AnyCoreAttention, cp: ContextParallel, tokens: int, device: torch.device, *, packed: bool = False
 ) -> list[str]:
     """Mismatches of a core attention module.
 
     Args:
+        cp: the run's, by which the layer should have its tokens.
         tokens: length of the whole sequence.
         packed: on packs of three documents, another one in every call, to find bounds that are reused.
     """
 
     def call(number: int) -> Call:
         pack = pack_of(tokens, number, device) if packed else None
-        batch = MicroBatch.find(module.context_parallel, pack, tokens)
+        batch = MicroBatch.find(cp, pack, tokens)
         mine, seed = batch.positions(device), number + (_PACKED if packed else 0)
         whole = _random_inputs(module, tokens, device, batch=1 if packed else 2, seed=seed)
 
@@ -127,9 +129,9 @@ def attention_problems(
     return _compare(module, call)
 
 
-def packed_problems(module: CoreAttention, tokens: int, device: torch.device) -> list[str]:
-    """Mismatches on packs."""
-    return [f"packed {problem}" for problem in attention_problems(module, tokens, device, packed=True)]
+def packed_problems(module: CoreAttention, cp: ContextParallel, tokens: int, device: torch.device) -> list[str]:
+    """Mismatches on packs; args as of ``attention_problems``."""
+    return [f"packed {problem}" for problem in attention_problems(module, cp, tokens, device, packed=True)]
 
 
 def own_attention_problems(module: CoreAttention, tokens: int, device: torch.device) -> list[str]:

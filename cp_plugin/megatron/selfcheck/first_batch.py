@@ -80,11 +80,11 @@ def _problems(chunks: Sequence[torch.nn.Module], cp: ContextParallel, tokens: in
         problems += delta_net_problems(layer, tokens, packs, device)
     for kind in (CoreAttention, LinearCoreAttention):
         if (attention := _first(modules, kind)) is not None:
-            problems += attention_problems(attention, tokens, device)
+            problems += attention_problems(attention, cp, tokens, device)
     if (attention := _first(modules, CoreAttention)) is not None:
         problems += own_attention_problems(attention, tokens, device)
         if runtime.packs():
-            problems += packed_problems(attention, tokens, device)
+            problems += packed_problems(attention, cp, tokens, device)
     return problems
 
 
