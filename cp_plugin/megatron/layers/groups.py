@@ -85,7 +85,7 @@ def create(
         mesh = GroupMesh(resolved.axes, mine, cp_group.rank())
         hosts = next(place.hosts for place in places if dist.get_rank() in place.ranks)
         resolved = replace(resolved, problem=replace(resolved.problem, hosts=hosts))
-        found["softmax"] = ContextParallel(resolved, mesh=_connected(mesh, resolved))
+        found["softmax"] = ContextParallel(resolved, group=cp_group, mesh=_connected(mesh, resolved))
     if "linear" in settings.kinds:
         found["linear"] = _linear(model.resolved["linear"], options, places, cp_group, found.get("softmax"))
     runtime.register(cp_group, found)
@@ -104,7 +104,7 @@ def _linear(
     mine = have | _make(options, places, axes, resolved.provider.extra_groups, without=have)
     ledger = None if beside is None else beside.mesh.ledger
     mesh = GroupMesh(axes, mine, cp_group.rank(), ledger)
-    cp = ContextParallel(resolved, mesh=_connected(mesh, resolved))
+    cp = ContextParallel(resolved, group=cp_group, mesh=_connected(mesh, resolved))
     length = cp.layout.divisor(cp.size)
     if beside is not None and not torch.equal(beside.positions(length), cp.positions(length)):
         raise ValueError(

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.shift import shift
-from cp_plugin.comm import WHOLE, GroupMesh, connect
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches.patching import Call, replaces, wraps
@@ -93,7 +92,7 @@ def replace_roll_tensor(call: Call) -> Any:
     if _alone(group) or any(x is None for x in tensors):
         _require_alone(group)
         return call.original()
-    cp, fills = _context_parallel(group), call.arguments.get("fill_values") or [0] * len(tensors)
+    cp, fills = runtime.context_parallel(group), call.arguments.get("fill_values") or [0] * len(tensors)
     rolled = []
     for x, fill in zip(tensors, fills, strict=True):
         following = getattr(x, _FOLLOWING, None)
@@ -117,20 +116,11 @@ def replace_process_mtp_loss(call: Call) -> Tensor:
     tokens, packed = call.arguments.get("input_ids"), call["packed_seq_params"]
     if _alone(group) or (labels is None and tokens is None):
         return call.original()
-    cp = _context_parallel(group)
+    cp = runtime.context_parallel(group)
     mask = torch.ones_like(tokens if labels is None else labels, dtype=torch.float32) if mask is None else mask
     if labels is None:  # as in reinforcement learning: labels are the next tokens
         labels, mask = (_rolled(cp, x, -1, 1, packed) for x in (tokens, mask))
     return call.original(labels=labels, loss_mask=_with_following(mask, call["config"].mtp_num_layers, cp, packed))
-
-
-def _context_parallel(group: dist.ProcessGroup) -> ContextParallel:
-    """With Megatron's group for the shift, where the provider has no group of all ranks."""
-    cp = runtime.context_parallel(group)
-    if isinstance(cp.mesh, GroupMesh) and WHOLE not in cp.mesh.groups:
-        connect({WHOLE: group}, cp.mesh.watch)  # a shift may be between some of the ranks only
-        cp.mesh.groups[WHOLE] = group
-    return cp
 
 
 def _require_alone(group: dist.ProcessGroup | None) -> None:
