@@ -41,7 +41,12 @@ _OF_ANY_ATTENTION = (
     when=lambda run: run.settings.delta_net is not None,
 )
 def replace_forward(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Replaces ``GatedDeltaNet.forward``."""
+    """Replaces ``GatedDeltaNet.forward``.
+
+    Returns:
+        Outputs and the bias that Megatron adds later: ``[s/cp, b, h]`` and ``[h]`` or None; with sequence parallelism
+        ``[s/cp/tp, b, h]``.
+    """
     layer: Any = call["self"]
     context = call["inference_context"] or call["inference_params"]
     if context is not None:
@@ -50,19 +55,7 @@ def replace_forward(call: Call) -> tuple[Tensor, Tensor | None]:
     groups = call.arguments.get("pg_collection") or layer.pg_collection
     cp = runtime.between_layers(runtime.context_parallel(groups.cp, "linear"))
     projected, _ = layer.in_proj(hidden)
-    return computed(layer, MicroBatch.find(cp, packed, projected.size(0) * cp.size), projected)
-
-
-def computed(
-    layer: Any, batch: MicroBatch, projected: Tensor, unit: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """All of a layer after its input projection; arguments as of ``attend``.
-
-    Returns:
-        Outputs and the bias that Megatron adds later: ``[s/cp, b, h]`` and ``[h]`` or None; with sequence parallelism
-        ``[s/cp/tp, b, h]``.
-    """
-    out, gate = attend(layer, batch, projected, unit)
+    out, gate = attend(layer, MicroBatch.find(cp, packed, projected.size(0) * cp.size), projected)
     return layer.out_proj(layer._apply_gated_norm(out, gate).view(*out.shape[:2], -1))
 
 
