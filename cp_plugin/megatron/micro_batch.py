@@ -12,6 +12,7 @@ divides documents where their lengths allow it; otherwise 0.19 divides the pack,
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,10 +22,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.packs import place_lengths
 from cp_plugin.common.recent import Recent
+from cp_plugin.core.mask import numbers_in
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.state import STATE
@@ -39,10 +42,8 @@ class Documents:
     """
 
     tokens: int
-    packed: PackedSeqParams | Tensor
-    """Megatron's parameters of a pack, the same on every rank, or ``places`` alone, by which RoPE is called."""
     given: tuple[Tensor | None, ...]
-    """Their bounds: of queries and keys, and both including padding."""
+    """Bounds as Megatron has them, the same on every rank: of queries and keys, and both including padding."""
 
     @property
     def places(self) -> Tensor:
@@ -77,9 +78,7 @@ class Documents:
     @cached_property
     def lengths(self) -> list[int]:
         """By which tokens are placed; those after the last document are one more."""
-        if self.packed is not self.places:
-            return _documents(self.tokens, self.places).lengths
-        ends = self.places.flatten().tolist()
+        ends = list(numbers_in(self.places)) if self.places.dim() == 1 else self.places.flatten().tolist()
         if ends[0] != 0 or ends[-1] > self.tokens or any(a > b for a, b in pairwise(ends)):
             raise ValueError(
                 f"document boundaries {ends[:8]} must start at 0, never decrease, and not exceed {self.tokens}"
@@ -208,15 +207,21 @@ class MicroBatch:
 def _documents(tokens: int, packed: PackedSeqParams | Tensor) -> Documents:
     """The documents of a pack: those of an earlier call, unless one of its tensors was replaced or written to since."""
     given: tuple[Tensor | None, ...] = (packed, None, None, None) if isinstance(packed, Tensor) else _bounds_in(packed)
-    new = Documents(tokens, packed, given)
+    new = Documents(tokens, given)
     if any(x is not None and x.is_inference() for x in given):  # these have no version counter
         return new
-    key = tokens, id(packed), *(x if x is None else (id(x), x._version) for x in given)
-    return _RECENT.get(key, lambda: new)
+    key = tokens, *(x if x is None else (id(x), x._version) for x in given)
+    if isinstance(packed, Tensor):
+        return _OF_TENSORS.get(key, lambda: new)
+    known = _OF_PACKS.get(packed)
+    if known is None or known[0] != key:
+        known = _OF_PACKS[packed] = key, new
+    return known[1]
 
 
-_RECENT: Recent[tuple[object, ...], Documents] = Recent(32)
-"""By identity of a pack and of its tensors, which are kept alive."""
+_OF_PACKS: MutableMapping[PackedSeqParams, tuple[object, Documents]] = WeakIdKeyDictionary()
+_OF_TENSORS: Recent[tuple[object, ...], Documents] = Recent(64)
+"""By the identity of their tensors, which they keep alive."""
 
 
 def _bounds_in(packed: PackedSeqParams) -> tuple[Tensor | None, ...]:

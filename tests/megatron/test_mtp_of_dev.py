@@ -101,7 +101,7 @@ def roll(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     from cp_plugin.megatron.patches import mtp
 
     replaced = mtp.replace_roll_tensor(_roll_several)
-    monkeypatch.setattr(mtp, "_context_parallel", lambda group: group.cp)
+    monkeypatch.setattr(mtp.runtime, "context_parallel", lambda group: group.cp)
     monkeypatch.setattr(multi_token_prediction, "roll_tensor", replaced)
     return replaced
 
