@@ -86,6 +86,16 @@ class Documents:
         return [b - a for a, b in pairwise([*ends, self.tokens]) if b > a]
 
     @cached_property
+    def sliced_by(self) -> list[int]:
+        """``lengths``; ValueError if no batch was sliced by them."""
+        if STATE.cut.lengths and hash(tuple(self.lengths)) not in STATE.cut.lengths:
+            raise ValueError(
+                f"the model is given documents of {self.lengths[:8]} tokens, by which no batch was sliced: slice the "
+                "batch by the bounds that PackedSeqParams has (cu_seqlens_q_padded, or else cu_seqlens_q)"
+            )
+        return self.lengths
+
+    @cached_property
     def starts(self) -> Tensor:
         """``bounds`` in the form of ``places``: without empty documents, and up to the end of the pack."""
         return self.bounds.to(self.places)
@@ -141,13 +151,8 @@ class MicroBatch:
         found = _documents(tokens, packed)
         if cp.size == 1 or cp.layout.name != DOCUMENTS.name:
             return cls(cp, tokens, found)
-        if STATE.cut.lengths and hash(tuple(found.lengths)) not in STATE.cut.lengths:
-            raise ValueError(
-                f"the model is given documents of {found.lengths[:8]} tokens, by which no batch was sliced: slice the "
-                "batch by the bounds that PackedSeqParams has (cu_seqlens_q_padded, or else cu_seqlens_q)"
-            )
         model = runtime.model()
-        return cls(place_lengths(cp, found.lengths, left=None if model is None else model.left), tokens, found)
+        return cls(place_lengths(cp, found.sliced_by, left=None if model is None else model.left), tokens, found)
 
     @classmethod
     def cut(cls, cp: ContextParallel, places: Tensor | None, tokens: int) -> Self:
