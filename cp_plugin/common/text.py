@@ -48,7 +48,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-def ranks_by[T: Hashable](values: Sequence[T], ranks: Sequence[int] | None = None) -> dict[T, list[int]]:
+def group_ranks[T: Hashable](values: Sequence[T], ranks: Sequence[int] | None = None) -> dict[T, list[int]]:
     """Return each value's ranks; ranks: whose the values are, by default 0, 1, and so on."""
     found: dict[T, list[int]] = {}
     for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cp_plugin.comm.every_rank import gather_findings
-from cp_plugin.common.text import ranks_by
+from cp_plugin.common.text import group_ranks
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, wraps
@@ -172,7 +172,7 @@ def stop_if_any(found: list[str]) -> None:
     by_rank = gather_findings(found)
     if not by_rank:
         return
-    ranks_of = ranks_by(list(by_rank.values()), list(by_rank))
+    ranks_of = group_ranks(list(by_rank.values()), list(by_rank))
     told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in list(ranks_of.items())[:3]]
     stock, size = not runtime.settings().active, parallel_state.get_context_parallel_world_size()
     raise StepError(

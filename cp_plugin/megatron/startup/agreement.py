@@ -12,7 +12,7 @@ import torch
 
 from cp_plugin import __version__
 from cp_plugin.comm.every_rank import gather_objects
-from cp_plugin.common.text import ranks_by, ranks_named
+from cp_plugin.common.text import group_ranks, ranks_named
 from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.state import STATE
 
@@ -59,7 +59,7 @@ def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
     """Return the message for flags that differ, such as ``--seed is 0 on rank 0 and 1 on ranks 1-3``, or None."""
     parts = []
     for key in dict.fromkeys(key for one in everyone for key in one):
-        ranks_of = ranks_by([one.get(key, "missing") for one in everyone])
+        ranks_of = group_ranks([one.get(key, "missing") for one in everyone])
         if len(ranks_of) > 1:
             values = " and ".join(f"{value} on {ranks_named(having)}" for value, having in ranks_of.items())
             parts.append(f"{key} is {values}")
