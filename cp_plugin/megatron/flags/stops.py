@@ -16,10 +16,8 @@ KINDS = (AssertionError, ValueError, RuntimeError)
 """What the validation raises on purpose."""
 _ON_PURPOSE = ("raise", "assert")
 _WORDS = 3  # characters of the shortest meaningful message
-BARE = (ArithmeticError, LookupError, AttributeError)
-"""Errors without a message, such as a division by a size of 0."""
-CRASHES = (*BARE, TypeError)
-"""And what it raises by mistake."""
+CRASHES = (ArithmeticError, LookupError, AttributeError, TypeError)
+"""And what it raises by mistake, such as a division by a size of 0."""
 _PASSING_ON = ("cp_plugin.megatron.patches.patching", "cp_plugin.megatron.cpu.cuda_surface")
 """Our modules that call what Megatron would call without them."""
 WHOLE = "CP_PLUGIN_TRACEBACK"

@@ -106,7 +106,7 @@ def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Setti
             else:
                 text = out.getvalue().strip().rpartition("\n")[2]
             return Refused(_with_nearest(text or "Megatron exits", options))
-        except (AssertionError, ValueError, RuntimeError, TypeError, ImportError, *stops.BARE) as error:
+        except (*stops.KINDS, *stops.CRASHES, ImportError) as error:
             return Refused(stops.reason(error))
 
 
