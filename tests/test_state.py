@@ -18,6 +18,8 @@ EXPLAINED = {
     "huggingface/attention.py: _numbers": "names in the registry of transformers, which has no way to take one out",
     "kernels/blocks.py: _depths": "as ``_orders``: which keys of a tree are at which depth",
     "kernels/fused.py: _observer": "who watches the kernels of a traced method, in all of its threads",
+    "megatron/micro_batch.py: _OF_PACKS": "what was read of a pack, for as long as it lives unchanged",
+    "megatron/micro_batch.py: _OF_TENSORS": "as ``_OF_PACKS``, of the last bounds without one",
     "megatron/patches/hybrid.py: _kept": "a cache of what a function of its arguments returns, with a limit in bytes",
     "megatron/rules/rule.py: NAMES": "of all rules, filled where they are made",
     "megatron/selfcheck/step.py: _CALLS": "numbers of keys in the store, which are used once",

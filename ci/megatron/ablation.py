@@ -35,7 +35,7 @@ def prepare(found: Path) -> None:
 
     def note(part: str, problems: Sequence[str]) -> None:
         if problems:
-            with (found / f"parts.{first_batch.dist.get_rank()}").open("a", encoding="utf-8") as file:
+            with (found / f"parts.{first_step.dist.get_rank()}").open("a", encoding="utf-8") as file:
                 file.write(f"{part}\n")
 
     def noting(name: str, look: Callable[..., list[str]]) -> Callable[..., list[str]]:

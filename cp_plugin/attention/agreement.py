@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cp_plugin.comm import GroupMesh, Ledger, Mesh, ThreadMesh, device_of
 from cp_plugin.comm.every_rank import of_every_rank
-from cp_plugin.common.text import ranks_named
+from cp_plugin.common.text import group_ranks, ranks_named
 
 FIRST, EVERY = 4, 256
 """Calls that are compared: so many at first, then those whose number is a power of two, and every so many."""
@@ -92,9 +92,7 @@ def check(mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]]) -
     table = gathered(mesh, digests[None], calls.ledger).tolist()
     problems = []
     for column, name in enumerate(named):
-        ranks_of: dict[int, list[int]] = {}
-        for rank, row in enumerate(table):
-            ranks_of.setdefault(row[column], []).append(rank)
+        ranks_of = group_ranks([row[column] for row in table])
         if len(ranks_of) > 1:
             groups = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
             problems.append(f"{name} ({' and '.join(ranks_named(ranks) for ranks in groups)} disagree)")

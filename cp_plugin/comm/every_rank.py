@@ -1,11 +1,26 @@
-"""A few numbers of every rank, beside what a method sends."""
+"""A few numbers, objects or sentences of every rank, beside what a method sends."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.comm.mesh import Mesh
+
+
+def gather_objects[T](x: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's object, in rank order. Collective over the group; None: over all ranks."""
+    everyone = [x] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, x, group=group)
+    return everyone
+
+
+def gather_findings(found: Sequence[str]) -> dict[int, str]:
+    """Return what each rank has found, of those that have found something. Collective over all ranks."""
+    return {rank: "; ".join(texts) for rank, texts in enumerate(gather_objects(found)) if texts}
 
 
 def of_every_rank(mesh: Mesh, x: Tensor) -> Tensor:

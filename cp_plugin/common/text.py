@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TextIO
 
 
@@ -46,6 +46,14 @@ def ranks_named(ranks: Sequence[int]) -> str:
     if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks))}"
+
+
+def group_ranks[T: Hashable](values: Sequence[T], ranks: Sequence[int] | None = None) -> dict[T, list[int]]:
+    """Return each value's ranks; ranks: whose the values are, by default 0, 1, and so on."""
+    found: dict[T, list[int]] = {}
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def within_terminal(text: str, stream: TextIO) -> str:

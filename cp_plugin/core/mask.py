@@ -125,7 +125,7 @@ def document_bounds(cu_seqlens: Tensor | None, seq_length: int | None) -> tuple[
         raise ValueError(
             f"cu_seqlens must be int32 or int64 [documents + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
-    bounds = _on_cpu(cu_seqlens)
+    bounds = numbers_in(cu_seqlens)
     end = bounds[-1] if bounds and seq_length is None else seq_length
     if not bounds or bounds[0] != 0 or bounds[-1] != end or any(a > b for a, b in pairwise(bounds)):
         tokens = "number of tokens" if end is None else f"{end} tokens"
@@ -133,8 +133,8 @@ def document_bounds(cu_seqlens: Tensor | None, seq_length: int | None) -> tuple[
     return tuple(dict.fromkeys(bounds))
 
 
-def _on_cpu(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """The numbers of a tensor; of one on a device they are remembered, since reading them makes the host wait."""
+def numbers_in(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Return the numbers of a tensor; those of one on a device are remembered: reading them makes the host wait."""
     if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # no version: changes would not be noticed
         return tuple(cu_seqlens.tolist())
     version, bounds = _READ.get(cu_seqlens, (None, ()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -120,28 +120,6 @@ def weakens_expert_losses(version: str) -> bool:
 def masks_expert_bias(version: str) -> bool:
     """Since 0.20 routers can mask padding out of the expert bias; before, they fail."""
     return version_tuple(version) >= (0, 20)
-
-
-def parse_before_initialize() -> None:
-    """Since 0.18 arguments must be parsed and validated before ``initialize_megatron``."""
-    from megatron.training import arguments, initialize
-
-    if "extra_args_provider" not in inspect.signature(initialize.initialize_megatron).parameters:
-        arguments.parse_and_validate_args()
-
-
-def config_for_pretrain(pretrain: Callable[..., None]) -> dict[str, Any]:
-    """Since 0.18 ``pretrain`` takes a container of configurations."""
-    if "cfg_container" not in inspect.signature(pretrain).parameters:
-        return {}
-    from megatron.training import argument_utils, arguments
-
-    return {"cfg_container": argument_utils.pretrain_cfg_container_from_args(arguments.parse_and_validate_args())}
-
-
-def not_hybrid(slicer: Callable[..., Any]) -> dict[str, bool]:
-    """Since 0.18 ``get_batch_on_this_cp_rank`` has a parameter for hybrid context parallelism."""
-    return {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(slicer).parameters else {}
 
 
 def whole_samples(args: argparse.Namespace) -> dict[str, int]:

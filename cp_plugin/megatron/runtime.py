@@ -15,19 +15,16 @@ from megatron.core import parallel_state
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.state import STATE, Model
+from cp_plugin.megatron.state import STATE, Cut, Model
 from cp_plugin.methods.protocol import Kind
-from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.placement.layouts import get_layout
 
 
 def configure(settings: Settings, model: Model | None = None) -> None:
     """Set the settings and the model, and reset the state of an earlier run."""
-    STATE.settings, STATE.model, STATE.batch_sliced = settings, model, False
-    STATE.documents_expected = False
+    STATE.settings, STATE.model, STATE.cut = settings, model, Cut()
     STATE.compared = STATE.slices = STATE.first_batch = None
     STATE.complete = lambda _: None
-    STATE.placed.clear()
     STATE.by_ranks.clear()
     STATE.alone.clear()
 
@@ -45,6 +42,11 @@ def model() -> Model | None:
 def problem() -> Problem | None:
     """A softmax attention call of the model on one rank; None if no flags described a model."""
     return None if STATE.model is None else STATE.model.problem
+
+
+def packs() -> bool:
+    """Return True if the flags pack documents."""
+    return STATE.model is not None and bool(STATE.model.problem.documents)
 
 
 def converted() -> bool:
@@ -113,44 +115,10 @@ def padded(cp: ContextParallel, seq_length: int) -> int:
     return cp.layout.padded(seq_length, cp.size, 1 if STATE.model is None else STATE.model.parts)
 
 
-def note_batch_sliced(sliced: bool = True) -> None:
-    """Record whether a batch was sliced in the layout."""
-    STATE.batch_sliced = sliced
-
-
-def require_sliced_batch() -> None:
-    """ValueError on the first pipeline stage if its script has not sliced a batch in the layout."""
-    if not STATE.batch_sliced and parallel_state.is_pipeline_first_stage():
-        raise ValueError(
-            f"{STATE.settings.asked}: the training script reached the attention layers without slicing its batch with "
-            "megatron.core.utils.get_batch_on_this_cp_rank, so the tokens are not in the plugin's layout. Call that "
-            "function in the script's get_batch, as Megatron's pretrain_gpt.py does"
-        )
-
-
-def expect_documents() -> None:
-    """From now on attention must be called with packed documents, if the flags ask for them."""
-    STATE.documents_expected = STATE.model is not None and bool(STATE.model.problem.documents)
-
-
-def require_documents(layer: int) -> None:
-    """ValueError for a layer called without the documents that the flags pack."""
-    if STATE.documents_expected:
-        raise ValueError(
-            f"{STATE.settings.asked}: layer {layer} was called without packed_seq_params, though the flags pack "
-            "documents: tokens would attend to other documents. Pass PackedSeqParams to the model on every pipeline "
-            "stage, as Megatron's pretrain_gpt.py does"
-        )
-
-
-def require_places(cp: ContextParallel) -> None:
-    """ValueError for a batch without documents in a layout that is made for them."""
-    if STATE.documents_expected and cp.size > 1 and cp.layout.name == DOCUMENTS.name:
-        raise ValueError(
-            f"{STATE.settings.asked}, --cp-layout {DOCUMENTS.name}: a batch was sliced without cu_seqlens, though the "
-            "flags pack documents, so its tokens cannot be placed. Slice the batch together with its cu_seqlens using "
-            "megatron.core.utils.get_batch_on_this_cp_rank, as Megatron's pretrain_gpt.py does"
-        )
+def print_notice(text: str) -> None:
+    """Print on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"cp_plugin: {text}", flush=True)
 
 
 def _key(group: dist.ProcessGroup) -> tuple[int, ...]:

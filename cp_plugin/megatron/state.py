@@ -56,6 +56,16 @@ class Model:
         return self.problem.seq_length - self.padding
 
 
+@dataclass
+class Cut:
+    """What was seen of batches where they are sliced."""
+
+    any: bool = False  # whether one was sliced in the layout
+    packed: bool = False  # whether every attention call must have packed documents
+    lengths: deque[int] = field(default_factory=partial(deque, maxlen=4096))
+    """Hashes of the lengths of documents by which batches were sliced in training (``--cp-layout documents``)."""
+
+
 class BatchWatch(Protocol):
     """Is told each micro-batch, and its loss: ``selfcheck.slices``."""
 
@@ -64,7 +74,7 @@ class BatchWatch(Protocol):
     def lost(self, loss: torch.Tensor, output: Any) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass
 class State:
     """The state of this process."""
 
@@ -73,8 +83,7 @@ class State:
     by_ranks: dict[tuple[int, ...], Mapping[Kind, ContextParallel]] = field(default_factory=dict)
     """By the ranks of a context-parallel group."""
     alone: dict[Kind, ContextParallel] = field(default_factory=dict)  # for groups of one rank
-    batch_sliced: bool = False  # whether a batch was sliced in the layout
-    documents_expected: bool = False  # whether every attention call must have packed documents
+    cut: Cut = field(default_factory=Cut)
     first_batch: Callable[[Mapping[str, Any], dist.ProcessGroup | None], None] | None = None
     """Compares the first batch between the ranks."""
     unchecked: tuple[Any, Any] | None = None
@@ -84,8 +93,6 @@ class State:
     slices: BatchWatch | None = None  # compares slices of checked steps with whole batches
     complete: Callable[[Sequence[torch.nn.Module]], None] = lambda _: None
     """Installs the patches that these models need though no flag says so."""
-    placed: deque[int] = field(default_factory=partial(deque, maxlen=4096))
-    """Hashes of the lengths of documents by which batches were sliced in training (``--cp-layout documents``)."""
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's
     replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})
     """Target of a patch -> places where it was replaced."""

@@ -159,13 +159,9 @@ ON_CPU = (
 """Further rules of CPU mode."""
 
 
-def _rules(config: Any) -> tuple[Rule, ...]:
+def rules_for(config: Any) -> tuple[Rule, ...]:
+    """Return the rules that a config is checked by."""
     return (MODEL,) if MODEL.of(config) else (*RULES, *(ON_CPU if cpu.active() else ()))
-
-
-def refused_by(config: Any) -> list[str]:
-    """The names of the rules that refuse a config."""
-    return [rule.name for rule in _rules(config) if rule.of(config)]
 
 
 def check(config: Any, asked: str, instead: str) -> None:
@@ -178,4 +174,4 @@ def check(config: Any, asked: str, instead: str) -> None:
     Raises:
         ValueError: naming all unsupported fields, with value, reason and fix.
     """
-    refuse(_rules(config), config, prefix=f"{asked} does not support ", suffix=f" (or {instead})")
+    refuse(rules_for(config), config, prefix=f"{asked} does not support ", suffix=f" (or {instead})")

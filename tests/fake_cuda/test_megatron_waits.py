@@ -18,18 +18,18 @@ layouts = pytest.mark.parametrize("layout", ["zigzag", "documents"])
 @layouts
 def test_packed_rope_waits_nowhere(gpu: Start, monkeypatch: pytest.MonkeyPatch, angles: int, layout: str) -> None:
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.patches import packing
+    from cp_plugin.megatron.patches import patching, rope
 
     device = gpu()
     cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout=layout)
     monkeypatch.setattr(runtime, "context_parallel", lambda group=None, kind=None: cp)
-    rope = packing.replace_apply_rotary_thd(lambda *_: None)
+    rotary = rope.replace_apply_rotary_thd(patching.original(rope.replace_apply_rotary_thd.target))
     bounds = torch.empty(len(DOCUMENTS), dtype=torch.int32, device=CUDA)
     freqs = torch.empty(angles, 1, 1, 32, device=CUDA)
 
     def layer() -> list[Tensor]:
         sides = [torch.empty(TOKENS // RANKS, heads, 64, dtype=torch.bfloat16, device=CUDA) for heads in (8, 2)]
-        return [rope(t, bounds, freqs, cp_group=object()) for t in sides]
+        return [rotary(t, bounds, freqs, cp_group=object()) for t in sides]
 
     turned = once_warm(device, layer)
     assert [tuple(t.shape) for t in turned] == [(TOKENS // RANKS, heads, 64) for heads in (8, 2)]

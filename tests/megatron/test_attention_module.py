@@ -10,7 +10,8 @@ import pytest
 import torch
 from oracle import Case, Result, assert_close
 
-from cp_plugin import Options
+from cp_plugin import ContextParallel, Options
+from cp_plugin.comm import TraceMesh
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.methods import registry as providers
 
@@ -200,13 +201,15 @@ def test_the_specs_build_it(ring: None) -> None:
 def test_a_script_that_does_not_slice_its_batch_is_refused(ring: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import parallel_state
 
-    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.micro_batch import MicroBatch
+    from cp_plugin.megatron.state import STATE
 
+    cp = ContextParallel("ring", mesh=TraceMesh({"cp": 2}, 1))
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     with pytest.raises(ValueError, match=r"without slicing its batch with megatron\.core\.utils\.get_batch_on_this"):
-        runtime.require_sliced_batch()
-    runtime.note_batch_sliced()
-    runtime.require_sliced_batch()
-    runtime.note_batch_sliced(False)
+        MicroBatch.attended(cp, None, 8, layer=1)
+    MicroBatch.cut(cp, None, 8)
+    MicroBatch.attended(cp, None, 8, layer=1)
+    STATE.cut.any = False
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
-    runtime.require_sliced_batch()  # a later stage receives hidden states, not tokens
+    MicroBatch.attended(cp, None, 8, layer=1)  # a later stage receives hidden states, not tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from state_space_kernels import STATES
@@ -55,8 +56,8 @@ def _documents_run_on() -> None:
     from cp_plugin.megatron.patches import delta_net
 
     attend = delta_net.attend
-    delta_net.attend = lambda layer, cp, projected, bounds, unit=None: attend(
-        layer, cp, projected, None if unit is None else bounds, unit
+    delta_net.attend = lambda layer, batch, projected, unit=None: attend(
+        layer, batch if unit else replace(batch, documents=None), projected, unit
     )
 
 

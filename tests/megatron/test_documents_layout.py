@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,19 +54,20 @@ def test_the_distributed_optimizer_and_checks_of_later_steps() -> None:
     same_losses(got, train(1, f"{PACKS} {OVERLAP}", steps=STEPS, prepare=short_documents))
 
 
-FORGETFUL = {"attention": "on_pack", "batch": "_on_pack", "rope": "apply_rotary_pos_emb_thd", "prediction": "_rolled"}
+FORGETFUL = {"attention": "attended", "batch": "cut", "rope": "replace_apply_rotary_thd", "prediction": "_rolled"}
 
 
 def _unplaced(where: str) -> None:
     """One place ignores that the pack has a layout of its own."""
-    from cp_plugin.megatron.patches import packing
+    from cp_plugin.megatron.micro_batch import MicroBatch
 
-    on_pack = packing.on_pack
+    find = MicroBatch.find
 
-    def forgetting(cp: ContextParallel, *pack: Any) -> ContextParallel:
-        return cp if sys._getframe(1).f_code.co_name == FORGETFUL[where] else on_pack(cp, *pack)
+    def forgetting(cp: ContextParallel, *pack: Any) -> MicroBatch:
+        found = find(cp, *pack)
+        return replace(found, cp=cp) if sys._getframe(1).f_code.co_name == FORGETFUL[where] else found
 
-    packing.on_pack = forgetting
+    MicroBatch.find = forgetting  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize(

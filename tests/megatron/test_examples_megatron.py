@@ -101,7 +101,7 @@ def _wrong(args: argparse.Namespace, settings: Settings, swapped: bool) -> list[
         first[-1], second[-1] = second[-1], first[-1]
         return found
 
-    def every_rank(out: list[Any], _: Any) -> None:
+    def every_rank(out: list[Any], _: Any, group: None) -> None:
         out[:] = [(tuple(mine[rank]), f"node{rank // 8}") for rank in range(world)]
 
     dist.all_gather_object = every_rank

@@ -37,6 +37,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Case, Result, assert_close, errors
+from test_packed_places import pack_of
 from thread_ranks import on_threads, run
 from training import check, train
 
@@ -46,34 +47,28 @@ from cp_plugin.testing.launch import RankError
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
+def padded_pack() -> Any:
+    """Documents of 5 and 7 tokens in places for 8 and 12."""
+    real, padded = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 20])
+    return pack_of(real, real, padded, padded)
+
+
 def test_megatron_4494_next_tokens_of_packed_documents() -> None:
     """Multi-token prediction shifted padded documents by their unpadded lengths."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     from cp_plugin.megatron.patches import mtp
 
-    real, padded = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 20])
-    packed = PackedSeqParams(
-        cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
-    )
     tokens = torch.arange(100, 124).view(1, 24)
-    following = mtp._rolled(ContextParallel("striped"), tokens, -1, 1, packed)[0].tolist()
+    following = mtp._rolled(ContextParallel("striped"), tokens, -1, 1, padded_pack())[0].tolist()
     assert following[:5] == [101, 102, 103, 104, 0] and following[8:15] == [109, 110, 111, 112, 113, 114, 0]
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_te_3331_padding_between_documents(causal: bool) -> None:
     """Padding after documents made outputs wrong and non-deterministic."""
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from cp_plugin.megatron.micro_batch import MicroBatch
 
-    from cp_plugin.megatron.patches import packing
-
-    real, padded = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 20])
-    packed = PackedSeqParams(
-        cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
-    )
-    bounds = packing.bounds(packed, 24)
-    assert bounds.tolist() == [0, 5, 8, 15, 20, 24]
+    bounds = MicroBatch.find(ContextParallel("striped"), padded_pack(), 24).bounds
+    assert bounds is not None and bounds.tolist() == [0, 5, 8, 15, 20, 24]
     case = Case(seq_length=24, heads=2, kv_heads=2, causal=causal, batch=1)
     q, k, v, _ = case.inputs()
     spoiled = [x.clone() for x in (k, v)]

@@ -83,10 +83,9 @@ def test_it_computes_what_the_self_check_expects(variant: str) -> None:
     from cp_plugin.megatron.selfcheck.attention_pass import attention_problems
 
     _start(variant)
-    tokens = torch.arange(96)
     for dtype in (torch.float32, torch.bfloat16):
         module = _module(_config(params_dtype=dtype), layer=2)
-        assert attention_problems(module, 96, tokens) == []
+        assert attention_problems(module, module.context_parallel, 96, torch.device("cpu")) == []
         assert all(weight.dtype == dtype for weight in module.parameters())
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import textbook
-import torch
+from test_positions import zigzag_angles
 from textbook import MLA, YARN
 from training import compare, stock, train
 
-from cp_plugin.placement.layouts import get_layout
 from cp_plugin.testing.launch import RankError
 
 STEPS = 2
@@ -20,13 +19,7 @@ STEPS = 2
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
-def _zigzag_angles() -> None:
-    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
-
-    def cut(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-        return get_layout("zigzag").shard(pos_emb, seq_dim, cp_group.size(), cp_group.rank())
-
-    yarn_rotary_pos_embedding.get_pos_emb_on_this_cp_rank = cut
+_zigzag_angles = partial(zigzag_angles, "yarn_rotary")
 
 
 def test_angles_of_another_layout_are_noticed() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_packed_places import pack_of
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
@@ -100,7 +101,7 @@ def roll(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     from cp_plugin.megatron.patches import mtp
 
     replaced = mtp.replace_roll_tensor(_roll_several)
-    monkeypatch.setattr(mtp, "_context_parallel", lambda group: group.cp)
+    monkeypatch.setattr(mtp.runtime, "context_parallel", lambda group: group.cp)
     monkeypatch.setattr(multi_token_prediction, "roll_tensor", replaced)
     return replaced
 
@@ -139,12 +140,9 @@ def test_gradients_of_two_ranks_are_those_of_one(roll: Callable[..., Any], per_t
 
 
 def test_several_tensors_are_rolled_at_once_and_filled(roll: Callable[..., Any]) -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     tokens = torch.arange(16).unsqueeze(0)
     ends = torch.tensor([0, 5, 16], dtype=torch.int32)
-    pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
-    for packed in (None, pack):
+    for packed in (None, pack_of(ends, ends)):
 
         def rolled(group: Group, packed: Any = packed) -> list[Tensor]:
             mine = group.rows(tokens)

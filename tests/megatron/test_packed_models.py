@@ -13,6 +13,7 @@ from test_memory_features import OVERLAP, STEPS, same_losses
 from torch import Tensor
 from training import PACKED, check, compare, short_documents, stock, train
 
+from cp_plugin import ContextParallel
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version, original
 from cp_plugin.testing.launch import RankError
@@ -67,18 +68,16 @@ def test_stages_in_between_have_the_bounds_of_documents(stages: int, flags: str)
     check(f"{flags} --micro-batch-size 1 {PACKS}", "--cp-provider striped", cp=2, ranks=stages, **as_theirs)
 
 
-def test_a_pack_of_unknown_length() -> None:
+def test_a_pack_of_unknown_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron then does not tell Mamba where states restart; the tokens after the last document are one more."""
+    from cp_plugin.megatron.micro_batch import MicroBatch
     from cp_plugin.megatron.patches import hybrid
 
+    alone = ContextParallel("ring", group=None)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5, 12]))
     assert packed.seq_idx is None
-    orders, hybrid._orders = hybrid._orders, lambda tokens, *where: hybrid._Orders(*2 * [torch.arange(tokens)])
-    try:
-        undo = hybrid.replace_undo(original(hybrid.REORDER))
-        undo(torch.zeros(16, 1, 4), 2, packed)
-    finally:
-        hybrid._orders = orders
+    monkeypatch.setattr(hybrid, "_batch", lambda tokens, size, packed: MicroBatch.find(alone, packed, tokens))
+    hybrid.replace_undo(original(hybrid.REORDER))(torch.zeros(16, 1, 4), 2, packed)
     assert packed.seq_idx.tolist() == [5 * [1] + 7 * [2] + 4 * [3]]
 
 

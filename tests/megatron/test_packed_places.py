@@ -21,12 +21,29 @@ PACKS = {
 }
 
 
-def rope(cp: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> Any:
+def rotary(cp: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> Any:
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.patches import packing
+    from cp_plugin.megatron.patches import patching, rope
 
     monkeypatch.setattr(runtime, "context_parallel", lambda group=None, kind=None: cp)
-    return packing.replace_apply_rotary_thd(lambda *_: None)  # type: ignore[arg-type,return-value]
+    patch = rope.replace_apply_rotary_thd
+    return patch(patching.original(patch.target))
+
+
+def pack_of(*given: Tensor) -> Any:
+    """Bounds of queries, keys, and both with padding."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    return PackedSeqParams(**dict(zip(names, given, strict=False)))
+
+
+def bounds_of(packed: Any, tokens: int = TOKENS) -> list[int]:
+    from cp_plugin.megatron.micro_batch import MicroBatch
+
+    found = MicroBatch.find(ContextParallel("ring", group=None), packed, tokens).bounds
+    assert found is not None
+    return found.tolist()
 
 
 def angles(length: int) -> Tensor:
@@ -58,18 +75,16 @@ def test_rope_begins_anew_in_each_document(pack: str, layout: str, size: int, mo
         want = turned(x, places, table)
         for index in range(size):
             cp = ContextParallel("all_gather", mesh=TraceMesh({"cp": size}, index), layout=layout)
-            got = rope(cp, monkeypatch)(cp.shard(x), bounds, table, cp_group=object())
+            got = rotary(cp, monkeypatch)(cp.shard(x), bounds, table, cp_group=object())
             torch.testing.assert_close(got, cp.shard(want), rtol=0, atol=0)
 
 
 def test_a_buffer_that_gets_the_next_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tensor, the same shape, other documents; and two micro-batches in turn."""
-    from cp_plugin.megatron.patches import packing
-
     cp = ContextParallel("ring", mesh=TraceMesh({"cp": 2}, 1), layout="zigzag")
-    apply, table, x = rope(cp, monkeypatch), angles(19), torch.randn(TOKENS, 3, 12, dtype=torch.float64)
+    apply, table, x = rotary(cp, monkeypatch), angles(19), torch.randn(TOKENS, 3, 12, dtype=torch.float64)
     buffer, other = torch.tensor([0, 5, 12, 24]), torch.tensor([0, 8, 9, 24])
-    packed = packing.PackedSeqParams(cu_seqlens_q=buffer, cu_seqlens_kv=buffer)
+    packed = pack_of(buffer, buffer)
 
     def check(bounds: Tensor, documents: list[int]) -> None:
         want = cp.shard(turned(x, in_documents(documents, 19), table))
@@ -78,26 +93,28 @@ def test_a_buffer_that_gets_the_next_micro_batch(monkeypatch: pytest.MonkeyPatch
     check(buffer, [0, 5, 12, 24])
     check(other, [0, 8, 9, 24])
     check(buffer, [0, 5, 12, 24])
-    assert packing.bounds(packed, TOKENS).tolist() == [0, 5, 12, 24]
+    assert bounds_of(packed) == [0, 5, 12, 24]
     buffer.copy_(torch.tensor([0, 1, 22, 24]))
     check(buffer, [0, 1, 22, 24])
-    assert packing.bounds(packed, TOKENS).tolist() == [0, 1, 22, 24]
+    assert bounds_of(packed) == [0, 1, 22, 24]
+    buffer.data.copy_(torch.tensor([0, 3, 22, 24]))  # past the version counter, like a broadcast
+    assert bounds_of(pack_of(buffer, buffer)) == [0, 3, 22, 24]
 
 
 def test_bounds_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron.patches import packing
+    from cp_plugin.megatron import micro_batch
 
-    read, calls = packing._read, []
-    monkeypatch.setattr(packing, "_read", lambda *given: (calls.append(1), read(*given))[1])
+    read, calls = micro_batch._same, []
+    monkeypatch.setattr(micro_batch, "_same", lambda *given: (calls.append(1), read(*given))[1])
     bounds = torch.tensor([0, 5, 24])
-    packed, other = (packing.PackedSeqParams(cu_seqlens_q=b, cu_seqlens_kv=b) for b in (bounds, bounds.clone()))
+    packed, other = (pack_of(b, b) for b in (bounds, bounds.clone()))
     for _ in range(3):
-        assert packing.bounds(packed, TOKENS).tolist() == packing.bounds(other, TOKENS).tolist() == [0, 5, 24]
-    assert len(calls) == 2
+        assert bounds_of(packed) == bounds_of(other) == [0, 5, 24]
+    assert len(calls) == 2 * 2, "without padding and with it"
     packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor([0, 7, 24])
-    assert packing.bounds(packed, TOKENS).tolist() == [0, 7, 24]
-    assert packing.bounds(packed, 2 * TOKENS).tolist() == [0, 7, 24, 48]
-    assert len(calls) == 4
+    assert bounds_of(packed) == [0, 7, 24]
+    assert bounds_of(packed, 2 * TOKENS) == [0, 7, 24, 48]
+    assert len(calls) == 2 * 4
 
 
 def test_a_batch_is_placed_by_its_padded_bounds() -> None:
@@ -105,47 +122,32 @@ def test_a_batch_is_placed_by_its_padded_bounds() -> None:
 
     cp = ContextParallel("needed", mesh=TraceMesh({"cp": 4}, 1), layout="documents")
     entries = {"tokens": torch.zeros(1, TOKENS), "cu_seqlens": torch.tensor([0, 5, 12])}
-    placed = {
-        name: batch._on_pack(cp, entries | more).layout
-        for name, more in {"real": {}, "padded": {"cu_seqlens_padded": torch.tensor([0, 8, 24])}}.items()
-    }
-    assert placed == {
-        "real": place_lengths(cp, [5, 7, 12]).layout,
-        "padded": place_lengths(cp, [8, 16]).layout,
-    }
+    padded = {"cu_seqlens_padded": torch.tensor([0, 8, 24])}
+    for given, lengths in ((entries, [5, 7, 12]), (entries | padded, [8, 16])):
+        assert batch._cut(cp, given).cp.layout == place_lengths(cp, lengths).layout
 
 
 def test_tensors_without_a_version_counter() -> None:
-    from cp_plugin.megatron.patches import packing
-
     with torch.inference_mode():
         bounds = torch.tensor([0, 5, 24])
-        packed = packing.PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-        assert packing.bounds(packed, TOKENS).tolist() == [0, 5, 24]
+        packed = pack_of(bounds, bounds)
+        assert bounds_of(packed) == [0, 5, 24]
         bounds[1] = 9
-        assert packing.bounds(packed, TOKENS).tolist() == [0, 9, 24]
+        assert bounds_of(packed) == [0, 9, 24]
 
 
-@pytest.mark.parametrize("which", ["cu_seqlens_kv", "cu_seqlens_kv_padded"])
-def test_keys_that_are_packed_otherwise_are_refused(which: str) -> None:
-    from cp_plugin.megatron.patches import packing
-
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    given = dict.fromkeys(names, torch.tensor([0, 8, 24])) | {which: torch.tensor([0, 9, 24])}
+@pytest.mark.parametrize("which", [1, 3], ids=["without padding", "with padding"])
+def test_keys_that_are_packed_otherwise_are_refused(which: int) -> None:
+    given = [torch.tensor([0, 9, 24] if place == which else [0, 8, 24]) for place in range(4)]
     with pytest.raises(ValueError, match=r"queries and keys are packed differently: .*\[0, 8, 24\] and \[0, 9, 24\]"):
-        packing.bounds(packing.PackedSeqParams(**given), TOKENS)
+        bounds_of(pack_of(*given))
 
 
 @pytest.mark.parametrize("padded", [[0, 5, 12, 24], [0, 5, 24]])
 def test_bounds_with_padding_in_place_of_those_without_are_refused(padded: list[int]) -> None:
     """They would make documents overlap."""
-    from cp_plugin.megatron.patches import packing
-
     wide, narrow = torch.tensor([0, 8, 16, 24]), torch.tensor(padded)
-    packed = packing.PackedSeqParams(
-        cu_seqlens_q=wide, cu_seqlens_kv=wide, cu_seqlens_q_padded=narrow, cu_seqlens_kv_padded=narrow
-    )
     with pytest.raises(
         ValueError, match=r"documents of \[8, 8, 8\] tokens are in places for \[5, .*: give their bounds"
     ):
-        packing.bounds(packed, TOKENS)
+        bounds_of(pack_of(wide, wide, narrow, narrow))

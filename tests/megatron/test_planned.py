@@ -120,7 +120,7 @@ def test_parameters_match_built_models(flags: str) -> None:
 
     assert weights.GATE_RANK == RANK
     (record,) = training.train(1, flags)
-    found, _ = planned.from_flags(words_of(flags), 1)
+    found = planned.read(words_of(flags), 1).model
     padding = 128 - found.vocab
     got = sum(weight.numel() for weight in record.weights.values())
     assert got == weights.parameters(found).total + 2 * padding * found.hidden
@@ -176,7 +176,7 @@ def test_divisions(flags: str, devices: int, expected: dict[str, Any]) -> None:
     ],
 )
 def test_kinds_of_layers(flags: str, letters: str, window: tuple[int, int] | None) -> None:
-    found, _ = planned.from_flags(f"{LLAMA} {flags}".split(), 8)
+    found = planned.read(f"{LLAMA} {flags}".split(), 8).model
     assert (found.attention_pattern, found.window) == (letters, window)
 
 
@@ -203,16 +203,16 @@ REFUSED = {
 @pytest.mark.parametrize("flags", REFUSED)
 def test_refusals_of_megatron_are_passed_on(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=REFUSED[flags]) as raised:
-        planned.from_flags(f"{LLAMA} {flags}".split(), 64)
+        planned.read(f"{LLAMA} {flags}".split(), 64)
     assert "Traceback" not in str(raised.value)
     assert capfd.readouterr() == ("", "")
 
 
 def test_missing_sizes() -> None:
     with pytest.raises(ValueError, match=r"--devices 0: training needs at least 1"):
-        planned.from_flags([], 0)
+        planned.read([], 0)
     with pytest.raises(ValueError, match=r"--micro-batch-size: Megatron stops at: assert args.micro_batch_size is not"):
-        planned.from_flags([], 8)
+        planned.read([], 8)
 
 
 def test_no_side_effects(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,18 +229,18 @@ def test_no_side_effects(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.
         return [dict(os.environ), list(sys.argv), replaced, global_vars._GLOBAL_ARGS, patching.installed()]
 
     before = state()
-    found, parallel = planned.from_flags(f"{LLAMA} --context-parallel-size 8 --cp-provider striped".split(), 64)
+    found, parallel = planned.read(f"{LLAMA} --context-parallel-size 8 --cp-provider striped".split(), 64)[:2]
     assert (found.layers, parallel.devices) == (32, 64)
     assert state() == before
     assert capfd.readouterr() == ("", "")
 
 
 def test_arguments_of_a_running_training(validated: Any) -> None:
-    """With the plugin's start-up hooks in place, which ``from_flags`` bypasses."""
+    """With the plugin's start-up hooks in place, which ``read`` bypasses."""
     from cp_plugin.megatron import runtime
 
     args = validated("--context-parallel-size 4 --cp-provider ring")
     found, parallel = planned.from_args(args, runtime.settings())
     assert (found.kv_heads, found.vocab, parallel.context, parallel.dtype) == (2, 127, 4, "float32")
-    again, same = planned.from_flags(words_of("--context-parallel-size 4 --cp-provider ring"), 4)
+    again, same = planned.read(words_of("--context-parallel-size 4 --cp-provider ring"), 4)[:2]
     assert (again, same) == (found, parallel)

@@ -37,7 +37,7 @@ SECOND = "in the second call only"
 SLICER = "megatron.core.utils:get_batch_on_this_cp_rank"
 BATCH = "cp_plugin.megatron.patches.batch:slice_batch"
 ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:get_pos_emb_on_this_cp_rank"
-OF_PACKS = "cp_plugin.megatron.patches.packing:in_documents"
+OF_PACKS = "cp_plugin.megatron.micro_batch:Documents.offset_of"
 ATTENTION = "cp_plugin.attention.api:ContextParallel"
 MESH = "cp_plugin.comm:GroupMesh"
 
@@ -100,7 +100,7 @@ rope_begins_at_1 = planted(ROPE, "rope_begins_at_1")(
     lambda cut: lambda emb, dim, group: cut(emb.roll(1, dim), dim, group)
 )
 packed_rope_goes_on = planted(OF_PACKS, "packed_rope_goes_on")(  # the second document continues the first
-    lambda _: lambda positions, bounds: positions
+    lambda _: lambda documents, positions: positions
 )
 
 
@@ -237,15 +237,15 @@ def saved_for_the_backward_in_one_buffer(attend: Any) -> Any:
     return wrong
 
 
-@planted("cp_plugin.megatron.patches.packing:bounds")
+@planted("cp_plugin.megatron.micro_batch:Documents.bounds")
 def bounds_of_the_first_pack(bounds: Any) -> Any:
     first = list[Tensor]()
 
-    def wrong(packed: Any, tokens: int) -> Tensor:
-        first.append(bounds(packed, tokens))
+    def wrong(documents: Any) -> Tensor:
+        first.append(bounds.func(documents))
         return first[0]
 
-    return wrong
+    return property(wrong)
 
 
 class Fault(NamedTuple):

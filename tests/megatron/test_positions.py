@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -40,16 +41,21 @@ def test_multimodal_rope(layout: str) -> None:
     check(MULTIMODAL, usp, cp=2, prepare=_three_ids_per_token, alone=_three_ids_per_token)
 
 
-def _zigzag_angles() -> None:
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
+def zigzag_angles(kind: str) -> None:
+    """Slice the angles of a kind of embeddings as Megatron does."""
 
     def cut(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
         return get_layout("zigzag").shard(pos_emb, seq_dim, cp_group.size(), cp_group.rank())
 
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = cut
+    module = importlib.import_module(f"megatron.core.models.common.embeddings.{kind}_pos_embedding")
+    module.get_pos_emb_on_this_cp_rank = cut  # type: ignore[attr-defined]
 
 
 def test_multimodal_angles_of_another_layout_are_noticed() -> None:
     """Planted fault."""
     with pytest.raises(RankError, match="differs from the step on one rank"):
-        train(2, f"{MULTIMODAL} {STRIPED}", prepare=lambda: (_three_ids_per_token(), _zigzag_angles()))
+        train(
+            2,
+            f"{MULTIMODAL} {STRIPED}",
+            prepare=lambda: (_three_ids_per_token(), zigzag_angles("rotary")),
+        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.inference import decoding_layers
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
+from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.rules import inference as rules
+from cp_plugin.megatron.state import STATE
 
 _CONTINUED = (AnyCoreAttention, DotProductAttention)
 """The plugin's attention and, without context parallelism, Megatron's own."""
@@ -241,8 +243,10 @@ def decoding(model: torch.nn.Module, *, batch: int, context: int, fp8: bool = Fa
     device = next(model.parameters()).device
     session = Session(cp, batch=batch, capacity=capacity, group=group, fp8=fp8, device=device)
     so_far = Decoding(model, session)
-    runtime.note_batch_sliced()
-    with _replaced(_in(model, so_far)):
+    STATE.cut.any = True
+    with ExitStack() as back:
+        for owner, name, value in list(_in(model, so_far)):
+            back.callback(patching.lend(owner, name, value))
         yield so_far
 
 
@@ -271,25 +275,8 @@ def _without_mtp(module: torch.nn.Module) -> dict[str, Any]:
     return {"mtp_process": False, "config": plain}
 
 
-@contextmanager
-def _replaced(changes: Iterator[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes of objects inside the block."""
-    missing, before = object(), []
-    for thing, name, value in list(changes):
-        before.append((thing, name, thing.__dict__.get(name, missing)))
-        thing.__dict__[name] = value
-    try:
-        yield
-    finally:
-        for thing, name, value in reversed(before):
-            if value is missing:
-                del thing.__dict__[name]
-            else:
-                thing.__dict__[name] = value
-
-
 def _attend(step: Callable[..., Tensor], layer: AnyCoreAttention) -> Callable[..., Tensor]:
-    return lambda cp, query, key, value, *, causal: step(layer, query, key, value)
+    return lambda batch, query, key, value, *, causal: step(layer, query, key, value)
 
 
 def _forward(so_far: Decoding, layer: DotProductAttention) -> Callable[..., Tensor]:

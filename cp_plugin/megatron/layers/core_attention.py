@@ -10,8 +10,6 @@ for packed documents (THD) without b.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling as scaling
-from cp_plugin.megatron.patches import packing, patching
+from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.rules import layers as rules
 from cp_plugin.methods.protocol import Kind
 
@@ -127,34 +125,19 @@ class AnyCoreAttention(MegatronModule):
         layout = self.context_parallel.layout.name
         call = query, key, attention_mask, mask_type, attention_bias, packed_seq_params, layout
         rules.check_call(self.layer_number, runtime.settings(), *call)
-        if self.context_parallel.size > 1:
-            runtime.require_sliced_batch()
-        causal = rules.CAUSAL[mask_type.name]
-        cp = self.on_pack(packed_seq_params, query.size(0))
+        causal, batch = rules.CAUSAL[mask_type.name], self.micro_batch(packed_seq_params, query.size(0))
         if packed_seq_params is None:
-            runtime.require_documents(self.layer_number)
-            return self.attend(cp, query, key, value, causal=causal).flatten(2)
-        patching.allow_packs()
-        bounds = packing.bounds(packed_seq_params, query.size(0) * cp.size)
+            return self.attend(batch, query, key, value, causal=causal).flatten(2)
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        return self.attend(cp, query, key, value, causal=causal, cu_seqlens=bounds).squeeze(1).flatten(1)
+        return self.attend(batch, query, key, value, causal=causal).squeeze(1).flatten(1)
 
-    def on_pack(self, packed: PackedSeqParams | None, tokens: int) -> ContextParallel:
-        """The context parallelism of one micro-batch; tokens: on this rank."""
+    def micro_batch(self, packed: PackedSeqParams | None, tokens: int) -> MicroBatch:
+        """Return the micro-batch of one call; tokens: on this rank."""
         cp = self.context_parallel
-        return packing.on_pack(cp, packing.places(packed), tokens * cp.size)
+        return MicroBatch.attended(cp, packed, tokens * cp.size, self.layer_number)
 
     @abstractmethod
-    def attend(
-        self,
-        cp: ContextParallel,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, batch: MicroBatch, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         """Attention of this rank's tokens to all: ``[s/cp, b, h, d]``."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -177,36 +160,18 @@ class CoreAttention(AnyCoreAttention):
         if self.scaling is not None:
             self.register_load_state_dict_pre_hook(scaling.load)
 
-    def attend(
-        self,
-        cp: ContextParallel,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        return cp.attention(
+    def attend(self, batch: MicroBatch, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        return batch.cp.attention(
             query,
             key,
             value,
             causal=causal,
             scale=self.softmax_scale,
             window=self.window,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=batch.bounds,
             sink=self.softmax_offset,
-            scaling=self.scaling if cp.options.fp8 == "compute" else None,
+            scaling=self.scaling if batch.cp.options.fp8 == "compute" else None,
         )
-
-    @contextmanager
-    def fresh_scaling(self) -> Iterator[None]:
-        """Inside the block, scale as in a first step; the block leaves no history behind."""
-        used, self.scaling = self.scaling, scaling.of_layer(self.config)
-        try:
-            yield
-        finally:
-            self.scaling = used
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None

@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import GroupMesh, axis_groups, connect
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.common import yaml_files
 from cp_plugin.core.hosts import describe
 from cp_plugin.core.problem import Problem
@@ -84,7 +85,7 @@ def create(
         mesh = GroupMesh(resolved.axes, mine, cp_group.rank())
         hosts = next(place.hosts for place in places if dist.get_rank() in place.ranks)
         resolved = replace(resolved, problem=replace(resolved.problem, hosts=hosts))
-        found["softmax"] = ContextParallel(resolved, mesh=_connected(mesh, resolved))
+        found["softmax"] = ContextParallel(resolved, group=cp_group, mesh=_connected(mesh, resolved))
     if "linear" in settings.kinds:
         found["linear"] = _linear(model.resolved["linear"], options, places, cp_group, found.get("softmax"))
     runtime.register(cp_group, found)
@@ -103,7 +104,7 @@ def _linear(
     mine = have | _make(options, places, axes, resolved.provider.extra_groups, without=have)
     ledger = None if beside is None else beside.mesh.ledger
     mesh = GroupMesh(axes, mine, cp_group.rank(), ledger)
-    cp = ContextParallel(resolved, mesh=_connected(mesh, resolved))
+    cp = ContextParallel(resolved, group=cp_group, mesh=_connected(mesh, resolved))
     length = cp.layout.divisor(cp.size)
     if beside is not None and not torch.equal(beside.positions(length), cp.positions(length)):
         raise ValueError(
@@ -183,8 +184,7 @@ def _all_places(cp_group: dist.ProcessGroup) -> list[_Place]:
 
     Gathered from the ranks, so that any rank order and any placement by the launcher is right.
     """
-    everyone: list[tuple[Sequence[int], str]] = [((), "")] * dist.get_world_size()
-    dist.all_gather_object(everyone, (dist.get_process_group_ranks(cp_group), socket.gethostname()))
+    everyone = gather_objects((dist.get_process_group_ranks(cp_group), socket.gethostname()))
     groups = sorted({tuple(ranks) for ranks, _ in everyone})
     return [_Place(ranks, tuple(everyone[rank][1] for rank in ranks)) for ranks in groups]
 
@@ -205,13 +205,11 @@ def _for_the_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -
     }
     if all(choice.options == choices[mine].options for choice in choices.values()):
         return choices[mine]
-    if dist.get_rank() == 0:
-        shown = "; ".join(f"{list(place.ranks)}: {describe(place.hosts)}" for place in list(examples)[:4])
-        print(
-            f"cp_plugin: warning: the context-parallel groups are spread over the hosts in different ways ({shown}), "
-            f"so --cp-provider {settings.provider} chooses as if the hosts were unknown",
-            flush=True,
-        )
+    shown = "; ".join(f"{list(place.ranks)}: {describe(place.hosts)}" for place in list(examples)[:4])
+    runtime.print_notice(
+        f"warning: the context-parallel groups are spread over the hosts in different ways ({shown}), so --cp-provider "
+        f"{settings.provider} chooses as if the hosts were unknown"
+    )
     return without
 
 

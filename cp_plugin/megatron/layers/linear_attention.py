@@ -21,6 +21,7 @@ from cp_plugin.linear.variants import Heads, LinearAttention
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.layers.gate import Gate
+from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.rules import layers as rules
 
 
@@ -69,16 +70,7 @@ class LinearCoreAttention(AnyCoreAttention):
             set_tensor_model_parallel_attributes(weight, True, 0, 1)
         self.gate = Gate(config, heads, self.tp_group) if linear.kind.gated else None
 
-    def attend(
-        self,
-        cp: ContextParallel,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, batch: MicroBatch, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         if not causal:
             raise ValueError(f"layer {self.layer_number}: linear attention is causal, but got the mask type no_mask")
         gate = None
@@ -89,7 +81,7 @@ class LinearCoreAttention(AnyCoreAttention):
                     "get_query_key_value_tensors of Megatron's SelfAttention, which the --spec must use for this layer"
                 )
             value, gate = value.chunk(2, 3)
-        return self.linear(query, key, value, gate, cp, cu_seqlens)
+        return self.linear(query, key, value, gate, batch.cp, batch.bounds)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None

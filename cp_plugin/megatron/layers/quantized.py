@@ -148,11 +148,10 @@ def _converted(model: torch.nn.Module) -> None:
         if isinstance(module, QuantCoreAttention):
             STATE.quantized[module] = weakref.ref(model)
     linear = [str(module.layer_number) for module in attentions if module.kind == "linear"]
-    if linear and (not dist.is_initialized() or dist.get_rank() == 0):
-        print(
-            f"cp_plugin: layers {', '.join(linear)} have linear attention, which has no key/value cache: they get no "
-            f"{', '.join(NAMES)}",
-            flush=True,
+    if linear:
+        runtime.print_notice(
+            f"layers {', '.join(linear)} have linear attention, which has no key/value cache: they get no "
+            f"{', '.join(NAMES)}"
         )
 
 

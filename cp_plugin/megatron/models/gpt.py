@@ -25,7 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training import arguments, get_args, get_timers, pretrain
+from megatron.training import argument_utils, arguments, get_args, get_timers, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
@@ -74,7 +74,7 @@ def train() -> None:
         model_provider=build_model,
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=forward_step,
-        **compat.config_for_pretrain(pretrain),
+        cfg_container=argument_utils.pretrain_cfg_container_from_args(arguments.parse_and_validate_args()),
     )
 
 
@@ -131,8 +131,7 @@ def _shapes(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
 
 def _slice(batch: dict[str, Any]) -> dict[str, Any]:
     """This context-parallel rank's shard, by Megatron's function, looked up where it is replaced."""
-    function = utils.get_batch_on_this_cp_rank
-    return function(batch, cp_group=mpu.get_context_parallel_group(), **compat.not_hybrid(function))
+    return utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
 def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -251,7 +250,7 @@ def build_model(
         "pg_collection": pg_collection,
     }
     if args.hybrid_layer_pattern:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel  # since 0.18
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         from cp_plugin.megatron.models.hybrid import stack_spec
 

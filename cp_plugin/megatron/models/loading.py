@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from megatron.training import arguments, checkpointing, get_args, initialize, training
 
-from cp_plugin.megatron import compat, runtime
+from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 from cp_plugin.megatron.inference import saved_model
 from cp_plugin.megatron.models import gpt
@@ -59,7 +59,7 @@ def load() -> torch.nn.Module:
     gpt.refuse(arguments.parse_args())
     use_compiled_helper()
     try:
-        compat.parse_before_initialize()
+        arguments.parse_and_validate_args()
         initialize.initialize_megatron()
     except AssertionError as error:
         raise ValueError(f"Megatron refuses the flags: {error}") from error

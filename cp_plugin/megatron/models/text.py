@@ -14,6 +14,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args
 from torch import Tensor
 
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.common.text import ranks_named
 from cp_plugin.inference.request import Report, Request, Sampler
 from cp_plugin.megatron.cpu import mode as cpu
@@ -79,8 +80,7 @@ def encode(request: Request, tokens: Tokens) -> list[list[int]]:
 def require_agreement(request: Request, prompts: list[list[int]]) -> None:
     """ValueError on every rank if their requests differ."""
     mine = hashlib.sha256(repr((request, prompts)).encode()).hexdigest()
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine)
+    everywhere = gather_objects(mine)
     others = [rank for rank, digest in enumerate(everywhere) if digest != everywhere[0]]
     if others:
         raise ValueError(
@@ -136,8 +136,7 @@ def write(
         done = time.perf_counter()
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         held = rss if cpu.active() else torch.cuda.max_memory_allocated()
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (it.nbytes, held))
+        everywhere = gather_objects((it.nbytes, held))
         yield Report(
             tokens=texts,
             prompt_tokens=sum(lengths),

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches.patching import Call, replaces, wraps
 from cp_plugin.megatron.state import STATE
 from cp_plugin.placement.layouts import get_layout
@@ -88,9 +88,8 @@ def replace_get_thd_batch(call: Call) -> tuple[dict[str, Any], Any]:
 
 def _slice(batch: dict[str, Any], cp: ContextParallel, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Pad and slice a batch, in place."""
-    runtime.note_batch_sliced()
     batch = pad_batch(batch, cp)
-    cp = _on_pack(cp, batch)
+    cp = _cut(cp, batch).cp
     if STATE.first_batch is not None:
         compare, STATE.first_batch = STATE.first_batch, None
         compare(batch, group)
@@ -99,17 +98,10 @@ def _slice(batch: dict[str, Any], cp: ContextParallel, group: dist.ProcessGroup 
     return slice_batch(batch, cp)
 
 
-def _on_pack(cp: ContextParallel, batch: dict[str, Any]) -> ContextParallel:
-    """The layout of this batch; ValueError if it depends on documents whose bounds a training batch lacks."""
+def _cut(cp: ContextParallel, batch: dict[str, Any]) -> MicroBatch:
     where = batch.get("cu_seqlens") if batch.get("cu_seqlens_padded") is None else batch["cu_seqlens_padded"]
     tokens = next((x.size(1) for key in _BEHIND_THE_END if (x := batch.get(key)) is not None and x.dim() == 2), 0)
-    if where is None:
-        runtime.require_places(cp)
-        return cp
-    if not tokens:
-        return cp
-    packing.note_sliced(cp, where, tokens)
-    return packing.on_pack(cp, where, tokens)
+    return MicroBatch.cut(cp, where, tokens)
 
 
 def pad_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.convolution import short_convolution
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.megatron import compat, runtime
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches.patching import Call, installed, replaces
 
 FORWARD = "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward"
@@ -42,7 +41,12 @@ _OF_ANY_ATTENTION = (
     when=lambda run: run.settings.delta_net is not None,
 )
 def replace_forward(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Replaces ``GatedDeltaNet.forward``."""
+    """Replaces ``GatedDeltaNet.forward``.
+
+    Returns:
+        Outputs and the bias that Megatron adds later: ``[s/cp, b, h]`` and ``[h]`` or None; with sequence parallelism
+        ``[s/cp/tp, b, h]``.
+    """
     layer: Any = call["self"]
     context = call["inference_context"] or call["inference_params"]
     if context is not None:
@@ -51,25 +55,7 @@ def replace_forward(call: Call) -> tuple[Tensor, Tensor | None]:
     groups = call.arguments.get("pg_collection") or layer.pg_collection
     cp = runtime.between_layers(runtime.context_parallel(groups.cp, "linear"))
     projected, _ = layer.in_proj(hidden)
-    tokens = projected.size(0) * cp.size
-    bounds = None if packed is None else packing.bounds(packed, tokens)
-    return computed(layer, packing.on_pack(cp, packing.places(packed), tokens), projected, bounds)
-
-
-def computed(
-    layer: Any,
-    cp: ContextParallel,
-    projected: Tensor,
-    bounds: Tensor | None,
-    unit: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """All of a layer after its input projection; arguments as of ``attend``.
-
-    Returns:
-        Outputs and the bias that Megatron adds later: ``[s/cp, b, h]`` and ``[h]`` or None; with sequence parallelism
-        ``[s/cp/tp, b, h]``.
-    """
-    out, gate = attend(layer, cp, projected, bounds, unit)
+    out, gate = attend(layer, MicroBatch.find(cp, packed, projected.size(0) * cp.size), projected)
     return layer.out_proj(layer._apply_gated_norm(out, gate).view(*out.shape[:2], -1))
 
 
@@ -84,17 +70,12 @@ def replaced(module: torch.nn.Module) -> bool:
 
 
 def attend(
-    layer: Any,
-    cp: ContextParallel,
-    projected: Tensor,
-    bounds: Tensor | None,
-    unit: Callable[[Tensor], Tensor] | None = None,
+    layer: Any, batch: MicroBatch, projected: Tensor, unit: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Convolution and delta rule of one layer.
 
     Args:
         projected: of this rank's tokens: ``[s/cp, b, q + k + v + z + beta + alpha]``.
-        bounds: of the documents of a pack; None: no pack.
         unit: scales queries and keys to a norm of 1; None: Megatron's kernel.
 
     Returns:
@@ -103,7 +84,7 @@ def attend(
     keys, values, heads = layer.qk_dim_local_tp, layer.v_dim_local_tp, layer.num_v_heads_local_tp
     mixed, gate, beta, alpha = projected.split((2 * keys + values, values, heads, heads), 2)
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
-    mixed = layer.act_fn(short_convolution(cp, mixed, weight, bias, cu_seqlens=bounds))
+    mixed = layer.act_fn(short_convolution(batch.cp, mixed, weight, bias, cu_seqlens=batch.bounds))
     both, v = mixed.split((2 * keys, values), 2)
     both = both.unflatten(2, (-1, layer.key_head_dim))
     if layer.use_qk_l2norm:
@@ -114,4 +95,5 @@ def attend(
     wide = accumulation_dtype(alpha.dtype)
     decay = -layer.A_log.to(wide).exp() * softplus(alpha.to(wide) + layer.dt_bias)
     scale = layer.key_head_dim**-0.5
-    return cp.linear_attention(q, k, v, decay, beta=beta.sigmoid(), scale=scale, cu_seqlens=bounds), gate
+    out = batch.cp.linear_attention(q, k, v, decay, beta=beta.sigmoid(), scale=scale, cu_seqlens=batch.bounds)
+    return out, gate

@@ -17,13 +17,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from cp_plugin.common.recent import Recent
 from cp_plugin.core.layout import KEPT_BYTES, Layout
 from cp_plugin.megatron import compat, runtime
-from cp_plugin.megatron.patches import delta_net, packing
+from cp_plugin.megatron.micro_batch import MicroBatch
+from cp_plugin.megatron.patches import delta_net
 from cp_plugin.megatron.patches.patching import Call, installed, replaces
 from cp_plugin.megatron.patches.run import Run
 
@@ -54,9 +56,10 @@ def replace_undo(call: Call) -> Tensor:
     Mamba calls it before it reads ``seq_idx``, which Megatron omits for packs of unknown length.
     """
     x, packed = call["input_"], call["packed_seq_params"]
-    if packed is not None:
-        packed.seq_idx = packing.numbers(packed, x.size(0), x.device)
-    return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"], packing.places(packed)).there)
+    batch = _batch(x.size(0), call["cp_size"], packed)
+    if batch.documents is not None:
+        packed.seq_idx = batch.documents.numbers.to(x.device)
+    return x.index_select(0, _orders(batch, x.device).there)
 
 
 @replaces(
@@ -69,8 +72,8 @@ def replace_undo(call: Call) -> Tensor:
 )
 def replace_redo(call: Call) -> Tensor:
     """Replaces ``_redo_attention_load_balancing``: from token order to concatenated shards."""
-    x, where = call["input_"], packing.places(call["packed_seq_params"])
-    return x.index_select(0, _orders(x.size(0), x.device, call["cp_size"], where).back)
+    x = call["input_"]
+    return x.index_select(0, _orders(_batch(x.size(0), call["cp_size"], call["packed_seq_params"]), x.device).back)
 
 
 @replaces(
@@ -85,7 +88,7 @@ def replace_redo(call: Call) -> Tensor:
 def replace_packed_order(call: Call) -> tuple[Tensor, Tensor]:
     """Replaces ``_build_thd_cp_a2a_perm``: both permutations of a pack, for gated delta net."""
     where = call["cu_seqlens"]
-    return _orders(call["t_global"], where.device, call["cp_size"], where)
+    return _orders(_batch(call["t_global"], call["cp_size"], where), where.device)
 
 
 @replaces(
@@ -101,7 +104,10 @@ def replace_packed_order(call: Call) -> tuple[Tensor, Tensor]:
 def replace_resolve_cu_seqlens(call: Call) -> Tensor:
     """Replaces ``_resolve_cu_seqlens``: documents of any length, and padding after the last."""
     padded = call["cu_seqlens_padded"]
-    return packing.starts(call["cu_seqlens_actual"] if padded is None else padded, call["total_seq_len"])
+    places = call["cu_seqlens_actual"] if padded is None else padded
+    found = MicroBatch.find(runtime.context_parallel(), places, call["total_seq_len"]).documents
+    assert found is not None, "the bounds of a pack"
+    return found.starts
 
 
 def keeps_layout(module: torch.nn.Module) -> bool:
@@ -126,11 +132,15 @@ class _Orders(NamedTuple):
     """Row -> token."""
 
 
-def _orders(tokens: int, device: torch.device, size: int, where: Tensor | None) -> _Orders:
-    """where: documents of a pack begin."""
-    cp = packing.on_pack(runtime.between_layers(runtime.context_parallel()), where, tokens)
+def _batch(tokens: int, size: int, packed: PackedSeqParams | Tensor | None) -> MicroBatch:
+    """The micro-batch of a layer on so many context-parallel ranks; other args as of ``MicroBatch.find``."""
+    cp = runtime.between_layers(runtime.context_parallel())
     assert cp.size == size, f"states of {size} context-parallel ranks in a model of {cp.size}"
-    asked = cp.layout, cp.numbers, tokens, device
+    return MicroBatch.find(cp, packed, tokens)
+
+
+def _orders(batch: MicroBatch, device: torch.device) -> _Orders:
+    asked = batch.cp.layout, batch.cp.numbers, batch.tokens, device
     return _kept.get(asked, lambda: _of_layout(*asked))
 
 

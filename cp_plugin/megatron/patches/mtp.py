@@ -20,9 +20,8 @@ from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.shift import shift
-from cp_plugin.comm import WHOLE, GroupMesh, connect
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.patches import packing
+from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches.patching import Call, replaces, wraps
 from cp_plugin.megatron.patches.run import Run
 
@@ -34,15 +33,14 @@ def _rolled(
     cp: ContextParallel, x: Tensor, dim: int, by: int, packed: PackedSeqParams | None, fill: float = 0
 ) -> Tensor:
     """``x`` shifted along the sequence, or within each document of a pack, and filled at the ends."""
-    tokens = x.size(dim) * cp.size
-    cp = packing.on_pack(cp, packing.places(packed), tokens)
-    shifted = shift(cp, x, dim, by)
-    if packed is None and not fill:
+    batch = MicroBatch.find(cp, packed, x.size(dim) * cp.size)
+    shifted, documents = shift(batch.cp, x, dim, by), batch.documents
+    if documents is None and not fill:
         return shifted
-    places = cp.positions(tokens, x.device)
-    within = places + by < tokens
-    if packed is not None:
-        within &= packing.document_of(places, packed) == packing.document_of(places + by, packed)
+    places = batch.positions(x.device)
+    within = places + by < batch.tokens
+    if documents is not None:
+        within &= documents.number_of(places) == documents.number_of(places + by)
     return shifted.movedim(dim, -1).where(within, fill).movedim(-1, dim)
 
 
@@ -94,7 +92,7 @@ def replace_roll_tensor(call: Call) -> Any:
     if _alone(group) or any(x is None for x in tensors):
         _require_alone(group)
         return call.original()
-    cp, fills = _context_parallel(group), call.arguments.get("fill_values") or [0] * len(tensors)
+    cp, fills = runtime.context_parallel(group), call.arguments.get("fill_values") or [0] * len(tensors)
     rolled = []
     for x, fill in zip(tensors, fills, strict=True):
         following = getattr(x, _FOLLOWING, None)
@@ -118,20 +116,11 @@ def replace_process_mtp_loss(call: Call) -> Tensor:
     tokens, packed = call.arguments.get("input_ids"), call["packed_seq_params"]
     if _alone(group) or (labels is None and tokens is None):
         return call.original()
-    cp = _context_parallel(group)
+    cp = runtime.context_parallel(group)
     mask = torch.ones_like(tokens if labels is None else labels, dtype=torch.float32) if mask is None else mask
     if labels is None:  # as in reinforcement learning: labels are the next tokens
         labels, mask = (_rolled(cp, x, -1, 1, packed) for x in (tokens, mask))
     return call.original(labels=labels, loss_mask=_with_following(mask, call["config"].mtp_num_layers, cp, packed))
-
-
-def _context_parallel(group: dist.ProcessGroup) -> ContextParallel:
-    """With Megatron's group for the shift, where the provider has no group of all ranks."""
-    cp = runtime.context_parallel(group)
-    if isinstance(cp.mesh, GroupMesh) and WHOLE not in cp.mesh.groups:
-        connect({WHOLE: group}, cp.mesh.watch)  # a shift may be between some of the ranks only
-        cp.mesh.groups[WHOLE] = group
-    return cp
 
 
 def _require_alone(group: dist.ProcessGroup | None) -> None:

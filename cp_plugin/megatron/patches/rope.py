@@ -6,11 +6,13 @@ have changed. ``MultimodalRotaryEmbedding`` computes angles from the position id
 
 from __future__ import annotations
 
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch import Tensor
 
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches.patching import Call, replaces, wraps
 
 
@@ -40,6 +42,36 @@ def replace_set_cos_sin_cache(call: Call) -> None:
     Only MLA's fused rotation reads it, which the plugin switches off. The table is sharded as a sequence of
     ``original_max_position_embeddings`` tokens: wrong for shorter sequences, and not divisible by every layout.
     """
+
+
+@replaces(
+    "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
+    "layout of RoPE, packed documents",
+    "t cu_seqlens freqs cp_group",
+    optional="rotary_interleaved mla_rotary_interleaved multi_latent_attention mscale max_seqlen inverse",
+    called_by="attention layers",
+    otherwise="tokens of packed documents would be rotated by other tokens' angles",
+    late=True,
+)
+def replace_apply_rotary_thd(call: Call) -> Tensor:
+    """Replaces ``_apply_rotary_pos_emb_thd``: any layout of the pack, documents of any length.
+
+    ``freqs`` cover the whole pack (for images) or the longest document: told apart by ``max_seqlen`` since 0.20, by
+    their number before.
+    """
+    given = dict(call.arguments)
+    t, cu_seqlens, freqs, group = (given.pop(name) for name in ("t", "cu_seqlens", "freqs", "cp_group"))
+    longest = given.pop("max_seqlen", None)
+    if group is None:
+        raise ValueError("cp_group must be provided for THD format RoPE")
+    cp = runtime.context_parallel(group)
+    batch = MicroBatch.find(cp, cu_seqlens, t.size(0) * cp.size)
+    places = batch.positions(freqs.device)
+    of_the_pack = freqs.size(0) == batch.tokens if longest is None else freqs.size(0) > longest
+    if not of_the_pack and batch.documents is not None:
+        places = batch.documents.offset_of(places)
+    angles = freqs[places.clamp(max=freqs.size(0) - 1)]
+    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, **given).squeeze(1)
 
 
 def forget_cached_embeddings() -> None:

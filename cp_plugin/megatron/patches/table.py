@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cp_plugin.megatron.layers import fp8_scaling, gate, modelopt, spec
-from cp_plugin.megatron.patches import batch, delta_net, flops, hybrid, loss, mtp, packing, padding, recompute, rope
+from cp_plugin.megatron.patches import batch, delta_net, flops, hybrid, loss, mtp, padding, recompute, rope
 from cp_plugin.megatron.selfcheck import first_step, step
 from cp_plugin.megatron.startup import checkpoint, lifecycle
 
@@ -21,7 +21,7 @@ PROVIDER = (
     batch.replace_get_batches,
     rope.replace_get_pos_emb,
     rope.replace_set_cos_sin_cache,
-    packing.ROTARY,
+    rope.replace_apply_rotary_thd,
     mtp.replace_roll_tensor,
     mtp.replace_process_mtp_loss,
     loss.replace_calc_loss,

@@ -61,22 +61,12 @@ def question(flags: Sequence[str], devices: int) -> tuple[Model, Parallel, Allow
     return _in_fork(lambda args, settings: sizes.question(args, settings)[:3], flags, devices)
 
 
-def from_flags(flags: Sequence[str], devices: int) -> tuple[Model, Parallel]:
-    """The model and parallel sizes of a training.
+def read(flags: Sequence[str], devices: int) -> Planned:
+    """The model, parallel sizes and settings of a training.
 
     Args:
         flags: Megatron's and the plugin's command line without the script.
         devices: WORLD_SIZE of the training.
-
-    Raises:
-        ValueError: as ``read`` does.
-    """
-    planned = read(flags, devices)
-    return planned.model, planned.parallel
-
-
-def read(flags: Sequence[str], devices: int) -> Planned:
-    """Like ``from_flags``, with the plugin's settings.
 
     Raises:
         ValueError: with the message of a refusal by Megatron or the plugin, and for models that the planner does not

@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -34,12 +33,15 @@ from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from cp_plugin.attention.api import ContextParallel
 from cp_plugin.linear.variants import LinearAttention
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.layers.modelopt import unquantized
-from cp_plugin.megatron.patches import packing, patching
+from cp_plugin.megatron.micro_batch import MicroBatch
+from cp_plugin.megatron.patches import patching
 from cp_plugin.testing import oracle
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
@@ -96,23 +98,40 @@ def tolerance(dtype: torch.dtype, device: torch.device, *, linear: bool) -> floa
     return TOLERANCE_TF32 if device.type == "cuda" else TOLERANCE_LINEAR if linear else TOLERANCE[dtype]
 
 
-def attention_problems(module: AnyCoreAttention, tokens: int, mine: Tensor) -> list[str]:
+def attention_problems(
+    module: AnyCoreAttention, cp: ContextParallel, tokens: int, device: torch.device, *, packed: bool = False
+) -> list[str]:
     """Mismatches of a core attention module.
 
     Args:
+        cp: the run's, by which the layer should have its tokens.
         tokens: length of the whole sequence.
-        mine: positions of this rank's tokens.
+        packed: on packs of three documents, another one in every call, to find bounds that are reused.
     """
-    reference = linear_reference if isinstance(module, LinearCoreAttention) else softmax_reference
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return module(q, k, v, None, attn_mask_type=module.attn_mask_type)
 
     def call(number: int) -> Call:
-        whole = _random_inputs(module, tokens, mine.device, batch=2, seed=number)
-        return Call(attend, reference(module, mine), whole, [x[mine] for x in whole])
+        pack = pack_of(tokens, number, device) if packed else None
+        batch = MicroBatch.find(cp, pack, tokens)
+        mine, seed = batch.positions(device), number + (_PACKED if packed else 0)
+        whole = _random_inputs(module, tokens, device, batch=1 if packed else 2, seed=seed)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.squeeze(1) if packed else x for x in (q, k, v))
+            out = module(q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=pack)
+            return out.unsqueeze(1) if packed else out
+
+        if isinstance(module, LinearCoreAttention):
+            reference = linear_reference(module, mine)
+        else:
+            reference = softmax_reference(module, mine, None if pack is None else pack.cu_seqlens_q)
+        return Call(attend, reference, whole, [x[mine] for x in whole])
 
     return _compare(module, call)
+
+
+def packed_problems(module: CoreAttention, cp: ContextParallel, tokens: int, device: torch.device) -> list[str]:
+    """Mismatches on packs; args as of ``attention_problems``."""
+    return [f"packed {problem}" for problem in attention_problems(module, cp, tokens, device, packed=True)]
 
 
 def own_attention_problems(module: CoreAttention, tokens: int, device: torch.device) -> list[str]:
@@ -151,8 +170,7 @@ def own_attention_problems(module: CoreAttention, tokens: int, device: torch.dev
             got = own(*whole, mask if module.attn_mask_type == AttnMaskType.causal else None)
     except Exception as error:  # of code that nobody has seen
         text = f"Megatron's own attention was not compared: {type(error).__name__}: {error}"
-        if dist.get_rank() == 0:
-            print(f"cp_plugin: {text}", flush=True)
+        runtime.print_notice(text)
         return [text] if runtime.settings().strict else []
     want = softmax_reference(module, torch.arange(tokens, device=device))(*whole, torch.zeros_like(whole[0]))[0]
     error = _error(got, want.flatten(2))
@@ -168,25 +186,6 @@ def with_own_sink(module: CoreAttention) -> CoreAttention:
     twin._parameters = {"softmax_offset": torch.nn.Parameter(own)}
     twin._forward_pre_hooks, twin._forward_hooks = OrderedDict(), OrderedDict()
     return twin
-
-
-def packed_problems(module: CoreAttention, tokens: int, device: torch.device) -> list[str]:
-    """Mismatches of a softmax core attention on packs of three documents.
-
-    Every call has another pack, to find bounds that are reused. Args as in ``attention_problems``.
-    """
-
-    def call(number: int) -> Call:
-        packed = pack_of(tokens, number, device)
-        bounds, mine = packed.cu_seqlens_q, _placed(packed, tokens)
-        whole = _random_inputs(module, tokens, device, batch=1, seed=_PACKED + number)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return module(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=packed).unsqueeze(1)
-
-        return Call(attend, softmax_reference(module, mine, _documents(bounds)), whole, [x[mine] for x in whole])
-
-    return [f"packed {problem}" for problem in _compare(module, call)]
 
 
 def _random_inputs(module: AnyCoreAttention, tokens: int, device: torch.device, batch: int, seed: int) -> list[Tensor]:
@@ -222,7 +221,7 @@ def _compare(module: AnyCoreAttention, call: Callable[[int], Call]) -> list[str]
             back.enter_context(unquantized(module))
             back.enter_context(nullcontext() if limit else module.context_parallel.without_fp8())
             if isinstance(module, CoreAttention):
-                back.enter_context(module.fresh_scaling())
+                back.enter_context(patching.lent(module, scaling=fp8_scaling.of_layer(module.config)))
             problems = mismatches(calls, TOLERANCE_FP8[limit] if limit else allowed, " in the second call only")
         before = f"with --cp-fp8 {limit} " if limit else ""
         found += [f"{before}{'linear ' if linear else ''}{problem}" for problem in problems]
@@ -247,18 +246,6 @@ def pack_of(tokens: int, number: int, device: torch.device) -> PackedSeqParams:
     return packed
 
 
-def _documents(bounds: Tensor) -> Tensor:
-    """Each token's document index."""
-    return torch.repeat_interleave(torch.arange(bounds.numel() - 1, device=bounds.device), bounds.diff())
-
-
-def _placed(packed: PackedSeqParams, tokens: int) -> Tensor:
-    """Positions of this rank's tokens in the pack."""
-    where = packing.places(packed)
-    assert where is not None
-    return packing.on_pack(runtime.context_parallel(), where, tokens).positions(tokens, where.device)
-
-
 def _dtype(module: AnyCoreAttention) -> torch.dtype:
     quadratic = isinstance(module, LinearCoreAttention) and module.linear.variant.features.learned_norm
     return torch.float32 if quadratic else module.config.params_dtype
@@ -268,16 +255,17 @@ def _error(got: Tensor, want: Tensor) -> float:
     return ((got.flatten().double() - want.flatten()).norm() / want.norm()).item()
 
 
-def softmax_reference(module: CoreAttention, mine: Tensor, document: Tensor | None = None) -> Reference:
+def softmax_reference(module: AnyCoreAttention, mine: Tensor, bounds: Tensor | None = None) -> Reference:
     """The oracle's softmax attention for this module, in float64, without the plugin's kernels and methods.
 
     Args:
         mine: positions of the requested tokens.
-        document: each token's document index if packed.
+        bounds: of documents; None: not packed.
     """
 
     def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Sequence[Tensor]:
         place = torch.arange(q.size(0), device=q.device)
+        document = None if bounds is None else torch.bucketize(place, bounds, right=True)
 
         def hidden(rows: slice) -> Tensor:
             causal = module.attn_mask_type == AttnMaskType.causal

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_plugin import __version__
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
@@ -51,8 +52,7 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
         ValueError: on every rank, if any attention layer on any rank is not the plugin's.
     """
     mine = coverage(chunks, parallel_state.get_pipeline_model_parallel_rank()), _axis_ranks()
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = gather_objects(mine)
     found = union([one for one, _ in everyone])
     check(found)
     if dist.get_rank() == 0:

@@ -41,6 +41,45 @@ class Steps:
         return 0 if STATE.trial or step % self.every else step
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The checked call."""
+
+    step: int
+    _: KW_ONLY
+    layer: int = 0
+    cp: ContextParallel
+    group: dist.ProcessGroup | None
+    draw: random.Random  # in the same state on all ranks of the group
+    tp_rank: int = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        """The numbers of the group's ranks among all."""
+        return [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    @property
+    def hops(self) -> int:
+        """Roundings of a gradient that is summed between ranks."""
+        return self.cp.size if self.cp.options.gradient_dtype == "model" else 0
+
+    def of_all_ranks(self, x: Tensor) -> list[Tensor]:
+        """Every rank's tensor; collective over the group."""
+        if self.group is None or self.group.size() == 1:
+            return [x]
+        x = x.contiguous()
+        everyone = [torch.empty_like(x) for _ in range(self.group.size())]
+        dist.all_gather(everyone, x, group=self.group)
+        self.cp.mesh.ledger.record("all_gather", WHOLE, (self.group.size() - 1) * x.nbytes)
+        return everyone
+
+    @contextmanager
+    def booked(self) -> Iterator[None]:
+        """Record bytes under the phase of the check."""
+        with self.cp.mesh.ledger.phase(PHASE), torch.no_grad():
+            yield
+
+
 class Drawn:
     """A micro-batch of each checked step, and in it one of several layers, drawn alike by tensor-parallel ranks."""
 
@@ -66,36 +105,8 @@ class Drawn:
         self.earlier -= 1
         return self.earlier == -1
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The checked call."""
-
-    step: int
-    _: KW_ONLY
-    layer: int = 0
-    cp: ContextParallel
-    group: dist.ProcessGroup | None
-    draw: random.Random  # in the same state on all ranks of the group
-    tp_rank: int = 0
-
-    @property
-    def hops(self) -> int:
-        """Roundings of a gradient that is summed between ranks."""
-        return self.cp.size if self.cp.options.gradient_dtype == "model" else 0
-
-    def of_all_ranks(self, x: Tensor) -> list[Tensor]:
-        """Every rank's tensor; collective over the group."""
-        if self.group is None or self.group.size() == 1:
-            return [x]
-        x = x.contiguous()
-        everyone = [torch.empty_like(x) for _ in range(self.group.size())]
-        dist.all_gather(everyone, x, group=self.group)
-        self.cp.mesh.ledger.record("all_gather", WHOLE, (self.group.size() - 1) * x.nbytes)
-        return everyone
-
-    @contextmanager
-    def booked(self) -> Iterator[None]:
-        """Record bytes under the phase of the check."""
-        with self.cp.mesh.ledger.phase(PHASE), torch.no_grad():
-            yield
+    def place(self, cp: ContextParallel, group: dist.ProcessGroup | None, layer: Any = None) -> Place:
+        """Return the checked call: of this layer, or of none."""
+        tensor, number = getattr(layer, "tp_group", None), getattr(layer, "layer_number", 0)
+        rank = 0 if tensor is None else tensor.rank()
+        return Place(self.step, layer=number, cp=cp, group=group, draw=self.draw, tp_rank=rank)

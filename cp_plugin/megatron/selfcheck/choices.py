@@ -10,13 +10,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.core.layout import Layout
+from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.state import STATE
 from cp_plugin.placement.documents import DOCUMENTS
 
 _topk = torch.topk
@@ -37,7 +37,7 @@ class Choices:
             padded, tokens: lengths of the sequences, with padding and without.
             rows: of a micro-batch.
         """
-        packs = rows if STATE.model is not None and STATE.model.problem.documents else 1
+        packs = rows if runtime.packs() else 1
         free = layout.name == DOCUMENTS.name or packs > 1
         self._experts = bool(getattr(config, "num_moe_experts", None)) and not free
         cp, rank = (getattr(parallel_state, f"get_context_parallel_{what}")() for what in ("world_size", "rank"))
@@ -67,8 +67,7 @@ class Choices:
         with patching.lent(torch, topk=topk):
             yield
         group = parallel_state.get_tensor_and_context_parallel_group()
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, (self._mine, [one.cpu() for one in self._chosen]), group=group)
+        parts = gather_objects((self._mine, [one.cpu() for one in self._chosen]), group)
         shapes = {tuple(tuple(one.shape) for one in chosen) for _, chosen in parts}
         if len(shapes) > 1:
             return

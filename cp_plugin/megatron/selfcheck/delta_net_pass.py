@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.patches import delta_net, packing
+from cp_plugin.megatron.micro_batch import MicroBatch
+from cp_plugin.megatron.patches import delta_net
 from cp_plugin.megatron.selfcheck.attention_pass import Call, mismatches, tolerance
 
 _CALLS = 2
@@ -34,25 +36,25 @@ def _call(layer: Any, tokens: int, pack: PackedSeqParams | None, number: int, de
     """A call on projected hidden states ``[s, b, q + k + v + z + beta + alpha]``."""
     draw = torch.Generator().manual_seed(40 + number)
     dtype, heads = layer.config.params_dtype, layer.num_v_heads_local_tp
-    where, batch, packed = packing.places(pack), 2 if pack is None else 1, "" if pack is None else "packed "
+    rows, packed = (2, "") if pack is None else (1, "packed ")
     width = 2 * (layer.qk_dim_local_tp + layer.v_dim_local_tp + heads)
-    projected = torch.randn(tokens, batch, width, generator=draw).to(dtype)
+    projected = torch.randn(tokens, rows, width, generator=draw).to(dtype)
     projected[..., -heads:] -= _WEAKER
-    dout = torch.randn(tokens, batch, heads, layer.value_head_dim, generator=draw)
+    dout = torch.randn(tokens, rows, heads, layer.value_head_dim, generator=draw)
     whole = [x.to(device, dtype) for x in (projected, dout)]
     cp = runtime.between_layers(runtime.context_parallel(layer.pg_collection.cp, "linear"))
-    cp = packing.on_pack(cp, where, tokens)
-    mine, bounds = cp.positions(tokens, device), None if pack is None else packing.bounds(pack, tokens)
+    batch = MicroBatch.find(cp, pack, tokens)
+    mine = batch.positions(device)
 
     def reference(x: Tensor, dout: Tensor) -> list[Tensor]:
         x, alone = x.detach().double().requires_grad_(), ContextParallel("lasp2", group=None, backend="reference")
         with torch.enable_grad():
-            out, _ = delta_net.attend(_in_float64(layer), alone, x, bounds, unit=delta_net.unit)
+            out, _ = delta_net.attend(_in_float64(layer), replace(batch, cp=alone), x, unit=delta_net.unit)
             (grad,) = torch.autograd.grad(out, x, dout.double())
         return [y.detach()[mine] for y in (out, grad)]
 
     return Call(
-        attend=lambda x: delta_net.attend(layer, cp, x, bounds)[0],
+        attend=lambda x: delta_net.attend(layer, batch, x)[0],
         reference=reference,
         whole=whole,
         local=[x[mine] for x in whole],

@@ -18,16 +18,16 @@ from math import ceil
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.comm.every_rank import gather_findings
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
-from cp_plugin.megatron.patches import delta_net
+from cp_plugin.megatron.patches import delta_net, patching
 from cp_plugin.megatron.selfcheck.attention_pass import (
     attention_problems,
     own_attention_problems,
@@ -36,6 +36,7 @@ from cp_plugin.megatron.selfcheck.attention_pass import (
     with_own_sink,
 )
 from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
+from cp_plugin.megatron.state import STATE
 
 _TOKENS = 32
 _TOKENS_PER_RANK = 2  # under a causal mask the gradient of the first query alone is zero
@@ -50,22 +51,19 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
         ValueError: on every rank, naming the wrong quantities and their ranks.
     """
     cp = runtime.context_parallel()
-    runtime.note_batch_sliced()  # no script has sliced a batch yet
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
+    tokens = tokens_for(cp.layout, cp.size, cuda=device.type == "cuda")
     try:
-        _refuse(_problems(chunks, cp, tokens_for(cp.layout, cp.size, cuda=device.type == "cuda"), device), cp)
+        with patching.lent(STATE.cut, any=True):  # no script has sliced a batch yet
+            _refuse(_problems(chunks, cp, tokens, device), cp)
     finally:
         cp.mesh.ledger.reset()
-        runtime.note_batch_sliced(False)
-    if dist.get_rank() == 0:
-        print("cp_plugin: self-check passed: attention matches a single rank, forward and backward", flush=True)
+    runtime.print_notice("self-check passed: attention matches a single rank, forward and backward")
 
 
 def _refuse(problems: list[str], cp: ContextParallel) -> None:
     """ValueError on every rank, if there are problems on any; collective over all ranks."""
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, problems)
-    failed = [f"rank {rank}: {'; '.join(found)}" for rank, found in enumerate(everyone) if found]
+    failed = [f"rank {rank}: {text}" for rank, text in gather_findings(problems).items()]
     if failed:
         more = f" (and {len(failed) - 4} more ranks)" if len(failed) > 4 else ""
         raise ValueError(
@@ -76,19 +74,17 @@ def _refuse(problems: list[str], cp: ContextParallel) -> None:
 
 
 def _problems(chunks: Sequence[torch.nn.Module], cp: ContextParallel, tokens: int, device: torch.device) -> list[str]:
-    typical = runtime.problem()
-    packed = typical is not None and typical.documents
     modules, problems = _without_gathered(chunks), []
     if (layer := next(filter(delta_net.replaced, modules), None)) is not None:
-        packs = [pack_of(tokens, number, device) for number in range(_PACKS)] if packed else []
+        packs = [pack_of(tokens, number, device) for number in range(_PACKS)] if runtime.packs() else []
         problems += delta_net_problems(layer, tokens, packs, device)
     for kind in (CoreAttention, LinearCoreAttention):
         if (attention := _first(modules, kind)) is not None:
-            problems += attention_problems(attention, tokens, cp.positions(tokens).to(device))
+            problems += attention_problems(attention, cp, tokens, device)
     if (attention := _first(modules, CoreAttention)) is not None:
         problems += own_attention_problems(attention, tokens, device)
-        if packed:
-            problems += packed_problems(attention, tokens, device)
+        if runtime.packs():
+            problems += packed_problems(attention, cp, tokens, device)
     return problems
 
 

@@ -21,6 +21,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cp_plugin.comm.every_rank import gather_findings
+from cp_plugin.common.text import group_ranks
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, wraps
@@ -167,15 +169,11 @@ def _expected(reports: Any) -> dict[str, tuple[float, float]]:
 
 def stop_if_any(found: list[str]) -> None:
     """StepError on all ranks, if any has found something; collective."""
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    by_text: dict[str, list[int]] = {}
-    for rank, texts in enumerate(everyone):
-        if texts:
-            by_text.setdefault("; ".join(texts), []).append(rank)
-    if not by_text:
+    by_rank = gather_findings(found)
+    if not by_rank:
         return
-    told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in list(by_text.items())[:3]]
+    ranks_of = group_ranks(list(by_rank.values()), list(by_rank))
+    told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in list(ranks_of.items())[:3]]
     stock, size = not runtime.settings().active, parallel_state.get_context_parallel_world_size()
     raise StepError(
         f"{runtime.settings().asked} on the {layout_of_run().name} layout: a step on {size} context-parallel ranks "

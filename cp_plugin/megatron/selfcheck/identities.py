@@ -33,7 +33,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention.convolution import Rows
@@ -118,7 +117,7 @@ class Identities:
         found = [x.contiguous().view(torch.int64) for x in everyone[len(self._dots) :]]
         wrong = []
         for name, left, arrived in zip(("forward", "backward"), found[::2], found[1::2], strict=False):
-            ranks = [0] if place.group is None else dist.get_process_group_ranks(place.group)
+            ranks = place.ranks
             pairs = [f"rank {ranks[to]} from rank {ranks[of]}" for of, to in (left != arrived.T).nonzero().tolist()]
             if pairs:
                 what = f"the halo of the short convolution's {name} is not what was sent"

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.selfcheck.restored import namespaces
 
@@ -39,10 +40,8 @@ class OneRank:
 
     def __init__(self) -> None:
         own = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
         self.size = len(own)
-        place = {rank: ranks.index(rank) for rank, ranks in enumerate(everyone)}
+        place = {rank: ranks.index(rank) for rank, ranks in enumerate(gather_objects(own))}
         known: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group, ranks in distributed_c10d._world.pg_group_ranks.items():
             known.setdefault(tuple(ranks), group)
@@ -93,42 +92,41 @@ class OneRank:
             roots: the model's chunks, and other objects that may hold process groups.
             args: Megatron's; None in other loops.
         """
-        undo: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        with ExitStack() as back:
 
-        def put(owner: MutableMapping[str, Any], name: str, value: Any) -> None:
-            undo.append((owner, name, owner[name]))
-            owner[name] = value
+            def put(owner: MutableMapping[str, Any], name: str, value: Any) -> None:
+                back.callback(owner.__setitem__, name, owner[name])
+                owner[name] = value
 
-        try:
+            back.callback(rope.forget_cached_embeddings)
             for module in patching.importers().values():
                 for name, value in list(vars(module).items()):
-                    if id(value) in self.to:
-                        put(vars(module), name, self.to[id(value)])
-                    elif isinstance(value, list) and any(id(one) in self.to for one in value):
-                        put(vars(module), name, [self.to.get(id(one), one) for one in value])
+                    if (new := self._swapped(value)) is not None:
+                        put(vars(module), name, new)
             for names in namespaces([*roots, args]):
-                self._swap(names, put)
+                for name, value in list(names.items()):
+                    if (new := self._of_one_rank(names, name, value)) is not None:
+                        put(names, name, new)
             rope.forget_cached_embeddings()
             yield
-        finally:
-            for owner, name, value in reversed(undo):
-                owner[name] = value
-            rope.forget_cached_embeddings()
 
-    def _swap(self, names: MutableMapping[str, Any], put: Callable[[MutableMapping[str, Any], str, Any], None]) -> None:
-        for name, value in list(names.items()):
-            if id(value) in self.to:
-                put(names, name, self.to[id(value)])
-            elif isinstance(value, list) and any(id(one) in self.to for one in value):
-                put(names, name, [self.to.get(id(one), one) for one in value])
-            elif type(value) is int and _SIZE.match(name) and value == self.size:
-                put(names, name, 1)
-            elif name in _OF_A_RANK and "cp_size" in names:
-                put(names, name, type(value)(self.size * one for one in value))
-            elif type(value) is int and _RANK.match(name):
-                put(names, name, 0)
-            elif not isinstance(value, torch.nn.Module) and (new := self._rebuilt(value)) is not None:
-                put(names, name, new)
+    def _swapped(self, value: Any) -> Any:
+        """The group, or groups, in the place of these; None: no such groups."""
+        if isinstance(value, list) and any(id(one) in self.to for one in value):
+            return [self.to.get(id(one), one) for one in value]
+        return self.to.get(id(value))
+
+    def _of_one_rank(self, names: Mapping[str, Any], name: str, value: Any) -> Any:
+        """The value in the place of one of these names; None: it stays."""
+        if (new := self._swapped(value)) is not None:
+            return new
+        if type(value) is int and _SIZE.match(name) and value == self.size:
+            return 1
+        if name in _OF_A_RANK and "cp_size" in names:
+            return type(value)(self.size * one for one in value)
+        if type(value) is int and _RANK.match(name):
+            return 0
+        return None if isinstance(value, torch.nn.Module) else self._rebuilt(value)
 
     def _rebuilt(self, helper: Any) -> Any:
         """A helper object that keeps what it was built from, built for one rank; None: of another kind."""

@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
@@ -37,7 +36,7 @@ from cp_plugin.linear.tokens import Tokens
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
-from cp_plugin.megatron.patches import delta_net, packing, patching
+from cp_plugin.megatron.patches import delta_net, patching
 from cp_plugin.megatron.selfcheck import rotation, slices
 from cp_plugin.megatron.selfcheck.attention_pass import TOLERANCE_FP8
 from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Place, Steps
@@ -111,19 +110,11 @@ class _Watch:
         elif inside.call is not None:
             self._linear(module, inside, inside.call)
 
-    def _place(self, module: Any, cp: ContextParallel) -> Place:
-        group = module.cp_group if isinstance(module, AnyCoreAttention) else module.pg_collection.cp
-        rank = 0 if module.tp_group is None else module.tp_group.rank()
-        return Place(
-            self._drawn.step, layer=module.layer_number, cp=cp, group=group, draw=self._drawn.draw, tp_rank=rank
-        )
-
     def _softmax(self, module: CoreAttention, call: Mapping[str, Any], out: Tensor) -> None:
         q, k, v = (call[name] for name in ("query", "key", "value"))
-        packed = call.get("packed_seq_params")
-        place = self._place(module, module.on_pack(packed, q.size(0)))
-        documents = None if packed is None else packing.bounds(packed, q.size(0) * module.context_parallel.size)
-        shape = (k.size(0), 1, k.size(1)) if packed is not None and k.dim() == 3 else k.shape
+        batch = module.micro_batch(call.get("packed_seq_params"), q.size(0))
+        place, documents = self._drawn.place(batch.cp, module.cp_group, module), batch.bounds
+        shape = (k.size(0), 1, k.size(1)) if documents is not None and k.dim() == 3 else k.shape
         identities = Identities(place, q, shape, documents)
         identities.watch({"q": q, "k": k, "v": v, "out": out}, SOFTMAX, shape[2])
         if not self._rows:
@@ -146,7 +137,8 @@ class _Watch:
         rows.check(q, out, exact)
 
     def _linear(self, module: Any, inside: Inside, call: LinearCall) -> None:
-        place = self._place(module, call.cp)
+        group = module.cp_group if isinstance(module, AnyCoreAttention) else module.pg_collection.cp
+        place = self._drawn.place(call.cp, group, module)
         identities = Identities(place, call.q, call.k.shape, call.documents, inside.exchanged)
         pairs = LINEAR if call.beta is None else DELTA_RULE
         identities.watch({"q": call.q, "k": call.k, "v": call.v, "out": call.out}, pairs, call.k.size(2))
@@ -286,11 +278,10 @@ class Rows:
         verdict = compare(got, want, self.rounding)
         rows = torch.where(verdict.wrong, self.at_rows, -1)
         mine = torch.cat((torch.stack((verdict.error, verdict.allowed)), rows.double()))
-        group, found = self.place.group, []
-        for index, (error, allowed, *at) in enumerate(torch.stack(self.place.of_all_ranks(mine)).tolist()):
+        everyone, found = torch.stack(self.place.of_all_ranks(mine)).tolist(), []
+        for rank, (error, allowed, *at) in zip(self.place.ranks, everyone, strict=True):
             wrong = sorted(int(token) for token in at if token >= 0)
             if wrong:
-                rank = index if group is None else dist.get_global_rank(group, index)
                 tokens = f"{len(wrong)} of {len(at)} rows (tokens {', '.join(map(str, wrong))})"
                 found.append(f"rank {rank}: {name} of {tokens} off by {error:.1e}, where rounding allows {allowed:.1e}")
         if found:

@@ -18,17 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer import multi_latent_attention as latent
 from torch import Tensor
 
 from cp_plugin.comm.every_rank import of_every_rank
+from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
-from cp_plugin.megatron.patches import packing, patching
-from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Place, Steps
+from cp_plugin.megatron.micro_batch import MicroBatch
+from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Steps
 
 _ROWS = 8
 _UNITS = 8.0
@@ -139,8 +140,8 @@ class _Watch:
         call.close()
         given = CALL.bind(core, *args, **named).arguments
         q, packed = given["query"], given.get("packed_seq_params")
-        cp = core.on_pack(packed, q.size(0))
-        place = Place(self._drawn.step, layer=core.layer_number, cp=cp, group=core.cp_group, draw=self._drawn.draw)
+        batch = core.micro_batch(packed, q.size(0))
+        place = self._drawn.place(batch.cp, core.cp_group, core)
         if len(call.rows) != 2:
             self._leave_out(call.layer, "a rotation fused with the projections")
             return
@@ -148,7 +149,7 @@ class _Watch:
             self._leave_out(call.layer, "another number of heads than attention")
             return
         with place.booked():
-            wrong = call.wrong(place, q, given["key"], packed)
+            wrong = call.wrong(batch, q, given["key"], packed)
             everyone = of_every_rank(place.cp.mesh, wrong).tolist()
         kind = type(call.layer)
         if kind not in self._armed and all(rows for rows, *_ in everyone):
@@ -156,8 +157,7 @@ class _Watch:
             return
         self._armed.add(kind)
         found = []
-        ranks = [dist.get_rank()] if place.group is None else dist.get_process_group_ranks(place.group)
-        for rank, (rows, token, error, allowed) in zip(ranks, everyone, strict=True):
+        for rank, (rows, token, error, allowed) in zip(place.ranks, everyone, strict=True):
             if rows:
                 found.append(
                     f"rank {rank}: {rows:.0f} of {call.count} rows of q or k, such as token {token:.0f}, off by "
@@ -177,8 +177,7 @@ class _Watch:
         self._layers = {other: x for other, x in self._layers.items() if type(other) is not kind}
         if not self._layers:
             self._drawn.steps = Steps(1, lambda: -1)
-        if dist.get_rank() == 0:
-            print(f"cp_plugin: --cp-check-every does not compare RoPE of {kind.__name__}: {why}", flush=True)
+        runtime.print_notice(f"--cp-check-every does not compare RoPE of {kind.__name__}: {why}")
 
 
 class _Call:
@@ -236,17 +235,15 @@ class _Call:
         same = after.shape[:2] == before.shape[:2] and before.size(2) in (1, after.size(2))
         return same and (self.angles.regrouped or before.size(3) == after.size(3))
 
-    def wrong(self, place: Place, q: Tensor, k: Tensor, packed: Any) -> Tensor:
+    def wrong(self, batch: MicroBatch, q: Tensor, k: Tensor, packed: Any) -> Tensor:
         """Number of wrong rows, then one wrong token, its error and limit: float64 ``[4]``."""
-        tokens = q.size(0) * place.cp.size
-        tokens_here = place.cp.positions(tokens)[self.at].to(q.device)
+        tokens_here = batch.positions(torch.device("cpu"))[self.at].to(q.device)
         positions, compared = tokens_here, torch.ones_like(tokens_here, dtype=torch.bool)
-        where = packing.places(packed)
-        if where is not None:
-            where = where.to(q.device)
-            positions = packing.in_documents(tokens_here, where)
+        if batch.documents is not None:
+            where = batch.documents.places.to(q.device)
+            positions = batch.documents.offset_of(tokens_here)
             compared = tokens_here < where[-1]  # padding behind the last document has no positions
-            if where.numel() > 2 and max(packed.max_seqlen_q, packed.max_seqlen_kv) >= tokens:
+            if where.numel() > 2 and max(packed.max_seqlen_q, packed.max_seqlen_kv) >= batch.tokens:
                 compared = torch.zeros_like(compared)  # Megatron before 0.20 counts through such a pack
         found = torch.zeros(4, dtype=torch.float64, device=q.device)
         for before, x in zip(self.rows, (q, k), strict=True):

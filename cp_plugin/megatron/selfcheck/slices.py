@@ -25,9 +25,9 @@ from megatron.core.models.common.language_module.language_module import Language
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm.every_rank import of_every_rank
+from cp_plugin.comm.every_rank import gather_objects, of_every_rank
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.selfcheck.checked_call import Drawn, Place, Steps
+from cp_plugin.megatron.selfcheck.checked_call import Drawn, Steps
 from cp_plugin.megatron.state import STATE
 
 _KEYS = {"tokens": "input_ids", "labels": "labels", "loss_mask": "loss_mask", "position_ids": "position_ids"}
@@ -75,12 +75,8 @@ def require_one_batch(batch: Mapping[str, Any], group: dist.ProcessGroup | None)
     whole = {key: x for key in _KEYS if isinstance(x := batch.get(key), Tensor) and x.dim() == 2}
     if group.size() == 1 or not whole:
         return
-    mine = torch.stack([digest(x, torch.arange(x.size(1), device=x.device)) for x in whole.values()])
-    if dist.get_backend(group) == "nccl":
-        mine = mine.cuda()
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    found, ranks = torch.stack(everyone).tolist(), dist.get_process_group_ranks(group)
+    mine = [int(digest(x, torch.arange(x.size(1), device=x.device))) for x in whole.values()]
+    found, ranks = gather_objects(mine, group), dist.get_process_group_ranks(group)
     common = max(found, key=found.count)
     others = [rank for rank, digests in zip(ranks, found, strict=True) if digests != common]
     if others:
@@ -122,7 +118,7 @@ class Slices:
         if not whole:
             return
         first = next(iter(whole.values()))
-        place = Place(self._drawn.step, cp=cp, group=group, draw=self._drawn.draw)
+        place = self._drawn.place(cp, group)
         with place.booked():
             everywhere = torch.arange(first.size(1), device=first.device)
             self._mine = cp.positions(first.size(1), first.device)
@@ -213,7 +209,7 @@ class Slices:
             elif what and key not in self._armed:
                 left_out.append(f"{key}, which in the first one {what}: the script may change them after slicing")
             self._armed.setdefault(key, not what)
-        if left_out and dist.get_rank() == dist.get_process_group_ranks(place.group)[0]:
+        if left_out and dist.get_rank() == place.ranks[0]:
             print(f"cp_plugin: --cp-check-every does not compare slices of {'; '.join(left_out)}", flush=True)
         if problems:
             raise BatchError(
@@ -239,5 +235,4 @@ class Slices:
         return "", False
 
     def _ranks(self, wrong: Any) -> str:
-        ranks = dist.get_process_group_ranks(self._place.group)
-        return ", ".join(f"rank {rank}" for rank, is_wrong in zip(ranks, wrong, strict=True) if is_wrong)
+        return ", ".join(f"rank {rank}" for rank, is_wrong in zip(self._place.ranks, wrong, strict=True) if is_wrong)

@@ -21,7 +21,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from megatron.training import global_vars
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import CoreAttention
@@ -58,7 +59,7 @@ from cp_plugin.megatron.selfcheck.readings import (
 )
 from cp_plugin.megatron.selfcheck.restored import restored
 from cp_plugin.megatron.selfcheck.tiny_batch import Looked, Strong, Tiny, noisy, owners, quiet
-from cp_plugin.megatron.state import STATE
+from cp_plugin.megatron.state import STATE, Model
 
 _FLOOR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Smallest limit of a gradient, relative to its norm."""
@@ -149,7 +150,7 @@ def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequen
         _not_compared(why)
         return iterators
     first_step.stop_if_any(found)
-    _print(f"self-check passed: {line}; {time.monotonic() - began:.1f} s")
+    runtime.print_notice(f"self-check passed: {line}; {time.monotonic() - began:.1f} s")
     return iterators
 
 
@@ -195,7 +196,7 @@ class _Step:
                 many = self._run()
             names = parameter_names(self.chunks, self.optimizer)
             before = one.used()
-            with one.alone(roots, self.args), self._unpadded():
+            with one.alone(roots, self.args), patching.lent(STATE, model=self._model(0)):  # as without padding
                 with choices.replayed():
                     alone = self._run()
                 moved: list[Result] = []
@@ -204,7 +205,7 @@ class _Step:
                     with choices.replayed():
                         moved.append(self._run(salt))
                     change = growth(moved, alone)
-                    if _any(change > min(_UNSTEADY, 500 * floor)):
+                    if any(gather_objects(change > min(_UNSTEADY, 500 * floor))):
                         raise RuntimeError(
                             "repeated, the step on one rank is another one: it draws random numbers of its own, or "
                             f"counts calls ({change:.1e} in half of the gradients here)"
@@ -212,12 +213,12 @@ class _Step:
                     found = differences(many, alone, moved, names, floor, self.size)
                     if choices.apart > 5 * floor:
                         found.append(f"routers choose other experts, whose scores differ by {choices.apart:.1e}")
-                    if not _any(bool(found)):
+                    if not any(gather_objects(bool(found))):
                         break
             measured = _any(change > 0)
             leaked, own = (after - earlier for after, earlier in zip(one.used(), before, strict=True))
             found += self._reduced_ones(scalers)
-        if _any(leaked > 0 or bool(found and own)):
+        if any(gather_objects(leaked > 0 or bool(found and own))):
             raise RuntimeError(
                 f"the step on one rank still used groups of context-parallel ranks ({leaked + own} times), so it is no "
                 f"reference{''.join(f'; {text}' for text in found)}"
@@ -289,16 +290,12 @@ class _Step:
         with restored(self.chunks):
             return reduced_ones(self.chunks, self.optimizer, partial(finalize, *one, **named), self._clear, scale)
 
-    @contextmanager
-    def _unpadded(self) -> Iterator[None]:
-        """In the block the model's sequences have no padding, as on one rank."""
-        model = STATE.model
-        if model is not None:
-            STATE.model = replace(model, problem=replace(model.problem, seq_length=self.tokens), padding=0)
-        try:
-            yield
-        finally:
-            STATE.model = model
+    def _model(self, padding: int) -> Model | None:
+        """The run's model with the tiny batch's length."""
+        if STATE.model is None:
+            return None
+        problem = replace(STATE.model.problem, seq_length=self.tokens + padding)
+        return replace(STATE.model, problem=problem, padding=padding)
 
     def _clear(self) -> None:
         for chunk in self.chunks:
@@ -309,13 +306,8 @@ class _Step:
     def _lent(self, scalers: Sequence[Any]) -> Iterator[None]:
         """In the block lengths are those of the tiny batch, and what is random or timed is off."""
         with ExitStack() as back:
-            for field in fields(STATE):
-                back.callback(setattr, STATE, field.name, getattr(STATE, field.name))
-            STATE.slices = STATE.first_batch = None
-            STATE.trial = True
-            if STATE.model is not None:
-                problem = replace(STATE.model.problem, seq_length=self.padded)
-                STATE.model = replace(STATE.model, problem=problem, padding=self.padded - self.tokens)
+            apart = {"slices": None, "first_batch": None, "cut": replace(STATE.cut), "trial": True}
+            back.enter_context(patching.lent(STATE, model=self._model(self.padded - self.tokens), **apart))
             lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
             if self.args is not None:  # of other loops: their batches tell the length
                 back.enter_context(patching.lent(self.args, **lengths))
@@ -330,13 +322,6 @@ class _Step:
                     back.enter_context(patching.lent(module, scaling=fp8_scaling.of_layer(module.config)))
                     back.callback(module.register_forward_pre_hook(Strong(), with_kwargs=True, prepend=True).remove)
             yield
-
-
-def _any(here: bool) -> bool:
-    """Whether something is so on any rank; collective."""
-    everyone = [False] * dist.get_world_size()
-    dist.all_gather_object(everyone, here)
-    return any(everyone)
 
 
 def _all_met(error: Exception | None) -> tuple[bool, str]:
@@ -364,13 +349,8 @@ def _not_compared(why: str) -> None:
     )
     if runtime.settings().strict:
         raise StepError(f"--cp-selfcheck strict: {text}. Use --cp-selfcheck once to train all the same")
-    _print(text)
+    runtime.print_notice(text)
 
 
 def _size() -> int:
     return parallel_state.get_context_parallel_world_size()
-
-
-def _print(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(f"cp_plugin: {text}", flush=True)

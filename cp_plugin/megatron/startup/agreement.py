@@ -9,10 +9,10 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from cp_plugin import __version__
-from cp_plugin.common.text import ranks_named
+from cp_plugin.comm.every_rank import gather_objects
+from cp_plugin.common.text import group_ranks, ranks_named
 from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.state import STATE
 
@@ -44,9 +44,7 @@ def require() -> None:
     args = global_vars._GLOBAL_ARGS if STATE.compared is None else STATE.compared
     if args is None:
         return
-    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, canonical(args))
-    if problem := difference(everyone):
+    if problem := difference(gather_objects(canonical(args))):
         raise ValueError(problem)
 
 
@@ -58,21 +56,13 @@ def canonical(args: argparse.Namespace) -> dict[str, str]:
 
 
 def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
-    """The message for flags that differ, or None."""
-    parts = differing(everyone, range(len(everyone)))
+    """Return the message for flags that differ, such as ``--seed is 0 on rank 0 and 1 on ranks 1-3``, or None."""
+    parts = []
+    for key in dict.fromkeys(key for one in everyone for key in one):
+        ranks_of = group_ranks([one.get(key, "missing") for one in everyone])
+        if len(ranks_of) > 1:
+            values = " and ".join(f"{value} on {ranks_named(having)}" for value, having in ranks_of.items())
+            parts.append(f"{key} is {values}")
     if not parts:
         return None
     return f"the ranks were started with different settings: {'; '.join(parts)}. Start all ranks with the same flags"
-
-
-def differing(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
-    """``seed is 0 on rank 0 and 1 on ranks 1-3`` for each setting in which these ranks differ."""
-    found = []
-    for key in dict.fromkeys(key for one in everyone for key in one):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, one in zip(ranks, everyone, strict=True):
-            ranks_of.setdefault(one.get(key, "missing"), []).append(rank)
-        if len(ranks_of) > 1:
-            parts = " and ".join(f"{value} on {ranks_named(having)}" for value, having in ranks_of.items())
-            found.append(f"{key} is {parts}")
-    return found

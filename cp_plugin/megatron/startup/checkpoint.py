@@ -11,7 +11,6 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from megatron.training import global_vars
 
 from cp_plugin import __version__
@@ -96,9 +95,8 @@ def replace_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., 
             problem = other_model(now, then, running.num_layers)
             if problem is not None:
                 raise ValueError(problem)
-            if not call["rank0"] and dist.get_rank() == 0:
-                for line in (*differences(now, then), *scaling.started_anew(now, asked)):
-                    print(f"cp_plugin: {line}", flush=True)
+            for line in () if call["rank0"] else (*differences(now, then), *scaling.started_anew(now, asked)):
+                runtime.print_notice(line)
         return result
 
     return load_base_checkpoint(original)

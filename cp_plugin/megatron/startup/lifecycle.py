@@ -57,7 +57,7 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
         step.expect(optimizer, rates)
     STATE.first_batch = slices.require_one_batch
     recheck.watch(chunks, _iterations)
-    runtime.expect_documents()
+    STATE.cut.packed = runtime.packs()
     return result
 
 
