@@ -215,7 +215,7 @@ class _Step:
                         found.append(f"routers choose other experts, whose scores differ by {choices.apart:.1e}")
                     if not any(gather_objects(bool(found))):
                         break
-            measured = _any(change > 0)
+            measured = any(gather_objects(change > 0))
             leaked, own = (after - earlier for after, earlier in zip(one.used(), before, strict=True))
             found += self._reduced_ones(scalers)
         if any(gather_objects(leaked > 0 or bool(found and own))):
