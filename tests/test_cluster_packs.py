@@ -21,21 +21,6 @@ from cp_plugin.planner.packs import each_by_itself, padded  # noqa: E402
 from cp_plugin.testing import oracle  # noqa: E402
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("rings@each", "--run rings: did you mean ring"),
-        ("ring@everywhere", "--run ring@everywhere: say where tokens are, as in ring@placed: placed, each"),
-        ("ring", "--run ring: say where tokens are, as in ring@placed: placed, each"),
-        ("torch-ring:rotate=alltoall@each", "PyTorch's ring has no documents"),
-    ],
-)
-def test_a_wrong_contestant_is_named(text: str, part: str) -> None:
-    with pytest.raises(ValueError, match="--run") as error:
-        packs.OnPack.parse(text)
-    assert part in str(error.value)
-
-
 def test_documents_cut_by_themselves_are_whole_and_balanced() -> None:
     bounds = packs.small(4)
     layout = each_by_itself(bounds)

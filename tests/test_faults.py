@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -105,21 +104,6 @@ says = next(f for f in faults.FAULTS if f.name == "raise-forward").says
 below = ({complete!r}, "  ranks 0, 3: no error; step 2, logging\\n  \\n", "rank 0 of 4\\n")
 print([bool(re.search(says, {first!r} + text)) for text in below])""")
     assert found.splitlines() == ["42 42", "[True, False, False]"]
-
-
-def test_the_page_is_updated_between_its_markers(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("a\n<!-- faults -->\nold\n<!-- end of the faults -->\nc\n")
-    row = {"name": "x", "what": "torch: y", "expect": "ends", "verdict": "ok", "seconds": 1.25}
-    text = f"import run, pathlib; run.renew_page([{row}], pathlib.Path({str(page)!r}))"
-    _python(text)
-    lines = page.read_text().splitlines()
-    assert lines[0] == "a" and lines[-1] == "c" and "old" not in lines
-    assert lines[2].startswith("1 of 1 ended as required; the slowest end came 1.2 s after the fault")
-    assert json.loads(page.with_suffix(".json").read_text()) == [row]
-    page.write_text("nothing")
-    with pytest.raises(subprocess.CalledProcessError):
-        _python(text)
 
 
 def test_an_unknown_fault_is_refused() -> None:

@@ -297,13 +297,9 @@ def test_wheels_are_used_for_what_is_not_installed(tmp_path: Path) -> None:
 
 def test_bad_arguments_are_refused(folder: Path) -> None:
     for arguments, message in (
-        (["--fast"], "unrecognized arguments: --fast"),
         (["--smoke", "--only", "x"], "--only x: choose one of"),
-        (["--smoke", "--from", "tune"], "--from tune: choose one of"),
-        (["--smoke", "--seconds", "ten"], "--seconds: ten is not a whole number of seconds"),
         (["--smoke", "--wheels", str(folder)], "contains no wheels; ci/gpu/wheels.sh"),
         (["--smoke", "--pack", str(folder), "--wheels", str(folder)], "leave --wheels out"),
-        (["--smoke", "--out"], "--out: expected one argument"),
     ):
         done = check(folder, *arguments)
         assert done.returncode == 2 and message in done.stderr

@@ -174,68 +174,6 @@ def test_steps_that_end_early(tmp_path: Path) -> None:
 
 
 @slow
-def test_no_two_processes_compile_the_same_kernel(tmp_path: Path) -> None:
-    """And what is timed with our attention, and most of what runs over NCCL, is compiled and checked before."""
-    text = """
-import torch, brute, cases, kernel_speed, nccl, our_kernels
-from contextlib import contextmanager
-from types import SimpleNamespace
-from unittest import mock
-from launches import launches
-from triton.runtime.jit import JITFunction
-from cp_kernels import backward, forward
-from cp_plugin import Options
-from cp_plugin.attention.calls import Inputs
-from cp_plugin.attention.setups import settled
-from cp_plugin.methods import registry as providers
-
-gpu = torch.device("cuda", 0)
-brute.answer = lambda x, *_: brute.Answer(x.dout.double(), x.q[..., 0].double(), *(y.double() for y in x[:3]))
-kernel_speed.random = lambda size, rows, keys, device: Inputs(
-    *(torch.empty(n, 1, size.heads, d, dtype=torch.bfloat16, device=gpu)
-      for n, d in ((rows, size.head_dim), (keys, size.head_dim), (keys, size.v_head_dim), (rows, size.v_head_dim))))
-
-@contextmanager
-def compiled():
-    seen = set()
-    def instead(kernel, key, signature, *_):
-        if kernel.__name__ in ("_forward", "_dq", "_dkv"):
-            seen.add((kernel.__name__, key))
-        nothing = {"asm": {"ptx": ""}, "metadata": SimpleNamespace(shared=0)}
-        return SimpleNamespace(src=SimpleNamespace(signature=signature), **nothing)
-    for kernel in (forward._forward, backward._dq, backward._dkv):
-        kernel.device_caches.clear()
-    with launches(90), mock.patch.object(JITFunction, "_do_compile", instead), \\
-            mock.patch.object(torch.cuda, "is_available", lambda: True):
-        yield seen
-
-by_part = []
-for part in our_kernels.parts(smoke=False):
-    if not isinstance(part, str):
-        with compiled() as seen:  # masks are no part of what is compiled; the errors of no data are in no row
-            list(our_kernels.attention(part._replace(views=("causal",))))
-        by_part.append(seen)
-every = set().union(*by_part)
-print(">", sum(map(len, by_part)) - len(every), "twice,", len(every) > 100)
-
-Size = kernel_speed.Size
-for size in (Size(16384), Size(16384, 16, 64, 5, 64), Size(16384, 16, 192)):
-    with compiled() as seen:
-        rows = (range(size.tokens),)
-        kernel_speed.Timed("triton", size, rows, rows, gpu).backward()()
-    print(">", len(seen), "timed,", len(seen - every), "new")
-for name in ("ring", "striped", "attention2d"):
-    with compiled() as seen:
-        cases.rank_of(settled(providers.get(name), nccl.PROBLEM, Options(backend="triton")), gpu)()
-    print(">", name, len(seen - every), "new")
-"""
-    lines = program(text, tmp_path)
-    twice = "2 twice, True"  # dk and dv of 64, which are the same kernel for both numbers of heads
-    providers = ("ring 1 new", "striped 0 new", "attention2d 0 new")  # a ring of zigzag halves has one of its own
-    assert lines == [twice, *["3 timed, 0 new"] * 3, *providers]
-
-
-@slow
 def test_what_stops_a_case_of_several_ranks(tmp_path: Path) -> None:
     """Whatever happened first: the end of a rank breaks the connections of others, whose errors come after it. A rank
     that raises or never comes is wrong; a library that refuses, a compiler, or a cap leaves a case that is not run."""

@@ -116,22 +116,6 @@ def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(found["ring"]["upstream"]) == ["PyTorch's ring"]
 
 
-def test_mistakes_on_the_command_line_are_said() -> None:
-    import run
-    from typer.testing import CliRunner
-
-    def said(*words: str) -> tuple[int, str]:
-        done = CliRunner().invoke(run.app, words)
-        return done.exit_code, done.stderr
-
-    status, text = said("--case", "dense/cp2/rink/causal/float32")
-    assert status == 2 and "did you mean dense/cp2/ring/causal/float32" in text
-    assert said("--short", "--all") == (2, "parity: --short, --all and --case exclude each other: give one of them\n")
-    assert said("--launcher", "slurm") == (2, "parity: --launcher slurm: choose one of forked, torchrun, srun\n")
-    status, text = said("--update")
-    assert status == 2 and "add --yes" in text
-
-
 class Canned:
     """Replaces a ``Runner``: upstream is off by 1e-6, by ``seed_3`` with that seed, the plugin by ``off``, and all of
     them by ``rounding`` more in bfloat16."""
@@ -255,18 +239,6 @@ def test_the_matrix_has_every_provider_with_every_model() -> None:
     assert placed and all(cases.models[model].documents for model in placed), "others are refused: nothing to place"
 
 
-def test_kernels_of_cuda_are_replaced_on_the_sides_that_need_them() -> None:
-    import matrix
-
-    cases = matrix.load()
-    (packed,) = cases.chosen("cpu", ("hybrid_packed/cp2/ring/causal/float32",))
-    stock, plugin = cases.stock(packed, "cpu"), cases.plugin(packed, "cpu")
-    assert stock.kernels == plugin.kernels == ("state_space_kernels",)
-    assert not cases.upstream(packed, "cpu") and not cases.stock(packed, "cuda").kernels
-    (upstream,) = cases.upstream(cases.measure(packed, "cpu"), "cpu").values()
-    assert upstream.kernels == plugin.kernels and "MG*-" in upstream.flags
-
-
 def test_upstream_on_cuda_is_transformer_engines_in_all_its_ways() -> None:
     import matrix
 
@@ -276,20 +248,6 @@ def test_upstream_on_cuda_is_transformer_engines_in_all_its_ways() -> None:
     assert list(found) == ["TE p2p", "TE all_gather", "TE a2a", "TE a2a+p2p"]
     assert "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2" in found["TE a2a+p2p"].flags
     assert not any("--cp-provider" in training.flags for training in found.values())
-
-
-@pytest.mark.parametrize(("launcher", "number"), [("torchrun", "--nproc-per-node"), ("srun", "--ntasks")])
-def test_the_command_line_of_a_launcher(launcher: str, number: str, tmp_path: Path) -> None:
-    import matrix
-    from launching import Runner
-
-    cases = matrix.load()
-    (packed,) = cases.chosen("cpu", ("hybrid_packed/cp2/ring/causal/float32",))
-    training = cases.plugin(packed, "cpu")
-    words = Runner(launcher, tmp_path, None, print).command(training, tmp_path / "records")
-    assert words[words.index(number) + 1] == "2"
-    assert words[words.index("--kernels") + 1] == training.kernels[0]
-    assert words[words.index("--") + 1 :] == training.flags.split()
 
 
 def test_a_crash_is_named_with_its_place_and_last_output_and_its_stack_kept(

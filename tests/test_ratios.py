@@ -94,12 +94,3 @@ def test_a_ratio_is_held_to_that_of_the_last_release(ratios: ModuleType, tmp_pat
     history.write_release("1.0", {"a, float32": 1.1}, tmp_path / "released.json")
     (held,) = ratios.held_to([one], history.released(tmp_path / "released.json"))
     assert one.ok and not held.ok and held.wanted == pytest.approx(0.97 * 1.1)
-    file = tmp_path / "history.jsonl"
-    for ratio in (1.0, 1.1):
-        history.append({"a, float32": ratio}, file)
-    history.plot(file, tmp_path / "history.svg")
-    assert [entry["ratios"] for entry in history.read(file)] == [{"a, float32": 1.0}, {"a, float32": 1.1}]
-    assert (tmp_path / "history.svg").stat().st_size > 1000
-    file.write_text("{}\n")
-    with pytest.raises(ValueError, match="line 1: no measurement"):
-        history.read(file)

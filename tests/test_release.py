@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
 from nightly import slow
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
@@ -184,22 +183,6 @@ def test_without_megatron(tmp_path: Path) -> None:
         assert f"COMMAND 0 {line}" in done.stdout, done.stdout
     assert re.search(rf"COMMAND 2 {re.escape(refused)}.*{re.escape(NO_MEGATRON)}", done.stdout), done.stdout
     assert f"ACTIVATE {NO_MEGATRON}" in done.stdout
-
-
-def test_the_citation_names_the_papers() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "type", "message", "authors"} <= citation.keys()
-    assert citation["title"] == PROJECT["name"] and citation["version"] == cp_plugin.__version__
-    assert citation["license"] == PROJECT["license"]
-    papers = set()
-    for reference in citation["references"]:
-        (identifier,) = reference["identifiers"]
-        papers.add(identifier["value"].removeprefix("10.48550/arXiv."))
-        assert identifier["type"] == "doi" and reference["url"].endswith(identifier["value"].rpartition("arXiv.")[2])
-    assert papers == {"2503.15758", "2311.09431", "2403.09347", "2509.19836", "2502.07563"}
-    for method in ("attention2d", "striped", "burst", "lasp2"):
-        page = (ROOT / "docs" / "methods" / f"{method}.md").read_text()
-        assert any(number in page for number in papers), method
 
 
 def test_the_commands_of_contributing_exist() -> None:
