@@ -14,7 +14,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -153,13 +153,17 @@ def run(script: str | None, main: Callable[[], object] | None = None) -> Record:
 
 
 def stand_in(documents: int, modules: Sequence[str]) -> None:
-    """Shorten the mock data's documents (0: Megatron's length), and install modules in place of kernels."""
+    """Shorten the mock data's documents (0: Megatron's length), and call ``install`` of modules in place of kernels.
+
+    modules: or ``module:function``.
+    """
     if documents:
         from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
         MockGPTLowLevelDataset.max_sequence_length = documents
     for name in modules:
-        importlib.import_module(name).install()
+        module, _, function = name.partition(":")
+        getattr(importlib.import_module(module), function or "install")()
 
 
 def short_documents() -> None:
@@ -238,7 +242,9 @@ def check(
     documents: int | None = None,
     prepare: Callable[[], None] | None = None,
     alone: Callable[[], None] | None = None,
+    modules: Sequence[str] = (),
     counted: bool = False,
+    sharded: bool = False,
     **common: Any,
 ) -> tuple[list[Record], list[Record]]:
     """Train with and without context parallelism, and compare; return the records of both.
@@ -247,14 +253,18 @@ def check(
     divided: flags of context parallelism, on ``cp`` times ``ranks`` ranks.
     documents: longest document in tokens; None: short ones for packs, else Megatron's.
     prepare, alone: called on every rank of the run with, and without.
+    modules: of both runs (``stand_in``).
     counted: every rank must have sent the bytes of the closed formula.
+    sharded: losses alone are compared, since a rank has parts of weights and gradients.
     """
     latent = ("textbook",) if LATENT in f"{flags} {common.get('model')}" else ()
     documents = SHORT * (PACKED in flags) if documents is None else documents
     common |= {"steps": steps, "documents": documents}
     words = f"{flags} --context-parallel-size {cp} {divided}"
-    got = train(cp * ranks, words, prepare=prepare, **common)
-    base = stock(ranks, flags if want is None else want, modules=latent, prepare=alone, **common)
+    got = train(cp * ranks, words, modules=modules, prepare=prepare, **common)
+    base = stock(ranks, flags if want is None else want, modules=(*modules, *latent), prepare=alone, **common)
+    if sharded:
+        got, base = ([replace(record, weights={}, grads={}) for record in each] for each in (got, base))
     compare(got, base, steps=steps)
     if counted:
         for record in got:

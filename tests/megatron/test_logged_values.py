@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from nightly import one_case
-from test_contract import _count_a_quarter, documents_are_packed
+from scripts import count_a_quarter
+from test_contract import documents_are_packed
 from training import MODEL, train
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -47,7 +48,7 @@ def _logged_into(file: Path) -> Callable[[], None]:
                 file.write_text(f"{file.read_text() if file.exists() else ''}{text}\n")
 
         training.print_rank_last = write
-        _count_a_quarter()
+        count_a_quarter()
 
     return prepare
 

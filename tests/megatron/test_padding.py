@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from nightly import one_case, slow
-from test_positions import MULTIMODAL, _three_ids_per_token
 from test_slicing import one_rank_of
 from training import check, train
 
@@ -28,13 +27,6 @@ since_0_19 = pytest.mark.skipif(
 )
 PER_TOKEN = "--calculate-per-token-loss"
 EXPERTS = f"--seq-length 57 --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 {PER_TOKEN}"
-
-
-@slow
-def test_multimodal_positions() -> None:
-    three = {"prepare": _three_ids_per_token, "alone": _three_ids_per_token}
-    divided = "--cp-provider striped --cp-pad-sequence"
-    check(f"--seq-length 57 {MULTIMODAL} {PER_TOKEN}", divided, cp=2, **three)
 
 
 def _padded_by_the_script(*, everywhere: bool = True) -> None:
