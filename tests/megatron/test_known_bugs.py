@@ -9,7 +9,7 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     which mask works with what                             TE 2052      test_support
     labels shifted inside each rank's part                 verl 4250      tests/core/test_shift
     the loss of multi-token prediction                     Megatron 3959, 7498            test_mtp
-    a loss as many times too large as there are ranks      Bridge 2055 (three ranks)      test_mla
+    a loss as many times too large as there are ranks      Bridge 2055 (three ranks)      test_cases
     a missing process group taken for one of one rank      Bridge 2667      test_groups
     layers without context parallelism                     AutoModel 3507      test_startup
     dropout, lengths, dynamic groups      Megatron 4828, 1669, 5355, 3405, 6821, 6816      test_bad_flags

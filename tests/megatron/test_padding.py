@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import one_case, slow
+from nightly import one_case
 from test_slicing import one_rank_of
 from training import check, train
 
@@ -26,7 +26,6 @@ since_0_19 = pytest.mark.skipif(
     version_tuple(megatron_version()) < (0, 19), reason="documents are packed, and experts' losses right, since 0.19"
 )
 PER_TOKEN = "--calculate-per-token-loss"
-EXPERTS = f"--seq-length 57 --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 {PER_TOKEN}"
 
 
 def _padded_by_the_script(*, everywhere: bool = True) -> None:
@@ -90,25 +89,6 @@ def _padding_counts() -> None:
     batch._BEHIND_THE_END["loss_mask"] = 1
 
 
-def _routers_are_not_told() -> None:
-    from cp_plugin.megatron.patches import padding, patching
-
-    router = "megatron.core.transformer.moe.router:TopKRouter.forward"
-    assert padding.replace_router_forward and router in patching.installed()
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    TopKRouter.forward = patching.original(router)
-
-
-def _counts_of_one_rank() -> None:
-    from megatron.core.transformer.moe import router
-
-    from cp_plugin.megatron.patches import patching
-
-    counts = "get_tokens_per_expert_and_token_count"
-    setattr(router, counts, patching.original(f"megatron.core.transformer.moe.moe_utils:{counts}"))
-
-
 def test_the_self_check_finds_padding_that_counts() -> None:
     with pytest.raises(RankError, match="differs from the step on one rank"):
         train(
@@ -116,14 +96,6 @@ def test_the_self_check_finds_padding_that_counts() -> None:
             "--seq-length 57 --context-parallel-size 2 --cp-provider striped --cp-pad-sequence",
             prepare=_padding_counts,
         )
-
-
-@slow
-@since_0_19
-@pytest.mark.parametrize("plant", [_padding_counts, _routers_are_not_told, _counts_of_one_rank])
-def test_a_planted_fault_is_noticed(plant: Callable[[], None]) -> None:
-    with pytest.raises(AssertionError, match="gradient of"):
-        check(EXPERTS, "--cp-provider striped --cp-pad-sequence --cp-selfcheck off", prepare=plant)
 
 
 # -- parts
@@ -190,19 +162,6 @@ def test_unpaddable_batches_are_refused(
     padding(9, 12, **more)
     with pytest.raises(ValueError, match=f"--cp-pad-sequence: {said}"):
         pad_batch({key: torch.zeros(2, tokens) for key, tokens in batch.items()}, _one_of("striped", 0))
-
-
-def test_stages_of_a_pipeline_are_told_padded_lengths(
-    padding: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.selfcheck.step import replace_get_forward_backward_func
-
-    padding(9, 12, parts=2)
-    monkeypatch.setattr(runtime, "context_parallel", lambda: _one_of("striped", 0))
-    schedule = replace_get_forward_backward_func(lambda: dict)()
-    given = {"seq_length": 9, "decoder_seq_length": None, "num_microbatches": 9}
-    assert schedule(**given) == given | {"seq_length": 16}
 
 
 def test_routers_are_told_which_tokens_are_padding(

@@ -290,38 +290,6 @@ def test_rope_is_cut_to_the_layout(on_rank: Callable[[ContextParallel], list[Any
         slicer(table, 1, None)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_megatrons_own_slicers_agree_on_zigzag_only(
-    on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
-    """The plugin's zigzag is Megatron's; stock Megatron would slice any other layout wrongly."""
-    from megatron.core import utils
-    from megatron.core.models.common.embeddings import rope_utils
-
-    class Group:
-        def size(self) -> int:
-            return 4
-
-        def rank(self) -> int:
-            return 1
-
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    stock = utils.get_batch_on_this_cp_rank
-    extra = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(stock).parameters else {}
-    batch = {"position_ids": torch.arange(TOKENS).unsqueeze(0), "cu_seqlens": None}
-    positions = stock(dict(batch), cp_group=Group(), **extra)["position_ids"][0]
-    ours = get_layout(layout).positions(TOKENS, 4, 1)
-    assert torch.equal(positions, ours) == (layout == "zigzag")
-    tensor = torch.tensor
-    monkeypatch.setattr(
-        torch, "tensor", lambda data, pin_memory, **kwargs: tensor(data, **kwargs)
-    )  # pinning needs CUDA
-    rows = rope_utils.get_pos_emb_on_this_cp_rank(torch.arange(TOKENS).view(TOKENS, 1), 0, Group())
-    assert torch.equal(rows[:, 0], ours) == (layout == "zigzag")
-
-
 def test_cached_embeddings_are_forgotten(adapter: None) -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding

@@ -21,7 +21,6 @@ from rich.console import Console
 from test_planted_faults import STRIPED, replace_slicer
 from training import train
 
-from cp_plugin.megatron.startup.agreement import difference
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -124,12 +123,6 @@ def test_flags_of_an_earlier_run_are_not_compared() -> None:
     STATE.compared = Namespace(seq_length=1)
     runtime.configure(Settings())
     assert STATE.compared is None
-
-
-def test_difference_lists_ranks() -> None:
-    assert difference([{"a": "1"}, {"a": "1"}]) is None
-    assert "a is 1 on ranks 0, 2 and 2 on rank 1" in (difference([{"a": "1"}, {"a": "2"}, {"a": "1"}]) or "")
-    assert "a is 1 on rank 0 and missing on rank 1" in (difference([{"a": "1"}, {}]) or "")
 
 
 class Foreign(torch.nn.Module):
