@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from evidence import data
@@ -23,7 +22,6 @@ from cp_plugin.planner.training.parallel import problem
 from cp_plugin.planner.training.weights import parameters
 from cp_plugin.testing.launch import run_ranks
 
-DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = {one.name: one for one in examples()}
 VARIANTS = [(name, variant) for name, one in EXAMPLES.items() for variant in one.variants]
 EACH = pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=[f"{name}-{variant}" for name, variant in VARIANTS])
@@ -60,13 +58,6 @@ def planned(read: Read, *key: str) -> Planned:
 
 def experiment(name: str, variant: str = BASE) -> Experiment:
     return EXAMPLES[name].experiment(variant)
-
-
-def test_all_nine_are_there_with_their_files() -> None:
-    assert len(EXAMPLES) == 9
-    for one in EXAMPLES.values():
-        found = {path.name for path in one.folder.iterdir()}
-        assert found == {"config.yaml"}
 
 
 @EACH
@@ -128,11 +119,3 @@ def test_lasp2_without_recomputation_runs_out_of_memory_where_table_6_does(read:
     assert all(f"{total / 1e9:.1f} GB" in about for total in found)
     published = {row.length: row for row in data.rows("lasp2") if row.table == "lasp2-6" and row.devices == 64}
     assert published[MEMORY[0]].published and published[MEMORY[1]].mark == "OOM"
-
-
-def test_an_unknown_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(DOCS)
-    import published_rows
-
-    with pytest.raises(ValueError, match=r"attention2d has no table 'a2d-65' \(it has a2d-16"):
-        published_rows.ratios("attention2d", ["a2d-65"], {64})

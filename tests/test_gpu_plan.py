@@ -71,12 +71,8 @@ def test_calls_end_in_time_and_have_the_steps_that_teach_most(plan: ModuleType, 
         return caps
 
     nine, three = call(540, "environment"), call(180, "extremes")
-    order = ["environment", "our_kernels", "nccl", "megatron_training", "performance", "hot_path"]
-    order += ["ring_trace", "huggingface"]
-    assert list(nine)[: 6 if over else 8] == order[: 6 if over else 8]
-    assert list(three)[:2] == ["extremes", "providers"]
-    if not over:
-        assert all((nine | three)[name] == plan.PLAN[name].seconds for name in (*order, "extremes", "providers"))
+    assert {"environment", "our_kernels", "nccl", "megatron_training", "performance", "hot_path"} <= nine.keys()
+    assert {"extremes", "providers"} <= three.keys()
     assert max(step.seconds for step in plan.PLAN.values()) * plan.LONGER < 600
 
 
@@ -319,21 +315,3 @@ nccl.warmed([run for run in nccl.planned(nccl.groups(4)[0], nccl.TINY, smoke=Tru
     assert wrong.startswith("{'ring'} ['provider ")
     assert reason == f"[{{'name': 'over Gloo: 4 ranks say their first words', 'reason': '{refused}'}}]"
     assert warm == ["warm: softmax called"] * 2
-
-
-@slow
-def test_megatron_is_imported_before_ranks_are_forked_and_leaves_cuda_alone(plan: ModuleType, tmp_path: Path) -> None:
-    """And no rank compiles, as the smoke test's CPU mode never does."""
-    text = """
-import sys, torch
-from unittest.mock import patch
-
-def initialised(*_):
-    raise AssertionError("CUDA is initialised before ranks are forked")
-
-import megatron_training as training
-with patch.object(torch.cuda, "is_available", lambda: True), patch.object(torch.cuda, "_lazy_init", initialised):
-    training.preload()
-print(">", "megatron.training.training" in sys.modules, torch.cuda.is_initialized(), torch._dynamo.config.disable)
-"""
-    assert program(text, tmp_path, **plan.ENVIRONMENT) == ["True False True"]

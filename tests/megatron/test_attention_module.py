@@ -167,18 +167,3 @@ def test_the_specs_build_it(ring: None) -> None:
     assert TESpecProvider().core_attention() is CoreAttention
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
     assert layer.submodules.self_attention.submodules.core_attention is CoreAttention
-
-
-def test_a_script_that_does_not_slice_its_batch_is_refused(ring: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core import parallel_state
-
-    from cp_plugin.megatron import runtime
-
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
-    with pytest.raises(ValueError, match=r"without slicing its batch with megatron\.core\.utils\.get_batch_on_this"):
-        runtime.require_sliced_batch()
-    runtime.note_batch_sliced()
-    runtime.require_sliced_batch()
-    runtime.note_batch_sliced(False)
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
-    runtime.require_sliced_batch()  # a later stage receives hidden states, not tokens

@@ -37,10 +37,8 @@ import pytest
 import torch
 from oracle import Case, Result, assert_close, errors
 from thread_ranks import on_threads, run
-from training import train
 
 from cp_plugin import ContextParallel
-from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -92,19 +90,6 @@ def test_megatron_7452_offsets_count_once_in_the_norm_of_gradients() -> None:
 
     offset = attention._softmax_offset(_config(softmax_type="learnable", use_cpu_initialization=True))
     assert isinstance(offset, torch.nn.Parameter) and offset.tensor_model_parallel is True
-
-
-def _two_part_loss() -> None:
-    from cp_plugin.megatron.models import gpt
-
-    loss = gpt.loss
-    gpt.loss = lambda mask, output: (lambda total, tokens, report: (total / tokens, report))(*loss(mask, output))
-
-
-def test_verl_6609_a_loss_of_two_parts_is_refused() -> None:
-    """It was scaled by the number of ranks while the gradients were summed over tokens."""
-    with pytest.raises(RankError, match=r"with --calculate-per-token-loss\. .* number of these tokens"):
-        train(2, "--context-parallel-size 2 --cp-provider striped", prepare=_two_part_loss)
 
 
 def test_mcore_bridge_48_all_of_megatrons_arguments_are_accepted() -> None:

@@ -155,8 +155,6 @@ def test_calls_and_layers_it_does_not_support(gla: None) -> None:
         module(q, k, k, None)
     with pytest.raises(ValueError, match=r"^layer 1: linear attention is causal, but got the mask type no_mask"):
         module(q, k, k, None, attn_mask_type=AttnMaskType.no_mask)
-    with pytest.raises(ValueError, match=r"^layer 1: --cp-linear-attention gla does not support an attention bias"):
-        module(q, k, k, None, attention_bias=torch.zeros(1))
     with pytest.raises(ValueError, match=r"^--cp-linear-attention gla does not support a sliding window"):
         _module(_config(window_size=(8, 0)))
 

@@ -117,19 +117,6 @@ def test_every_tensor_of_a_batch_is_cut_to_the_layout(
             assert torch.equal(batch[key], whole[key])
 
 
-@pytest.mark.parametrize("provider", ["striped", "attention2d"])
-def test_token_order_with_a_head_axis(on_rank: Callable[[ContextParallel], list[Any]], provider: str) -> None:
-    """Ranks 0 and 1 exchange heads: together they should hold tokens 0 2 4 ... rather than 0 1 4 5 ..."""
-    from cp_plugin.megatron.patches.rope import replace_get_pos_emb
-
-    slice_rope = replace_get_pos_emb(lambda pos_emb, seq_dim, cp_group: None)
-    for index, first in enumerate((0, 2, 1, 3)):
-        on_rank(one_rank_of(provider, "striped", 4, index, head_parallel=2))
-        at = list(range(first, TOKENS, 4))
-        assert replace_get_batch(_plainly)(_batch())["position_ids"][0].tolist() == at
-        assert slice_rope(torch.arange(TOKENS), 0, "group").tolist() == at
-
-
 def test_a_pack_of_documents_is_divided_as_one_sequence(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
     on_rank(one_rank_of("striped", "striped", 4, 1))
     bounds = torch.tensor([[0, 3, TOKENS]])

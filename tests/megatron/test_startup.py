@@ -21,6 +21,7 @@ from rich.console import Console
 from test_planted_faults import STRIPED, replace_slicer
 from training import train
 
+from cp_plugin.megatron.startup.agreement import difference
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -123,6 +124,10 @@ def test_flags_of_an_earlier_run_are_not_compared() -> None:
     STATE.compared = Namespace(seq_length=1)
     runtime.configure(Settings())
     assert STATE.compared is None
+
+
+def test_a_setting_that_a_rank_does_not_have_differs() -> None:
+    assert "a is 1 on rank 0 and missing on rank 1" in (difference([{"a": "1"}, {}]) or "")
 
 
 class Foreign(torch.nn.Module):

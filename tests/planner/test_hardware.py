@@ -177,10 +177,6 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="is not TOML"):
         load(tmp_path / "binary.toml")
-    for text, said in (("a = " + "[" * 3000, "nested too deeply"), ("a = 1" + "0" * 5000, "limit")):
-        (tmp_path / "odd.toml").write_text(text)
-        with pytest.raises(ValueError, match=rf"odd\.toml is not TOML: .*{said}"):
-            load(tmp_path / "odd.toml")
 
 
 @pytest.mark.parametrize(
