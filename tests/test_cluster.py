@@ -31,14 +31,6 @@ needs_cluster = pytest.mark.skipif(_LACKING is not None, reason=str(_LACKING))
 _TINY = ("--nodes", "2", "--ranks-per-node", "2", "--rate", "20mbit", "--seq", "256", "--heads", "4", "--run", "ring")
 
 
-def test_rates():
-    assert [parse_rate(text) for text in ("50mbit", "2.5mbit", "1gbit", "64kbit")] == [50e6, 2.5e6, 1e9, 64e3]
-    assert parse_rate("balanced") is None
-    for text in ("50", "fast", "mbit", "1kbit", "-5mbit"):
-        with pytest.raises(ValueError, match=f"--rate {text}: "):
-            parse_rate(text)
-
-
 @pytest.mark.parametrize("name", list(SCENARIOS))
 def test_scenarios_are_runnable_and_their_targets_are_run(name: str):
     scenario = SCENARIOS[name]

@@ -215,8 +215,3 @@ def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[
     found = [env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")]
     assert found == ["n7", "15042", "4", "8", f"{root}/out/burst-32xa100/checkpoints"]
     assert not (Path(root) / "requeued").exists()
-
-
-def test_the_launcher_without_an_example(tools: dict[str, str]) -> None:
-    done = run(EXAMPLES / "launch.sbatch", env=tools)
-    assert done.returncode == 2 and "which example? cp-plugin example lists them" in done.stderr

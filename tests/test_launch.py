@@ -179,16 +179,6 @@ def test_tensors_of_every_kind_come_back():
     found[0].zero_()  # and may be written to
 
 
-def test_a_result_that_cannot_be_unpickled():
-    with pytest.raises(RankError, match="rank 0 of 1 cannot be unpickled"):
-        run_ranks(_Treacherous, 1)
-
-
-class _Treacherous:
-    def __reduce__(self):
-        return (int, ("not a number",))
-
-
 def test_output_modes(capfd):
     def body():
         print(f"out of {_rank()}")

@@ -173,7 +173,6 @@ REPORTS = {
     "KeyError: 'a'\n\nDuring handling:\n\nValueError: cp_plugin needs it": ("refused", "cp_plugin needs it"),
     "cp_plugin.x.AttentionError: layer 1": ("refused", "cp_plugin.x.AttentionError: layer 1"),
     "  raise\nValueError: only supports all_gather": ("failed", "only supports all_gather"),
-    "  File 'cp_plugin/x.py'\nTypeError: unexpected keyword": ("failed", "TypeError: unexpected keyword"),
     "ModuleNotFoundError: No module named 'x'": ("lacks", "ModuleNotFoundError: No module named 'x'"),
     "ModuleNotFoundError: No module named 'megatron.core.moved'": ("failed", None),
 }

@@ -91,10 +91,3 @@ def test_finetuning_with_a_mistake_is_noticed(
     example = load(tmp_path, "finetune.py", right, wrong)
     with pytest.raises(RankError, match="AssertionError"):
         finetune(example, monkeypatch, "--steps", "4", "--seq-length", "64")
-
-
-def test_a_text_that_is_too_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tmp_path / "text"
-    text.write_text("words " * 100)
-    with pytest.raises(RankError, match="the text has 600 tokens, enough for 4 steps: give a longer one, or --steps"):
-        finetune(load(tmp_path, "finetune.py"), monkeypatch, "--text", str(text), "--seq-length", "64")

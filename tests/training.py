@@ -11,6 +11,7 @@ import functools
 import importlib
 import math
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.testing.launch import run_ranks
@@ -54,6 +56,8 @@ class Record:
     """Of evaluations, where the test's loop reports them."""
     norms: list[float] = field(default_factory=list)
     """Gradient norm of every step; 0 if Megatron computes none (``--clip-grad 0``)."""
+    logged: list[dict[str, float]] = field(default_factory=list)
+    """Losses and rates in the line that Megatron prints of every step; last rank only."""
     mtp_losses: list[Tensor] = field(default_factory=list)
     """This rank's part of the multi-token prediction losses of every step, by depth; last pipeline stage only."""
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -97,7 +101,15 @@ def record_into(record: Record) -> None:
         record.norms.append(float(result[5] or 0.0))
         return result
 
-    training.train_step = train_step
+    training.train_step, say = train_step, training.print_rank_last
+
+    def print_rank_last(text: str) -> None:
+        if " iteration " in text and dist.get_rank() == dist.get_world_size() - 1:
+            values = re.findall(r"\| ([\w ]*(?:loss|rate)): (\S+)", text)
+            record.logged.append({name: float(value) for name, value in values if name != "learning rate"})
+        say(text)
+
+    training.print_rank_last = print_rank_last
 
 
 def _coordinates() -> dict[str, int]:

@@ -110,16 +110,6 @@ def test_errors_grow_no_more_than_roundings_do(provider: str, layout: str, dtype
     assert not all(map(torch.equal, got[1:4], exact[1:4])) or provider not in RINGS, "of 8 ranks some sum is rounded"
 
 
-def test_a_ring_sends_a_third_less_in_the_backward() -> None:
-    """As many bytes as Transformer Engine's ring."""
-    problem = Problem(size=64, heads=32, kv_heads=8, seq_length=2**17)
-    ring = providers.get("ring")
-    forward, narrow = (ring.traffic(problem, Options(**MODEL), 0)[phase, "cp"] for phase in ("forward", "backward"))
-    assert narrow == 2 * forward
-    wide = ring.traffic(problem, Options(), 0)["backward", "cp"]
-    assert wide == 3 * forward
-
-
 @pytest.mark.parametrize("smaller", [MODEL, {"fp8": "comm"}], ids=str)
 def test_choices_count_what_travels(smaller: dict[str, str]) -> None:
     """No more than the choices for float32 sums and two-byte payloads would send."""

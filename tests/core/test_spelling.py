@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import run_threads
-from cp_plugin.core.spelling import in_python, spelled
+from cp_plugin.core.spelling import in_python
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import run_ranks
 
@@ -97,17 +97,6 @@ def _messages(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
             yield node.value
-
-
-def test_spelling() -> None:
-    assert (spelled("head_groups"), spelled("grid", (8, 4))) == ("--cp-head-groups", "--cp-grid 8x4")
-    assert spelled("backend", "sdpa", "auto") == "--cp-backend sdpa or auto"
-    with in_python():
-        assert (spelled("head_groups"), spelled("grid", (8, 4))) == ("head_groups", "grid=(8, 4)")
-        assert spelled("backend", "sdpa", "auto") == "backend='sdpa' or 'auto'"
-        with in_python(False):
-            assert spelled("grid") == "--cp-grid"
-        assert spelled("grid") == "grid"
 
 
 def test_repr() -> None:

@@ -41,6 +41,9 @@ def test_as_on_one_rank(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
         assert losses[0] != losses[-1] and "self-check passed: a step" in capfd.readouterr().out
     if case.steps == 20:
         assert losses[-1] < 0.95 * losses[0], "it learns"
+    if case.name.startswith("logged values: "):
+        for one, other in zip(want[-1].logged, got[-1].logged, strict=True):
+            assert len(one) >= 3 and one == pytest.approx(other, rel=2e-5)
     if case.name.startswith("prediction: "):  # Megatron reports the mean of the ranks' values
         tracked = torch.stack([record.mtp_losses[0] for record in got if record.mtp_losses]).mean(0)
         alone = next(record.mtp_losses[0] for record in want if record.mtp_losses)

@@ -12,7 +12,7 @@ import torch
 from nightly import one_case
 
 from cp_plugin import Options, Problem
-from cp_plugin.megatron.flags.args import Settings, peek
+from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.methods import registry as providers
 
 RING = "--context-parallel-size 4 --cp-provider ring --cp-layout contiguous"
@@ -108,12 +108,6 @@ def test_yaml_file_is_refused(adapter: None, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(sys, "argv", ["x", "--yaml-cfg", str(tmp_path / "a.yaml"), "--cp-provider=ring"])
     with pytest.raises(ValueError, match=r"--yaml-cfg .*a.yaml makes Megatron ignore .*, including --cp-provider:"):
         arguments.parse_args()
-
-
-def test_peek_returns_the_last_value() -> None:
-    assert peek(["a", "--cp-device", "cpu", "--cp-device=cuda", "b"], "--cp-device") == "cuda"
-    assert peek(["--cp-device-x", "cpu"], "--cp-device") is None
-    assert peek(["--cp-device"], "--cp-device") is None
 
 
 FLAGS = ("layout", "backend", "grid", "head-parallel", "intra-size", "backward", "head-groups")

@@ -123,14 +123,6 @@ def burst(intra_size: int) -> Settings:
         ("aabbccdd", BURST, 1, NESTED, ["ranks 0-1 on a, 2-3 on b"] * 4 + ["ranks 0-1 on c, 2-3 on d"] * 4, False),
         ("aabbcccc", BURST, 1, {"inter": 4, "intra": 1}, ["the hosts of the ranks are unknown"] * 8, True),
         ("aabbcccc", burst(2), 1, NESTED, [""] * 8, False),
-        (
-            "aabb",
-            burst(4),
-            1,
-            {"inter": 1, "intra": 4},
-            ["warning: --cp-intra-size 4 does not match the hosts: "] * 4,
-            False,
-        ),
         ("aaaa", Settings(provider="ulysses"), 1, {"head": 4}, [""] * 4, False),  # whatever its heads are
         ("aaaa", Settings(provider="usp"), 1, {"cp": 1, "head": 4}, [""] * 4, False),
     ],

@@ -53,14 +53,6 @@ def _linear(variant: str = "gla", layout: str = "contiguous", **fields: str) -> 
             {},
             {"grid": (2, 2), "backend": "sdpa"},
         ),
-        (
-            "--cp-layer-pattern LN --cp-provider ring --cp-backend reference",
-            "ring",
-            "zigzag",
-            {"pattern": "LN"},
-            {"backend": "reference"},
-            {"backend": "reference"},
-        ),
     ],
 )
 def test_valid_flags(

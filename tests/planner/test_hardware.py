@@ -148,17 +148,14 @@ def test_overrides() -> None:
 BAD = [
     ("bytes_per_s = 24e9", "bytes_per_s = 200", "[inter] bytes_per_s = 200 is below 1e+06: expected bytes per second"),
     ("bytes_per_s = 24e9", "bytes_per_s = nan", "[inter] bytes_per_s = nan: input should be a finite number"),
-    ("bytes_per_s = 24e9", 'bytes_per_s = "24e9"', "[inter] bytes_per_s = '24e9': input should be a valid number"),
     ("latency_s = 20e-6", "latencys = 20e-6", "[inter] latencys is unknown: did you mean latency_s?"),
     (
         "nics = 8",
         "nics = 400",
         "nics = 400 for 8 devices of a node: write the network cards of one node, at most 4 per",
     ),
-    ("per_node = 8", "per_node = 8.5", "per_node = 8.5: input should be a valid integer"),
     ('"a100-80gb-sxm"', '"a100"', "device: unknown device 'a100': did you mean a100-40gb-sxm, "),
     ("per_node = 8", "per_node 8", "is not TOML: Expected '=' after a key"),
-    ("24e9", "24e9\n[inter.verbs.gather]", "[inter.verbs] gather is unknown: expected 'exchange', 'all_gather'"),
 ]
 
 
