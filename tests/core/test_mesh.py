@@ -13,6 +13,7 @@ import torch.distributed as dist
 from cp_plugin.comm import (
     WHOLE,
     GroupMesh,
+    Ledger,
     Mesh,
     Pending,
     TraceMesh,
@@ -249,3 +250,12 @@ def _delivered(mesh: Mesh, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         rows = [len(sent[0]) if i == other else 0 for i in range(2)]
         found += [mesh.reduce_scatter("cp", sent), mesh.all_to_all_v("cp", sent, rows, rows)]
     return [t for pending in found for t in pending.wait()]
+
+
+def test_phases_nest() -> None:
+    ledger = Ledger()
+    with ledger.phase("a"):
+        with ledger.phase("b"):
+            ledger.record("exchange", "cp", 1)
+        ledger.record("exchange", "cp", 2)
+    assert [(t.phase, t.bytes) for t in ledger.entries()] == [("a", 2), ("b", 1)]

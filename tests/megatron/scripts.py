@@ -55,3 +55,39 @@ def data_as_megatrons_scripts_build_them() -> None:
     from cp_plugin.megatron.models import gpt
 
     gpt._builds_data = lambda vp_stage: mpu.get_tensor_model_parallel_rank() == 0 and at_an_end(vp_stage)
+
+
+def pad_rows(*, everywhere: bool = True) -> None:
+    """Rows end early, one after another; the script masks what follows them in the loss, and tells the routers.
+
+    everywhere: also those of ranks on which nothing is padded.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    from cp_plugin.megatron.models import gpt
+
+    cut, get_batch, forward = gpt._slice, gpt.get_batch, GPTModel.forward
+    held: dict[str, Any] = {}
+
+    def shorter(batch: dict[str, Any]) -> dict[str, Any]:
+        mask = batch["loss_mask"].clone()
+        for i, row in enumerate(mask):
+            row[32 + 16 * i :] = 0
+        return cut(batch | {"loss_mask": mask, "padding_mask": mask == 0})
+
+    def kept(*args: Any, **named: Any) -> dict[str, Any]:
+        held.update(batch := get_batch(*args, **named))
+        return batch
+
+    def told(model: Any, *args: Any, **named: Any) -> Any:
+        labels, padding = named.get("labels"), held.get("padding_mask")
+        asked = labels is not None and padding is not None and (everywhere or padding.any())
+        also = {"padding_mask": padding} if asked else {}
+        return forward(model, *args, **named, **(also if also and labels.shape == padding.shape else {}))
+
+    gpt._slice, gpt.get_batch, GPTModel.forward = shorter, kept, told  # type: ignore[method-assign]
+
+
+def pad_rows_and_tell_where_any_is() -> None:
+    """``pad_rows``, but ranks on which nothing is padded pass no mask."""
+    pad_rows(everywhere=False)
