@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nightly import covering
-from training import MODEL, PACKED, SHORT, Record, check, train
+from training import LIMITS, MODEL, PACKED, SHORT, Record, check, train
 
 from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.linear.variants import variants
@@ -36,8 +36,14 @@ class Case:
     steps: int = 2
     documents: int | None = None
     """Longest document in tokens; None: short ones for packs, else Megatron's."""
+    modules: tuple[str, ...] = ()
+    """Installed in both runs (``training.stand_in``)."""
+    sharded: bool = False
+    """Whether a rank has parts of weights and gradients, so that losses alone are compared."""
     counted: bool = False
     """Whether every rank must have sent the bytes of the closed formula."""
+    limits: tuple[float, ...] = LIMITS
+    """Of errors, where what is sent is rounded."""
     since: str = "0.18"
     """Version of megatron-core that first has the model."""
     proves: tuple[str, ...] = ()
@@ -46,7 +52,8 @@ class Case:
 
     def run(self) -> tuple[list[Record], list[Record]]:
         """Train with and without context parallelism, and compare (``check``)."""
-        more = {"want": self.alone, "documents": self.documents, "counted": self.counted}
+        more = {"want": self.alone, "documents": self.documents, "modules": self.modules}
+        more |= {"counted": self.counted, "sharded": self.sharded, "limits": self.limits}
         return check(self.flags, self.divided, cp=self.cp, ranks=self.ranks, steps=self.steps, **more)
 
     def start(self, more: str, *, steps: int = 1) -> None:
@@ -97,7 +104,7 @@ def _combined(given: dict[str, Any], words: Mapping[str, str]) -> list[Case]:
     combined = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
     first = covering([{key: str(value) for key, value in one.items()} for one in combined], 1)
     where = tuple(given.pop("in", "all").split())
-    given["proves"] = tuple(given.get("proves", ()))
+    given |= {key: tuple(given[key]) for key in ("proves", "modules", "limits") if key in given}
     given["alone"] = given["alone"].format_map(words) if "alone" in given else None
     return [
         Case(

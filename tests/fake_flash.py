@@ -29,9 +29,7 @@ def parameters(library: str, version: str) -> tuple[str, str]:
     return forward, backward
 
 
-FA2_2_6 = parameters("flash-attn 2", "2.6.3")
 FA2 = parameters("flash-attn 2", "2.8.3")
-FA3_2_7_0 = parameters("flash-attn 3", "2.7.0")
 FA3_2_7 = parameters("flash-attn 3", "2.7.4.post1")
 FA3_2_8 = parameters("flash-attn 3", "2.8.3")
 FA3_LATER = parameters("flash-attn 3", "of August 2026")

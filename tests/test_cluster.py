@@ -8,9 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from nightly import slow
@@ -27,44 +25,9 @@ from iproute import missing  # noqa: E402
 from network import Network, Topology  # noqa: E402
 from scenarios import SCENARIOS, Scenario, parse_rate  # noqa: E402
 
-from cp_plugin.cli.bench.contestants import Entry  # noqa: E402
-
 _LACKING = missing()
 needs_cluster = pytest.mark.skipif(_LACKING is not None, reason=str(_LACKING))
 _TINY = ("--nodes", "2", "--ranks-per-node", "2", "--rate", "20mbit", "--seq", "256", "--heads", "4", "--run", "ring")
-
-
-def test_a_contestant_is_a_name_with_options():
-    assert str(Entry.parse("ring")) == "ring"
-    entry = Entry.parse("attention2d:grid=8x4,head_parallel=2,head_groups=auto")
-    assert dict(entry.options) == {"grid": (8, 4), "head_parallel": 2, "head_groups": None}
-    assert str(entry) == "attention2d:grid=8x4,head_parallel=2,head_groups=auto"
-    assert dict(Entry.parse("torch-ring:rotate=alltoall,hops=p2p").options) == {"rotate": "alltoall", "hops": "p2p"}
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("rings", "rings: did you mean ring"),
-        ("ring:colour=red", "'colour=red' is not option=value"),
-        ("ring:layout", "'layout' is not option=value"),
-        ("attention2d:grid=8", "rows x columns"),
-        ("attention2d:head_groups=many", "a number of groups"),
-        ("torch-ring:rotate=left", "alltoall, allgather"),
-        ("torch-ring:layout=zigzag", "rotate, hops"),
-    ],
-)
-def test_a_wrong_contestant_is_named(text: str, part: str):
-    with pytest.raises(ValueError, match="--run") as error:
-        Entry.parse(text, "--run")
-    assert text in str(error.value) and part in str(error.value)
-
-
-def test_rates():
-    assert [parse_rate(text) for text in ("50mbit", "2.5mbit", "1gbit", "64kbit")] == [50e6, 2.5e6, 1e9, 64e3]
-    for text in ("50", "fast", "mbit", "1kbit", "-5mbit"):
-        with pytest.raises(ValueError, match=f"--rate {text}: "):
-            parse_rate(text)
 
 
 @pytest.mark.parametrize("name", list(SCENARIOS))
@@ -76,37 +39,12 @@ def test_scenarios_are_runnable_and_their_targets_are_run(name: str):
     )
 
 
-def test_flags_change_a_scenario_or_make_one():
-    assert cli.choose("flat64", {"rate": "1gbit"}) == replace(SCENARIOS["flat64"], rate="1gbit")
-    with pytest.raises(ValueError, match="give --rate, --seq, --heads, --run"):
-        cli.choose(None, {"nodes": 2})
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"nodes": 4, "seq": 100}, "--seq 100 must be a multiple of 8"),
-        ({"runs": ("ring", "lasp2")}, "softmax and linear attention in one table: ring, lasp2"),
-        ({"nodes": 16, "runs": ("ulysses",)}, "--run ulysses: "),
-    ],
-)
-def test_an_impossible_scenario_is_refused(given: dict[str, Any], said: str):
-    with pytest.raises(ValueError, match=said):
-        Scenario(**{"nodes": 2, "rate": "1mbit", "seq": 1024, "heads": 4, "runs": ("ring",)} | given).entries()
-
-
 def test_who_reaches_whom():
     per_rank, per_node = (Topology(nodes=2, ranks_per_node=2, nic=nic) for nic in ("rank", "node"))
     assert [per_rank.station(r) for r in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [per_node.station(r) for r in range(4)] == [(0, 0), (0, 0), (1, 0), (1, 0)]
     assert per_rank.hosts() == ("node0", "node0", "node1", "node1")
     assert (per_rank.address(3), per_node.address(3)) == ("10.77.1.2", "10.77.1.1")
-
-
-def test_a_machine_that_cannot_do_it_is_told_so(monkeypatch):
-    monkeypatch.setenv("PATH", "/nonexistent")
-    done = CliRunner().invoke(cli.app, _TINY)
-    assert done.exit_code == 2 and "error: a virtual cluster needs" in done.output
 
 
 @needs_cluster

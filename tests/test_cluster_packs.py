@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,23 +16,8 @@ import packs  # noqa: E402
 from cp_plugin import ContextParallel, Problem  # noqa: E402
 from cp_plugin.attention.calls import Inputs  # noqa: E402
 from cp_plugin.comm import Mesh, run_threads  # noqa: E402
-from cp_plugin.planner.packs import each_by_itself, padded  # noqa: E402
+from cp_plugin.planner.packs import each_by_itself  # noqa: E402
 from cp_plugin.testing import oracle  # noqa: E402
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("rings@each", "--run rings: did you mean ring"),
-        ("ring@everywhere", "--run ring@everywhere: say where tokens are, as in ring@placed: placed, each"),
-        ("ring", "--run ring: say where tokens are, as in ring@placed: placed, each"),
-        ("torch-ring:rotate=alltoall@each", "PyTorch's ring has no documents"),
-    ],
-)
-def test_a_wrong_contestant_is_named(text: str, part: str) -> None:
-    with pytest.raises(ValueError, match="--run") as error:
-        packs.OnPack.parse(text)
-    assert part in str(error.value)
 
 
 def test_documents_cut_by_themselves_are_whole_and_balanced() -> None:
@@ -45,13 +29,6 @@ def test_documents_cut_by_themselves_are_whole_and_balanced() -> None:
     assert len({int((last - first)[mine].sum()) for mine in held}) == 1
     with pytest.raises(ValueError, match="must be a multiple of 8"):
         each_by_itself((0, 8, 20)).segments(20, 4, 0)
-
-
-def test_packs_on_the_cluster_are_whole_chunks_and_full() -> None:
-    for kind in ("chat", "code", "long"):
-        bounds = packs.on_cluster(kind, 16, 65536)
-        assert bounds[0] == 0 and bounds[-1] == 65536 and not any((b - a) % 64 for a, b in pairwise(bounds))
-    assert padded((1, 8, 9), 4) == (8, 8, 16)
 
 
 @pytest.mark.parametrize("run", ["needed@placed", "needed@zigzag", "ring@each", "all_gather@each"])

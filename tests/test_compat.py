@@ -57,20 +57,6 @@ def branches(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "if version_tuple(x) < (0, 18): pass",
-        "old = 'name' in inspect.signature(f).parameters",
-        "from megatron.core import utils\nhasattr(utils, 'f')",
-        "from megatron.core import utils\ng = getattr(utils, 'f', None)",
-        "try:\n    from megatron.core import new\nexcept ImportError:\n    new = None",
-    ],
-)
-def test_a_branch_is_found(source: str) -> None:
-    assert len(branches(source)) == 1
-
-
 def test_versions_are_asked_for_in_one_file() -> None:
     found = {
         file: lines

@@ -97,7 +97,3 @@ def test_a_range_without_pre_releases_would_replace_torch(tmp_path: Path) -> Non
     """So the test above can fail."""
     planted = tuple("torch>=2.11" if Requirement(r).name == "torch" else r for r in REQUIRES)
     assert would_install(tmp_path, planted, IMAGE)["torch"] == OUTSIDE["torch"]
-
-
-def test_no_optional_library_of_an_image_is_a_dependency() -> None:
-    assert {Requirement(r).name.replace("-", "_") for r in REQUIRES} & set(IMAGE) == {"torch", "numpy"}

@@ -239,16 +239,6 @@ def test_the_example_kernel_attends(kernel: str) -> None:
     assert {check.works for check in doctor.kernel_checks() if check.backend == kernel} == {True}
 
 
-def test_a_kernels_name_cannot_be_taken_twice(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "widened.py").write_text((tmp_path / "widened.py").read_text().replace('"widened"', '"sdpa"'))
-    with pytest.raises(ValueError, match="two attention kernels are called 'sdpa'; the second is widened:BACKEND"):
-        backends.names()
-    (tmp_path / "widened.py").write_text("BACKEND = 1\n")
-    monkeypatch.delitem(sys.modules, "widened")
-    with pytest.raises(ValueError, match="'widened:BACKEND' is not a cp_plugin attention kernel"):
-        backends.names()
-
-
 _KIND = """
 import argparse, torch
 from cp_plugin import ContextParallel

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from evidence import data
@@ -60,13 +59,6 @@ def planned(read: Read, *key: str) -> Planned:
 
 def experiment(name: str, variant: str = BASE) -> Experiment:
     return EXAMPLES[name].experiment(variant)
-
-
-def test_all_nine_are_there_with_their_files() -> None:
-    assert len(EXAMPLES) == 9
-    for one in EXAMPLES.values():
-        found = {path.name for path in one.folder.iterdir()}
-        assert found == {"config.yaml"}
 
 
 @EACH

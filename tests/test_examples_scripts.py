@@ -140,11 +140,7 @@ def test_checkpoints_and_a_checkout(tools: dict[str, str], tmp_path: Path, folde
     ("named", "message"),
     [
         ({"NODE_RANK": ""}, "NODE_RANK is not set: the number of this node, 0 to 15"),
-        ({"NODE_RANK": "16"}, "NODE_RANK=16: give 0 to 15"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set: the host name"),
-        ({"NNODES": "many"}, "NNODES='many': set it to the number of nodes"),
         ({"DATA_PREFIX": "/none"}, "there is no /none.idx; cp-plugin dataset writes one"),
-        ({"MEGATRON_LM_PATH": "/none"}, "there is no pretrain_gpt.py in it"),
         ({"PATH": "/usr/bin:/bin"}, "torchrun is not on the PATH"),
     ],
 )
@@ -219,8 +215,3 @@ def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[
     found = [env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")]
     assert found == ["n7", "15042", "4", "8", f"{root}/out/burst-32xa100/checkpoints"]
     assert not (Path(root) / "requeued").exists()
-
-
-def test_the_launcher_without_an_example(tools: dict[str, str]) -> None:
-    done = run(EXAMPLES / "launch.sbatch", env=tools)
-    assert done.returncode == 2 and "which example? cp-plugin example lists them" in done.stderr

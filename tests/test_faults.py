@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -72,39 +71,6 @@ def test_a_lost_message_has_its_name() -> None:
     with pytest.raises(RankError, match="MessageError: backward exchange along 'ring' with rank 1 failed: "):
         run_ranks(rank, 2, init_process_group=True)
     assert issubclass(MessageError, RuntimeError)
-
-
-def test_flags_of_a_model_are_those_of_the_weights_that_megatron_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("megatron.core")
-    from cp_plugin.megatron.inference import saved_model
-
-    monkeypatch.setattr(saved_model, "_common", lambda folder: {"args": Namespace(folder=folder.name)})
-
-    def read(step: int | None) -> str:
-        return saved_model.arguments(tmp_path, step).folder
-
-    with pytest.raises(ValueError, match="names no checkpoint in it: choose one with --ckpt-step"):
-        read(None)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    for step in (2, 4):
-        (tmp_path / f"iter_{step:07d}").mkdir()
-    assert read(None) == "iter_0000004" and read(2) == "iter_0000002"
-
-
-def test_the_table_of_faults_and_what_its_patterns_demand() -> None:
-    """The report of ``raise-forward`` must name every rank."""
-    first = "cp_plugin: rank 1 of 4 on a: step 3, forward, layer 1, in x: RuntimeError: planted\n"
-    complete = "  ranks 0, 2: no error; step 2, logging\n  no response from rank 3 on a (killed)\n"
-    found = _python(f"""
-import faults, re
-names = [f.name for f in faults.FAULTS]
-print(len(names), len(set(names)))
-says = next(f for f in faults.FAULTS if f.name == "raise-forward").says
-below = ({complete!r}, "  ranks 0, 3: no error; step 2, logging\\n  \\n", "rank 0 of 4\\n")
-print([bool(re.search(says, {first!r} + text)) for text in below])""")
-    assert found.splitlines() == ["37 37", "[True, False, False]"]
 
 
 def test_the_record_of_faults_has_their_results(tmp_path: Path) -> None:

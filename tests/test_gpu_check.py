@@ -14,7 +14,6 @@ from zipfile import ZipFile
 import pytest
 import third_party
 from nightly import nightly, slow
-from warm import python
 
 from cp_plugin.methods import registry as providers
 
@@ -266,20 +265,6 @@ def test_another_call_goes_on(folder: Path) -> None:
     assert "ran on 2 commits:** another, of a test" in (out / "page.md").read_text()
 
 
-def test_cases_can_be_sent_to_other_processes() -> None:
-    """On a GPU they are; the smoke test has one process."""
-    text = (
-        "import pickle, torch; from unittest.mock import patch; import cases\n"
-        "with patch('cases.possible', lambda device: dict.fromkeys(('auto', 'triton', 'te_fp8'), '')):\n"
-        "    found = cases.cases(torch.device('cpu'), smoke=False)\n"
-        "assert pickle.loads(pickle.dumps(found)) == found\n"
-        "print(*sorted({case.mask for case in found}), sep=', ')"
-    )
-    ended = python(text, ROOT / "ci/gpu")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == "causal, documents, documents and window, full, window"
-
-
 def test_wheels_are_used_for_what_is_not_installed(tmp_path: Path) -> None:
     for name in ("not_installed_anywhere", "torch"):
         with ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
@@ -293,21 +278,6 @@ def test_wheels_are_used_for_what_is_not_installed(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (site / "not_installed_anywhere").is_dir() and not (site / "torch").exists()
-
-
-def test_bad_arguments_are_refused(folder: Path) -> None:
-    for arguments, message in (
-        (["--fast"], "unrecognized arguments: --fast"),
-        (["--smoke", "--only", "x"], "--only x: choose one of"),
-        (["--smoke", "--from", "tune"], "--from tune: choose one of"),
-        (["--smoke", "--seconds", "ten"], "--seconds: ten is not a whole number of seconds"),
-        (["--smoke", "--wheels", str(folder)], "contains no wheels; ci/gpu/wheels.sh"),
-        (["--smoke", "--pack", str(folder), "--wheels", str(folder)], "leave --wheels out"),
-        (["--smoke", "--out"], "--out: expected one argument"),
-    ):
-        done = check(folder, *arguments)
-        assert done.returncode == 2 and message in done.stderr
-    assert not (folder / "out").exists()
 
 
 def test_pages_say_what_their_files_say(tmp_path: Path) -> None:

@@ -95,21 +95,3 @@ def test_another_triton_is_named(packed: Path, tmp_path: Path) -> None:
     file = tmp_path / "moved/pack.json"
     file.write_text(file.read_text().replace('"key": "', '"key": "0'))
     assert "ANOTHER KEY" in told(paths, environment)[0]
-
-
-def test_the_page_says_whether_the_pack_fits(packed: Path, tmp_path: Path) -> None:
-    paths, _ = elsewhere(packed, tmp_path)
-    (tmp_path / "moved/wheels").mkdir()
-    (tmp_path / "moved/wheels/torch-1-py3-none-any.whl").touch()  # installed already
-    command = ["bash", str(ROOT / "ci/gpu/check.sh"), "--smoke", "--only", "environment", "--pack", f"{tmp_path}/moved"]
-    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run([*command, "--out", f"{tmp_path}/out"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "out/page.md").read_text()
-    assert "and C modules for sm_90 by Triton " in page and "its key is that of the Triton here |" in page
-    assert "| compiled anew | 0 of ours, 0 others |" in page
-
-
-def test_a_folder_without_a_pack_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, PACK, "use", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 2 and "has no pack.json: ci/gpu/pack.sh" in done.stderr

@@ -71,12 +71,8 @@ def test_calls_end_in_time_and_have_the_steps_that_teach_most(plan: ModuleType, 
         return caps
 
     nine, three = call(540, "environment"), call(180, "extremes")
-    order = ["environment", "our_kernels", "nccl", "megatron_training", "performance", "hot_path"]
-    order += ["ring_trace", "huggingface"]
-    assert list(nine)[: 6 if over else 8] == order[: 6 if over else 8]
-    assert list(three)[:2] == ["extremes", "providers"]
-    if not over:
-        assert all((nine | three)[name] == plan.PLAN[name].seconds for name in (*order, "extremes", "providers"))
+    assert {"environment", "our_kernels", "nccl", "megatron_training", "performance", "hot_path"} <= nine.keys()
+    assert {"extremes", "providers"} <= three.keys()
     assert max(step.seconds for step in plan.PLAN.values()) * plan.LONGER < 600
 
 
@@ -171,68 +167,6 @@ def test_steps_that_end_early(tmp_path: Path) -> None:
     assert "| backend sdpa | 1 | 1 | 50% |" in page
     assert "| triton | 0.7 | at least 0.75 | missed | 1.25 |" in page
     assert "| the rest of nccl | killed 10 s after its cap |" in page and "the rest of performance" in page
-
-
-@slow
-def test_no_two_processes_compile_the_same_kernel(tmp_path: Path) -> None:
-    """And what is timed with our attention, and most of what runs over NCCL, is compiled and checked before."""
-    text = """
-import torch, brute, cases, kernel_speed, nccl, our_kernels
-from contextlib import contextmanager
-from types import SimpleNamespace
-from unittest import mock
-from launches import launches
-from triton.runtime.jit import JITFunction
-from cp_kernels import backward, forward
-from cp_plugin import Options
-from cp_plugin.attention.calls import Inputs
-from cp_plugin.attention.setups import settled
-from cp_plugin.methods import registry as providers
-
-gpu = torch.device("cuda", 0)
-brute.answer = lambda x, *_: brute.Answer(x.dout.double(), x.q[..., 0].double(), *(y.double() for y in x[:3]))
-kernel_speed.random = lambda size, rows, keys, device: Inputs(
-    *(torch.empty(n, 1, size.heads, d, dtype=torch.bfloat16, device=gpu)
-      for n, d in ((rows, size.head_dim), (keys, size.head_dim), (keys, size.v_head_dim), (rows, size.v_head_dim))))
-
-@contextmanager
-def compiled():
-    seen = set()
-    def instead(kernel, key, signature, *_):
-        if kernel.__name__ in ("_forward", "_dq", "_dkv"):
-            seen.add((kernel.__name__, key))
-        nothing = {"asm": {"ptx": ""}, "metadata": SimpleNamespace(shared=0)}
-        return SimpleNamespace(src=SimpleNamespace(signature=signature), **nothing)
-    for kernel in (forward._forward, backward._dq, backward._dkv):
-        kernel.device_caches.clear()
-    with launches(90), mock.patch.object(JITFunction, "_do_compile", instead), \\
-            mock.patch.object(torch.cuda, "is_available", lambda: True):
-        yield seen
-
-by_part = []
-for part in our_kernels.parts(smoke=False):
-    if not isinstance(part, str):
-        with compiled() as seen:  # masks are no part of what is compiled; the errors of no data are in no row
-            list(our_kernels.attention(part._replace(views=("causal",))))
-        by_part.append(seen)
-every = set().union(*by_part)
-print(">", sum(map(len, by_part)) - len(every), "twice,", len(every) > 100)
-
-Size = kernel_speed.Size
-for size in (Size(16384), Size(16384, 16, 64, 5, 64), Size(16384, 16, 192)):
-    with compiled() as seen:
-        rows = (range(size.tokens),)
-        kernel_speed.Timed("triton", size, rows, rows, gpu).backward()()
-    print(">", len(seen), "timed,", len(seen - every), "new")
-for name in ("ring", "striped", "attention2d"):
-    with compiled() as seen:
-        cases.rank_of(settled(providers.get(name), nccl.PROBLEM, Options(backend="triton")), gpu)()
-    print(">", name, len(seen - every), "new")
-"""
-    lines = program(text, tmp_path)
-    twice = "2 twice, True"  # dk and dv of 64, which are the same kernel for both numbers of heads
-    providers = ("ring 1 new", "striped 0 new", "attention2d 0 new")  # a ring of zigzag halves has one of its own
-    assert lines == [twice, *["3 timed, 0 new"] * 3, *providers]
 
 
 @slow
@@ -331,30 +265,19 @@ for group, row in spread(rows, ["device", "raises", "ends", "hangs", "fine"], he
 
 @slow
 def test_ranks_are_threads_where_nccl_does_not_share_a_gpu(tmp_path: Path) -> None:
-    """Every provider once, then the rest; the page says why, and what is wrong is wrong. Trainings are not run, also
-    if the step nccl has not asked before."""
+    """Every provider once, then the rest; the page says why, and what is wrong is wrong."""
     text = """
-import json, pathlib, sys, nccl, over_ranks, megatron_training as training
+import json, pathlib, sys, nccl, over_ranks
 from cp_plugin.methods import registry as providers
 from record import Step
 
-out, asked = sys.argv[1], []
-def refuses(*_, **__):
-    asked.append(1)
-    return False, {"failure": "Duplicate GPU detected"}
-
-def of_training():
-    sys.argv = ["training.py", "--smoke", "--out", out]
-    training.main()
-    left = json.loads(pathlib.Path(out, "megatron_training.json").read_text())
-    print(">", left["checks"], left["not_run"][0]["reason"], len(asked))
-
-over_ranks.one_over_ranks, started = refuses, Step.__init__
+out = sys.argv[1]
+over_ranks.one_over_ranks = lambda *_, **__: (False, {"failure": "Duplicate GPU detected"})
+started = Step.__init__
 def on_one_gpu(step, *given):
     started(step, *given)
     step.devices = 1
 Step.__init__ = on_one_gpu
-of_training()
 near, planted = nccl.near, (False, {"failure": "planted"})
 nccl.near = lambda setup, *rest: planted if setup.provider.name == "ring" else near(setup, *rest)
 sys.argv = ["nccl.py", "--smoke", "--out", out]
@@ -368,34 +291,10 @@ names = [check["name"].split(": ")[1].split()[0] for check in step["checks"]]
 print(">", sorted(names[: len(every)]) == sorted(every), {c["group"] for c in step["checks"]})
 print(">", {c["name"].split(": ")[1].split()[0] for c in step["checks"] if not c["ok"]}, step["checks"][0]["of"])
 print(">", [row for row in step["not_run"] if "Duplicate" in row["reason"]], flush=True)
-pathlib.Path(out, "check.json").write_text(json.dumps({"steps": {"nccl": step}}))
-of_training()
-nccl.on_threads = lambda run, each: print("> warm:", run.setup.provider.kind, each.__name__, flush=True)
-nccl.warmed([run for run in nccl.planned(nccl.groups(4)[0], nccl.TINY, smoke=True)][:2])
 """
-    first, status, order, wrong, reason, again, *warm = program(text, tmp_path)
+    status, order, wrong, reason = program(text, tmp_path)
     refused = "4 ranks cannot share 1 GPU here: Duplicate GPU detected"
-    assert (first, again) == (f"[] {refused} 1", f"[] {refused} 2"), "asked once by training, once by nccl"
     assert status == "status 1"
     assert order == "True {'ranks as threads, not over Gloo'}"
     assert wrong.startswith("{'ring'} ['provider ")
     assert reason == f"[{{'name': 'over Gloo: 4 ranks say their first words', 'reason': '{refused}'}}]"
-    assert warm == ["warm: softmax called"] * 2
-
-
-@slow
-def test_megatron_is_imported_before_ranks_are_forked_and_leaves_cuda_alone(plan: ModuleType, tmp_path: Path) -> None:
-    """And no rank compiles, as the smoke test's CPU mode never does."""
-    text = """
-import sys, torch
-from unittest.mock import patch
-
-def initialised(*_):
-    raise AssertionError("CUDA is initialised before ranks are forked")
-
-import megatron_training as training
-with patch.object(torch.cuda, "is_available", lambda: True), patch.object(torch.cuda, "_lazy_init", initialised):
-    training.preload()
-print(">", "megatron.training.training" in sys.modules, torch.cuda.is_initialized(), torch._dynamo.config.disable)
-"""
-    assert program(text, tmp_path, **plan.ENVIRONMENT) == ["True False True"]

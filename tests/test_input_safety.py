@@ -78,13 +78,9 @@ def test_unsafe_calls_are_told_from_safe_ones(line: str) -> None:
     [
         ("a: !!python/object/apply:os.mkdir [CANARY]", "could not determine a constructor"),
         ("a: !!python/name:os.system", "could not determine a constructor"),
-        ("a: 1\nb: 2\na: 3", "duplicate key a"),
         ("a: {b: 1, b: 1}", "duplicate key b"),
         ("a: !!bool x", "does not fit its tag"),
-        ("a: !!timestamp x", "does not fit its tag"),
-        ("a: 2001-99-99", "month must be in"),
         ("[" * 3000, "nested too deeply"),
-        ("? [a]\n: 1", "unhashable key"),
         ("a: \0", "special characters"),
     ],
 )

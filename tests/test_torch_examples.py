@@ -91,26 +91,3 @@ def test_finetuning_with_a_mistake_is_noticed(
     example = load(tmp_path, "finetune.py", right, wrong)
     with pytest.raises(RankError, match="AssertionError"):
         finetune(example, monkeypatch, "--steps", "4", "--seq-length", "64")
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["--text", "no/such/file"], "--text no/such/file: no such file"),
-        (["--steps", "0"], "--steps 0: give 1 or more"),
-        (["--dtype", "bfloat16"], "--dtype bfloat16: losses are compared in float32 only: add --no-reference"),
-    ],
-)
-def test_bad_flags(
-    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        finetune(load(tmp_path, "finetune.py"), monkeypatch, *flags)
-    assert said in capsys.readouterr().err
-
-
-def test_a_text_that_is_too_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tmp_path / "text"
-    text.write_text("words " * 100)
-    with pytest.raises(RankError, match="the text has 600 tokens, enough for 4 steps: give a longer one, or --steps"):
-        finetune(load(tmp_path, "finetune.py"), monkeypatch, "--text", str(text), "--seq-length", "64")

@@ -11,13 +11,15 @@ import functools
 import importlib
 import math
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.testing.launch import run_ranks
@@ -38,7 +40,8 @@ SCRIPT = os.environ.get("CP_PLUGIN_TEST_SCRIPT")
 PACKED, HYBRID, LATENT = "--dataloader-inter-document-masking", "--hybrid-layer-pattern", "--multi-latent-attention"
 SHORT = 40
 """Longest document of packed mock data, in tokens: several in each sequence of 64."""
-FIRST_LOSS, LOSS, GRADIENT = 1e-6, 1e-5, 1e-4
+LIMITS = FIRST_LOSS, LOSS, GRADIENT = 1e-6, 1e-5, 1e-4
+"""Relative errors in float32: of the first step's loss, of all losses, and of any parameter's gradient (norm)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +56,8 @@ class Record:
     """Of evaluations, where the test's loop reports them."""
     norms: list[float] = field(default_factory=list)
     """Gradient norm of every step; 0 if Megatron computes none (``--clip-grad 0``)."""
+    logged: list[dict[str, float]] = field(default_factory=list)
+    """Losses and rates in the line that Megatron prints of every step; last rank only."""
     mtp_losses: list[Tensor] = field(default_factory=list)
     """This rank's part of the multi-token prediction losses of every step, by depth; last pipeline stage only."""
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -96,7 +101,15 @@ def record_into(record: Record) -> None:
         record.norms.append(float(result[5] or 0.0))
         return result
 
-    training.train_step = train_step
+    training.train_step, say = train_step, training.print_rank_last
+
+    def print_rank_last(text: str) -> None:
+        if " iteration " in text and dist.get_rank() == dist.get_world_size() - 1:
+            values = re.findall(r"\| ([\w ]*(?:loss|rate)): (\S+)", text)
+            record.logged.append({name: float(value) for name, value in values if name != "learning rate"})
+        say(text)
+
+    training.print_rank_last = print_rank_last
 
 
 def _coordinates() -> dict[str, int]:
@@ -153,13 +166,17 @@ def run(script: str | None, main: Callable[[], object] | None = None) -> Record:
 
 
 def stand_in(documents: int, modules: Sequence[str]) -> None:
-    """Shorten the mock data's documents (0: Megatron's length), and install modules in place of kernels."""
+    """Shorten the mock data's documents (0: Megatron's length), and call ``install`` of modules in place of kernels.
+
+    modules: or ``module:function``.
+    """
     if documents:
         from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
         MockGPTLowLevelDataset.max_sequence_length = documents
     for name in modules:
-        importlib.import_module(name).install()
+        module, _, function = name.partition(":")
+        getattr(importlib.import_module(module), function or "install")()
 
 
 def short_documents() -> None:
@@ -238,7 +255,10 @@ def check(
     documents: int | None = None,
     prepare: Callable[[], None] | None = None,
     alone: Callable[[], None] | None = None,
+    modules: Sequence[str] = (),
     counted: bool = False,
+    sharded: bool = False,
+    limits: Sequence[float] = LIMITS,
     **common: Any,
 ) -> tuple[list[Record], list[Record]]:
     """Train with and without context parallelism, and compare; return the records of both.
@@ -247,15 +267,20 @@ def check(
     divided: flags of context parallelism, on ``cp`` times ``ranks`` ranks.
     documents: longest document in tokens; None: short ones for packs, else Megatron's.
     prepare, alone: called on every rank of the run with, and without.
+    modules: of both runs (``stand_in``).
     counted: every rank must have sent the bytes of the closed formula.
+    sharded: losses alone are compared, since a rank has parts of weights and gradients.
+    limits: of a run that rounds what it sends, instead of ``LIMITS``.
     """
     latent = ("textbook",) if LATENT in f"{flags} {common.get('model')}" else ()
     documents = SHORT * (PACKED in flags) if documents is None else documents
     common |= {"steps": steps, "documents": documents}
     words = f"{flags} --context-parallel-size {cp} {divided}"
-    got = train(cp * ranks, words, prepare=prepare, **common)
-    base = stock(ranks, flags if want is None else want, modules=latent, prepare=alone, **common)
-    compare(got, base, steps=steps)
+    got = train(cp * ranks, words, modules=modules, prepare=prepare, **common)
+    base = stock(ranks, flags if want is None else want, modules=(*modules, *latent), prepare=alone, **common)
+    if sharded:
+        got, base = ([replace(record, weights={}, grads={}) for record in each] for each in (got, base))
+    compare(got, base, steps=steps, limits=limits)
     if counted:
         for record in got:
             assert record.sent == record.formula, record.coordinates
@@ -263,12 +288,20 @@ def check(
     return got, base
 
 
-def compare(got: Sequence[Record], want: Sequence[Record], *, steps: int) -> None:
+def compare(got: Sequence[Record], want: Sequence[Record], *, steps: int, limits: Sequence[float] = LIMITS) -> None:
     """Raise AssertionError, or ValueError (``gap``), unless losses and gradients are those of the other run."""
-    found = gap(got, want)
-    assert found.grad <= GRADIENT, f"gradient of {found.where}: {found.grad:.1e} off"
+    found, (first, loss, grad) = gap(got, want), limits
+    assert found.grad <= grad, f"gradient of {found.where}: {found.grad:.1e} off"
     assert {len(record.losses) for record in got} <= {0, steps}
-    assert found.first <= FIRST_LOSS and found.loss <= LOSS, found
+    assert found.first <= first and found.loss <= loss, found
+
+
+def assert_same_bits(got: Sequence[Record], want: Sequence[Record]) -> None:
+    """The losses and gradients of all ranks are those of the other run, to the bit."""
+    for record, base in zip(got, want, strict=True):
+        assert record.losses == base.losses
+        different = [name for name, grad in base.grads.items() if not torch.equal(record.grads[name], grad)]
+        assert base.grads and not different, (record.coordinates, different)
 
 
 class Gap(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,25 +31,6 @@ def test_unshard_takes_the_result_as_replicated() -> None:
 
     for y, grad, x in run_threads(rank, {"cp": 4}):
         assert torch.equal(y, whole.movedim(0, -1)) and torch.equal(grad, x)
-
-
-@pytest.mark.parametrize(
-    ("provider", "options", "message"),
-    [
-        ("rign", {}, r"provider='rign': did you mean ring.*ring, striped"),
-        (
-            "striped",
-            {"layout": "zigzag"},
-            r"'striped' does not run on the zigzag layout: use layout='str",
-        ),
-        ("ring", {"layout": "diagonal"}, "layout='diagonal': choose one of"),
-        ("ring", {"backend": "magic"}, "backend='magic': choose one of"),
-        ("ring", {"mesh": TraceMesh({"row": 2, "col": 2}, 0)}, r"needs the mesh axes \{'cp': 4\}"),
-    ],
-)
-def test_bad_options_are_refused(provider: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ContextParallel(provider, **options)
 
 
 def test_bad_tensors_are_refused() -> None:

@@ -84,8 +84,3 @@ def test_recomputation() -> None:
         out.float().square().sum().backward()
         gradients.append([y.grad for y in x])
     assert all(map(torch.equal, *gradients))
-
-
-def test_without_autocast_dtypes_must_agree() -> None:
-    with pytest.raises(ValueError, match="must share dtype"):
-        ContextParallel("ring").attention(*inputs(*MIXTURES["RoPE in float32"]))

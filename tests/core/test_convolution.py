@@ -102,10 +102,6 @@ def test_half_precision() -> None:
         assert error <= 5e-3 and (got.double() - expected).norm() / expected.norm() <= 2 * error
 
 
-def test_without_a_group() -> None:
-    assert_equal([sharded(ContextParallel("lasp2"), 4, BOUNDS)], whole(4, BOUNDS))
-
-
 def test_real_ranks() -> None:
     def rank() -> list[Tensor]:
         return sharded(ContextParallel("lasp1", group=dist.group.WORLD, layout="zigzag"), 4, BOUNDS)

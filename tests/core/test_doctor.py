@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli import doctor
 from cp_plugin.cli.app import app
-from cp_plugin.common.versions import megatron_supported, version_tuple
 
 
 def test_it_passes_here_and_names_every_kernel() -> None:
@@ -113,9 +112,3 @@ def test_the_kernel_for_blocks_of_several_tiles_is_shown_and_needed(monkeypatch:
     monkeypatch.setattr(blocks, "kernel", lambda backend, *given, auto: both)  # as on CUDA
     assert {c.backend for c in doctor.auto_choices()} == {"sdpa, and triton where a block has many or small tiles"}
     assert doctor._run_tile(own, torch.device("cpu"), torch.bfloat16).needed
-
-
-def test_versions() -> None:
-    assert version_tuple("0.19.2+cu13") == (0, 19, 2)
-    versions = ("0.17.1", "0.18.0", "0.19.2", "0.21.0", "0.21.0rc1", "1.0")
-    assert [v for v in versions if megatron_supported(v)] == ["0.18.0", "0.19.2"]

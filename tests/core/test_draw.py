@@ -14,9 +14,6 @@ from cp_plugin.cli.app import app
 from cp_plugin.cli.draw import draw_method, draw_traffic
 from cp_plugin.cli.draw.calls import Recording, record
 from cp_plugin.cli.draw.traffic import priced, typical
-from cp_plugin.core.layout import LAYOUTS
-from cp_plugin.core.mask import Mask
-from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import Partial
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Attend
@@ -95,18 +92,6 @@ def ring(layout: str, size: int, tokens: int) -> Recording:
     return record(name, size, seq_length=tokens, heads=1, layout=layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_recorded_ring_does_the_work_of_its_tiles(layout: str) -> None:
-    held = [LAYOUTS[layout].segments(64, 4, rank) for rank in range(4)]
-    met = [[tiles(held[rank], held[(rank - step) % 4], Mask.of(True)) for step in range(4)] for rank in range(4)]
-    assert ring(layout, 4, 64).work() == [[sum(tile.pairs for tile in step) for step in rank] for rank in met]
-
-
-def test_divided_heads_show() -> None:
-    got = record("usp", 4, seq_length=32, head_parallel=2)
-    assert [got.ranks_of(head) for head in range(4)] == [(0, 2), (0, 2), (1, 3), (1, 3)]
-
-
 def test_striped_and_zigzag_balance_what_the_contiguous_ring_does_not() -> None:
     """Striped Attention, section 3: speedup towards 2 - 1/P over the contiguous ring."""
     for size, limit in ((2, 1.5), (4, 1.75), (8, 1.875)):
@@ -162,9 +147,3 @@ def test_refusals(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["draw", "--provider", "ring", "--plot", str(tmp_path / name)])
         assert result.exit_code == 2 and message in result.output, result.output
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("size", [1, 3, 5, 7])
-def test_odd_numbers_of_ranks(size: int, tmp_path: Path) -> None:
-    draw_method(tmp_path / "method.svg", "attention2d", size, timed_tokens=32 * size)
-    assert (tmp_path / "method.svg").stat().st_size > 1000

@@ -103,18 +103,6 @@ def test_local_tensors_and_sums_are_not_rounded() -> None:
     assert mesh.ledger.bytes() == 3 * 2 * 2 * 2 * 4 * 4
 
 
-def test_hops_add_no_error() -> None:
-    def rank(mesh: ThreadMesh) -> tuple[Tensor, ...]:
-        packed, x = PayloadMesh(mesh, BLOCK), tensors(mesh.index, TOKENS)
-        for _ in range(5 * RANKS):
-            x = packed.shift("a", x).wait()
-        return x
-
-    for index, got in enumerate(run_threads(rank, {"a": RANKS})):
-        for a, b in zip(got, tensors(index, TOKENS), strict=True):
-            assert torch.equal(a, rounded(b, BLOCK) if b.dtype in HALF else b)
-
-
 def test_the_number_of_collectives_does_not_grow() -> None:
     class Counted(TraceMesh):
         made = 0

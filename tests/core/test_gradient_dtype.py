@@ -110,16 +110,6 @@ def test_errors_grow_no_more_than_roundings_do(provider: str, layout: str, dtype
     assert not all(map(torch.equal, got[1:4], exact[1:4])) or provider not in RINGS, "of 8 ranks some sum is rounded"
 
 
-def test_a_ring_sends_a_third_less_in_the_backward() -> None:
-    """As many bytes as Transformer Engine's ring."""
-    problem = Problem(size=64, heads=32, kv_heads=8, seq_length=2**17)
-    ring = providers.get("ring")
-    forward, narrow = (ring.traffic(problem, Options(**MODEL), 0)[phase, "cp"] for phase in ("forward", "backward"))
-    assert narrow == 2 * forward
-    wide = ring.traffic(problem, Options(), 0)["backward", "cp"]
-    assert wide == 3 * forward
-
-
 @pytest.mark.parametrize("smaller", [MODEL, {"fp8": "comm"}], ids=str)
 def test_choices_count_what_travels(smaller: dict[str, str]) -> None:
     """No more than the choices for float32 sums and two-byte payloads would send."""
@@ -172,7 +162,6 @@ def problem_on(size: int, **changes: Any) -> Problem:
     ("name", "problem", "options", "narrow", "why"),
     [
         ("ring", FEW, {}, True, "bfloat16: 8,192 tokens per rank and 1 query head per key/value head leave m"),
-        ("ring", replace(FEW, seq_length=8 * 16384), {}, True, "16,384 tokens per rank"),
         (
             "ring",
             replace(FEW, seq_length=8 * 16386),
@@ -180,9 +169,7 @@ def problem_on(size: int, **changes: Any) -> Problem:
             False,
             "16,386 tokens per rank and 1 query .* hide behind ker",
         ),
-        ("ring", replace(FEW, kv_heads=4), {}, True, "2 query heads per key/value head leave"),
         ("ring", replace(FEW, kv_heads=4, batch=2), {}, False, "with 16,384 tokens per rank and 2 query heads per k"),
-        ("ring", replace(FEW, kv_heads=2), {}, False, "with 8,192 tokens per rank and 4 query heads per key"),
         ("ring", replace(FEW, hosts=("a",) * 8), {}, False, "all ranks are on one host"),
         ("ring", replace(FEW, hosts=()), {}, False, "the hosts of the ranks, .*, are unknown"),
         ("ring", replace(FEW, network="gloo"), {}, False, "on CPU ranks there is no slow network"),
@@ -201,14 +188,11 @@ def problem_on(size: int, **changes: Any) -> Problem:
             False,
             "up to 64 ranks, but 128 contribute to",
         ),
-        ("striped", problem_on(64), {}, True, "each hop"),
-        ("double_ring", problem_on(64), {}, True, "each hop"),
         ("burst", FEW, {"backward": "q"}, True, "dq is rounded at each hop"),
         ("burst", problem_on(16), {"backward": "q"}, False, "dq is rounded .* up to 8 ranks, but 16 contribute"),
         ("burst", problem_on(16), {"backward": "kv"}, True, "dk and dv are rounded"),
         ("all_gather", FEW, {}, True, "NCCL rounds the sums of a reduce-scatter"),
         ("all_gather", problem_on(16), {}, False, "NCCL rounds .* up to 8 ranks, but 16 contribute to a sum"),
-        ("attention2d", problem_on(64), {"grid": (8, 8)}, True, "NCCL rounds .* accurate enough for 8 ranks"),
         ("attention2d", problem_on(64), {"grid": (16, 4)}, False, "NCCL rounds .* but 16 contribute to a sum"),
         ("needed", problem_on(64), {}, True, "each part of dk and dv is rounded once"),
         ("usp", replace(problem_on(16), seq_length=16 * 1024), {}, None, "tokens per rank"),

@@ -20,7 +20,6 @@ from thread_ranks import on_shards, on_threads, run, typical
 from cp_plugin import ContextParallel, Options
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.mask import document_bounds
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.layouts import get_layout
@@ -207,13 +206,3 @@ def test_a_wrong_layout_is_noticed(provider: str, layout: str) -> None:
         return relative_error(cp.attention(q, k, v), wrong.shard(problem.reference().out, 0, cp.size, cp.index))
 
     assert max(run_threads(rank, setup.axes)) > 0.1
-
-
-@pytest.mark.parametrize("bounds", [[1, 128], [0, 127], [0, 70, 60, 128], []])
-def test_wrong_document_bounds_are_refused(bounds: list[int]) -> None:
-    with pytest.raises(ValueError, match="cu_seqlens must increase from 0 to the 128 tokens"):
-        document_bounds(torch.tensor(bounds, dtype=torch.int32), 128)
-
-
-def test_empty_documents_change_nothing() -> None:
-    assert document_bounds(torch.tensor([0, 0, 5, 5, 9]), 9) == (0, 5, 9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
@@ -43,25 +42,6 @@ def test_every_combination_occurs_in_few_cases(strength: int, fewest: int) -> No
     for names in combinations("abc", strength):
         assert {tuple(case[n] for n in names) for case in kept} == {tuple(case[n] for n in names) for case in PRODUCT}
     assert fewest <= len(kept) <= 1.25 * fewest
-
-
-def test_a_case_that_alone_has_a_pair_stays() -> None:
-    without = [case for case in PRODUCT if (case["a"], case["c"]) != ("3", "1")]
-    alone = {"a": "3", "b": "2", "c": "1"}
-    assert len(without) in covering([*without, alone], 2)
-
-
-def test_fewer_parameters_than_asked_for() -> None:
-    assert covering([{"a": "0"}, {"a": "1"}], 2) == {0, 1}
-
-
-def test_fields_of_a_dataclass_are_parameters() -> None:
-    @dataclass
-    class Case:
-        a: int
-        b: str
-
-    assert nightly.values({"case": Case(1, "x"), "c": 2.0}) == {"case.a": "1", "case.b": "'x'", "c": "2.0"}
 
 
 @pytest.mark.parametrize(

@@ -254,13 +254,6 @@ def test_many_short_documents_stay_whole(size: int, length: int, each: int, left
     assert placed.balance == 1
 
 
-@pytest.mark.parametrize("left", [None, 1000])
-def test_documents_longer_than_a_rank_has_room(left: int | None) -> None:
-    placed = place([5000, 3000, 1000, *[100] * 70], 8, left=left)
-    assert placed.balance <= 1.05
-    assert placed.needs().max() <= (5000 if left is None else 2 * left)
-
-
 @pytest.mark.parametrize(("kind", "size"), [("chat", 4), ("long", 64)])
 def test_senders_are_balanced(kind: str, size: int) -> None:
     """The head of a long document is spread, since all ranks with its tail need it."""

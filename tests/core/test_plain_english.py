@@ -55,9 +55,6 @@ def test_no_message_is_translated() -> None:
     ("source", "instead"),
     [
         ("raise ValueError(f'{flag} would do nothing without {other}')", "has no effect"),
-        ("why = 'its heads cannot be divided over the ranks'", "split (evenly) across"),
-        ("_field('x', why='it makes groups anew inside a loop')", "again"),
-        ("print(f'cp_plugin: {flag} is switched on: {why}')", "setting --flag"),
         ("what = ('what attention saves ' 'for the backward')", "forward or backward pass"),
     ],
 )

@@ -9,17 +9,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from cp_plugin.cli.bench.cases import make_case
-from cp_plugin.cli.bench.contestants import Entry
-from cp_plugin.cli.bench.report import Report
-from cp_plugin.cli.bench.results import CaseResult, Measured
 from cp_plugin.cli.tables import print_traffic, print_verified
 from cp_plugin.common.text import within_terminal
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing import verify, verify_decode
-from cp_plugin.testing.clock import Both, Taken
 from cp_plugin.testing.traffic import price
 from cp_plugin.testing.verify_decode import Decoded
 
@@ -63,21 +58,6 @@ def test_verify(terminal: Console, decode: bool) -> None:
     named = [line for line in lines(terminal) if line.split() and line.split()[0] in providers.names()]
     assert len(named) >= len(providers.names())
     assert sum("PASS" in line for line in lines(terminal)) == len(made)
-
-
-def test_bench(terminal: Console) -> None:
-    taken = Taken.of([[Both(0.0123, 0.0456)]] * 2)
-    settings = "zigzag, grid 4x1, head parallel 2, head groups 4"
-    found = {"errors": {"dq": 1.2e-3}, "allowed": {"dq": 2e-3}, "sent": (123_456_789, 234_567_890)}
-    names = ("attention2d", "te-all_gather")
-    entries = [Entry(name=name) for name in names]
-    measured = [Measured(entry=entry, settings=settings, taken=taken, ideal=taken, **found) for entry in entries]
-    refused = Measured(
-        entry=Entry(name="te-a2a"), cannot="Transformer Engine's attention runs on CUDA, and none is here"
-    )
-    result = CaseResult(case=make_case("causal", PROBLEM), measured=[*measured, refused])
-    Report(results=[result], device="2 CPU cores", rounds=5, seed=0).print(terminal)
-    assert any(line.startswith("te-a2a: cannot: Transformer Engine's") for line in lines(terminal))
 
 
 class Stream(io.StringIO):

@@ -189,19 +189,8 @@ def test_a_forgotten_merge_weight_fails_the_command(monkeypatch: pytest.MonkeyPa
 
 
 def test_impossible_setups_are_listed_but_not_counted() -> None:
-    args = (
-        *SMALL,
-        "--provider",
-        "ulysses",
-        "--layout",
-        "zigzag",
-        "--heads",
-        "6",
-        "--mask",
-        "causal",
-        "--dtype",
-        "float32",
-    )
+    args = (*SMALL, "--provider", "ulysses", "--layout", "zigzag", "--heads", "6")
+    args += ("--mask", "causal", "--dtype", "float32")
     nothing = command(*args)
     assert nothing.exit_code == 1 and nothing.stdout.count("cannot: --ranks 4: 6 query and") == 2
     assert nothing.stdout.splitlines()[-1] == "FAIL: 0 of 0 within limits; 2 cannot run, for the reasons given"

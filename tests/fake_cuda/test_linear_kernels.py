@@ -90,16 +90,6 @@ def test_a_decay_per_key_asks_for_its_kernels(
     assert chosen(replace(problem, decay="none")) == "chunked" == chosen(problem, CPU)
 
 
-def test_on_the_cpu(gpu: Start) -> None:
-    assert chosen(HALF, CPU) == "chunked"
-    with pytest.raises(
-        ValueError, match="--cp-backend fla cannot run here: its Triton kernels need a CUDA device, not"
-    ):
-        kernels.choose("fla", CPU, HALF)
-    with pytest.raises(ValueError, match="--cp-backend sdpa"):
-        kernels.unsupported("sdpa", CPU, HALF)
-
-
 @pytest.mark.parametrize(("variant", "triton"), [("lightning", "3.6.0"), ("gla", "3.6.0"), ("lightning", "3.7.1")])
 def test_training_is_refused_before_it_starts(gpu: Start, variant: str, triton: str) -> None:
     from cp_plugin.megatron.flags.args import Settings

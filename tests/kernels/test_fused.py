@@ -7,12 +7,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.values import Partial
 from cp_plugin.kernels import fused
 from cp_plugin.kernels.merge import merge, merge_all, merge_rows
-from cp_plugin.methods import registry as providers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of log(0) and of 0 / 0
 
@@ -134,26 +131,6 @@ def test_offsets_of_64_bits_change_nothing(kernels: list[str], monkeypatch: pyte
 def test_partials_that_saw_nothing_are_left_out() -> None:
     (one,) = partials(1)
     assert merge_all([None, one, None]) is one and merge_all([None]) is None and merge_all([]) is None
-
-
-def test_a_method_with_them(kernels: list[str]) -> None:
-    """attention2d on a 2 x 2 grid merges partial outputs with the kernel in the forward."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(16, 1, 2, 4, generator=generator) for _ in range(3))
-
-    problem = Problem(size=4, heads=2, kv_heads=2, head_dim=4, dtype=torch.float32)
-    settled = providers.settle("attention2d", problem, Options(grid=(2, 2)))
-
-    def rank(mesh: Mesh) -> Tensor:
-        cp = ContextParallel("attention2d", mesh=mesh, grid=(2, 2))
-        return cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v))))
-
-    got = run_threads(rank, settled.axes)[0]
-    assert "merge" in kernels
-    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) / 2
-    hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)
-    want = torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_only_cuda_tensors_go_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,6 @@ import torch
 from cp_kernels import permute as kernel
 from torch import Tensor
 
-from cp_plugin.core.layout import LAYOUTS, sort_positions
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.bool, torch.float8_e4m3fn)
 
 
@@ -84,20 +82,6 @@ def test_a_gather_may_take_some_rows_or_a_row_twice() -> None:
     x = bits((6, 3), torch.float32)
     for order in (torch.tensor([4, 4, 0]), torch.tensor([1, 9, 0, 9, 5, 9])[::2], torch.tensor([], dtype=torch.int64)):
         assert same(*kernel.gather_rows((x,), order), x[order])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
-def test_gathered_shards_are_sorted_and_stored_back(layout: object) -> None:
-    """As in ``methods.local``: shards of every other rank in token order."""
-    shards = [layout.segments(32, 4, rank) for rank in (0, 2)]
-    segments = tuple(s for shard in shards for s in shard)
-    _, order = sort_positions(segments, torch.device("cpu"))
-    positions = torch.cat([torch.arange(s.start, s.stop, s.step) for s in segments])
-    if order is None:
-        order = positions.sort()[1]
-    (by_token,) = kernel.gather_rows((positions,), order)
-    assert by_token.tolist() == sorted(positions.tolist())
-    assert torch.equal(*kernel.scatter_rows((by_token,), order), positions)
 
 
 def test_the_widest_words_are_copied() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ptx import stores_in_place, unordered
+from ptx import unordered
 
 HEAD = """.visible .entry kernel(
 	.param .u64 .ptr .global .align 1 kernel_param_0,
@@ -75,21 +75,3 @@ def test_addresses_are_followed_and_values_are_not() -> None:
     ]
     assert found(READ, *moved)
     assert not found(READ, "add.s64 %rd5, %rd2, %rd4;", "ld.global.b64 %rd4, [%rd1];", "st.global.b32 [%rd5], %r2;")
-
-
-def test_unsupported_ptx_is_refused() -> None:
-    for lines, memory, words in (
-        ([READ], (7, 8, None), "described as"),
-        ([READ], (7, None, 8, 9), "described as"),
-        (["brx.idx %r1, table;"], (7, None, 8), "by a table"),
-        (["bra $nowhere;"], (7, None, 8), "nowhere"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            found(*lines, memory=memory)
-
-
-def test_in_place_detection() -> None:
-    def in_place(store: str) -> bool:
-        return stores_in_place(f"{HEAD}{READ}\n{store}\nret;\n}}\n", (7, None, 8))
-
-    assert in_place(STORE) and not in_place(ELSEWHERE)

@@ -56,13 +56,6 @@ def test_any_size_and_dtype(e: int, dtype: torch.dtype) -> None:
     check_out(dout, kernel.delta(dout, out))
 
 
-def test_stand_in_preserves_delta() -> None:
-    dout, out = given(64)
-    delta = fused.delta(dout, out)
-    again = fused.delta(dout, kernel.out_from_delta(dout, delta))
-    torch.testing.assert_close(again, delta, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e-20, 1.0, 1e20, 1e36])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_tiny_and_huge(dtype: torch.dtype, size: float) -> None:
@@ -74,12 +67,6 @@ def test_gradients_tiny_and_huge(dtype: torch.dtype, size: float) -> None:
         blank = dout.float().abs().amax(-1) == 0
         again = (dout.double() * kernel.out_from_delta(dout, delta).double()).sum(-1)
         torch.testing.assert_close(again[~blank], delta[~blank].double(), rtol=2**-6, atol=0.0)
-
-
-def test_rows_of_zeros_stay_so() -> None:
-    dout, out = given(16)
-    found = kernel.out_from_delta(dout, fused.delta(dout, out))
-    assert found[1].eq(0).all() and found[3, 1, 2].eq(0).all() and found.isfinite().all()
 
 
 @pytest.mark.parametrize("others", [0.0, 1.0])

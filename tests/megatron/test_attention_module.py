@@ -10,8 +10,7 @@ import pytest
 import torch
 from oracle import Case, Result, assert_close
 
-from cp_plugin import ContextParallel, Options
-from cp_plugin.comm import TraceMesh
+from cp_plugin import Options
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.methods import registry as providers
 
@@ -122,44 +121,16 @@ def test_query_key_layer_scaling_changes_nothing(ring: None) -> None:
     assert torch.equal(plain, scaled)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "config", "message"),
-    [
-        ({"attention_type": "cross"}, {}, "cross attention"),
-        ({"attention_dropout": 0.1}, {}, "--attention-dropout 0.1"),
-        ({}, {"attention_dropout": 0.1}, "--attention-dropout 0.1"),
-    ],
-)
-def test_layers_it_does_not_support(
-    ring: None, arguments: dict[str, Any], config: dict[str, Any], message: str
-) -> None:
-    """That it asks the rules, which test_refusals tries; so does a call."""
-    made = _config()
-    for name, value in config.items():
-        assert hasattr(made, name)
-        setattr(made, name, value)
-    with pytest.raises(ValueError, match=f"--cp-provider ring does not support .*{message}"):
-        _module(made, **arguments)
-
-
-def test_calls_it_does_not_support(ring: None) -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.enums import AttnMaskType
-
+def test_layers_and_calls_are_put_to_the_rules(ring: None) -> None:
+    """Which test_refusals tries."""
     q, k, v, _ = Case(seq_length=8, heads=4, kv_heads=2, causal=True, dtype=torch.float32).inputs()
-    module = _module()
-    mask = torch.ones(1, 1, 8, 8).triu(1).bool()
-    flat = (q[:, 0], k[:, 0], v[:, 0], None)
-    calls = [
-        ((q, k, v, mask), {}, r"an attention mask tensor .got one of shape \(1, 1, 8, 8\)"),
-        ((q, k, v, None), {"attn_mask_type": AttnMaskType.padding}, "the attention mask type padding"),
-        ((q, k, v, None), {"packed_seq_params": PackedSeqParams()}, r"queries of shape \(8, 2, 4, 16\), packed"),
-        (flat, {}, r"queries of shape \(8, 4, 16\), packed documents \(THD\): False"),
-        (flat, {"packed_seq_params": PackedSeqParams(local_cp_size=2)}, "dynamic context parallelism"),
-    ]
-    for positional, named, message in calls:
-        with pytest.raises(ValueError, match=f"layer 1: --cp-provider ring does not support {message}"):
-            module(*positional, **named)
+    with pytest.raises(ValueError, match=r"--cp-provider ring does not support .*cross attention"):
+        _module(attention_type="cross")
+    module, flat = _module(), (q[:, 0], k[:, 0], v[:, 0], None)
+    with pytest.raises(ValueError, match=r"layer 1: --cp-provider ring does not support queries of shape \(8, 4, 16\)"):
+        module(*flat)
+    with pytest.raises(ValueError, match=r"an attention mask tensor .got one of shape \(1, 1, 8, 8\)"):
+        module(q, k, v, torch.ones(1, 1, 8, 8).triu(1).bool())
 
 
 def test_it_has_no_parameters_and_loads_what_transformer_engine_saved(ring: None) -> None:
@@ -196,20 +167,3 @@ def test_the_specs_build_it(ring: None) -> None:
     assert TESpecProvider().core_attention() is CoreAttention
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
     assert layer.submodules.self_attention.submodules.core_attention is CoreAttention
-
-
-def test_a_script_that_does_not_slice_its_batch_is_refused(ring: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core import parallel_state
-
-    from cp_plugin.megatron.micro_batch import MicroBatch
-    from cp_plugin.megatron.state import STATE
-
-    cp = ContextParallel("ring", mesh=TraceMesh({"cp": 2}, 1))
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
-    with pytest.raises(ValueError, match=r"without slicing its batch with megatron\.core\.utils\.get_batch_on_this"):
-        MicroBatch.attended(cp, None, 8, layer=1)
-    MicroBatch.cut(cp, None, 8)
-    MicroBatch.attended(cp, None, 8, layer=1)
-    STATE.cut.any = False
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
-    MicroBatch.attended(cp, None, 8, layer=1)  # a later stage receives hidden states, not tokens

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nightly import one_case
-from test_known_bugs import mask_the_first_half
+from scripts import mask_the_first_half
 from torch import Tensor
 from training import SGD, check, train
 
@@ -26,28 +26,6 @@ documents_are_packed = pytest.mark.skipif(
     version_tuple(megatron_version()) < (0, 19), reason="documents are packed since 0.19"
 )
 CONTIGUOUS = "--cp-provider ring --cp-layout contiguous"
-
-
-def _count_a_quarter() -> None:
-    """Only the last tokens of a sequence count: all in the second chunk of rank 0 of the zigzag layout."""
-    from megatron.core.datasets.gpt_dataset import MockGPTDataset
-
-    get = MockGPTDataset.__getitem__
-
-    def last(self: Any, index: int | None) -> dict[str, Any]:
-        found = get(self, index)
-        found["loss_mask"] = found["loss_mask"].clone()
-        found["loss_mask"][: 3 * found["loss_mask"].numel() // 4 - 3] = 0
-        return found
-
-    MockGPTDataset.__getitem__ = last
-
-
-@one_case
-@pytest.mark.parametrize("prediction", ["", "--mtp-num-layers 1"])
-def test_megatron_7513_means_over_the_tokens_of_all_ranks(prediction: str) -> None:
-    """The mean of the ranks' means gave three tokens on one rank the weight of sixteen on the other."""
-    check(prediction, ZIGZAG, cp=2, steps=1, prepare=_count_a_quarter, alone=_count_a_quarter)
 
 
 def _no_documents_on_the_second_stage() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.cpu.cuda_surface import surface
@@ -160,14 +159,6 @@ def test_device_arguments_mean_the_cpu() -> None:
 
 
 @forked
-def test_pinned_memory_is_plain_memory() -> None:
-    with pytest.raises(RuntimeError):
-        torch.tensor([1, 2], pin_memory=True)
-    cpu.activate()
-    assert torch.tensor([1, 2], device="cpu", pin_memory=True).cuda(non_blocking=True).tolist() == [1, 2]
-
-
-@forked
 def test_streams_and_events_keep_order_and_time() -> None:
     with cpu.cpu_mode(), torch.cuda.stream(torch.cuda.Stream()):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -202,19 +193,6 @@ def test_cuda_random_state_is_the_random_state() -> None:
             forked = torch.rand(3)
         assert torch.equal(torch.cat([half, torch.rand(3)]), outside)
         assert torch.equal(forked, torch.rand(3, generator=torch.Generator().manual_seed(1)))
-
-
-def test_process_groups_are_gloo() -> None:
-    def body() -> tuple[str, str, float]:
-        with cpu.cpu_mode():
-            dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
-            group = dist.new_group([0, 1], backend="nccl", pg_options=object())
-            x = torch.ones(1, device="cuda")
-            dist.all_reduce(x, group=group)
-            dist.barrier(device_ids=[0])
-            return dist.get_backend(), dist.get_backend(group), x.item()
-
-    assert run_ranks(body, 2) == [("gloo", "gloo", 2.0)] * 2
 
 
 @pytest.fixture

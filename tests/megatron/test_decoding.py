@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import textbook
 import torch
 from nightly import one_case, slow
 from torch import Tensor
@@ -42,19 +43,6 @@ MODELS = {
 }
 
 
-class Textbook(torch.nn.Module):
-    """Causal attention for multi-latent attention on one rank, where Megatron has only Transformer Engine's."""
-
-    def __init__(self, softmax_scale: float, **kwargs: Any) -> None:
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.scale
-        scores = scores.masked_fill(torch.ones(query.size(0), key.size(0), dtype=torch.bool).triu(1), -torch.inf)
-        return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), value).flatten(2)
-
-
 def with_model(check: Any, flags: str, ranks: int = 1) -> list[Any]:
     """Start a training, and call ``check`` with the model instead of the first step."""
     words = f"{LAYERS} {DATA} {SGD} --train-iters 1 {flags}"
@@ -69,11 +57,10 @@ def with_model(check: Any, flags: str, ranks: int = 1) -> list[Any]:
         found = []
         sys.argv = ["pretrain_gpt.py", *words.split()]
         activate()
-        from megatron.core.models.backends import LocalSpecProvider
         from megatron.training import training
 
         if "--multi-latent-attention" in words and "--cp-provider" not in words:
-            LocalSpecProvider.core_attention = lambda self: Textbook
+            textbook.install()
 
         def train_step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             found.append(check(model[0]))

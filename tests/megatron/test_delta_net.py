@@ -1,4 +1,4 @@
-"""Megatron's gated delta net by a provider (``--cp-linear-provider``): self-check and refusals."""
+"""Megatron's gated delta net by a provider (``--cp-linear-provider``): self-check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from state_space_kernels import STATES
-from training import PACKED, short_documents, train
+from training import PACKED, SHORT, train
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version
@@ -16,19 +16,11 @@ from cp_plugin.testing.launch import RankError
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
-def _known_to_megatron(flags: str) -> str:
+def _train(flags: str, plant: Callable[[], None] = lambda: None) -> None:
     if PACKED in flags and version_tuple(megatron_version()) < (0, 19):
         pytest.skip("documents are packed since 0.19")
-    return flags
-
-
-def _train(flags: str, plant: Callable[[], None] = lambda: None, pattern: str = "G*") -> None:
-    def prepare() -> None:
-        short_documents()
-        plant()
-
-    flags = f"{_known_to_megatron(flags)} --hybrid-layer-pattern {pattern} {STATES} --context-parallel-size 2"
-    train(2, f"--seq-length 32 {flags}", prepare=prepare)
+    flags = f"--hybrid-layer-pattern G* {STATES} --seq-length 32 --context-parallel-size 2 {flags}"
+    train(2, flags, documents=SHORT, prepare=plant)
 
 
 def test_it_is_announced_and_checked_in_half_precision(capfd: pytest.CaptureFixture[str]) -> None:
@@ -83,34 +75,3 @@ def test_a_variant_of_the_layer_is_not_trained() -> None:
 
     with pytest.raises(RankError, match=r"Not replaced: .*self_attention"):
         _train("--cp-provider ring --cp-layout contiguous --cp-linear-provider lasp2", other)
-
-
-@pytest.mark.parametrize(
-    ("flags", "pattern", "message"),
-    [
-        (
-            "--cp-linear-provider lasp2",
-            "G*",
-            r"--cp-linear-provider lasp2 with G in .* G\*: .* Add --cp-provider with one",
-        ),
-        (
-            "--cp-provider ring --cp-linear-provider lasp3",
-            "G*",
-            r"--cp-linear-provider lasp3: did you mean lasp2 or lasp1\? Choose one of lasp2, linear_ring, zeco",
-        ),
-        (
-            "--cp-provider striped --cp-linear-provider lasp2",
-            "G*",
-            "--cp-provider striped runs only on the layout striped, but --cp-linear-provider lasp2 on contiguous",
-        ),
-        (
-            "--cp-provider ring --cp-linear-provider linear_ring",
-            "G*",
-            "--cp-linear-provider linear_ring cannot run this model: the baseline has no delta rule: use lasp2",
-        ),
-        ("--cp-provider ring --cp-linear-provider lasp2", "M*", "--cp-linear-provider lasp2 has no effect without"),
-    ],
-)
-def test_refusals(flags: str, pattern: str, message: str) -> None:
-    with pytest.raises(RankError, match=message):
-        _train(flags, pattern=pattern)

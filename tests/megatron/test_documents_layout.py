@@ -9,11 +9,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from nightly import nightly, slow
-from test_memory_features import OVERLAP, STEPS, same_losses
+from nightly import slow
 from test_packed_models import PACKS
-from training import check, short_documents, train
-from warm import megatrons_own_data
+from training import short_documents, train
 
 from cp_plugin import ContextParallel
 from cp_plugin.common.versions import version_tuple
@@ -26,32 +24,6 @@ pytestmark = [
 ]
 
 PLACED = "--cp-layout documents"
-
-
-def _documents_of(longest: int) -> None:
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-    megatrons_own_data()
-    MockGPTLowLevelDataset.max_sequence_length = longest
-
-
-@pytest.mark.parametrize(
-    ("length", "longest"),
-    [pytest.param(64, 4096, marks=slow), pytest.param(2048, 8, marks=nightly)],
-    ids=["one", "500"],
-)
-def test_so_many_documents(length: int, longest: int) -> None:
-    """A pack that is one document, and one of about 500."""
-    prepare = partial(_documents_of, longest)
-    flags = f"{PACKS} --micro-batch-size 1 --seq-length {length} --max-position-embeddings {length}"
-    check(flags, f"--cp-provider needed {PLACED}", cp=2, prepare=prepare, alone=prepare)
-
-
-@slow
-def test_the_distributed_optimizer_and_checks_of_later_steps() -> None:
-    divided = f"{OVERLAP} --context-parallel-size 2 --cp-provider needed {PLACED} --cp-check-every 1"
-    got = train(2, f"{PACKS} {divided}", steps=STEPS, prepare=short_documents)
-    same_losses(got, train(1, f"{PACKS} {OVERLAP}", steps=STEPS, prepare=short_documents))
 
 
 FORGETFUL = {"attention": "attended", "batch": "cut", "rope": "replace_apply_rotary_thd", "prediction": "_rolled"}

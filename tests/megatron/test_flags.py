@@ -12,7 +12,7 @@ import torch
 from nightly import one_case
 
 from cp_plugin import Options, Problem
-from cp_plugin.megatron.flags.args import Settings, add_arguments, peek, settings_from
+from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.methods import registry as providers
 
 RING = "--context-parallel-size 4 --cp-provider ring --cp-layout contiguous"
@@ -94,40 +94,6 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
     assert not args.calculate_per_token_loss
 
 
-def test_flags_of_newer_versions(validated: Callable[..., argparse.Namespace]) -> None:
-    from megatron.training.arguments import add_megatron_arguments
-
-    known = {a.dest for a in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions}
-    for flags in ("--logits-load-dir x", "--logits-save-dir x"):
-        flag = flags.split()[0]
-        if flag.removeprefix("--").replace("-", "_") in known:
-            with pytest.raises(ValueError, match=f"^--cp-provider ring does not support {flag}"):
-                validated(f"{RING} {flags}")
-
-
-def test_attention_dropout_must_be_given(validated: Callable[..., argparse.Namespace]) -> None:
-    with pytest.raises(ValueError, match=r"--attention-dropout 0.1"):
-        validated(RING, without="--attention-dropout 0")
-
-
-@pytest.mark.parametrize("version", ["0.18.2", "0.19.0"])
-def test_auxiliary_losses_of_experts_before_0_19(
-    validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    from cp_plugin.megatron.rules import checks
-
-    monkeypatch.setattr(checks, "megatron_version", lambda: version)
-    experts = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
-    if version == "0.19.0":
-        assert validated(f"{RING} {experts}").calculate_per_token_loss
-        return
-    with pytest.raises(ValueError, match=rf"--moe-aux-loss-coeff 0.01 with --calculate-per-token-loss.*{version}"):
-        validated(f"{RING} {experts}")
-    with pytest.raises(ValueError, match=r"--moe-z-loss-coeff 0.5 with"):
-        validated(f"{RING} --num-experts 4 --moe-router-topk 2 --moe-z-loss-coeff 0.5")
-    assert not validated(f"{RING} --cp-layout zigzag {experts}").calculate_per_token_loss
-
-
 @pytest.mark.parametrize("flag", ["--seq-length", "--encoder-seq-length"])
 def test_lengths_not_divisible_for_zigzag_only(validated: Callable[..., argparse.Namespace], flag: str) -> None:
     args = validated(f"{RING} {flag} 60", without="--seq-length 64")
@@ -142,17 +108,6 @@ def test_yaml_file_is_refused(adapter: None, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(sys, "argv", ["x", "--yaml-cfg", str(tmp_path / "a.yaml"), "--cp-provider=ring"])
     with pytest.raises(ValueError, match=r"--yaml-cfg .*a.yaml makes Megatron ignore .*, including --cp-provider:"):
         arguments.parse_args()
-
-
-def test_peek_returns_the_last_value() -> None:
-    assert peek(["a", "--cp-device", "cpu", "--cp-device=cuda", "b"], "--cp-device") == "cuda"
-    assert peek(["--cp-device-x", "cpu"], "--cp-device") is None
-    assert peek(["--cp-device"], "--cp-device") is None
-
-
-def test_defaults_and_auto() -> None:
-    for words in ("", "--cp-grid auto --cp-backward auto --cp-layout auto"):
-        assert settings_from(add_arguments(argparse.ArgumentParser()).parse_args(words.split())) == Settings()
 
 
 FLAGS = ("layout", "backend", "grid", "head-parallel", "intra-size", "backward", "head-groups")
@@ -179,16 +134,3 @@ def test_valid_options(validated: Callable[..., argparse.Namespace], flags: str,
     assert runtime.problem() == Problem(
         size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32, network="gloo"
     )
-
-
-def test_every_option_of_a_provider_has_a_flag() -> None:
-    declared = {option for provider in providers.registry().values() for option in provider.options}
-    assert declared == {"backward", "gradient_dtype", "grid", "head_groups", "head_parallel", "intra_size"}
-    flags = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
-    assert {f"cp_{option}" for option in (*declared, "layout", "backend", "fp8")} <= flags.keys()
-
-
-@pytest.mark.parametrize("size", [2, 8])
-def test_usp_without_head_parallel(validated: Callable[..., argparse.Namespace], size: int) -> None:
-    checked = validated(f"--context-parallel-size {size} --cp-provider usp", ranks=size)
-    assert (checked.cp_provider, checked.cp_head_parallel) == ("usp", None)

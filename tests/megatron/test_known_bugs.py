@@ -9,7 +9,7 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     which mask works with what                             TE 2052      test_support
     labels shifted inside each rank's part                 verl 4250      tests/core/test_shift
     the loss of multi-token prediction                     Megatron 3959, 7498            test_mtp
-    a loss as many times too large as there are ranks      Bridge 2055 (three ranks)      test_mla
+    a loss as many times too large as there are ranks      Bridge 2055 (three ranks)      test_cases
     a missing process group taken for one of one rank      Bridge 2667      test_groups
     layers without context parallelism                     AutoModel 3507      test_startup
     dropout, lengths, dynamic groups      Megatron 4828, 1669, 5355, 3405, 6821, 6816      test_bad_flags
@@ -39,10 +39,8 @@ import torch
 from oracle import Case, Result, assert_close, errors
 from test_packed_places import pack_of
 from thread_ranks import on_threads, run
-from training import check, train
 
 from cp_plugin import ContextParallel
-from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -88,40 +86,6 @@ def test_megatron_7452_offsets_count_once_in_the_norm_of_gradients() -> None:
 
     offset = attention._softmax_offset(_config(softmax_type="learnable", use_cpu_initialization=True))
     assert isinstance(offset, torch.nn.Parameter) and offset.tensor_model_parallel is True
-
-
-def mask_the_first_half() -> None:
-    """Mask the first half of every sequence: with contiguous tokens, all of rank 0's."""
-    from megatron.core.datasets.gpt_dataset import MockGPTDataset
-
-    get = MockGPTDataset.__getitem__
-
-    def wrong(self: Any, index: int | None) -> dict[str, Any]:
-        found = get(self, index)
-        found["loss_mask"] = found["loss_mask"].clone()
-        found["loss_mask"][: found["loss_mask"].numel() // 2] = 0
-        return found
-
-    MockGPTDataset.__getitem__ = wrong
-
-
-def test_megatron_1764_a_rank_with_masked_tokens_only() -> None:
-    """Its mean over no tokens was NaN. (Also 673, 906: losses were scaled by the number of ranks.)"""
-    halves = {"prepare": mask_the_first_half, "alone": mask_the_first_half}
-    check("", "--cp-provider ring --cp-layout contiguous", cp=2, steps=1, **halves)
-
-
-def _two_part_loss() -> None:
-    from cp_plugin.megatron.models import gpt
-
-    loss = gpt.loss
-    gpt.loss = lambda mask, output: (lambda total, tokens, report: (total / tokens, report))(*loss(mask, output))
-
-
-def test_verl_6609_a_loss_of_two_parts_is_refused() -> None:
-    """It was scaled by the number of ranks while the gradients were summed over tokens."""
-    with pytest.raises(RankError, match=r"with --calculate-per-token-loss\. .* number of these tokens"):
-        train(2, "--context-parallel-size 2 --cp-provider striped", prepare=_two_part_loss)
 
 
 def test_mcore_bridge_48_all_of_megatrons_arguments_are_accepted() -> None:

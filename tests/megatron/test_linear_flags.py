@@ -14,10 +14,9 @@ import torch
 
 from cp_plugin import Options, Problem
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings, add_arguments, settings_from
-from cp_plugin.megatron.flags.linear_flags import FLAGS, Linear, attribute
+from cp_plugin.megatron.flags.linear_flags import Linear
 from cp_plugin.methods import registry as providers
 
-GLA = "--context-parallel-size 4 --cp-linear-attention gla"
 MODEL = Problem(size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32, network="gloo")
 
 
@@ -54,14 +53,6 @@ def _linear(variant: str = "gla", layout: str = "contiguous", **fields: str) -> 
             {},
             {"grid": (2, 2), "backend": "sdpa"},
         ),
-        (
-            "--cp-layer-pattern LN --cp-provider ring --cp-backend reference",
-            "ring",
-            "zigzag",
-            {"pattern": "LN"},
-            {"backend": "reference"},
-            {"backend": "reference"},
-        ),
     ],
 )
 def test_valid_flags(
@@ -96,43 +87,10 @@ def test_one_rank_is_enough(validated: Callable[..., argparse.Namespace]) -> Non
     assert not args.create_attention_mask_in_dataloader
 
 
-def test_unsupported_problem_is_refused(
-    validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    picky = replace(providers.get("lasp2"), unsupported=lambda problem, options: f"no decay per {problem.decay}")
-    monkeypatch.setitem(providers.registry(), "lasp2", picky)
-    with pytest.raises(ValueError, match=r"^--cp-linear-provider lasp2 cannot run this model: no decay per key$"):
-        validated(GLA)
-
-
 def test_layer_pattern_repeats() -> None:
     linear = _linear(pattern="LLLN")
     assert [n for n in range(1, 17) if not linear.has(n)] == [4, 8, 12, 16]
     assert linear.layers(16) == 12 and linear.hybrid and not _linear().hybrid
-
-
-@pytest.mark.parametrize(
-    ("variant", "sizes"),
-    [
-        ("basic", (16, 17, "none")),
-        ("lightning", (16, 16, "head")),
-        ("gla", (16, 16, "key")),
-        ("based", (153, 17, "none")),
-    ],
-)
-def test_problem_of_a_linear_layer(variant: str, sizes: tuple[int, int, str]) -> None:
-    problem = _linear(variant).problem(MODEL)
-    assert (problem.head_dim, problem.v_head_dim, problem.decay) == sizes
-    assert (problem.heads, problem.kv_heads, problem.size) == (4, 2, 4)
-
-
-def test_defaults_without_megatron() -> None:
-    parser = add_arguments(argparse.ArgumentParser())
-    args = parser.parse_args(["--cp-linear-attention", "retention"])
-    assert [getattr(args, attribute(flag)) for flag in FLAGS] == ["retention", None, None]
-    args.context_parallel_size = 1
-    settings = settings_from(args)
-    assert settings.provider == UPSTREAM and settings.linear == _linear("retention")
 
 
 PARTED = """

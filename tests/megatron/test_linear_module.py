@@ -154,14 +154,8 @@ def test_calls_and_layers_it_does_not_support(gla: None) -> None:
         module(q, k, k, None)
     with pytest.raises(ValueError, match=r"^layer 1: linear attention is causal, but got the mask type no_mask"):
         module(q, k, k, None, attn_mask_type=AttnMaskType.no_mask)
-    with pytest.raises(ValueError, match=r"^layer 1: --cp-linear-attention gla does not support an attention bias"):
-        module(q, k, k, None, attention_bias=torch.zeros(1))
     with pytest.raises(ValueError, match=r"^--cp-linear-attention gla does not support a sliding window"):
         _module(_config(window_size=(8, 0)))
-    with pytest.raises(ValueError, match=r"^--cp-linear-attention gla does not support fused_single_qkv_rope"):
-        config = _config()
-        config.fused_single_qkv_rope = True
-        _module(config)
 
 
 def test_audit_names_both_kinds(capfd: pytest.CaptureFixture[str]) -> None:

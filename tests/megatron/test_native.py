@@ -88,8 +88,6 @@ def test_nothing_is_replaced_without_a_provider(patched: types.ModuleType, monke
     [
         (STRIPED.replace("striped", "stripes"), "--cp-provider stripes: did you mean striped"),
         (f"{STRIPED} --qk-clip", "does not support --qk-clip"),
-        (f"{STRIPED} --yaml-cfg x.yaml", "--yaml-cfg x.yaml makes Megatron ignore"),
-        ("--context-parallel-size 2", "on the CPU needs --cp-provider"),
     ],
 )
 def test_flags_are_checked(

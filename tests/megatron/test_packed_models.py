@@ -7,9 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from nightly import slow
 from state_space_kernels import STATES
-from test_memory_features import OVERLAP, STEPS, same_losses
 from torch import Tensor
 from training import PACKED, check, compare, short_documents, stock, train
 
@@ -24,15 +22,6 @@ pytestmark = [
 ]
 
 PACKS = f"{PACKED} --calculate-per-token-loss"
-MIXED = f"--hybrid-layer-pattern MG*- {STATES}"
-
-
-@slow
-def test_the_distributed_optimizer() -> None:
-    flags = f"{MIXED} {PACKS} {OVERLAP}"
-    common = {"steps": STEPS, "prepare": short_documents}
-    got = train(2, f"{flags} --context-parallel-size 2 --cp-provider striped", **common)
-    same_losses(got, stock(1, flags, **common))
 
 
 def test_experts_balance_each_sample_of_a_pack() -> None:
@@ -42,30 +31,6 @@ def test_experts_balance_each_sample_of_a_pack() -> None:
         stock(1, f"{flags} --micro-batch-size {size}", steps=2, prepare=short_documents) for size in (2, 1)
     )
     compare(packed, alone, steps=2)
-
-
-def _data_as_megatrons_scripts_build_them() -> None:
-    """For the first and the last stage only, also where documents are packed."""
-    from megatron.core import mpu
-    from megatron.training.utils import is_first_or_last_pipeline_stage as at_an_end
-
-    from cp_plugin.megatron.models import gpt
-
-    gpt._builds_data = lambda vp_stage: mpu.get_tensor_model_parallel_rank() == 0 and at_an_end(vp_stage)
-
-
-@pytest.mark.parametrize(
-    ("stages", "flags"),
-    [
-        (3, "--num-layers 3 --pipeline-model-parallel-size 3"),
-        (2, "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
-    ],
-    ids=["three stages", "virtual stages"],
-)
-def test_stages_in_between_have_the_bounds_of_documents(stages: int, flags: str) -> None:
-    """In a Megatron-LM checkout: 'NoneType' object is not an iterator, with one context-parallel rank, too."""
-    as_theirs = {"prepare": _data_as_megatrons_scripts_build_them, "alone": _data_as_megatrons_scripts_build_them}
-    check(f"{flags} --micro-batch-size 1 {PACKS}", "--cp-provider striped", cp=2, ranks=stages, **as_theirs)
 
 
 def test_a_pack_of_unknown_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,120 +1,28 @@
-"""Sequences and packs that the layout cannot divide (``--cp-pad-sequence``): scripts, planted faults and parts."""
+"""Sequences and packs that the layout cannot divide (``--cp-pad-sequence``): a planted fault and parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from nightly import one_case, slow
-from test_positions import MULTIMODAL, _three_ids_per_token
 from test_slicing import one_rank_of
-from training import check, train
+from training import train
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.common.versions import version_tuple
 from cp_plugin.core import layout as layouts
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.patches.patching import megatron_version
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
-
-since_0_19 = pytest.mark.skipif(
-    version_tuple(megatron_version()) < (0, 19), reason="documents are packed, and experts' losses right, since 0.19"
-)
-PER_TOKEN = "--calculate-per-token-loss"
-EXPERTS = f"--seq-length 57 --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 {PER_TOKEN}"
-
-
-@slow
-def test_multimodal_positions() -> None:
-    three = {"prepare": _three_ids_per_token, "alone": _three_ids_per_token}
-    divided = "--cp-provider striped --cp-pad-sequence"
-    check(f"--seq-length 57 {MULTIMODAL} {PER_TOKEN}", divided, cp=2, **three)
-
-
-def _padded_by_the_script(*, everywhere: bool = True) -> None:
-    """Rows end early, one after another; the script masks what follows them in the loss, and tells the routers.
-
-    everywhere: also those of ranks on which nothing is padded.
-    """
-    from megatron.core.models.gpt import GPTModel
-
-    from cp_plugin.megatron.models import gpt
-
-    cut, get_batch, forward = gpt._slice, gpt.get_batch, GPTModel.forward
-    held: dict[str, Any] = {}
-
-    def shorter(batch: dict[str, Any]) -> dict[str, Any]:
-        mask = batch["loss_mask"].clone()
-        for i, row in enumerate(mask):
-            row[32 + 16 * i :] = 0
-        return cut(batch | {"loss_mask": mask, "padding_mask": mask == 0})
-
-    def kept(*args: Any, **named: Any) -> dict[str, Any]:
-        held.update(batch := get_batch(*args, **named))
-        return batch
-
-    def told(model: Any, *args: Any, **named: Any) -> Any:
-        labels, padding = named.get("labels"), held.get("padding_mask")
-        asked = labels is not None and padding is not None and (everywhere or padding.any())
-        also = {"padding_mask": padding} if asked else {}
-        return forward(model, *args, **named, **(also if also and labels.shape == padding.shape else {}))
-
-    gpt._slice, gpt.get_batch, GPTModel.forward = shorter, kept, told  # type: ignore[method-assign]
-
-
-BY_SCRIPT = {
-    "no mask on a rank": ("--moe-aux-loss-coeff 0.3 --moe-z-loss-coeff 0.1", "", "ring --cp-layout contiguous"),
-    **{f"{kind}, {per}": (f"--moe-aux-loss-coeff 0.3 --moe-router-load-balancing-type {kind}", per, "striped")
-       for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss") for per in (PER_TOKEN, "")},
-    "z-loss": ("--moe-z-loss-coeff 0.1", "", "ring --cp-layout zigzag"),
-    "z-loss, a rank without tokens": ("--moe-z-loss-coeff 0.1", "", "ring --cp-layout contiguous"),
-    f"z-loss, {PER_TOKEN}": ("--moe-z-loss-coeff 0.1", PER_TOKEN, "ring --cp-layout zigzag"),
-}  # fmt: skip
-
-
-@one_case
-@since_0_19
-@pytest.mark.parametrize("case", BY_SCRIPT)
-def test_losses_of_experts_with_a_padding_mask_of_the_script(case: str) -> None:
-    losses, per_token, provider = BY_SCRIPT[case]
-    flags = f"--num-experts 4 --moe-router-topk 2 {losses} {per_token}"
-    script = partial(_padded_by_the_script, everywhere="no mask" not in case)
-    both = {"prepare": script, "alone": script}
-    check(flags, f"--cp-provider {provider}", steps=1, **both)
-
-
-# -- planted faults
 
 
 def _padding_counts() -> None:
     from cp_plugin.megatron.patches import batch
 
     batch._BEHIND_THE_END["loss_mask"] = 1
-
-
-def _routers_are_not_told() -> None:
-    from cp_plugin.megatron.patches import padding, patching
-
-    router = "megatron.core.transformer.moe.router:TopKRouter.forward"
-    assert padding.replace_router_forward and router in patching.installed()
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    TopKRouter.forward = patching.original(router)
-
-
-def _counts_of_one_rank() -> None:
-    from megatron.core.transformer.moe import router
-
-    from cp_plugin.megatron.patches import patching
-
-    counts = "get_tokens_per_expert_and_token_count"
-    setattr(router, counts, patching.original(f"megatron.core.transformer.moe.moe_utils:{counts}"))
 
 
 def test_the_self_check_finds_padding_that_counts() -> None:
@@ -124,14 +32,6 @@ def test_the_self_check_finds_padding_that_counts() -> None:
             "--seq-length 57 --context-parallel-size 2 --cp-provider striped --cp-pad-sequence",
             prepare=_padding_counts,
         )
-
-
-@slow
-@since_0_19
-@pytest.mark.parametrize("plant", [_padding_counts, _routers_are_not_told, _counts_of_one_rank])
-def test_a_planted_fault_is_noticed(plant: Callable[[], None]) -> None:
-    with pytest.raises(AssertionError, match="gradient of"):
-        check(EXPERTS, "--cp-provider striped --cp-pad-sequence --cp-selfcheck off", prepare=plant)
 
 
 # -- parts
@@ -200,19 +100,6 @@ def test_unpaddable_batches_are_refused(
         pad_batch({key: torch.zeros(2, tokens) for key, tokens in batch.items()}, _one_of("striped", 0))
 
 
-def test_stages_of_a_pipeline_are_told_padded_lengths(
-    padding: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.selfcheck.step import replace_get_forward_backward_func
-
-    padding(9, 12, parts=2)
-    monkeypatch.setattr(runtime, "context_parallel", lambda: _one_of("striped", 0))
-    schedule = replace_get_forward_backward_func(lambda: dict)()
-    given = {"seq_length": 9, "decoder_seq_length": None, "num_microbatches": 9}
-    assert schedule(**given) == given | {"seq_length": 16}
-
-
 def test_routers_are_told_which_tokens_are_padding(
     padding: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,18 +118,3 @@ def test_routers_are_told_which_tokens_are_padding(
         assert router(None, torch.zeros(5, 3, 8)) is None, "it balances nothing"
     with pytest.raises(ValueError, match="a router has 24 tokens on all ranks, but --seq-length has 9, padded"):
         router(None, torch.zeros(3, 3, 8))
-
-
-def test_ranks_weigh_alike_in_a_balancing_loss() -> None:
-    """This rank has 3 of 20 tokens on four ranks, and counts the mean, 5."""
-    from cp_plugin.megatron.patches.padding import replace_token_counts
-
-    theirs = "per expert", torch.tensor(3), torch.tensor(20)
-    counts = replace_token_counts(lambda routing_map, reduce_group, with_padding_mask=False: theirs)
-    group = SimpleNamespace(size=lambda: 4)
-    assert counts("routing map", reduce_group=group) is theirs
-    assert counts("routing map", reduce_group=group, with_padding_mask=True) == ("per expert", 5, 20)
-    counts = replace_token_counts(lambda routing_map, reduce_group, with_padding_mask, reduce_groups=None: theirs)
-    assert counts("routing map", reduce_group=group, with_padding_mask=True) == ("per expert", 5, 20)
-    halves = [SimpleNamespace(size=lambda: 2)] * 2  # tensor-parallel ranks, then context-parallel ones
-    assert counts("routing map", None, with_padding_mask=True, reduce_groups=halves) == ("per expert", 5, 20)

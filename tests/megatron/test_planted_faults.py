@@ -30,6 +30,8 @@ GRID = "--context-parallel-size 4 --cp-provider attention2d --cp-grid 2x2"
 BURST = "--context-parallel-size 2 --cp-provider burst --cp-backward q"
 WINDOW = f"{STRIPED} --window-size 3,0"
 SINK = f"{STRIPED} --softmax-type learnable"
+LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 --v-head-dim 8"
+YARN = f"{STRIPED} {LATENT} --rope-type yarn --rotary-scaling-factor 4"
 PACKED = f"{STRIPED} --dataloader-inter-document-masking"
 LINEAR = "--context-parallel-size 2 --cp-linear-attention basic"
 SECOND = "in the second call only"
@@ -38,6 +40,7 @@ SLICER = "megatron.core.utils:get_batch_on_this_cp_rank"
 BATCH = "cp_plugin.megatron.patches.batch:slice_batch"
 ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:get_pos_emb_on_this_cp_rank"
 OF_PACKS = "cp_plugin.megatron.micro_batch:Documents.offset_of"
+YARN_ROPE = ROPE.replace("rotary", "yarn_rotary", 1)
 ATTENTION = "cp_plugin.attention.api:ContextParallel"
 MESH = "cp_plugin.comm:GroupMesh"
 
@@ -93,8 +96,9 @@ def in_halves(key: str) -> Plant:
     return fault(lambda cut: lambda x, cp: cut(dict(x), cp) | {key: x[key].chunk(cp.size, 1)[cp.index].contiguous()})
 
 
-contiguous_rope = planted(ROPE, "contiguous_rope")(
-    lambda _: lambda emb, dim, group: emb.chunk(group.size(), dim)[group.rank()]
+contiguous_rope, contiguous_yarn = (
+    planted(target, name)(lambda _: lambda emb, dim, group: emb.chunk(group.size(), dim)[group.rank()])
+    for name, target in (("contiguous_rope", ROPE), ("contiguous_yarn", YARN_ROPE))
 )
 rope_begins_at_1 = planted(ROPE, "rope_begins_at_1")(
     lambda cut: lambda emb, dim, group: cut(emb.roll(1, dim), dim, group)
@@ -266,6 +270,7 @@ FAULTS = (
     Fault(in_halves("loss_mask"), STRIPED, STEP),
     Fault(in_halves("position_ids"), f"{STRIPED} --position-embedding-type learned_absolute", STEP, True),
     Fault(contiguous_rope, STRIPED, STEP),
+    Fault(contiguous_yarn, YARN, STEP),
     Fault(rope_by_rank_number, HEAD_AXIS, STEP),
     Fault(rope_begins_at_1, STRIPED, STEP, True),
     Fault(packed_rope_goes_on, PACKED, STEP),

@@ -51,9 +51,7 @@ LATE = {
     "--tokenizer-type Nul": "--tokenizer-type Nul: ",
     "--lr fast": "--lr fast: write a number",
     "--bf16 --fp16": "--bf16: Megatron stops at: assert not args.bf16 (arguments.py:",
-    "--num-attention-heads 3": "--hidden-size 64, --num-attention-heads 3: Megatron stops at: assert ",
     "--use-megatron-fsdp --use-distributed-optimizer": "--ckpt-format torch_dist: Megatron-FSDP requires",
-    "--seq-lenth 64": "--seq-lenth: no such flag; did you mean --seq-length?",
     "--context-parallel-size 2 --cp-provider ring --cp-layout zigzag --seq-length 62": "--seq-length 62 cannot be ",
     "--context-parallel-size 2 --cp-provider ring --cp-backend te": "--cp-backend te cannot run here",
 }

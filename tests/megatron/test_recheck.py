@@ -12,7 +12,7 @@ from state_space_kernels import STATES
 from textbook import MLA
 from torch import Tensor
 from torch.nn.functional import normalize
-from training import MODEL, SGD, short_documents, train
+from training import MODEL, SGD, assert_same_bits, short_documents, train
 
 from cp_plugin.linear import recurrence
 from cp_plugin.linear.tokens import Tokens
@@ -114,9 +114,7 @@ def test_draws_layers_and_heads_in_checked_steps_only(capfd: pytest.CaptureFixtu
 )
 def test_training_is_bitwise_unchanged(flags: str) -> None:
     without, checked = (train(2, f"{flags} {more}", steps=4) for more in ("", "--cp-check-every 1"))
-    for a, b in zip(without, checked, strict=True):
-        assert a.losses == b.losses
-        assert a.grads and all(torch.equal(grad, b.grads[name]) for name, grad in a.grads.items())
+    assert_same_bits(checked, without)
 
 
 def test_bytes_of_the_check() -> None:

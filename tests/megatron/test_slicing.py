@@ -117,19 +117,6 @@ def test_every_tensor_of_a_batch_is_cut_to_the_layout(
             assert torch.equal(batch[key], whole[key])
 
 
-@pytest.mark.parametrize("provider", ["striped", "attention2d"])
-def test_token_order_with_a_head_axis(on_rank: Callable[[ContextParallel], list[Any]], provider: str) -> None:
-    """Ranks 0 and 1 exchange heads: together they should hold tokens 0 2 4 ... rather than 0 1 4 5 ..."""
-    from cp_plugin.megatron.patches.rope import replace_get_pos_emb
-
-    slice_rope = replace_get_pos_emb(lambda pos_emb, seq_dim, cp_group: None)
-    for index, first in enumerate((0, 2, 1, 3)):
-        on_rank(one_rank_of(provider, "striped", 4, index, head_parallel=2))
-        at = list(range(first, TOKENS, 4))
-        assert replace_get_batch(_plainly)(_batch())["position_ids"][0].tolist() == at
-        assert slice_rope(torch.arange(TOKENS), 0, "group").tolist() == at
-
-
 def test_a_pack_of_documents_is_divided_as_one_sequence(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
     on_rank(one_rank_of("striped", "striped", 4, 1))
     bounds = torch.tensor([[0, 3, TOKENS]])
@@ -288,38 +275,6 @@ def test_rope_is_cut_to_the_layout(on_rank: Callable[[ContextParallel], list[Any
         assert grad.sum() == rows.numel()
     with pytest.raises(ValueError, match="cp_group must be provided"):
         slicer(table, 1, None)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_megatrons_own_slicers_agree_on_zigzag_only(
-    on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
-    """The plugin's zigzag is Megatron's; stock Megatron would slice any other layout wrongly."""
-    from megatron.core import utils
-    from megatron.core.models.common.embeddings import rope_utils
-
-    class Group:
-        def size(self) -> int:
-            return 4
-
-        def rank(self) -> int:
-            return 1
-
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    stock = utils.get_batch_on_this_cp_rank
-    extra = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(stock).parameters else {}
-    batch = {"position_ids": torch.arange(TOKENS).unsqueeze(0), "cu_seqlens": None}
-    positions = stock(dict(batch), cp_group=Group(), **extra)["position_ids"][0]
-    ours = get_layout(layout).positions(TOKENS, 4, 1)
-    assert torch.equal(positions, ours) == (layout == "zigzag")
-    tensor = torch.tensor
-    monkeypatch.setattr(
-        torch, "tensor", lambda data, pin_memory, **kwargs: tensor(data, **kwargs)
-    )  # pinning needs CUDA
-    rows = rope_utils.get_pos_emb_on_this_cp_rank(torch.arange(TOKENS).view(TOKENS, 1), 0, Group())
-    assert torch.equal(rows[:, 0], ours) == (layout == "zigzag")
 
 
 def test_cached_embeddings_are_forgotten(adapter: None) -> None:

@@ -67,7 +67,6 @@ def test_measured_collectives_are_kept(tmp_path: Path) -> None:
     ("look_up", "name", "said"),
     [
         (cluster, "a100", "did you mean a100-4-per-node, a100-pcie-roce or dgx-a100?"),
-        (device, "h100", "unknown device 'h100': did you mean h100-80gb-sxm"),
         (link, "hdr", "unknown link 'hdr': did you mean hdr200?"),
         (device, "xyzzy", "unknown device 'xyzzy': choose one of a100-40gb-sxm, "),
     ],
@@ -76,20 +75,6 @@ def test_names(look_up: object, name: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         look_up(name)  # type: ignore[operator]
     assert cluster("DGX_A100") is cluster("dgx a100") is hardware.clusters()["dgx-a100"]
-
-
-def test_newer_devices_are_faster() -> None:
-    a, h, b = map(device, ["a100-80gb-sxm", "h100-80gb-sxm", "b200-180gb-sxm"])
-    for old, new in [(a, h), (h, b)]:
-        assert old.memory_bytes <= new.memory_bytes and old.memory_bytes_per_s < new.memory_bytes_per_s
-        for dtype in ("bfloat16", "float16"):
-            assert old.gemm_flops_per_s[dtype] < new.gemm_flops_per_s[dtype]
-            for direction in ("forward", "backward"):
-                slow, fast = (getattr(x.attention[dtype], direction).flops_per_s for x in (old, new))
-                assert slow < fast < new.gemm_flops_per_s[dtype] * 1.1
-    assert a.gemm_flops_per_s["float32"] < a.gemm_flops_per_s["bfloat16"] < h.gemm_flops_per_s["float8"]
-    rates = [link(name).bytes_per_s for name in ("ethernet25", "roce100", "hdr200", "ndr400", "nvlink3", "nvlink5")]
-    assert rates == sorted(rates)
 
 
 def tflops(values: list[float], causal: bool, factor: float, first: int, heads: int, sequences: int = 0) -> Times:
@@ -162,25 +147,15 @@ def test_overrides() -> None:
 
 BAD = [
     ("bytes_per_s = 24e9", "bytes_per_s = 200", "[inter] bytes_per_s = 200 is below 1e+06: expected bytes per second"),
-    ("bytes_per_s = 24e9", "bytes_per_s = 24e15", "[inter] bytes_per_s = 2.4e+16 is above 1e+14: expected bytes per"),
     ("bytes_per_s = 24e9", "bytes_per_s = nan", "[inter] bytes_per_s = nan: input should be a finite number"),
-    ("bytes_per_s = 24e9", 'bytes_per_s = "24e9"', "[inter] bytes_per_s = '24e9': input should be a valid number"),
-    ("latency_s = 20e-6", "latency_s = 20", "[inter] latency_s = 20 is above 1: expected seconds, such as 5e-6"),
     ("latency_s = 20e-6", "latencys = 20e-6", "[inter] latencys is unknown: did you mean latency_s?"),
-    ("latency_s = 20e-6", "", "[inter] latency_s is missing"),
-    ("nics = 8", "nics = 0", "nics = 0 is below 1: expected a number of network cards"),
     (
         "nics = 8",
         "nics = 400",
         "nics = 400 for 8 devices of a node: write the network cards of one node, at most 4 per",
     ),
-    ("per_node = 8", "per_node = 0", "per_node = 0 is below 1: expected a number of devices"),
-    ("per_node = 8", "per_node = 8.5", "per_node = 8.5: input should be a valid integer"),
-    ("nics = 8", "nic = 8", "nic is unknown: did you mean nics?"),
-    ('"nvlink3"', '"nvlink"', "intra: unknown link 'nvlink': did you mean nvlink3, "),
     ('"a100-80gb-sxm"', '"a100"', "device: unknown device 'a100': did you mean a100-40gb-sxm, "),
     ("per_node = 8", "per_node 8", "is not TOML: Expected '=' after a key"),
-    ("24e9", "24e9\n[inter.verbs.gather]", "[inter.verbs] gather is unknown: expected 'exchange', 'all_gather'"),
 ]
 
 
@@ -199,23 +174,17 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="is not TOML"):
         load(tmp_path / "binary.toml")
-    for text, said in (("a = " + "[" * 3000, "nested too deeply"), ("a = 1" + "0" * 5000, "limit")):
-        (tmp_path / "odd.toml").write_text(text)
-        with pytest.raises(ValueError, match=rf"odd\.toml is not TOML: .*{said}"):
-            load(tmp_path / "odd.toml")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"memory_bytes": 80}, "[device] memory_bytes = 80 is below 1e+06: expected bytes, such as 80e9"),
         ({"gemm_flops_per_s": {"bfloat16": 3e17}}, "bfloat16 = 3e+17 is above 2e+16: expected FLOP/s, such as 250e12"),
         ({"gemm_flops_per_s": {"bf16": 3e14}}, "[device.gemm_flops_per_s] bf16 is unknown: expected 'bfloat16'"),
         (
             {"attention": {"bfloat16": {"block": (0, 64)}}},
             "[device.attention.bfloat16] block = 0 is below 1: expected a",
         ),
-        ({"attention": {"float8": {}}}, "[device.attention.float8] forward is missing"),
     ],
 )
 def test_mistakes_in_an_override_are_named(change: dict[str, object], said: str) -> None:

@@ -15,7 +15,7 @@ from evidence import data, experiment
 from evidence.data import Row
 from evidence.experiment import Machine, _skipped, predict
 from evidence.overlapped import OVERLAPPED
-from evidence.report import Aim, Predicted, aims, cells, in_order, median_error, ratio_errors
+from evidence.report import Aim, Predicted, aims, cells
 from oracle import Case, assert_close
 from thread_ranks import on_threads
 from typer.testing import CliRunner
@@ -87,33 +87,6 @@ def test_contradictory_rows_do_not_count() -> None:
 def as_if(one: Row, published: float, predicted: float) -> Predicted:
     """The row with another published figure and prediction."""
     return Predicted(replace(one, published=published), predicted)
-
-
-def test_errors_are_of_rows_that_count() -> None:
-    one = row("burst-striped", "Burst, zigzag", length=262144)
-    found = [as_if(one, *pair) for pair in ((1.0, 1.1), (2.0, 1.0), (4.0, 4.0))]
-    assert [p.error for p in found] == pytest.approx([0.1, -0.5, 0])
-    uncounted = [as_if(replace(one, mark="contradicts: x"), 1.0, 99.0)] * 3
-    assert median_error([*found, *uncounted], one.kind) == pytest.approx(0.1)
-    assert median_error(uncounted, one.kind) is None is median_error(found, "memory")
-
-
-def test_methods_within_a_tenth_are_not_ranked() -> None:
-    one = row("engine-older", "DS-Ulysses", length=131072)
-    a, b, c = (100.0, 90.0), (109.0, 80.0), (130.0, 140.0)
-    assert in_order([as_if(one, *x) for x in (a, b, c)]) == (2, 2)
-    assert in_order([as_if(one, 100.0, 90.0), as_if(one, 130.0, 80.0)]) == (0, 1)
-    assert in_order([as_if(one, *a), as_if(replace(one, length=1), *c)]).all == 0
-    speedup = row("a2d-16", "ATTENTION2D-NO", model="gpt3-760m", length=8192)
-    assert in_order([as_if(speedup, 2.0, 0.9)]).all == 0, "its baseline is no second method"
-
-
-def test_ratio_errors() -> None:
-    one = row("engine-older", "DS-Ulysses", length=131072)
-    slow, fast = as_if(one, 100.0, 200.0), as_if(one, 120.0, 300.0)
-    assert ratio_errors([slow, fast]) == ratio_errors([fast, slow], "ulysses") == pytest.approx([0.25])
-    memory = replace(one, figure="GB")
-    assert ratio_errors([slow, fast], "ring") == ratio_errors([as_if(memory, 1.0, 1.0), as_if(memory, 2.0, 2.0)]) == []
 
 
 def test_reproduction_passes_if_all_aims_are_reached() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from evidence import regimes
 from evidence.regimes import REGIMES, verdict
 from nightly import nightly, slow
 
-from cp_plugin.planner.asked import MOST
 from cp_plugin.planner.errors import typical_error
 
 ROOT = Path(__file__).parents[2]
@@ -54,15 +51,3 @@ def test_verdicts() -> None:
     assert verdict(1 + usual, "usp") == f"tie ({1 + usual:.2f}x)" and verdict(0.95, "usp") == "tie (0.95x)"
     assert verdict(1.24, "usp") == "**1.24x**" and verdict(0.8, "usp") == "loss: 0.80x"
     assert verdict(1 + worse, "usp", "attention2d").startswith("tie") and verdict(1 + worse, "usp") == "**1.28x**"
-
-
-def test_each_side_has_its_own_best_shape() -> None:
-    """Stock, too, may keep attention's output, use other ranks, and do without context parallelism."""
-    node = next(one for one in REGIMES if one.name == "one node")
-    kept = regimes.apart(node)
-    assert kept.stock.parallel.recompute == "selective" and kept.stock.repeats == 0
-    short = regimes.apart(replace(node, tokens=2**13))
-    assert short.stock.parallel.context == 1 and short.ratio == pytest.approx(1)
-    shapes = [found.parallel for found in (kept.ours, kept.stock, short.ours, short.stock)]
-    assert shapes[0].global_batch == shapes[1].global_batch and shapes[2].global_batch == shapes[3].global_batch
-    assert all(s.global_batch * s.seq_length <= MOST for s in shapes)

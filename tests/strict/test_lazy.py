@@ -114,16 +114,6 @@ def test_a_group_that_is_made_again_starts_again() -> None:
         run_ranks(rank, 2, init_process_group=True)
 
 
-def test_it_can_be_switched_off() -> None:
-    def rank() -> None:
-        here = dist.get_rank()
-        if here < 2:
-            _operation("batch", here)
-
-    with lazy.waiting(0):
-        run_ranks(rank, 3, init_process_group=True)
-
-
 def attend(provider: str, size: int, world: int, **options: Any) -> None:
     """Forward and backward on the first ``size`` ranks of ``world``, with groups that nobody has used."""
     case = Case(seq_length=4 * size, heads=2, kv_heads=2, causal=True, batch=1, head_dim=8, v_head_dim=8)
