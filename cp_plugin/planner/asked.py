@@ -12,7 +12,7 @@ from cp_plugin.core.problem import Fp8
 from cp_plugin.planner.candidates import ALL, Allowed
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.price import on_side
-from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.planner.training.parallel import RECOMPUTE, Parallel, Recompute, check
 
@@ -48,6 +48,14 @@ class Asked:
     """Payload formats to consider; None: the model's dtype."""
     limit: float = 0.0
     """Usable bytes of device memory; 0: all of it."""
+
+    @property
+    def memory(self) -> float:
+        """Usable bytes of device memory."""
+        return self.limit or self.cluster.device.memory_bytes
+
+    def fits(self, needs: Footprint) -> bool:
+        return needs.total <= self.memory
 
 
 def of_flags(flags: list[str], devices: int, machine: str | Cluster, from_flags: FromFlags, **changes: int) -> Asked:
@@ -108,9 +116,8 @@ def fitting(asked: Asked, global_batch: int | None = None) -> Asked:
     Raises:
         ValueError: for a batch that no shape can divide.
     """
-    limit = asked.limit or asked.cluster.device.memory_bytes
-    least = (footprint(asked.model, on_side(shape, stock=True)).total for shape in asked.shapes)
-    fits = [shape for shape, needs in zip(asked.shapes, least, strict=True) if needs <= limit] or list(asked.shapes)
+    shapes = list(asked.shapes)
+    fits = [s for s in shapes if asked.fits(footprint(asked.model, on_side(s, stock=True)))] or shapes
     if len({shape.data for shape in fits}) == 1 and global_batch is None:
         return replace(asked, shapes=fits)
     batch = global_batch or _batch(fits)
