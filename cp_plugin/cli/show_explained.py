@@ -1,14 +1,17 @@
-"""The result of ``cp-plugin plan --explain``, as tables and JSON."""
+"""The result of ``cp-plugin plan --explain``, as tables, a picture and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from cp_plugin.cli.draw.gantt import draw_gantt
 from cp_plugin.cli.show_plan import packed
+from cp_plugin.cli.tables import settings
 from cp_plugin.cli.terminal import print_flags, print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
@@ -68,6 +71,18 @@ def print_memory(console: Console, title: str, footprint: Footprint) -> None:
     """A row per part of a device's memory."""
     rows = [((name, in_bytes(n)), "") for name, n in footprint.parts.items()]
     print_table(console, title, ("part", "bytes"), rows)
+
+
+def draw(path: Path, found: Explanation) -> None:
+    """Draw the timeline of an attention call."""
+    setup = found.timeline.setup
+    passes = {name: of.spans for name, of in found.passes.items()}
+    title = (
+        f"{found.model.name}, {setup.problem.seq_length:,} tokens on {found.parallel.devices} x "
+        f"{found.timeline.cluster.name}; one attention call of {setup.provider.name}, {settings(setup)}: "
+        f"{in_seconds(found.timeline.seconds)}, predicted"
+    )
+    draw_gantt(path, title, passes)
 
 
 def as_json(e: Explanation) -> dict[str, Any]:
