@@ -44,7 +44,6 @@ def calibrate(
     with flags.errors_in_one_line():
         if started.is_first():
             files.check_output(file, "profile", (".toml",))
-        flags.check_forked(ranks, timeout)
         where, count = flags.device_name(device), started.number_of_ranks(ranks)
         if count < 2:
             given = f"--ranks {ranks}" if ranks is not None else "one rank under torchrun"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -14,12 +15,13 @@ import typer
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli import files, flags, output, packs, shell, show_explained, show_plan
 from cp_plugin.cli.terminal import new_console
+from cp_plugin.common.names import one_of
 from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import explain as explaining
 from cp_plugin.planner import search
-from cp_plugin.planner.asked import Asked, Fixed, fitting, of_flags, of_name, recomputation
+from cp_plugin.planner.asked import Asked, Fixed, fitting, of_flags, of_name
 from cp_plugin.planner.machine import hardware, inferred
 from cp_plugin.planner.price import on
 from cp_plugin.planner.training.footprint import footprint
@@ -31,12 +33,25 @@ _TOKENS = 131072
 """Of a sequence, unless it is given."""
 _OWN = "conflicts with Megatron's flags, which set it themselves"
 
-_SeqLength = Annotated[int | None, typer.Option(help=f"tokens of one sequence; default: {_TOKENS}")]
-_Tensor = Annotated[int | None, typer.Option(help="tensor-parallel ranks; default: the best")]
-_Pipeline = Annotated[int | None, typer.Option(help="pipeline stages; default: the best")]
-_Context = Annotated[int | None, typer.Option("--context", help="context-parallel ranks; default: the best")]
+
+class Recompute(StrEnum):
+    """Activation recomputation."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+_SeqLength = Annotated[int | None, typer.Option(min=1, help=f"tokens of one sequence; default: {_TOKENS}")]
+_Tensor = Annotated[int | None, typer.Option(min=1, help="tensor-parallel ranks; default: the best")]
+_Pipeline = Annotated[int | None, typer.Option(min=1, help="pipeline stages; default: the best")]
+_Context = Annotated[int | None, typer.Option("--context", min=1, help="context-parallel ranks; default: the best")]
+_Recomputed = Annotated[
+    Recompute | None, typer.Option(help="activation recomputation; default: the least that fits in memory")
+]
 _GlobalBatch = Annotated[
-    int | None, typer.Option(help="sequences per iteration; default: one per data-parallel rank, at most 16M tokens")
+    int | None,
+    typer.Option(min=1, help="sequences per iteration; default: one per data-parallel rank, at most 16M tokens"),
 ]
 _Fp8 = Annotated[bool, typer.Option("--fp8", help="also consider sending in FP8; with --explain: send in FP8")]
 _Memory = Annotated[float | None, typer.Option(metavar="GB", help="usable memory per device; default: all of it")]
@@ -79,7 +94,7 @@ class _Given(NamedTuple):
     tensor: int | None
     pipeline: int | None
     context: int | None
-    recompute: str | None
+    recompute: Recompute | None
     global_batch: int | None
     memory: float | None
     """GB per device."""
@@ -87,10 +102,8 @@ class _Given(NamedTuple):
     documents: str | None
 
     def check(self) -> None:
-        """ValueError for sizes below 1, or unless either a model or Megatron's flags were given."""
+        """ValueError for a memory below 0, or unless either a model or Megatron's flags were given."""
         parallel = {"--tensor": self.tensor, "--pipeline": self.pipeline, "--context": self.context}
-        sizes = {"--devices": self.devices, "--seq-length": self.seq_length, "--global-batch": self.global_batch}
-        flags.check_sizes(parallel | sizes | {f"--{name.replace('_', '-')}": n for name, n in self.changes.items()})
         if self.memory is not None and not 0 < self.memory < math.inf:
             raise ValueError(f"--memory {self.memory}: write GB per device, such as 80")
         if self.model is not None and self.megatron:
@@ -137,7 +150,7 @@ class _Given(NamedTuple):
 
             flags.refuse({"--recompute": self.recompute}, _OWN)
             return of_flags(self.megatron, self.devices or self.needs, machine, question, **self.changes)
-        again = recomputation(self.recompute)
+        again = None if self.recompute is None else self.recompute.value
         fixed = Fixed(tensor=self.tensor, pipeline=self.pipeline, context=self.context, recompute=again)
         devices = self.devices or max(self.needs, self.changes.get("per_node") or machine.per_node)
         return of_name(str(self.model), devices, self.seq_length or _TOKENS, machine, fixed, **self.changes)
@@ -155,7 +168,7 @@ def plan(
     tensor: _Tensor = None,
     pipeline: _Pipeline = None,
     context_parallel: _Context = None,
-    recompute: flags.Recompute = None,
+    recompute: _Recomputed = None,
     global_batch: _GlobalBatch = None,
     fp8: _Fp8 = False,
     memory: _Memory = None,
@@ -260,7 +273,7 @@ def _settled(asked: Asked, provider: str, options: Options) -> Setup:
     """The named method; ValueError for an unknown one, and options that do not fit it."""
     letter, parallel = explaining.first_letter(asked.model), asked.shapes[0]
     if provider not in providers.registry():
-        flags.check_name("--provider", provider, providers.names("linear" if letter == LINEAR else "softmax"))
+        one_of("--provider", provider, providers.names("linear" if letter == LINEAR else "softmax"))
     its = on(problem(asked.model, parallel, letter), asked.cluster, parallel.tensor)
     return settled(providers.get(provider), its, options)
 

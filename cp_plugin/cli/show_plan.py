@@ -212,11 +212,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def in_words(p: Parallel) -> str:
-    """``tensor 2 x context 8 x data 4, batch 4, recomputes all layers``."""
-    return f"{sizes(p)}, batch {p.global_batch}, {recomputes(p)}"
-
-
 def sizes(p: Parallel) -> str:
     """``tensor 2 x context 8 x data 4``; sizes of 1 are left out."""
     axes = {"tensor": p.tensor, "context": p.context, "pipeline": p.pipeline, "expert": p.expert, "data": p.data}
@@ -248,8 +243,8 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
         "parts": dict(priced.iteration.parts),
         "repeated_attention_s": priced.repeats,
         "tokens_per_s_and_device": priced.tokens_per_s,
-        "attention_forward_s": priced.main.forward_s,
-        "attention_backward_s": priced.main.backward_s,
+        "attention_forward_s": priced.main.forward.seconds,
+        "attention_backward_s": priced.main.backward.seconds,
         "attention_waits_s": priced.waits_s,
         "attention_sent": priced.sent,
         "balance": balance(priced.candidate.setup) if p.documents and p.context > 1 else None,

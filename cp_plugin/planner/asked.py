@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cp_plugin.common.names import one_of
 from cp_plugin.core.problem import Fp8
 from cp_plugin.planner.candidates import ALL, Allowed
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
@@ -131,14 +130,6 @@ def fitting(asked: Asked, global_batch: int | None = None) -> Asked:
 def _batch(shapes: Sequence[Parallel]) -> int:
     every = {shape.data for shape in shapes}
     return max((n for n in every if n * shapes[0].seq_length <= MOST), default=min(every))
-
-
-def recomputation(name: str | None) -> Recompute | None:
-    """Look up ``--recompute``; None stays open. ValueError for an unknown name."""
-    known: dict[str, Recompute] = {known: known for known in RECOMPUTE}
-    if name is not None:
-        one_of("--recompute", name, known)
-    return None if name is None else known[name]
 
 
 def _cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:

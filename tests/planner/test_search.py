@@ -61,8 +61,8 @@ def test_finds_what_exhaustive_search_finds(found: Plan) -> None:
     seconds = []
     for candidate in alike.values():
         priced, bound = price(candidate, {}, LLAMA, SHAPE, SLOW), least(candidate, SLOW, 1)
-        assert bound.forward <= priced.main.forward_s * (1 + 1e-9), candidate.flags
-        assert bound.backward <= priced.main.backward_s * (1 + 1e-9), candidate.flags
+        assert bound.forward <= priced.main.forward.seconds * (1 + 1e-9), candidate.flags
+        assert bound.backward <= priced.main.backward.seconds * (1 + 1e-9), candidate.flags
         seconds.append(priced.iteration.seconds)
     assert min(p.iteration.seconds for p in found.found) <= min(seconds) * 1.02
     assert found.simulated < len(alike) / 2
@@ -212,7 +212,7 @@ def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> No
     shape = replace(SHAPE, recompute=recompute)
     given = candidates(on(problem(LLAMA, shape), SLOW, 1))
     theirs, ours = (price(given[name][0], {}, LLAMA, shape, SLOW) for name in ("upstream p2p", "ring"))
-    expected = 0.0 if recompute == "none" else LLAMA.layers * theirs.main.forward_s
+    expected = 0.0 if recompute == "none" else LLAMA.layers * theirs.main.forward.seconds
     assert theirs.repeats == pytest.approx(expected) and ours.repeats == 0
     assert theirs.without_repeats == pytest.approx(theirs.iteration.seconds - expected)
     assert (theirs.footprint.total < ours.footprint.total) == (recompute != "none")

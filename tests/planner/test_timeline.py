@@ -97,11 +97,11 @@ def test_a_ring_of_two_by_hand() -> None:
     for rate in (1e9, 1e8):
         found = simulate("ring", problem, Options(gradient_dtype="float32"), cluster=toy(rate=rate), ranks="all")
         message = kv / rate
-        assert found.forward_s == pytest.approx(2 * kernel + max(0.0, message - kernel), rel=1e-3)
+        assert found.forward.seconds == pytest.approx(2 * kernel + max(0.0, message - kernel), rel=1e-3)
         # one hop of k, v beside the first kernel; dk, dv in float32 return exposed after the second
         backward, home = 2.5 * kernel, 2 * message
         expected = max(backward, message) + backward + home
-        assert found.backward_s == pytest.approx(expected, rel=2e-2)
+        assert found.backward.seconds == pytest.approx(expected, rel=2e-2)
         assert found.exposed_s[0] == pytest.approx(found.seconds - 2 * kernel - 2 * backward, rel=2e-2)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_plugin.cli import flags
+from cp_plugin.common.names import one_of
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
 
@@ -121,7 +121,7 @@ def make_case(
     """
     if mask_name in OTHERS:
         raise ValueError(f"--mask {mask_name}: no method here supports this mask: use one of {', '.join(PATTERNS)}")
-    flags.check_name("--mask", mask_name, PATTERNS)
+    one_of("--mask", mask_name, PATTERNS)
     pattern, seq_length = PATTERNS[mask_name], problem.seq_length
     problem = replace(problem, causal=pattern.causal, documents=pattern.packed, window=None)
     if pattern.windowed:
@@ -170,7 +170,7 @@ def document_bounds(name: str, seq_length: int, seed: int) -> tuple[int, ...]:
     Raises:
         ValueError: for an unknown distribution.
     """
-    flags.check_name("--distribution", name, distributions())
+    one_of("--distribution", name, distributions())
     found, generator = distributions()[name], np.random.default_rng(seed)
     lower, share = (1, *found.upper[:-1]), np.array(found.share) / sum(found.share)
     ends = [0]

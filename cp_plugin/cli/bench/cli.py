@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cp_plugin.cli import flags, output
 from cp_plugin.cli.terminal import new_console
-
-if TYPE_CHECKING:
-    from cp_plugin.cli.bench.report import Report
-    from cp_plugin.cli.bench.request import Request
 
 Contestants = Annotated[
     list[str] | None,
@@ -84,51 +80,39 @@ def bench(
 
     torchrun --nproc-per-node 8 --no-python cp-plugin bench
     """
-    from cp_plugin.cli.bench import request
+    from cp_plugin.cli.bench import request, run
+    from cp_plugin.cli.bench.measure import Processors
+    from cp_plugin.cli.bench.report import Report
+    from cp_plugin.planner.machine import hardware
     from cp_plugin.testing import ranks as started
 
     with flags.errors_in_one_line():
-        flags.check_forked(ranks, timeout)
-        where = flags.device_name(device)
+        where, size = flags.device_name(device), started.number_of_ranks(ranks)
         problem = request.typical(
-            where, size=started.number_of_ranks(ranks), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            v_head_dim=v_head_dim or 0, batch=batch, dtype=dtype and flags.torch_dtype(dtype), decay=decay.value,
+            where, size=size, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim or 0,
+            batch=batch, dtype=dtype and flags.torch_dtype(dtype), decay=decay.value,
         )  # fmt: skip
-        asked = request.Request(
-            problem=problem, providers=provider or (), masks=mask or (), lengths=seq_length or (), device=where,
-            rounds=rounds, timeout=timeout, window=window, distribution=distribution, seed=seed, cluster=cluster,
-        )  # fmt: skip
-        found = _bench(asked)
+        profile = None if cluster is None else hardware.cluster(cluster)
+        entries, left_out = request.contestants(provider or (), where)
+        problems = request.each_length(problem, seq_length or (), where)
+        how = {"window": window, "distribution": distribution, "seed": seed}
+        cases = request.make_cases(problems, entries[0].kind, mask or (), **how)
+        here = started.start(where, size)
+        cases = [case.on(started.hosts(size)) for case in cases]
+        request.check_size(cases, where)
+        plans = [run.plan(case, entries, where, profile) for case in cases]
+        processors = Processors()
+        found = Report(
+            results=run.bench(plans, where, rounds, timeout, here),
+            device=request.in_words(where),
+            rounds=rounds,
+            seed=seed,
+            cluster=cluster,
+            left_out=left_out,
+            others=processors.others() if here is None and where == "cpu" else 0.0,
+        )
     if started.is_first():
         output.show(as_json, found.as_json, lambda: found.print(new_console()))
         output.verdict(found.ok, found.verdict, as_json)
     elif not found.ok:
         raise typer.Exit(1)
-
-
-def _bench(asked: Request) -> Report:
-    from cp_plugin.cli.bench import request, run
-    from cp_plugin.cli.bench.measure import Processors
-    from cp_plugin.cli.bench.report import Report
-    from cp_plugin.planner.machine import hardware
-    from cp_plugin.testing import ranks
-
-    device, size = asked.device, asked.problem.size
-    profile = None if asked.cluster is None else hardware.cluster(asked.cluster)
-    entries, left_out = request.contestants(asked.providers, device)
-    cases = asked.cases(entries[0].kind)
-    here = ranks.start(device, size)
-    cases = [case.on(ranks.hosts(size)) for case in cases]
-    request.check_size(cases, device)
-    plans = [run.plan(case, entries, device, profile) for case in cases]
-    processors = Processors()
-    results = run.bench(plans, device, asked.rounds, asked.timeout, here)
-    return Report(
-        results=results,
-        device=request.in_words(device),
-        rounds=asked.rounds,
-        seed=asked.seed,
-        cluster=asked.cluster,
-        left_out=left_out,
-        others=processors.others() if here is None and device == "cpu" else 0.0,
-    )

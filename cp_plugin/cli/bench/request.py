@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -60,51 +60,47 @@ def typical(device: str, **given: Any) -> Problem:
     return Problem(**{"network": network_between(device), **TYPICAL[device], **chosen})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    problem: Problem
-    """Without a length or a mask."""
-    providers: Sequence[str]
-    """Empty: all softmax providers, and all peers."""
-    masks: Sequence[str] = ()
-    """Empty: all, without windows for linear attention, which has none."""
-    lengths: Sequence[int]
-    """Global tokens; empty: the default of the device."""
-    device: str
-    """``cpu`` or ``cuda``."""
-    rounds: int
-    timeout: float
-    """Seconds for forked ranks."""
-    window: int | None = None
-    distribution: str | None = None
-    seed: int = 0
-    cluster: str | None = None
+def each_length(problem: Problem, lengths: Sequence[int], device: str) -> list[Problem]:
+    """The problem with each number of tokens, shortest first; ValueError for one that some layout cannot divide.
 
-    def problems(self) -> list[Problem]:
-        """One per length, without a mask; ValueError for a length that some layout cannot divide."""
-        size = self.problem.size
-        lengths = sorted(set(self.lengths)) or [size * TOKENS[self.device]]
-        for length in lengths:
-            _check_length(length, size)
-        return [replace(self.problem, seq_length=length) for length in lengths]
+    Args:
+        lengths: global tokens; empty: the default of the device.
+    """
+    chosen = sorted(set(lengths)) or [problem.size * TOKENS[device]]
+    for length in chosen:
+        _check_length(length, problem.size)
+    return [replace(problem, seq_length=length) for length in chosen]
 
-    def cases(self, kind: Kind) -> list[Case]:
-        """Every mask on every length.
 
-        Raises:
-            ValueError: for an unknown mask or distribution, a length that does not divide, or a flag that does nothing.
-        """
-        check_decay(self.problem.decay, {kind})
-        known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]
-        masks = list(dict.fromkeys(self.masks or known))
-        how = {"window": self.window, "distribution": self.distribution, "seed": self.seed}
-        found = [make_case(name, problem, **how) for problem in self.problems() for name in masks]
-        if self.window is not None and not any(PATTERNS[name].windowed for name in masks):
-            raise ValueError(f"--window {self.window} has no effect with --mask {', '.join(masks)}: leave it out")
-        if self.distribution is not None and not any(PATTERNS[name].packed for name in masks):
-            flag = f"--distribution {self.distribution}"
-            raise ValueError(f"{flag} has no effect with --mask {', '.join(masks)}: leave it out")
-        return found
+def make_cases(
+    problems: Sequence[Problem],
+    kind: Kind,
+    masks: Sequence[str],
+    *,
+    window: int | None,
+    distribution: str | None,
+    seed: int,
+) -> list[Case]:
+    """Every mask on every problem.
+
+    Args:
+        masks: empty: all, without windows for linear attention, which has none.
+
+    Raises:
+        ValueError: for an unknown mask or distribution, or a flag that does nothing.
+    """
+    check_decay(problems[0].decay, {kind})
+    known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]
+    masks = list(dict.fromkeys(masks or known))
+    how = {"window": window, "distribution": distribution, "seed": seed}
+    found = [make_case(name, problem, **how) for problem in problems for name in masks]
+    for flag, value, used in (
+        ("--window", window, any(PATTERNS[name].windowed for name in masks)),
+        ("--distribution", distribution, any(PATTERNS[name].packed for name in masks)),
+    ):
+        if value is not None and not used:
+            raise ValueError(f"{flag} {value} has no effect with --mask {', '.join(masks)}: leave it out")
+    return found
 
 
 def check_size(found: Sequence[Case], device: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -62,22 +61,14 @@ class Timeline:
     links: Links
 
     @property
-    def forward_s(self) -> float:
-        return self.forward.seconds
-
-    @property
-    def backward_s(self) -> float:
-        return self.backward.seconds
-
-    @property
     def seconds(self) -> float:
-        return self.forward_s + self.backward_s
+        return self.forward.seconds + self.backward.seconds
 
     @property
     def seconds_of(self) -> Seconds:
         """Seconds by pass, with the time each keeps a rank's network card busy."""
         on_card = (self._on_card("forward"), self._on_card("backward"))
-        return Seconds(self.forward_s, self.backward_s, *on_card)
+        return Seconds(self.forward.seconds, self.backward.seconds, *on_card)
 
     @property
     def exposed_s(self) -> dict[int, float]:
@@ -150,18 +141,11 @@ def simulate(
 def programs_of(
     setup: Setup, ranks: Iterable[int], *, tiled: bool = False, trace: Trace = program
 ) -> dict[int, Program]:
-    """Programs of these ranks, completed by ``complete`` unless documents are packed."""
-    make = partial(trace, setup, tiled=tiled)
-    if setup.problem.bounds:
-        return {rank: make(rank) for rank in ranks}
-    return complete(setup.problem.size, ranks, make)
-
-
-def complete(size: int, ranks: Iterable[int], make: Callable[[int], Program]) -> dict[int, Program]:
-    """Programs of these ranks; of all ranks, if one's messages do not imply what the others do."""
-    found = {index: make(index) for index in ranks}
-    if any(_own(post) for p in found.values() for post in (*p.forward, *p.backward) if isinstance(post, Post)):
-        return {index: make(index) for index in range(size)}
+    """Programs of these ranks; of all, if messages do not imply what the others do, unless documents are packed."""
+    found = {index: trace(setup, index, tiled=tiled) for index in ranks}
+    posts = (e for p in found.values() for e in (*p.forward, *p.backward) if isinstance(e, Post))
+    if not setup.problem.bounds and any(map(_own, posts)):
+        return {index: trace(setup, index, tiled=tiled) for index in range(setup.problem.size)}
     return found
 
 
