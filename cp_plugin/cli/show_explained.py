@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from cp_plugin.cli.terminal import print_flags, print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.errors import legend, typical_error
-from cp_plugin.planner.explain import RESOURCES, Explanation, split, spread
+from cp_plugin.planner.explain import RESOURCES, Explanation, split
 from cp_plugin.planner.training.footprint import Footprint
 from cp_plugin.planner.training.iteration import Iteration
 
@@ -135,9 +136,9 @@ def _time_rows(e: Explanation) -> Iterator[tuple[str, ...]]:
         yield name, "all", "", "", in_seconds(of.seconds), ""
         found = split(of).values()
         for part, words in _WHERE.items():
-            s = spread([getattr(one, part) for one in found])
-            share = s.median / of.seconds if of.seconds else 0.0
-            yield "", words, *(in_seconds(x) for x in s), f"{share:.1%}"
+            each = [getattr(one, part) for one in found]
+            share = median(each) / of.seconds if of.seconds else 0.0
+            yield "", words, *(in_seconds(x) for x in (min(each), median(each), max(each))), f"{share:.1%}"
 
 
 def _limit_rows(e: Explanation) -> Iterator[tuple[str, ...]]:

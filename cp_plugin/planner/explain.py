@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -51,12 +50,6 @@ class Split(NamedTuple):
     """Exposed communication."""
     idle: float
     """From its own end to that of the slowest rank."""
-
-
-class Spread(NamedTuple):
-    least: float
-    median: float
-    most: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,10 +179,6 @@ def split(of: Pass) -> dict[int, Split]:
         )
         for rank, end in of.ends.items()
     }
-
-
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(min(values), median(values), max(values))
 
 
 def without(cluster: Cluster, resource: Resource) -> Cluster:

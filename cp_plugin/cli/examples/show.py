@@ -1,12 +1,14 @@
-"""Print examples."""
+"""Print examples, and the self-contained script of an experiment, which runs on every node."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
+from importlib.resources import files
 
 from rich.console import Console
 
-from cp_plugin.cli.examples.config import Example, Experiment
+from cp_plugin.cli.examples.config import Example, Experiment, words
 from cp_plugin.cli.terminal import Cells, print_lines, print_table
 
 
@@ -29,6 +31,24 @@ def print_example(console: Console, example: Example) -> None:
         other = example.experiment(example.variants[-1])
         ways.append((f"... --variant {other.variant} --seq-length {other.lengths[-1]}", "another variant and length"))
     print_table(console, f"Next: cp-plugin example {name}", ("with", "what it does"), [(way, "") for way in ways])
+
+
+def render(experiment: Experiment, seq_length: int | None = None) -> str:
+    """Return ``train.sh`` with the experiment's flags."""
+    flags = experiment.with_length(seq_length)
+    fields = {
+        "title": experiment.config.title,
+        "name": experiment.name,
+        "variant": shlex.quote(experiment.variant),
+        "nodes": str(experiment.cluster.nodes),
+        "per_node": str(experiment.cluster.per_node),
+        "flags": "\n".join(f"  {shlex.join(line)}" for line in words(flags)),
+        "connections": "8" if flags.get("use-megatron-fsdp") else "1",
+    }
+    text = files("cp_plugin.cli.examples").joinpath("train.sh").read_text(encoding="utf-8")
+    for field, value in fields.items():
+        text = text.replace(f"@{field}@", value)
+    return text
 
 
 def _row(example: Example) -> Cells:
