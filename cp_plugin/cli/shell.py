@@ -220,5 +220,5 @@ def _in_one_line(error: Any) -> str:
     if type(error) is typer.BadParameter:
         return str(error.message)
     text = " ".join(error.format_message().split())
-    path = error.ctx.command_path if error.ctx is not None else PROGRAM
-    return f"{text}{'' if text[-1] in '.?' else '.'} {path} -h shows what it takes"
+    where = f" {error.ctx.command_path} -h shows what it takes" if error.ctx is not None else ""
+    return f"{text}{'' if text[-1] in '.?' else '.'}{where}"

@@ -124,10 +124,9 @@ def test_errors_of_usage_look_like_all_others(command: str) -> None:
     cases += [([*required, p.opts[0]], f"Option '{p.opts[0]}' requires an argument.") for p in valued[:2]]
     cases += [([*required, p.opts[0], "x"], f"{p.opts[0]} x: ") for p in valued if p.metavar in ("N", "X", "GB")]
     cases += [([*required, p.opts[0], "x!"], f"{p.opts[0]} x!: ") for p in valued if (p.metavar or "")[0] == "["]
-    names = [
-        f"option '{p.opts[0]}'" if p.opts[0][0] == "-" else f"argument '{p.metavar}'" for p in params if p.required
-    ]
-    cases += [([], f"Missing {name}.") for name in names[:1]]
+    for first in [p for p in params if p.required][:1]:
+        option = first.opts[0][0] == "-"
+        cases.append(([], f"Missing option '{first.opts[0]}'." if option else f"Missing argument '{first.metavar}'."))
     if any("--json" in p.opts for p in params):
         cases.append(([*required, "--json", "x.txt"], "--json x.txt"))
     for words, message in cases:
@@ -138,10 +137,8 @@ def test_errors_of_usage_look_like_all_others(command: str) -> None:
 
 def test_an_unknown_command() -> None:
     status, _, err = run("verfy")
-    assert (
-        status == 2
-        and err == "error: No such command 'verfy'. Did you mean 'verify'? cp-plugin -h shows what it takes\n"
-    )
+    said = "error: No such command 'verfy'. Did you mean 'verify'?"
+    assert (status, err.count("\n")) == (2, 1) and err.startswith(said)
 
 
 def test_json_is_printed_alone_or_written_besides(tmp_path: Path) -> None:
