@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
-from importlib.util import find_spec
 from itertools import product, starmap
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
@@ -109,7 +104,7 @@ def show(console: Console, *, everything: bool) -> bool:
 
 def library_checks() -> list[LibraryCheck]:
     """All libraries that the plugin can use, required ones first."""
-    return [_torch(), _megatron(), *_dataset_helper(), *starmap(_library, _OPTIONAL.items()), _apex()]
+    return [_torch(), _megatron(), *starmap(_library, _OPTIONAL.items()), _apex()]
 
 
 def kernel_checks() -> list[KernelCheck]:
@@ -169,28 +164,6 @@ def _megatron() -> LibraryCheck:
     version = _version("megatron-core")
     advice = f"needs megatron-core {MEGATRON_RANGE}: pip install 'megatron-core{MEGATRON_RANGE}'"
     return _library("megatron-core", advice, ok=version is not None and megatron_supported(version))
-
-
-def _dataset_helper() -> Iterator[LibraryCheck]:
-    """The check of a Megatron-LM checkout's dataset helper, which is compiled when training starts; wheels bring it."""
-    core = find_spec("megatron.core")
-    roots = [Path(core.origin).parent] if core is not None and core.origin else []
-    if checkout := os.environ.get("MEGATRON_LM_PATH"):
-        roots.insert(0, Path(checkout, "megatron", "core"))
-    folder = next((root / "datasets" for root in roots if (root / "datasets" / "Makefile").exists()), None)
-    if folder is None:
-        return
-    name = "Megatron's dataset helper"
-    if any(folder.glob("helpers_cpp*.so")):
-        yield LibraryCheck(name=name, found="built", advice="")
-        return
-    missing = [program for program in ("make", "g++") if shutil.which(program) is None]
-    missing += ["pybind11"] * (find_spec("pybind11") is None)
-    advice = f"{folder.parents[2]} compiles it when training starts"
-    if missing:
-        advice += f", and cannot without {' and '.join(missing)}"
-        advice += ": pip install pybind11" * ("pybind11" in missing)
-    yield LibraryCheck(name=name, found="not built", advice=advice)
 
 
 def _apex() -> LibraryCheck:
