@@ -233,7 +233,7 @@ def test_ranks_are_not_started_twice(rank: str, flags: tuple[str, ...], monkeypa
         ("--seq-length 1001", "a multiple of 8, such as 1000 or 1008"),
         ("--seq-length 3", "a multiple of 8, such as 8"),
         ("--seq-length 8388608", "of memory, but"),
-        ("--window 0 --mask causal-window", "--window 0: write 1 or more"),
+        ("--window 0 --mask causal-window", "--window 0: write a whole number, 1 or more"),
         ("--window 9 --mask full", "--window 9 has no effect with --mask full"),
         ("--distribution pile --mask full", "--distribution pile has no effect with --mask full"),
         ("--heads 6 --kv-heads 4", "6 query heads cannot share 4"),

@@ -145,7 +145,7 @@ def _slower(plan: Plan, other: Priced) -> Iterator[str]:
         return
     if other.waits_s > 1.1 * best.waits_s:
         yield f"waits {in_seconds(other.waits_s)} in each layer"
-    computing = _computing(other) / _computing(best)
+    computing = other.main.busiest_s / best.main.busiest_s
     if computing > 1.01:
         yield f"keeps its busiest device computing {computing:.2f}x as long"
     if other.sent > 1.05 * best.sent:
@@ -293,8 +293,3 @@ def options(given: Options) -> str:
         for name, value in found.items()
         if value != _USUAL.get(name)
     )
-
-
-def _computing(priced: Priced) -> float:
-    timeline = priced.main
-    return max(timeline.seconds - idle for idle in timeline.idle_s.values())

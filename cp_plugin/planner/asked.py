@@ -74,8 +74,6 @@ def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fi
         ValueError: for an unknown model or cluster, and sizes that fit nothing.
     """
     found, there = model(name), _cluster(machine, devices, changes)
-    if seq_length < 1:
-        raise ValueError(f"--seq-length {seq_length}: write the tokens of one sequence, 1 or more")
     shapes: list[Parallel] = []
     reasons: dict[str, None] = {}
     for sizes in _sizes(there, devices, fixed):
@@ -136,8 +134,6 @@ def _cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> C
     found = cluster(machine) if isinstance(machine, str) else machine
     if changes:
         found = override(found, **changes)
-    if devices < 1:
-        raise ValueError(f"--devices {devices}: write 1 or more")
     if devices > found.per_node and devices % found.per_node:
         nearest = max(1, round(devices / found.per_node)) * found.per_node
         raise ValueError(

@@ -149,7 +149,7 @@ def test_measured_profile(measured, tmp_path: Path):
     [
         (("here.toml", "--ranks", "1"), "--ranks 1: a single rank has no links to measure"),
         (("here.toml", "--ranks", "0"), "--ranks 0: write a whole number, 1 or more"),
-        (("here.toml", "--timeout", "inf"), "--timeout inf: write seconds"),
+        (("here.toml", "--timeout", "inf"), "--timeout inf: write a number from 1"),
         (("",), "name the profile to write, such as profile.toml"),
         (("here.json",), "here.json: profiles are .toml files; write here.toml"),
         (("no/such/folder/here.toml",), "no/such/folder/here.toml cannot be written"),

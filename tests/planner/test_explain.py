@@ -58,7 +58,7 @@ def test_seconds_and_bytes_add_up(name: str) -> None:
     sent: dict[tuple[str, str], float] = {}
     for (phase, axis, _), nbytes in found.sent.items():
         sent[phase, axis] = sent.get((phase, axis), 0) + nbytes
-    ledgers = [dict(found.timeline.sent(rank)) for rank in range(4)]
+    ledgers = [dict(found.timeline.programs[rank].sent) for rank in range(4)]
     assert any(sent == pytest.approx(ledger) for ledger in ledgers)
     assert {level for _, _, level in found.sent} <= {"inter", "intra"}
     if name == "ulysses":

@@ -64,7 +64,7 @@ def test_simulated_ledger_is_the_real_ledger() -> None:
     for number, setup in enumerate(chosen):
         simulated = simulate(setup, problem, cluster=cluster("dgx-h100"), ranks="all")
         for index in range(4):
-            assert dict(simulated.sent(index)) == ledgers[index][number], (setup.provider.name, index)
+            assert dict(simulated.programs[index].sent) == ledgers[index][number], (setup.provider.name, index)
 
 
 @pytest.mark.parametrize("size", [4, 8])

@@ -126,8 +126,6 @@ def make_case(
     problem = replace(problem, causal=pattern.causal, documents=pattern.packed, window=None)
     if pattern.windowed:
         reach = min(WINDOW, max(1, seq_length // 8)) if window is None else window
-        if reach < 1:
-            raise ValueError(f"--window {window}: write 1 or more, or choose masks without a window (--mask)")
         problem = replace(problem, window=(reach, 0 if pattern.causal else reach))
     if not pattern.packed:
         return Case(mask_name=mask_name, problem=problem)

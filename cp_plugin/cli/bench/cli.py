@@ -61,7 +61,8 @@ def bench(
     v_head_dim: flags.ValueDim = None,
     batch: Annotated[int, typer.Option(min=1, help="sequences per batch")] = 1,
     window: Annotated[
-        int | None, typer.Option(help="sliding window in tokens; default: 1024, at most an eighth of the sequence")
+        int | None,
+        typer.Option(min=1, help="sliding window in tokens; default: 1024, at most an eighth of the sequence"),
     ] = None,
     distribution: Distribution = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed for the document lengths")] = 0,

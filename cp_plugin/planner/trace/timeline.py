@@ -18,7 +18,7 @@ from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Formula, Provider
+from cp_plugin.methods.protocol import Provider
 from cp_plugin.planner.machine.events import Post, Seconds
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import Links, place
@@ -76,13 +76,10 @@ class Timeline:
         return {r: self.forward.total(WAITING)[r] + self.backward.total(WAITING)[r] for r in self.programs}
 
     @property
-    def idle_s(self) -> dict[int, float]:
-        """Rank -> seconds without a kernel: waiting, and after its last one."""
-        return {r: self.seconds - self._busy(r) for r in self.programs}
-
-    def sent(self, rank: int) -> Formula:
-        """The ledger of a simulated rank."""
-        return self.programs[rank].sent
+    def busiest_s(self) -> float:
+        """Seconds of kernels on the rank that has the most."""
+        kinds, passes = ("attention", "products", "memory"), (self.forward, self.backward)
+        return max(sum(p.total(kind)[r] for p in passes for kind in kinds) for r in self.programs)
 
     def _on_card(self, phase: Literal["forward", "backward"]) -> float:
         alone = len(self.programs) < self.setup.problem.size
@@ -96,10 +93,6 @@ class Timeline:
             )
             for rank, program in self.programs.items()
         )
-
-    def _busy(self, rank: int) -> float:
-        kinds = ("attention", "products", "memory")
-        return sum(p.total(kind)[rank] for p in (self.forward, self.backward) for kind in kinds)
 
 
 def simulate(
