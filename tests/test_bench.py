@@ -18,7 +18,7 @@ from cp_plugin.cli.bench import cases, ideal, te_peer, torch_ring
 from cp_plugin.cli.bench.cases import PATTERNS, Case, make_case
 from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.bench.measure import Both, Taken
-from cp_plugin.cli.bench.results import CaseResult, Measured
+from cp_plugin.cli.bench.report import CaseResult, Measured
 from cp_plugin.comm import Mesh
 from cp_plugin.core.mask import Mask
 from cp_plugin.methods import registry as providers
@@ -216,7 +216,7 @@ def test_ranks_are_not_started_twice(rank: str, flags: tuple[str, ...], monkeypa
     ("flags", "part"),
     [
         ("--mask causl", "did you mean causal"),
-        ("--mask share-question", "no method here supports this mask: use one of full, causal"),
+        ("--mask share-question", "--mask share-question: choose one of full, causal"),
         ("--distribution piles", "did you mean pile"),
         ("--provider rings", "did you mean ring"),
         ("--provider te-p2", "did you mean te-p2p"),

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.cli import files, flags, output, packs, shell, show_explained, show_plan
+from cp_plugin.cli import flags, output, packs, shell, show_explained, show_plan
 from cp_plugin.cli.terminal import new_console
 from cp_plugin.common.names import one_of
 from cp_plugin.common.text import in_words
@@ -230,7 +230,7 @@ def _explained(
 ) -> bool:
     """Explain one configuration; return whether it fits. Context parallelism takes the remaining devices by default."""
     if plot is not None:
-        files.check_output(plot, "picture", files.PICTURES, "--plot")
+        output.check_output(plot, "picture", output.PICTURES, "--plot")
     given.check()
     if given.megatron:
         raise ValueError(f"--explain with Megatron's flags ({given.megatron[0]} ...): give --model and sizes instead")

@@ -12,8 +12,7 @@ from rich.console import Console
 from cp_plugin.cli.bench.cases import make_case
 from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.bench.measure import Both, Taken
-from cp_plugin.cli.bench.report import Report
-from cp_plugin.cli.bench.results import CaseResult, Measured
+from cp_plugin.cli.bench.report import CaseResult, Measured, Report
 from cp_plugin.cli.tables import print_traffic, print_verified
 from cp_plugin.common.text import within_terminal
 from cp_plugin.core.options import Options

@@ -22,15 +22,6 @@ from cp_plugin.core.problem import Problem
 
 WINDOW = 1024
 """Tokens before and, without a causal mask, after itself that a token sees in a sliding window by default."""
-OTHERS = (
-    "share-question",
-    "global-sliding",
-    "causal-blockwise",
-    "prefix-lm-causal",
-    "prefix-lm-document",
-    "block-causal-document",
-)
-"""LongCA-bench's masks that no method supports: causality, windows and documents cannot express them."""
 
 
 class Pattern(NamedTuple):
@@ -119,8 +110,6 @@ def make_case(
     Raises:
         ValueError: for an unknown mask or distribution, or a window of no token.
     """
-    if mask_name in OTHERS:
-        raise ValueError(f"--mask {mask_name}: no method here supports this mask: use one of {', '.join(PATTERNS)}")
     one_of("--mask", mask_name, PATTERNS)
     pattern, seq_length = PATTERNS[mask_name], problem.seq_length
     problem = replace(problem, causal=pattern.causal, documents=pattern.packed, window=None)

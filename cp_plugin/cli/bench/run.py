@@ -20,7 +20,7 @@ from cp_plugin.cli.bench import ideal, measure
 from cp_plugin.cli.bench.cases import Case
 from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
 from cp_plugin.cli.bench.measure import Taken
-from cp_plugin.cli.bench.results import CaseResult, Measured
+from cp_plugin.cli.bench.report import CaseResult, Measured
 from cp_plugin.core.options import Options
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.trace.timeline import simulate
