@@ -22,39 +22,14 @@ from cp_plugin.testing.launch import RankError
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-class Dtype(StrEnum):
-    """Element types of q, k and v."""
-
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Device(StrEnum):
-    """Where to run; ``auto``: CUDA if there is a device, else the CPU."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Decays(StrEnum):
-    """Granularity of the decay of linear attention."""
-
-    none = "none"
-    head = "head"
-    token = "token"
-    key = "key"
-
-
-class Mask(StrEnum):
-    """Which tokens a token sees: those up to itself, or all."""
-
-    causal = "causal"
-    full = "full"
-
-
+Dtype = StrEnum("Dtype", ["float64", "float32", "bfloat16", "float16"])
+"""Element types of q, k and v."""
+Device = StrEnum("Device", ["auto", "cpu", "cuda"])
+"""Where to run; ``auto``: CUDA if there is a device, else the CPU."""
+Decays = StrEnum("Decays", ["none", "head", "token", "key"])
+"""Granularity of the decay of linear attention."""
+Mask = StrEnum("Mask", ["causal", "full"])
+"""Which tokens a token sees: those up to itself, or all."""
 Providers = Annotated[
     list[str] | None,
     typer.Option("--provider", metavar="NAME", help="context-parallel method; repeatable; default: all"),
@@ -123,15 +98,14 @@ def errors_in_one_line(ranks: str = "--ranks", *, translated: bool = True) -> It
         raise typer.Exit(1) from None
 
 
-def provider_options(without: Collection[str] = (), only: Collection[str] = ()) -> Callable[[_Command], _Command]:
+def provider_options(without: Collection[str] = ()) -> Callable[[_Command], _Command]:
     """Replace a command's argument ``options`` by a flag for each option that a provider declares.
 
     Args:
         without: options that have no meaning for the command.
-        only: the only options that it has; empty: all.
     """
     every = providers.registry().options.values()
-    declared = [option for option in every if option not in without and (not only or option in only)]
+    declared = [option for option in every if option not in without]
 
     def decorated(command: _Command) -> _Command:
         signature = inspect.signature(command, eval_str=True)

@@ -32,16 +32,7 @@ _GB = 1e9
 _TOKENS = 131072
 """Of a sequence, unless it is given."""
 _OWN = "conflicts with Megatron's flags, which set it themselves"
-
-
-class Recompute(StrEnum):
-    """Activation recomputation."""
-
-    none = "none"
-    selective = "selective"
-    full = "full"
-
-
+Recompute = StrEnum("Recompute", ["none", "selective", "full"])
 _SeqLength = Annotated[int | None, typer.Option(min=1, help=f"tokens of one sequence; default: {_TOKENS}")]
 _Tensor = Annotated[int | None, typer.Option(min=1, help="tensor-parallel ranks; default: the best")]
 _Pipeline = Annotated[int | None, typer.Option(min=1, help="pipeline stages; default: the best")]

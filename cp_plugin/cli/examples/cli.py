@@ -11,10 +11,7 @@ import typer
 from cp_plugin.cli import flags, output
 from cp_plugin.cli.terminal import new_console
 
-
-class Printed(StrEnum):
-    sh = "sh"
-    flags = "flags"
+Printed = StrEnum("Printed", ["sh", "flags"])
 
 
 def example(

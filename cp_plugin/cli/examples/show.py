@@ -15,17 +15,17 @@ from cp_plugin.cli.terminal import Cells, print_lines, print_table
 def print_examples(console: Console, examples: Iterable[Example]) -> None:
     rows = [(_row(example), "") for example in examples]
     print_table(console, "Examples", ("name", "GPUs", "method", "tokens", "variants", "what"), rows)
-    _line(console, "\nMore about one of them: cp-plugin example NAME")
+    print_lines(console, "\nMore about one of them: cp-plugin example NAME")
 
 
 def print_example(console: Console, example: Example) -> None:
     config, name = example.config, example.name
-    _line(console, f"{config.title} ({config.paper}{', ' + config.section if config.section else ''})\n")
+    print_lines(console, f"{config.title} ({config.paper}{', ' + config.section if config.section else ''})\n")
     for paragraph in config.about.strip().split("\n\n"):
-        _line(console, " ".join(paragraph.split()) + "\n")
+        print_lines(console, " ".join(paragraph.split()) + "\n")
     rows = [(_variant_row(example.experiment(variant)), "") for variant in example.variants]
     print_table(console, "Variants", ("variant", "model", "GPUs", "method", "tokens"), rows)
-    _line(console, "")
+    print_lines(console, "")
     ways = [("--print sh", "the script for each node"), ("--print flags", "Megatron's flags")]
     if example.config.variants:
         other = example.experiment(example.variants[-1])
@@ -80,7 +80,3 @@ def _tokens(n: int) -> str:
         if n % size == 0:
             return f"{n // size}{unit}"
     return f"{n:,}"
-
-
-def _line(console: Console, text: str) -> None:
-    print_lines(console, text, style="")
