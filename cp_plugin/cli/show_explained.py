@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -18,8 +18,6 @@ from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.errors import legend, typical_error
 from cp_plugin.planner.explain import RESOURCES, Explanation, split
-from cp_plugin.planner.training.footprint import Footprint
-from cp_plugin.planner.training.iteration import Iteration
 
 _LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
 _WHERE = {
@@ -44,34 +42,20 @@ def print_explanation(console: Console, e: Explanation) -> None:
     print_table(console, f"One attention call, predicted, {which}", columns, [(c, "") for c in _time_rows(e)])
     if e.sent:
         console.print()
-        print_sent(console, "Bytes sent by the busiest rank", e.sent.items())
+        sent = [((phase, axis, _LEVELS[level], in_bytes(n)), "") for (phase, axis, level), n in e.sent.items()]
+        print_table(console, "Bytes sent by the busiest rank", ("pass", "axis", "where", "bytes"), sent)
     console.print()
     limits = [(c, "bold" if RESOURCES[e.limit] == c[0] else "") for c in _limit_rows(e)]
     title = "What limits the call: its time if one resource took no time"
     print_table(console, title, ("free", "takes", "of now"), limits)
     console.print()
-    print_parts(console, f"One iteration: {in_seconds(e.iteration.seconds)}", e.iteration)
+    total = e.iteration.seconds
+    parts = [(name.replace("_", " "), x) for name, x in e.iteration.parts.items() if x]
+    rows = [((name, in_seconds(x), f"{x / total:.1%}"), "") for name, x in parts]
+    print_table(console, f"One iteration: {in_seconds(total)}", ("part", "takes", "share"), rows)
     console.print()
-    print_memory(console, f"Memory per device: {_memory(e)}", e.footprint)
-
-
-def print_sent(console: Console, title: str, sent: Iterable[tuple[tuple[str, str, str], float]]) -> None:
-    """A row per pass, mesh axis and level of the network."""
-    rows = [((phase, axis, _LEVELS[level], in_bytes(n)), "") for (phase, axis, level), n in sent]
-    print_table(console, title, ("pass", "axis", "where", "bytes"), rows)
-
-
-def print_parts(console: Console, title: str, iteration: Iteration) -> None:
-    """A row per part of an iteration that takes time."""
-    parts = [(name.replace("_", " "), s) for name, s in iteration.parts.items() if s]
-    rows = [((name, in_seconds(s), f"{s / iteration.seconds:.1%}"), "") for name, s in parts]
-    print_table(console, title, ("part", "takes", "share"), rows)
-
-
-def print_memory(console: Console, title: str, footprint: Footprint) -> None:
-    """A row per part of a device's memory."""
-    rows = [((name, in_bytes(n)), "") for name, n in footprint.parts.items()]
-    print_table(console, title, ("part", "bytes"), rows)
+    memory = [((name, in_bytes(n)), "") for name, n in e.footprint.parts.items()]
+    print_table(console, f"Memory per device: {_memory(e)}", ("part", "bytes"), memory)
 
 
 def draw(path: Path, found: Explanation) -> None:
