@@ -68,7 +68,7 @@ def _predicted(setup: Setup, case: Case, cluster: Cluster) -> float:
     simulated = "all" if case.problem.size <= ALL_RANKS else "few"
     try:
         setup = replace(setup, problem=replace(setup.problem, bounds=case.bounds))
-        return simulate(setup, setup.problem, cluster=cluster, ranks=simulated).seconds
+        return simulate(setup, cluster=cluster, ranks=simulated).seconds
     except ValueError as error:
         raise ValueError(f"--cluster {cluster.name}: {error}") from None
 

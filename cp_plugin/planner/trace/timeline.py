@@ -1,6 +1,6 @@
 """Timeline of one attention call: the programs of its ranks, simulated on a cluster.
 
-    simulate("attention2d", problem, Options(), cluster=cluster("dgx-a100")).seconds
+    simulate(setup, cluster=cluster("dgx-a100")).seconds
 
 A rank's kernels run on one stream; kernels after a ``Wait`` start when the message has arrived. Where all ranks do the
 same, a few stand for all, and their peers are assumed to be in step.
@@ -9,16 +9,12 @@ same, a few stand for all, and their peers are assumed to be in step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Provider
+from cp_plugin.attention.setups import Setup
 from cp_plugin.planner.machine.events import Post, Seconds
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import Links, place
@@ -96,33 +92,19 @@ class Timeline:
 
 
 def simulate(
-    provider: str | Provider | Setup,
-    problem: Problem,
-    options: Options | None = None,
-    *,
-    cluster: Cluster,
-    stride: int = 1,
-    ranks: Ranks = "few",
-    trace: Trace = program,
+    setup: Setup, *, cluster: Cluster, stride: int = 1, ranks: Ranks = "few", trace: Trace = program
 ) -> Timeline:
-    """Simulate one attention call of a provider.
+    """Simulate one attention call.
 
     Args:
-        provider: or a resolved setup, which replaces problem and options.
         stride: devices between context-parallel ranks: the tensor-parallel size.
         ranks: ``all``; or, with peers assumed in step, ``few``: first, middle and last; or ``busiest``: one where work
             is even, else first and last; for packed documents the ones that compute most and send most.
         trace: makes the program of a rank.
 
     Raises:
-        ValueError: for options or a problem that the provider does not support, or a dtype without rates.
+        ValueError: for a setup that cannot run, with its reason, or a dtype without rates.
     """
-    if not isinstance(provider, Setup):
-        found = providers.get(provider) if isinstance(provider, str) else provider
-        nodes = place(problem.size, cluster, stride)
-        hosts = problem.hosts or tuple(f"node{n}" for n in nodes)
-        provider = settled(found, replace(problem, hosts=hosts), options or Options())
-    setup = provider
     size = setup.problem.size
     chosen: Iterable[int] = range(size) if ranks == "all" else ends(setup)
     if ranks == "few":
