@@ -12,7 +12,7 @@ from cp_plugin.common.text import in_bytes
 from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.candidates import DEFAULT, Candidate, refusals, variants
 from cp_plugin.planner.division import Division
-from cp_plugin.planner.errors import KNOWN_ERROR, beating, tie
+from cp_plugin.planner.errors import KNOWN_ERROR, tie, typical_error
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.price import Priced, held, on_side, priced, trained
 from cp_plugin.planner.training.footprint import Footprint, footprint
@@ -65,7 +65,7 @@ class Plan:
 
     def beating(self, priced: Priced) -> Priced | None:
         """Of those that tie the one most clearly faster than another method; None: that ties, too."""
-        return _beating(priced, self.found[: self.tied])
+        return find_faster(priced, self.found[: self.tied])
 
     def fits(self, priced: Priced) -> bool:
         return self.asked.fits(priced.footprint)
@@ -143,7 +143,7 @@ def _answer(asked: Asked, searches: Sequence[_Search], every: Sequence[_Search])
 
 def tying(some: Sequence[Priced]) -> list[Priced]:
     """Those that none of them beats by more than the typical error; memory is not looked at."""
-    return [p for p in some if _beating(p, some) is None]
+    return [p for p in some if find_faster(p, some) is None]
 
 
 def simplest(some: Sequence[Priced]) -> Priced:
@@ -151,8 +151,15 @@ def simplest(some: Sequence[Priced]) -> Priced:
     return min(tying(some), key=_simplicity)
 
 
-def _beating(priced: Priced, others: Iterable[Priced]) -> Priced | None:
-    return beating(priced, others, lambda p: p.iteration.seconds, lambda p: p.provider)
+def find_faster(one: Priced, others: Iterable[Priced]) -> Priced | None:
+    """Of the others the one most clearly faster; None: ``one`` ties with all that are predicted faster."""
+
+    def margin(other: Priced) -> float:
+        error = typical_error(one.provider, other.provider)
+        return one.iteration.seconds / other.iteration.seconds / (1 + error)
+
+    clearest = max(others, key=margin)
+    return clearest if margin(clearest) > 1 + 1e-9 else None
 
 
 def _fastest(searches: Sequence[_Search], worth: float) -> _Search | None:

@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import dropwhile, takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,11 +27,11 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.planner import division
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
 from cp_plugin.planner.candidates import Allowed, candidates, composition, variants
-from cp_plugin.planner.errors import KNOWN_ERROR, OWN, beating, off_by, typical_error
+from cp_plugin.planner.errors import KNOWN_ERROR, OWN, off_by, typical_error
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.packs import pairs
 from cp_plugin.planner.price import Priced, computes, least, on, price, simulated
-from cp_plugin.planner.search import Plan, answer
+from cp_plugin.planner.search import Plan, answer, find_faster
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import model
@@ -196,8 +197,8 @@ def test_ratios_and_their_typical_errors(found: Plan) -> None:
 def test_a_clear_gain_is_no_tie_because_another_is_uncertain() -> None:
     """Ulysses beats stock beyond their error; that ATTENTION2D, of a larger one, is faster still changes nothing."""
     seconds = {"attention2d": 1.0, "ulysses": 1.02, "ring": 1.2}
-    beaten = {name: beating(name, seconds, seconds.__getitem__, str) for name in seconds}
-    assert beaten == {"attention2d": None, "ulysses": None, "ring": "ulysses"}
+    priced = [SimpleNamespace(provider=name, iteration=SimpleNamespace(seconds=s)) for name, s in seconds.items()]
+    assert [find_faster(one, priced) for one in priced] == [None, None, priced[1]]
 
 
 def test_degenerate_options_are_not_shown() -> None:
