@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
-from cp_plugin.planner.errors import KNOWN_ERROR
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.training.model import model
@@ -56,7 +55,7 @@ def _fixed(devices: int, tensor: int, context: int, tokens: int) -> Plan:
         recompute="full",
         sequence_parallel=tensor > 1,
     )
-    return answer(Asked(model=model("llama3-8b"), shapes=[shape], cluster=cluster("dgx-h100")), worth=KNOWN_ERROR)
+    return answer(Asked(model=model("llama3-8b"), shapes=[shape], cluster=cluster("dgx-h100")))
 
 
 def _open(devices: int, tokens: int) -> Plan:

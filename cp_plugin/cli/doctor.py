@@ -294,19 +294,18 @@ def doctor(
     ] = None,
 ) -> None:
     """Show what is installed, which attention kernels work here, and how to get what is missing."""
-    if megatron is not None:
-        with flags.errors_in_one_line(translated=False):
-            if everything:
-                raise ValueError("--all has no effect with --megatron: leave it out")
-            found = examine(megatron, words or [])
-        console = new_console()
-        output.show(as_json, lambda: found, lambda: show_megatron(console, found, megatron))
-        if stops(found):
-            raise typer.Exit(1)
-        return
-    if words or as_json:
-        with flags.errors_in_one_line(translated=False):
+    with flags.errors_in_one_line(translated=False):
+        if megatron is None and (words or as_json):
             given = " ".join([*(words or []), *(["--json"] if as_json else [])])
             raise ValueError(f"{given} has no effect without --megatron DIR: add it, or leave this out")
-    if not show(new_console(), everything=everything):
+        if megatron is not None and everything:
+            raise ValueError("--all has no effect with --megatron: leave it out")
+        found = {} if megatron is None else examine(megatron, words or [])
+    console = new_console()
+    if megatron is None:
+        works = show(console, everything=everything)
+    else:
+        output.show(as_json, lambda: found, lambda: show_megatron(console, found, megatron))
+        works = not stops(found)
+    if not works:
         raise typer.Exit(1)

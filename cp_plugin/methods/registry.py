@@ -90,12 +90,9 @@ def names(kind: Kind = "softmax") -> list[str]:
 
 def get(provider: str | Provider) -> Provider:
     """The provider, or that of this name; ValueError, which lists the valid names, if there is none."""
-    if isinstance(provider, Provider):
-        return provider
-    found = registry()
-    if provider not in found:
-        raise ValueError(not_one_of(spelled("provider", provider), provider, found))
-    return found[provider]
+    if not isinstance(provider, Provider) and provider not in registry():
+        raise ValueError(not_one_of(spelled("provider", provider), provider, registry()))
+    return provider if isinstance(provider, Provider) else registry()[provider]
 
 
 def in_order(options: Options) -> dict[Option, Any]:
