@@ -56,7 +56,7 @@ class _Main:
             status = super().main(args, PROGRAM, **settings)  # type: ignore[misc]
             sys.stdout.flush()
         except _UsageError as error:
-            output.error(_in_one_line(error))
+            output.error(_describe_error(error))
             status = 2
         except OSError as error:
             if error.errno not in _UNWRITABLE:
@@ -215,7 +215,7 @@ def _number(flag: str, kind: type[int | float], least: float | None, most: float
     raise ValueError(f"{flag} {text}: write {what}{limits}")
 
 
-def _in_one_line(error: Any) -> str:
+def _describe_error(error: Any) -> str:
     """An error of usage: ours as it is, typer's with the command whose help says what is right."""
     if type(error) is typer.BadParameter:
         return str(error.message)

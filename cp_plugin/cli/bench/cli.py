@@ -125,7 +125,7 @@ def bench(
         processors = Processors()
         found = Report(
             results=run.bench(plans, where, rounds, timeout, here),
-            device=_in_words(where),
+            device=_name_device(where),
             rounds=rounds,
             seed=seed,
             cluster=cluster,
@@ -221,7 +221,7 @@ def _check_size(found: Sequence[Case], device: str) -> None:
             refuse_too_large(case.problem, runs=1)
 
 
-def _in_words(device: str) -> str:
+def _name_device(device: str) -> str:
     """The device by name."""
     if device == "cuda":
         return torch.cuda.get_device_name()
