@@ -20,9 +20,7 @@ from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.problem import Problem
 
-COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal")
-PREDICTED = "predicted"
-"""The column of predictions, if a cluster was named."""
+COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal", "predicted")
 BUSY = 0.1
 """Share of processor time that other programs may use before a warning."""
 EXPLAINED = (
@@ -146,7 +144,7 @@ class Report:
     def print(self, console: Console) -> None:
         for result in self.results:
             rows = [(self._cells(result, m), _style(m)) for m in result.measured]
-            print_table(console, self._title(result), self._columns, rows)
+            print_table(console, self._title(result), COLUMNS, rows)
         print_notes(console, (EXPLAINED, *self._left_out()), self.others)
 
     def as_json(self) -> dict[str, Any]:
@@ -168,25 +166,22 @@ class Report:
             by_reason.setdefault(reason, []).append(name)
         return [f"left out: {', '.join(found)}: {reason}" for reason, found in by_reason.items()]
 
-    @property
-    def _columns(self) -> tuple[str, ...]:
-        return (*COLUMNS, PREDICTED) if self.cluster is not None else COLUMNS
-
     def _title(self, result: CaseResult) -> str:
         case, decay = result.case, result.case.problem.decay
         described = f" ({case.described})" if case.described else ""
         of_keys = "" if decay == "none" else f", {decay} decay"
         return f"{case.mask_name}{described}{of_keys}: {conditions(case.problem, self.device, self.rounds)}"
 
-    def _cells(self, result: CaseResult, m: Measured) -> tuple[str, ...]:
+    @staticmethod
+    def _cells(result: CaseResult, m: Measured) -> tuple[str, ...]:
         if m.cannot is not None:
-            return (m.name, f"cannot: {in_our_flags(m.cannot)}", *[""] * (len(self._columns) - 2))
+            return (m.name, f"cannot: {in_our_flags(m.cannot)}")
         error = f"{m.worst} {m.errors[m.worst]:.1e}"
         if m.wrong or m.taken is None:
-            return (m.name, m.settings, f"WRONG: {error}", *[""] * (len(self._columns) - 3))
+            return (m.name, m.settings, f"WRONG: {error}")
         low, high = (in_bytes(n) for n in m.sent) if m.sent is not None else ("no ledger", "no ledger")
         medians, share = m.taken.medians, m.of_ideal
-        cells = (
+        return (
             m.name,
             m.settings,
             error,
@@ -195,8 +190,8 @@ class Report:
             in_seconds(medians.total),
             _speed(result.flops_per_s(m)),
             "" if share is None else f"{share.forward:.0%}, {share.total:.0%}",
+            "" if m.predicted is None else in_seconds(m.predicted),
         )
-        return (*cells, "" if m.predicted is None else in_seconds(m.predicted))[: len(self._columns)]
 
 
 def conditions(problem: Problem, device: str, rounds: int) -> str:
