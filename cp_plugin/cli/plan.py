@@ -104,7 +104,7 @@ class _Given(NamedTuple):
         if self.model is None and not self.megatron:
             raise ValueError("--model is missing: give a name, such as llama3-8b, or Megatron's flags after --")
         if self.megatron:
-            flags.refuse(parallel | {"--seq-length": self.seq_length}, _OWN)
+            flags.refuse(parallel | {"--seq-length": self.seq_length, "--recompute": self.recompute}, _OWN)
 
     @property
     def needs(self) -> int:
@@ -139,7 +139,6 @@ class _Given(NamedTuple):
         if self.megatron:
             from cp_plugin.megatron.planned.command import question
 
-            flags.refuse({"--recompute": self.recompute}, _OWN)
             return of_flags(self.megatron, self.devices or self.needs, machine, question, **self.changes)
         again = None if self.recompute is None else self.recompute.value
         fixed = Fixed(tensor=self.tensor, pipeline=self.pipeline, context=self.context, recompute=again)
