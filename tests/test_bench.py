@@ -17,7 +17,7 @@ from cp_plugin.cli.app import app
 from cp_plugin.cli.bench import cases, ideal, te_peer, torch_ring
 from cp_plugin.cli.bench.cases import PATTERNS, Case, make_case
 from cp_plugin.cli.bench.contestants import Entry
-from cp_plugin.cli.bench.results import CaseResult, Measured
+from cp_plugin.cli.bench.report import CaseResult, Measured
 from cp_plugin.comm import Mesh
 from cp_plugin.core.mask import Mask
 from cp_plugin.methods import registry as providers
@@ -226,7 +226,7 @@ def test_ranks_are_not_started_twice(rank: str, flags: tuple[str, ...], monkeypa
         ),
         ("--provider ring --decay key", "is for linear attention"),
         ("--seq-length 8388608", "of memory, but"),
-        ("--window 0 --mask causal-window", "--window 0: write 1 or more"),
+        ("--window 0 --mask causal-window", "--window 0: write a whole number, 1 or more"),
         ("--json /nowhere/a.json", "cannot be written: name a file in an existing folder"),
         ("--cluster dgx-h100 --dtype float64", "no attention rate for float64"),
     ],

@@ -13,7 +13,7 @@ import pytest
 
 from cp_plugin.cli.examples import config
 from cp_plugin.cli.examples.config import Experiment, load, words
-from cp_plugin.cli.examples.scripts import rendered
+from cp_plugin.cli.examples.show import render
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAME = "attention2d-64xa100"
@@ -89,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     for name in config.names():
         (folder / name).mkdir()
-        (folder / name / "train.sh").write_text(rendered(load(name).experiment()))
+        (folder / name / "train.sh").write_text(render(load(name).experiment()))
     return folder
 
 
@@ -100,7 +100,7 @@ def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], tmp_path: Pat
     for variant in example.variants[:3]:
         of = example.experiment(variant)
         cluster, length = of.cluster, of.lengths[-1]
-        (tmp_path / "train.sh").write_text(rendered(of, length))
+        (tmp_path / "train.sh").write_text(render(of, length))
         chosen = {"NODE_RANK": str(cluster.nodes - 1), "MASTER_ADDR": "n0"}
         done = run(tmp_path / "train.sh", "--lr", "1", env=tools, **chosen)
         assert done.returncode == 0, done.stderr
@@ -211,7 +211,7 @@ def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[
     started, env = recorded(tools, "srun")
     script = Path(tools["WORK"]) / "train-42.sh"
     assert started[-4:] == ["bash", str(script), "--lr", "1"] and "--kill-on-bad-exit=1" in started
-    assert script.read_text() == rendered(load(chosen[0]).experiment(chosen[1]), int(chosen[2]))
+    assert script.read_text() == render(load(chosen[0]).experiment(chosen[1]), int(chosen[2]))
     found = [env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")]
     assert found == ["n7", "15042", "4", "8", f"{root}/out/burst-32xa100/checkpoints"]
     assert not (Path(root) / "requeued").exists()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_plugin.cli.streamed import Streamed
+from cp_plugin.cli.generate import Streamed
 
 WORDS = (" a", " the", "ing", "é", " ", "\n", "😀", "x", ",", "日本")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 from scenarios import DTYPES, Scenario, parse_rate
 
-from cp_plugin import Options
 from cp_plugin.cli.bench.measure import Processors
 from cp_plugin.cli.bench.report import print_notes
 from cp_plugin.planner.calibration.calibrate import calibrate
 from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.machine.links import place
 from cp_plugin.planner.trace.timeline import simulate
 
 MEDIAN_ERROR, RIGHT_PAIRS, APART = 0.15, 0.9, 0.15
@@ -155,9 +155,9 @@ def _compare(network: Network, scenario: Scenario, profile: Cluster, rounds: int
     measured = measure(network, scenario, rounds=rounds, timeout=_TIMEOUT)
     found = []
     for entry, m in zip(entries, measured, strict=True):
-        options = dict(entry.options)
-        timeline = simulate(entry.name, problem, Options(**options), cluster=profile, ranks="all")
-        correct = m.correct or options.get("fp8") is not None
+        hosts = problem.hosts or tuple(f"node{n}" for n in place(problem.size, profile))
+        timeline = simulate(entry.setup(replace(problem, hosts=hosts)), cluster=profile, ranks="all")
+        correct = m.correct or dict(entry.options).get("fp8") is not None
         times = {"measured": m.median, "predicted": timeline.seconds}
         found.append(Compared(scenario=scenario, entry=str(entry), correct=correct, **times))
     return found

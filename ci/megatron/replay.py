@@ -31,7 +31,7 @@ from typing import Any
 import replay_case
 from replay_case import CASES, ROOT
 
-from cp_plugin.cli import doctor_megatron
+from cp_plugin.cli import doctor
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
 
 PARTS = ("megatron", ":(glob)*.py")
@@ -175,7 +175,7 @@ def started(trained: Entry) -> Entry:
 def contracts(tree: Path) -> list[Entry]:
     """What ``cp-plugin doctor --megatron`` finds of every symbol in this tree."""
     try:
-        return list(doctor_megatron.examine(str(tree), [])["symbols"])
+        return list(doctor.examine(str(tree), [])["symbols"])
     except ValueError as error:
         return [{"symbol": "", "state": "unsupported", "broken": str(error)}]
 

@@ -109,7 +109,7 @@ class ContextParallel(LinearAttention):
                 raise ValueError("a Resolved already has options and a problem: pass neither")
             self._take(provider, group, mesh)
         else:
-            found = provider if isinstance(provider, Provider) else providers.get(provider)
+            found = providers.get(provider)
             asked = float32_unless_told(found, Options(**options))
             typical = typical_call(found, asked, group, mesh, problem)
             if typical.size > 1 and group is not None and problem is None and found.asks_heads(asked):

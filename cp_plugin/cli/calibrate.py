@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cp_plugin.cli import files, flags
+from cp_plugin.cli import flags, output
 from cp_plugin.cli.terminal import new_console
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def calibrate(
 
     with flags.errors_in_one_line():
         if started.is_first():
-            files.check_output(file, "profile", (".toml",))
-        flags.check_forked(ranks, timeout)
+            output.check_output(file, "profile", (".toml",))
         where, count = flags.device_name(device), started.number_of_ranks(ranks)
         if count < 2:
             given = f"--ranks {ranks}" if ranks is not None else "one rank under torchrun"

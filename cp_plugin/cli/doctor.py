@@ -1,23 +1,26 @@
-"""``cp-plugin doctor``: installed libraries, one tile of every kernel on every device, and the choices of ``auto``."""
+"""``cp-plugin doctor``: installed libraries, one tile of every kernel on every device, and the choices of ``auto``.
+
+With ``--megatron DIR``: what the plugin would replace in a Megatron, and whether it is as needed.
+"""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
-from importlib.util import find_spec
 from itertools import product, starmap
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from rich.console import Console
 
 from cp_plugin.attention import calls
-from cp_plugin.cli import doctor_megatron, flags, output
+from cp_plugin.cli import flags, output
 from cp_plugin.cli.terminal import new_console, print_lines, print_table, print_verdict
 from cp_plugin.common.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, torch_supported
 from cp_plugin.core.dtypes import dtype_name
@@ -109,7 +112,7 @@ def show(console: Console, *, everything: bool) -> bool:
 
 def library_checks() -> list[LibraryCheck]:
     """All libraries that the plugin can use, required ones first."""
-    return [_torch(), _megatron(), *_dataset_helper(), *starmap(_library, _OPTIONAL.items()), _apex()]
+    return [_torch(), _megatron(), *starmap(_library, _OPTIONAL.items()), _apex()]
 
 
 def kernel_checks() -> list[KernelCheck]:
@@ -171,28 +174,6 @@ def _megatron() -> LibraryCheck:
     return _library("megatron-core", advice, ok=version is not None and megatron_supported(version))
 
 
-def _dataset_helper() -> Iterator[LibraryCheck]:
-    """The check of a Megatron-LM checkout's dataset helper, which is compiled when training starts; wheels bring it."""
-    core = find_spec("megatron.core")
-    roots = [Path(core.origin).parent] if core is not None and core.origin else []
-    if checkout := os.environ.get("MEGATRON_LM_PATH"):
-        roots.insert(0, Path(checkout, "megatron", "core"))
-    folder = next((root / "datasets" for root in roots if (root / "datasets" / "Makefile").exists()), None)
-    if folder is None:
-        return
-    name = "Megatron's dataset helper"
-    if any(folder.glob("helpers_cpp*.so")):
-        yield LibraryCheck(name=name, found="built", advice="")
-        return
-    missing = [program for program in ("make", "g++") if shutil.which(program) is None]
-    missing += ["pybind11"] * (find_spec("pybind11") is None)
-    advice = f"{folder.parents[2]} compiles it when training starts"
-    if missing:
-        advice += f", and cannot without {' and '.join(missing)}"
-        advice += ": pip install pybind11" * ("pybind11" in missing)
-    yield LibraryCheck(name=name, found="not built", advice=advice)
-
-
 def _apex() -> LibraryCheck:
     found = _distribution("apex")
     if found is None:
@@ -246,6 +227,56 @@ def _distribution(name: str) -> Distribution | None:
         return None
 
 
+_STATES = {"broken": "red", "absent": "dim", "checked": ""}
+
+
+def examine(folder: str, words: Sequence[str]) -> dict[str, Any]:
+    """What ``megatron.patches.doctor`` finds, in a process of its own.
+
+    Raises:
+        ValueError: for a folder without Megatron, an unsupported version, or wrong flags; and if the process fails.
+    """
+    command = [sys.executable, "-m", "cp_plugin.megatron.patches.doctor", folder, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = done.stdout.strip().rpartition("\n")[2]
+    try:
+        found: dict[str, Any] = json.loads(last)
+    except json.JSONDecodeError:
+        why = (done.stderr.strip() or "it printed nothing").rpartition("\n")[2]
+        raise ValueError(f"--megatron {folder}: Megatron could not be examined: {why}") from None
+    if "error" in found:
+        raise ValueError(found["error"])
+    return found
+
+
+def stops(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The symbols for which a run would not start."""
+    return [one for one in found["symbols"] if one["state"] == "broken" and one["needed"] and not one["late"]]
+
+
+def show_megatron(console: Console, found: dict[str, Any], folder: str) -> None:
+    """Print the table, what its words mean, every broken contract, and whether a run would start."""
+    rows = [
+        ((one["state"], one["contract"], one["symbol"], one["for"]), _STATES[one["state"]]) for one in found["symbols"]
+    ]
+    title = f"megatron-core {found['version']} in {folder}: what a run would replace"
+    print_table(console, title, ("state", "contract", "symbol", "what for"), rows)
+    counts = Counter(one["state"] for one in found["symbols"])
+    for state, meaning in (
+        ("checked", "what the plugin relies on is there"),
+        ("absent", "not in this version, and not needed"),
+    ):
+        if counts[state]:
+            print_lines(console, f"{state}: {counts[state]}, {meaning}")
+    broken = [one for one in found["symbols"] if one["state"] == "broken"]
+    for one in broken:
+        print_lines(console, "", *one["broken"].splitlines())
+    stopping = stops(found)
+    others = [one["for"] for one in broken if one not in stopping]
+    verdict = f"{len(stopping)} broken: a run would not start" if stopping else "a run would start"
+    print_verdict(not stopping, verdict + "".join(f"; broken: {what}" for what in others), console)
+
+
 def doctor(
     everything: Annotated[
         bool, typer.Option("--all", help="also list libraries and kernels that are not available here")
@@ -263,19 +294,18 @@ def doctor(
     ] = None,
 ) -> None:
     """Show what is installed, which attention kernels work here, and how to get what is missing."""
-    if megatron is not None:
-        with flags.errors_in_one_line(translated=False):
-            if everything:
-                raise ValueError("--all has no effect with --megatron: leave it out")
-            found = doctor_megatron.examine(megatron, words or [])
-        console = new_console()
-        output.show(as_json, lambda: found, lambda: doctor_megatron.show(console, found, megatron))
-        if doctor_megatron.stops(found):
-            raise typer.Exit(1)
-        return
-    if words or as_json:
-        with flags.errors_in_one_line(translated=False):
+    with flags.errors_in_one_line(translated=False):
+        if megatron is None and (words or as_json):
             given = " ".join([*(words or []), *(["--json"] if as_json else [])])
             raise ValueError(f"{given} has no effect without --megatron DIR: add it, or leave this out")
-    if not show(new_console(), everything=everything):
+        if megatron is not None and everything:
+            raise ValueError("--all has no effect with --megatron: leave it out")
+        found = {} if megatron is None else examine(megatron, words or [])
+    console = new_console()
+    if megatron is None:
+        works = show(console, everything=everything)
+    else:
+        output.show(as_json, lambda: found, lambda: show_megatron(console, found, megatron))
+        works = not stops(found)
+    if not works:
         raise typer.Exit(1)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import wraps
@@ -15,7 +14,6 @@ import torch
 import typer
 
 from cp_plugin.cli import output
-from cp_plugin.common.names import one_of
 from cp_plugin.common.versions import NO_MEGATRON
 from cp_plugin.core.options import Option, Options
 from cp_plugin.methods import registry as providers
@@ -24,39 +22,14 @@ from cp_plugin.testing.launch import RankError
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-class Dtype(StrEnum):
-    """Element types of q, k and v."""
-
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Device(StrEnum):
-    """Where to run; ``auto``: CUDA if there is a device, else the CPU."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Decays(StrEnum):
-    """Granularity of the decay of linear attention."""
-
-    none = "none"
-    head = "head"
-    token = "token"
-    key = "key"
-
-
-class Mask(StrEnum):
-    """Which tokens a token sees: those up to itself, or all."""
-
-    causal = "causal"
-    full = "full"
-
-
+Dtype = StrEnum("Dtype", ["float64", "float32", "bfloat16", "float16"])
+"""Element types of q, k and v."""
+Device = StrEnum("Device", ["auto", "cpu", "cuda"])
+"""Where to run; ``auto``: CUDA if there is a device, else the CPU."""
+Decays = StrEnum("Decays", ["none", "head", "token", "key"])
+"""Granularity of the decay of linear attention."""
+Mask = StrEnum("Mask", ["causal", "full"])
+"""Which tokens a token sees: those up to itself, or all."""
 Providers = Annotated[
     list[str] | None,
     typer.Option("--provider", metavar="NAME", help="context-parallel method; repeatable; default: all"),
@@ -66,23 +39,19 @@ CLUSTER = typer.Option(
     metavar="NAME", help="a packaged cluster, such as dgx-h100, or a file written by cp-plugin calibrate"
 )
 TotalDevices = Annotated[
-    int | None, typer.Option(help="devices in total; default: one node, or as many as the sizes need")
+    int | None, typer.Option(min=1, help="devices in total; default: one node, or as many as the sizes need")
 ]
 Devices = Annotated[Device, typer.Option(help="device to run on; auto: CUDA where there is one")]
 Heads = Annotated[int, typer.Option(min=1, help="query heads of the model per tensor-parallel rank")]
 ValueDim = Annotated[int | None, typer.Option(min=1, help="size of a value head; default: --head-dim")]
-Recompute = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="activation recomputation: none, selective or full; default: the least that fits in memory"
-    ),
-]
-PerNode = Annotated[int | None, typer.Option(help="devices per node; default: the cluster's")]
-Nics = Annotated[int | None, typer.Option(help="network cards per node; default: the cluster's")]
+PerNode = Annotated[int | None, typer.Option(min=1, help="devices per node; default: the cluster's")]
+Nics = Annotated[int | None, typer.Option(min=1, help="network cards per node; default: the cluster's")]
 ForkedRanks = Annotated[
-    int | None, typer.Option(help="ranks to start on this machine; default: 4; leave out under torchrun")
+    int | None, typer.Option(min=1, help="ranks to start on this machine; default: 4; leave out under torchrun")
 ]
-Timeout = Annotated[float, typer.Option(min=1, help="time limit in seconds for ranks started on this machine")]
+Timeout = Annotated[
+    float, typer.Option(min=1, max=10**7, help="time limit in seconds for ranks started on this machine")
+]
 
 
 _OURS = {
@@ -129,15 +98,14 @@ def errors_in_one_line(ranks: str = "--ranks", *, translated: bool = True) -> It
         raise typer.Exit(1) from None
 
 
-def provider_options(without: Collection[str] = (), only: Collection[str] = ()) -> Callable[[_Command], _Command]:
+def provider_options(without: Collection[str] = ()) -> Callable[[_Command], _Command]:
     """Replace a command's argument ``options`` by a flag for each option that a provider declares.
 
     Args:
         without: options that have no meaning for the command.
-        only: the only options that it has; empty: all.
     """
     every = providers.registry().options.values()
-    declared = [option for option in every if option not in without and (not only or option in only)]
+    declared = [option for option in every if option not in without]
 
     def decorated(command: _Command) -> _Command:
         signature = inspect.signature(command, eval_str=True)
@@ -170,18 +138,6 @@ def _parameter(option: Option) -> inspect.Parameter:
     )
 
 
-def check_name(flag: str, name: str, known: Iterable[str]) -> None:
-    """ValueError for an unknown name; the message lists the known names and the nearest."""
-    one_of(flag, name, list(dict.fromkeys(known)))
-
-
-def check_sizes(given: Mapping[str, int | None]) -> None:
-    """ValueError for a flag below 1; None: the flag was not given."""
-    for flag, number in given.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{flag} {number}: write a whole number, 1 or more")
-
-
 def check_decay(decay: str, kinds: Collection[str]) -> None:
     """ValueError for ``--decay`` where no method is for linear attention."""
     if decay != Decays.none and "linear" not in kinds:
@@ -197,13 +153,6 @@ def refuse(given: Mapping[str, object], reason: str) -> None:
         if value is not None:
             shown = value[0] if isinstance(value, list) else value
             raise ValueError(f"{flag} {shown} {reason}: leave it out")
-
-
-def check_forked(ranks: int | None, seconds: float) -> None:
-    """ValueError for less than one rank, or a time limit that is not finite."""
-    check_sizes({"--ranks": ranks})
-    if not math.isfinite(seconds):
-        raise ValueError(f"--timeout {seconds}: write seconds, such as 3600")
 
 
 def changes(per_node: int | None, nics: int | None) -> dict[str, int]:

@@ -1,21 +1,36 @@
-"""What all commands print in the same way: errors, and JSON (``--json [FILE]``) instead of tables, or besides."""
+"""What all commands write in the same way: errors, JSON (``--json [FILE]``) instead of tables or besides, and files."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cp_plugin.cli.files import check_output
 from cp_plugin.cli.terminal import print_verdict
-from cp_plugin.common.text import within_terminal
+from cp_plugin.common.text import either, within_terminal
 
+PICTURES = (".svg", ".png", ".pdf")
 STDOUT = "-"
 """The value of ``--json`` without a file."""
+
+
+def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), flag: str = "") -> None:
+    """ValueError for an unwritable file or a wrong suffix; ``kind`` of file and ``flag``: for the message."""
+    if not path.name:
+        example = f"{kind}{suffixes[0] if suffixes else ''}"
+        raise ValueError(f"{flag or path}: name the {kind} to write, such as {example}")
+    if suffixes and path.suffix not in suffixes:
+        listed = either(suffixes)
+        shown = f"{flag} {path}".strip()
+        raise ValueError(f"{shown}: {kind}s are {listed} files; write {path.with_suffix(suffixes[0])}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        shown = f"{flag} {path}".strip()
+        raise ValueError(f"{shown} cannot be written: name a file in an existing folder that you can write to")
 
 
 def json_file(text: str) -> Path:

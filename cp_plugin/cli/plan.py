@@ -1,37 +1,48 @@
-"""The ``cp-plugin plan`` command: the fastest context-parallel method and its flags."""
+"""The ``cp-plugin plan`` command: the fastest context-parallel method and its flags, or one configuration in depth."""
 
 from __future__ import annotations
 
 import math
 import sys
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
 
-from cp_plugin.cli import files, flags, output, packs, shell
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.cli import flags, output, packs, shell, show_explained, show_plan
 from cp_plugin.cli.terminal import new_console
+from cp_plugin.common.names import one_of
 from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
-
-if TYPE_CHECKING:
-    from cp_plugin.planner.asked import Asked, Fixed
-    from cp_plugin.planner.machine.hardware import Cluster
-    from cp_plugin.planner.search import Plan
+from cp_plugin.methods import registry as providers
+from cp_plugin.planner import explain as explaining
+from cp_plugin.planner import search
+from cp_plugin.planner.asked import Asked, Fixed, fitting, of_flags, of_name
+from cp_plugin.planner.machine import hardware, inferred
+from cp_plugin.planner.price import on
+from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.model import LINEAR
+from cp_plugin.planner.training.parallel import RECOMPUTE, problem
 
 _GB = 1e9
 _TOKENS = 131072
 """Of a sequence, unless it is given."""
 _OWN = "conflicts with Megatron's flags, which set it themselves"
-
-_SeqLength = Annotated[int | None, typer.Option(help=f"tokens of one sequence; default: {_TOKENS}")]
-_Tensor = Annotated[int | None, typer.Option(help="tensor-parallel ranks; default: the best")]
-_Pipeline = Annotated[int | None, typer.Option(help="pipeline stages; default: the best")]
-_Context = Annotated[int | None, typer.Option("--context", help="context-parallel ranks; default: the best")]
+Recompute = StrEnum("Recompute", ["none", "selective", "full"])
+_SeqLength = Annotated[int | None, typer.Option(min=1, help=f"tokens of one sequence; default: {_TOKENS}")]
+_Tensor = Annotated[int | None, typer.Option(min=1, help="tensor-parallel ranks; default: the best")]
+_Pipeline = Annotated[int | None, typer.Option(min=1, help="pipeline stages; default: the best")]
+_Context = Annotated[int | None, typer.Option("--context", min=1, help="context-parallel ranks; default: the best")]
+_Recomputed = Annotated[
+    Recompute | None, typer.Option(help="activation recomputation; default: the least that fits in memory")
+]
 _GlobalBatch = Annotated[
-    int | None, typer.Option(help="sequences per iteration; default: one per data-parallel rank, at most 16M tokens")
+    int | None,
+    typer.Option(min=1, help="sequences per iteration; default: one per data-parallel rank, at most 16M tokens"),
 ]
 _Fp8 = Annotated[bool, typer.Option("--fp8", help="also consider sending in FP8; with --explain: send in FP8")]
 _Memory = Annotated[float | None, typer.Option(metavar="GB", help="usable memory per device; default: all of it")]
@@ -74,6 +85,7 @@ class _Given(NamedTuple):
     tensor: int | None
     pipeline: int | None
     context: int | None
+    recompute: Recompute | None
     global_batch: int | None
     memory: float | None
     """GB per device."""
@@ -81,10 +93,8 @@ class _Given(NamedTuple):
     documents: str | None
 
     def check(self) -> None:
-        """ValueError for sizes below 1, or unless either a model or Megatron's flags were given."""
+        """ValueError for a memory below 0, or unless either a model or Megatron's flags were given."""
         parallel = {"--tensor": self.tensor, "--pipeline": self.pipeline, "--context": self.context}
-        sizes = {"--devices": self.devices, "--seq-length": self.seq_length, "--global-batch": self.global_batch}
-        flags.check_sizes(parallel | sizes | {f"--{name.replace('_', '-')}": n for name, n in self.changes.items()})
         if self.memory is not None and not 0 < self.memory < math.inf:
             raise ValueError(f"--memory {self.memory}: write GB per device, such as 80")
         if self.model is not None and self.megatron:
@@ -94,11 +104,7 @@ class _Given(NamedTuple):
         if self.model is None and not self.megatron:
             raise ValueError("--model is missing: give a name, such as llama3-8b, or Megatron's flags after --")
         if self.megatron:
-            flags.refuse(parallel | {"--seq-length": self.seq_length}, _OWN)
-
-    @property
-    def tokens(self) -> int:
-        return self.seq_length or _TOKENS
+            flags.refuse(parallel | {"--seq-length": self.seq_length, "--recompute": self.recompute}, _OWN)
 
     @property
     def needs(self) -> int:
@@ -112,10 +118,8 @@ class _Given(NamedTuple):
         return math.prod(int(size) for size in sizes if size.isdecimal())
 
     @property
-    def machine(self) -> Cluster:
+    def machine(self) -> hardware.Cluster:
         """The named cluster; by default inferred from the GPUs here."""
-        from cp_plugin.planner.machine import hardware, inferred
-
         if self.cluster is not None:
             return hardware.cluster(self.cluster)
         if torch.cuda.device_count() == 0:
@@ -126,6 +130,20 @@ class _Given(NamedTuple):
         found, how = inferred.here("--cluster", self.devices or self.needs, cpu=False)
         print(how, file=sys.stderr)
         return found
+
+    def ask(self) -> Asked:
+        """The question for the planner, for whole nodes unless the devices were given; ValueError for flags that
+        contradict each other."""
+        self.check()
+        machine = self.machine
+        if self.megatron:
+            from cp_plugin.megatron.planned.command import question
+
+            return of_flags(self.megatron, self.devices or self.needs, machine, question, **self.changes)
+        again = None if self.recompute is None else self.recompute.value
+        fixed = Fixed(tensor=self.tensor, pipeline=self.pipeline, context=self.context, recompute=again)
+        devices = self.devices or max(self.needs, self.changes.get("per_node") or machine.per_node)
+        return of_name(str(self.model), devices, self.seq_length or _TOKENS, machine, fixed, **self.changes)
 
 
 @shell.context(allow_extra_args=True)
@@ -140,7 +158,7 @@ def plan(
     tensor: _Tensor = None,
     pipeline: _Pipeline = None,
     context_parallel: _Context = None,
-    recompute: flags.Recompute = None,
+    recompute: _Recomputed = None,
     global_batch: _GlobalBatch = None,
     fp8: _Fp8 = False,
     memory: _Memory = None,
@@ -159,11 +177,9 @@ def plan(
 
     Name a model (--model llama3-8b), or write your Megatron flags after ``--``; Megatron parses and checks them.
     """
-    from cp_plugin.cli import show_plan
-
     given = _Given(
         *(model, context.args, cluster, flags.changes(per_node, nics), devices, seq_length),
-        *(tensor, pipeline, context_parallel, global_batch, memory, fp8, documents),
+        *(tensor, pipeline, context_parallel, recompute, global_batch, memory, fp8, documents),
     )
     with flags.errors_in_one_line("--context", translated=not context.args):
         if reproduce:
@@ -172,14 +188,14 @@ def plan(
             flags.refuse({"--plot": plot}, _WITHOUT)
             raise typer.Exit(not _reproduced(reproduce))
         if explain:
-            raise typer.Exit(not _explained(given, recompute, provider, options, every_rank, plot, as_json))
+            raise typer.Exit(not _explained(given, provider, options, every_rank, plot, as_json))
         flags.refuse({"--plot": plot}, _WITHOUT)
         if every_rank:
             raise ValueError("--every-rank has no effect without --explain: leave it out")
         chosen = {"provider": provider, "layout": options.layout, **options.chosen}
         for name in [name for name in chosen if name not in _ALWAYS]:
             flags.refuse({f"--{name.replace('_', '-')}": chosen[name] and in_words(chosen[name])}, _WITHOUT)
-        found = _searched(given, recompute, options, quiet=output.only_json(as_json))
+        found = _searched(given, options, quiet=output.only_json(as_json))
     output.show(as_json, lambda: show_plan.as_json(found), lambda: show_plan.print_plan(new_console(), found))
     if not found.fits(found.best):
         raise typer.Exit(1)
@@ -200,21 +216,11 @@ def _reproduced(names: list[str]) -> bool:
 
 
 def _explained(
-    given: _Given,
-    recompute: str | None,
-    provider: str | None,
-    options: Options,
-    every: bool,
-    plot: Path | None,
-    as_json: Path | None,
+    given: _Given, provider: str | None, options: Options, every: bool, plot: Path | None, as_json: Path | None
 ) -> bool:
     """Explain one configuration; return whether it fits. Context parallelism takes the remaining devices by default."""
-    from cp_plugin.cli import show_explained
-    from cp_plugin.cli.explain import draw, explain
-    from cp_plugin.planner.asked import Fixed, fitting, of_name, recomputation
-
     if plot is not None:
-        files.check_output(plot, "picture", files.PICTURES, "--plot")
+        output.check_output(plot, "picture", output.PICTURES, "--plot")
     given.check()
     if given.megatron:
         raise ValueError(f"--explain with Megatron's flags ({given.megatron[0]} ...): give --model and sizes instead")
@@ -222,12 +228,19 @@ def _explained(
     tensor, pipeline = given.tensor or 1, given.pipeline or 1
     devices = given.devices or max(given.needs, given.changes.get("per_node") or given.machine.per_node)
     context = given.context or max(1, devices // (tensor * pipeline))
-    fixed = Fixed(tensor=tensor, pipeline=pipeline, context=context, recompute=recomputation(recompute))
-    asked = of_name(str(given.model), devices, given.tokens, given.machine, fixed, **given.changes)
+    given = given._replace(tensor=tensor, pipeline=pipeline, context=context, devices=devices)
     options = replace(options, fp8="comm") if given.fp8 else options
-    found = explain(fitting(asked, given.global_batch), given.documents, provider, options, every=every)
+    asked = fitting(given.ask(), given.global_batch)
+    if provider is None and options != Options():
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in providers.in_order(options))
+        raise ValueError(f"{named}: a method's options need --provider NAME")
+    shapes = sorted(asked.shapes, key=lambda shape: RECOMPUTE.index(shape.recompute))
+    least = next((shape for shape in shapes if asked.fits(footprint(asked.model, shape))), shapes[-1])
+    asked = packs.packed(replace(asked, shapes=[least], free=False), given.documents)
+    setup = _chosen(asked) if provider is None else _settled(asked, provider, options)
+    found = explaining.explain(asked.model, asked.shapes[0], setup, asked.cluster, every=every)
     if plot is not None:
-        draw(plot, found)
+        show_explained.draw(plot, found)
     output.show(
         as_json,
         lambda: show_explained.as_json(found),
@@ -238,37 +251,32 @@ def _explained(
     return found.fits
 
 
-def _searched(given: _Given, recompute: str | None, options: Options, *, quiet: bool) -> Plan:
-    """Search the fastest training."""
-    from cp_plugin.planner.asked import Fixed, fitting, recomputation
-    from cp_plugin.planner.search import answer
+def _chosen(asked: Asked) -> Setup:
+    """The planner's choice among our methods."""
+    found = search.answer(asked)
+    best = next((p for p in found.found if not p.candidate.upstream), found.best)
+    why = f"the planner's choice among {found.tried} configurations; of methods that tie, the simplest (cp-plugin plan)"
+    return replace(best.candidate.setup, why=(why, *best.candidate.setup.why))
 
-    given.check()
-    if given.megatron:
-        flags.refuse({"--recompute": recompute}, _OWN)
-    fixed = Fixed(
-        tensor=given.tensor, pipeline=given.pipeline, context=given.context, recompute=recomputation(recompute)
-    )
-    asked = packs.packed(_asked(given, fixed), given.documents)
-    fixed_options = replace(asked.allowed.options, **options.chosen)
+
+def _settled(asked: Asked, provider: str, options: Options) -> Setup:
+    """The named method; ValueError for an unknown one, and options that do not fit it."""
+    letter, parallel = explaining.first_letter(asked.model), asked.shapes[0]
+    if provider not in providers.registry():
+        one_of("--provider", provider, providers.names("linear" if letter == LINEAR else "softmax"))
+    its = on(problem(asked.model, parallel, letter), asked.cluster, parallel.tensor)
+    return settled(providers.get(provider), its, options)
+
+
+def _searched(given: _Given, options: Options, *, quiet: bool) -> search.Plan:
+    """Search the fastest training."""
+    asked = packs.packed(given.ask(), given.documents)
     asked = replace(
         asked,
-        allowed=replace(asked.allowed, options=fixed_options),
+        allowed=replace(asked.allowed, options=replace(asked.allowed.options, **options.chosen)),
         fp8=(None, "comm") if given.fp8 else (None,),
         limit=given.memory * _GB if given.memory is not None else 0.0,
     )
     asked = fitting(asked, given.global_batch)
     with new_console(stderr=True, quiet=quiet).status("planning") as status:
-        return answer(asked, progress=lambda text: status.update(f"simulating {text}"))
-
-
-def _asked(given: _Given, fixed: Fixed) -> Asked:
-    from cp_plugin.megatron.planned.command import question
-    from cp_plugin.planner.asked import of_flags, of_name
-
-    machine, needs = given.machine, given.needs
-    if given.megatron:
-        return of_flags(given.megatron, given.devices or needs, machine, question, **given.changes)
-    whole = given.changes.get("per_node") or machine.per_node
-    devices = given.devices or max(needs, whole)
-    return of_name(str(given.model), devices, given.tokens, machine, fixed, **given.changes)
+        return search.answer(asked, progress=lambda text: status.update(f"simulating {text}"))

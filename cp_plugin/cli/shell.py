@@ -11,7 +11,6 @@ import ast
 import copy
 import errno
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,20 +26,13 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
 from cp_plugin.cli import output
-from cp_plugin.common.names import did_you_mean, one_of
+from cp_plugin.common.names import one_of
 
 PROGRAM = "cp-plugin"
 JSON = "--json"
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _SHORT = 24
 """Columns of a placeholder; choices that take more are listed in the help text."""
-_HELP = {
-    "-h": "show this help",
-    "--help": "show this help",
-    "--install-completion": "install completion for this shell",
-    "--show-completion": "print the completion for this shell, to copy or to adapt",
-}
-"""Of options that typer adds, in the style of all others."""
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])  # click's, or that of the copy within typer
 
 
@@ -51,8 +43,6 @@ class _Main:
         """All parameters; that a switch takes no value, and which Python type an argument has, is noise in the help."""
         found = super().get_params(ctx)  # type: ignore[misc]
         for param in found:
-            if param.opts[0] in _HELP:
-                param.help = _HELP[param.opts[0]]
             if param.param_type_name == "argument":
                 param.display_type_rich = lambda ctx: None
             elif param.is_flag:
@@ -66,7 +56,7 @@ class _Main:
             status = super().main(args, PROGRAM, **settings)  # type: ignore[misc]
             sys.stdout.flush()
         except _UsageError as error:
-            output.error(_in_one_line(error))
+            output.error(_describe_error(error))
             status = 2
         except OSError as error:
             if error.errno not in _UNWRITABLE:
@@ -225,23 +215,10 @@ def _number(flag: str, kind: type[int | float], least: float | None, most: float
     raise ValueError(f"{flag} {text}: write {what}{limits}")
 
 
-def _in_one_line(error: Any) -> str:
-    """An error of usage, as all others are: the option, what is wrong, what to write."""
+def _describe_error(error: Any) -> str:
+    """An error of usage: ours as it is, typer's with the command whose help says what is right."""
     if type(error) is typer.BadParameter:
         return str(error.message)
-    ctx, param = error.ctx, getattr(error, "param", None)
-    path = ctx.command_path if ctx is not None else PROGRAM
-    if param is not None and type(error).__name__ == "MissingParameter":
-        name = param.opts[0] if param.param_type_name == "option" else param.metavar
-        return f"{name} is missing: {param.help}"
-    if (name := getattr(error, "option_name", None)) is not None and type(error).__name__ == "NoSuchOption":
-        known = [option for one in ctx.command.get_params(ctx) for option in one.opts]
-        return f"{name}: no such option{did_you_mean(name, known) or '.'} {path} -h lists all"
-    if found := re.match(r"No such command '(.*?)'", error.format_message()):
-        return f"{found[1]}: no such command{did_you_mean(found[1], ctx.command.commands) or '.'} {path} -h lists all"
-    if name is not None:
-        return f"{name} is missing its value"
-    text = error.format_message().rstrip(".")
-    if extra := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text):
-        return f"{extra[1]}: unexpected argument. {path} -h shows what it takes"
-    return f"{text[:1].lower()}{text[1:]}. {path} -h shows what it takes"
+    text = " ".join(error.format_message().split())
+    where = f" {error.ctx.command_path} -h shows what it takes" if error.ctx is not None else ""
+    return f"{text}{'' if text[-1] in '.?' else '.'}{where}"

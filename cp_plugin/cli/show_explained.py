@@ -1,21 +1,23 @@
-"""The result of ``cp-plugin plan --explain``, as tables and JSON."""
+"""The result of ``cp-plugin plan --explain``, as tables, a picture and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 
+from cp_plugin.cli.draw.gantt import draw_gantt
 from cp_plugin.cli.show_plan import packed
+from cp_plugin.cli.tables import settings
 from cp_plugin.cli.terminal import print_flags, print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.errors import legend, typical_error
-from cp_plugin.planner.explain import RESOURCES, Explanation, split, spread
-from cp_plugin.planner.training.footprint import Footprint
-from cp_plugin.planner.training.iteration import Iteration
+from cp_plugin.planner.explain import RESOURCES, Explanation, split
 
 _LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
 _WHERE = {
@@ -40,34 +42,32 @@ def print_explanation(console: Console, e: Explanation) -> None:
     print_table(console, f"One attention call, predicted, {which}", columns, [(c, "") for c in _time_rows(e)])
     if e.sent:
         console.print()
-        print_sent(console, "Bytes sent by the busiest rank", e.sent.items())
+        sent = [((phase, axis, _LEVELS[level], in_bytes(n)), "") for (phase, axis, level), n in e.sent.items()]
+        print_table(console, "Bytes sent by the busiest rank", ("pass", "axis", "where", "bytes"), sent)
     console.print()
     limits = [(c, "bold" if RESOURCES[e.limit] == c[0] else "") for c in _limit_rows(e)]
     title = "What limits the call: its time if one resource took no time"
     print_table(console, title, ("free", "takes", "of now"), limits)
     console.print()
-    print_parts(console, f"One iteration: {in_seconds(e.iteration.seconds)}", e.iteration)
+    total = e.iteration.seconds
+    parts = [(name.replace("_", " "), x) for name, x in e.iteration.parts.items() if x]
+    rows = [((name, in_seconds(x), f"{x / total:.1%}"), "") for name, x in parts]
+    print_table(console, f"One iteration: {in_seconds(total)}", ("part", "takes", "share"), rows)
     console.print()
-    print_memory(console, f"Memory per device: {_memory(e)}", e.footprint)
+    memory = [((name, in_bytes(n)), "") for name, n in e.footprint.parts.items()]
+    print_table(console, f"Memory per device: {_memory(e)}", ("part", "bytes"), memory)
 
 
-def print_sent(console: Console, title: str, sent: Iterable[tuple[tuple[str, str, str], float]]) -> None:
-    """A row per pass, mesh axis and level of the network."""
-    rows = [((phase, axis, _LEVELS[level], in_bytes(n)), "") for (phase, axis, level), n in sent]
-    print_table(console, title, ("pass", "axis", "where", "bytes"), rows)
-
-
-def print_parts(console: Console, title: str, iteration: Iteration) -> None:
-    """A row per part of an iteration that takes time."""
-    parts = [(name.replace("_", " "), s) for name, s in iteration.parts.items() if s]
-    rows = [((name, in_seconds(s), f"{s / iteration.seconds:.1%}"), "") for name, s in parts]
-    print_table(console, title, ("part", "takes", "share"), rows)
-
-
-def print_memory(console: Console, title: str, footprint: Footprint) -> None:
-    """A row per part of a device's memory."""
-    rows = [((name, in_bytes(n)), "") for name, n in footprint.parts.items()]
-    print_table(console, title, ("part", "bytes"), rows)
+def draw(path: Path, found: Explanation) -> None:
+    """Draw the timeline of an attention call."""
+    setup = found.timeline.setup
+    passes = {name: of.spans for name, of in found.passes.items()}
+    title = (
+        f"{found.model.name}, {setup.problem.seq_length:,} tokens on {found.parallel.devices} x "
+        f"{found.timeline.cluster.name}; one attention call of {setup.provider.name}, {settings(setup)}: "
+        f"{in_seconds(found.timeline.seconds)}, predicted"
+    )
+    draw_gantt(path, title, passes)
 
 
 def as_json(e: Explanation) -> dict[str, Any]:
@@ -120,9 +120,9 @@ def _time_rows(e: Explanation) -> Iterator[tuple[str, ...]]:
         yield name, "all", "", "", in_seconds(of.seconds), ""
         found = split(of).values()
         for part, words in _WHERE.items():
-            s = spread([getattr(one, part) for one in found])
-            share = s.median / of.seconds if of.seconds else 0.0
-            yield "", words, *(in_seconds(x) for x in s), f"{share:.1%}"
+            each = [getattr(one, part) for one in found]
+            share = median(each) / of.seconds if of.seconds else 0.0
+            yield "", words, *(in_seconds(x) for x in (min(each), median(each), max(each))), f"{share:.1%}"
 
 
 def _limit_rows(e: Explanation) -> Iterator[tuple[str, ...]]:

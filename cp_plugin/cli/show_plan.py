@@ -50,8 +50,8 @@ NOT_SEARCHED = (
 def print_plan(console: Console, plan: Plan) -> None:
     """A row per method, the flags to paste, and the reasons."""
     best, shape = plan.best, plan.best.parallel
-    asked = f"{plan.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.cluster.device.name}"
-    asked += f" ({plan.cluster.name}), batch {shape.global_batch}: predicted"
+    asked = f"{plan.asked.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.asked.cluster.device.name}"
+    asked += f" ({plan.asked.cluster.name}), batch {shape.global_batch}: predicted"
     by_shape: dict[str, list[Priced]] = {}
     for one in plan.found:
         by_shape.setdefault(sizes(one.parallel), []).append(one)
@@ -63,7 +63,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         "takes: time of one iteration; x best: relative to the fastest; sends: by one device, in one layer's attention"
     )
     off = legend_of_errors(p.provider for p in plan.found)
-    said = filter(None, (kernel_time.assumed(plan.cluster.device), NOT_SEARCHED if plan.free else ""))
+    said = filter(None, (kernel_time.assumed(plan.asked.cluster.device), NOT_SEARCHED if plan.asked.free else ""))
     print_lines(console, legend, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     console.print()
     print_flags(console, "flags:", flags(best))
@@ -73,8 +73,8 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 def stock_rules(plan: Plan) -> Iterator[str]:
     """What stock Megatron can do of what the model asks for, and since when."""
-    letters = set(plan.model.attention_pattern) - {LINEAR}
-    asked = [problem(plan.model, plan.best.parallel, letter) for letter in sorted(letters)]
+    letters = set(plan.asked.model.attention_pattern) - {LINEAR}
+    asked = [problem(plan.asked.model, plan.best.parallel, letter) for letter in sorted(letters)]
     rules = dict.fromkeys(rule for one in asked for rule in rules_for(one))
     if rules and plan.best.parallel.context > 1:
         yield f"upstream, with Transformer Engine {VERSION}: {'; '.join(map(str, rules))}"
@@ -97,8 +97,8 @@ def why(plan: Plan) -> Iterator[str]:
     best = plan.best
     if not plan.fits(best):
         yield (
-            f"warning: nothing fits {in_bytes(plan.limit)} of memory together with its attention; the fastest needs "
-            f"{in_bytes(best.footprint.total)}"
+            f"warning: nothing fits {in_bytes(plan.asked.memory)} of memory together with its attention; the fastest "
+            f"needs {in_bytes(best.footprint.total)}"
         )
     total = best.iteration.seconds
     yield (
@@ -145,7 +145,7 @@ def _slower(plan: Plan, other: Priced) -> Iterator[str]:
         return
     if other.waits_s > 1.1 * best.waits_s:
         yield f"waits {in_seconds(other.waits_s)} in each layer"
-    computing = _computing(other) / _computing(best)
+    computing = other.main.busiest_s / best.main.busiest_s
     if computing > 1.01:
         yield f"keeps its busiest device computing {computing:.2f}x as long"
     if other.sent > 1.05 * best.sent:
@@ -167,12 +167,12 @@ def _simplest(plan: Plan) -> str:
 def _not_shown(plan: Plan) -> Iterator[str]:
     """The methods without a row, and why."""
     if large := [p.candidate.name for p in plan.found if not plan.fits(p)]:
-        yield f"does not fit {in_bytes(plan.limit)}: {', '.join(large)}"
+        yield f"does not fit {in_bytes(plan.asked.memory)}: {', '.join(large)}"
     if plan.lost:
         bounds = ", ".join(f"{lost.name} > {lost.seconds / plan.fastest:.2f}x" for lost in plan.lost)
         yield f"not simulated, because their lower bounds are: {bounds}"
-    if plan.allowed.refused:
-        yield f"stock Megatron alone can run these flags: {plan.allowed.refused}"
+    if plan.asked.allowed.refused:
+        yield f"stock Megatron alone can run these flags: {plan.asked.allowed.refused}"
     for name, reason in plan.cannot.items():
         yield f"{name} cannot: {reason}"
 
@@ -195,26 +195,21 @@ def flags(priced: Priced) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """SI units."""
     return {
-        "model": plan.model.name,
+        "model": plan.asked.model.name,
         "documents": list(plan.best.parallel.documents),
-        "cluster": plan.cluster.name,
-        "device": plan.cluster.device.name,
-        "memory_limit": plan.limit,
+        "cluster": plan.asked.cluster.name,
+        "device": plan.asked.cluster.device.name,
+        "memory_limit": plan.asked.memory,
         "methods": [_method(plan, priced) for priced in plan.found],
         "tied": [priced.candidate.name for priced in plan.found[: plan.tied]],
         "error": KNOWN_ERROR,
         "not_simulated": [{"method": lost.name, "at_least_s": lost.seconds} for lost in plan.lost],
         "cannot": dict(plan.cannot),
-        "refused": plan.allowed.refused,
+        "refused": plan.asked.allowed.refused,
         "why": list(why(plan)),
         "tried": plan.tried,
         "simulated": plan.simulated,
     }
-
-
-def in_words(p: Parallel) -> str:
-    """``tensor 2 x context 8 x data 4, batch 4, recomputes all layers``."""
-    return f"{sizes(p)}, batch {p.global_batch}, {recomputes(p)}"
 
 
 def sizes(p: Parallel) -> str:
@@ -248,8 +243,8 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
         "parts": dict(priced.iteration.parts),
         "repeated_attention_s": priced.repeats,
         "tokens_per_s_and_device": priced.tokens_per_s,
-        "attention_forward_s": priced.main.forward_s,
-        "attention_backward_s": priced.main.backward_s,
+        "attention_forward_s": priced.main.forward.seconds,
+        "attention_backward_s": priced.main.backward.seconds,
         "attention_waits_s": priced.waits_s,
         "attention_sent": priced.sent,
         "balance": balance(priced.candidate.setup) if p.documents and p.context > 1 else None,
@@ -298,8 +293,3 @@ def options(given: Options) -> str:
         for name, value in found.items()
         if value != _USUAL.get(name)
     )
-
-
-def _computing(priced: Priced) -> float:
-    timeline = priced.main
-    return max(timeline.seconds - idle for idle in timeline.idle_s.values())

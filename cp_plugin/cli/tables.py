@@ -29,7 +29,7 @@ def print_traffic(
     for i, row in enumerate(rows):
         first = (row.setup.provider.name, settings(row.setup) if problem.bounds else str(row.setup))
         if row.setup.reason is not None:
-            lines.append(((*first, "", "", "", "", f"cannot: {in_our_flags(row.setup.reason)}"), "dim"))
+            lines.append(((*first, f"cannot: {in_our_flags(row.setup.reason)}"), "dim"))
             continue
         note = "" if measured is None else "equal" if measured[i] is None else f"DIFFERS: {measured[i]}"
         total = in_bytes(row.most) + (f" (least {in_bytes(row.least)})" if row.least < row.most else "")
@@ -68,9 +68,9 @@ def _verdict(setup: Setup, result: Result | None, measured: Cells) -> tuple[Cell
     case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", dtype_name(problem.dtype))
     first = (setup.provider.name, settings(setup), *case, *measured)
     if result is None:
-        return (*first, "", "", f"cannot: {in_our_flags(setup.reason or '')}"), "dim"
+        return (*first, f"cannot: {in_our_flags(setup.reason or '')}"), "dim"
     if result.failure:
-        return (*first, "", "", f"FAIL: {result.failure}"), "red"
+        return (*first, f"FAIL: {result.failure}"), "red"
     error, limit = result.errors[result.worst], result.limits[result.worst]
     verdict = "PASS" if result.ok else "FAIL"
     return (*first, f"{result.worst} {error:.1e}", f"{limit:.1e}", verdict), "" if result.ok else "red"

@@ -32,10 +32,11 @@ def new_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tuple[Cells, str]]) -> None:
     """Print rows of (cells, style), wrapped between words to the console's width.
 
-    Empty columns are left out. Rows with a cell ``cannot: ...``, or another of ``REASONS``, are listed below the table
-    by reason.
+    Empty columns are left out; rows may be shorter than the columns. Rows with a cell ``cannot: ...``, or another of
+    ``REASONS``, are listed below the table by reason.
     """
-    shown = [(cells, style) for cells, style in rows if _reason(cells) is None]
+    missing = ("",) * len(columns)
+    shown = [((*cells, *missing), style) for cells, style in rows if _reason(cells) is None]
     filled = [i for i in range(len(columns)) if not shown or any(cells[i] for cells, _ in shown)]
     lines = [([cells[i] for i in filled], style) for cells, style in [(columns, "bold"), *shown]]
     if title:

@@ -88,12 +88,11 @@ def names(kind: Kind = "softmax") -> list[str]:
     return [name for name, provider in registry().items() if provider.kind == kind]
 
 
-def get(name: str) -> Provider:
-    """The provider of that name; ValueError, which lists the valid names, if there is none."""
-    found = registry()
-    if name not in found:
-        raise ValueError(not_one_of(spelled("provider", name), name, found))
-    return found[name]
+def get(provider: str | Provider) -> Provider:
+    """The provider, or that of this name; ValueError, which lists the valid names, if there is none."""
+    if not isinstance(provider, Provider) and provider not in registry():
+        raise ValueError(not_one_of(spelled("provider", provider), provider, registry()))
+    return provider if isinstance(provider, Provider) else registry()[provider]
 
 
 def in_order(options: Options) -> dict[Option, Any]:
@@ -144,7 +143,7 @@ class Resolved:
 def settle(provider: str | Provider, problem: Problem, options: Options) -> Resolved:
     """Check a user's options and let the provider fill in the open ones; ValueError for an unknown name, an option the
     provider does not have, or one that does not fit the ranks."""
-    found = get(provider) if isinstance(provider, str) else provider
+    found = get(provider)
     declared = registry().options | {option: option for option in found.options if isinstance(option, Option)}
     unused = []
     for name, value in options.chosen.items():

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cp_plugin.common.names import one_of
 from cp_plugin.core.problem import Fp8
 from cp_plugin.planner.candidates import ALL, Allowed
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.price import on_side
-from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.planner.training.parallel import RECOMPUTE, Parallel, Recompute, check
 
@@ -49,6 +48,14 @@ class Asked:
     limit: float = 0.0
     """Usable bytes of device memory; 0: all of it."""
 
+    @property
+    def memory(self) -> float:
+        """Usable bytes of device memory."""
+        return self.limit or self.cluster.device.memory_bytes
+
+    def fits(self, needs: Footprint) -> bool:
+        return needs.total <= self.memory
+
 
 def of_flags(flags: list[str], devices: int, machine: str | Cluster, from_flags: FromFlags, **changes: int) -> Asked:
     """Query from Megatron's flags, which leave only the method open.
@@ -67,8 +74,6 @@ def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fi
         ValueError: for an unknown model or cluster, and sizes that fit nothing.
     """
     found, there = model(name), _cluster(machine, devices, changes)
-    if seq_length < 1:
-        raise ValueError(f"--seq-length {seq_length}: write the tokens of one sequence, 1 or more")
     shapes: list[Parallel] = []
     reasons: dict[str, None] = {}
     for sizes in _sizes(there, devices, fixed):
@@ -108,9 +113,8 @@ def fitting(asked: Asked, global_batch: int | None = None) -> Asked:
     Raises:
         ValueError: for a batch that no shape can divide.
     """
-    limit = asked.limit or asked.cluster.device.memory_bytes
-    least = (footprint(asked.model, on_side(shape, stock=True)).total for shape in asked.shapes)
-    fits = [shape for shape, needs in zip(asked.shapes, least, strict=True) if needs <= limit] or list(asked.shapes)
+    shapes = list(asked.shapes)
+    fits = [s for s in shapes if asked.fits(footprint(asked.model, on_side(s, stock=True)))] or shapes
     if len({shape.data for shape in fits}) == 1 and global_batch is None:
         return replace(asked, shapes=fits)
     batch = global_batch or _batch(fits)
@@ -126,20 +130,10 @@ def _batch(shapes: Sequence[Parallel]) -> int:
     return max((n for n in every if n * shapes[0].seq_length <= MOST), default=min(every))
 
 
-def recomputation(name: str | None) -> Recompute | None:
-    """Look up ``--recompute``; None stays open. ValueError for an unknown name."""
-    known: dict[str, Recompute] = {known: known for known in RECOMPUTE}
-    if name is not None:
-        one_of("--recompute", name, known)
-    return None if name is None else known[name]
-
-
 def _cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:
     found = cluster(machine) if isinstance(machine, str) else machine
     if changes:
         found = override(found, **changes)
-    if devices < 1:
-        raise ValueError(f"--devices {devices}: write 1 or more")
     if devices > found.per_node and devices % found.per_node:
         nearest = max(1, round(devices / found.per_node)) * found.per_node
         raise ValueError(

@@ -82,41 +82,29 @@ class Allowed:
 ALL = Allowed()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Upstream:
-    """One of Megatron's methods, modelled as the provider of ours that moves the same data on zigzag tokens."""
+def _upstream(problem: Problem) -> Iterator[tuple[str, str, Options]]:
+    """Megatron's methods that support the problem's mask and head counts.
 
-    comm_type: str
-    provider: str
-    options: Options = field(default_factory=lambda: Options(layout="zigzag"))
-    head_ranks: int = 1
-    """Size of its all-to-all. Transformer Engine does not replicate KV heads: they must divide, too."""
-
-    def can(self, problem: Problem) -> bool:
-        ranks = self.head_ranks
-        divides = problem.heads % ranks == 0 and problem.kv_heads % ranks == 0
-        return divides and stock_rules.can(self.comm_type, problem)
-
-
-def _upstream(problem: Problem) -> list[_Upstream]:
-    """The methods of Megatron that support the problem's mask and head counts."""
-    gathered = Options(layout="zigzag", head_groups=1)
-    found = [
-        _Upstream(comm_type="p2p", provider="ring"),
-        _Upstream(comm_type="all_gather", provider="all_gather", options=gathered),
-        _Upstream(comm_type="a2a", provider="ulysses", head_ranks=problem.size),
-    ]
-    for ranks in _divisors(problem.size)[1:-1]:
-        options = Options(layout="zigzag", head_parallel=ranks)
-        found.append(_Upstream(comm_type="a2a+p2p", provider="usp", options=options, head_ranks=ranks))
-    return [one for one in found if one.can(problem)]
+    Each is a ``--cp-comm-type``, and the provider of ours that moves the same data on zigzag tokens, with its options.
+    Transformer Engine does not replicate KV heads: all-to-all must divide them, too.
+    """
+    zigzag = Options(layout="zigzag")
+    for comm_type, provider, options, head_ranks in (
+        ("p2p", "ring", zigzag, 1),
+        ("all_gather", "all_gather", replace(zigzag, head_groups=1), 1),
+        ("a2a", "ulysses", zigzag, problem.size),
+        *(("a2a+p2p", "usp", replace(zigzag, head_parallel=n), n) for n in _divisors(problem.size)[1:-1]),
+    ):
+        divides = problem.heads % head_ranks == 0 and problem.kv_heads % head_ranks == 0
+        if divides and stock_rules.can(comm_type, problem):
+            yield comm_type, provider, options
 
 
 def upstream_names(problem: Problem) -> set[str]:
     """Names of Megatron's methods that support the problem's mask and head counts."""
     if problem.size == 1:
         return {STOCK}
-    return {f"{STOCK} {one.comm_type}" for one in _upstream(problem)}
+    return {f"{STOCK} {comm_type}" for comm_type, *_ in _upstream(problem)}
 
 
 def candidates(
@@ -133,12 +121,12 @@ def candidates(
     found = {name: _supported(name, problem, _options(providers.get(name), problem, fp8, allowed)) for name in names}
     if kind == "softmax" and problem.size > 1:
         theirs = in_each(problem) if problem.bounds else problem
-        for one in _upstream(problem):
-            setup = with_float32_sums(providers.get(one.provider), theirs, one.options)  # priced as sent later
+        for comm_type, provider, options in _upstream(problem):
+            setup = with_float32_sums(providers.get(provider), theirs, options)  # priced as sent later
             if setup.reason is None:
                 shared = setup.options.head_parallel
                 sizes = f" --hierarchical-context-parallel-sizes {shared} {theirs.size // shared}" if shared else ""
-                name, flags = f"{STOCK} {one.comm_type}", f"--cp-comm-type {one.comm_type}{sizes}"
+                name, flags = f"{STOCK} {comm_type}", f"--cp-comm-type {comm_type}{sizes}"
                 found.setdefault(name, []).append(Candidate(name=name, setup=setup, flags=flags))
     elif kind == "softmax":
         alone = settled_or_reason(providers.get(_ALONE), problem, Options())

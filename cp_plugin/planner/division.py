@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
-from cp_plugin.core.problem import Fp8, Problem
-from cp_plugin.planner.candidates import Allowed, Candidate, candidates, composition, linear_candidates
+from cp_plugin.core.problem import Problem
+from cp_plugin.planner.asked import Asked
+from cp_plugin.planner.candidates import Candidate, candidates, composition, linear_candidates
 from cp_plugin.planner.machine.events import Seconds
-from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.price import beside, computes, least, on, simulated
 from cp_plugin.planner.trace.timeline import Timeline
-from cp_plugin.planner.training.model import LINEAR, Model
+from cp_plugin.planner.training.model import LINEAR
 from cp_plugin.planner.training.parallel import Parallel, problem
 
 
@@ -21,31 +21,26 @@ from cp_plugin.planner.training.parallel import Parallel, problem
 class Division:
     """Candidates for the attention of a model, with their lower bounds and timelines, each made once."""
 
+    asked: Asked
     problems: Mapping[str, Problem]
     """Letter of ``Model.attention_pattern`` -> one call."""
-    cluster: Cluster
     stride: int
     """Devices between context-parallel ranks."""
-    fp8: Sequence[Fp8 | None]
-    allowed: Allowed
     _timelines: dict[Hashable, Mapping[str, Timeline]] = field(default_factory=dict)
 
     @classmethod
-    def each(
-        cls, model: Model, shapes: Sequence[Parallel], cluster: Cluster, fp8: Sequence[Fp8 | None], allowed: Allowed
-    ) -> list[Self]:
+    def each(cls, asked: Asked, shapes: Sequence[Parallel]) -> list[Self]:
         """The division of every shape, the same object for shapes that share one."""
         made: dict[Hashable, Self] = {}
         found = []
         for shape in shapes:
-            stride = shape.tensor
             problems = {
-                letter: on(problem(model, shape, letter), cluster, stride)
-                for letter in sorted(set(model.attention_pattern))
+                letter: on(problem(asked.model, shape, letter), asked.cluster, shape.tensor)
+                for letter in sorted(set(asked.model.attention_pattern))
             }
-            key = stride, tuple(problems.items())
+            key = shape.tensor, tuple(problems.items())
             if key not in made:
-                made[key] = cls(problems=problems, cluster=cluster, stride=stride, fp8=fp8, allowed=allowed)
+                made[key] = cls(asked=asked, problems=problems, stride=shape.tensor)
             found.append(made[key])
         return found
 
@@ -62,7 +57,7 @@ class Division:
     @cached_property
     def alone(self) -> dict[str, Seconds]:
         """Letter -> kernels without communication."""
-        return {letter: computes(its, self.cluster) for letter, its in self.problems.items()}
+        return {letter: computes(its, self.asked.cluster) for letter, its in self.problems.items()}
 
     @cached_property
     def candidates(self) -> dict[str, list[tuple[Candidate, Seconds]]]:
@@ -76,17 +71,18 @@ class Division:
         if not self.softmax:
             return {c.name: [c] for c in linear_candidates(self.problems[LINEAR])}
         first, *more = self.softmax
-        allowed = replace(self.allowed, stock=self.allowed.stock and LINEAR not in self.problems)
-        found = candidates(self.problems[first], self.fp8, allowed)
+        asked = self.asked
+        allowed = replace(asked.allowed, stock=asked.allowed.stock and LINEAR not in self.problems)
+        found = candidates(self.problems[first], asked.fp8, allowed)
         for letter in more:
-            others = candidates(self.problems[letter], self.fp8, allowed)
+            others = candidates(self.problems[letter], asked.fp8, allowed)
             also = {c.flags for some in others.values() for c in some}
             found = {name: [c for c in some if c.flags in also] for name, some in found.items()}
         return found
 
     def least(self, candidate: Candidate) -> Seconds:
         """Lower bound on one call."""
-        return least(candidate, self.cluster, self.stride)
+        return least(candidate, self.asked.cluster, self.stride)
 
     def timelines(self, candidate: Candidate) -> Mapping[str, Timeline]:
         """Letter -> one call, simulated once for candidates that do the same."""
@@ -94,5 +90,5 @@ class Division:
         if key not in self._timelines:
             others = {letter: its for letter, its in self.problems.items() if letter != self.main}
             each = {self.main: candidate, **beside(candidate, others)}
-            self._timelines[key] = simulated(each, self.cluster, self.stride)
+            self._timelines[key] = simulated(each, self.asked.cluster, self.stride)
         return self._timelines[key]

@@ -6,7 +6,7 @@ nothing fitted (``plan --reproduce all``, ``docs/papers.md``), rounded up. Half 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 KNOWN_ERROR = 0.10
 """Over all pairs."""
@@ -24,20 +24,6 @@ def typical_error(*providers: str) -> float:
 def tie(seconds: float, others: float, error: float = KNOWN_ERROR) -> bool:
     """Whether predictions cannot tell the two apart: they differ by less than is typical of predictions."""
     return bool(max(seconds, others) <= (1 + error) * min(seconds, others))
-
-
-def beating[T](one: T, others: Iterable[T], seconds: Callable[[T], float], provider: Callable[[T], str]) -> T | None:
-    """Of the others the one most clearly faster; None: ``one`` ties with all that are predicted faster.
-
-    Args:
-        seconds, provider: of each of them.
-    """
-
-    def margin(other: T) -> float:
-        return seconds(one) / seconds(other) / (1 + typical_error(provider(one), provider(other)))
-
-    clearest = max(others, key=margin)
-    return clearest if margin(clearest) > 1 + 1e-9 else None
 
 
 def in_words(providers: Iterable[str]) -> str:

@@ -6,18 +6,18 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from cp_plugin.attention.setups import Setup
 from cp_plugin.planner.candidates import Candidate, as_flags
+from cp_plugin.planner.errors import KNOWN_ERROR
 from cp_plugin.planner.machine.events import Post
 from cp_plugin.planner.machine.hardware import Cluster, Kernel, Link, Rate
 from cp_plugin.planner.machine.links import Level, Links
 from cp_plugin.planner.price import Priced, beside, on, price
-from cp_plugin.planner.search import Plan, plan
+from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.trace.simulation import HOST, WAITING
 from cp_plugin.planner.trace.timeline import Pass, Timeline, run
 from cp_plugin.planner.training.footprint import Footprint
@@ -50,12 +50,6 @@ class Split(NamedTuple):
     """Exposed communication."""
     idle: float
     """From its own end to that of the slowest rank."""
-
-
-class Spread(NamedTuple):
-    least: float
-    median: float
-    most: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,20 +110,17 @@ def gain(found: Plan, ours: Priced, stock: Priced) -> Gain:
     """Where a gain over stock Megatron comes from: our method is priced in stock's shape, too, or if it cannot run
     there, the fastest of ours that can."""
     there, kept = stock.parallel, replace(stock.parallel, recompute_attention=ours.parallel.recompute_attention)
-    every = [replace(divided_alike(kept), recompute=again) for again in RECOMPUTE] if found.free else []
-    same, least = (
-        plan(
-            *(found.model, shapes, found.cluster),
-            **{"fp8": found.fp8, "limit": limit, "free": free, "allowed": replace(found.allowed, stock=False)},
-        ).found
-        for shapes, limit, free in (([there], math.inf, False), ([kept, *every], found.limit, found.free))
-    )
+    every = [replace(divided_alike(kept), recompute=again) for again in RECOMPUTE] if found.asked.free else []
+    ours_alone = replace(found.asked, allowed=replace(found.asked.allowed, stock=False))
+    at_best = replace(ours_alone, shapes=[kept, *every])
+    there_too = replace(ours_alone, shapes=[there], limit=math.inf, free=False)
+    same, least = (answer(asked, worth=KNOWN_ERROR).found for asked in (there_too, at_best))
 
     def recomputed(one: Priced) -> tuple[str, tuple[str, ...]]:
         return one.parallel.recompute, one.parallel.recompute_modules
 
     def own(some: Sequence[Priced]) -> Priced:
-        able = [p for p in some if p.footprint.total <= found.limit] or some
+        able = [p for p in some if found.fits(p)] or some
         named = [p for p in able if p.candidate.name == ours.candidate.name] or able
         return min(named, key=lambda p: p.iteration.seconds)
 
@@ -188,10 +179,6 @@ def split(of: Pass) -> dict[int, Split]:
         )
         for rank, end in of.ends.items()
     }
-
-
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(min(values), median(values), max(values))
 
 
 def without(cluster: Cluster, resource: Resource) -> Cluster:

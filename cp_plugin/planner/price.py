@@ -109,9 +109,7 @@ def simulated(
     for number, (letter, one) in enumerate(each.items()):
         some = "busiest" if number else ranks
         trace = stock_program if one.upstream else program
-        timelines[letter] = simulate(
-            one.setup, one.setup.problem, cluster=cluster, stride=stride, ranks=some, trace=trace
-        )
+        timelines[letter] = simulate(one.setup, cluster=cluster, stride=stride, ranks=some, trace=trace)
     return timelines
 
 

@@ -9,17 +9,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cp_plugin.common.text import in_bytes
-from cp_plugin.core.problem import Fp8
 from cp_plugin.planner.asked import Asked
-from cp_plugin.planner.candidates import ALL, DEFAULT, Allowed, Candidate, refusals, variants
+from cp_plugin.planner.candidates import DEFAULT, Candidate, refusals, variants
 from cp_plugin.planner.division import Division
-from cp_plugin.planner.errors import KNOWN_ERROR, beating, tie
+from cp_plugin.planner.errors import KNOWN_ERROR, tie, typical_error
 from cp_plugin.planner.machine.events import Seconds
-from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.price import Priced, held, on_side, priced, trained
 from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.iteration import iteration
-from cp_plugin.planner.training.model import Model
 from cp_plugin.planner.training.parallel import Parallel, divided_alike, selections
 
 _PATIENCE = 4000
@@ -43,14 +40,7 @@ class Lost(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    model: Model
-    cluster: Cluster
-    limit: float
-    """Bytes of device memory."""
-    allowed: Allowed
-    fp8: Sequence[Fp8 | None]
-    free: bool
-    """Recomputation was open."""
+    asked: Asked
     found: Sequence[Priced]
     """Each method's best candidate: those that tie, simplest first, then the others, fastest first. What does not fit
     the memory comes last."""
@@ -75,120 +65,85 @@ class Plan:
 
     def beating(self, priced: Priced) -> Priced | None:
         """Of those that tie the one most clearly faster than another method; None: that ties, too."""
-        return _beating(priced, self.found[: self.tied])
+        return find_faster(priced, self.found[: self.tied])
 
     def fits(self, priced: Priced) -> bool:
-        return priced.footprint.total <= self.limit
+        return self.asked.fits(priced.footprint)
 
 
-def answer(asked: Asked, *, worth: float = WORTH, progress: Progress = lambda text: None) -> Plan:
-    """``plan`` for a query; ``worth`` and ``progress`` as there."""
-    return plan(
-        *(asked.model, asked.shapes, asked.cluster),
-        **{"fp8": asked.fp8, "limit": asked.limit, "allowed": asked.allowed, "free": asked.free},
-        **{"worth": worth, "progress": progress},
-    )
-
-
-def plan(
-    model: Model,
-    shapes: Sequence[Parallel],
-    cluster: Cluster,
-    *,
-    fp8: Sequence[Fp8 | None] = (None,),
-    limit: float = 0,
-    allowed: Allowed = ALL,
-    hopeless: float = _HOPELESS,
-    worth: float = KNOWN_ERROR,
-    free: bool = False,
-    progress: Progress = lambda text: None,
+def answer(
+    asked: Asked, *, hopeless: float = _HOPELESS, worth: float = WORTH, progress: Progress = lambda text: None
 ) -> Plan:
     """Find each method's best candidate in the best of the shapes: one shape for our methods, one for stock Megatron's.
 
     Of shapes that tie, those with fewest context-parallel ranks are tried first; others only where they may be faster
     by more than ``worth``. Shapes that differ in recomputation alone are one shape with a choice: each candidate takes
-    the fastest that fits.
+    the fastest that fits. Where nothing is allowed, ``found`` is empty.
 
     Args:
-        shapes: divisions of the model over the devices, with each recomputation to choose from.
-        fp8: payload formats to consider; None: the model's dtype.
-        limit: bytes of device memory; 0: all of it.
-        allowed: restrictions. Where nothing satisfies them, ``found`` is empty.
         hopeless: methods whose lower bound is this many times the best of their side are not simulated.
         worth: potential gain for which another shape is tried; 0: the fastest shape is found.
-        free: recomputation is open: also ``SELECTIONS``, and full recomputation of as few layers as the memory demands.
         progress: called with a description of each candidate before it is priced.
 
     Raises:
         ValueError: if nothing fits the memory: what would.
     """
-    limit = limit or cluster.device.memory_bytes
     chosen, every, fits = [], [], False
-    for stock, side in enumerate(_sides(allowed)):
-        choices = _choices(model, shapes, bool(stock), free)
-        fitting = [c for c in ([s for s in some if footprint(model, s).total <= limit] for some in choices) if c]
+    for stock, side in enumerate(_sides(asked)):
+        choices = _choices(asked, stock=bool(stock))
+        fitting = [c for c in ([s for s in some if asked.fits(footprint(asked.model, s))] for some in choices) if c]
         fits = fits or bool(fitting)
         choices = fitting or choices
-        divisions = Division.each(model, [some[0] for some in choices], cluster, fp8, side)
-        searches = [
-            _Search(model, some, division, limit, hopeless, free, progress)
-            for some, division in zip(choices, divisions, strict=True)
-        ]
+        divisions = Division.each(side, [some[0] for some in choices])
+        searches = [_Search(d, some, hopeless, progress) for some, d in zip(choices, divisions, strict=True)]
         searches = [search for search in searches if search.division.candidates] or searches[:1]
         best = _fastest(searches, worth) if fitting else None
         chosen.append(best or min(searches, key=lambda s: s.per_token))
         every += searches
     if not fits:
-        raise ValueError(_what_would_fit(model, shapes, cluster, limit))
-    return replace(_answer(chosen, sum(s.tried for s in every), sum(s.simulated for s in every)), allowed=allowed)
+        raise ValueError(_what_would_fit(asked))
+    return _answer(asked, chosen, every)
 
 
-def _sides(allowed: Allowed) -> list[Allowed]:
-    """Our methods, and stock Megatron's."""
-    suits = allowed.suits or (lambda c: True)
-    return [
-        replace(allowed, suits=lambda c: not c.upstream and suits(c)),
-        replace(allowed, suits=lambda c: c.upstream and suits(c)),
-    ]
+def _sides(asked: Asked) -> list[Asked]:
+    """What is asked of our methods, and of stock Megatron's."""
+    suits = asked.allowed.suits or (lambda c: True)
+    ours = replace(asked.allowed, suits=lambda c: not c.upstream and suits(c))
+    theirs = replace(asked.allowed, suits=lambda c: c.upstream and suits(c))
+    return [replace(asked, allowed=allowed) for allowed in (ours, theirs)]
 
 
-def _choices(model: Model, shapes: Sequence[Parallel], stock: bool, free: bool) -> list[list[Parallel]]:
+def _choices(asked: Asked, *, stock: bool) -> list[list[Parallel]]:
     """Each division of the model with its recomputations, as they are on this side."""
     found: dict[Parallel, list[Parallel]] = {}
-    for shape in shapes:
+    for shape in asked.shapes:
         found.setdefault(divided_alike(shape), []).append(on_side(shape, stock=stock))
-    return [[*some, *(selections(model, some[0]) if free else ())] for some in found.values()]
+    return [[*some, *(selections(asked.model, some[0]) if asked.free else ())] for some in found.values()]
 
 
-def _answer(searches: Sequence[_Search], tried: int, simulated: int) -> Plan:
-    """The methods of these searches, one for each side."""
+def _answer(asked: Asked, searches: Sequence[_Search], every: Sequence[_Search]) -> Plan:
+    """The methods of these searches, one for each side, out of ``every`` search."""
     for search in searches:
         search.finish()
-    rank, division, limit = searches[0].rank, searches[0].division, searches[0].limit
-    found = sorted((p for search in searches for p in search.priced.values()), key=rank)
-    able = [p for p in found if (p.footprint.total <= limit) == (found[0].footprint.total <= limit)]
+    division = searches[0].division
+    found = sorted((p for search in searches for p in search.priced.values()), key=searches[0].rank)
+    able = [p for p in found if asked.fits(p.footprint) == asked.fits(found[0].footprint)]
     tied = tying(able)
-    found = [*sorted(tied, key=_simplicity), *(p for p in found if p not in tied)]
     lost = [Lost(name, bound) for s in searches for name, bound in s.bounds.items() if name not in s.priced]
     return Plan(
-        model=searches[0].model,
-        cluster=division.cluster,
-        limit=limit,
-        allowed=division.allowed,
-        fp8=division.fp8,
-        free=searches[0].free,
-        found=found,
+        asked=asked,
+        found=[*sorted(tied, key=_simplicity), *(p for p in found if p not in tied)],
         tied=len(tied),
         lost=sorted(lost, key=lambda one: one.seconds),
         cannot=refusals(division.problems[division.main]) if division.softmax else {},
-        tried=max(tried, sum(s.tried for s in searches)),
-        simulated=max(simulated, sum(s.simulated for s in searches)),
+        tried=sum(s.tried for s in every),
+        simulated=sum(s.simulated for s in every),
     )
 
 
 def tying(some: Sequence[Priced]) -> list[Priced]:
     """Those that none of them beats by more than the typical error; memory is not looked at."""
-    return [p for p in some if _beating(p, some) is None]
+    return [p for p in some if find_faster(p, some) is None]
 
 
 def simplest(some: Sequence[Priced]) -> Priced:
@@ -196,8 +151,15 @@ def simplest(some: Sequence[Priced]) -> Priced:
     return min(tying(some), key=_simplicity)
 
 
-def _beating(priced: Priced, others: Iterable[Priced]) -> Priced | None:
-    return beating(priced, others, lambda p: p.iteration.seconds, lambda p: p.provider)
+def find_faster(one: Priced, others: Iterable[Priced]) -> Priced | None:
+    """Of the others the one most clearly faster; None: ``one`` ties with all that are predicted faster."""
+
+    def margin(other: Priced) -> float:
+        error = typical_error(one.provider, other.provider)
+        return one.iteration.seconds / other.iteration.seconds / (1 + error)
+
+    clearest = max(others, key=margin)
+    return clearest if margin(clearest) > 1 + 1e-9 else None
 
 
 def _fastest(searches: Sequence[_Search], worth: float) -> _Search | None:
@@ -217,13 +179,10 @@ def _fastest(searches: Sequence[_Search], worth: float) -> _Search | None:
 class _Search:
     """Search over the candidates of one shape."""
 
-    model: Model
+    division: Division
     shapes: Sequence[Parallel]
     """The shape, with each recomputation to choose from."""
-    division: Division
-    limit: float
     hopeless: float
-    free: bool
     progress: Progress
 
     def __post_init__(self) -> None:
@@ -232,10 +191,10 @@ class _Search:
         self.bounds: dict[str, float] = {}
         self._seen: dict[int, Priced] = {}
         self.tried = self.simulated = 0
-        model, division, shape = self.model, self.division, self.shapes[0]
+        self.asked, shape = self.division.asked, self.shapes[0]
         self.context = shape.context
         self._fastest = self._fastest_shape()
-        seconds = iteration(model, self._fastest, division.cluster, division.alone).seconds
+        seconds = iteration(self.asked.model, self._fastest, self.asked.cluster, self.division.alone).seconds
         self.per_token = seconds * shape.devices / (shape.global_batch * shape.seq_length)
         """Lower bound over all methods: seconds per token and device."""
 
@@ -267,13 +226,13 @@ class _Search:
     def _bound(self, candidate: Candidate, seconds: Seconds) -> float:
         """Lower bound on an iteration, given that on an attention call."""
         every = {**self.division.alone, self.division.main: seconds}
-        return iteration(self.model, trained(candidate, self._fastest), self.division.cluster, every).seconds
+        return iteration(self.asked.model, trained(candidate, self._fastest), self.asked.cluster, every).seconds
 
     def _fastest_shape(self) -> Parallel:
         """With the recomputation that takes least of those that fit without attention."""
-        cluster, alone = self.division.cluster, self.division.alone
-        shapes = [*self.shapes, *self._by_layer(lambda shape: footprint(self.model, shape))]
-        return min(shapes, key=lambda shape: iteration(self.model, shape, cluster, alone).seconds)
+        cluster, alone = self.asked.cluster, self.division.alone
+        shapes = [*self.shapes, *self._by_layer(lambda shape: footprint(self.asked.model, shape))]
+        return min(shapes, key=lambda shape: iteration(self.asked.model, shape, cluster, alone).seconds)
 
     def _best_of(self, some: Sequence[tuple[float, Candidate]]) -> Priced:
         """The best candidate of one method, then of its variants."""
@@ -287,7 +246,7 @@ class _Search:
             if best is None or self.rank(found) < self.rank(best):
                 best, in_vain = found, []
         assert best is not None
-        near = variants(best.candidate, self.division.allowed)
+        near = variants(best.candidate, self.asked.allowed)
         self.tried += len(near)
         bounds = ((self._bound(c, self.division.least(c)), c) for c in near)
         others = [self._price(c) for bound, c in bounds if bound < best.iteration.seconds]
@@ -298,9 +257,9 @@ class _Search:
         timelines = self.division.timelines(candidate)
         key = id(timelines)
         if key not in self._seen:
-            cluster = self.division.cluster
-            shapes = [*self.shapes, *self._by_layer(lambda s: held(candidate, timelines, self.model, s))]
-            every = (priced(candidate, timelines, self.model, shape, cluster) for shape in shapes)
+            cluster = self.asked.cluster
+            shapes = [*self.shapes, *self._by_layer(lambda s: held(candidate, timelines, self.asked.model, s))]
+            every = (priced(candidate, timelines, self.asked.model, shape, cluster) for shape in shapes)
             self._seen[key] = min(every, key=self.rank)
             self.simulated += 1
         return replace(self._seen[key], candidate=candidate)
@@ -308,10 +267,10 @@ class _Search:
     def _by_layer(self, needs: Callable[[Parallel], Footprint]) -> list[Parallel]:
         """Full recomputation of the fewest layers of each stage that fit; empty unless recomputation is open."""
         full = next((shape for shape in self.shapes if shape.recompute == "full"), None)
-        if full is None or not self.free:
+        if full is None or not self.asked.free:
             return []
-        some = range(1, -(-self.model.layers // full.pipeline))
-        first = bisect_left(some, True, key=lambda n: needs(replace(full, recompute_layers=n)).total <= self.limit)
+        some = range(1, -(-self.asked.model.layers // full.pipeline))
+        first = bisect_left(some, True, key=lambda n: self.asked.fits(needs(replace(full, recompute_layers=n))))
         return [replace(full, recompute_layers=n) for n in some[first : first + 1]]
 
     def rank(self, priced: Priced) -> tuple[bool, float]:
@@ -319,7 +278,7 @@ class _Search:
         return not self.fits(priced), priced.iteration.seconds
 
     def fits(self, priced: Priced) -> bool:
-        return priced.footprint.total <= self.limit
+        return self.asked.fits(priced.footprint)
 
 
 def _simplicity(priced: Priced) -> tuple[bool, bool, int, float]:
@@ -340,17 +299,17 @@ def _enough(in_vain: Sequence[int], bound: float, best: float) -> bool:
     return bound >= best or hardly or sum(in_vain) >= _PATIENCE or (len(in_vain) > 1 and in_vain[-1] >= _LONG)
 
 
-def _what_would_fit(model: Model, shapes: Sequence[Parallel], cluster: Cluster, limit: float) -> str:
+def _what_would_fit(asked: Asked) -> str:
     """Message naming the shape that needs least memory."""
-    needs = {shape: footprint(model, on_side(shape, stock=True)) for shape in shapes}
+    needs = {shape: footprint(asked.model, on_side(shape, stock=True)) for shape in asked.shapes}
     shape = min(needs, key=lambda s: needs[s].total)
     parts = ", ".join(f"{name} {in_bytes(n)}" for name, n in needs[shape].parts.items())
     advice = "more devices (--devices), a shorter --seq-length, a smaller model, or a device with more memory"
     if shape.recompute != "full":
         advice = f"--recompute-granularity full, {advice}"
     return (
-        f"nothing fits: {model.name} with {shape.seq_length} tokens on {shape.devices} devices needs at least "
+        f"nothing fits: {asked.model.name} with {shape.seq_length} tokens on {shape.devices} devices needs at least "
         f"{in_bytes(needs[shape].total)} on each ({parts}), with tensor {shape.tensor}, pipeline {shape.pipeline}, "
-        f"context {shape.context}, recomputation {shape.recompute}; {cluster.device.name} has {in_bytes(limit)}. Use "
-        f"{advice}"
+        f"context {shape.context}, recomputation {shape.recompute}; {asked.cluster.device.name} has "
+        f"{in_bytes(asked.memory)}. Use {advice}"
     )

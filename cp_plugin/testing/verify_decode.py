@@ -251,11 +251,11 @@ def _limits(setup: Setup, case: Texts, here: torch.device) -> dict[str, float]:
     if setup.problem.dtype in LIMITS:
         return dict.fromkeys((*PREFILL, *DECODE), LIMITS[setup.problem.dtype])
     if setup.provider.kind == "linear":
-        errors = _distances(case, *_texts_of(case, _linear_on_one_rank(setup, case, here)))
-        return dict.fromkeys(PREFILL, HALF_FACTOR * errors[0]) | dict.fromkeys(DECODE, HALF_FACTOR * errors[1])
-    rounded = fp8.four_bits if setup.options.fp8 is not None else torch.clone
-    of_prompts = _distances(case, *_by_one_call(setup, case, here, rounded, rounded))[0]
-    of_decoded = _distances(case, *_by_one_call(setup, case, here, torch.clone, rounded))[1]
+        of_prompts, of_decoded = _distances(case, *_texts_of(case, _linear_on_one_rank(setup, case, here)))
+    else:
+        rounded = fp8.four_bits if setup.options.fp8 is not None else torch.clone
+        of_prompts = _distances(case, *_by_one_call(setup, case, here, rounded, rounded))[0]
+        of_decoded = _distances(case, *_by_one_call(setup, case, here, torch.clone, rounded))[1]
     return dict.fromkeys(PREFILL, HALF_FACTOR * of_prompts) | dict.fromkeys(DECODE, HALF_FACTOR * of_decoded)
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
@@ -74,12 +73,6 @@ def test_reasons_of_rows_name_the_flags_of_the_command() -> None:
         assert "ring: cannot: --seq-length 7 cannot be split" in odd.stdout
         wide = CliRunner().invoke(app, [*command, "--provider", "ring", "--fp8", "comm", "--dtype", "float32"])
         assert "use --dtype bfloat16" in " ".join(wide.stdout.split())
-
-
-def test_help_texts_have_one_style() -> None:
-    """No capital, no full stop; also those that typer adds."""
-    for option in typer.main.get_command(app).get_params(typer.Context(typer.main.get_command(app))):
-        assert option.help and option.help[0].islower() and not option.help.endswith("."), option.name
 
 
 def test_a_dash_is_standard_output() -> None:

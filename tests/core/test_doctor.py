@@ -38,20 +38,6 @@ def test_kernels_that_cannot_run_here_are_one_line() -> None:
     assert "te" in line and "flash" in line and "--all shows why" in " ".join(lines)
 
 
-@pytest.mark.parametrize("built", [True, False])
-def test_the_dataset_helper_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: bool) -> None:
-    folder = tmp_path / "megatron" / "core" / "datasets"
-    folder.mkdir(parents=True)
-    (folder / "Makefile").touch()
-    if built:
-        (folder / "helpers_cpp.cpython-312.so").touch()
-    monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    (check,) = [check for check in doctor.library_checks() if check.name == "Megatron's dataset helper"]
-    assert check.found == ("built" if built else "not built")
-    assert ("cannot without" in check.advice and "pip install pybind11" in check.advice) != built
-
-
 @pytest.mark.parametrize(
     ("version", "files", "ok", "part"),
     [

@@ -137,7 +137,6 @@ def test_invisible_blocks_are_labelled_masked(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     for provider, size, options, message in (
         ("ring", 16, {}, "16 ranks have no distinct colours"),
-        ("ulysses", 4, {"heads": 3}, r"'ulysses' cannot do this: .*3 query and"),
         ("attention2d", 4, {"grid": (3, 2)}, "--cp-grid 3x2 does not hold 4"),
         ("lasp2", 4, {}, r"'lasp2' is for linear layers.*add --sent"),
     ):

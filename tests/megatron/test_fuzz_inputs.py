@@ -56,7 +56,7 @@ def a_command(line: list[str]) -> str:
         assert said and said[-1].startswith("error: "), f"refused without a line of its own: {ended.output!r}"
         parts = {part.strip(" -") for word in line for part in word.partition("=")[::2]} - {""}
         blank = any(word.endswith("=") or not word.strip() for word in line)
-        named = "--" in said[-1] or " is missing: " in said[-1] or any(part in said[-1] for part in parts)
+        named = "--" in said[-1] or "Missing argument" in said[-1] or any(part in said[-1] for part in parts)
         assert blank or named, f"no name: {said[-1]}"
         return "refused"
     if line[0] == "traffic" and ended.stdout.startswith("{"):

@@ -27,11 +27,12 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import place
 from cp_plugin.placement.lengths import LENGTHS
+from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.candidates import candidates
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.packs import balance, in_each, pairs, work
 from cp_plugin.planner.price import least, on, price
-from cp_plugin.planner.search import Plan, plan
+from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.trace.timeline import simulate
 from cp_plugin.planner.training.model import Model
@@ -123,7 +124,7 @@ def test_the_busiest_ranks_stand_for_all(name: str, placed: bool) -> None:
     shape = Parallel(devices=8, context=8, seq_length=2**16, documents=LENGTHS["chat"].pack(2**16))
     found = candidates(on(problem(TINY, shape), SLOW, 1))[name]
     one = next(c for c in found if (c.setup.layout == DOCUMENTS) == placed)
-    few, every = (simulate(one.setup, one.setup.problem, cluster=SLOW, ranks=ranks) for ranks in ("busiest", "all"))
+    few, every = (simulate(one.setup, cluster=SLOW, ranks=ranks) for ranks in ("busiest", "all"))
     assert few.seconds == pytest.approx(every.seconds, rel=0.15)
     assert sum(least(one, SLOW, 1)) <= every.seconds * (1 + 1e-9)
     sent = [max(sum(p.sent.values()) for p in t.programs.values()) for t in (few, every)]
@@ -135,7 +136,7 @@ def test_the_busiest_ranks_stand_for_all(name: str, placed: bool) -> None:
 
 def best_of(lengths: tuple[int, ...], cluster: Cluster) -> Plan:
     shape = Parallel(devices=4, context=4, seq_length=sum(lengths), documents=lengths)
-    return plan(TINY, [shape], cluster, limit=1e15, hopeless=1.2)
+    return answer(Asked(model=TINY, shapes=[shape], cluster=cluster, limit=1e15), hopeless=1.2)
 
 
 def test_documents_on_slow_links_are_placed() -> None:

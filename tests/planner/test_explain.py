@@ -17,10 +17,11 @@ from cp_plugin.cli.draw.gantt import draw_gantt
 from cp_plugin.cli.show_plan import flags, why
 from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
+from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.explain import RESOURCES, Explanation, explain, gain, split
 from cp_plugin.planner.machine.hardware import cluster, override
 from cp_plugin.planner.price import on, priced
-from cp_plugin.planner.search import plan
+from cp_plugin.planner.search import answer
 from cp_plugin.planner.trace.simulation import Span
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import model
@@ -57,7 +58,7 @@ def test_seconds_and_bytes_add_up(name: str) -> None:
     sent: dict[tuple[str, str], float] = {}
     for (phase, axis, _), nbytes in found.sent.items():
         sent[phase, axis] = sent.get((phase, axis), 0) + nbytes
-    ledgers = [dict(found.timeline.sent(rank)) for rank in range(4)]
+    ledgers = [dict(found.timeline.programs[rank].sent) for rank in range(4)]
     assert any(sent == pytest.approx(ledger) for ledger in ledgers)
     assert {level for _, _, level in found.sent} <= {"inter", "intra"}
     if name == "ulysses":
@@ -156,9 +157,8 @@ def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
 
 def test_a_gain_is_named_by_its_causes() -> None:
     """In one shape stock loses by the attention it repeats, which is told, and its best method says so by a factor."""
-    found = plan(
-        LLAMA, [Parallel(devices=16, context=16, seq_length=2**17, recompute="full")], cluster("h100-1-per-node")
-    )
+    shape = Parallel(devices=16, context=16, seq_length=2**17, recompute="full")
+    found = answer(Asked(model=LLAMA, shapes=[shape], cluster=cluster("h100-1-per-node")))
     theirs, *others = (p for p in found.found[found.tied :] if p.candidate.upstream)
     parts = gain(found, found.best, theirs)
     assert math.prod(parts[:3]) == pytest.approx(theirs.iteration.seconds / found.best.iteration.seconds)
@@ -173,7 +173,8 @@ def test_a_gain_is_named_by_its_causes() -> None:
 def test_every_candidate_recomputes_what_takes_least_of_what_fits(limit: float) -> None:
     """Of all modules and numbers of layers, on both sides; without ``free`` only what was asked for."""
     full = Parallel(devices=8, context=8, seq_length=2**16, recompute="full")
-    found = plan(LLAMA, [full], cluster("dgx-h100"), limit=limit, free=True)
+    asked = Asked(model=LLAMA, shapes=[full], cluster=cluster("dgx-h100"), limit=limit, free=True)
+    found = answer(asked)
     every = [full, *selections(LLAMA, full), *(replace(full, recompute_layers=n) for n in range(1, LLAMA.layers))]
     for one in found.found[:3]:
         prices = [priced(one.candidate, one.timelines, LLAMA, shape, cluster("dgx-h100")) for shape in every]
@@ -182,7 +183,7 @@ def test_every_candidate_recomputes_what_takes_least_of_what_fits(limit: float) 
         assert one.parallel.recompute != "full" or f"block --recompute-num-layers {best.parallel.recompute_layers}" in (
             flags(one)
         )
-    fixed = plan(LLAMA, [full], cluster("dgx-h100"), limit=limit)
+    fixed = answer(replace(asked, free=False))
     assert all(p.parallel.recompute_layers == 0 and p.parallel.recompute == "full" for p in fixed.found)
 
 
@@ -191,6 +192,7 @@ def test_stock_keeps_the_sizes_in_which_it_fits() -> None:
     small, large = (
         Parallel(devices=16, context=n, seq_length=2**17, global_batch=2, recompute="full") for n in (8, 16)
     )
-    found = plan(LLAMA, [small, large], cluster("dgx-h100"), limit=footprint(LLAMA, small).total - 1e8)
+    limit = footprint(LLAMA, small).total - 1e8
+    found = answer(Asked(model=LLAMA, shapes=[small, large], cluster=cluster("dgx-h100"), limit=limit))
     contexts = {stock: {p.parallel.context for p in found.found if p.candidate.upstream == stock} for stock in (0, 1)}
     assert contexts == {0: {16}, 1: {8}} and all(map(found.fits, found.found[:2]))

@@ -198,15 +198,3 @@ def test_all_mistakes_are_named_together(mine: Path) -> None:
     with pytest.raises(ValueError) as error:
         load(mine)
     assert len(str(error.value).splitlines()) == 3
-
-
-def test_other_libraries() -> None:
-    fast, fa2 = cluster("dgx-h100"), hardware.using(cluster("dgx-h100"), "fa2")
-    kernels = [c.device.attention["bfloat16"] for c in (fast, fa2)]
-    assert kernels[1].forward == kernels[0].libraries["fa2"].forward != kernels[0].forward
-    assert kernels[1].block == kernels[0].block and not kernels[1].libraries and not kernels[1].heads
-    assert fa2.device.attention["float8"] == fast.device.attention["float8"]
-    with pytest.raises(ValueError, match=r"no figures of 'fa4' on h100.*did you mean fa2.*cudnn, fa2"):
-        hardware.using(fast, "fa4")
-    with pytest.raises(ValueError, match="none is known besides the fastest"):
-        hardware.using(cluster("dgx-a100"), "fa2")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from round_cluster import round_cluster
 
-from cp_plugin.planner.machine.collectives import Group, all_reduce, all_to_all, message, ring
+from cp_plugin.planner.machine.collectives import Group, all_reduce, cost, message
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import cluster, clusters, override
 from cp_plugin.planner.training import operations
@@ -165,37 +165,37 @@ def test_optimizer_is_sharded() -> None:
 
 def test_collectives_by_hand() -> None:
     gb = 1e9
-    assert ring(CLUSTER, Group(1), gb, "all_gather") == all_to_all(CLUSTER, Group(1), gb) == 0
-    assert ring(CLUSTER, Group(8), gb, "all_gather") == pytest.approx(7 / 8 / 100)
-    assert ring(CLUSTER, Group(16), gb, "all_gather") == pytest.approx(15 / 16 / 40), "one ring, four cards"
-    assert ring(CLUSTER, Group(16, stride=8), gb, "all_gather") == pytest.approx(15 / 16 / 5), "eight rings, four cards"
+    assert cost(CLUSTER, Group(1), gb, "all_gather") == cost(CLUSTER, Group(1), gb, "all_to_all") == 0
+    assert cost(CLUSTER, Group(8), gb, "all_gather") == pytest.approx(7 / 8 / 100)
+    assert cost(CLUSTER, Group(16), gb, "all_gather") == pytest.approx(15 / 16 / 40), "one ring, four cards"
+    assert cost(CLUSTER, Group(16, stride=8), gb, "all_gather") == pytest.approx(15 / 16 / 5), "eight rings, four cards"
     assert all_reduce(CLUSTER, Group(4), gb) == pytest.approx(2 * 3 / 4 / 100)
-    assert all_to_all(CLUSTER, Group(8), gb) == pytest.approx(7 / 8 / 100)
-    assert all_to_all(CLUSTER, Group(16), gb) == pytest.approx(8 / 16 / 5)
+    assert cost(CLUSTER, Group(8), gb, "all_to_all") == pytest.approx(7 / 8 / 100)
+    assert cost(CLUSTER, Group(16), gb, "all_to_all") == pytest.approx(8 / 16 / 5)
     assert message(CLUSTER, 4, gb) == 1 / 100 and message(CLUSTER, 8, gb) == 1 / 5
     late = override(CLUSTER, intra={"latency_s": 1e-5}, inter={"latency_s": 1e-4})
-    assert ring(late, Group(8), 0, "all_gather") == pytest.approx(7e-5)
-    assert ring(late, Group(64), 0, "all_gather") == pytest.approx(7 * 7e-5 / 7 + 7e-4), "measured: every step of it"
+    assert cost(late, Group(8), 0, "all_gather") == pytest.approx(7e-5)
+    assert cost(late, Group(64), 0, "all_gather") == pytest.approx(7 * 7e-5 / 7 + 7e-4), "measured: every step of it"
     own = {"all_gather": LINK.model_copy(update={"bytes_per_s": 2.5e9})}
     measured = override(CLUSTER, inter={"verbs": own})
-    assert ring(measured, Group(16), gb, "all_gather") == pytest.approx(15 / 16 / 10), "four cards"
-    assert ring(measured, Group(16), gb, "reduce_scatter") == ring(CLUSTER, Group(16), gb, "reduce_scatter")
+    assert cost(measured, Group(16), gb, "all_gather") == pytest.approx(15 / 16 / 10), "four cards"
+    assert cost(measured, Group(16), gb, "reduce_scatter") == cost(CLUSTER, Group(16), gb, "reduce_scatter")
 
 
 def test_nccl_rings_by_hand() -> None:
     """LL for short messages, LL128 between, Simple for long ones; a tree with one rank per node."""
     nvlink, one_each = cluster("dgx-h100"), cluster("h100-1-per-node")
     mib, rate, card = 2.0**20, 370e9, 48e9
-    assert ring(nvlink, Group(8), 0, "all_gather") == pytest.approx(6.6e-6 + 7 * 0.6e-6)
-    assert ring(nvlink, Group(8), mib, "all_gather") == pytest.approx(10.8e-6 + 4 * 7 / 8 * mib / rate)
-    assert ring(nvlink, Group(8), 8 * mib, "all_gather") == pytest.approx(14e-6 + 7 * 1.9e-6 + 7 * mib / 0.92 / rate)
-    assert ring(nvlink, Group(8), 256 * mib, "all_gather") == pytest.approx(32.2e-6 + 224 * mib / rate)
+    assert cost(nvlink, Group(8), 0, "all_gather") == pytest.approx(6.6e-6 + 7 * 0.6e-6)
+    assert cost(nvlink, Group(8), mib, "all_gather") == pytest.approx(10.8e-6 + 4 * 7 / 8 * mib / rate)
+    assert cost(nvlink, Group(8), 8 * mib, "all_gather") == pytest.approx(14e-6 + 7 * 1.9e-6 + 7 * mib / 0.92 / rate)
+    assert cost(nvlink, Group(8), 256 * mib, "all_gather") == pytest.approx(32.2e-6 + 224 * mib / rate)
     across = 8.4e-6 + 56 * 3.4e-6 + 7 * 14e-6 + 1008 * mib / min(rate, 8 * card)
-    assert ring(nvlink, Group(64), 1024 * mib, "all_gather") == pytest.approx(across), (
+    assert cost(nvlink, Group(64), 1024 * mib, "all_gather") == pytest.approx(across), (
         "56 steps inside nodes, 7 between"
     )
-    assert ring(one_each, Group(64), 0, "all_gather") == pytest.approx(8.4e-6 + 6 * 14e-6), "six levels"
-    assert all_to_all(nvlink, Group(8), mib) == pytest.approx(11.8e-6 + 7 / 8 * mib / rate)
+    assert cost(one_each, Group(64), 0, "all_gather") == pytest.approx(8.4e-6 + 6 * 14e-6), "six levels"
+    assert cost(nvlink, Group(8), mib, "all_to_all") == pytest.approx(11.8e-6 + 7 / 8 * mib / rate)
     sends = override(one_each, inter={"verbs": {"exchange": {"latency_s": 30e-6, "bytes_per_s": card / 2}}})
     assert message(one_each, 1, mib) == pytest.approx(22.4e-6 + mib / card)
     assert message(sends, 1, mib) == pytest.approx(30e-6 + 2 * mib / card), "figures of a verb of its own"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_plugin.planner.training import operations, weights
-from cp_plugin.planner.training.model import Model, from_table, model, models
+from cp_plugin.planner.training.model import Model, model, models
 from cp_plugin.planner.training.parallel import Parallel, check, problem
 
 PUBLISHED = {  # parameters, as the model's own card or paper has them
@@ -101,10 +101,6 @@ def test_nearest_names() -> None:
         ({"attention_pattern": "W"}, r"need window, such as"),
         ({"ffn_pattern": ""}, r"ffn_pattern '': use only the letters DE"),
         ({"rope_dim": -1}, r"rope_dim -1: sizes"),
-        ({"layers": "2"}, r"layers '2': write a whole number"),
-        ({"tied": 1}, r"tied 1: write true or false"),
-        ({"norm": "l2"}, r"norm 'l2': write one of rms, layer"),
-        ({"attention_pattern": "W", "window": (-2, 0)}, r"window \(-2, 0\): write tokens before and after"),
     ],
 )
 def test_bad_sizes_are_refused(change: dict[str, object], message: str) -> None:
@@ -124,15 +120,6 @@ def test_what_cannot_be_divided_is_refused(sizes: dict[str, Any], message: str) 
     heads = {name: sizes.pop(name) for name in ("heads", "kv_heads") if name in sizes}
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         check(replace(SMALL, **heads), Parallel(**{"devices": 4, "tensor": 4, "seq_length": 128} | sizes))
-
-
-def test_models_from_tables() -> None:
-    sizes = {"layers": 2, "hidden": 8, "heads": 2, "ffn_hidden": 8, "vocab": 9}
-    assert from_table("mine", sizes) == Model(name="mine", **sizes)
-    with pytest.raises(ValueError, match=r"^model mine: layer is unknown: did you mean layers"):
-        from_table("mine", {**sizes, "layer": 2})
-    with pytest.raises(ValueError, match=r"^model mine: vocab is missing"):
-        from_table("mine", {name: n for name, n in sizes.items() if name != "vocab"})
 
 
 def test_the_problem_of_an_attention_layer() -> None:
@@ -156,8 +143,6 @@ def test_the_problem_of_an_attention_layer() -> None:
         ({"devices": 8, "expert": 3}, r"8 devices cannot be divided by --expert-tensor-parallel-size 1 x"),
         ({"devices": 4, "context": 4, "seq_length": 42}, r"--context-parallel-size 4 does not divide the 42 tokens"),
         ({"devices": 4, "global_batch": 6}, r"--global-batch-size 6 .*1 x 4 data-parallel ranks: use a multiple of 4"),
-        ({"recompute": "ful"}, r"recompute ful: did you mean full\?"),
-        ({"dtype": "bf16"}, r"dtype bf16.*one of bfloat16"),
         ({"recompute_modules": ("mpl",)}, r"recompute_modules mpl: did you mean mlp\?"),
         ({"micro_batch": 0}, r"micro_batch 0: sizes must be 1 or more"),
         ({"devices": 3, "tensor": 3}, r"--tensor-model-parallel-size 3 does not divide the 8 query heads.*2 or 4"),

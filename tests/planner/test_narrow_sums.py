@@ -47,9 +47,9 @@ def test_bytes_time_and_bound(name: str, options: dict[str, object], saved: int)
         assert found.sent == formula
         assert posted[-1] == sum(n for (phase, _), n in formula.items() if phase == "backward")
     assert posted[0] - posted[1] == saved
-    wide, narrow = (simulate(s, PROBLEM, cluster=SLOW, ranks="busiest") for s in setups)
-    assert narrow.forward_s == wide.forward_s
-    gain = wide.backward_s - narrow.backward_s
+    wide, narrow = (simulate(s, cluster=SLOW, ranks="busiest") for s in setups)
+    assert narrow.forward.seconds == wide.forward.seconds
+    gain = wide.backward.seconds - narrow.backward.seconds
     link = saved / SLOW.inter.of("exchange" if name == "ring" else "reduce_scatter").bytes_per_s
     assert 0.9 * link <= gain <= 1.1 * link, (gain, link)
     bounds = [least(Candidate(name=name, setup=setup, flags=""), SLOW, 1).backward for setup in setups]

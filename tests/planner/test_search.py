@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import dropwhile, takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,13 +24,13 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8, Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import division
-from cp_plugin.planner.asked import Fixed, fitting, of_name
-from cp_plugin.planner.candidates import ALL, Allowed, candidates, composition, variants
-from cp_plugin.planner.errors import KNOWN_ERROR, OWN, beating, off_by, typical_error
+from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
+from cp_plugin.planner.candidates import Allowed, candidates, composition, variants
+from cp_plugin.planner.errors import KNOWN_ERROR, OWN, off_by, typical_error
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.packs import pairs
 from cp_plugin.planner.price import Priced, computes, least, on, price, simulated
-from cp_plugin.planner.search import Plan, answer, plan
+from cp_plugin.planner.search import Plan, answer, find_faster
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import model
@@ -42,9 +43,13 @@ DENSE = {*providers.names()} - {"needed"}
 """Providers considered where every key is seen."""
 
 
+ASKED = Asked(model=LLAMA, shapes=[SHAPE], cluster=SLOW)
+ON_DGX = replace(ASKED, cluster=cluster("dgx-h100"))
+
+
 @pytest.fixture(scope="module")
 def found() -> Plan:
-    return plan(LLAMA, [SHAPE], SLOW)
+    return answer(ASKED)
 
 
 def test_finds_what_exhaustive_search_finds(found: Plan) -> None:
@@ -56,8 +61,8 @@ def test_finds_what_exhaustive_search_finds(found: Plan) -> None:
     seconds = []
     for candidate in alike.values():
         priced, bound = price(candidate, {}, LLAMA, SHAPE, SLOW), least(candidate, SLOW, 1)
-        assert bound.forward <= priced.main.forward_s * (1 + 1e-9), candidate.flags
-        assert bound.backward <= priced.main.backward_s * (1 + 1e-9), candidate.flags
+        assert bound.forward <= priced.main.forward.seconds * (1 + 1e-9), candidate.flags
+        assert bound.backward <= priced.main.backward.seconds * (1 + 1e-9), candidate.flags
         seconds.append(priced.iteration.seconds)
     assert min(p.iteration.seconds for p in found.found) <= min(seconds) * 1.02
     assert found.simulated < len(alike) / 2
@@ -66,7 +71,7 @@ def test_finds_what_exhaustive_search_finds(found: Plan) -> None:
 def test_no_more_is_simulated_than_tried() -> None:
     """Of a method with one candidate the variants are tried, too."""
     only = Allowed(options=Options(head_parallel=1), suits=lambda one: one.name == "burst")
-    found = plan(LLAMA, [SHAPE], SLOW, allowed=only)
+    found = answer(replace(ASKED, allowed=only))
     assert 1 < found.simulated <= found.tried
 
 
@@ -76,11 +81,11 @@ def test_shapes_with_the_same_attention_share_its_simulations(monkeypatch: pytes
     other = replace(SHAPE, context=SHAPE.context // 2, global_batch=2)
     made = []
     monkeypatch.setattr(division, "simulated", lambda *given: made.append(given) or simulated(*given))
-    ends = [division.Division.each(LLAMA, shapes, SLOW, (None,), ALL) for shapes in (alike, [*alike, other])]
+    ends = [division.Division.each(ASKED, shapes) for shapes in (alike, [*alike, other])]
     assert [len(set(map(id, each))) for each in ends] == [1, 2]
-    several = plan(LLAMA, alike, SLOW, worth=0)
+    several = answer(replace(ASKED, shapes=alike), worth=0)
     once, made[:] = len(made), []
-    plan(LLAMA, alike[-1:], SLOW)
+    answer(replace(ASKED, shapes=alike[-1:]))
     assert several.simulated > once == len(made)
 
 
@@ -112,7 +117,7 @@ def test_restrictions() -> None:
     assert "attention2d" in {c.name for c in every} and "ring" not in {c.name for c in every}
     nothing = Allowed(suits=lambda candidate: False)
     shape = Parallel(devices=8, context=8, seq_length=8192, recompute="full")
-    assert not plan(LLAMA, [shape], cluster("dgx-h100"), allowed=nothing).found
+    assert not answer(replace(ON_DGX, shapes=[shape], allowed=nothing)).found
 
 
 @pytest.mark.parametrize("name", ["burst", "attention2d", "ring"])
@@ -191,8 +196,8 @@ def test_ratios_and_their_typical_errors(found: Plan) -> None:
 def test_a_clear_gain_is_no_tie_because_another_is_uncertain() -> None:
     """Ulysses beats stock beyond their error; that ATTENTION2D, of a larger one, is faster still changes nothing."""
     seconds = {"attention2d": 1.0, "ulysses": 1.02, "ring": 1.2}
-    beaten = {name: beating(name, seconds, seconds.__getitem__, str) for name in seconds}
-    assert beaten == {"attention2d": None, "ulysses": None, "ring": "ulysses"}
+    priced = [SimpleNamespace(provider=name, iteration=SimpleNamespace(seconds=s)) for name, s in seconds.items()]
+    assert [find_faster(one, priced) for one in priced] == [None, None, priced[1]]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -201,7 +206,7 @@ def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> No
     shape = replace(SHAPE, recompute=recompute)
     given = candidates(on(problem(LLAMA, shape), SLOW, 1))
     theirs, ours = (price(given[name][0], {}, LLAMA, shape, SLOW) for name in ("upstream p2p", "ring"))
-    expected = 0.0 if recompute == "none" else LLAMA.layers * theirs.main.forward_s
+    expected = 0.0 if recompute == "none" else LLAMA.layers * theirs.main.forward.seconds
     assert theirs.repeats == pytest.approx(expected) and ours.repeats == 0
     assert theirs.without_repeats == pytest.approx(theirs.iteration.seconds - expected)
     assert (theirs.footprint.total < ours.footprint.total) == (recompute != "none")
@@ -215,7 +220,8 @@ def test_each_side_in_its_own_best_shape() -> None:
         own = [p for p in both.found if p.candidate.upstream == upstream]
         assert len({sizes(p.parallel) for p in own}) == 1
         every = [k for shape in asked.shapes for k in (shape, *selections(asked.model, shape))]
-        some = plan(asked.model, every, asked.cluster, allowed=Allowed(suits=lambda c, of=upstream: c.upstream == of))
+        only = Allowed(suits=lambda c, of=upstream: c.upstream == of)
+        some = answer(replace(asked, shapes=every, free=False, allowed=only))
         assert min(p.iteration.seconds for p in own) <= (1 + KNOWN_ERROR) * some.fastest
     assert both.best.candidate.upstream and both.best.repeats == 0
     shown = flags(both.best)
@@ -224,7 +230,7 @@ def test_each_side_in_its_own_best_shape() -> None:
 
 def test_without_context_parallelism_stock_is_named() -> None:
     shape = Parallel(devices=8, tensor=8, seq_length=4096, sequence_parallel=True)
-    found = plan(LLAMA, [shape], cluster("dgx-h100"), free=True)
+    found = answer(replace(ON_DGX, shapes=[shape], free=True))
     assert found.best.candidate.name == "upstream" and "--cp-" not in flags(found.best)
 
 
@@ -241,7 +247,8 @@ def test_upstreams_all_to_all_divides_key_value_heads(size: int, kv_heads: int, 
 @pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize("fp8", [(None,), (None, "comm")])
 def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...], width: int) -> None:
-    slow = plan(model("llama2-7b"), [replace(SHAPE, seq_length=2**15)], SLOW, fp8=fp8, hopeless=math.inf)
+    asked = replace(ASKED, model=model("llama2-7b"), shapes=[replace(SHAPE, seq_length=2**15)], fp8=fp8)
+    slow = answer(asked, hopeless=math.inf)
     for one in (found, slow):
         console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
         print_plan(console, one)
@@ -285,7 +292,7 @@ def test_memory_limits_the_choice() -> None:
     asked = fitting(of_name("llama3-8b", 64, 2**20, "dgx-h100", Fixed(context=64)))
     assert {s.recompute for s in asked.shapes} == {"full"}
     with pytest.raises(ValueError, match=r"nothing fits: llama3-8b with 1048576 tokens on 8 devices needs at least"):
-        plan(LLAMA, shapes, cluster("dgx-h100"), limit=30e9)
+        answer(replace(ON_DGX, shapes=shapes, limit=30e9))
 
 
 def test_more_recomputation_where_attention_does_not_fit() -> None:
@@ -293,7 +300,7 @@ def test_more_recomputation_where_attention_does_not_fit() -> None:
     thin = replace(LLAMA, vocab=1024, ffn_hidden=1024)  # otherwise the loss needs as much memory at another time
     less, more = (replace(SHAPE, recompute=again) for again in ("none", "full"))
     limit = footprint(thin, less).total + 1
-    alone, both = (plan(thin, some, SLOW, limit=limit) for some in ([less], [more, less]))
+    alone, both = (answer(replace(ASKED, model=thin, shapes=some, limit=limit)) for some in ([less], [more, less]))
     assert not alone.fits(alone.best)
     assert both.fits(both.best) and both.best.parallel.recompute == "full"
 
@@ -312,7 +319,8 @@ def test_a_window_is_bounded_by_what_it_shows(window: Window, causal: bool) -> N
 def test_a_received_state_is_not_sent() -> None:
     """lasp1 passes one state on: its busiest rank sends what its formula says."""
     layers = replace(LLAMA, attention_pattern="L", linear="basic")
-    found = {one.candidate.name: one for one in plan(layers, [SHAPE], SLOW, hopeless=math.inf).found}["lasp1"]
+    every = answer(replace(ASKED, model=layers), hopeless=math.inf).found
+    found = next(one for one in every if one.candidate.name == "lasp1")
     setup = found.candidate.setup
     formulas = [setup.provider.traffic(setup.problem, setup.options, i) for i in range(SHAPE.context)]
     assert found.sent == max(sum(formula.values()) for formula in formulas) > 0
@@ -321,7 +329,7 @@ def test_a_received_state_is_not_sent() -> None:
 def test_hybrid_layers_are_priced_by_kind() -> None:
     hybrid = replace(LLAMA, name="hybrid", attention_pattern="LLLN", linear="basic", layers=8)
     shape = Parallel(devices=8, context=8, seq_length=2**16, recompute="full")
-    mixed, dense = plan(hybrid, [shape], SLOW), plan(LLAMA, [shape], SLOW)
+    mixed, dense = (answer(replace(ASKED, model=m, shapes=[shape])) for m in (hybrid, LLAMA))
     assert set(mixed.best.timelines) == {"L", "N"}
     assert mixed.best.timelines["L"].seconds < dense.best.main.seconds / 3
 

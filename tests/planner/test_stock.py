@@ -122,9 +122,11 @@ def test_takes_longer_than_ours_and_no_less_than_its_bound(problem: Problem) -> 
     ours = simulated({"N": replace(one, name="all_gather")}, FAST, 1)["N"]
     alike = {rank: in_one_call(of) for rank, of in ours.programs.items()}
     bound = least(one, FAST, 1)
-    assert theirs.forward_s > run(ours.setup, alike, FAST).forward_s, "by its moves: with the same kernels"
-    assert (theirs.forward_s > ours.forward_s) == (not problem.bounds), "our kernel takes packs, and is slower"
-    assert bound.forward <= theirs.forward_s and bound.backward <= theirs.backward_s
+    assert theirs.forward.seconds > run(ours.setup, alike, FAST).forward.seconds, "by its moves: with the same kernels"
+    assert (theirs.forward.seconds > ours.forward.seconds) == (not problem.bounds), (
+        "our kernel takes packs, and is slower"
+    )
+    assert bound.forward <= theirs.forward.seconds and bound.backward <= theirs.backward.seconds
     copies = {name: max(t.forward.total("memory").values()) for name, t in (("theirs", theirs), ("ours", ours))}
     assert copies["theirs"] > copies["ours"]
 
@@ -134,7 +136,7 @@ def test_a_window_spares_stock_no_copy() -> None:
     dense, window = (simulated({"N": gathering(p)}, FAST, 1)["N"] for p in (DENSE, WINDOW))
     moved = [t.forward.total("memory")[r] + t.forward.total("waiting")[r] for t in (dense, window) for r in t.programs]
     assert moved[0] == pytest.approx(moved[1], rel=0.01)
-    assert moved[1] / window.forward_s > 2 * moved[0] / dense.forward_s
+    assert moved[1] / window.forward.seconds > 2 * moved[0] / dense.forward.seconds
 
 
 def test_peaks_hold_the_copies() -> None:

@@ -62,9 +62,9 @@ def test_simulated_ledger_is_the_real_ledger() -> None:
 
     ledgers = run_ranks(rank, 4, init_process_group=True, timeout=120)
     for number, setup in enumerate(chosen):
-        simulated = simulate(setup, problem, cluster=cluster("dgx-h100"), ranks="all")
+        simulated = simulate(setup, cluster=cluster("dgx-h100"), ranks="all")
         for index in range(4):
-            assert dict(simulated.sent(index)) == ledgers[index][number], (setup.provider.name, index)
+            assert dict(simulated.programs[index].sent) == ledgers[index][number], (setup.provider.name, index)
 
 
 @pytest.mark.parametrize("size", [4, 8])
@@ -94,37 +94,35 @@ def test_a_ring_of_two_by_hand() -> None:
     problem = Problem(size=2, heads=4, kv_heads=4, head_dim=64, seq_length=4096, causal=False)
     kernel = 2 * 2048**2 * 4 * 128 / 1e12
     kv = 2 * 2048 * 4 * 64 * 2
+    ring = settled(providers.get("ring"), problem, Options(gradient_dtype="float32"))
     for rate in (1e9, 1e8):
-        found = simulate("ring", problem, Options(gradient_dtype="float32"), cluster=toy(rate=rate), ranks="all")
+        found = simulate(ring, cluster=toy(rate=rate), ranks="all")
         message = kv / rate
-        assert found.forward_s == pytest.approx(2 * kernel + max(0.0, message - kernel), rel=1e-3)
+        assert found.forward.seconds == pytest.approx(2 * kernel + max(0.0, message - kernel), rel=1e-3)
         # one hop of k, v beside the first kernel; dk, dv in float32 return exposed after the second
         backward, home = 2.5 * kernel, 2 * message
         expected = max(backward, message) + backward + home
-        assert found.backward_s == pytest.approx(expected, rel=2e-2)
+        assert found.backward.seconds == pytest.approx(expected, rel=2e-2)
         assert found.exposed_s[0] == pytest.approx(found.seconds - 2 * kernel - 2 * backward, rel=2e-2)
 
 
 def test_cards_of_a_node_are_shared() -> None:
     """When all ranks of a node send across nodes, they wait four times as long with one card as with four."""
     problem = Problem(size=8, heads=4, kv_heads=4, head_dim=64, seq_length=8192, causal=False)
-    options = Options(intra_size=1)
-    one, four = (
-        simulate("double_ring", problem, options, cluster=toy(per_node=4, nics=n, rate=1e7), ranks="all")
-        for n in (1, 4)
-    )
+    rings = settled(providers.get("double_ring"), problem, Options(intra_size=1))
+    one, four = (simulate(rings, cluster=toy(per_node=4, nics=n, rate=1e7), ranks="all") for n in (1, 4))
     assert one.seconds == pytest.approx(four.seconds, rel=1e-2), "around a ring one rank of a node sends outside"
     problem = Problem(size=8, heads=8, kv_heads=8, head_dim=64, seq_length=8192, causal=False)
-    one, four = (
-        simulate("ulysses", problem, Options(), cluster=toy(per_node=4, nics=n, rate=1e7), ranks="all") for n in (1, 4)
-    )
+    ulysses = settled(providers.get("ulysses"), problem, Options())
+    one, four = (simulate(ulysses, cluster=toy(per_node=4, nics=n, rate=1e7), ranks="all") for n in (1, 4))
     assert max(one.exposed_s.values()) == pytest.approx(4 * max(four.exposed_s.values()), rel=1e-2)
 
 
 def test_all_gather_crosses_nodes_once() -> None:
     """Eight ranks on two nodes: each node receives the other's half once, over four cards."""
     problem = Problem(size=8, heads=4, kv_heads=4, head_dim=64, seq_length=8192, causal=False)
-    found = simulate("all_gather", problem, Options(), cluster=toy(per_node=4, nics=4, rate=1e7), ranks="all")
+    gather = settled(providers.get("all_gather"), problem, Options())
+    found = simulate(gather, cluster=toy(per_node=4, nics=4, rate=1e7), ranks="all")
     kv = 2 * 1024 * 4 * 64 * 2
     assert max(found.forward.total("waiting").values()) == pytest.approx(7 * kv / (4 * 1e7), rel=1e-2)
 
@@ -137,7 +135,7 @@ def test_few_ranks_stand_for_all_and_faster_links_never_cost_time(name: str) -> 
     inter = slow_links.inter
     fast_links = override(slow_links, inter={"bytes_per_s": 2 * inter.bytes_per_s, "latency_s": inter.latency_s / 2})
     for setup in setups(problem):
-        few, every = (simulate(setup, problem, cluster=slow_links, ranks=ranks) for ranks in ("few", "all"))
+        few, every = (simulate(setup, cluster=slow_links, ranks=ranks) for ranks in ("few", "all"))
         assert few.seconds == pytest.approx(every.seconds, rel=0.07), setup.provider.name
         after = run(setup, every.programs, fast_links).seconds
         assert after <= every.seconds * (1 + 1e-9), setup.provider.name
@@ -145,7 +143,8 @@ def test_few_ranks_stand_for_all_and_faster_links_never_cost_time(name: str) -> 
 
 def test_refusals_and_deadlocks() -> None:
     with pytest.raises(ValueError, match="cannot be split across 64 ranks"):
-        simulate("ulysses", Problem(size=64, heads=4, kv_heads=4), Options(), cluster=cluster("dgx-h100"))
+        few_heads = settled(providers.get("ulysses"), Problem(size=64, heads=4, kv_heads=4), Options())
+        simulate(few_heads, cluster=cluster("dgx-h100"))
     problem = Problem(size=2, heads=2, kv_heads=2, seq_length=256)
     setup = settled(providers.get("ring"), problem, Options())
     lone: tuple[Event, ...] = (Post(0, "exchange", "cp", "cp", 8, 1, 1, 1), Wait(0))

@@ -16,21 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_plugin.cli import flags
+from cp_plugin.common.names import one_of
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
 
 WINDOW = 1024
 """Tokens before and, without a causal mask, after itself that a token sees in a sliding window by default."""
-OTHERS = (
-    "share-question",
-    "global-sliding",
-    "causal-blockwise",
-    "prefix-lm-causal",
-    "prefix-lm-document",
-    "block-causal-document",
-)
-"""LongCA-bench's masks that no method supports: causality, windows and documents cannot express them."""
 
 
 class Pattern(NamedTuple):
@@ -119,15 +110,11 @@ def make_case(
     Raises:
         ValueError: for an unknown mask or distribution, or a window of no token.
     """
-    if mask_name in OTHERS:
-        raise ValueError(f"--mask {mask_name}: no method here supports this mask: use one of {', '.join(PATTERNS)}")
-    flags.check_name("--mask", mask_name, PATTERNS)
+    one_of("--mask", mask_name, PATTERNS)
     pattern, seq_length = PATTERNS[mask_name], problem.seq_length
     problem = replace(problem, causal=pattern.causal, documents=pattern.packed, window=None)
     if pattern.windowed:
         reach = min(WINDOW, max(1, seq_length // 8)) if window is None else window
-        if reach < 1:
-            raise ValueError(f"--window {window}: write 1 or more, or choose masks without a window (--mask)")
         problem = replace(problem, window=(reach, 0 if pattern.causal else reach))
     if not pattern.packed:
         return Case(mask_name=mask_name, problem=problem)
@@ -170,7 +157,7 @@ def document_bounds(name: str, seq_length: int, seed: int) -> tuple[int, ...]:
     Raises:
         ValueError: for an unknown distribution.
     """
-    flags.check_name("--distribution", name, distributions())
+    one_of("--distribution", name, distributions())
     found, generator = distributions()[name], np.random.default_rng(seed)
     lower, share = (1, *found.upper[:-1]), np.array(found.share) / sum(found.share)
     ends = [0]

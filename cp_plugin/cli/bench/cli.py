@@ -1,17 +1,39 @@
-"""The ``cp-plugin bench`` command."""
+"""The ``cp-plugin bench`` command, and its contestants and cases."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
+import psutil
+import torch
 import typer
 
 from cp_plugin.cli import flags, output
+from cp_plugin.cli.bench import run
+from cp_plugin.cli.bench.cases import PATTERNS, Case, make_case
+from cp_plugin.cli.bench.contestants import PEERS, Entry
+from cp_plugin.cli.bench.measure import Processors
+from cp_plugin.cli.bench.report import Report
 from cp_plugin.cli.terminal import new_console
+from cp_plugin.comm import network_between
+from cp_plugin.core.problem import Problem
+from cp_plugin.methods import registry as providers
+from cp_plugin.methods.protocol import Kind
+from cp_plugin.planner.machine import hardware
+from cp_plugin.testing import ranks as started
+from cp_plugin.testing.machine import refuse_too_large
 
-if TYPE_CHECKING:
-    from cp_plugin.cli.bench.report import Report
-    from cp_plugin.cli.bench.request import Request
+TYPICAL: Mapping[str, Mapping[str, Any]] = {
+    "cpu": {"heads": 8, "kv_heads": 4, "head_dim": 64, "dtype": torch.float32},
+    "cuda": {"heads": 64, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16},
+}
+"""Device -> fields of a ``Problem``: LongCA-bench's on CUDA, smaller ones on the CPU."""
+TOKENS = {"cpu": 256, "cuda": 8192}
+"""Per rank, by default."""
+
 
 Contestants = Annotated[
     list[str] | None,
@@ -65,7 +87,8 @@ def bench(
     v_head_dim: flags.ValueDim = None,
     batch: Annotated[int, typer.Option(min=1, help="sequences per batch")] = 1,
     window: Annotated[
-        int | None, typer.Option(help="sliding window in tokens; default: 1024, at most an eighth of the sequence")
+        int | None,
+        typer.Option(min=1, help="sliding window in tokens; default: 1024, at most an eighth of the sequence"),
     ] = None,
     distribution: Distribution = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed for the document lengths")] = 0,
@@ -84,21 +107,31 @@ def bench(
 
     torchrun --nproc-per-node 8 --no-python cp-plugin bench
     """
-    from cp_plugin.cli.bench import request
-    from cp_plugin.testing import ranks as started
-
     with flags.errors_in_one_line():
-        flags.check_forked(ranks, timeout)
-        where = flags.device_name(device)
-        problem = request.typical(
-            where, size=started.number_of_ranks(ranks), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            v_head_dim=v_head_dim or 0, batch=batch, dtype=dtype and flags.torch_dtype(dtype), decay=decay.value,
+        where, size = flags.device_name(device), started.number_of_ranks(ranks)
+        problem = _typical(
+            where, size=size, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim or 0,
+            batch=batch, dtype=dtype and flags.torch_dtype(dtype), decay=decay.value,
         )  # fmt: skip
-        asked = request.Request(
-            problem=problem, providers=provider or (), masks=mask or (), lengths=seq_length or (), device=where,
-            rounds=rounds, timeout=timeout, window=window, distribution=distribution, seed=seed, cluster=cluster,
-        )  # fmt: skip
-        found = _bench(asked)
+        profile = None if cluster is None else hardware.cluster(cluster)
+        entries, left_out = _contestants(provider or (), where)
+        problems = _each_length(problem, seq_length or (), where)
+        how = {"window": window, "distribution": distribution, "seed": seed}
+        cases = _make_cases(problems, entries[0].kind, mask or (), **how)
+        here = started.start(where, size)
+        cases = [case.on(started.hosts(size)) for case in cases]
+        _check_size(cases, where)
+        plans = [run.plan(case, entries, where, profile) for case in cases]
+        processors = Processors()
+        found = Report(
+            results=run.bench(plans, where, rounds, timeout, here),
+            device=_name_device(where),
+            rounds=rounds,
+            seed=seed,
+            cluster=cluster,
+            left_out=left_out,
+            others=processors.others() if here is None and where == "cpu" else 0.0,
+        )
     if started.is_first():
         output.show(as_json, found.as_json, lambda: found.print(new_console()))
         output.verdict(found.ok, found.verdict, as_json)
@@ -106,29 +139,101 @@ def bench(
         raise typer.Exit(1)
 
 
-def _bench(asked: Request) -> Report:
-    from cp_plugin.cli.bench import request, run
-    from cp_plugin.cli.bench.measure import Processors
-    from cp_plugin.cli.bench.report import Report
-    from cp_plugin.planner.machine import hardware
-    from cp_plugin.testing import ranks
+def _contestants(texts: Sequence[str], device: str) -> tuple[list[Entry], dict[str, str]]:
+    """The named contestants, or all softmax providers and installed peers; and why peers are missing.
 
-    device, size = asked.device, asked.problem.size
-    profile = None if asked.cluster is None else hardware.cluster(asked.cluster)
-    entries, left_out = request.contestants(asked.providers, device)
-    cases = asked.cases(entries[0].kind)
-    here = ranks.start(device, size)
-    cases = [case.on(ranks.hosts(size)) for case in cases]
-    request.check_size(cases, device)
-    plans = [run.plan(case, entries, device, profile) for case in cases]
-    processors = Processors()
-    results = run.bench(plans, device, asked.rounds, asked.timeout, here)
-    return Report(
-        results=results,
-        device=request.in_words(device),
-        rounds=asked.rounds,
-        seed=asked.seed,
-        cluster=asked.cluster,
-        left_out=left_out,
-        others=processors.others() if here is None and device == "cpu" else 0.0,
-    )
+    Raises:
+        ValueError: for unknown or repeated names, or softmax and linear attention together.
+    """
+    entries = [Entry.parse(text) for text in texts or (*providers.names(), *PEERS)]
+    missing = {} if texts else {str(e): reason for e in entries if (reason := e.missing(device)) is not None}
+    entries = [entry for entry in entries if str(entry) not in missing]
+    listed = ", ".join(map(str, entries))
+    if len(set(entries)) < len(entries):
+        raise ValueError(f"--provider: name every contestant only once, not {listed}")
+    if len({entry.kind for entry in entries}) > 1:
+        raise ValueError(f"--provider: bench softmax and linear attention separately, not together: {listed}")
+    return entries, missing
+
+
+def _typical(device: str, **given: Any) -> Problem:
+    """The attention call to measure, without a length or a mask.
+
+    Args:
+        given: fields of a ``Problem``; None is the typical value, of ``kv_heads`` the given number of heads.
+
+    Raises:
+        ValueError: for heads that do not fit each other.
+    """
+    if given["kv_heads"] is None:
+        given["kv_heads"] = given["heads"]
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return Problem(**{"network": network_between(device), **TYPICAL[device], **chosen})
+
+
+def _each_length(problem: Problem, lengths: Sequence[int], device: str) -> list[Problem]:
+    """The problem with each number of tokens, shortest first; ValueError for one that some layout cannot divide.
+
+    Args:
+        lengths: global tokens; empty: the default of the device.
+    """
+    chosen = sorted(set(lengths)) or [problem.size * TOKENS[device]]
+    for length in chosen:
+        _check_length(length, problem.size)
+    return [replace(problem, seq_length=length) for length in chosen]
+
+
+def _make_cases(
+    problems: Sequence[Problem],
+    kind: Kind,
+    masks: Sequence[str],
+    *,
+    window: int | None,
+    distribution: str | None,
+    seed: int,
+) -> list[Case]:
+    """Every mask on every problem.
+
+    Args:
+        masks: empty: all, without windows for linear attention, which has none.
+
+    Raises:
+        ValueError: for an unknown mask or distribution, or a flag that does nothing.
+    """
+    flags.check_decay(problems[0].decay, {kind})
+    known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]
+    masks = list(dict.fromkeys(masks or known))
+    how = {"window": window, "distribution": distribution, "seed": seed}
+    found = [make_case(name, problem, **how) for problem in problems for name in masks]
+    for flag, value, used in (
+        ("--window", window, any(PATTERNS[name].windowed for name in masks)),
+        ("--distribution", distribution, any(PATTERNS[name].packed for name in masks)),
+    ):
+        if value is not None and not used:
+            raise ValueError(f"{flag} {value} has no effect with --mask {', '.join(masks)}: leave it out")
+    return found
+
+
+def _check_size(found: Sequence[Case], device: str) -> None:
+    """ValueError for a case that is too large for this machine's CPU ranks."""
+    for case in found if device == "cpu" else ():
+        if len(set(case.problem.hosts)) == 1:
+            refuse_too_large(case.problem, runs=1)
+
+
+def _name_device(device: str) -> str:
+    """The device by name."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{psutil.cpu_count(logical=False) or os.cpu_count()} CPU cores"
+
+
+def _check_length(length: int, size: int) -> None:
+    divisor = 2 * size if size > 1 else 1
+    if length % divisor:
+        below = length // divisor * divisor
+        near = f"{below} or {below + divisor}" if below else f"{divisor}"
+        raise ValueError(
+            f"--seq-length {length} cannot be split evenly across {size} ranks in every layout: use a multiple of "
+            f"{divisor}, such as {near}"
+        )

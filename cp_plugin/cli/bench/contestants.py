@@ -19,9 +19,9 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import Inputs, through_autograd
 from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.cli import flags
 from cp_plugin.cli.bench import te_peer
 from cp_plugin.cli.tables import settings
+from cp_plugin.common.names import one_of
 from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -57,7 +57,7 @@ class Entry:
         """Parse ``name[:option=value[,option=value]]``; ValueError names the invalid part."""
         name, _, rest = text.partition(":")
         try:
-            flags.check_name(flag, name, [*providers.names(), *providers.names("linear"), *PEERS])
+            one_of(flag, name, [*providers.names(), *providers.names("linear"), *PEERS])
             options = dict(_option(name, part) for part in rest.split(",")) if rest else {}
         except ValueError as error:
             raise ValueError(f"{flag} {text}: {str(error).removeprefix(f'{flag} {name}: ')}") from None
@@ -116,10 +116,10 @@ def _option(name: str, part: str) -> tuple[str, Any]:
         return key, value
     option = declared[key]
     if key == "backend":
-        flags.check_name(key, value, (*backends.names(), *KERNELS))
+        one_of(key, value, (*backends.names(), *KERNELS))
         return key, value
     if option.choices and value != option.unset:
-        flags.check_name(key, value, option.choices)
+        one_of(key, value, option.choices)
     try:
         return key, option.parse(value)
     except ValueError:

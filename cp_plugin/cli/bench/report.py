@@ -1,4 +1,4 @@
-"""The measurements as tables and JSON."""
+"""The measurements of every contestant and its ideal, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -9,24 +9,106 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cp_plugin.cli.bench.results import CaseResult, Measured
+from cp_plugin.attention.setups import Setup
+from cp_plugin.cli.bench.cases import Case
+from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.flags import in_our_flags
 from cp_plugin.cli.tables import problem_as_json
 from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.problem import Problem
-from cp_plugin.testing.clock import Both
+from cp_plugin.testing.clock import Both, Taken
 
-COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal")
-PREDICTED = "predicted"
-"""The column of predictions, if a cluster was named."""
+COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal", "predicted")
 BUSY = 0.1
 """Share of processor time that other programs may use before a warning."""
 EXPLAINED = (
     "both: forward and backward; times are medians of the slowest rank; FLOP/s per rank and share of ideal: forward, "
     "both; ideal: a rank's share of the work in one call of the same kernel, without communication"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One contestant on one case; before the run only ``entry``, ``setup``, ``cannot`` and ``predicted`` are set."""
+
+    entry: Entry
+    setup: Setup | None = None
+    """None: a peer, or options that do not fit."""
+    settings: str = ""
+    why: Sequence[str] = ()
+    """The reasons for chosen options."""
+    cannot: str | None = None
+    """Why it cannot run the case; nothing is measured then."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Relative error (norm) of every tensor on a short sequence of the same kind, against float64 on one device."""
+    allowed: dict[str, float] = field(default_factory=dict)
+    sent: tuple[int, int] | None = None
+    """Least and most bytes that a rank sends, forward and backward, by the ledger; None: it keeps no ledger."""
+    taken: Taken | None = None
+    """None: not timed, since its results were wrong."""
+    ideal: Taken | None = None
+    """Of its kernel: see ``cp_plugin.cli.bench.ideal``."""
+    predicted: float | None = None
+    """The planner's seconds for forward and backward."""
+
+    @property
+    def name(self) -> str:
+        return str(self.entry)
+
+    @property
+    def linear(self) -> bool:
+        return self.setup is not None and self.setup.provider.kind == "linear"
+
+    @property
+    def wrong(self) -> bool:
+        """Whether an error is above its limit."""
+        return any(not error <= self.allowed[name] for name, error in self.errors.items())
+
+    @property
+    def right(self) -> bool:
+        """Whether it can run the case, and its results are right."""
+        return self.cannot is None and not self.wrong
+
+    @property
+    def worst(self) -> str:
+        """The tensor closest to its limit, or furthest beyond it."""
+        return max(self.errors, key=lambda name: self.errors[name] / self.allowed[name])
+
+    @property
+    def of_ideal(self) -> Both | None:
+        """The ideal's seconds over its own: 1 means no cost of communication, tiling and imbalance."""
+        if self.taken is None or self.ideal is None:
+            return None
+        ideal, own = self.ideal.medians, self.taken.medians
+        return Both(ideal.forward / own.forward, ideal.total / own.total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """One mask at one sequence length."""
+
+    case: Case
+    measured: Sequence[Measured]
+
+    @property
+    def possible(self) -> list[Measured]:
+        """The contestants that can run it."""
+        return [m for m in self.measured if m.cannot is None]
+
+    def flops_per_s(self, measured: Measured) -> Both | None:
+        """A rank's rate, forward and in total: the matrix products of visible pairs, two forward and five backward.
+
+        None for linear attention, which computes no pairs, and for contestants that were not timed.
+        """
+        if measured.taken is None or measured.linear:
+            return None
+        p = self.case.problem
+        forward, backward = p.head_dim + p.v_head_dim, 3 * p.head_dim + 2 * p.v_head_dim
+        work = 2 * self.case.pairs * p.batch * p.heads / p.size
+        seconds = measured.taken.medians
+        return Both(work * forward / seconds.forward, work * (forward + backward) / seconds.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +144,7 @@ class Report:
     def print(self, console: Console) -> None:
         for result in self.results:
             rows = [(self._cells(result, m), _style(m)) for m in result.measured]
-            print_table(console, self._title(result), self._columns, rows)
+            print_table(console, self._title(result), COLUMNS, rows)
         print_notes(console, (EXPLAINED, *self._left_out()), self.others)
 
     def as_json(self) -> dict[str, Any]:
@@ -84,25 +166,22 @@ class Report:
             by_reason.setdefault(reason, []).append(name)
         return [f"left out: {', '.join(found)}: {reason}" for reason, found in by_reason.items()]
 
-    @property
-    def _columns(self) -> tuple[str, ...]:
-        return (*COLUMNS, PREDICTED) if self.cluster is not None else COLUMNS
-
     def _title(self, result: CaseResult) -> str:
         case, decay = result.case, result.case.problem.decay
         described = f" ({case.described})" if case.described else ""
         of_keys = "" if decay == "none" else f", {decay} decay"
         return f"{case.mask_name}{described}{of_keys}: {conditions(case.problem, self.device, self.rounds)}"
 
-    def _cells(self, result: CaseResult, m: Measured) -> tuple[str, ...]:
+    @staticmethod
+    def _cells(result: CaseResult, m: Measured) -> tuple[str, ...]:
         if m.cannot is not None:
-            return (m.name, f"cannot: {in_our_flags(m.cannot)}", *[""] * (len(self._columns) - 2))
+            return (m.name, f"cannot: {in_our_flags(m.cannot)}")
         error = f"{m.worst} {m.errors[m.worst]:.1e}"
         if m.wrong or m.taken is None:
-            return (m.name, m.settings, f"WRONG: {error}", *[""] * (len(self._columns) - 3))
+            return (m.name, m.settings, f"WRONG: {error}")
         low, high = (in_bytes(n) for n in m.sent) if m.sent is not None else ("no ledger", "no ledger")
         medians, share = m.taken.medians, m.of_ideal
-        cells = (
+        return (
             m.name,
             m.settings,
             error,
@@ -111,8 +190,8 @@ class Report:
             in_seconds(medians.total),
             _speed(result.flops_per_s(m)),
             "" if share is None else f"{share.forward:.0%}, {share.total:.0%}",
+            "" if m.predicted is None else in_seconds(m.predicted),
         )
-        return (*cells, "" if m.predicted is None else in_seconds(m.predicted))[: len(self._columns)]
 
 
 def conditions(problem: Problem, device: str, rounds: int) -> str:

@@ -19,7 +19,7 @@ from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench import ideal, measure
 from cp_plugin.cli.bench.cases import Case
 from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
-from cp_plugin.cli.bench.results import CaseResult, Measured
+from cp_plugin.cli.bench.report import CaseResult, Measured
 from cp_plugin.core.options import Options
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.trace.timeline import simulate
@@ -67,7 +67,7 @@ def _predicted(setup: Setup, case: Case, cluster: Cluster) -> float:
     simulated = "all" if case.problem.size <= ALL_RANKS else "few"
     try:
         setup = replace(setup, problem=replace(setup.problem, bounds=case.bounds))
-        return simulate(setup, setup.problem, cluster=cluster, ranks=simulated).seconds
+        return simulate(setup, cluster=cluster, ranks=simulated).seconds
     except ValueError as error:
         raise ValueError(f"--cluster {cluster.name}: {error}") from None
 

@@ -131,22 +131,3 @@ def draw_holders(axes: Axes, holders: Sequence[int], title: str) -> None:
     axes.set(xlim=(0, len(holders)), ylim=(0, 1), yticks=[], xticks=range(0, len(holders) + 1, len(holders) // 4 or 1))
     axes.set_title(title, fontsize=POINTS, loc="left")
     plain(axes)
-
-
-def draw_timeline(axes: Axes, work: Sequence[Sequence[int]], mean: float, longest: float) -> None:
-    """Working and idle ranks in each step, from ``work[rank][step]``; 1 on the axis is ``mean`` work."""
-    start = 0.0
-    for step, pairs in enumerate(zip(*work, strict=True)):
-        length = max(pairs) / mean
-        for rank, mine in enumerate(pairs):
-            axes.add_patch(box(start, rank + 0.1, length, 0.8, IDLE))
-            axes.add_patch(box(start, rank + 0.1, mine / mean, 0.8, paler(RANK_COLOURS[rank], 0)))
-        axes.axvline(start, color=INK, linewidth=0.5)
-        if length > longest / 8:
-            axes.text(start + length / 2, -0.1, f"step {step}", ha="center", va="bottom", fontsize=POINTS)
-        start += length
-    axes.axvline(1.0, color=INK, linestyle=":", linewidth=1)
-    axes.text(start + 0.02, len(work) / 2, f"{start:.2f}", va="center", fontsize=12, fontweight="bold")
-    axes.set(xlim=(0, longest * 1.2), ylim=(len(work), -0.9), yticks=[r + 0.5 for r in range(len(work))])
-    axes.set_yticklabels([f"rank {r}" for r in range(len(work))], fontsize=POINTS)
-    plain(axes)

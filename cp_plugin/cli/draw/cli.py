@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cp_plugin.cli import files, flags, packs
+from cp_plugin.cli import flags, output, packs
 from cp_plugin.core.options import Options
 
 
@@ -32,7 +32,7 @@ def draw(
     from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
 
     with flags.errors_in_one_line():
-        files.check_output(plot, "picture", files.PICTURES, "--plot")
+        output.check_output(plot, "picture", output.PICTURES, "--plot")
         full = mask is flags.Mask.full
         chosen = {"layout": options.layout, **options.chosen}
         if documents is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from cp_plugin.cli.draw.calls import Recording, record
 from cp_plugin.cli.draw.canvas import (
     IDLE,
+    INK,
     POINTS,
     RANK_COLOURS,
     WIDTH,
@@ -26,7 +27,6 @@ from cp_plugin.cli.draw.canvas import (
     box,
     check_ranks,
     draw_holders,
-    draw_timeline,
     fill,
     ink_on,
     new_figure,
@@ -51,28 +51,25 @@ def draw_method(
     *,
     tokens: int = 0,
     timed_tokens: int = 0,
-    heads: int = 0,
-    kv_heads: int = 0,
     causal: bool = True,
     **options: Any,
 ) -> None:
-    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix).
+    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix), of one head per rank; the matrices show head 0.
 
     Args:
         size: context-parallel ranks, at most 8.
         tokens: drawn one by one; 0: eight per rank.
         timed_tokens: of the timeline, where the ragged edge of a short sequence would mislead; 0: about 8192.
-        heads: query heads; 0: one per rank. The matrices show head 0.
-        kv_heads: 0: as many as query heads.
         options: as for ``ContextParallel``.
 
     Raises:
         ValueError: if matplotlib is missing, there are more ranks than colours, or the provider refuses the problem.
     """
     check_ranks(size)
-    asked = {"heads": heads, "kv_heads": kv_heads, "causal": causal, **options}
-    shown = record(provider, size, seq_length=tokens or 8 * size, **asked)
-    timed = record(provider, size, seq_length=timed_tokens or about(8192, size), **asked)
+    shown, timed = (
+        record(provider, size, seq_length=n, causal=causal, **options)
+        for n in (tokens or 8 * size, timed_tokens or about(8192, size))
+    )
     divided = len(shown.ranks_of(0)) < size
     time = 1.3 + 0.3 * size
     heights = (0.75, 0.75 if divided else 0.01, 4.3, 4.3, time)
@@ -86,10 +83,7 @@ def draw_method(
     if divided:
         _draw_heads(figure.add_subplot(rows[1]), shown)
     _draw_blocks(figure.add_subplot(rows[2]), shown, divided)
-    draw_matrix(matrix := figure.add_subplot(rows[3]), shown)
-    mask = "Causal" if causal else "Full"
-    title = f"{mask} attention matrix{', head 0' if divided else ''}; paler: later step"
-    matrix.set_title(title, fontsize=POINTS, loc="left")
+    _draw_matrix(figure.add_subplot(rows[3]), shown, divided)
     _draw_time(figure.add_subplot(rows[4]), timed)
     save(figure, path)
 
@@ -160,7 +154,7 @@ def _label_block(axes: Axes, recording: Recording, i: int, j: int, by: set[tuple
         axes.text(x + width / 2, y + width / 2, words, ha="center", va="center", color=ink, fontsize=POINTS)
 
 
-def draw_matrix(axes: Axes, recording: Recording) -> None:
+def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
     """The attention matrix of head 0 in the order of the sequence: ranks by colour, later steps paler."""
     n = recording.seq_length
     for call in (c for c in recording.calls if 0 in c.heads):
@@ -172,11 +166,29 @@ def draw_matrix(axes: Axes, recording: Recording) -> None:
         fill(axes, shapes, _colour(call.rank, call.step, recording))
     axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal", xticks=[], yticks=[])
     axes.set(xlabel="keys, in the order of the sequence", ylabel="queries, in the order of the sequence")
+    mask = "Causal" if recording.causal else "Full"
+    title = f"{mask} attention matrix{', head 0' if divided else ''}; paler: later step"
+    axes.set_title(title, fontsize=POINTS, loc="left")
     plain(axes)
 
 
 def _draw_time(axes: Axes, timed: Recording) -> None:
-    draw_timeline(axes, timed.work(), timed.mean(), max(timed.critical_path(), 1.0))
+    """Working and idle ranks in each step; 1 on the axis is the mean work of a rank."""
+    mean, longest, start = timed.mean(), max(timed.critical_path(), 1.0), 0.0
+    for step, pairs in enumerate(zip(*timed.work(), strict=True)):
+        length = max(pairs) / mean
+        for rank, mine in enumerate(pairs):
+            axes.add_patch(box(start, rank + 0.1, length, 0.8, IDLE))
+            axes.add_patch(box(start, rank + 0.1, mine / mean, 0.8, RANK_COLOURS[rank]))
+        axes.axvline(start, color=INK, linewidth=0.5)
+        if length > longest / 8:
+            axes.text(start + length / 2, -0.1, f"step {step}", ha="center", va="bottom", fontsize=POINTS)
+        start += length
+    axes.axvline(1.0, color=INK, linestyle=":", linewidth=1)
+    axes.text(start + 0.02, timed.size / 2, f"{start:.2f}", va="center", fontsize=12, fontweight="bold")
+    axes.set(xlim=(0, longest * 1.2), ylim=(timed.size, -0.9), yticks=[r + 0.5 for r in range(timed.size)])
+    axes.set_yticklabels([f"rank {r}" for r in range(timed.size)], fontsize=POINTS)
+    plain(axes)
     title = f"Work in each step; grey: waits for the busiest\nrank. Busiest rank over mean: {timed.balance():.2f}"
     axes.set_title(title, fontsize=POINTS, loc="left")
     axes.set_xlabel("time of attention, without communication;\n1 (dotted): perfectly divided", fontsize=POINTS)

@@ -35,8 +35,8 @@ def typical(size: int, kind: str) -> Problem:
 
 def priced(provider: str | Provider, problem: Problem, **options: Any) -> Row:
     """What each rank sends with sums in float32, and its ratio to a ring; of no rank if the provider refuses it."""
-    found = provider if isinstance(provider, Provider) else providers.get(provider)
-    return price_one(with_float32_sums(found, problem, Options(**options)), _ring(problem))
+    setup = with_float32_sums(providers.get(provider), problem, Options(**options))
+    return price_one(setup, _ring(problem))
 
 
 @cache
@@ -50,7 +50,7 @@ def draw_traffic(path: Path, provider: str | Provider, sizes: Sequence[int] = (8
     Raises:
         ValueError: if matplotlib is missing, or a name is unknown.
     """
-    shown = provider if isinstance(provider, Provider) else providers.get(provider)
+    shown = providers.get(provider)
     compared = {"ring": ("ring", {}), shown.name: (shown, options)}
     found = [_measure(compared, size) for size in sizes]
     names = list(dict.fromkeys(axis for bars in found for bar in bars if bar.row.ranks for _, axis in bar.row.busiest))

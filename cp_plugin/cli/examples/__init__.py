@@ -2,6 +2,5 @@
 
 cli      the ``cp-plugin example`` command
 config   ``papers/*/config.yaml``: experiments, their variants, and Megatron's flags of each
-scripts  ``train.sh`` with these flags
-show     the tables
+show     the tables, and ``train.sh`` with these flags
 """

@@ -11,10 +11,7 @@ import typer
 from cp_plugin.cli import flags, output
 from cp_plugin.cli.terminal import new_console
 
-
-class Printed(StrEnum):
-    sh = "sh"
-    flags = "flags"
+Printed = StrEnum("Printed", ["sh", "flags"])
 
 
 def example(
@@ -34,7 +31,6 @@ def example(
     """Show or print a published experiment."""
     from cp_plugin.cli.examples import show
     from cp_plugin.cli.examples.config import examples, load, words
-    from cp_plugin.cli.examples.scripts import rendered
 
     with flags.errors_in_one_line():
         if listed and (name is not None or printed is not None):
@@ -58,4 +54,4 @@ def example(
         elif printed == Printed.flags:
             print("\n".join(shlex.join(line) for line in words(one.experiment(variant).with_length(seq_length))))
         else:
-            print(rendered(one.experiment(variant), seq_length), end="")
+            print(show.render(one.experiment(variant), seq_length), end="")

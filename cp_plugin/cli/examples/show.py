@@ -1,34 +1,54 @@
-"""Print examples."""
+"""Print examples, and the self-contained script of an experiment, which runs on every node."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
+from importlib.resources import files
 
 from rich.console import Console
 
-from cp_plugin.cli.examples.config import Example, Experiment
+from cp_plugin.cli.examples.config import Example, Experiment, words
 from cp_plugin.cli.terminal import Cells, print_lines, print_table
 
 
 def print_examples(console: Console, examples: Iterable[Example]) -> None:
     rows = [(_row(example), "") for example in examples]
     print_table(console, "Examples", ("name", "GPUs", "method", "tokens", "variants", "what"), rows)
-    _line(console, "\nMore about one of them: cp-plugin example NAME")
+    print_lines(console, "\nMore about one of them: cp-plugin example NAME")
 
 
 def print_example(console: Console, example: Example) -> None:
     config, name = example.config, example.name
-    _line(console, f"{config.title} ({config.paper}{', ' + config.section if config.section else ''})\n")
+    print_lines(console, f"{config.title} ({config.paper}{', ' + config.section if config.section else ''})\n")
     for paragraph in config.about.strip().split("\n\n"):
-        _line(console, " ".join(paragraph.split()) + "\n")
+        print_lines(console, " ".join(paragraph.split()) + "\n")
     rows = [(_variant_row(example.experiment(variant)), "") for variant in example.variants]
     print_table(console, "Variants", ("variant", "model", "GPUs", "method", "tokens"), rows)
-    _line(console, "")
+    print_lines(console, "")
     ways = [("--print sh", "the script for each node"), ("--print flags", "Megatron's flags")]
     if example.config.variants:
         other = example.experiment(example.variants[-1])
         ways.append((f"... --variant {other.variant} --seq-length {other.lengths[-1]}", "another variant and length"))
     print_table(console, f"Next: cp-plugin example {name}", ("with", "what it does"), [(way, "") for way in ways])
+
+
+def render(experiment: Experiment, seq_length: int | None = None) -> str:
+    """Return ``train.sh`` with the experiment's flags."""
+    flags = experiment.with_length(seq_length)
+    fields = {
+        "title": experiment.config.title,
+        "name": experiment.name,
+        "variant": shlex.quote(experiment.variant),
+        "nodes": str(experiment.cluster.nodes),
+        "per_node": str(experiment.cluster.per_node),
+        "flags": "\n".join(f"  {shlex.join(line)}" for line in words(flags)),
+        "connections": "8" if flags.get("use-megatron-fsdp") else "1",
+    }
+    text = files("cp_plugin.cli.examples").joinpath("train.sh").read_text(encoding="utf-8")
+    for field, value in fields.items():
+        text = text.replace(f"@{field}@", value)
+    return text
 
 
 def _row(example: Example) -> Cells:
@@ -60,7 +80,3 @@ def _tokens(n: int) -> str:
         if n % size == 0:
             return f"{n // size}{unit}"
     return f"{n:,}"
-
-
-def _line(console: Console, text: str) -> None:
-    print_lines(console, text, style="")

@@ -116,9 +116,9 @@ def _best(found: Plan, real: Problem, allowed: Allowed) -> Priced:
     least = min(ours, key=lambda priced: priced.footprint.total)
     raise ValueError(
         f"{_ASKED}: nothing fits the memory: {least.candidate.name}, the smallest, needs "
-        f"{in_bytes(least.footprint.total)}, and {found.cluster.device.name} has {in_bytes(found.limit)}. Raise "
-        "--context-parallel-size or --tensor-model-parallel-size, use --recompute-granularity full, or name another "
-        f"device with {CLUSTER}"
+        f"{in_bytes(least.footprint.total)}, and {found.asked.cluster.device.name} has {in_bytes(found.asked.memory)}. "
+        "Raise --context-parallel-size or --tensor-model-parallel-size, use --recompute-granularity full, or name "
+        f"another device with {CLUSTER}"
     )
 
 

@@ -17,8 +17,8 @@ class Group(NamedTuple):
     stride: int = 1
 
 
-def ring(cluster: Cluster, group: Group, nbytes: float, verb: Verb) -> float:
-    """All-gather to, or reduce-scatter from, ``nbytes`` on each rank, of which all but its own part is sent."""
+def cost(cluster: Cluster, group: Group, nbytes: float, verb: Verb) -> float:
+    """All-gather to, reduce-scatter from, or all-to-all of ``nbytes`` on each rank: all but its own part is sent."""
     n = group.size
     if n == 1:
         return 0.0
@@ -27,12 +27,7 @@ def ring(cluster: Cluster, group: Group, nbytes: float, verb: Verb) -> float:
 
 
 def all_reduce(cluster: Cluster, group: Group, nbytes: float) -> float:
-    return ring(cluster, group, nbytes, "reduce_scatter") + ring(cluster, group, nbytes, "all_gather")
-
-
-def all_to_all(cluster: Cluster, group: Group, nbytes: float) -> float:
-    """All-to-all of ``nbytes`` per rank, in equal parts."""
-    return ring(cluster, group, nbytes, "all_to_all")
+    return cost(cluster, group, nbytes, "reduce_scatter") + cost(cluster, group, nbytes, "all_gather")
 
 
 def message(cluster: Cluster, stride: int, nbytes: float) -> float:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel, model_validator
 
-from cp_plugin.common.names import did_you_mean, find
+from cp_plugin.common.names import find
 from cp_plugin.planner.machine import profile_files
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]
@@ -87,8 +87,6 @@ class Kernel(Rates):
     """For which ``forward`` and ``backward`` were measured."""
     heads: dict[str, Rates] = {}
     """Other head dims -> rates; the nearest one applies."""
-    libraries: dict[str, Rates] = {}
-    """Other libraries -> rates, for ``using``."""
 
     def rate(self, direction: str, head_dim: int) -> Rate:
         near = min((self.head_dim, *map(int, self.heads)), key=lambda size: abs(size - head_dim))
@@ -228,22 +226,6 @@ def override(profile: Cluster, **changes: Any) -> Cluster:
     what = f"cluster {profile.name}"
     new = profile_files.resolved(changes, _NAMED, what)
     return profile_files.validated(Cluster, _merged(profile.model_dump(), new), what)
-
-
-def using(profile: Cluster, library: str) -> Cluster:
-    """The cluster with another library's attention rates; ValueError if its device has none in any dtype."""
-    kernels = profile.device.attention
-    known = sorted({name for kernel in kernels.values() for name in kernel.libraries})
-    if library not in known:
-        there = f"known besides the fastest: {', '.join(known)}" if known else "none is known besides the fastest"
-        raise ValueError(f"no figures of {library!r} on {profile.device.name}{did_you_mean(library, known)} ({there})")
-    changed = {
-        dtype: kernel.model_copy(update={**dict(kernel.libraries[library]), "heads": {}, "libraries": {}})
-        for dtype, kernel in kernels.items()
-        if library in kernel.libraries
-    }
-    device = profile.device.model_copy(update={"attention": {**kernels, **changed}})
-    return profile.model_copy(update={"device": device})
 
 
 _NAMED: profile_files.Named = {"device": device, "intra": link, "inter": link}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,30 +77,35 @@ def program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
     problem = setup.problem
     shapes = calls.shapes(problem, problem.seq_length // problem.size)
     inputs = calls.Inputs(*(None if y is None else y.new_empty(y.shape).requires_grad_() for y in shapes))
-    marks: list[int] = []
     with traced(setup, index, tiled=tiled) as seen:
-        events, meter = seen.events, seen.meter
-
-        def between() -> None:
-            marks.extend((len(events), meter.peak))
-            meter.peak = meter.live
-
-        calls.through_autograd(seen.cp, inputs, problem, between)
-    return Program(
-        forward=tuple(events[: marks[0]]),
-        backward=tuple(events[marks[0] :]),
-        sent=by_phase_and_axis(seen.cp.mesh),
-        peaks=Peaks(marks[1], meter.peak),
-    )
+        calls.through_autograd(seen.cp, inputs, problem, seen.end_forward)
+        return seen.program()
 
 
-class Seen(NamedTuple):
+@dataclass(slots=True)
+class Seen:
     """A rank being traced."""
 
     cp: ContextParallel
     """The public API around recording kernels and a recording mesh."""
     events: list[Event]
     meter: Meter
+    forward: tuple[int, int] = (0, 0)
+    """Events of the forward, and its peak memory."""
+
+    def end_forward(self) -> None:
+        """What follows is the backward."""
+        self.forward = len(self.events), self.meter.peak
+        self.meter.peak = self.meter.live
+
+    def program(self) -> Program:
+        events, peak = self.forward
+        return Program(
+            forward=tuple(self.events[:events]),
+            backward=tuple(self.events[events:]),
+            sent=by_phase_and_axis(self.cp.mesh),
+            peaks=Peaks(peak, self.meter.peak),
+        )
 
 
 @contextmanager

@@ -40,9 +40,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.kernels.recording import results
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Post, Shape
-from cp_plugin.planner.trace.memory import Peaks
 from cp_plugin.planner.trace.program import Program, Seen, in_one_call, program, traced
-from cp_plugin.testing.traffic import by_phase_and_axis
 
 _AXIS = "cp"
 
@@ -66,20 +64,12 @@ def _gathered(setup: Setup, index: int) -> Program:
     shapes = calls.shapes(problem, problem.seq_length // problem.size)
     q, k, v, dout = (x.new_empty(x.shape) for x in (shapes.q, shapes.k, shapes.v, shapes.dout))
     with traced(setup, index) as seen:
-        call, meter = _AllGather(seen, problem, index), seen.meter
+        call = _AllGather(seen, problem, index)
         out, lses = call.forward(q, k, v)
-        marks = len(seen.events), meter.peak
-        meter.peak = meter.live
+        seen.end_forward()
         with seen.cp.mesh.ledger.phase("backward"):
-            gradients = call.backward(dout, q, k, v, out, lses)
-        peaks = Peaks(marks[1], meter.peak)
-        del out, gradients
-    return Program(
-        forward=tuple(seen.events[: marks[0]]),
-        backward=tuple(seen.events[marks[0] :]),
-        sent=by_phase_and_axis(seen.cp.mesh),
-        peaks=peaks,
-    )
+            call.backward(dout, q, k, v, out, lses)
+        return seen.program()
 
 
 class _Chunk(NamedTuple):

@@ -1,6 +1,6 @@
 """Timeline of one attention call: the programs of its ranks, simulated on a cluster.
 
-    simulate("attention2d", problem, Options(), cluster=cluster("dgx-a100")).seconds
+    simulate(setup, cluster=cluster("dgx-a100")).seconds
 
 A rank's kernels run on one stream; kernels after a ``Wait`` start when the message has arrived. Where all ranks do the
 same, a few stand for all, and their peers are assumed to be in step.
@@ -9,17 +9,12 @@ same, a few stand for all, and their peers are assumed to be in step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Formula, Provider
+from cp_plugin.attention.setups import Setup
 from cp_plugin.planner.machine.events import Post, Seconds
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import Links, place
@@ -62,22 +57,14 @@ class Timeline:
     links: Links
 
     @property
-    def forward_s(self) -> float:
-        return self.forward.seconds
-
-    @property
-    def backward_s(self) -> float:
-        return self.backward.seconds
-
-    @property
     def seconds(self) -> float:
-        return self.forward_s + self.backward_s
+        return self.forward.seconds + self.backward.seconds
 
     @property
     def seconds_of(self) -> Seconds:
         """Seconds by pass, with the time each keeps a rank's network card busy."""
         on_card = (self._on_card("forward"), self._on_card("backward"))
-        return Seconds(self.forward_s, self.backward_s, *on_card)
+        return Seconds(self.forward.seconds, self.backward.seconds, *on_card)
 
     @property
     def exposed_s(self) -> dict[int, float]:
@@ -85,13 +72,10 @@ class Timeline:
         return {r: self.forward.total(WAITING)[r] + self.backward.total(WAITING)[r] for r in self.programs}
 
     @property
-    def idle_s(self) -> dict[int, float]:
-        """Rank -> seconds without a kernel: waiting, and after its last one."""
-        return {r: self.seconds - self._busy(r) for r in self.programs}
-
-    def sent(self, rank: int) -> Formula:
-        """The ledger of a simulated rank."""
-        return self.programs[rank].sent
+    def busiest_s(self) -> float:
+        """Seconds of kernels on the rank that has the most."""
+        kinds, passes = ("attention", "products", "memory"), (self.forward, self.backward)
+        return max(sum(p.total(kind)[r] for p in passes for kind in kinds) for r in self.programs)
 
     def _on_card(self, phase: Literal["forward", "backward"]) -> float:
         alone = len(self.programs) < self.setup.problem.size
@@ -106,39 +90,21 @@ class Timeline:
             for rank, program in self.programs.items()
         )
 
-    def _busy(self, rank: int) -> float:
-        kinds = ("attention", "products", "memory")
-        return sum(p.total(kind)[rank] for p in (self.forward, self.backward) for kind in kinds)
-
 
 def simulate(
-    provider: str | Provider | Setup,
-    problem: Problem,
-    options: Options | None = None,
-    *,
-    cluster: Cluster,
-    stride: int = 1,
-    ranks: Ranks = "few",
-    trace: Trace = program,
+    setup: Setup, *, cluster: Cluster, stride: int = 1, ranks: Ranks = "few", trace: Trace = program
 ) -> Timeline:
-    """Simulate one attention call of a provider.
+    """Simulate one attention call.
 
     Args:
-        provider: or a resolved setup, which replaces problem and options.
         stride: devices between context-parallel ranks: the tensor-parallel size.
         ranks: ``all``; or, with peers assumed in step, ``few``: first, middle and last; or ``busiest``: one where work
             is even, else first and last; for packed documents the ones that compute most and send most.
         trace: makes the program of a rank.
 
     Raises:
-        ValueError: for options or a problem that the provider does not support, or a dtype without rates.
+        ValueError: for a setup that cannot run, with its reason, or a dtype without rates.
     """
-    if not isinstance(provider, Setup):
-        found = providers.get(provider) if isinstance(provider, str) else provider
-        nodes = place(problem.size, cluster, stride)
-        hosts = problem.hosts or tuple(f"node{n}" for n in nodes)
-        provider = settled(found, replace(problem, hosts=hosts), options or Options())
-    setup = provider
     size = setup.problem.size
     chosen: Iterable[int] = range(size) if ranks == "all" else ends(setup)
     if ranks == "few":
@@ -150,18 +116,11 @@ def simulate(
 def programs_of(
     setup: Setup, ranks: Iterable[int], *, tiled: bool = False, trace: Trace = program
 ) -> dict[int, Program]:
-    """Programs of these ranks, completed by ``complete`` unless documents are packed."""
-    make = partial(trace, setup, tiled=tiled)
-    if setup.problem.bounds:
-        return {rank: make(rank) for rank in ranks}
-    return complete(setup.problem.size, ranks, make)
-
-
-def complete(size: int, ranks: Iterable[int], make: Callable[[int], Program]) -> dict[int, Program]:
-    """Programs of these ranks; of all ranks, if one's messages do not imply what the others do."""
-    found = {index: make(index) for index in ranks}
-    if any(_own(post) for p in found.values() for post in (*p.forward, *p.backward) if isinstance(post, Post)):
-        return {index: make(index) for index in range(size)}
+    """Programs of these ranks; of all, if messages do not imply what the others do, unless documents are packed."""
+    found = {index: trace(setup, index, tiled=tiled) for index in ranks}
+    posts = (e for p in found.values() for e in (*p.forward, *p.backward) if isinstance(e, Post))
+    if not setup.problem.bounds and any(map(_own, posts)):
+        return {index: trace(setup, index, tiled=tiled) for index in range(setup.problem.size)}
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cp_plugin.planner.machine.collectives import Group, all_reduce, message, ring
+from cp_plugin.planner.machine.collectives import Group, all_reduce, cost, message
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.training import layer_time, operations
@@ -189,8 +189,8 @@ def _update(model: Model, parallel: Parallel, cluster: Cluster, number: int, sta
         if p.zero == 0:
             sums += all_reduce(cluster, group, elements * GRADIENT)
         else:
-            sums += ring(cluster, group, elements * GRADIENT, "reduce_scatter")
-            gathers += ring(cluster, group, elements * p.element, "all_gather")
+            sums += cost(cluster, group, elements * GRADIENT, "reduce_scatter")
+            gathers += cost(cluster, group, elements * p.element, "all_gather")
         share = elements / (1 if p.zero == 0 else group.size)
         held = share if p.zero >= 2 else elements
         # gradient read twice (clipping), parameter and moments read and written, 16-bit copy written

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from cp_plugin.common.names import not_one_of
-from cp_plugin.planner.machine.collectives import Group, all_to_all, ring
+from cp_plugin.planner.machine.collectives import Group, all_reduce, cost
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.training import operations
 from cp_plugin.planner.training.model import EXPERTS, Model
@@ -80,7 +80,7 @@ def exchanged(model: Model, parallel: Parallel, cluster: Cluster) -> float:
     both.
     """
     nbytes, group = parallel.tokens * model.hidden * parallel.element, Group(parallel.tensor)
-    return ring(cluster, group, nbytes, "all_gather") + ring(cluster, group, nbytes, "reduce_scatter")
+    return all_reduce(cluster, group, nbytes)
 
 
 def _attention(model: Model, parallel: Parallel, cluster: Cluster, number: int) -> tuple[Pass, Pass]:
@@ -126,10 +126,10 @@ def _experts(model: Model, parallel: Parallel, cluster: Cluster) -> tuple[float,
     width += parallel.tokens * model.shared_hidden / tp
     moves = 2 * rows * model.hidden * (1 + model.top_k)  # permute by expert, and back
     nbytes = rows * model.top_k * model.hidden * parallel.element
-    sorting = all_to_all(cluster, Group(parallel.expert, stride=etp), nbytes)
+    sorting = cost(cluster, Group(parallel.expert, stride=etp), nbytes, "all_to_all")
     together = exchanged(model, parallel, cluster) if model.shared_hidden or not parallel.sequence_parallel else 0.0
     if parallel.sequence_parallel:
         among = Group(etp)
-        together += ring(cluster, among, nbytes * etp, "all_gather")
-        together += ring(cluster, among, nbytes * etp, "reduce_scatter")
+        together += cost(cluster, among, nbytes * etp, "all_gather")
+        together += cost(cluster, among, nbytes * etp, "reduce_scatter")
     return flops, width, moves, Pass(tensor=together, expert=2 * sorting)

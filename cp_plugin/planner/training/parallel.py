@@ -9,15 +9,13 @@ from typing import Literal
 
 import torch
 
-from cp_plugin.common.names import not_one_of
+from cp_plugin.common.names import one_of
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import feature_dim, variants
 from cp_plugin.planner.training.model import LINEAR, SOFTMAX, WINDOW, Model
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE = ("none", "selective", "full")
-ZERO = (0, 1, 2, 3)
-DTYPES = ("bfloat16", "float16", "float32")
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """Choices of Megatron's ``--recompute-modules``."""
 KEPT = ("layernorm", "mlp")
@@ -213,15 +211,8 @@ def _check_values(p: Parallel) -> None:
     if small:
         found = ", ".join(f"{name} {value}" for name, value in small.items())
         raise ValueError(f"{found}: sizes must be 1 or more (global_batch and recompute_layers 0 or more)")
-    for name, value, known in (
-        ("recompute", p.recompute, RECOMPUTE),
-        ("zero", p.zero, ZERO),
-        ("dtype", p.dtype, DTYPES),
-        ("gemm_dtype", p.gemm_dtype, (*DTYPES, "float8")),
-        *(("recompute_modules", module, MODULES) for module in p.recompute_modules),
-    ):
-        if value not in known:
-            raise ValueError(not_one_of(f"{name} {value}", str(value), map(str, known)))
+    for module in p.recompute_modules:
+        one_of("recompute_modules", module, MODULES)
 
 
 def _check_sizes(p: Parallel) -> None:
