@@ -31,7 +31,7 @@ from cp_plugin.methods.ring import PROVIDERS
 ring = replace(PROVIDERS[0], layouts=("contiguous",))
 
 def wrong_scale(mesh, local, problem, options):
-    return ring.build(mesh, replace(local, scale=1.01 * local.scale), problem, options)
+    return ring.build(mesh, replace(local, scores=Scores(1.01 * local.scores.scale)), problem, options)
 
 def wrong_rank(mesh, local, problem, options):
     return (wrong_scale if mesh.index == 1 else ring.build)(mesh, local, problem, options)

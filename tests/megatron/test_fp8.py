@@ -17,6 +17,7 @@ from training import assert_same_bits, compare, stock, train
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.core import payload
+from cp_plugin.core.block import Scores
 from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed
 from cp_plugin.testing.launch import RankError
 
@@ -218,8 +219,8 @@ def _wrong_exponents() -> None:
 def _wrong_scale() -> None:
     """Scores 10 % too large: an error that FP8's own tolerance would let pass."""
     method = ContextParallel.method
-    ContextParallel.method = lambda self, problem, device, scale, *rest: method(
-        self, problem, device, 1.1 * scale, *rest
+    ContextParallel.method = lambda self, problem, device, scores, *rest: method(
+        self, problem, device, Scores(1.1 * scores.scale), *rest
     )
 
 
