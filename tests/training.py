@@ -194,24 +194,25 @@ def train(
     timeout: float = 300.0,
     rank_flags: Sequence[str] | None = None,
     documents: int = 0,
-    modules: Sequence[str] = (),
+    modules: Sequence[str] | None = (),
     prepare: Callable[[], None] | None = None,
 ) -> list[Record]:
     """Train on ``ranks`` forked processes with the plugin active, and return every rank's record.
 
     model: without what contradicts a hybrid model, whose kernels are stood in for, or multi-latent attention.
     rank_flags: more flags for each rank alone, to start ranks that disagree.
-    documents, modules: see ``stand_in``.
+    documents, modules: see ``stand_in``; None: a hybrid model's kernels are not stood in for, either.
     prepare: called on every rank when the provider's patches are in place, before anything uses them.
     """
     if HYBRID in f"{model} {flags}":
-        model, modules = model.replace("--num-layers 2 ", ""), ("state_space_kernels", *modules)
+        model = model.replace("--num-layers 2 ", "")
+        modules = None if modules is None else ("state_space_kernels", *modules)
     if LATENT in flags:
         model = model.replace("--group-query-attention --num-query-groups 2 ", "")
     words = f"{model} {DATA} {training} --train-iters {steps} {flags}".split()
 
     def begin() -> None:
-        stand_in(documents, modules)
+        stand_in(documents, modules or ())
         if prepare is not None:
             prepare()
 

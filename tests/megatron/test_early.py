@@ -22,7 +22,7 @@ from cp_plugin.methods import registry
 HEAVY = ("torch", "torch.distributed", "megatron", "numpy")
 REFUSED = tomllib.loads(Path(__file__).with_name("bad_flags.toml").read_text())
 BAD = {f"{begin} {rest}".strip(): said for begin, table in REFUSED.items() for rest, said in table.items()}
-LATER = 27
+LATER = 29
 """Of the refused command lines, those that take more to know: the provider, the model, the device, the planner."""
 CHECK = """
 import json, sys
