@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.cli.bench.cases import Case
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import oracle
 
@@ -31,16 +30,9 @@ def errors(got: Iterable[Tensor], want: Iterable[Tensor]) -> list[float]:
     for mine, wanted in zip(got, (x.double() for x in want), strict=True):
         error = (mine.cpu().double() - wanted).square().sum().item() if mine.shape == wanted.shape else torch.inf
         squares.append((error, wanted.square().sum().item()))
-    of_ranks = torch.tensor(everywhere(squares), dtype=torch.float64)
+    of_ranks = torch.tensor(gather_objects(squares), dtype=torch.float64)
     error, norm = of_ranks.sum(0).unbind(1)
     return (error / norm).sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf).tolist()
-
-
-def everywhere[T](mine: T) -> list[T]:
-    """All-gather a value."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
 
 
 class Processors:

@@ -20,6 +20,7 @@ from cp_plugin.cli.bench import ideal, measure
 from cp_plugin.cli.bench.cases import Case
 from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
 from cp_plugin.cli.bench.report import CaseResult, Measured
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.core.options import Options
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.trace.timeline import simulate
@@ -167,8 +168,8 @@ class _Rank:
             for contestant in contestants:
                 contestant.booked()
             clock.take_turns(calls, 1, self._device, shown)
-        sent = measure.everywhere([contestant.booked() for contestant in contestants])
-        seconds = measure.everywhere(clock.take_turns(calls, self._rounds, self._device, shown))
+        sent = gather_objects([contestant.booked() for contestant in contestants])
+        seconds = gather_objects(clock.take_turns(calls, self._rounds, self._device, shown))
         taken = [list(of_ranks) for of_ranks in zip(*seconds, strict=True)]
         ideals = {
             key: clock.Taken.of(of_ranks, share.factor)

@@ -13,7 +13,7 @@ from types import FrameType
 import torch.distributed as dist
 
 KINDS = (AssertionError, ValueError, RuntimeError, ImportError, OSError)
-"""What the validation raises on purpose."""
+"""What the validation raises on purpose, or a library that it calls with the flags' values."""
 _ON_PURPOSE = ("raise", "assert")
 _WORDS = 3  # characters of the shortest meaningful message
 CRASHES = (ArithmeticError, LookupError, AttributeError, TypeError)
@@ -26,9 +26,9 @@ _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", 
 
 
 def reason(error: BaseException, args: argparse.Namespace | None = None, said: str | None = None) -> str:
-    """Megatron's message, or the line that stops; with ``args`` after the flags in that line, and their values.
+    """Megatron's message, or the line that stops; after the flags that this line, or the nearest caller's, reads.
 
-    said: a summary of its message; None: all of it.
+    args, said: where their values are, if known; a summary of its message, for all of it.
     """
     frame, number = stopped(error) or [*traceback.walk_tb(error.__traceback__)][-1]
     said = " ".join((str(error) if said is None else said).split())

@@ -205,7 +205,8 @@ class _Step:
                     with choices.replayed():
                         moved.append(self._run(salt))
                     change = growth(moved, alone)
-                    if any(gather_objects(change > min(_UNSTEADY, 500 * floor))):
+                    changes = gather_objects(change)
+                    if any(one > min(_UNSTEADY, 500 * floor) for one in changes):
                         raise RuntimeError(
                             "repeated, the step on one rank is another one: it draws random numbers of its own, or "
                             f"counts calls ({change:.1e} in half of the gradients here)"
@@ -215,7 +216,6 @@ class _Step:
                         found.append(f"routers choose other experts, whose scores differ by {choices.apart:.1e}")
                     if not any(gather_objects(bool(found))):
                         break
-            measured = any(gather_objects(change > 0))
             leaked, own = (after - earlier for after, earlier in zip(one.used(), before, strict=True))
             found += self._reduced_ones(scalers)
         if any(gather_objects(leaked > 0 or bool(found and own))):
@@ -228,7 +228,7 @@ class _Step:
         line = (
             f"a step of {self.tokens} tokens on {self.size} context-parallel ranks equals the step on one rank: "
             f"{len(names)} gradients within {worst:.0e} of their norm, {', '.join(logged) or 'no losses here'}"
-            f"{'' if measured else '; what rounding changes was not measured'}"
+            f"{'' if any(one > 0 for one in changes) else '; what rounding changes was not measured'}"
         )
         return found, line
 

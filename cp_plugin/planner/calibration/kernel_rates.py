@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.core.mask import Mask
@@ -62,8 +63,7 @@ def seconds_each(call: Callable[[], Any], device: torch.device) -> float:
     call()
     dist.barrier()
     mine = _on_cuda(call) if device.type == "cuda" else _by_the_clock(call)
-    found = [0.0] * dist.get_world_size()
-    dist.all_gather_object(found, 1 / mine)
+    found = gather_objects(1 / mine)
     return len(found) / sum(found)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.comm import GroupMesh, Mesh, coordinates, flat_index
+from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.core.hosts import neighbours_per_host
 from cp_plugin.planner.calibration.fitting import fit
 from cp_plugin.planner.machine.events import Post
@@ -91,9 +92,7 @@ class Measured:
             for _ in range(times if takes_part else 0):
                 post(axis, tensors).wait()
             _synchronise(self._device)
-            found = [0.0] * dist.get_world_size()
-            dist.all_gather_object(found, (time.perf_counter() - start) / times)
-            return max(found)
+            return max(gather_objects((time.perf_counter() - start) / times))
 
         times = max(1, min(20, int(0.1 / run(1))))
         seconds = sorted(run(times) for _ in range(_ROUNDS))[_ROUNDS // 2]
