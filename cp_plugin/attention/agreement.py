@@ -15,7 +15,8 @@ every layer. So a rank that changes at call n > 4 is found by call 2n, and by ca
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from cp_plugin.comm import GroupMesh, Ledger, Mesh, ThreadMesh, device_of
 from cp_plugin.comm.every_rank import of_every_rank
 from cp_plugin.common.text import group_ranks, ranks_named
+from cp_plugin.placement.documents import Placement
 
 FIRST, EVERY = 4, 256
 """Calls that are compared: so many at first, then those whose number is a power of two, and every so many."""
@@ -72,59 +74,81 @@ class Calls:
         return found
 
 
-def check(mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]]) -> None:
+def check(
+    mesh: Mesh, calls: Calls, settings: Callable[[], Mapping[str, Any]], refused: Exception | None = None
+) -> None:
     """Compare the settings of a call over all ranks, if it is its turn. Collective then.
 
     Args:
         settings: name -> a 0-dim int64 tensor, or any value whose ``repr`` tells it from others.
+        refused: why this rank cannot make the call, for which the others would wait.
 
     Raises:
-        ValueError: on every rank, naming each setting that differs, and the ranks on which it does.
+        ValueError: on every rank, naming each setting that differs, and the ranks on which it does, or with the error
+            of a rank that cannot make the call. That rank itself raises ``refused``, compared or not.
     """
-    if not _has_others(mesh) or not calls.is_compared():
+    if not _has_others(mesh) or not calls.is_compared() or _capturing():
+        if refused is not None:
+            raise refused
         return
-    if _capturing():
-        return
-    named = settings()
+    named = {**settings(), _REFUSED: refused and str(refused)}
     device = next((x.device for x in named.values() if isinstance(x, Tensor)), torch.device("cpu"))
     device = _device(mesh, device)
     digests = torch.stack([_digest(x, device) for x in named.values()])
     table = gathered(mesh, digests[None], calls.ledger).tolist()
-    problems = []
-    for column, name in enumerate(named):
-        ranks_of = group_ranks([row[column] for row in table])
-        if len(ranks_of) > 1:
-            groups = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
-            problems.append(f"{name} ({' and '.join(ranks_named(ranks) for ranks in groups)} disagree)")
-    if problems:
-        mine = {name: x for name, x in named.items() if any(p.startswith(f"{name} (") for p in problems)}
-        shown = ", ".join(f"{name}={_shown(x)}" for name, x in mine.items())
+    groups = {name: group_ranks([row[column] for row in table]) for column, name in enumerate(named)}
+    differ = {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+    theirs = problem_of_ranks(mesh, named[_REFUSED], device) if _REFUSED in differ else None
+    if error := refused or theirs:
+        raise error
+    if differ:
         raise ValueError(
-            f"context-parallel ranks made different calls: {'; '.join(problems)}. Every rank must pass its shard of "
-            f"the same batch, with the same settings. Rank {mesh.index} has {shown}"
+            f"context-parallel ranks made different calls: {'; '.join(map(_disagreement, differ, differ.values()))}. "
+            "Every rank must pass its shard of the same batch, with the same settings. "
+            f"Rank {mesh.index} has {', '.join(f'{name}={_shown(named[name])}' for name in differ)}"
         )
 
 
-def of_call(cp: Any, name: str, tensors: Sequence[Tensor | None], **settings: Any) -> None:
-    """``check`` for a call of a ``ContextParallel``: its settings, and its tensors' shapes and dtypes."""
-    if not _has_others(cp.mesh):
-        return
-    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    cp._calls.note(
-        {
-            "call": name,
-            "shapes": [None if x is None else (*x.shape, x.dtype) for x in tensors],
-            "gradients": gradients,
-            "provider": cp.provider.name,
-            "layout": cp.layout.name,
-            **_SETTINGS,
-            **settings,
-        }
-    )
-    check(cp.mesh, cp._calls, cp._calls.noted)
+_REFUSED = "a refused call"
 
 
-_SETTINGS = {"causal": None, "scale": None, "window": None, "documents": (), "tree": None, "log_decay > 0": False}
+def _disagreement(name: str, ranks_of: Mapping[Any, list[int]]) -> str:
+    groups = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
+    return f"{name} ({' and '.join(map(ranks_named, groups))} disagree)"
+
+
+@contextmanager
+def of_call(cp: Any, name: str, tensors: Sequence[Tensor | None]) -> Iterator[dict[str, Any]]:
+    """``check`` for a call of a ``ContextParallel``: its settings, and its tensors' shapes and dtypes.
+
+    Inside the ``with`` block settings are checked, and added to the dictionary; an error in there reaches all ranks.
+    """
+    settings: dict[str, Any] = {}
+    refused = None
+    try:
+        yield settings
+    except Exception as error:
+        refused = error
+    if _has_others(cp.mesh):
+        gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        place = cp.layout.place
+        cp._calls.note(
+            {
+                "call": name,
+                "shapes": [None if x is None else (*x.shape, x.dtype) for x in tensors],
+                "gradients": gradients,
+                "provider": cp.provider.name,
+                "layout": cp.layout.name,
+                "placed documents": place if isinstance(place, Placement) else None,
+                "options": cp.options.given,
+                **_SETTINGS,
+                **settings,
+            }
+        )
+    check(cp.mesh, cp._calls, cp._calls.noted, refused)
+
+
+_SETTINGS = {"causal": None, "scale": None, "window": None, "documents": (), "tree": None}
 """Of every call, so that ranks that make different ones send as many digests."""
 
 
@@ -151,11 +175,13 @@ def gathered(mesh: Mesh, x: Tensor, ledger: Ledger | None = None) -> Tensor:
         mesh.ledger = usual
 
 
-def problem_of_ranks(mesh: Mesh, failed: Sequence[int], mine: str | None, device: torch.device) -> ValueError:
-    """The error of the first of these ranks, on every rank, whose own is ``mine``. Collective."""
+def problem_of_ranks(mesh: Mesh, mine: str | None, device: torch.device) -> ValueError | None:
+    """The error of the first rank that has one, on every rank, whose own is ``mine``; None if none has. Collective."""
     text = (mine or "").encode()[:_TEXT].ljust(_TEXT)
-    texts = gathered(mesh, torch.tensor([list(text)], dtype=torch.uint8, device=device)).tolist()
-    return ValueError(f"{ranks_named(failed)}: {bytes(texts[failed[0]]).decode(errors='ignore').strip()}")
+    table = gathered(mesh, torch.tensor([list(text)], dtype=torch.uint8, device=device)).tolist()
+    texts = [bytes(row).decode(errors="ignore").strip() for row in table]
+    failed = [rank for rank, text in enumerate(texts) if text]
+    return ValueError(f"{ranks_named(failed)}: {texts[failed[0]]}") if failed else None
 
 
 def _device(mesh: Mesh, device: torch.device) -> torch.device:

@@ -233,12 +233,12 @@ class ContextParallel(LinearAttention):
             ValueError: for shapes, dtypes or devices that do not fit, a problem the provider does not support, or
                 (compared in the first calls, and rarely after) ranks with other settings.
         """
-        check_numbers(scale, window)
+        with agreement.of_call(self, "attention", (q, k, v, sink)) as settings:
+            check_numbers(scale, window)
+            documents = document_bounds(cu_seqlens, q.size(0) * self.size)
+            settings |= {"causal": causal, "window": window, "documents": documents, "tree": tree, "scale": scale}
         if scaling is not None and not (torch.is_grad_enabled() or to_be_repeated()):
             scaling = scaling.reader()
-        documents = () if cu_seqlens is None else document_bounds(cu_seqlens, q.size(0) * self.size)
-        settings = {"causal": causal, "window": window, "documents": documents, "tree": tree, "scale": scale}
-        agreement.of_call(self, "attention", (q, k, v, sink), **settings)
         tensors = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sink))
         asked = (tensors, causal, window, documents, tree, scale, scaling, self.options)
 

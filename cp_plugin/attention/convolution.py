@@ -59,17 +59,17 @@ def short_convolution(
     Raises:
         ValueError: for sizes that do not fit, or a provider of softmax attention.
     """
-    if cp.provider.kind != "linear":
-        raise ValueError(
-            f"provider {cp.provider.name!r} is for softmax attention: short convolutions belong to linear attention; "
-            f"use one of {', '.join(names('linear'))}"
-        )
-    if weight.dim() != 2 or weight.size(0) != x.size(2) or (bias is not None and bias.shape != weight.shape[:1]):
-        shapes = [None if y is None else tuple(y.shape) for y in (x, weight, bias)]
-        raise ValueError(f"x, weight and bias must be [s, b, c], [c, w] and [c], got {shapes}")
-    tokens, width = x.size(0) * cp.size, weight.size(1)
-    documents = () if cu_seqlens is None else document_bounds(cu_seqlens, tokens)
-    agreement.of_call(cp, "short_convolution", (x, weight, bias), documents=documents)
+    with agreement.of_call(cp, "short_convolution", (x, weight, bias)) as settings:
+        if cp.provider.kind != "linear":
+            raise ValueError(
+                f"provider {cp.provider.name!r} is for softmax attention: short convolutions belong to linear "
+                f"attention; use one of {', '.join(names('linear'))}"
+            )
+        if weight.dim() != 2 or weight.size(0) != x.size(2) or (bias is not None and bias.shape != weight.shape[:1]):
+            shapes = [None if y is None else tuple(y.shape) for y in (x, weight, bias)]
+            raise ValueError(f"x, weight and bias must be [s, b, c], [c, w] and [c], got {shapes}")
+        tokens, width = x.size(0) * cp.size, weight.size(1)
+        documents = settings["documents"] = document_bounds(cu_seqlens, tokens)
     plan = _planned(cp.layout, cp.numbers, cp.index, tokens, width, documents, x.device)
     return _Convolution.apply(x, weight, bias, plan, cp.mesh)
 

@@ -82,8 +82,6 @@ class LinearAttention(Sharding):
                 not increase from 0 to the length of the sequence or lack some of the placed documents', a log_decay
                 above 0, or a problem the provider does not support.
         """
-        self._is_for("linear")
-        check_numbers(scale)
         problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, cu_seqlens=cu_seqlens, scale=scale)
         scan, parts = self.scan(problem, q.device)
         documents = self._documents(problem.seq_length, cu_seqlens, q.device)
@@ -109,7 +107,6 @@ class LinearAttention(Sharding):
         Returns:
             ``[b, g, d, e]`` in float32 (float64 for float64 inputs), the same on every rank.
         """
-        self._is_for("linear")
         problem = self._linear_problem(k, k, v, log_decay, beta, causal=True, cu_seqlens=cu_seqlens)
         parts = self.scan(problem, k.device)[1]
         linear.refuse_placed(parts)
@@ -142,10 +139,10 @@ class LinearAttention(Sharding):
         Returns:
             ``[s, b, h, e]`` in q's dtype, and the state ``[b, g, d, e]`` in the accumulation dtype, on every rank.
         """
-        self._is_for("linear")
+        problem = self._linear_problem(q, k, v, log_decay, beta, causal=True, scale=scale, kept=kept)
         if kept is not None:
             k, log_decay = linear.without_padding(k, log_decay, kept)
-        problem = self._linear_problem(q, k, v, log_decay, beta, causal=True)
+            problem = replace(problem, decay=linear.decay_of(log_decay, k))
         parts = self.scan(problem, k.device)[1]
         linear.refuse_placed(parts)
         return linear.extend(q * scale, k, v, log_decay, beta, parts, self.mesh, state)
@@ -183,26 +180,35 @@ class LinearAttention(Sharding):
         return linear.documents_of(self.positions(seq_length, device), cu_seqlens, bounds)
 
     def _linear_problem(
-        self, *tensors: Any, causal: bool, cu_seqlens: Tensor | None = None, scale: float = 1.0
+        self,
+        *tensors: Any,
+        causal: bool,
+        cu_seqlens: Tensor | None = None,
+        scale: float = 1.0,
+        kept: Tensor | None = None,
     ) -> Problem:
         """tensors: q, k, v, log_decay and beta."""
         q, k, v, log_decay, beta = tensors
-        settings = {"causal": causal, "documents": document_bounds(cu_seqlens, k.size(0) * self.size), "scale": scale}
-        grows = self._grows(log_decay)
-        agreement.of_call(self, "linear_attention", tensors, **settings, **{"log_decay > 0": grows})
-        problem = self.problem(q, k, v, causal=causal)
-        decay, delta = linear.decay_of(log_decay, k), linear.is_delta(beta, k)
-        if grows:
+        with agreement.of_call(self, "linear_attention", tensors) as settings:
+            self._is_for("linear")
+            check_numbers(scale)
+            problem = self.problem(q, k, v, causal=causal)
+            decay, delta = linear.decay_of(log_decay, k), linear.is_delta(beta, k)
+            if kept is not None and (kept.shape != k.shape[:2] or kept.dtype != torch.bool):
+                raise ValueError(f"kept must be bool {tuple(k.shape[:2])}, got {kept.dtype} {tuple(kept.shape)}")
+            self._refuse_growth(log_decay)
+            documents = document_bounds(cu_seqlens, problem.seq_length)
+            settings |= {"causal": causal, "documents": documents, "scale": scale}
+        return replace(problem, decay=decay, delta=delta, documents=cu_seqlens is not None)
+
+    def _refuse_growth(self, log_decay: Tensor | None) -> None:
+        """ValueError for a decay above 0. CUDA is asked where ranks compare their calls, as the host must wait."""
+        if log_decay is None or log_decay.is_meta:
+            return
+        if log_decay.device.type == "cuda" and not agreement.may_wait(self):
+            return
+        if (log_decay.detach() > 0).any():
             raise ValueError(
                 f"log_decay must be at most 0, got {log_decay.max().item():.3g}: with a decay rate, pass its negative; "
                 "with a factor on the state, from 0 to 1, its logarithm"
             )
-        return replace(problem, decay=decay, delta=delta, documents=cu_seqlens is not None)
-
-    def _grows(self, log_decay: Tensor | None) -> bool:
-        """Return True for a decay above 0. CUDA is asked where ranks compare their calls, as the host must wait."""
-        if log_decay is None or log_decay.is_meta:
-            return False
-        if log_decay.device.type == "cuda" and not agreement.may_wait(self):
-            return False
-        return bool((log_decay.detach() > 0).any())

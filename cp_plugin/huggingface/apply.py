@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cp_plugin.attention.agreement import Calls, gathered, problem_of_ranks
+from cp_plugin.attention.agreement import Calls, problem_of_ranks
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import ConnectError, MessageError
 from cp_plugin.huggingface import layers
@@ -155,9 +155,8 @@ def _examine_structure(model: PreTrainedModel, division: Division) -> None:
             require_local(model, division)
     except ValueError as error:
         reason = str(error)
-    lost = [r for r, failed in enumerate(gathered(division.cp.mesh, torch.tensor([reason is not None]))) if failed]
-    if lost:
-        raise problem_of_ranks(division.cp.mesh, lost, reason, torch.device("cpu"))
+    if error := problem_of_ranks(division.cp.mesh, reason, torch.device("cpu")):
+        raise error
 
 
 def _examine_results(model: PreTrainedModel, division: Division) -> None:

@@ -137,7 +137,7 @@ class Forward:
         Raises:
             ValueError: for what would be wrong without an error.
         """
-        problem = None
+        refused = None
         try:
             if self.division.calls.is_next_compared():
                 for message in list(self.division.required):
@@ -145,17 +145,8 @@ class Forward:
                         raise ValueError(f"in an earlier call: {message}")
             self._check(named)
         except ValueError as error:
-            problem = error
-        if self.division.cp.size > 1:
-            try:
-                agreement.check(
-                    self.division.cp.mesh, self.division.calls, lambda: self._compared(named, problem is not None)
-                )
-            except ValueError:
-                if problem is None:
-                    raise
-        if problem is not None:
-            raise problem
+            refused = error
+        agreement.check(self.division.cp.mesh, self.division.calls, lambda: self._compared(named), refused)
         return self._prepared(named)
 
     def _check(self, named: dict[str, Any]) -> None:
@@ -283,11 +274,10 @@ class Forward:
         for loss in ("aux_loss", "z_loss", "router_loss"):
             refuse(getattr(output, loss, None) is not None, f"{loss}: each rank would balance only its own tokens")
 
-    def _compared(self, named: dict[str, Any], refused: bool) -> dict[str, Any]:
+    def _compared(self, named: dict[str, Any]) -> dict[str, Any]:
         digests = named.get(DIGEST)
         labels = named.get("shift_labels")
         return {
-            "a refused call": refused,
             "input_ids": None if digests is None else digests[0],
             "labels": None if digests is None else digests[1],
             "num_items_in_batch": named.get("num_items_in_batch"),

@@ -179,9 +179,8 @@ def _agreed(
         return [theirs]
     header = torch.tensor([[*ours, *theirs]], dtype=torch.float64, device=device)
     table = gathered(cp.mesh, header).tolist()
-    failed = [rank for rank, row in enumerate(table) if row[0]]
-    if failed:
-        raise problem_of_ranks(cp.mesh, failed, problem, device)
+    if any(row[0] for row in table) and (error := problem_of_ranks(cp.mesh, problem, device)):
+        raise error
     for column, what in enumerate(
         (
             "labels: some have them, and some have none",

@@ -7,7 +7,7 @@ context-parallel group with other rows).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,13 +17,18 @@ from nightly import each_value
 from cp_plugin import ContextParallel, Tree
 from cp_plugin.attention.agreement import EVERY, FIRST, Calls
 from cp_plugin.attention.convolution import short_convolution
+from cp_plugin.attention.packs import place_lengths
 from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.common.text import ranks_named
 
 LENGTH = 32
 
 
-def made(call: Callable[..., None], mesh: Mesh, *, provider: str = "", layout: str | None = None) -> ContextParallel:
-    return ContextParallel(provider or ("ring" if call is softmax else "lasp2"), mesh=mesh, layout=layout)
+def made(
+    call: Callable[..., None], mesh: Mesh, *, provider: str = "", placed: Sequence[int] = (), **options: Any
+) -> ContextParallel:
+    cp = ContextParallel(provider or ("ring" if call is softmax else "lasp2"), mesh=mesh, **options)
+    return place_lengths(cp, placed) if placed else cp
 
 
 def softmax(
@@ -43,8 +48,25 @@ def linear(cp: ContextParallel, **settings: Any) -> None:
     cp.linear_attention(q, q, q, **settings)
 
 
-def convolution(cp: ContextParallel, *, width: int = 4, **settings: Any) -> None:
-    short_convolution(cp, torch.ones(LENGTH // cp.size, 1, 3), torch.ones(3, width), **settings)
+def state(cp: ContextParallel, **settings: Any) -> None:
+    k = torch.ones(LENGTH // cp.size, 1, 4, 8)
+    cp.linear_state(k, k, **settings)
+
+
+def extension(cp: ContextParallel, **settings: Any) -> None:
+    q = torch.ones(LENGTH // cp.size, 1, 4, 8)
+    cp.extend_linear(q, q, q, **settings)
+
+
+def convolution(cp: ContextParallel, *, width: int = 4, channels: int = 3, **settings: Any) -> None:
+    short_convolution(cp, torch.ones(LENGTH // cp.size, 1, 3), torch.ones(channels, width), **settings)
+
+
+class Broken(torch.Tensor):
+    """Bounds that cannot be read."""
+
+    def dim(self) -> int:
+        raise RuntimeError("of this rank alone")
 
 
 CALLS: Mapping[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] = {
@@ -62,7 +84,6 @@ CALLS: Mapping[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] 
         {"cu_seqlens": torch.tensor([0, 8, 32])},
         {"cu_seqlens": torch.tensor([0, 12, 32])},
     ),
-    "log_decay > 0": (linear, {"log_decay": -torch.ones(4)}, {"log_decay": torch.ones(4)}),
     "shapes, convolution": (convolution, {}, {"width": 3}),
     "shapes, sink": (softmax, {}, {"sink": torch.zeros(4)}),
     "gradients": (softmax, {}, {"grad": True}),
@@ -70,7 +91,10 @@ CALLS: Mapping[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] 
     "layout": (softmax, {"layout": "zigzag"}, {"layout": "contiguous"}),
     "layout, linear": (linear, {"layout": "zigzag"}, {"layout": "contiguous"}),
     "provider": (softmax, {"layout": "zigzag"}, {"layout": "zigzag", "provider": "all_gather"}),
+    "placed documents": (softmax, {"placed": (8, 24)}, {"placed": (24, 8)}),
+    "options": (softmax, {}, {"fp8": "comm"}),
 }
+SETUP = ("provider", "layout", "placed", "fp8")
 
 
 @each_value
@@ -82,9 +106,7 @@ def test_a_rank_with_other_settings_is_named(name: str, when: int, other: int) -
 
     def rank(mesh: Mesh) -> str:
         settings = dict(different if mesh.index == other else usual)
-        cp = made(
-            call, mesh, **{option: settings.pop(option) for option in ("provider", "layout") if option in settings}
-        )
+        cp = made(call, mesh, **{option: settings.pop(option) for option in SETUP if option in settings})
         cp._calls.number = when - 1
         with pytest.raises(ValueError, match="ranks made different calls") as raised:
             settings.pop("instead", call)(cp, **settings)
@@ -93,6 +115,47 @@ def test_a_rank_with_other_settings_is_named(name: str, when: int, other: int) -
     rest = {0: "ranks 1-3", 2: "ranks 0, 1, 3"}[other]
     for text in run_threads(rank, {"cp": 4}):
         assert f"{name.split(',')[0]} ({rest} and rank {other} disagree)" in text, text
+
+
+BOUNDS = {"cu_seqlens": torch.tensor([4])}
+REFUSED: Mapping[str, tuple[Callable[..., None], dict[str, Any], str]] = {
+    "bounds": (softmax, BOUNDS, "cu_seqlens must increase"),
+    "bounds, linear": (linear, BOUNDS, "cu_seqlens must increase"),
+    "bounds, state": (state, BOUNDS, "cu_seqlens must increase"),
+    "bounds, convolution": (convolution, BOUNDS, "cu_seqlens must increase"),
+    "bounds of no type": (softmax, {"cu_seqlens": [0, 32]}, "cu_seqlens must be a tensor"),
+    "scale": (softmax, {"scale": float("nan")}, "scale=nan"),
+    "scale, linear": (linear, {"scale": float("nan")}, "scale=nan"),
+    "scale, extension": (extension, {"scale": float("nan")}, "scale=nan"),
+    "window": (softmax, {"window": 3}, "window=3"),
+    "width": (convolution, {"channels": 5}, "x, weight and bias must be"),
+    "growth": (linear, {"log_decay": torch.ones(4)}, "log_decay must be at most 0"),
+    "kept": (extension, {"kept": torch.ones(3)}, "kept must be bool"),
+    "kind": (linear, {"provider": "ring"}, "is for softmax attention"),
+    "kind, convolution": (convolution, {"provider": "ring"}, "is for softmax attention"),
+    "any error": (softmax, {"cu_seqlens": Broken()}, "of this rank alone"),
+}
+
+
+@pytest.mark.parametrize("wrong", [(0,), (2,), (1, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_one_rank_refuses_reaches_all(name: str, wrong: tuple[int, ...]) -> None:
+    """Before anything of the call is sent; the next call is made together again."""
+    call, different, why = REFUSED[name]
+
+    def rank(mesh: Mesh) -> str:
+        settings = dict(different if mesh.index in wrong else {})
+        cp = made(call, mesh, **{option: settings.pop(option) for option in SETUP if option in settings})
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            call(cp, **settings)
+        assert cp.mesh.ledger.bytes() == 0
+        if "kind" not in name:
+            call(cp)
+        return str(raised.value)
+
+    for index, text in enumerate(run_threads(rank, {"cp": 4}, patience=5)):
+        assert why in text, text
+        assert text.startswith(ranks_named(list(wrong))) == (index not in wrong), text
 
 
 @pytest.mark.parametrize("last", [6, 8])

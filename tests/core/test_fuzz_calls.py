@@ -185,7 +185,7 @@ def second(t: Trial, loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tenso
 def on_rank(t: Trial, mesh: Any = None, group: Any = None) -> dict[str, Tensor] | Refused:
     """``trained``, or why not."""
     size = t.size if mesh is not None or group is not None else 1
-    options = {name: x for name, x in t.options.items() if size > 1 or name != "head_parallel"}
+    options = {name: x for name, x in t.options.items() if size > 1 or name in ("layout", "backend")}
     cp = ContextParallel(t.provider, mesh=mesh, group=group, problem=t.problem(size), **options)
     try:
         return trained(t, cp, WITHIN[t.within] if group is not None else WITHIN["nothing"])
@@ -285,6 +285,7 @@ CAN_BE_DRAWN: dict[str, Callable[[Trial, Batch], object]] = {
     **{x: lambda t, b, x=x: t.derivative == x for x in ("backward(inputs=)", *PENALTIES)},
     "rank 0 differs": lambda t, b: t.differs and t.differs[0] == 0,
     "another rank differs later": lambda t, b: t.differs and t.differs[0] > 0 and t.differs[1] > 0,
+    "one rank's bounds are none": lambda t, b: t.differs and t.differs[2].get("bounds") == (b.tokens,),
     "documents in lasp2": lambda t, b: t.provider == "lasp2" and b.bounds,
 }
 
