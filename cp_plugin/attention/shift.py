@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cp_plugin.attention import autocast
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import WHOLE, GroupMesh, connect
 from cp_plugin.common.eager import eager
@@ -58,7 +59,7 @@ class _Shift(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, by: int, cp: ContextParallel, phase: str) -> Tensor:
         ctx.dim, ctx.by, ctx.cp = dim, by, cp
-        with cp.mesh.ledger.phase(phase):
+        with cp.mesh.ledger.phase(phase), autocast.off(x.device.type):
             return _shifted(cp, x, dim, by)
 
     @staticmethod

@@ -59,7 +59,8 @@ class Sharding:
     @eager
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's tokens of ``x``, whose dimension ``dim`` is the whole sequence; differentiable."""
-        return self.layout.shard(x, dim, self.size, self.numbers[self.index])
+        with autocast.off(x.device.type):  # which joins no tensors of another half precision than its own
+            return self.layout.shard(x, dim, self.size, self.numbers[self.index])
 
     @eager
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -85,17 +86,18 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, mesh: Mesh, layout: Layout, numbers: tuple[int, ...]) -> Tensor:
         ctx.kept = (layout, dim, mesh.size, numbers[mesh.index])
-        shards = [x.movedim(dim, 0)]
-        for axis in reversed(mesh.axes):  # fastest axis first: the order of the flat index
-            shards = list(mesh.all_gather(axis, shards).wait())
-        by_rank = shards[0].chunk(mesh.size)
-        with autocast.off(x.device.type):  # it would have an opinion on joining tensors of one dtype
+        with autocast.off(x.device.type):
+            shards = [x.movedim(dim, 0)]
+            for axis in reversed(mesh.axes):  # fastest axis first: the order of the flat index
+                shards = list(mesh.all_gather(axis, shards).wait())
+            by_rank = shards[0].chunk(mesh.size)
             return layout.unshard([by_rank[numbers.index(n)] for n in range(mesh.size)], 0).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layout, *kept = ctx.kept
-        return layout.shard(grad, *kept), None, None, None, None
+        with autocast.off(grad.device.type):
+            return layout.shard(grad, *kept), None, None, None, None
 
 
 def segments_of(layout: Layout, numbers: tuple[int, ...], seq_length: int, ranks: tuple[int, ...]) -> Segments:

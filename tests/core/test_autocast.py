@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_plugin import ContextParallel
 from cp_plugin.attention.convolution import short_convolution
+from cp_plugin.attention.shift import shift
 from cp_plugin.comm import Mesh, run_threads
 
 
@@ -84,3 +85,22 @@ def test_recomputation() -> None:
         out.float().square().sum().backward()
         gradients.append([y.grad for y in x])
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("cast_to", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64], ids=str)
+def test_moves_of_tokens_keep_every_dtype(dtype: torch.dtype, cast_to: torch.dtype) -> None:
+    """torch's ``cat`` raises for tensors of another half precision than autocast's."""
+
+    def rank(mesh: Mesh) -> None:
+        cp = ContextParallel("ring", mesh=mesh, layout="zigzag")
+        x = torch.arange(16).to(dtype).requires_grad_(dtype.is_floating_point)
+        with torch.autocast("cpu", cast_to):
+            mine = cp.shard(x)
+            whole, moved = cp.unshard(mine), cp.unshard(shift(cp, mine))
+            if x.requires_grad:
+                (whole + moved).backward(torch.ones_like(whole))
+        assert mine.dtype == whole.dtype == moved.dtype == dtype
+        assert torch.equal(whole, x) and torch.equal(moved[:-1], x[1:])
+
+    run_threads(rank, {"cp": 2})
