@@ -14,16 +14,18 @@ every layer. So a rank that changes at call n > 4 is found by call 2n, and by ca
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.comm import GroupMesh, Ledger, Mesh, ThreadMesh, device_of
-from cp_plugin.comm.every_rank import of_every_rank
+from cp_plugin.comm.every_rank import gather_texts, of_every_rank
 from cp_plugin.common.text import group_ranks, ranks_named
 from cp_plugin.placement.documents import Placement
 
@@ -96,25 +98,50 @@ def check(
     device = _device(mesh, device)
     digests = torch.stack([_digest(x, device) for x in named.values()])
     table = gathered(mesh, digests[None], calls.ledger).tolist()
-    groups = {name: group_ranks([row[column] for row in table]) for column, name in enumerate(named)}
-    differ = {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+    differ = _different(dict(zip(named, zip(*table, strict=True), strict=True)))
     theirs = problem_of_ranks(mesh, named[_REFUSED], device) if _REFUSED in differ else None
-    if error := refused or theirs:
+    if error := refused or theirs or _disagreement(differ, named, mesh.index):
         raise error
-    if differ:
-        raise ValueError(
-            f"context-parallel ranks made different calls: {'; '.join(map(_disagreement, differ, differ.values()))}. "
-            "Every rank must pass its shard of the same batch, with the same settings. "
-            f"Rank {mesh.index} has {', '.join(f'{name}={_shown(named[name])}' for name in differ)}"
-        )
+
+
+@contextmanager
+def of_group(group: dist.ProcessGroup | None) -> Iterator[dict[str, Any]]:
+    """``of_call`` for what all ranks of a group are about to make together, of several groups of ranks for instance.
+
+    Inside the ``with`` block settings are checked, and added to the dictionary; an error in there reaches all ranks.
+    """
+    settings: dict[str, Any] = {}
+    refused = None
+    try:
+        yield settings
+    except Exception as error:
+        refused = error
+    if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+        text = json.dumps([str(refused or ""), {name: repr(x) for name, x in settings.items()}])
+        texts, named = zip(*map(json.loads, gather_texts(text, group)), strict=True)
+        differ = {} if any(texts) else _different({name: [x[name] for x in named] for name in settings})
+        refused = refused or _first(texts) or _disagreement(differ, settings, group.rank())
+    if refused is not None:
+        raise refused
 
 
 _REFUSED = "a refused call"
 
 
-def _disagreement(name: str, ranks_of: Mapping[Any, list[int]]) -> str:
-    groups = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
-    return f"{name} ({' and '.join(map(ranks_named, groups))} disagree)"
+def _different(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:
+    """Return which ranks agree, the most first, of each setting on which some differ: name -> groups of ranks."""
+    groups = {name: [*group_ranks(values).values()] for name, values in columns.items()}
+    return {name: sorted(of, key=lambda ranks: (-len(ranks), ranks)) for name, of in groups.items() if len(of) > 1}
+
+
+def _disagreement(differ: Mapping[str, list[list[int]]], named: Mapping[str, Any], index: int) -> ValueError | None:
+    if not differ:
+        return None
+    parts = (f"{name} ({' and '.join(map(ranks_named, groups))} disagree)" for name, groups in differ.items())
+    return ValueError(
+        f"context-parallel ranks made different calls: {'; '.join(parts)}. Every rank must pass its shard of the same "
+        f"batch, with the same settings. Rank {index} has {', '.join(f'{x}={_shown(named[x])}' for x in differ)}"
+    )
 
 
 @contextmanager
@@ -179,7 +206,11 @@ def problem_of_ranks(mesh: Mesh, mine: str | None, device: torch.device) -> Valu
     """The error of the first rank that has one, on every rank, whose own is ``mine``; None if none has. Collective."""
     text = (mine or "").encode()[:_TEXT].ljust(_TEXT)
     table = gathered(mesh, torch.tensor([list(text)], dtype=torch.uint8, device=device)).tolist()
-    texts = [bytes(row).decode(errors="ignore").strip() for row in table]
+    return _first([bytes(row).decode(errors="ignore").strip() for row in table])
+
+
+def _first(texts: Sequence[str]) -> ValueError | None:
+    """The error of the first rank that has one; texts: of every rank, empty without."""
     failed = [rank for rank, text in enumerate(texts) if text]
     return ValueError(f"{ranks_named(failed)}: {texts[failed[0]]}") if failed else None
 

@@ -75,7 +75,7 @@ class ContextParallel(LinearAttention):
             provider: a registered name, a ``Provider``, or a ``Resolved`` from ``providers.settle`` (no options then).
             group: the context-parallel process group, or a ``DeviceMesh`` with one dimension, such as ``mesh["cp"]``;
                 None is this rank alone, and may be left out where torch.distributed has no other ranks. Collective over
-                the group for methods on several axes, and for those that ask for the ranks' hosts.
+                the group, whose ranks must give the same provider and options.
             mesh: instead of a group, a mesh with the provider's axes.
             problem: a typical call, such as ``Problem(size=8, heads=32, kv_heads=8)``, by which the provider chooses
                 what the options leave open; by default, equal numbers of query and key/value heads. A provider that
@@ -85,7 +85,7 @@ class ContextParallel(LinearAttention):
         Raises:
             ValueError: for an unknown name or option, options that do not fit each other or the number of ranks, a
                 mesh with other axes, a group that does not contain this rank, a ``DeviceMesh`` with several dimensions,
-                or no group where there are several ranks.
+                no group where there are several ranks, or other settings than other ranks have.
         """
         self.from_python = not isinstance(provider, providers.Resolved)
         self._open: Callable[[Problem], None] | None = None
@@ -109,8 +109,11 @@ class ContextParallel(LinearAttention):
                 raise ValueError("a Resolved already has options and a problem: pass neither")
             self._take(provider, group, mesh)
         else:
-            found = providers.get(provider)
-            asked = float32_unless_told(found, Options(**options))
+            with agreement.of_group(group if mesh is None else None) as settings:
+                found = providers.get(provider)
+                asked = float32_unless_told(found, Options(**options))
+                (kernels if found.kind == "linear" else backends).check_name(asked.backend)
+                settings |= {"provider": found.name, "layout": asked.layout, "options": asked.given, "problem": problem}
             typical = typical_call(found, asked, group, mesh, problem)
             if typical.size > 1 and group is not None and problem is None and found.asks_heads(asked):
                 self._wait_for_heads(found, typical, asked, group)
@@ -136,7 +139,6 @@ class ContextParallel(LinearAttention):
         """Adopt resolved options and create the process groups."""
         self.provider, self.options, self.why = resolved.provider, resolved.options, resolved.why
         self.layout = resolved.problem.placed or providers.layout_for(self.provider, self.options)
-        (kernels if self.provider.kind == "linear" else backends).check_name(self.options.backend)
         if mesh is None:
             mesh = GroupMesh.from_group(resolved.axes, group, self.provider.extra_groups, self.provider.collective_axes)
         elif mesh.axes != resolved.axes:

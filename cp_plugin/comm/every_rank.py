@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from cp_plugin.comm.mesh import Mesh
 
@@ -21,6 +22,14 @@ def gather_objects[T](x: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def gather_findings(found: Sequence[str]) -> dict[int, str]:
     """Return what each rank has found, of those that have found something. Collective over all ranks."""
     return {rank: "; ".join(texts) for rank, texts in enumerate(gather_objects(found)) if texts}
+
+
+def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Return every rank's text, in rank order. Collective over the group, by its store, which needs no device."""
+    store = distributed_c10d._get_process_group_store(group)
+    number = store.add(f"cp_plugin/{group.rank()}", 1)
+    store.set(f"cp_plugin/{group.rank()}/{number}", text)
+    return [x.decode() for x in store.multi_get([f"cp_plugin/{rank}/{number}" for rank in range(group.size())])]
 
 
 def of_every_rank(mesh: Mesh, x: Tensor) -> Tensor:

@@ -315,7 +315,7 @@ if find_spec("cp_plugin.attention.autocast"):
 OFTEN = sorted([*WRAPPERS, *[name for name in WRAPPERS if "compiled" not in name] * 4])
 """To compile takes as long as ten others."""
 PENALTIES: dict[str, Callable[[Tensor, list[Tensor]], object]] = {
-    "penalty, grad": lambda penalty, leaves: torch.autograd.grad(penalty, leaves),
+    "penalty, grad": lambda penalty, leaves: torch.autograd.grad(penalty, leaves, materialize_grads=True),
     "penalty, backward": lambda penalty, leaves: penalty.backward(),
     "penalty, backward(inputs=)": lambda penalty, leaves: penalty.backward(inputs=leaves),
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from nightly import each_value
 
 from cp_plugin import ContextParallel, Tree
@@ -20,6 +21,7 @@ from cp_plugin.attention.convolution import short_convolution
 from cp_plugin.attention.packs import place_lengths
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.common.text import ranks_named
+from cp_plugin.testing.launch import run_ranks
 
 LENGTH = 32
 
@@ -194,6 +196,38 @@ def test_calls_that_agree_are_compared_in_the_first_calls_and_rarely_after(call:
     for sent in run_threads(rank, {"cp": 4}):
         assert all(0 < n <= 3 * 8 * 16 for n in (*sent[:FIRST], sent[-1])), sent
         assert sent[FIRST:-1] == [0, 0]
+
+
+MADE: Mapping[str, tuple[dict[str, Any], str]] = {
+    "a grid": ({"provider": "attention2d", "grid": (4, 1)}, "options (ranks 0, 1, 3 and rank 2 disagree)"),
+    "a provider": ({"provider": "ring"}, "provider (ranks 0, 1, 3 and rank 2 disagree); options"),
+    "a layout": (
+        {"provider": "attention2d", "layout": "striped"},
+        "layout (ranks 0, 1, 3 and rank 2 disagree); options",
+    ),
+    "an unknown provider": ({"provider": "rign"}, "rank 2: provider='rign': did you mean ring"),
+    "an unknown kernel": ({"provider": "attention2d", "backend": "x"}, "rank 2: backend='x': choose"),
+}
+
+
+def test_ranks_make_the_same_object_or_none() -> None:
+    """Before groups of some ranks are made, which would wait for others."""
+
+    def rank() -> dict[str, str]:
+        texts = {}
+        for what, (different, _) in MADE.items():
+            usual = {"provider": "attention2d", "grid": (2, 2)}
+            with pytest.raises(ValueError) as raised:
+                ContextParallel(group=dist.group.WORLD, **(different if dist.get_rank() == 2 else usual))
+            texts[what] = str(raised.value)
+        softmax(ContextParallel("attention2d", group=dist.group.WORLD, grid=(2, 2)))
+        return texts
+
+    of_ranks = run_ranks(rank, 4, init_process_group=True, timeout=60)
+    for what, (_, why) in MADE.items():
+        for index, texts in enumerate(of_ranks):
+            expected = why.removeprefix("rank 2: ") if index == 2 else why
+            assert expected in texts[what], texts[what]
 
 
 def test_one_rank_has_nobody_to_ask() -> None:
