@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from cp_plugin.attention import agreement
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.placement.documents import DOCUMENTS, place
@@ -24,7 +25,7 @@ def place_documents(
 ) -> ContextParallel:
     """The same ``ContextParallel`` on tokens placed for one pack of documents.
 
-    Every rank computes the same placement; nothing is sent. Recent placements are cached.
+    Every rank computes the same placement; nothing is sent but what ranks compare. Recent placements are cached.
 
     Args:
         cp: of a provider that supports the layout ``documents``, on any layout.
@@ -34,11 +35,13 @@ def place_documents(
         left: how many tokens before itself a token sees, to balance the work of a sliding window.
 
     Raises:
-        ValueError: for a provider that does not support the layout, bounds that do not increase from 0, or a length
-            that the number of ranks does not divide.
+        ValueError: for a provider that does not support the layout, bounds that do not increase from 0, a length that
+            the number of ranks does not divide, or (compared in the first calls, and rarely after) other bounds than
+            other ranks have.
     """
-    bounds = document_bounds(cu_seqlens, None)
-    return place_lengths(cp, [b - a for a, b in pairwise(bounds)], per_host=per_host, left=left)
+    with agreement.of_call(cp, "place_documents", ()) as settings:
+        bounds = settings["documents"] = document_bounds(cu_seqlens, None)
+        return place_lengths(cp, [b - a for a, b in pairwise(bounds)], per_host=per_host, left=left)
 
 
 def place_lengths(

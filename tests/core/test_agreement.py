@@ -18,12 +18,13 @@ from nightly import each_value
 from cp_plugin import ContextParallel, Tree
 from cp_plugin.attention.agreement import EVERY, FIRST, Calls
 from cp_plugin.attention.convolution import short_convolution
-from cp_plugin.attention.packs import place_lengths
+from cp_plugin.attention.packs import place_documents, place_lengths
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.common.text import ranks_named
 from cp_plugin.testing.launch import run_ranks
 
 LENGTH = 32
+DOCUMENTS = torch.tensor([0, 8, 32])
 
 
 def made(
@@ -64,6 +65,10 @@ def convolution(cp: ContextParallel, *, width: int = 4, channels: int = 3, **set
     short_convolution(cp, torch.ones(LENGTH // cp.size, 1, 3), torch.ones(channels, width), **settings)
 
 
+def placing(cp: ContextParallel, *, cu_seqlens: torch.Tensor = DOCUMENTS) -> None:
+    place_documents(cp, cu_seqlens)
+
+
 class Broken(torch.Tensor):
     """Bounds that cannot be read."""
 
@@ -75,7 +80,7 @@ CALLS: Mapping[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] 
     "causal": (softmax, {}, {"causal": False}),
     "window": (softmax, {"window": (8, 0)}, {"window": (4, 0)}),
     "scale": (softmax, {}, {"scale": 0.5}),
-    "documents": (softmax, {"cu_seqlens": torch.tensor([0, 8, 32])}, {"cu_seqlens": torch.tensor([0, 12, 32])}),
+    "documents": (softmax, {"cu_seqlens": DOCUMENTS}, {"cu_seqlens": torch.tensor([0, 12, 32])}),
     "tree": (softmax, {"tree": Tree((8, 12, 12), (-1, 0, 0))}, {"tree": Tree((12, 8, 12), (-1, 0, 0))}),
     "shapes": (softmax, {}, {"tokens": 48}),
     "shapes, by dtype": (softmax, {}, {"dtype": torch.float64}),
@@ -83,13 +88,15 @@ CALLS: Mapping[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] 
     "scale, linear": (linear, {}, {"scale": 0.5}),
     "documents, linear": (
         linear,
-        {"cu_seqlens": torch.tensor([0, 8, 32])},
+        {"cu_seqlens": DOCUMENTS},
         {"cu_seqlens": torch.tensor([0, 12, 32])},
     ),
     "shapes, convolution": (convolution, {}, {"width": 3}),
     "shapes, sink": (softmax, {}, {"sink": torch.zeros(4)}),
     "gradients": (softmax, {}, {"grad": True}),
     "call": (linear, {}, {"instead": convolution}),
+    "call, placing": (softmax, {}, {"instead": placing}),
+    "documents, placing": (placing, {}, {"cu_seqlens": torch.tensor([0, 12, 32])}),
     "layout": (softmax, {"layout": "zigzag"}, {"layout": "contiguous"}),
     "layout, linear": (linear, {"layout": "zigzag"}, {"layout": "contiguous"}),
     "provider": (softmax, {"layout": "zigzag"}, {"layout": "zigzag", "provider": "all_gather"}),
@@ -135,6 +142,7 @@ REFUSED: Mapping[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "kept": (extension, {"kept": torch.ones(3)}, "kept must be bool"),
     "kind": (linear, {"provider": "ring"}, "is for softmax attention"),
     "kind, convolution": (convolution, {"provider": "ring"}, "is for softmax attention"),
+    "bounds, placed": (placing, BOUNDS, "cu_seqlens must increase"),
     "any error": (softmax, {"cu_seqlens": Broken()}, "of this rank alone"),
 }
 

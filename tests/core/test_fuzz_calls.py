@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from linear_cases import DECAYS
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -160,6 +160,8 @@ def trained(
                 backwards.pop()()
     for backward in backwards[:: -1 if t.order == "last first" else 1]:
         backward()
+    if isinstance(module, FSDPModule):
+        module.reshard()  # after a forward without gradients the weights of that forward stand there
     for name, parameter in layer.scale.items():  # unused ones have none, or zeros: wrappers differ
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         found[f"{SHARE}d scale of {name}"] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
