@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -122,6 +123,21 @@ def test_every_rule_refuses_its_example(monkeypatch: pytest.MonkeyPatch) -> None
         check(rule, rule.of(layer_of(given)), given.names)
     for rule in layers.CALL:
         check(rule, rule.of(call_of(CALLS[rule.name])), CALLS[rule.name].names)
+
+
+def test_no_rule_crashes_on_a_number_that_makes_no_sense() -> None:
+    """Each number of each example as 0 and -1, or none: the rule answers, or names the flags that it cannot look at."""
+    refused = []
+    for rule in training():
+        for one in (example_of(rule), *ALSO.get(rule.name, ())):
+            numbers = {name for name, x in (BASE | one.args).items() if type(x) in (int, float)}
+            for name, odd in product(sorted(numbers), (0, -1, None)):
+                try:
+                    rule.of(run_of(replace(one, args={**one.args, name: odd})))
+                except ValueError as said:
+                    refused.append(str(said))
+    assert any(text.startswith("--num-experts 4, --moe-router-topk 0 cannot be checked (") for text in refused)
+    assert all(text.startswith(("--", "the flags cannot be checked")) for text in refused), refused
 
 
 def test_every_field_that_megatron_reads_is_known() -> None:

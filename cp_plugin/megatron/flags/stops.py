@@ -42,18 +42,17 @@ def reason(error: BaseException, args: argparse.Namespace | None = None, said: s
         why = f"Megatron stops at: {at} ({_place(frame, number)}): {said}".rstrip(": ")
     if args is None and not bare:
         return said
-    named = _named(error)
-    flags = ", ".join(_shown(name, getattr(args, name, None) if args else True) for name in named)
+    flags = flags_read(error, args, "megatron.")
     return f"{flags}: {why}" if flags else why
 
 
-def _named(error: BaseException) -> list[str]:
-    """Arguments in the innermost line that reads some: where it stops, or calls the function that does."""
+def flags_read(error: BaseException, args: object, package: str) -> str:
+    """The flags, with values, in the innermost line of a package that reads some: where it stops, or its caller."""
     for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
         found = re.findall(r"\bargs\.(\w+)", linecache.getline(frame.f_code.co_filename, number))
-        if found and _owner(frame) == "megatron":
-            return [*dict.fromkeys(found)]
-    return []
+        if found and frame.f_globals.get("__name__", "").startswith(package):
+            return ", ".join(_shown(name, getattr(args, name, None) if args else True) for name in dict.fromkeys(found))
+    return ""
 
 
 def in_setup(error: BaseException, args: argparse.Namespace | None, doing: str, said: str) -> str | None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cp_plugin.megatron.flags import stops
+
 NAMES: set[str] = set()
 """Of all rules that were made."""
 Found = Mapping[str, object] | None  # values for the message's placeholders; None: the rule does not apply
@@ -42,8 +44,16 @@ class Rule:
         return f"{self.what}: {because}" if because else self.what
 
     def of(self, subject: Any) -> str | None:
-        """The message for a subject; None: the rule does not apply."""
-        found = self.looks_at(subject)
+        """The message for a subject; None: the rule does not apply.
+
+        Raises:
+            ValueError: for values that the rule cannot look at, such as a division by a flag that is 0.
+        """
+        try:
+            found = self.looks_at(subject)
+        except stops.CRASHES as error:
+            flags = stops.flags_read(error, getattr(subject, "args", None), "cp_plugin.megatron.rules.")
+            raise ValueError(f"{flags or 'the flags'} cannot be checked ({self.name}): {error}") from error
         return None if found is None else self.text.format(**found)
 
 
