@@ -175,7 +175,8 @@ def of_call(cp: Any, name: str, tensors: Sequence[Tensor | None]) -> Iterator[di
     check(cp.mesh, cp._calls, cp._calls.noted, refused)
 
 
-_SETTINGS = {"causal": None, "scale": None, "window": None, "documents": (), "tree": None}
+_NAMES = ("causal", "scale", "window", "documents", "tree", "dim", "tokens", "by")
+_SETTINGS = dict.fromkeys(_NAMES) | {"documents": ()}
 """Of every call, so that ranks that make different ones send as many digests."""
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cp_plugin.attention import autocast
+from cp_plugin.attention import agreement, autocast
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import WHOLE, GroupMesh, connect
 from cp_plugin.common.eager import eager
@@ -32,8 +32,11 @@ def shift(cp: ContextParallel, x: Tensor, dim: int = 0, by: int = 1) -> Tensor:
     Collective over all ranks.
 
     Raises:
-        ValueError: for a ``cp`` made from a mesh of several axes without the process group ``WHOLE``.
+        ValueError: for a ``cp`` made from a mesh of several axes without the process group ``WHOLE``, or a call
+            (compared at first, and rarely after) other than that of other ranks.
     """
+    with agreement.of_call(cp, "shift", (x,)) as settings:
+        settings |= {"dim": dim % x.dim(), "tokens": x.size(dim), "by": by}
     _meet(cp)
     return _Shift.apply(x, dim % x.dim(), by, cp, "forward")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_plugin.attention import autocast
+from cp_plugin.attention import agreement, autocast
 from cp_plugin.comm import Mesh, coordinates, flat_index
 from cp_plugin.common.eager import eager
 from cp_plugin.core.layout import Layout, Segments
@@ -67,7 +67,13 @@ class Sharding:
         """The whole tensor from every rank's shard, on every rank.
 
         Differentiable, with the whole tensor taken as replicated: each rank keeps its own slice of the gradient.
+
+        Raises:
+            ValueError: for a shape or dtype (compared in the first calls, and rarely after) that other ranks do not
+                have.
         """
+        with agreement.of_call(self, "unshard", (x,)) as settings:
+            settings |= {"dim": dim % x.dim(), "tokens": x.size(dim)}
         return Unshard.apply(x, dim % x.dim(), self.mesh, self.layout, self.numbers)
 
     @eager

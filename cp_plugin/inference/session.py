@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.attention import sinks, softmax
+from cp_plugin.attention import agreement, sinks, softmax
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.inputs import check_numbers
 from cp_plugin.comm import GroupMesh, Mesh
 from cp_plugin.core.block import Scores
 from cp_plugin.core.layout import Segments
@@ -152,11 +153,14 @@ class Session:
         Raises:
             ValueError: outside of a step, for other shapes, or a problem that the provider does not support.
         """
-        if self._step is None:
-            raise ValueError("attend() is for use inside `with session.prefill(...)` or `with session.decode(...)`")
-        prefill = isinstance(self._step, Chunk)
-        tokens = self._step.stop - self._step.first if prefill else self._step.positions.size(0)
-        self._check(tokens, q, k, v)
+        with agreement.of_call(self.cp, "attend", (q, k, v, sink)) as settings:
+            if self._step is None:
+                raise ValueError("attend() is for use inside `with session.prefill(...)` or `with session.decode(...)`")
+            prefill = isinstance(self._step, Chunk)
+            tokens = self._step.stop - self._step.first if prefill else self._step.positions.size(0)
+            check_numbers(scale, window)
+            self._check(tokens, q, k, v)
+            settings |= {"scale": scale, "window": window, "documents": tuple(self.lengths)}
         q, k, v = map(dense, (q, k, v))
         cache = self.reserve(layer, k, v, latent)
         scores = Scores(q.size(-1) ** -0.5 if scale is None else scale)

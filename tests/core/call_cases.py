@@ -226,8 +226,8 @@ def _convolution_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
 
 
 def _shifted(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    dim = t.asked["dim"]
-    return shift(cp, x["x"].movedim(0, dim), dim, t.asked["by"]).movedim(dim, 0)
+    dim, by = (b.asked.get(name, t.asked[name]) for name in ("dim", "by"))
+    return shift(cp, x["x"].movedim(0, dim), dim, by).movedim(dim, 0)
 
 
 def _shifted_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:

@@ -88,7 +88,8 @@ def trials(draw: st.DrawFn, within: Sequence[str] = ("nothing",), size: int | No
         t = replace(t, derivative=derivative, wanted=frozenset(wanted), wrappers=(), order="in turn")
     elif derivative == "backward(inputs=)" and not any("reentrant" in name for name in wrapping):
         t = replace(t, derivative=derivative, scaled=frozenset())
-    if call in MOST and draw(st.integers(0, 9)) == 0 and not must_refuse(t)["a growing state"]:
+    compared = call in (*MOST, "shift", "unshard", "short_convolution")
+    if compared and draw(st.integers(0, 9)) == 0 and not must_refuse(t)["a growing state"]:
         t = replace(t, differs=draw(differences(t)))
     if not forked or not t.scaled:
         return t
@@ -108,15 +109,18 @@ def differences(draw: st.DrawFn, t: Trial) -> tuple[int, int, dict[str, Any]]:
     n = draw(st.integers(0, min(len(t.batches), 1 if t.wrappers else 2) - 1))
     b = t.batches[n]
     asked = t.asked | b.asked
-    others: list[dict[str, Any]] = [
-        {"asked": b.asked | {"causal": not asked["causal"]}, "tree": ((), ())},
-        {"asked": b.asked | {"scale": 0.7}},
-        {"tokens": b.tokens + 2 * t.size, "bounds": (), "tree": ((), ())},
-        {"bounds": (0, 1, b.tokens) if b.bounds[1:2] != (1,) else (), "tree": ((), ())},
-    ]
+    others: list[dict[str, Any]] = [{"tokens": b.tokens + 2 * t.size, "bounds": (), "tree": ((), ())}]
+    others += [{"asked": b.asked | {"by": 4}}] * (t.call == "shift")
+    if t.call in MOST:
+        others += [
+            {"asked": b.asked | {"causal": not asked["causal"]}, "tree": ((), ())},
+            {"asked": b.asked | {"scale": 0.7}},
+        ]
+    if t.call not in ("shift", "unshard"):
+        others.append({"bounds": (0, 1, b.tokens) if b.bounds[1:2] != (1,) else (), "tree": ((), ())})
+        others += [{"bounds": (b.tokens,), "tree": ((), ())}] * 3
     if not any("reentrant" in name for name in t.wrappers):  # which hides in its forward whether there are gradients
         others.append({"mode": "no_grad" if b.mode == "train" else "train"})
-    others += [{"bounds": (b.tokens,), "tree": ((), ())}]
     others += [{"asked": b.asked | {"window": (3, 3)}}] * (t.call == "attention" and not b.tree[0])
     others += [{"asked": b.asked | {"grows": True}}] * (asked.get("decay", "none") != "none")
     return draw(st.integers(0, t.size - 1)), n, draw(st.sampled_from(others))

@@ -19,8 +19,10 @@ from cp_plugin import ContextParallel, Tree
 from cp_plugin.attention.agreement import EVERY, FIRST, Calls
 from cp_plugin.attention.convolution import short_convolution
 from cp_plugin.attention.packs import place_documents, place_lengths
+from cp_plugin.attention.shift import shift
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.common.text import ranks_named
+from cp_plugin.inference import Session
 from cp_plugin.testing.launch import run_ranks
 
 LENGTH = 32
@@ -30,7 +32,7 @@ DOCUMENTS = torch.tensor([0, 8, 32])
 def made(
     call: Callable[..., None], mesh: Mesh, *, provider: str = "", placed: Sequence[int] = (), **options: Any
 ) -> ContextParallel:
-    cp = ContextParallel(provider or ("ring" if call is softmax else "lasp2"), mesh=mesh, **options)
+    cp = ContextParallel(provider or ("ring" if call in (softmax, prefilling) else "lasp2"), mesh=mesh, **options)
     return place_lengths(cp, placed) if placed else cp
 
 
@@ -69,6 +71,21 @@ def placing(cp: ContextParallel, *, cu_seqlens: torch.Tensor = DOCUMENTS) -> Non
     place_documents(cp, cu_seqlens)
 
 
+def joining(cp: ContextParallel, *, tokens: int = 8, dtype: torch.dtype = torch.float32, dim: int = 0) -> None:
+    cp.unshard(torch.ones(tokens, 8, dtype=dtype), dim)
+
+
+def shifting(cp: ContextParallel, *, tokens: int = 8, **settings: int) -> None:
+    shift(cp, torch.ones(tokens, 8), **settings)
+
+
+def prefilling(cp: ContextParallel, *, tokens: int = 16, **settings: Any) -> None:
+    session = Session(cp, mesh=cp.mesh, batch=1, capacity=32)
+    q = torch.ones(tokens // cp.size, 1, 4, 8)
+    with session.prefill(16):
+        session.attend(0, q, q, q, **settings)
+
+
 class Broken(torch.Tensor):
     """Bounds that cannot be read."""
 
@@ -93,6 +110,13 @@ CALLS: Mapping[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] 
     ),
     "shapes, convolution": (convolution, {}, {"width": 3}),
     "shapes, sink": (softmax, {}, {"sink": torch.zeros(4)}),
+    "shapes, joined": (joining, {}, {"tokens": 12}),
+    "shapes, joined, by dtype": (joining, {}, {"dtype": torch.float64}),
+    "dim": (joining, {}, {"dim": 1}),
+    "dim, shifted": (shifting, {}, {"dim": 1}),
+    "by": (shifting, {}, {"by": 2}),
+    "scale, session": (prefilling, {}, {"scale": 0.5}),
+    "window, session": (prefilling, {}, {"window": (4, 0)}),
     "gradients": (softmax, {}, {"grad": True}),
     "call": (linear, {}, {"instead": convolution}),
     "call, placing": (softmax, {}, {"instead": placing}),
@@ -139,6 +163,10 @@ REFUSED: Mapping[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "window": (softmax, {"window": 3}, "window=3"),
     "width": (convolution, {"channels": 5}, "x, weight and bias must be"),
     "growth": (linear, {"log_decay": torch.ones(4)}, "log_decay must be at most 0"),
+    "dim": (joining, {"dim": 2}, "Dimension out of range"),
+    "dim, shifted": (shifting, {"dim": -3}, "Dimension out of range"),
+    "tokens, session": (prefilling, {"tokens": 32}, "this step expects"),
+    "scale, session": (prefilling, {"scale": float("nan")}, "scale=nan"),
     "kept": (extension, {"kept": torch.ones(3)}, "kept must be bool"),
     "kind": (linear, {"provider": "ring"}, "is for softmax attention"),
     "kind, convolution": (convolution, {"provider": "ring"}, "is for softmax attention"),
@@ -156,7 +184,7 @@ def test_what_one_rank_refuses_reaches_all(name: str, wrong: tuple[int, ...]) ->
     def rank(mesh: Mesh) -> str:
         settings = dict(different if mesh.index in wrong else {})
         cp = made(call, mesh, **{option: settings.pop(option) for option in SETUP if option in settings})
-        with pytest.raises((ValueError, RuntimeError)) as raised:
+        with pytest.raises((ValueError, RuntimeError, IndexError)) as raised:
             call(cp, **settings)
         assert cp.mesh.ledger.bytes() == 0
         if "kind" not in name:
