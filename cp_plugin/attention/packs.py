@@ -25,7 +25,7 @@ def place_documents(
 ) -> ContextParallel:
     """The same ``ContextParallel`` on tokens placed for one pack of documents.
 
-    Every rank computes the same placement; nothing is sent but what ranks compare. Recent placements are cached.
+    Every rank computes the same placement; nothing is sent, unless one refuses. Recent placements are cached.
 
     Args:
         cp: of a provider that supports the layout ``documents``, on any layout.
@@ -35,13 +35,15 @@ def place_documents(
         left: how many tokens before itself a token sees, to balance the work of a sliding window.
 
     Raises:
-        ValueError: for a provider that does not support the layout, bounds that do not increase from 0, a length that
-            the number of ranks does not divide, or (compared in the first calls, and rarely after) other bounds than
-            other ranks have.
+        ValueError: for a provider that does not support the layout, bounds that do not increase from 0, or a length
+            that the number of ranks does not divide; on all ranks that compare their next call.
     """
-    with agreement.of_call(cp, "place_documents", ()) as settings:
-        bounds = settings["documents"] = document_bounds(cu_seqlens, None)
+    try:
+        bounds = document_bounds(cu_seqlens, None)
         return place_lengths(cp, [b - a for a, b in pairwise(bounds)], per_host=per_host, left=left)
+    except ValueError:
+        with agreement.of_call(cp, "place_documents", ()):  # which the others do not wait for in vain
+            raise
 
 
 def place_lengths(

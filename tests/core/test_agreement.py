@@ -32,7 +32,9 @@ DOCUMENTS = torch.tensor([0, 8, 32])
 def made(
     call: Callable[..., None], mesh: Mesh, *, provider: str = "", placed: Sequence[int] = (), **options: Any
 ) -> ContextParallel:
-    cp = ContextParallel(provider or ("ring" if call in (softmax, prefilling) else "lasp2"), mesh=mesh, **options)
+    cp = ContextParallel(
+        provider or ("ring" if call in (softmax, placing, prefilling) else "lasp2"), mesh=mesh, **options
+    )
     return place_lengths(cp, placed) if placed else cp
 
 
@@ -68,7 +70,7 @@ def convolution(cp: ContextParallel, *, width: int = 4, channels: int = 3, **set
 
 
 def placing(cp: ContextParallel, *, cu_seqlens: torch.Tensor = DOCUMENTS) -> None:
-    place_documents(cp, cu_seqlens)
+    softmax(place_documents(cp, cu_seqlens), cu_seqlens=cu_seqlens)
 
 
 def joining(cp: ContextParallel, *, tokens: int = 8, dtype: torch.dtype = torch.float32, dim: int = 0) -> None:
@@ -119,8 +121,6 @@ CALLS: Mapping[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] 
     "window, session": (prefilling, {}, {"window": (4, 0)}),
     "gradients": (softmax, {}, {"grad": True}),
     "call": (linear, {}, {"instead": convolution}),
-    "call, placing": (softmax, {}, {"instead": placing}),
-    "documents, placing": (placing, {}, {"cu_seqlens": torch.tensor([0, 12, 32])}),
     "layout": (softmax, {"layout": "zigzag"}, {"layout": "contiguous"}),
     "layout, linear": (linear, {"layout": "zigzag"}, {"layout": "contiguous"}),
     "provider": (softmax, {"layout": "zigzag"}, {"layout": "zigzag", "provider": "all_gather"}),

@@ -9,6 +9,7 @@ has sent nothing.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_plugin import ContextParallel, Options
+from cp_plugin.attention.agreement import Calls
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.comm import run_threads
 from cp_plugin.methods import registry as providers
@@ -107,12 +109,16 @@ def trained(
     """
     call, dtype = CALLS[t.call], torch.float64 if cp is None else t.dtype
 
-    def here(b: Batch) -> ContextParallel:
+    beside = copy.copy(cp)
+    if cp is not None:
+        beside._calls = Calls()  # whole tensors are joined apart, so that the first calls of the trial are its own
+
+    def here(b: Batch, cp: ContextParallel | None = beside) -> ContextParallel:
         packed = b.bounds and (b.placed or cp.layout.name == "documents")
         return place_documents(cp, b.cu_seqlens) if packed else cp
 
     def of_inputs(b: Batch, x: dict[str, Tensor]) -> Tensor:
-        return call.alone(t, b, x) if cp is None else call.ours(here(b), t, b, x)
+        return call.alone(t, b, x) if cp is None else call.ours(here(b, cp), t, b, x)
 
     layer = Layer(t, dtype, of_inputs)
     module = around(layer)
@@ -127,7 +133,9 @@ def trained(
         dims = {x: VIEWS[t.views[x]].dim for x in long if not (cp is None or call.whole)}
         leaves = {name: x.to(dtype) for name, x in values(t, b).items()}
         try:
-            leaves = {name: here(b).shard(x, dims[name]).clone() if name in dims else x for name, x in leaves.items()}
+            leaves = {
+                name: here(b, cp).shard(x, dims[name]).clone() if name in dims else x for name, x in leaves.items()
+            }
             for name, x in leaves.items():
                 x.requires_grad_(name in t.wanted and not call.whole)
             with MODES[b.mode]():
