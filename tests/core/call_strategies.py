@@ -117,7 +117,7 @@ def differences(draw: st.DrawFn, t: Trial) -> tuple[int, int, dict[str, Any]]:
             {"asked": b.asked | {"scale": 0.7}},
         ]
     if t.call not in ("shift", "unshard"):
-        others.append({"bounds": (0, 1, b.tokens) if b.bounds[1:2] != (1,) else (), "tree": ((), ())})
+        others.append({"bounds": (0, 1, b.tokens) if 1 not in b.bounds else (), "tree": ((), ())})
         others += [{"bounds": (b.tokens,), "tree": ((), ())}] * 3
     if not any("reentrant" in name for name in t.wrappers):  # which hides in its forward whether there are gradients
         others.append({"mode": "no_grad" if b.mode == "train" else "train"})
