@@ -41,10 +41,8 @@ def in_sequence(text: str, seq_length: int) -> tuple[int, ...]:
 def bounds(text: str, seq_length: int) -> tuple[int, ...]:
     """Where the documents of a sequence begin, and its length.
 
-    Given lengths are repeated until the sequence is full; the last document is truncated.
-
-    Raises:
-        ValueError: for a text that is neither a file, nor lengths, nor a distribution, and for invalid lengths.
+    Given lengths are repeated until the sequence is full; the last document is truncated. ValueError for a text that is
+    neither a file, nor lengths, nor a distribution, and for invalid lengths.
     """
     if text in LENGTHS:
         return tuple(accumulate(LENGTHS[text].pack(seq_length), initial=0))

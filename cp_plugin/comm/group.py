@@ -97,10 +97,8 @@ class GroupMesh(Mesh):
         ``collective``: axes connected for collectives, as in ``connect``; others take them, too, but connect later.
 
         Collective over the group, which is reused where it has the right ranks. New NCCL groups get high-priority
-        streams, so that a message does not wait behind a kernel that fills the device.
-
-        Raises:
-            ConnectError: if ranks of a group cannot reach each other.
+        streams, so that a message does not wait behind a kernel that fills the device. ConnectError if ranks of a group
+        cannot reach each other.
         """
         if group is None:
             return cls(axes, {}, 0)

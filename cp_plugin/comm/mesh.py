@@ -158,13 +158,10 @@ class Mesh(ABC):
         """Send the first ``sent[0]`` rows of dimension 0 to rank 0 of the axis, the next ``sent[1]`` to rank 1, and so
         on; receive ``received[i]`` rows from rank i, in axis order.
 
-        A rank sends itself nothing; ranks without rows for each other exchange no message.
+        A rank sends itself nothing; ranks without rows for each other exchange no message. ValueError if the rows do
+        not add up to the tensors, or some are for this rank itself.
 
-        Args:
-            group: another process group along the axis, as for ``exchange``.
-
-        Raises:
-            ValueError: if the rows do not add up to the tensors, or some are for this rank itself.
+        group: another process group along the axis, as for ``exchange``.
         """
         here = self.coordinates[axis]
         if sent[here] or received[here] or any(t.size(0) != sum(sent) for t in tensors):

@@ -47,11 +47,8 @@ class Layout:
         return math.ceil(seq_length / divisor) * divisor
 
     def segments(self, seq_length: int, size: int, index: int) -> Segments:
-        """Segments of global positions on rank ``index``, in storage order.
-
-        Raises:
-            ValueError: if the rank does not exist or the sequence length is invalid for this layout.
-        """
+        """Segments of global positions on rank ``index``, in storage order; ValueError if the rank does not exist or
+        the sequence length is invalid for this layout."""
         if not 0 <= index < size:
             raise ValueError(f"rank index {index} is outside 0..{size - 1}")
         divisor = self.divisor(size)

@@ -79,11 +79,7 @@ class Option(str):
         return f"cp_{self}"
 
     def parse(self, text: str) -> Any:
-        """The value of a text; None where it leaves the option open.
-
-        Raises:
-            ValueError: for an invalid text.
-        """
+        """The value of a text; None where it leaves the option open. ValueError for an invalid text."""
         if text == self.unset:
             return None
         value = self.read(text)

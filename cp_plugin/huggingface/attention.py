@@ -70,10 +70,7 @@ class Division:
     """Entries of transformers' AttentionInterface and AttentionMaskInterface for one model."""
 
     def __init__(self, cp: ContextParallel, config: Any) -> None:
-        """
-        Args:
-            config: the model's, which names its attention: the division is in force as long as that is this one.
-        """
+        """config: the model's, which names its attention: the division is in force as long as that is this one."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         self.cp, self.config, self.before = cp, config, config._attn_implementation

@@ -93,11 +93,7 @@ class Both:
 
 
 def require_same_attention(model: PreTrainedModel, division: Division) -> None:
-    """On whole sequences as long as the largest window in the config; collective.
-
-    Raises:
-        ValueError: naming the layer.
-    """
+    """On whole sequences as long as the largest window in the config; collective. ValueError naming the layer."""
     cp, both = division.cp, Both(division, model)
     longest = max((n for n in lengths(model.config, WINDOWS) if n <= MOST_TOKENS), default=0)
     size = max(TOKENS * cp.size, longest + longest // 2)

@@ -203,11 +203,8 @@ def rotary(model: nn.Module) -> Iterator[nn.Module]:
 
 def needed(model: nn.Module, cp: ContextParallel, linear: ContextParallel | None) -> ContextParallel | None:
     """The ``ContextParallel`` for a model's linear layers: the one passed, or LASP-2 on the same tokens; None where the
-    model has no such layers. Collective.
-
-    Raises:
-        ValueError: for tokens on which linear attention cannot run, or one on other tokens than ``cp``.
-    """
+    model has no such layers. Collective. ValueError for tokens on which linear attention cannot run, or one on other
+    tokens than ``cp``."""
     names = sorted({type(layer).__name__ for layer in mixers(model)})
     if not names:
         return None

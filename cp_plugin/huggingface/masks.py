@@ -53,11 +53,7 @@ class Sight:
 
     @classmethod
     def from_tensor(cls, mask: Tensor) -> Sight | None:
-        """The inverse; None for any other tensor.
-
-        Raises:
-            ValueError: for one that stands for a mask which is not a window.
-        """
+        """The inverse; None for any other tensor. ValueError for one that stands for a mask which is not a window."""
         if mask.dtype != torch.int64 or mask.shape[:-1] != (1, 1, 1) or mask.numel() < 3:
             return None
         sign, left, right, *documents = mask.flatten().tolist()

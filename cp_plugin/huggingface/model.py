@@ -132,11 +132,7 @@ class Forward:
 
     @eager
     def before(self, named: dict[str, Any]) -> dict[str, Any]:
-        """The arguments for the model.
-
-        Raises:
-            ValueError: for what would be wrong without an error.
-        """
+        """The arguments for the model; ValueError for what would be wrong without an error."""
         problem = None
         try:
             if self.division.calls.is_next_compared():
@@ -195,10 +191,7 @@ class Forward:
 
     def _require(self, holds: Tensor, message: str) -> None:
         """At once on the CPU and in compared calls; else by the next of these, so that the host need not wait.
-
-        Raises:
-            ValueError: with the message, if something is required that does not hold.
-        """
+        ValueError with the message, if something is required that does not hold."""
         required = self.division.required
         if holds.device.type == "cuda" and not self.division.calls.is_next_compared():
             required[message] = holds & required.get(message, holds)

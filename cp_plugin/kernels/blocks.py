@@ -78,14 +78,12 @@ class Planned:
 def choose(
     options: Options, problem: Problem, device: torch.device, scaling: Scaling | None = None, *, plans: bool = True
 ) -> Chosen:
-    """The kernel for such a problem.
+    """The kernel for such a problem; ValueError if the requested kernel cannot run it, with the reason and an
+    alternative.
 
     Args:
         scaling: scales of an FP8 kernel; None: current scaling.
         plans: False: ``auto`` takes no library that builds a plan per shape, as for packed documents.
-
-    Raises:
-        ValueError: if the requested kernel cannot run it, with the reason and an alternative.
     """
     sizes = (problem.head_dim, problem.v_head_dim)
     if options.fp8 == "compute" and options.backend == "auto":

@@ -69,11 +69,7 @@ class Placement:
         return Layout(DOCUMENTS.name, _one_each, self)
 
     def __call__(self, seq_length: int, size: int, index: int) -> Segments:
-        """Segments of a rank, as ``Layout.place``.
-
-        Raises:
-            ValueError: for another sequence length or number of ranks.
-        """
+        """Segments of a rank, as ``Layout.place``. ValueError for another sequence length or number of ranks."""
         if (seq_length, size) != (self.seq_length, self.size):
             raise ValueError(
                 f"this placement of documents is for {self.seq_length} tokens on {self.size} context-parallel ranks, "
@@ -142,16 +138,14 @@ def place(documents: Sequence[int], size: int, *, per_host: int = 1, left: int |
     """Divide a pack of documents over the ranks: equal tokens, balanced work, few keys to send.
 
     The busiest rank has at most 1.05 times the mean work, unless ranks have too few tokens for that. The arithmetic is
-    in integers and deterministic, so all ranks agree. Recent placements are cached.
+    in integers and deterministic, so all ranks agree. Recent placements are cached. ValueError if an argument is out of
+    range, or ``size`` does not divide the tokens of the pack.
 
     Args:
         documents: lengths in pack order.
         size: context-parallel ranks.
         per_host: neighbouring ranks per host (``Problem.per_host``); cuts within a host are preferred.
         left: earlier tokens that a token sees (``Mask.left``); None: all of its document.
-
-    Raises:
-        ValueError: if an argument is out of range, or ``size`` does not divide the tokens of the pack.
     """
     return _place(tuple(int(length) for length in documents), size, per_host, left)
 

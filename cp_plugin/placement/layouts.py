@@ -11,11 +11,7 @@ ALL: dict[str, Layout] = LAYOUTS | {DOCUMENTS.name: DOCUMENTS}
 
 
 def get_layout(name: str) -> Layout:
-    """The layout of that name.
-
-    Raises:
-        ValueError: for an unknown name; the message lists the valid ones.
-    """
+    """The layout of that name; ValueError, which lists the valid ones, for an unknown name."""
     if name not in ALL:
         raise ValueError(not_one_of(spelled("layout", name), name, ALL))
     return ALL[name]

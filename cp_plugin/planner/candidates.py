@@ -112,8 +112,7 @@ def candidates(
 ) -> dict[str, list[Candidate]]:
     """Name -> the candidates that support the problem.
 
-    Args:
-        fp8: payload formats to consider; None: the model's dtype.
+    fp8: payload formats to consider; None: the model's dtype.
     """
     kind = "linear" if problem.decay != "none" else "softmax"
     sparse = problem.window is not None or problem.documents

@@ -134,14 +134,12 @@ def gain(found: Plan, ours: Priced, stock: Priced) -> Gain:
 
 
 def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *, every: bool = False) -> Explanation:
-    """Simulate one attention call and price the training iteration around it.
+    """Simulate one attention call and price the training iteration around it; ValueError if the provider cannot run it,
+    or the model cannot be divided so.
 
     Args:
         setup: resolved, for the problem of the model's first kind of attention.
         every: simulate all ranks, however many.
-
-    Raises:
-        ValueError: if the provider cannot run it, or the model cannot be divided so.
     """
     stride, size = parallel.tensor, setup.problem.size
     whole = every or size <= EVERY or cluster.device.shared_by > 0

@@ -13,13 +13,10 @@ _MOST_SECONDS = 600.0
 
 
 def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) -> float:
-    """An upper bound of the seconds that ``runs`` forward and backward passes take on this machine's CPU.
+    """An upper bound of the seconds that ``runs`` forward and backward passes take on this machine's CPU; ValueError if
+    they need more memory than is free, or more than ten minutes.
 
-    Args:
-        reference: whether one head's scores are also computed whole, in float64.
-
-    Raises:
-        ValueError: if they need more memory than is free, or more than ten minutes.
+    reference: whether one head's scores are also computed whole, in float64.
     """
     import psutil  # absent where only torch is installed
 

@@ -62,13 +62,10 @@ def number_of_ranks(ranks: int | None) -> int:
 
 
 def start(device: str, ranks: int) -> torch.device | None:
-    """Join the other ranks under torchrun; None where ranks are to be forked.
+    """Join the other ranks under torchrun; None where ranks are to be forked. ValueError for more ranks than CUDA
+    devices.
 
-    Args:
-        device: ``cpu`` or ``cuda``.
-
-    Raises:
-        ValueError: for more ranks than CUDA devices.
+    device: ``cpu`` or ``cuda``.
     """
     devices = torch.cuda.device_count()
     if under_torchrun():
@@ -88,15 +85,13 @@ def start(device: str, ranks: int) -> torch.device | None:
 def run[T](
     fn: Callable[[torch.device], T], size: int, device: str, timeout: float, here: torch.device | None = None
 ) -> T:
-    """Call a function on all ranks, each with its device, and return its result, which is the same on all of them.
+    """Call a function on all ranks, each with its device, and return its result, which is the same on all of them;
+    RankError if a forked rank fails.
 
     Args:
         device: ``cpu`` or ``cuda``.
         timeout: seconds for forked ranks.
         here: from ``start``: this rank's device; None: ranks are forked.
-
-    Raises:
-        RankError: if a forked rank fails.
     """
     return fn(here) if here is not None else run_ranks(lambda: fn(join(device)), size, timeout=timeout)[0]
 

@@ -65,11 +65,8 @@ class Row:
 
 def price(chosen: Sequence[str], problem: Problem, options: Options) -> list[Row]:
     """The traffic of the providers chosen; of all, and of telling variants of ATTENTION2D, where none is. Of packed
-    documents on placed tokens, too, where that changes it.
-
-    Raises:
-        ValueError: for an unknown provider, or options that do not fit it.
-    """
+    documents on placed tokens, too, where that changes it. ValueError for an unknown provider, or options that do not
+    fit it."""
     found = []
     for setup in setups(chosen, problem, options):
         found += [setup, *_placed(setup), *([] if chosen else _variants(setup, options))]

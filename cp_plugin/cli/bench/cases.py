@@ -101,14 +101,12 @@ class Case:
 def make_case(
     mask_name: str, problem: Problem, *, window: int | None = None, distribution: str | None = None, seed: int = 0
 ) -> Case:
-    """A mask on a problem, whose causal, window and documents are replaced by the mask's.
+    """A mask on a problem, whose causal, window and documents are replaced by the mask's; ValueError for an unknown
+    mask or distribution, or a window of no token.
 
     Args:
         window: tokens before (and after) itself that a token sees; None: ``WINDOW``, or an eighth of a short sequence.
         distribution: of the lengths of documents; None: LongCA-bench's choice for such a sequence.
-
-    Raises:
-        ValueError: for an unknown mask or distribution, or a window of no token.
     """
     one_of("--mask", mask_name, PATTERNS)
     pattern, seq_length = PATTERNS[mask_name], problem.seq_length
@@ -152,10 +150,7 @@ def default_distribution(seq_length: int) -> str:
 def document_bounds(name: str, seq_length: int, seed: int) -> tuple[int, ...]:
     """Where the documents of a packed sequence begin, and its length; the last document is cut to fit.
 
-    A bin is drawn by its share, a length inside it uniformly in its logarithm.
-
-    Raises:
-        ValueError: for an unknown distribution.
+    A bin is drawn by its share, a length inside it uniformly in its logarithm. ValueError for an unknown distribution.
     """
     one_of("--distribution", name, distributions())
     found, generator = distributions()[name], np.random.default_rng(seed)

@@ -140,11 +140,8 @@ def bench(
 
 
 def _contestants(texts: Sequence[str], device: str) -> tuple[list[Entry], dict[str, str]]:
-    """The named contestants, or all softmax providers and installed peers; and why peers are missing.
-
-    Raises:
-        ValueError: for unknown or repeated names, or softmax and linear attention together.
-    """
+    """The named contestants, or all softmax providers and installed peers; and why peers are missing. ValueError for
+    unknown or repeated names, or softmax and linear attention together."""
     entries = [Entry.parse(text) for text in texts or (*providers.names(), *PEERS)]
     missing = {} if texts else {str(e): reason for e in entries if (reason := e.missing(device)) is not None}
     entries = [entry for entry in entries if str(entry) not in missing]
@@ -157,13 +154,9 @@ def _contestants(texts: Sequence[str], device: str) -> tuple[list[Entry], dict[s
 
 
 def _typical(device: str, **given: Any) -> Problem:
-    """The attention call to measure, without a length or a mask.
+    """The attention call to measure, without a length or a mask; ValueError for heads that do not fit each other.
 
-    Args:
-        given: fields of a ``Problem``; None is the typical value, of ``kv_heads`` the given number of heads.
-
-    Raises:
-        ValueError: for heads that do not fit each other.
+    given: fields of a ``Problem``; None is the typical value, of ``kv_heads`` the given number of heads.
     """
     if given["kv_heads"] is None:
         given["kv_heads"] = given["heads"]
@@ -174,8 +167,7 @@ def _typical(device: str, **given: Any) -> Problem:
 def _each_length(problem: Problem, lengths: Sequence[int], device: str) -> list[Problem]:
     """The problem with each number of tokens, shortest first; ValueError for one that some layout cannot divide.
 
-    Args:
-        lengths: global tokens; empty: the default of the device.
+    lengths: global tokens; empty: the default of the device.
     """
     chosen = sorted(set(lengths)) or [problem.size * TOKENS[device]]
     for length in chosen:
@@ -192,13 +184,9 @@ def _make_cases(
     distribution: str | None,
     seed: int,
 ) -> list[Case]:
-    """Every mask on every problem.
+    """Every mask on every problem; ValueError for an unknown mask or distribution, or a flag that does nothing.
 
-    Args:
-        masks: empty: all, without windows for linear attention, which has none.
-
-    Raises:
-        ValueError: for an unknown mask or distribution, or a flag that does nothing.
+    masks: empty: all, without windows for linear attention, which has none.
     """
     flags.check_decay(problems[0].decay, {kind})
     known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]

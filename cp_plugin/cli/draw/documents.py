@@ -91,14 +91,12 @@ def fetched(lengths: Sequence[int], size: int, layout: str) -> Fetched:
 
 
 def draw_documents(path: Path, lengths: Sequence[int], size: int = 4) -> None:
-    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix).
+    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix); ValueError if matplotlib is missing, and for more
+    ranks or tokens than can be drawn, or that do not divide.
 
     Args:
         lengths: tokens of each document, in the order of the pack.
         size: context-parallel ranks, at most 8.
-
-    Raises:
-        ValueError: if matplotlib is missing, and for more ranks or tokens than can be drawn, or that do not divide.
     """
     check_ranks(size)
     if sum(lengths) > MOST:

@@ -55,15 +55,13 @@ def draw_method(
     **options: Any,
 ) -> None:
     """Write the picture to ``path`` (PNG, SVG or PDF by its suffix), of one head per rank; the matrices show head 0.
+    ValueError if matplotlib is missing, there are more ranks than colours, or the provider refuses the problem.
 
     Args:
         size: context-parallel ranks, at most 8.
         tokens: drawn one by one; 0: eight per rank.
         timed_tokens: of the timeline, where the ragged edge of a short sequence would mislead; 0: about 8192.
         options: as for ``ContextParallel``.
-
-    Raises:
-        ValueError: if matplotlib is missing, there are more ranks than colours, or the provider refuses the problem.
     """
     check_ranks(size)
     shown, timed = (

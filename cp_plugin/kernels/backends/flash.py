@@ -83,11 +83,7 @@ class Flash:
         return dq, dk, dv
 
     def library(self, device: torch.device, head_dim: int, v_head_dim: int) -> Library:
-        """The library that runs such heads.
-
-        Raises:
-            ValueError: if none can, with the reason.
-        """
+        """The library that runs such heads; ValueError if none can, with the reason."""
         chosen = self._chosen(device, head_dim, v_head_dim)
         if isinstance(chosen, str):
             raise ValueError(chosen)

@@ -102,11 +102,8 @@ class TransformerEngine:
 
 @cache
 def load() -> Library:
-    """Transformer Engine, if it is installed and has the expected functions.
-
-    Raises:
-        ImportError: if it is missing or does not import; TypeError: for an unsupported version.
-    """
+    """Transformer Engine, if it is installed and has the expected functions. ImportError if it is missing or does not
+    import; TypeError for an unsupported version."""
     if find_spec("transformer_engine") is None:
         raise ImportError("Transformer Engine is not installed: ci/gpu/build_te.sh builds it")
     title = f"Transformer Engine {version('transformer-engine')}"

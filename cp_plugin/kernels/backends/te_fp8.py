@@ -123,11 +123,8 @@ class TransformerEngineFp8:
 
 @cache
 def load() -> Library:
-    """Transformer Engine and its quantizers.
-
-    Raises:
-        ImportError: if it is missing or does not import; TypeError: for an unsupported version.
-    """
+    """Transformer Engine and its quantizers. ImportError if it is missing or does not import; TypeError for an
+    unsupported version."""
     library = te.load()
     try:
         made = import_module("transformer_engine.pytorch.tensor.float8_tensor").Float8Quantizer

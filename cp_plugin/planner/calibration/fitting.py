@@ -19,13 +19,9 @@ class Fit(NamedTuple):
 
 
 def fit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    """Fit seconds per unit of work.
+    """Fit seconds per unit of work; ValueError for fewer measurements than figures, or a time that is not positive.
 
-    Args:
-        work: ``[measurement, kind]``, amount of each kind of work.
-
-    Raises:
-        ValueError: for fewer measurements than figures, or a time that is not positive.
+    work: ``[measurement, kind]``, amount of each kind of work.
     """
     rows, taken = np.asarray(work, dtype=float), np.asarray(seconds, dtype=float)
     if len(rows) < rows.shape[1]:

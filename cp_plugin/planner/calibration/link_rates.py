@@ -147,8 +147,7 @@ class Measured:
 def fitted(samples: Sequence[Sample], profile: Cluster, level: Level, nodes: Sequence[int], source: str) -> Link:
     """The link with which ``Links`` reproduces these times, with a free link at the other level.
 
-    Args:
-        nodes: of every rank.
+    nodes: of every rank.
     """
     work = [[_seconds_with(unit, s, profile, level, nodes) * much for unit, much in _UNITS] for s in samples]
     latency, byte = fit(work, [s.seconds for s in samples]).figures

@@ -205,12 +205,9 @@ def cluster(name: str) -> Cluster:
 
 
 def load(path: Path) -> Cluster:
-    """Load a cluster from TOML; ``device``, ``intra`` and ``inter`` are tables, or names of packaged ones.
-
-    Raises:
-        ValueError: for an unreadable file, and missing, unknown or out-of-range figures, with file, table, field, value
-            and expected unit.
-    """
+    """Load a cluster from TOML; ``device``, ``intra`` and ``inter`` are tables, or names of packaged ones. ValueError
+    for an unreadable file, and missing, unknown or out-of-range figures, with file, table, field, value and expected
+    unit."""
     return profile_files.parse(path, Cluster, _NAMED)
 
 

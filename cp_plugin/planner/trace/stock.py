@@ -46,13 +46,10 @@ _AXIS = "cp"
 
 
 def stock_program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
-    """Trace one rank of stock Megatron's method that moves what the setup's provider does.
+    """Trace one rank of stock Megatron's method that moves what the setup's provider does; ValueError for a setup that
+    cannot run, with its reason.
 
-    Args:
-        tiled: as for ``program``.
-
-    Raises:
-        ValueError: for a setup that cannot run, with its reason.
+    tiled: as for ``program``.
     """
     if setup.provider.name == "all_gather" and setup.problem.size > 1:
         return _gathered(setup, index)

@@ -92,13 +92,9 @@ class _Stage(NamedTuple):
 def iteration(
     model: Model, parallel: Parallel, cluster: Cluster, attention: Seconds | Mapping[str, Seconds]
 ) -> Iteration:
-    """Price one training iteration.
+    """Price one training iteration; ValueError if the model cannot be divided so, or rates are missing.
 
-    Args:
-        attention: seconds of one call; or by letter of ``Model.attention_pattern``.
-
-    Raises:
-        ValueError: if the model cannot be divided so, or rates are missing.
+    attention: seconds of one call; or by letter of ``Model.attention_pattern``.
     """
     check(model, parallel)
     given = dict.fromkeys(model.attention_pattern, attention) if isinstance(attention, Seconds) else attention
