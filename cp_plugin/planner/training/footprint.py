@@ -119,6 +119,11 @@ def stage_weights(model: Model, parallel: Parallel, stage: int) -> Weights:
     return weights.summed(found)
 
 
+def whole(model: Model) -> Weights:
+    """Parameters of a model, with unpadded vocabulary."""
+    return stage_weights(model, Parallel(vocab_multiple=1), 0)
+
+
 def on_device(parallel: Parallel, of: Weights) -> tuple[float, float]:
     """Parameters on one device: dense, and routed experts."""
     return of.sharded / parallel.tensor + of.replicated, of.routed / (parallel.expert_tensor * parallel.expert)
