@@ -199,16 +199,12 @@ def _zigzag(seq_length: int, size: int, index: int) -> Segments:
     return range(index * n, (index + 1) * n), range(mirror * n, (mirror + 1) * n)
 
 
-def _striped(seq_length: int, size: int, index: int) -> Segments:
-    return (range(index, seq_length, size),)
-
-
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
         Layout("contiguous", lambda size: size, _contiguous),
         Layout("zigzag", lambda size: 2 * size, _zigzag),
-        Layout("striped", lambda size: size, _striped, cyclic=True),
+        Layout("striped", lambda size: size, lambda n, size, index: (range(index, n, size),), cyclic=True),
     )
 }
 """Layouts defined for every sequence; ``cp_plugin.placement`` adds those built per pack."""

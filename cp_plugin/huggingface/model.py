@@ -76,7 +76,7 @@ class Forward:
         division = self.division
         if not division.active or division.inside:
             return self.own(self.model)(*args, **{key: x for key, x in named.items() if key not in (DIGEST, ROWS)})
-        named = self._by_name(args) | named
+        named = dict(zip(self.parameters(), args, strict=False)) | named
         if division.probe is not None:
             return self.run(named)
         if ROWS in named:
@@ -108,9 +108,6 @@ class Forward:
         finally:
             self._end()
         return output
-
-    def _by_name(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(self.parameters(), args, strict=False))
 
     def parameters(self) -> dict[str, None]:
         """Names of the arguments of the forward that is called, in order, and of those that it may pass on."""

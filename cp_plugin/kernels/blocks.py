@@ -135,8 +135,7 @@ class InOrder:
     """Runs of at least this length stay as they are."""
 
     def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
-        device = queries.q.device
-        rows, keys = self._order(block.rows, block.mask, device), self._order(block.keys, block.mask, device)
+        rows, keys = (self._order(side, block.mask, queries.q.device) for side in (block.rows, block.keys))
         queries, kv = rows.sort(queries), keys.sort(kv)
         block = block._replace(rows=rows.segments, keys=keys.segments)
         if rows.order is None:
@@ -145,8 +144,7 @@ class InOrder:
         return onto if found is None else merge(onto, Partial(*rows.store(*found)))
 
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
-        device = queries.q.device
-        rows, keys = self._order(block.rows, block.mask, device), self._order(block.keys, block.mask, device)
+        rows, keys = (self._order(side, block.mask, queries.q.device) for side in (block.rows, block.keys))
         queries, kv = rows.sort(queries), keys.sort(kv)
         block = block._replace(rows=rows.segments, keys=keys.segments)
         if rows.order is None and keys.order is None:

@@ -178,11 +178,7 @@ def _one_each(size: int) -> int:
     return size
 
 
-def _as_one(seq_length: int, size: int, index: int) -> Segments:
-    return _place((seq_length,), size, 1, None)(seq_length, size, index)
-
-
-DOCUMENTS = Layout("documents", _one_each, _as_one)
+DOCUMENTS = Layout("documents", _one_each, lambda n, size, index: _place((n,), size, 1, None)(n, size, index))
 """``--cp-layout documents`` before a pack is known: one document."""
 
 

@@ -120,12 +120,14 @@ def bench(
         cases = _make_cases(problems, entries[0].kind, mask or (), **how)
         here = started.start(where, size)
         cases = [case.on(started.hosts(size)) for case in cases]
-        _check_size(cases, where)
+        for case in cases if where == "cpu" else ():
+            if len(set(case.problem.hosts)) == 1:
+                refuse_too_large(case.problem, runs=1)
         plans = [run.plan(case, entries, where, profile) for case in cases]
-        processors = Processors()
+        processors, cores = Processors(), psutil.cpu_count(logical=False) or os.cpu_count()
         found = Report(
             results=run.bench(plans, where, rounds, timeout, here),
-            device=_name_device(where),
+            device=torch.cuda.get_device_name() if where == "cuda" else f"{cores} CPU cores",
             rounds=rounds,
             seed=seed,
             cluster=cluster,
@@ -169,9 +171,15 @@ def _each_length(problem: Problem, lengths: Sequence[int], device: str) -> list[
 
     lengths: global tokens; empty: the default of the device.
     """
-    chosen = sorted(set(lengths)) or [problem.size * TOKENS[device]]
-    for length in chosen:
-        _check_length(length, problem.size)
+    chosen, size = sorted(set(lengths)) or [problem.size * TOKENS[device]], problem.size
+    divisor = 2 * size if size > 1 else 1
+    for length in (length for length in chosen if length % divisor):
+        below = length // divisor * divisor
+        near = f"{below} or {below + divisor}" if below else f"{divisor}"
+        raise ValueError(
+            f"--seq-length {length} cannot be split evenly across {size} ranks in every layout: use a multiple of "
+            f"{divisor}, such as {near}"
+        )
     return [replace(problem, seq_length=length) for length in chosen]
 
 
@@ -200,28 +208,3 @@ def _make_cases(
         if value is not None and not used:
             raise ValueError(f"{flag} {value} has no effect with --mask {', '.join(masks)}: leave it out")
     return found
-
-
-def _check_size(found: Sequence[Case], device: str) -> None:
-    """ValueError for a case that is too large for this machine's CPU ranks."""
-    for case in found if device == "cpu" else ():
-        if len(set(case.problem.hosts)) == 1:
-            refuse_too_large(case.problem, runs=1)
-
-
-def _name_device(device: str) -> str:
-    """The device by name."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{psutil.cpu_count(logical=False) or os.cpu_count()} CPU cores"
-
-
-def _check_length(length: int, size: int) -> None:
-    divisor = 2 * size if size > 1 else 1
-    if length % divisor:
-        below = length // divisor * divisor
-        near = f"{below} or {below + divisor}" if below else f"{divisor}"
-        raise ValueError(
-            f"--seq-length {length} cannot be split evenly across {size} ranks in every layout: use a multiple of "
-            f"{divisor}, such as {near}"
-        )

@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel, model_validator
 
 from cp_plugin.common.names import find
@@ -212,7 +213,7 @@ def load(path: Path) -> Cluster:
 
 
 def save(profile: Cluster, path: Path) -> None:
-    path.write_text(profile_files.as_toml(profile), encoding="utf-8")
+    path.write_text(tomli_w.dumps(profile.model_dump(exclude_defaults=True), multiline_strings=True), encoding="utf-8")
 
 
 def override(profile: Cluster, **changes: Any) -> Cluster:

@@ -84,11 +84,6 @@ class Links:
         """Ranks of this mesh on the fullest node."""
         return int(np.bincount(self.nodes).max())
 
-    @property
-    def _alike(self) -> int:
-        """Groups that share each node, assuming that all its devices take part."""
-        return max(1, self.cluster.per_node // self._per_node)
-
     def _steps(self, peer: int | None, post: Post, rank: int) -> int | None:
         """Distance of a peer up the axis."""
         if peer is None:
@@ -140,7 +135,8 @@ class Links:
         """Bytes per second of each of ``crossing`` ranks of a node whose messages leave it."""
         nics = self.cluster.nics
         own = max(1, nics // self.cluster.per_node)
-        return link.bytes_per_s * min(own, nics / (crossing * self._alike))
+        alike = max(1, self.cluster.per_node // self._per_node)  # groups on a node, if all its devices take part
+        return link.bytes_per_s * min(own, nics / (crossing * alike))
 
     @property
     def _gloo(self) -> bool:
