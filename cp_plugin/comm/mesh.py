@@ -268,3 +268,60 @@ def _check_divides(axis: str, n: int, tensors: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"dimension 0 of {tuple(t.shape)} cannot be split evenly across the {n} ranks of axis {axis!r}"
             )
+
+
+class TraceMesh(Mesh):
+    """One rank of a mesh without peers or data: zeros of the right shape, best on the ``meta`` device, and the ledger.
+
+    Running a method on it prices the method itself; on a real device it measures the computation alone.
+    """
+
+    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
+        if source is None:
+            return Pending.done(())
+        return Pending(lambda: tuple(t.new_zeros(t.shape) for t in tensors))
+
+    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
+        n = self.axes[axis]
+        return Pending(lambda: tuple(t.new_zeros((n * t.size(0), *t.shape[1:])) for t in tensors))
+
+    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
+        n = self.axes[axis]
+        return Pending(lambda: tuple(t.new_zeros((t.size(0) // n, *t.shape[1:])) for t in tensors))
+
+    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
+        return Pending(lambda: tuple(t.new_zeros(t.shape) for t in tensors))
+
+    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        return Pending(lambda: tuple(t.new_zeros((sum(received), *t.shape[1:])) for t in tensors))
+
+
+class Over(Mesh):
+    """Base of meshes on another one: verbs may change what travels; posting, names and the ledger are those below."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh.axes, mesh.index, mesh.ledger)
+        self._mesh = mesh
+
+    def _named(
+        self, verb: str, axis: str, ends: tuple[int | None, ...], post: Callable[..., Pending], tensors: Tensors
+    ) -> Pending:
+        return self._mesh._named(verb, axis, ends, post, tensors)
+
+    def _along(self, axis: str, group: str) -> str:
+        return self._mesh._along(axis, group)
+
+    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
+        return self._mesh._exchange(axis, tensors, to, source)
+
+    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
+        return self._mesh._all_gather(axis, tensors)
+
+    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
+        return self._mesh._reduce_scatter(axis, tensors)
+
+    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
+        return self._mesh._all_to_all(axis, tensors)
+
+    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        return self._mesh._all_to_all_v(axis, tensors, sent, received)

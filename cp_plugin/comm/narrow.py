@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cp_plugin.comm.mesh import Mesh, Pending, sums
-from cp_plugin.comm.over import Over
+from cp_plugin.comm.mesh import Mesh, Over, Pending, sums
 from cp_plugin.core.dtypes import accumulation_dtype
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from cp_plugin.comm import GroupMesh, Mesh, coordinates, flat_index
 from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.core.hosts import neighbours_per_host
-from cp_plugin.planner.calibration.fitting import fit
+from cp_plugin.planner.calibration.kernel_rates import fit
 from cp_plugin.planner.machine.events import Post
 from cp_plugin.planner.machine.hardware import Cluster, Link, Verb, override
 from cp_plugin.planner.machine.links import Level, Links, shortest_ring

@@ -32,7 +32,7 @@ from torch import Tensor
 from cp_plugin.attention import calls
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import Pending
-from cp_plugin.comm.over import Over
+from cp_plugin.comm.mesh import Over
 from cp_plugin.common.without_data import empty
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.layout import Segments
