@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cp_plugin.cli.bench.cases import distributions, document_bounds
+from cp_plugin.cli.bench.cases import LENGTHS, distributions, document_bounds
 from cp_plugin.common.names import did_you_mean
-from cp_plugin.placement.lengths import LENGTHS
 
 if TYPE_CHECKING:
     from cp_plugin.planner.asked import Asked

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.attention import sinks, softmax
+from cp_plugin.attention import softmax
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import GroupMesh, Mesh
 from cp_plugin.core.block import Scores
@@ -173,7 +173,7 @@ class Session:
         out, lse = shard.attend(asked, cache, held, self._step.positions, scores, window)
         out, lse = tree.merged(self.mesh, Partial(out if latent is None else latent.outputs(out), lse))
         if sink is not None:
-            out, lse = sinks.apply(out, lse, sink)
+            out, lse = softmax.apply_sink(out, lse, sink)
         return out.to(q.dtype)
 
     def _prefill(

@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_plugin.core.layout import Layout, Segments
+from cp_plugin.common.names import not_one_of
+from cp_plugin.core.layout import LAYOUTS, Layout, Segments
+from cp_plugin.core.spelling import spelled
 from cp_plugin.placement.filling import fill
 from cp_plugin.placement.pairs import Ints, Pairs, busy, traffic
 
@@ -199,3 +201,13 @@ def _seats(traffic: Ints, per_host: int) -> Ints:
     seats = np.empty_like(everyone)
     seats[np.argsort(host, kind="stable")] = everyone
     return seats
+
+
+ALL: dict[str, Layout] = LAYOUTS | {DOCUMENTS.name: DOCUMENTS}
+
+
+def get_layout(name: str) -> Layout:
+    """The layout of that name; ValueError, which lists the valid ones, for an unknown name."""
+    if name not in ALL:
+        raise ValueError(not_one_of(spelled("layout", name), name, ALL))
+    return ALL[name]

@@ -15,7 +15,7 @@ from cp_plugin.core.problem import Fp8, Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.methods.ulysses import heads_do_not_divide
-from cp_plugin.placement import layouts
+from cp_plugin.placement import documents
 from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.planner import stock_rules
 from cp_plugin.planner.packs import in_each
@@ -53,7 +53,7 @@ class Allowed:
 
     options: Options = field(default_factory=Options)
     """Options fixed in advance; Megatron's own methods do not have them."""
-    layouts: Sequence[str] = tuple(layouts.ALL)
+    layouts: Sequence[str] = tuple(documents.ALL)
     """Token layouts of our providers."""
     suits: Callable[[Candidate], bool] | None = None
     """Any further condition."""

@@ -21,7 +21,7 @@ from cp_plugin.inference import CacheFullError, Session, Slots, shard, slots_for
 from cp_plugin.inference.slots import NOWHERE
 from cp_plugin.inference.store import Cache, Latent, Packed, Plain
 from cp_plugin.methods import registry as providers
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 CPU = torch.device("cpu")
 

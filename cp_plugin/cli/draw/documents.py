@@ -20,8 +20,7 @@ from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.placement.documents import DOCUMENTS
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import DOCUMENTS, get_layout
 from cp_plugin.planner.packs import balance
 
 if TYPE_CHECKING:

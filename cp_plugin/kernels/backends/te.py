@@ -25,9 +25,8 @@ from torch import Tensor
 
 from cp_plugin.core.block import Scores
 from cp_plugin.core.spelling import spelled
-from cp_plugin.kernels.backends.sdpa import is_causal
+from cp_plugin.kernels.backends.sdpa import TakesOut, is_causal
 from cp_plugin.kernels.backends.signatures import Bound, bind
-from cp_plugin.kernels.fused import out_from_delta
 
 LAYOUT = "sbhd_sbhd_sbhd"
 _SHARED = ("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "q", "k", "v", "fake_dtype")
@@ -60,12 +59,11 @@ class Library:
 
 
 @dataclass(frozen=True, slots=True)
-class TransformerEngine:
+class TransformerEngine(TakesOut):
     """TE's fused attention in the model's precision."""
 
     name: str = "te"
     packages: ClassVar = ("transformer-engine",)
-    any_diagonal: bool = False
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
         if device.type != "cuda":
@@ -87,9 +85,6 @@ class TransformerEngine:
                 f"{spelled('backend', 'sdpa')}"
             )
         return out, statistics[0].squeeze(-1).permute(2, 0, 1)
-
-    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
-        return out_from_delta(dout, delta)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cp_plugin.planner.machine.collectives import Group, all_reduce, cost, message
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.machine.links import Group, all_reduce, cost, message
 from cp_plugin.planner.training import layer_time, operations
 from cp_plugin.planner.training.footprint import GRADIENT, on_device, stage_weights
 from cp_plugin.planner.training.layer_time import Pass, added, moved, multiplied
