@@ -60,10 +60,9 @@ def test_bytes_of_a_parameter(zero: int, dtype: str, per_parameter: float) -> No
 
 
 def test_fully_sharded_parameters_are_gathered_by_layer() -> None:
-    p = Parallel(devices=64, zero=3)
     total = whole(LLAMA).total
     layer = weights.attention(LLAMA, 0).total + weights.ffn(LLAMA, 0).total
-    found = footprint(LLAMA, p)
+    found = footprint(LLAMA, Parallel(devices=64, zero=3))
     assert found.parameters == 2 * (total / 64 + 2 * layer)
     assert found.gradients == GRADIENT * (total / 64 + layer)
     assert found.optimizer == (ADAM + MASTER) * total / 64
