@@ -91,12 +91,8 @@ def trace(setup: Setup, index: int) -> Formula:
 
 
 def compare(rows: Sequence[Row]) -> list[str | None]:
-    """Run every row on forked Gloo ranks; where ledger, trace and formula differ, the first difference.
-
-    Raises:
-        ValueError: if the problem is too large for this machine.
-        RankError: if a rank fails.
-    """
+    """Run every row on forked Gloo ranks; where ledger, trace and formula differ, the first difference. ValueError if
+    the problem is too large for this machine; RankError if a rank fails."""
     possible = [row.setup for row in rows if row.setup.reason is None]
     if not possible:
         return [None for _ in rows]
