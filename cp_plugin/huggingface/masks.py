@@ -80,6 +80,15 @@ class Reader:
     def __init__(self) -> None:
         self._known: set[tuple[int, Sight]] = set()
 
+    def read_call(self, arguments: dict[str, Any], seq_length: int) -> Sight | str:
+        """``read`` for the arguments of an entry of AttentionMaskInterface; why not, where it is no window."""
+        if arguments.get("use_vmap"):
+            return "a mask function of the model's own"
+        try:
+            return self.read(arguments["mask_function"], seq_length)
+        except ValueError as problem:
+            return str(problem)
+
     def read(self, function: MaskFunction, seq_length: int) -> Sight:
         """
         Raises:

@@ -155,7 +155,7 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *,
         iteration=priced.iteration,
         footprint=priced.footprint,
         free={r: run(setup, timeline.programs, without(cluster, r), stride).seconds for r in RESOURCES},
-        sent=sent_by_level(timeline),
+        sent=max((_sent(timeline, rank) for rank in timeline.programs), key=lambda sent: sum(sent.values())),
     )
 
 
@@ -205,11 +205,6 @@ def without(cluster: Cluster, resource: Resource) -> Cluster:
             )
             return cluster.model_copy(update={resource: link})
     return cluster.model_copy(update={"device": device.model_copy(update=changes)})
-
-
-def sent_by_level(timeline: Timeline) -> dict[tuple[str, str, Level], float]:
-    """(phase, axis, level) -> bytes sent by the rank that sends most."""
-    return max((_sent(timeline, rank) for rank in timeline.programs), key=lambda sent: sum(sent.values()))
 
 
 def _sent(timeline: Timeline, rank: int) -> dict[tuple[str, str, Level], float]:
