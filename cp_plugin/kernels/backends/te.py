@@ -77,14 +77,7 @@ class TransformerEngine(TakesOut):
         out, statistics = library.forward(
             **forward_arguments(library, q, k, v, is_causal(q, k, diagonal), scores.scale)
         )[:2]
-        rows, batch, heads, _ = q.shape
-        if statistics[0].shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
-            raise RuntimeError(
-                f"Transformer Engine {library.version} returned an out {tuple(out.shape)} and statistics "
-                f"{tuple(statistics[0].shape)} for a q {tuple(q.shape)}: not supported; use "
-                f"{spelled('backend', 'sdpa')}"
-            )
-        return out, statistics[0].squeeze(-1).permute(2, 0, 1)
+        return out, log_sum_exp(library, out, statistics[0], q, v, spelled("backend", "sdpa"))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
@@ -123,6 +116,17 @@ def load() -> Library:
         )
     except (AttributeError, TypeError) as wrong:
         raise TypeError(f"{title} is not a version that this plugin can call (2.20 is): {wrong}") from None
+
+
+def log_sum_exp(library: Library, out: Any, statistics: Tensor, q: Tensor, v: Tensor, instead: str) -> Tensor:
+    """``[s, b, h]`` of a forward's statistics; RuntimeError for results of unexpected shapes."""
+    rows, batch, heads, _ = q.shape
+    if statistics.shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
+        raise RuntimeError(
+            f"Transformer Engine {library.version} returned an out {tuple(out.shape)} and statistics "
+            f"{tuple(statistics.shape)} for a q {tuple(q.shape)}: not supported; use {instead}"
+        )
+    return statistics.squeeze(-1).permute(2, 0, 1)
 
 
 def must_be_deterministic() -> bool:
