@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import accumulate, cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,10 +27,16 @@ Documents = Annotated[
 
 
 def packed(asked: Asked, text: str | None) -> Asked:
-    """Add documents to every sequence, unless ``text`` is None; ValueError as for ``bounds``."""
-    from cp_plugin.planner.asked import packed as with_documents
+    """Fill every sequence with documents, unless ``text`` is None; ValueError as for ``bounds``.
 
-    return asked if text is None else with_documents(asked, lambda tokens: in_sequence(text, tokens))
+    Megatron joins the sequences of a micro-batch, and fills them so.
+    """
+    from cp_plugin.planner.asked import joined
+
+    if text is None:
+        return asked
+    found = in_sequence(text, asked.shapes[0].seq_length * asked.shapes[0].micro_batch)
+    return replace(asked, shapes=[joined(shape, found) for shape in asked.shapes])
 
 
 def in_sequence(text: str, seq_length: int) -> tuple[int, ...]:

@@ -44,7 +44,9 @@ def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tup
     for cells, style in shown:
         table.add_row(*(Text(cells[i]) for i in filled), style=style)
     if shown:
-        console.print(table)
+        with console.capture() as printed:
+            console.print(table)
+        console.file.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
     refused: dict[tuple[str, str], dict[str, None]] = {}
     for cells, style in rows:
         if (reason := _reason(cells)) is not None:

@@ -81,15 +81,6 @@ def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fi
     return Asked(model=found, cluster=there, shapes=shapes, free=fixed.recompute is None)
 
 
-def packed(asked: Asked, documents: Callable[[int], Sequence[int]]) -> Asked:
-    """The query with documents in every sequence; Megatron joins the sequences of a micro-batch, and fills them so.
-
-    documents: tokens of a pack -> the lengths of its documents.
-    """
-    found = documents(asked.shapes[0].seq_length * asked.shapes[0].micro_batch)
-    return replace(asked, shapes=[joined(shape, found) for shape in asked.shapes])
-
-
 def joined(shape: Parallel, documents: Sequence[int]) -> Parallel:
     """The shape with a pack of these documents in place of a micro-batch."""
     batch = shape.global_batch // shape.micro_batch
