@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -296,6 +297,11 @@ class TraceMesh(Mesh):
         return Pending(lambda: tuple(t.new_zeros((sum(received), *t.shape[1:])) for t in tensors))
 
 
+def below(verb: str) -> Callable[..., Any]:
+    """A method of ``Over`` that is left to the mesh below."""
+    return lambda self, *args, **named: getattr(self._mesh, verb)(*args, **named)
+
+
 class Over(Mesh):
     """Base of meshes on another one: verbs may change what travels; posting, names and the ledger are those below."""
 
@@ -303,25 +309,6 @@ class Over(Mesh):
         super().__init__(mesh.axes, mesh.index, mesh.ledger)
         self._mesh = mesh
 
-    def _named(
-        self, verb: str, axis: str, ends: tuple[int | None, ...], post: Callable[..., Pending], tensors: Tensors
-    ) -> Pending:
-        return self._mesh._named(verb, axis, ends, post, tensors)
-
-    def _along(self, axis: str, group: str) -> str:
-        return self._mesh._along(axis, group)
-
-    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
-        return self._mesh._exchange(axis, tensors, to, source)
-
-    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
-        return self._mesh._all_gather(axis, tensors)
-
-    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
-        return self._mesh._reduce_scatter(axis, tensors)
-
-    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
-        return self._mesh._all_to_all(axis, tensors)
-
-    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        return self._mesh._all_to_all_v(axis, tensors, sent, received)
+    _named, _along = below("_named"), below("_along")
+    _exchange, _all_gather, _reduce_scatter = below("_exchange"), below("_all_gather"), below("_reduce_scatter")
+    _all_to_all, _all_to_all_v = below("_all_to_all"), below("_all_to_all_v")
