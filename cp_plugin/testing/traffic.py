@@ -33,8 +33,7 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.testing.launch import run_ranks
-from cp_plugin.testing.machine import refuse_too_large
-from cp_plugin.testing.ranks import with_progress
+from cp_plugin.testing.ranks import refuse_too_large, with_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,9 +31,8 @@ from cp_plugin.linear import kernels
 from cp_plugin.methods import fp8
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.testing.launch import RankError, run_ranks
-from cp_plugin.testing.machine import refuse_too_large
 from cp_plugin.testing.oracle import TENSORS, Case, make_case, relative_errors, tensors
-from cp_plugin.testing.ranks import join, with_progress
+from cp_plugin.testing.ranks import join, refuse_too_large, with_progress
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error (norm) of each tensor."""

@@ -24,7 +24,7 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.planner.machine import hardware
 from cp_plugin.testing import ranks as started
-from cp_plugin.testing.machine import refuse_too_large
+from cp_plugin.testing.ranks import refuse_too_large
 
 TYPICAL: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"heads": 8, "kv_heads": 4, "head_dim": 64, "dtype": torch.float32},
