@@ -29,7 +29,7 @@ from cp_plugin.common.text import in_words
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
-from cp_plugin.placement.layouts import ALL
+from cp_plugin.placement.documents import ALL
 
 ROOT = Path(__file__).parent.parent
 _SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {

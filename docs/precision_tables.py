@@ -21,8 +21,7 @@ from torch import Tensor
 from cp_plugin import ContextParallel, Problem
 from cp_plugin.attention import calls
 from cp_plugin.comm import Mesh, Pending, run_threads
-from cp_plugin.comm.mesh import Tensors
-from cp_plugin.comm.over import Over
+from cp_plugin.comm.mesh import Over, Tensors
 from cp_plugin.core.block import Scores
 from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.core.mask import CAUSAL

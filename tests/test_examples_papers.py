@@ -17,10 +17,10 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.planner.candidates import Candidate
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.price import on, price
-from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.footprint import footprint, whole
 from cp_plugin.planner.training.model import LINEAR, model
 from cp_plugin.planner.training.parallel import problem
-from cp_plugin.planner.training.weights import parameters
+from cp_plugin.planner.training.weights import attention
 from cp_plugin.testing.launch import run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "examples.md"
@@ -72,9 +72,9 @@ def test_the_flags_describe_the_model_of_the_catalogue(name: str, variant: str, 
     changes["linear"] = str(of.flags.get("cp-linear-attention", wanted.linear))
     rotary = replace(wanted, **changes)
     assert found == rotary
-    own = parameters(rotary).attention - parameters(wanted).attention  # of linear attention
-    published = parameters(wanted).total - wanted.positions * wanted.hidden + own
-    assert parameters(found).total == parameters(rotary).total == published
+    own = sum(attention(rotary, n).total - attention(wanted, n).total for n in rotary.all_layers)  # of linear ones
+    published = whole(wanted).total - wanted.positions * wanted.hidden + own
+    assert whole(found).total == whole(rotary).total == published
 
 
 @EACH

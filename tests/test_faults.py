@@ -18,7 +18,7 @@ from warm import python
 from cp_plugin.comm import GroupMesh, MessageError
 from cp_plugin.comm.alarm import Alarm, report
 from cp_plugin.testing.launch import RankError, run_ranks
-from cp_plugin.testing.launch_signals import frozen
+from cp_plugin.testing.launch_rank import frozen
 
 ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "ci" / "faults"

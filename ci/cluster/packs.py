@@ -4,7 +4,7 @@
     ring@zigzag       zigzag over the whole pack
     ring@each         every document zigzag over all ranks, in 2 x ranks chunks, as in Transformer Engine
 
-Lengths are those of ``cp_plugin.placement.lengths`` with ``TOKENS`` per rank, divided by an integer, rounded to whole
+Lengths are those of ``cp_plugin.cli.bench.cases`` with ``TOKENS`` per rank, divided by an integer, rounded to whole
 chunks of ``LEAST`` tokens: nothing is padded, whereas Transformer Engine pads documents to a multiple of 2 x ranks.
 """
 
@@ -21,9 +21,9 @@ from cp_plugin import ContextParallel, Problem
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.attention.setups import Setup
+from cp_plugin.cli.bench.cases import LENGTHS, TOKENS
 from cp_plugin.cli.bench.contestants import Entry, Provided
 from cp_plugin.core.layout import LAYOUTS
-from cp_plugin.placement.lengths import LENGTHS, TOKENS
 from cp_plugin.planner.packs import each_by_itself
 
 LEAST = 2

@@ -32,10 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/core"))
 
 from exact_placement import ON_EIGHT, fewest_blocks
 
+from cp_plugin.cli.bench.cases import LENGTHS, TOKENS
 from cp_plugin.core.mask import Mask
-from cp_plugin.placement.documents import Placement, place
-from cp_plugin.placement.layouts import get_layout
-from cp_plugin.placement.lengths import LENGTHS, TOKENS
+from cp_plugin.placement.documents import Placement, get_layout, place
 
 PACKS = 16
 PER_HOST = 8

@@ -114,19 +114,27 @@ def of_method(method: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> 
 
 
 def of_kernel(
-    kernel: BlockKernel, x: tuple[Tensor, ...], mask: Mask, sent: Callable[[Tensor], Tensor] = lambda out: out
+    kernel: BlockKernel,
+    x: tuple[Tensor, ...],
+    what: Mask | Block,
+    sent: Callable[[Tensor], Tensor] = lambda out: out,
+    between: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv of a whole sequence, from one call of a kernel in each direction.
+    """out, dq, dk, dv from one call of a kernel in each direction.
 
     Args:
         x: q, k, v and dout.
+        what: the block; or the mask of a whole sequence.
         sent: applied to out before the backward sees it.
+        between: called after the forward.
     """
     q, k, v, dout = x
     wide = accumulation_dtype(q.dtype)
-    block = Block((range(q.size(0)),), (range(k.size(0)),), mask, Scores(q.size(3) ** -0.5))
+    whole = (range(q.size(0)),), (range(k.size(0)),)
+    block = what if isinstance(what, Block) else Block(*whole, what, Scores(q.size(3) ** -0.5))
     found = kernel.forward(Queries(q), KeyValues(k, v), block)
     assert found is not None, "it finds the block empty"
+    between()
     delta = (dout.to(wide) * sent(found.out).to(wide)).sum(-1)
     grads = kernel.backward(Queries(q, dout, found.lse, delta), KeyValues(k, v), block)
     assert grads is not None, "it finds the block empty"

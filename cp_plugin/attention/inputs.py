@@ -34,12 +34,9 @@ UNSET: Any = _Unset()
 
 
 def process_group(group: Any) -> dist.ProcessGroup | None:
-    """The process group of a group or ``DeviceMesh`` with one dimension; None: this rank alone.
-
-    Raises:
-        ValueError: for a mesh with several dimensions, a group without this rank, another type, or no group where
-            torch.distributed has several ranks.
-    """
+    """The process group of a group or ``DeviceMesh`` with one dimension; None: this rank alone. ValueError for a mesh
+    with several dimensions, a group without this rank, another type, or no group where torch.distributed has several
+    ranks."""
     if group is UNSET:
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(

@@ -90,10 +90,7 @@ def setups(chosen: Sequence[str | Provider], problem: Problem, options: Options)
     """A setup for every chosen provider, or for all if none is chosen.
 
     Each gets the options it has; an option that none of them has is an error. Options that do not fit are an error for
-    chosen providers and a reason for others.
-
-    Raises:
-        ValueError: for an unknown provider, and as above.
+    chosen providers and a reason for others. ValueError for an unknown provider, and as above.
     """
     found = [providers.get(p) if isinstance(p, str) else p for p in chosen or _all(options.backend)]
     for name, value in options.chosen.items():

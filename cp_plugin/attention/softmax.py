@@ -1,16 +1,25 @@
 """Softmax attention by any composed method: the forward, and the only autograd.Function for it in this package.
 
 Outer moves with ``Moved.kept`` are made once: the backward starts from what they brought.
+
+A sink is one more score per head, with no value behind it (StreamingLLM, arXiv 2309.17453; gpt-oss):
+
+    lse' = logaddexp(lse, sink)        out' = exp(lse - lse') out
+
+It is applied where all keys of a query have been merged, so methods and kernels need not know: their backward is right
+with lse' and out'. Its probability is ``exp(sink - lse')``, its gradient ``-exp(sink - lse') * delta``, summed over the
+queries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_plugin.attention import autocast, sinks
+from cp_plugin.attention import autocast
 from cp_plugin.attention.recompute import once
 from cp_plugin.comm import Mesh, Pending
 from cp_plugin.common.first_order import first_order
@@ -39,7 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, moves: tuple[Mo
     queries, kv = bringing_q.wait(), bringing_kv.wait()
     out, lse = core.forward(queries, kv) or nothing_seen(queries, kv)
     if sink is not None:
-        out, lse = sinks.apply(out, lse, sink[sinks.held(sink.numel(), moves)])
+        out, lse = apply_sink(out, lse, sink[heads_behind(sink.numel(), moves)])
     out = out.to(q.dtype)
     home = Pending.done((out,))
     for move in reversed(moves):
@@ -75,7 +84,7 @@ class Attention(torch.autograd.Function):
             delta = fused.delta(dout, out)
             dsink = None
             if sink is not None:
-                dsink = sinks.gradient(sink, sinks.held(sink.numel(), ctx.moves), lse, delta)
+                dsink = sink_gradient(sink, heads_behind(sink.numel(), ctx.moves), lse, delta)
             queries = Queries(q, dout, lse, delta, owners=ctx.owners[0])
             kv = KeyValues(k, v, owners=ctx.owners[1])
             grads = ctx.core.backward(queries, kv) or no_gradients(queries, kv)
@@ -83,3 +92,26 @@ class Attention(torch.autograd.Function):
             for move in reversed(ctx.moves):
                 dq, dkv = move.return_dq(dq), move.return_dkv(dkv)
             return *(t.to(q.dtype) for t in (*dq.wait(), *dkv.wait())), dsink, None, None
+
+
+def heads_behind(heads: int, moves: Sequence[Move]) -> slice:
+    """The query heads this rank has behind these moves, outermost first."""
+    first, count = 0, heads
+    for move in moves:
+        kept = move.heads(count)
+        first, count = first + kept.start, kept.stop - kept.start
+    return slice(first, first + count)
+
+
+def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Add these heads' sinks ``[h]`` to merged attention ``[s, b, h, e]`` and ``[s, b, h]``."""
+    total = torch.logaddexp(lse, sink.to(lse.dtype))
+    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
+    return out.to(lse.dtype) * weight.unsqueeze(-1), total
+
+
+def sink_gradient(sink: Tensor, heads: slice, lse: Tensor, delta: Tensor) -> Tensor:
+    """Gradient of all sinks ``[h]`` from this rank's queries and heads; lse and delta include the sink."""
+    found = torch.zeros_like(sink)
+    found[heads] = -(torch.exp(sink[heads].to(lse.dtype) - lse) * delta).sum((0, 1)).to(sink.dtype)
+    return found

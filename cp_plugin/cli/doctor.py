@@ -231,11 +231,8 @@ _STATES = {"broken": "red", "absent": "dim", "checked": ""}
 
 
 def examine(folder: str, words: Sequence[str]) -> dict[str, Any]:
-    """What ``megatron.patches.doctor`` finds, in a process of its own.
-
-    Raises:
-        ValueError: for a folder without Megatron, an unsupported version, or wrong flags; and if the process fails.
-    """
+    """What ``megatron.patches.doctor`` finds, in a process of its own. ValueError for a folder without Megatron, an
+    unsupported version, or wrong flags; and if the process fails."""
     command = [sys.executable, "-m", "cp_plugin.megatron.patches.doctor", folder, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last = done.stdout.strip().rpartition("\n")[2]

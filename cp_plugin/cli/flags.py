@@ -101,8 +101,7 @@ def errors_in_one_line(ranks: str = "--ranks", *, translated: bool = True) -> It
 def provider_options(without: Collection[str] = ()) -> Callable[[_Command], _Command]:
     """Replace a command's argument ``options`` by a flag for each option that a provider declares.
 
-    Args:
-        without: options that have no meaning for the command.
+    without: options that have no meaning for the command.
     """
     every = providers.registry().options.values()
     declared = [option for option in every if option not in without]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import accumulate, cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cp_plugin.cli.bench.cases import distributions, document_bounds
+from cp_plugin.cli.bench.cases import LENGTHS, distributions, document_bounds
 from cp_plugin.common.names import did_you_mean
-from cp_plugin.placement.lengths import LENGTHS
 
 if TYPE_CHECKING:
     from cp_plugin.planner.asked import Asked
@@ -27,10 +27,16 @@ Documents = Annotated[
 
 
 def packed(asked: Asked, text: str | None) -> Asked:
-    """Add documents to every sequence, unless ``text`` is None; ValueError as for ``bounds``."""
-    from cp_plugin.planner.asked import packed as with_documents
+    """Fill every sequence with documents, unless ``text`` is None; ValueError as for ``bounds``.
 
-    return asked if text is None else with_documents(asked, lambda tokens: in_sequence(text, tokens))
+    Megatron joins the sequences of a micro-batch, and fills them so.
+    """
+    from cp_plugin.planner.asked import joined
+
+    if text is None:
+        return asked
+    found = in_sequence(text, asked.shapes[0].seq_length * asked.shapes[0].micro_batch)
+    return replace(asked, shapes=[joined(shape, found) for shape in asked.shapes])
 
 
 def in_sequence(text: str, seq_length: int) -> tuple[int, ...]:
@@ -41,10 +47,8 @@ def in_sequence(text: str, seq_length: int) -> tuple[int, ...]:
 def bounds(text: str, seq_length: int) -> tuple[int, ...]:
     """Where the documents of a sequence begin, and its length.
 
-    Given lengths are repeated until the sequence is full; the last document is truncated.
-
-    Raises:
-        ValueError: for a text that is neither a file, nor lengths, nor a distribution, and for invalid lengths.
+    Given lengths are repeated until the sequence is full; the last document is truncated. ValueError for a text that is
+    neither a file, nor lengths, nor a distribution, and for invalid lengths.
     """
     if text in LENGTHS:
         return tuple(accumulate(LENGTHS[text].pack(seq_length), initial=0))

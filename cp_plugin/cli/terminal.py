@@ -5,21 +5,19 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 Cells = tuple[str, ...]
 REASONS = ("cannot: ", "DIFFERS: ", "FAIL: ")
 """Beginnings of a cell that says why a row has no result."""
 WIDTH = 100
 """Columns where the output is not a terminal and COLUMNS is not set."""
-_GAP = 2
 _UNITS = re.compile(r"(?<=\d) +(?=[^ \d(])")
 """Between a number and its unit."""
-_WITHIN_PARTS = re.compile(r"(?<!,) +(?! )")
-"""Within the parts of a list."""
 _WITHIN_FLAGS = re.compile(r" +(?! |--)")
 _UNBROKEN = "\xa0"
 
@@ -37,17 +35,18 @@ def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tup
     """
     missing = ("",) * len(columns)
     shown = [((*cells, *missing), style) for cells, style in rows if _reason(cells) is None]
-    filled = [i for i in range(len(columns)) if not shown or any(cells[i] for cells, _ in shown)]
-    lines = [([cells[i] for i in filled], style) for cells, style in [(columns, "bold"), *shown]]
+    filled = [i for i in range(len(columns)) if any(cells[i] for cells, _ in shown)]
     if title:
         print_lines(console, title, style="italic")
-    whole = [cells for cells, _ in lines]
-    kept, widths = _WITHIN_PARTS, _widths(whole, console.width, _WITHIN_PARTS)
-    if not widths:
-        kept, widths = _UNITS, _widths(whole, console.width, _UNITS)
-    for row, style in lines if shown else []:
-        for line in _aligned(row, widths, kept) if widths else _stacked(whole[0], row, console.width):
-            _print(console, line, style)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for i in filled:
+        table.add_column(columns[i], no_wrap=i == 0, overflow="fold")
+    for cells, style in shown:
+        table.add_row(*(Text(cells[i]) for i in filled), style=style)
+    if shown:
+        with console.capture() as printed:
+            console.print(table)
+        console.file.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
     refused: dict[tuple[str, str], dict[str, None]] = {}
     for cells, style in rows:
         if (reason := _reason(cells)) is not None:
@@ -58,37 +57,6 @@ def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tup
 
 def _reason(cells: Cells) -> str | None:
     return next((cell for cell in cells if cell.startswith(REASONS)), None)
-
-
-def _widths(lines: Sequence[Sequence[str]], width: int, kept: re.Pattern[str]) -> list[int]:
-    """The width of each column; the widest give way first. Empty if what is kept together does not fit."""
-    cells = list(zip(*lines, strict=True))
-    found = [max(map(len, column)) for column in cells]
-    words = [[word for cell in column for word in kept.sub(_UNBROKEN, cell).split(" ")] for column in cells[1:]]
-    least = [found[0], *(max(map(len, column)) for column in words)]
-    while sum(found) + _GAP * (len(found) - 1) > width:
-        wide = [i for i in range(len(found)) if found[i] > least[i]]
-        if not wide:
-            return []
-        found[max(wide, key=lambda i: found[i])] -= 1
-    return found
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int], kept: re.Pattern[str]) -> Iterator[str]:
-    """The lines of a row."""
-    wrapped = [_wrapped(cell, width, kept) for cell, width in zip(cells, widths, strict=True)]
-    for line in zip_longest(*wrapped, fillvalue=""):
-        yield (" " * _GAP).join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-
-
-def _stacked(columns: Sequence[str], cells: Sequence[str], width: int) -> Iterator[str]:
-    """A row below its first cell, a line for each other one that is not empty; nothing for the header."""
-    if columns is cells:
-        return
-    yield from _wrapped(cells[0], width)
-    for name, cell in zip(columns[1:], cells[1:], strict=True):
-        if cell:
-            yield from _wrapped(f"  {name}: {cell}", width)
 
 
 def _wrapped(text: str, width: int, kept: re.Pattern[str] = _UNITS) -> list[str]:

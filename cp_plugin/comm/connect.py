@@ -31,15 +31,13 @@ class ConnectError(RuntimeError):
 def connect(
     groups: Mapping[str, dist.ProcessGroup | None], watch: Watch | None = None, *, collective: Collection[str] = ()
 ) -> None:
-    """Run the first operation of every group. Collective over each, in the given order.
+    """Run the first operation of every group. Collective over each, in the given order. ConnectError naming the group
+    and its ranks, if one of them is gone or does not join within the timeout.
 
     Args:
         groups: purpose -> group, in the same order on ranks that share groups; None and groups of one rank are skipped.
         watch: told of each group while it is connecting.
         collective: purposes that need collectives; the ranks of all others send each other messages.
-
-    Raises:
-        ConnectError: naming the group and its ranks, if one of them is gone or does not join within the timeout.
     """
     for name, group in groups.items():
         if group is None or group.size() == 1 or dist.get_backend(group) == "fake":  # has no connections

@@ -6,15 +6,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cp_plugin.comm.connect import connect
 from cp_plugin.comm.ledger import Ledger
 from cp_plugin.comm.mesh import Mesh, Pending, Tensors, axis_groups, sum_of_parts
-from cp_plugin.comm.packing import as_bytes, pack, unpack
 from cp_plugin.comm.watch import Watch
 from cp_plugin.common.text import ranks_named
 
@@ -97,10 +98,8 @@ class GroupMesh(Mesh):
         ``collective``: axes connected for collectives, as in ``connect``; others take them, too, but connect later.
 
         Collective over the group, which is reused where it has the right ranks. New NCCL groups get high-priority
-        streams, so that a message does not wait behind a kernel that fills the device.
-
-        Raises:
-            ConnectError: if ranks of a group cannot reach each other.
+        streams, so that a message does not wait behind a kernel that fills the device. ConnectError if ranks of a group
+        cannot reach each other.
         """
         if group is None:
             return cls(axes, {}, 0)
@@ -272,3 +271,32 @@ def _unpacked(message: Pending, like: Tensors, parts: int = 1, times: int = 1) -
     shapes = [(times * t.size(0), *t.shape[1:]) for t in like]
     dtypes = [t.dtype for t in like]
     return Pending(lambda: unpack(message.wait()[0], shapes, dtypes, parts))
+
+
+def pack(tensors: Sequence[Tensor], parts: int = 1) -> Tensor:
+    """Contiguous tensors ``[parts * s_i, ...]`` as bytes ``[parts, n]``: each part has its share of every tensor.
+
+    For Gloo, where a few bytes of log-sum-exp would cost a message of their own; NCCL launches collectives as one.
+    """
+    return torch.cat([as_bytes(t).view(parts, -1) for t in tensors], 1)
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes ``[n]``.
+
+    ``t.view(torch.uint8)`` alone refuses some: a contiguous tensor may have any stride where its size is 1.
+    """
+    assert t.is_contiguous()
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
+
+
+def unpack(
+    message: Tensor, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], parts: int
+) -> tuple[Tensor, ...]:
+    """The tensors ``[parts * s_i, ...]`` of a message ``[parts, n]``."""
+    found, start = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        end = start + prod(shape) * dtype.itemsize // parts
+        found.append(message[:, start:end].clone(memory_format=torch.contiguous_format).view(dtype).view(shape))
+        start = end
+    return tuple(found)

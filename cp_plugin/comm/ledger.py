@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -24,18 +23,12 @@ class Traffic(NamedTuple):
     bytes: int
 
 
-@dataclass(slots=True)
-class _Count:
-    calls: int = 0
-    bytes: int = 0
-
-
 class Ledger:
     """Totals per (phase, verb, axis); its size does not grow with the number of steps."""
 
     def __init__(self) -> None:
         self._phase = "forward"
-        self._counts: dict[tuple[str, str, str], _Count] = {}
+        self._counts: dict[tuple[str, str, str], tuple[int, int]] = {}
 
     @property
     def current_phase(self) -> str:
@@ -53,18 +46,16 @@ class Ledger:
 
     def record(self, op: str, axis: str, nbytes: int) -> None:
         """Record one call of a verb."""
-        count = self._counts.setdefault((self._phase, op, axis), _Count())
-        count.calls += 1
-        count.bytes += nbytes
+        calls, sent = self._counts.get((self._phase, op, axis), (0, 0))
+        self._counts[self._phase, op, axis] = calls + 1, sent + nbytes
 
     def entries(self) -> list[Traffic]:
         """All lines, sorted by phase, verb and axis."""
-        return [Traffic(*key, count.calls, count.bytes) for key, count in sorted(self._counts.items())]
+        return [Traffic(*key, *count) for key, count in sorted(self._counts.items())]
 
-    def bytes(self, *, phase: str | None = None, axis: str | None = None) -> int:
-        """Bytes sent, optionally of one phase or axis only."""
-        lines = self.entries()
-        return sum(t.bytes for t in lines if phase in (None, t.phase) and axis in (None, t.axis))
+    def bytes(self, *, phase: str | None = None) -> int:
+        """Bytes sent, optionally of one phase only."""
+        return sum(line.bytes for line in self.entries() if phase in (None, line.phase))
 
     def reset(self) -> None:
         self._counts.clear()

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -158,13 +159,10 @@ class Mesh(ABC):
         """Send the first ``sent[0]`` rows of dimension 0 to rank 0 of the axis, the next ``sent[1]`` to rank 1, and so
         on; receive ``received[i]`` rows from rank i, in axis order.
 
-        A rank sends itself nothing; ranks without rows for each other exchange no message.
+        A rank sends itself nothing; ranks without rows for each other exchange no message. ValueError if the rows do
+        not add up to the tensors, or some are for this rank itself.
 
-        Args:
-            group: another process group along the axis, as for ``exchange``.
-
-        Raises:
-            ValueError: if the rows do not add up to the tensors, or some are for this rank itself.
+        group: another process group along the axis, as for ``exchange``.
         """
         here = self.coordinates[axis]
         if sent[here] or received[here] or any(t.size(0) != sum(sent) for t in tensors):
@@ -271,3 +269,46 @@ def _check_divides(axis: str, n: int, tensors: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"dimension 0 of {tuple(t.shape)} cannot be split evenly across the {n} ranks of axis {axis!r}"
             )
+
+
+class TraceMesh(Mesh):
+    """One rank of a mesh without peers or data: zeros of the right shape, best on the ``meta`` device, and the ledger.
+
+    Running a method on it prices the method itself; on a real device it measures the computation alone.
+    """
+
+    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
+        if source is None:
+            return Pending.done(())
+        return Pending(lambda: tuple(t.new_zeros(t.shape) for t in tensors))
+
+    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
+        n = self.axes[axis]
+        return Pending(lambda: tuple(t.new_zeros((n * t.size(0), *t.shape[1:])) for t in tensors))
+
+    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
+        n = self.axes[axis]
+        return Pending(lambda: tuple(t.new_zeros((t.size(0) // n, *t.shape[1:])) for t in tensors))
+
+    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
+        return Pending(lambda: tuple(t.new_zeros(t.shape) for t in tensors))
+
+    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        return Pending(lambda: tuple(t.new_zeros((sum(received), *t.shape[1:])) for t in tensors))
+
+
+def below(verb: str) -> Callable[..., Any]:
+    """A method of ``Over`` that is left to the mesh below."""
+    return lambda self, *args, **named: getattr(self._mesh, verb)(*args, **named)
+
+
+class Over(Mesh):
+    """Base of meshes on another one: verbs may change what travels; posting, names and the ledger are those below."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh.axes, mesh.index, mesh.ledger)
+        self._mesh = mesh
+
+    _named, _along = below("_named"), below("_along")
+    _exchange, _all_gather, _reduce_scatter = below("_exchange"), below("_all_gather"), below("_reduce_scatter")
+    _all_to_all, _all_to_all_v = below("_all_to_all"), below("_all_to_all_v")

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cp_plugin.comm.mesh import Mesh, Pending, sums
-from cp_plugin.comm.over import Over
+from cp_plugin.comm.mesh import Mesh, Over, Pending, below, sums
 from cp_plugin.core.dtypes import accumulation_dtype
 
 
@@ -25,6 +24,8 @@ class NarrowSums(Over):
         super().__init__(mesh)
         self._dtype = dtype
 
+    send, receive, all_gather, all_to_all = map(below, ("send", "receive", "all_gather", "all_to_all"))
+
     def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
         if group != sums(axis):
             return self._mesh.exchange(axis, tensors, to=to, source=source, group=group)
@@ -32,22 +33,10 @@ class NarrowSums(Over):
             return Pending.done(tuple(tensors))
         return self._widened(super().exchange(axis, self._narrow(tensors), to=to, source=source, group=group))
 
-    def send(self, axis: str, tensors: Sequence[Tensor], to: int) -> Pending:
-        return self._mesh.send(axis, tensors, to)
-
-    def receive(self, axis: str, like: Sequence[Tensor], source: int) -> Pending:
-        return self._mesh.receive(axis, like, source)
-
-    def all_gather(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
-        return self._mesh.all_gather(axis, tensors)
-
     def reduce_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         if self.axes[axis] == 1:
             return Pending.done(tuple(tensors))
         return self._widened(self._sum_and_scatter(axis, self._narrow(tensors)))
-
-    def all_to_all(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
-        return self._mesh.all_to_all(axis, tensors)
 
     def all_to_all_v(
         self, axis: str, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: str = ""

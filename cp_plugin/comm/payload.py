@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cp_plugin.comm.mesh import Mesh, Pending, Tensors
-from cp_plugin.comm.over import Over
+from cp_plugin.comm.mesh import Mesh, Over, Pending, Tensors
 from cp_plugin.core.payload import message_bytes
 from cp_plugin.kernels import fused
 

@@ -213,10 +213,8 @@ class ThreadMesh(Mesh):
     def beside(self, axes: Mapping[str, int]) -> ThreadMesh:
         """A second mesh of the same ranks with messages of its own and the same ledger.
 
-        As with process groups, all ranks make their meshes in the same order.
-
-        Raises:
-            ValueError: for axes of another number of ranks.
+        As with process groups, all ranks make their meshes in the same order. ValueError for axes of another number of
+        ranks.
         """
         if prod(axes.values()) != self.size:
             raise ValueError(f"a mesh derived from one of {self.size} ranks needs as many, got {dict(axes)}")

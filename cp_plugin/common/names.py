@@ -10,11 +10,8 @@ from cp_plugin.common.text import either
 
 
 def find[T](kind: str, name: str, among: Mapping[str, T]) -> T:
-    """The entry of that name, ignoring case and the separator (space, ``_`` or ``-``).
-
-    Raises:
-        ValueError: for an unknown name; the message suggests the nearest ones and lists all.
-    """
+    """The entry of that name, ignoring case and the separator (space, ``_`` or ``-``); ValueError for an unknown name;
+    the message suggests the nearest ones and lists all."""
     plain = {_plain(known): known for known in among}
     if _plain(name) not in plain:
         raise ValueError(not_one_of(f"unknown {kind} {name!r}", name, among))

@@ -28,15 +28,13 @@ def with_entry_points[T](
     many: str,
     reserved: Collection[str] = (),
 ) -> dict[str, T]:
-    """Built-in objects, then those of an entry-point group, by their ``name``.
+    """Built-in objects, then those of an entry-point group, by their ``name``; ValueError if two share a name, or an
+    entry point loads another kind of object.
 
     Args:
         fits: whether a loaded object is of this kind.
         one, many: the kind in words, such as "a cp_plugin Provider" and "context-parallel providers".
         reserved: names that are not allowed.
-
-    Raises:
-        ValueError: if two share a name, or an entry point loads another kind of object.
     """
     found: dict[str, T] = {}
 

@@ -27,11 +27,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(path: Path) -> Any:
-    """The content of a YAML file.
-
-    Raises:
-        ValueError: if the file cannot be read, is not valid YAML, or is more than data; the message has the path.
-    """
+    """The content of a YAML file; ValueError if the file cannot be read, is not valid YAML, or is more than data; the
+    message has the path."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
     except RecursionError:

@@ -47,11 +47,8 @@ class Layout:
         return math.ceil(seq_length / divisor) * divisor
 
     def segments(self, seq_length: int, size: int, index: int) -> Segments:
-        """Segments of global positions on rank ``index``, in storage order.
-
-        Raises:
-            ValueError: if the rank does not exist or the sequence length is invalid for this layout.
-        """
+        """Segments of global positions on rank ``index``, in storage order; ValueError if the rank does not exist or
+        the sequence length is invalid for this layout."""
         if not 0 <= index < size:
             raise ValueError(f"rank index {index} is outside 0..{size - 1}")
         divisor = self.divisor(size)
@@ -202,16 +199,12 @@ def _zigzag(seq_length: int, size: int, index: int) -> Segments:
     return range(index * n, (index + 1) * n), range(mirror * n, (mirror + 1) * n)
 
 
-def _striped(seq_length: int, size: int, index: int) -> Segments:
-    return (range(index, seq_length, size),)
-
-
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
         Layout("contiguous", lambda size: size, _contiguous),
         Layout("zigzag", lambda size: 2 * size, _zigzag),
-        Layout("striped", lambda size: size, _striped, cyclic=True),
+        Layout("striped", lambda size: size, lambda n, size, index: (range(index, n, size),), cyclic=True),
     )
 }
 """Layouts defined for every sequence; ``cp_plugin.placement`` adds those built per pack."""

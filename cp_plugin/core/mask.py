@@ -110,12 +110,9 @@ def document_bounds(cu_seqlens: Tensor | None, seq_length: int | None) -> tuple[
     """``Mask.documents`` from cumulative lengths, without empty documents.
 
     Bounds on a device are copied to the CPU when they are first seen, and again when they have changed in place.
+    ValueError if they do not increase from 0 to the length of the whole sequence.
 
-    Args:
-        seq_length: tokens of all ranks; None: whatever the bounds say.
-
-    Raises:
-        ValueError: if they do not increase from 0 to the length of the whole sequence.
+    seq_length: tokens of all ranks; None: whatever the bounds say.
     """
     if cu_seqlens is None:
         return ()

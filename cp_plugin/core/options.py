@@ -20,47 +20,33 @@ AUTO = "auto"
 class Option(str):
     """The name of an option, a field of ``Options``, and its declaration."""
 
-    metavar: str
-    meaning: str
+    metavar: str = "VALUE"
+    meaning: str = ""
     """A phrase for help texts."""
-    default: str
+    default: str = "the provider's choice"
     """What happens if it is not given."""
-    unset: str
+    unset: str = AUTO
     """The text for "not given"."""
-    read: Callable[[str], Any]
+    read: Callable[[str], Any] = str
     """Parses a text; None if it is invalid."""
-    write: str
+    write: str = ""
     """What to write instead, for error messages."""
-    choices: tuple[str, ...]
+    choices: tuple[str, ...] = ()
     """The valid words; empty if it is not a word."""
-    every: Callable[[int], Sequence[Any]] | None
+    every: Callable[[int], Sequence[Any]] | None = None
     """Ranks -> all values, each priced by the planner. None: the provider chooses."""
-    near: Callable[[int, Any], Sequence[Any]]
+    near: Callable[[int, Any], Sequence[Any]] = staticmethod(lambda ranks, value: ())
     """Ranks and a value -> values that the planner tries once the large choices are made."""
-    misfit: Callable[[Any, int], str | None]
+    misfit: Callable[[Any, int], str | None] = staticmethod(lambda value, ranks: None)
     """Why a value does not fit a number of ranks; None if it does."""
 
-    def __new__(
-        cls,
-        name: str,
-        *,
-        metavar: str = "VALUE",
-        meaning: str = "",
-        default: str = "the provider's choice",
-        unset: str = AUTO,
-        read: Callable[[str], Any] = str,
-        write: str = "",
-        choices: Sequence[str] = (),
-        every: Callable[[int], Sequence[Any]] | None = None,
-        near: Callable[[int, Any], Sequence[Any]] = lambda ranks, value: (),
-        misfit: Callable[[Any, int], str | None] = lambda value, ranks: None,
-    ) -> Option:
+    def __new__(cls, name: str, **declared: Any) -> Option:
+        if unknown := declared.keys() - cls.__annotations__.keys():
+            raise TypeError(f"option {name!r} has no {', '.join(sorted(unknown))}")
         made = super().__new__(cls, name)
-        made.metavar, made.meaning, made.default, made.unset = metavar, meaning, default, unset
-        made.choices, made.every, made.near = tuple(choices), every, near
-        made.misfit = misfit
-        made.read = (lambda text: text if text in choices else None) if choices else read
-        made.write = write or " or ".join(choices)
+        vars(made).update(declared)
+        if made.choices:
+            made.read = lambda text: text if text in made.choices else None
         return made
 
     @property
@@ -79,11 +65,7 @@ class Option(str):
         return f"cp_{self}"
 
     def parse(self, text: str) -> Any:
-        """The value of a text; None where it leaves the option open.
-
-        Raises:
-            ValueError: for an invalid text.
-        """
+        """The value of a text; None where it leaves the option open. ValueError for an invalid text."""
         if text == self.unset:
             return None
         value = self.read(text)

@@ -29,11 +29,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Payload of ``x [s, b, h, d]`` and one exponent per ``block`` tokens.
-
-    Raises:
-        ValueError: for another dtype or shape, or block < 1.
-    """
+    """Payload of ``x [s, b, h, d]`` and one exponent per ``block`` tokens; ValueError for another dtype or shape, or
+    block < 1."""
     if x.dim() != 4 or x.dtype not in DTYPES:
         raise ValueError(f"payloads are packed from [s, b, h, d] in {DTYPES}, got {tuple(x.shape)} in {x.dtype}")
     blocks = _blocks(x, block)
@@ -49,11 +46,8 @@ def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of ``pack`` in a dtype of ``DTYPES``; payloads may also be uint8.
-
-    Raises:
-        ValueError: for another dtype, or exponents that do not match the payload.
-    """
+    """The inverse of ``pack`` in a dtype of ``DTYPES``; payloads may also be uint8. ValueError for another dtype, or
+    exponents that do not match the payload."""
     if payload.dim() != 4 or payload.element_size() != 1 or dtype not in DTYPES:
         raise ValueError(
             f"payloads are [s, b, h, d] of bytes, and are unpacked to {DTYPES}: got {tuple(payload.shape)} in "

@@ -23,10 +23,7 @@ class Additions:
     """Hooks that change something, forwards, kinds of layers, and the loss."""
 
     def __init__(self, model: PreTrainedModel, examine: Callable[[PreTrainedModel, Division], None]) -> None:
-        """
-        Args:
-            examine: collective.
-        """
+        """examine: collective."""
         self.model, self.examine = model, examine
         self.known = {*_others(model), *(key for _, _, key, _ in _hooks(model))}
         self._acting: dict[Any, str] = {}
@@ -57,11 +54,8 @@ class Additions:
 
     @eager
     def look(self, division: Division) -> None:
-        """Examine the model if there is anything new on any rank. Collective.
-
-        Raises:
-            ValueError: on every rank, if the model with it cannot be divided.
-        """
+        """Examine the model if there is anything new on any rank. Collective. ValueError on every rank, if the model
+        with it cannot be divided."""
         found, self._acting = _others(self.model) | self._acting, {}
         new = {key: name for key, name in found.items() if key not in self.known}
         if not bool(gathered(division.cp.mesh, torch.tensor([bool(new)])).any()):

@@ -70,10 +70,7 @@ class Division:
     """Entries of transformers' AttentionInterface and AttentionMaskInterface for one model."""
 
     def __init__(self, cp: ContextParallel, config: Any) -> None:
-        """
-        Args:
-            config: the model's, which names its attention: the division is in force as long as that is this one.
-        """
+        """config: the model's, which names its attention: the division is in force as long as that is this one."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         self.cp, self.config, self.before = cp, config, config._attn_implementation
@@ -146,12 +143,9 @@ class Division:
             arguments["kv_length"] * self.cp.size != self.call.seq_length,
             f"a mask over {arguments['kv_length']} tokens in a shard of {self.call.seq_length // self.cp.size}",
         )
-        if arguments.get("use_vmap"):
-            return unreadable("a mask function of the model's own")
-        try:
-            sight = self._masks.read(arguments["mask_function"], self.call.seq_length)
-        except ValueError as problem:
-            return unreadable(str(problem))
+        sight = self._masks.read_call(arguments, self.call.seq_length)
+        if isinstance(sight, str):
+            return unreadable(sight)
         return Sight(sight.left, sight.right, self.call.documents).as_tensor()
 
     def attention(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -197,8 +196,3 @@ def bounds_of(
 
 def _short(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-
-
-def longest(bounds: tuple[int, ...]) -> int:
-    """Tokens of the longest document."""
-    return max(end - start for start, end in pairwise(bounds))

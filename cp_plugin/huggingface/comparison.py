@@ -35,12 +35,7 @@ class Both:
         """The mask of the model's own attention."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        sight: Sight | str = "a mask function of the model's own"
-        if not arguments.get("use_vmap"):
-            try:
-                sight = self.readers.read(arguments["mask_function"], arguments["kv_length"])
-            except ValueError as problem:
-                sight = str(problem)
+        sight = self.readers.read_call(arguments, arguments["kv_length"])
         expanded = ALL_MASK_ATTENTION_FUNCTIONS[self.division.before](
             **arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         )
@@ -93,11 +88,7 @@ class Both:
 
 
 def require_same_attention(model: PreTrainedModel, division: Division) -> None:
-    """On whole sequences as long as the largest window in the config; collective.
-
-    Raises:
-        ValueError: naming the layer.
-    """
+    """On whole sequences as long as the largest window in the config; collective. ValueError naming the layer."""
     cp, both = division.cp, Both(division, model)
     longest = max((n for n in lengths(model.config, WINDOWS) if n <= MOST_TOKENS), default=0)
     size = max(TOKENS * cp.size, longest + longest // 2)

@@ -77,7 +77,11 @@ def convolution(
         rows = x.permute(2, 0, 1)
         cu_seqlens = torch.tensor(bounds) if bounds else None
         out = short_convolution(_linear(division, bounds), rows, weight, bias, cu_seqlens=cu_seqlens).permute(1, 2, 0)
-    return out if activation is None else _activation(activation)(out)
+    if activation is None:
+        return out
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[activation](out)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -203,11 +207,8 @@ def rotary(model: nn.Module) -> Iterator[nn.Module]:
 
 def needed(model: nn.Module, cp: ContextParallel, linear: ContextParallel | None) -> ContextParallel | None:
     """The ``ContextParallel`` for a model's linear layers: the one passed, or LASP-2 on the same tokens; None where the
-    model has no such layers. Collective.
-
-    Raises:
-        ValueError: for tokens on which linear attention cannot run, or one on other tokens than ``cp``.
-    """
+    model has no such layers. Collective. ValueError for tokens on which linear attention cannot run, or one on other
+    tokens than ``cp``."""
     names = sorted({type(layer).__name__ for layer in mixers(model)})
     if not names:
         return None
@@ -265,12 +266,6 @@ def _normal(x: Tensor) -> Tensor:
     """Of length 1, computed in float32 at least."""
     wide = x.float() if x.dtype.itemsize < 4 else x
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def _activation(name: str) -> Callable[[Tensor], Tensor]:
-    from transformers.activations import ACT2FN
-
-    return ACT2FN[name]
 
 
 def _stand_in(names: dict[str, Any]) -> None:

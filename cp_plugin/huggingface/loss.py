@@ -22,10 +22,7 @@ _LIMIT = 1e-4
 
 def require_next_token_loss(model: PreTrainedModel, division: Division) -> None:
     """Compare losses with cross entropies of the logits from the same call: on one rank, and over all; collective.
-
-    Raises:
-        ValueError: for a head with another loss, or one that ignores ``shift_labels`` or ``num_items_in_batch``.
-    """
+    ValueError for a head with another loss, or one that ignores ``shift_labels`` or ``num_items_in_batch``."""
     if "labels" not in forwards(model)[0].parameters():
         return
     size = division.on((0, TOKENS * division.cp.size)).layout.padded(TOKENS * division.cp.size, division.cp.size)

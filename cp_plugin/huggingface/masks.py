@@ -53,11 +53,7 @@ class Sight:
 
     @classmethod
     def from_tensor(cls, mask: Tensor) -> Sight | None:
-        """The inverse; None for any other tensor.
-
-        Raises:
-            ValueError: for one that stands for a mask which is not a window.
-        """
+        """The inverse; None for any other tensor. ValueError for one that stands for a mask which is not a window."""
         if mask.dtype != torch.int64 or mask.shape[:-1] != (1, 1, 1) or mask.numel() < 3:
             return None
         sign, left, right, *documents = mask.flatten().tolist()
@@ -83,6 +79,15 @@ class Reader:
 
     def __init__(self) -> None:
         self._known: set[tuple[int, Sight]] = set()
+
+    def read_call(self, arguments: dict[str, Any], seq_length: int) -> Sight | str:
+        """``read`` for the arguments of an entry of AttentionMaskInterface; why not, where it is no window."""
+        if arguments.get("use_vmap"):
+            return "a mask function of the model's own"
+        try:
+            return self.read(arguments["mask_function"], seq_length)
+        except ValueError as problem:
+            return str(problem)
 
     def read(self, function: MaskFunction, seq_length: int) -> Sight:
         """

@@ -76,7 +76,7 @@ class Forward:
         division = self.division
         if not division.active or division.inside:
             return self.own(self.model)(*args, **{key: x for key, x in named.items() if key not in (DIGEST, ROWS)})
-        named = self._by_name(args) | named
+        named = dict(zip(self.parameters(), args, strict=False)) | named
         if division.probe is not None:
             return self.run(named)
         if ROWS in named:
@@ -109,9 +109,6 @@ class Forward:
             self._end()
         return output
 
-    def _by_name(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(self.parameters(), args, strict=False))
-
     def parameters(self) -> dict[str, None]:
         """Names of the arguments of the forward that is called, in order, and of those that it may pass on."""
         called, usual = (inspect.signature(f).parameters for f in (self.own(self.model), type(self.model).forward))
@@ -132,11 +129,7 @@ class Forward:
 
     @eager
     def before(self, named: dict[str, Any]) -> dict[str, Any]:
-        """The arguments for the model.
-
-        Raises:
-            ValueError: for what would be wrong without an error.
-        """
+        """The arguments for the model; ValueError for what would be wrong without an error."""
         refused = None
         try:
             if self.division.calls.is_next_compared():
@@ -186,10 +179,7 @@ class Forward:
 
     def _require(self, holds: Tensor, message: str) -> None:
         """At once on the CPU and in compared calls; else by the next of these, so that the host need not wait.
-
-        Raises:
-            ValueError: with the message, if something is required that does not hold.
-        """
+        ValueError with the message, if something is required that does not hold."""
         required = self.division.required
         if holds.device.type == "cuda" and not self.division.calls.is_next_compared():
             required[message] = holds & required.get(message, holds)

@@ -98,11 +98,8 @@ def of_own_rows(cp: ContextParallel, model: Callable[..., Any], training: bool, 
 
 @eager
 def _of_all_ranks(cp: ContextParallel, training: bool, named: dict[str, Any]) -> tuple[dict[str, Any], _Where]:
-    """Arguments of the model for this rank's tokens of all ranks' rows. Collective.
-
-    Raises:
-        ValueError: on every rank, for what cannot be divided on any, or for ranks that differ in more than rows.
-    """
+    """Arguments of the model for this rank's tokens of all ranks' rows. Collective. ValueError on every rank, for what
+    cannot be divided on any, or for ranks that differ in more than rows."""
     named = dict(named)
     examples = named.pop(ROWS)
     ids, following = named["input_ids"], named.get("shift_labels") if named.get("labels") is not None else None
@@ -270,11 +267,7 @@ def _loss(cp: ContextParallel, loss: Tensor, training: bool) -> Tensor:
 
 
 def starts_of(named: Mapping[str, Any]) -> Tensor:
-    """1 where a document begins, int64 like the ids.
-
-    Raises:
-        ValueError: for rows that cannot be divided.
-    """
+    """1 where a document begins, int64 like the ids; ValueError for rows that cannot be divided."""
     ids = named["input_ids"]
     refuse(ids.dim() != 2, f"input_ids of {list(ids.shape)}, which are not [b, s]")
     for name, x in named.items():

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.attention import agreement, sinks, softmax
+from cp_plugin.attention import agreement, softmax
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.inputs import check_numbers
 from cp_plugin.comm import GroupMesh, Mesh
@@ -166,18 +166,18 @@ class Session:
         scores = Scores(q.size(-1) ** -0.5 if scale is None else scale)
         kept = (k, v) if latent is None else (latent.rows,)
         if isinstance(self._step, Chunk):
-            cache.put(self._step.first, *kept)
+            cache.put(slice(self._step.first, self._step.stop), *kept)
             k, v = cache.get(0, self._step.stop)
             k, v = (k, v) if latent is None else latent.heads(k)
             return self._prefill(self._step, q, k, v, scores, window, sink)
         tokens, sequences = self._step.tokens, self._step.sequences
-        cache.put_at(self._step.slots, sequences, *(x[tokens, sequences] for x in kept))
+        cache.put((self._step.slots, sequences), *(x[tokens, sequences] for x in kept))
         held = self.slots.positions[: self._step.used]
         asked = q if latent is None else latent.queries(q)
         out, lse = shard.attend(asked, cache, held, self._step.positions, scores, window)
         out, lse = tree.merged(self.mesh, Partial(out if latent is None else latent.outputs(out), lse))
         if sink is not None:
-            out, lse = sinks.apply(out, lse, sink)
+            out, lse = softmax.apply_sink(out, lse, sink)
         return out.to(q.dtype)
 
     def _prefill(

@@ -26,7 +26,8 @@ ELEMENTS = 2**22
 def attend(
     q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scores: Scores, window: Window | None = None
 ) -> Partial:
-    """Causal attention to the occupied slots, by position.
+    """Causal attention to the occupied slots, by position; ValueError on a GPU, for a dtype or head size that its
+    kernel does not support.
 
     Args:
         q: ``[t, b, h, d]``.
@@ -35,9 +36,6 @@ def attend(
 
     Returns:
         out ``[t, b, h, e]`` and lse ``[t, b, h]`` in the accumulation dtype; 0 and -inf for a query that sees nothing.
-
-    Raises:
-        ValueError: on a GPU, for a dtype or head size that its kernel does not support.
     """
 
     def in_blocks() -> fused.Parts:

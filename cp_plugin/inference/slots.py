@@ -93,14 +93,11 @@ class Slots:
         return max(of_sequence[self.index] for of_sequence in self.held)
 
     def chunk(self, tokens: int, place: Callable[[int], Segments]) -> Chunk:
-        """Place the next ``tokens`` of each sequence's prompt.
+        """Place the next ``tokens`` of each sequence's prompt; ValueError after ``close``; CacheFullError if they do
+        not fit.
 
         Args:
             place: rank -> its tokens' positions within the chunk.
-
-        Raises:
-            ValueError: after ``close``.
-            CacheFullError: if they do not fit.
         """
         if not self._open:
             raise ValueError("the prompt is complete: decode further tokens")
@@ -129,12 +126,8 @@ class Slots:
         self.positions.masked_fill_(self.positions >= bounds, NOWHERE)
 
     def deal(self, tokens: int) -> Dealt:
-        """Assign slots to the next ``tokens`` of each sequence.
-
-        Raises:
-            ValueError: before ``close``.
-            CacheFullError: if they do not fit.
-        """
+        """Assign slots to the next ``tokens`` of each sequence; ValueError before ``close``; CacheFullError if they do
+        not fit."""
         if self._open:
             raise ValueError("the prompt is not complete: call close() with the length of each sequence")
         for length in self.lengths:  # before any is dealt, so that a caller can recover

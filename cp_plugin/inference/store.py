@@ -16,6 +16,9 @@ from torch import Tensor
 from cp_plugin.core import payload
 from cp_plugin.kernels import fused
 
+Where = slice | tuple[Tensor, Tensor]
+"""Slots; or int64 ``[n]`` slots and sequences."""
+
 
 class Kept(NamedTuple):
     """Rows ``[n, b, h, d]`` as stored: numbers, or bytes and their exponents ``[n, b, h]``."""
@@ -30,11 +33,8 @@ class Plain:
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self._x = torch.zeros(shape, dtype=dtype, device=device)
 
-    def put(self, first: int, x: Tensor) -> None:
-        self._x[first : first + x.size(0)] = x
-
-    def put_at(self, slots: Tensor, sequences: Tensor, x: Tensor) -> None:
-        self._x[slots, sequences] = x
+    def put(self, where: Where, x: Tensor) -> None:
+        self._x[where] = x
 
     def get(self, first: int, stop: int) -> Tensor:
         return self._x[first:stop]
@@ -58,17 +58,11 @@ class Packed:
         self._bytes = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._exponents = torch.ones(shape[:3], dtype=torch.uint8, device=device)
 
-    def put(self, first: int, x: Tensor) -> None:
-        rows, exponents = fused.pack(x.contiguous(), 1)
-        self._bytes[first : first + x.size(0)] = rows.view(torch.uint8)
-        self._exponents[first : first + x.size(0)] = exponents
-
-    def put_at(self, slots: Tensor, sequences: Tensor, x: Tensor) -> None:
-        if not len(slots):
-            return
-        rows, exponents = fused.pack(x.unsqueeze(1).contiguous(), 1)
-        self._bytes[slots, sequences] = rows.view(torch.uint8).squeeze(1)
-        self._exponents[slots, sequences] = exponents.squeeze(1)
+    def put(self, where: Where, x: Tensor) -> None:
+        if len(x):
+            rows, exponents = fused.pack((x if x.dim() == 4 else x.unsqueeze(1)).contiguous(), 1)
+            self._bytes[where] = rows.view(torch.uint8).view(x.shape)
+            self._exponents[where] = exponents.view(x.shape[:-1])
 
     def get(self, first: int, stop: int) -> Tensor:
         return fused.unpack(self._bytes[first:stop], self._exponents[first:stop], 1, self._dtype)
@@ -128,15 +122,10 @@ class Cache:
         """Bytes, full or empty."""
         return sum(store.nbytes for store in self._stores)
 
-    def put(self, first: int, *x: Tensor) -> None:
-        """Keep ``[n, b, h, d]`` in the slots from ``first`` on."""
+    def put(self, where: Where, *x: Tensor) -> None:
+        """Keep rows: ``[n, b, h, d]`` in a slice of slots, ``[n, h, d]`` each in its slot of its sequence."""
         for store, part in zip(self._stores, x, strict=True):
-            store.put(first, part)
-
-    def put_at(self, slots: Tensor, sequences: Tensor, *x: Tensor) -> None:
-        """Keep ``[n, h, d]``, each in its slot of its sequence (int64 ``[n]``)."""
-        for store, part in zip(self._stores, x, strict=True):
-            store.put_at(slots, sequences, part)
+            store.put(where, part)
 
     def get(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values in the slots ``first .. stop - 1``, in the model's dtype; read-only."""

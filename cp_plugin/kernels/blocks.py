@@ -78,14 +78,12 @@ class Planned:
 def choose(
     options: Options, problem: Problem, device: torch.device, scaling: Scaling | None = None, *, plans: bool = True
 ) -> Chosen:
-    """The kernel for such a problem.
+    """The kernel for such a problem; ValueError if the requested kernel cannot run it, with the reason and an
+    alternative.
 
     Args:
         scaling: scales of an FP8 kernel; None: current scaling.
         plans: False: ``auto`` takes no library that builds a plan per shape, as for packed documents.
-
-    Raises:
-        ValueError: if the requested kernel cannot run it, with the reason and an alternative.
     """
     sizes = (problem.head_dim, problem.v_head_dim)
     if options.fp8 == "compute" and options.backend == "auto":
@@ -137,8 +135,7 @@ class InOrder:
     """Runs of at least this length stay as they are."""
 
     def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
-        device = queries.q.device
-        rows, keys = self._order(block.rows, block.mask, device), self._order(block.keys, block.mask, device)
+        rows, keys = (self._order(side, block.mask, queries.q.device) for side in (block.rows, block.keys))
         queries, kv = rows.sort(queries), keys.sort(kv)
         block = block._replace(rows=rows.segments, keys=keys.segments)
         if rows.order is None:
@@ -147,8 +144,7 @@ class InOrder:
         return onto if found is None else merge(onto, Partial(*rows.store(*found)))
 
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
-        device = queries.q.device
-        rows, keys = self._order(block.rows, block.mask, device), self._order(block.keys, block.mask, device)
+        rows, keys = (self._order(side, block.mask, queries.q.device) for side in (block.rows, block.keys))
         queries, kv = rows.sort(queries), keys.sort(kv)
         block = block._replace(rows=rows.segments, keys=keys.segments)
         if rows.order is None and keys.order is None:

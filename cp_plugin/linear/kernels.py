@@ -68,13 +68,9 @@ def unsupported(name: str, device: torch.device, problem: Problem) -> str | None
 
 
 def choose(name: str, device: torch.device, problem: Problem) -> Choice:
-    """The named kernel, or for ``auto`` the fastest one that supports the call.
-
-    Raises:
-        ValueError: for an unknown name or a kernel that cannot run this. For ``auto`` also if per-dimension decay (GLA)
-            would fall back to plain torch only for what this machine lacks for fla: that computes all pairs of 16
-            tokens in every dimension.
-    """
+    """The named kernel, or for ``auto`` the fastest one that supports the call. ValueError for an unknown name or a
+    kernel that cannot run this. For ``auto`` also if per-dimension decay (GLA) would fall back to plain torch only for
+    what this machine lacks for fla: that computes all pairs of 16 tokens in every dimension."""
     reason = unsupported("fla", device, problem)
     check_name(name)
     if name == "fla" and reason is not None:

@@ -17,7 +17,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import STATE, Cut, Model
 from cp_plugin.methods.protocol import Kind
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 
 def configure(settings: Settings, model: Model | None = None) -> None:

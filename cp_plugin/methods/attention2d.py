@@ -26,8 +26,7 @@ from cp_plugin.core.spelling import spelled
 from cp_plugin.core.values import KeyValues
 from cp_plugin.methods.gather import GatherKV, GatherQ
 from cp_plugin.methods.gradient_dtype import REDUCE_SCATTER, with_gradient_dtype
-from cp_plugin.methods.moves import Move, Moved
-from cp_plugin.methods.pipeline import HEAD_GROUPS, best_groups, groups_do_not_divide, in_head_groups
+from cp_plugin.methods.moves import HEAD_GROUPS, Move, Moved, best_groups, groups_do_not_divide, in_head_groups
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 
 Q, KV = "q", "kv"

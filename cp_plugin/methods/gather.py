@@ -21,8 +21,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels.merge import merge_all
 from cp_plugin.methods.gradient_dtype import REDUCE_SCATTER, with_gradient_dtype
-from cp_plugin.methods.moves import Move, Moved
-from cp_plugin.methods.pipeline import HEAD_GROUPS, groups_do_not_divide, in_head_groups
+from cp_plugin.methods.moves import HEAD_GROUPS, Move, Moved, groups_do_not_divide, in_head_groups
 from cp_plugin.methods.protocol import Attend, Formula, Provider
 
 

@@ -94,8 +94,7 @@ def by_table(problem: Problem, way: Way, adding: int) -> tuple[bool, str]:
 def with_gradient_dtype(inner: Provider, way: Callable[[Options], Way] | None = None) -> Provider:
     """The provider with the option.
 
-    Args:
-        way: completed options -> how its sums travel. None: they are float32 unless the user says otherwise.
+    way: completed options -> how its sums travel. None: they are float32 unless the user says otherwise.
     """
     made = with_option(
         inner,

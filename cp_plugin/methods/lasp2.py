@@ -27,8 +27,7 @@ from cp_plugin.linear import scan, segment
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods.lasp2_placed import AXIS, Placed, most_cuts
 from cp_plugin.methods.protocol import Formula, Parts, Provider, Scan
-from cp_plugin.placement.documents import DOCUMENTS, placement_of
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import DOCUMENTS, get_layout, placement_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from cp_plugin.methods.gradient_dtype import ONE_HOP, with_gradient_dtype
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.moves import no_gradients
 from cp_plugin.methods.protocol import Formula, Provider
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 AXIS = "cp"
 

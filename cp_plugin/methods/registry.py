@@ -27,7 +27,7 @@ from cp_plugin.methods import fp8
 from cp_plugin.methods.gradient_dtype import GRADIENT_DTYPE
 from cp_plugin.methods.head_axis import HEAD_PARALLEL, with_head_axis
 from cp_plugin.methods.protocol import Kind, Provider
-from cp_plugin.placement.layouts import ALL, get_layout
+from cp_plugin.placement.documents import ALL, get_layout
 
 ENTRY_POINTS = "cp_plugin.providers"
 LAYOUT = Option(

@@ -58,8 +58,7 @@ class _Step(NamedTuple):
 def beam(pack: Pack, size: int, pairs: Pairs, limit: int) -> Iterator[list[Given]]:
     """The most promising assignments of the long documents; none where the search would be too expensive.
 
-    Args:
-        limit: permitted work of a rank above the mean.
+    limit: permitted work of a rank above the mean.
     """
     spent = 0
     for per in PER_RANK:

@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_plugin.core.layout import Layout, Segments
+from cp_plugin.common.names import not_one_of
+from cp_plugin.core.layout import LAYOUTS, Layout, Segments
+from cp_plugin.core.spelling import spelled
 from cp_plugin.placement.filling import fill
 from cp_plugin.placement.pairs import Ints, Pairs, busy, traffic
 
@@ -69,11 +71,7 @@ class Placement:
         return Layout(DOCUMENTS.name, _one_each, self)
 
     def __call__(self, seq_length: int, size: int, index: int) -> Segments:
-        """Segments of a rank, as ``Layout.place``.
-
-        Raises:
-            ValueError: for another sequence length or number of ranks.
-        """
+        """Segments of a rank, as ``Layout.place``. ValueError for another sequence length or number of ranks."""
         if (seq_length, size) != (self.seq_length, self.size):
             raise ValueError(
                 f"this placement of documents is for {self.seq_length} tokens on {self.size} context-parallel ranks, "
@@ -142,16 +140,14 @@ def place(documents: Sequence[int], size: int, *, per_host: int = 1, left: int |
     """Divide a pack of documents over the ranks: equal tokens, balanced work, few keys to send.
 
     The busiest rank has at most 1.05 times the mean work, unless ranks have too few tokens for that. The arithmetic is
-    in integers and deterministic, so all ranks agree. Recent placements are cached.
+    in integers and deterministic, so all ranks agree. Recent placements are cached. ValueError if an argument is out of
+    range, or ``size`` does not divide the tokens of the pack.
 
     Args:
         documents: lengths in pack order.
         size: context-parallel ranks.
         per_host: neighbouring ranks per host (``Problem.per_host``); cuts within a host are preferred.
         left: earlier tokens that a token sees (``Mask.left``); None: all of its document.
-
-    Raises:
-        ValueError: if an argument is out of range, or ``size`` does not divide the tokens of the pack.
     """
     return _place(tuple(int(length) for length in documents), size, per_host, left)
 
@@ -184,11 +180,7 @@ def _one_each(size: int) -> int:
     return size
 
 
-def _as_one(seq_length: int, size: int, index: int) -> Segments:
-    return _place((seq_length,), size, 1, None)(seq_length, size, index)
-
-
-DOCUMENTS = Layout("documents", _one_each, _as_one)
+DOCUMENTS = Layout("documents", _one_each, lambda n, size, index: _place((n,), size, 1, None)(n, size, index))
 """``--cp-layout documents`` before a pack is known: one document."""
 
 
@@ -209,3 +201,13 @@ def _seats(traffic: Ints, per_host: int) -> Ints:
     seats = np.empty_like(everyone)
     seats[np.argsort(host, kind="stable")] = everyone
     return seats
+
+
+ALL: dict[str, Layout] = LAYOUTS | {DOCUMENTS.name: DOCUMENTS}
+
+
+def get_layout(name: str) -> Layout:
+    """The layout of that name; ValueError, which lists the valid ones, for an unknown name."""
+    if name not in ALL:
+        raise ValueError(not_one_of(spelled("layout", name), name, ALL))
+    return ALL[name]

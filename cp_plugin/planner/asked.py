@@ -58,21 +58,15 @@ class Asked:
 
 
 def of_flags(flags: list[str], devices: int, machine: str | Cluster, from_flags: FromFlags, **changes: int) -> Asked:
-    """Query from Megatron's flags, which leave only the method open.
-
-    Raises:
-        ValueError: for what Megatron refuses, in its words, and an unknown cluster.
-    """
+    """Query from Megatron's flags, which leave only the method open; ValueError for what Megatron refuses, in its
+    words, and an unknown cluster."""
     found, parallel, allowed = from_flags(flags, devices)
     return Asked(model=found, cluster=_cluster(machine, devices, changes), shapes=[parallel], allowed=allowed)
 
 
 def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fixed: Fixed, **changes: int) -> Asked:
-    """Query for a catalogue model, with every division that is consistent with ``fixed``.
-
-    Raises:
-        ValueError: for an unknown model or cluster, and sizes that fit nothing.
-    """
+    """Query for a catalogue model, with every division that is consistent with ``fixed``; ValueError for an unknown
+    model or cluster, and sizes that fit nothing."""
     found, there = model(name), _cluster(machine, devices, changes)
     shapes: list[Parallel] = []
     reasons: dict[str, None] = {}
@@ -87,16 +81,6 @@ def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fi
     return Asked(model=found, cluster=there, shapes=shapes, free=fixed.recompute is None)
 
 
-def packed(asked: Asked, documents: Callable[[int], Sequence[int]]) -> Asked:
-    """The query with documents in every sequence; Megatron joins the sequences of a micro-batch, and fills them so.
-
-    Args:
-        documents: tokens of a pack -> the lengths of its documents.
-    """
-    found = documents(asked.shapes[0].seq_length * asked.shapes[0].micro_batch)
-    return replace(asked, shapes=[joined(shape, found) for shape in asked.shapes])
-
-
 def joined(shape: Parallel, documents: Sequence[int]) -> Parallel:
     """The shape with a pack of these documents in place of a micro-batch."""
     batch = shape.global_batch // shape.micro_batch
@@ -104,14 +88,11 @@ def joined(shape: Parallel, documents: Sequence[int]) -> Parallel:
 
 
 def fitting(asked: Asked, global_batch: int | None = None) -> Asked:
-    """Keep the shapes that may fit the memory (all if none does), with one common batch.
+    """Keep the shapes that may fit the memory (all if none does), with one common batch; ValueError for a batch that no
+    shape can divide.
 
-    Args:
-        global_batch: sequences per iteration; None: one per data-parallel rank of the shape with the most, but no more
-            than ``MOST`` tokens.
-
-    Raises:
-        ValueError: for a batch that no shape can divide.
+    global_batch: sequences per iteration; None: one per data-parallel rank of the shape with the most, but no more than
+    ``MOST`` tokens.
     """
     shapes = list(asked.shapes)
     fits = [s for s in shapes if asked.fits(footprint(asked.model, on_side(s, stock=True)))] or shapes

@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
 
 from cp_plugin.attention.setups import Setup, can_place, settled_or_reason, with_float32_sums
 from cp_plugin.comm import Mesh, TraceMesh, sums
 from cp_plugin.common.text import in_words
 from cp_plugin.core.layout import LAYOUTS
-from cp_plugin.core.options import Option, Options
+from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8, Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.methods.ulysses import heads_do_not_divide
-from cp_plugin.placement import layouts
+from cp_plugin.placement import documents
 from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.planner import stock_rules
 from cp_plugin.planner.packs import in_each
@@ -54,7 +53,7 @@ class Allowed:
 
     options: Options = field(default_factory=Options)
     """Options fixed in advance; Megatron's own methods do not have them."""
-    layouts: Sequence[str] = tuple(layouts.ALL)
+    layouts: Sequence[str] = tuple(documents.ALL)
     """Token layouts of our providers."""
     suits: Callable[[Candidate], bool] | None = None
     """Any further condition."""
@@ -112,8 +111,7 @@ def candidates(
 ) -> dict[str, list[Candidate]]:
     """Name -> the candidates that support the problem.
 
-    Args:
-        fp8: payload formats to consider; None: the model's dtype.
+    fp8: payload formats to consider; None: the model's dtype.
     """
     kind = "linear" if problem.decay != "none" else "softmax"
     sparse = problem.window is not None or problem.documents
@@ -192,7 +190,9 @@ def _options(provider: Provider, problem: Problem, fp8: Sequence[Fp8 | None], al
     for layout, shared, sent in itertools.product(tried, axes, sends):
         ranks = problem.size // (shared or 1)
         spanned = [o for o in providers.registry().options.values() if o.every is not None and o in provider.options]
-        for values in itertools.product(*(_values(option, made, ranks) for option in spanned)):
+        chosen = [getattr(made, option) for option in spanned]
+        every = (option.every(ranks) if x is None else [x] for option, x in zip(spanned, chosen, strict=True))
+        for values in itertools.product(*every):
             own = dict(zip(spanned, values, strict=True))
             yield replace(made, layout=layout, head_parallel=shared, fp8=sent, **own)
 
@@ -207,11 +207,6 @@ def _layouts(provider: Provider, problem: Problem, allowed: Allowed) -> list[str
         return [name for name in found if name in LAYOUTS] or found
     regular = [name for name in found if name in LAYOUTS and not LAYOUTS[name].cyclic]
     return regular[:1] + [DOCUMENTS.name] * (DOCUMENTS.name in found and can_place(provider, problem))
-
-
-def _values(option: Option, made: Options, ranks: int) -> Sequence[Any]:
-    chosen = getattr(made, option)
-    return [chosen] if chosen is not None or option.every is None else option.every(ranks)
 
 
 def _axes(provider: Provider, problem: Problem) -> list[int | None]:

@@ -134,14 +134,12 @@ def gain(found: Plan, ours: Priced, stock: Priced) -> Gain:
 
 
 def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *, every: bool = False) -> Explanation:
-    """Simulate one attention call and price the training iteration around it.
+    """Simulate one attention call and price the training iteration around it; ValueError if the provider cannot run it,
+    or the model cannot be divided so.
 
     Args:
         setup: resolved, for the problem of the model's first kind of attention.
         every: simulate all ranks, however many.
-
-    Raises:
-        ValueError: if the provider cannot run it, or the model cannot be divided so.
     """
     stride, size = parallel.tensor, setup.problem.size
     whole = every or size <= EVERY or cluster.device.shared_by > 0
@@ -157,7 +155,7 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *,
         iteration=priced.iteration,
         footprint=priced.footprint,
         free={r: run(setup, timeline.programs, without(cluster, r), stride).seconds for r in RESOURCES},
-        sent=sent_by_level(timeline),
+        sent=max((_sent(timeline, rank) for rank in timeline.programs), key=lambda sent: sum(sent.values())),
     )
 
 
@@ -207,11 +205,6 @@ def without(cluster: Cluster, resource: Resource) -> Cluster:
             )
             return cluster.model_copy(update={resource: link})
     return cluster.model_copy(update={"device": device.model_copy(update=changes)})
-
-
-def sent_by_level(timeline: Timeline) -> dict[tuple[str, str, Level], float]:
-    """(phase, axis, level) -> bytes sent by the rank that sends most."""
-    return max((_sent(timeline, rank) for rank in timeline.programs), key=lambda sent: sum(sent.values()))
 
 
 def _sent(timeline: Timeline, rank: int) -> dict[tuple[str, str, Level], float]:

@@ -19,7 +19,7 @@ from cp_plugin.attention.setups import Setup
 from cp_plugin.core.layout import LAYOUTS, Layout, Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 from cp_plugin.placement.pairs import Ints
 
 

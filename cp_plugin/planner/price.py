@@ -118,8 +118,7 @@ def priced(
 ) -> Priced:
     """Price a simulated candidate. Under recomputation upstream's methods repeat attention with its messages.
 
-    Args:
-        timelines: of the calls in layers of each kind, the candidate's own first.
+    timelines: of the calls in layers of each kind, the candidate's own first.
     """
     asked, parallel = parallel, trained(candidate, parallel)
     seconds = {letter: t.seconds_of for letter, t in timelines.items()}

@@ -78,15 +78,13 @@ def answer(
 
     Of shapes that tie, those with fewest context-parallel ranks are tried first; others only where they may be faster
     by more than ``worth``. Shapes that differ in recomputation alone are one shape with a choice: each candidate takes
-    the fastest that fits. Where nothing is allowed, ``found`` is empty.
+    the fastest that fits. Where nothing is allowed, ``found`` is empty. ValueError if nothing fits the memory, with
+    what would.
 
     Args:
         hopeless: methods whose lower bound is this many times the best of their side are not simulated.
         worth: potential gain for which another shape is tried; 0: the fastest shape is found.
         progress: called with a description of each candidate before it is priced.
-
-    Raises:
-        ValueError: if nothing fits the memory: what would.
     """
     chosen, every, fits = [], [], False
     for stock, side in enumerate(_sides(asked)):

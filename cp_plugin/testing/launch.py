@@ -36,8 +36,7 @@ import torch.distributed as dist
 
 from cp_plugin.common import refusals
 from cp_plugin.common.text import within_terminal
-from cp_plugin.testing.launch_rank import Job, Message, live
-from cp_plugin.testing.launch_signals import frozen, passing_on_sigterm
+from cp_plugin.testing.launch_rank import Job, Message, frozen, live, passing_on_sigterm
 from cp_plugin.testing.nproc import split_nproc
 
 OUTPUTS = ("rank0", "ends", "all")

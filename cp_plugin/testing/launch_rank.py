@@ -17,10 +17,12 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,3 +171,32 @@ def _environment(rank: int, job: Job) -> dict[str, str]:
     if os.path.exists("/sys/class/net/lo"):
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # needs no host name that resolves
     return env
+
+
+@contextlib.contextmanager
+def passing_on_sigterm(pids: Callable[[], Sequence[int]]) -> Iterator[None]:
+    """Inside the ``with`` block SIGTERM is forwarded to these processes, which end, or write a checkpoint first.
+
+    Otherwise the launcher would die alone, with its ranks, but not what they started. Only the main thread can do so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def pass_on(number: int, _: object) -> None:
+        for pid in pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def frozen(pid: int) -> bool:
+    """Whether SIGSTOP or a debugger holds the process, so that it cannot answer a signal."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False

@@ -1,4 +1,4 @@
-"""Where a command's ranks come from: torchrun started them, or they are forked here."""
+"""Where a command's ranks come from: torchrun started them, or they are forked here, if the machine can run them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from cp_plugin.common.text import in_bytes
 from cp_plugin.core.hosts import hosts_of
+from cp_plugin.core.problem import Problem
 from cp_plugin.testing.launch import run_ranks
 
 TOLD_EVERY = 5.0
@@ -62,13 +64,10 @@ def number_of_ranks(ranks: int | None) -> int:
 
 
 def start(device: str, ranks: int) -> torch.device | None:
-    """Join the other ranks under torchrun; None where ranks are to be forked.
+    """Join the other ranks under torchrun; None where ranks are to be forked. ValueError for more ranks than CUDA
+    devices.
 
-    Args:
-        device: ``cpu`` or ``cuda``.
-
-    Raises:
-        ValueError: for more ranks than CUDA devices.
+    device: ``cpu`` or ``cuda``.
     """
     devices = torch.cuda.device_count()
     if under_torchrun():
@@ -88,15 +87,13 @@ def start(device: str, ranks: int) -> torch.device | None:
 def run[T](
     fn: Callable[[torch.device], T], size: int, device: str, timeout: float, here: torch.device | None = None
 ) -> T:
-    """Call a function on all ranks, each with its device, and return its result, which is the same on all of them.
+    """Call a function on all ranks, each with its device, and return its result, which is the same on all of them;
+    RankError if a forked rank fails.
 
     Args:
         device: ``cpu`` or ``cuda``.
         timeout: seconds for forked ranks.
         here: from ``start``: this rank's device; None: ranks are forked.
-
-    Raises:
-        RankError: if a forked rank fails.
     """
     return fn(here) if here is not None else run_ranks(lambda: fn(join(device)), size, timeout=timeout)[0]
 
@@ -115,3 +112,46 @@ def join(device: str) -> torch.device:
 def hosts(size: int) -> tuple[str, ...]:
     """The host of every rank: gathered if they have joined, else this one, where they will be forked."""
     return hosts_of(dist.group.WORLD) if dist.is_initialized() else (socket.gethostname(),) * size
+
+
+_FLOPS = 2e9
+"""FLOP/s of one CPU core in attention, conservatively."""
+_RANK_BYTES = 50_000_000
+"""Memory of a forked rank besides its tensors."""
+_MOST_SECONDS = 600.0
+
+
+def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) -> float:
+    """An upper bound of the seconds that ``runs`` forward and backward passes take on this machine's CPU; ValueError if
+    they need more memory than is free, or more than ten minutes.
+
+    reference: whether one head's scores are also computed whole, in float64.
+    """
+    import psutil  # absent where only torch is installed
+
+    sizes = {"ranks": problem.size, "seq-length": problem.seq_length, "heads": problem.heads}
+    sizes |= {"head-dim": problem.head_dim, "batch": problem.batch}
+    shapes = " ".join(f"--{name} {size}" for name, size in sizes.items())
+    needed, free = (
+        _bytes(problem) + (6 * 8 * problem.seq_length**2 if reference else 0),
+        psutil.virtual_memory().available,
+    )
+    if needed > free:
+        raise ValueError(
+            f"{shapes}: this needs up to {in_bytes(needed)} of memory, but {in_bytes(free)} is free: use a smaller "
+            "--seq-length, or fewer ranks or heads"
+        )
+    pairs = problem.seq_length**2 * problem.batch * problem.heads * (problem.head_dim + problem.v_head_dim)
+    seconds = 7 * pairs * runs / _FLOPS / (psutil.cpu_count(logical=False) or 1)
+    if seconds > _MOST_SECONDS:
+        raise ValueError(
+            f"{shapes}: running this would take {seconds / 60:.0f} minutes or so on this machine's CPU, but at most "
+            f"{_MOST_SECONDS / 60:.0f} are allowed: use a smaller --seq-length, or fewer heads or providers"
+        )
+    return seconds
+
+
+def _bytes(problem: Problem) -> int:
+    """Memory of all ranks, if each holds inputs, gradients, the gathered sequence, and float32 sums of it."""
+    whole = problem.size * (problem.q_elements + problem.out_elements + problem.kv_elements)
+    return problem.size * (_RANK_BYTES + whole * (problem.dtype.itemsize + problem.wide))

@@ -33,8 +33,7 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.testing.launch import run_ranks
-from cp_plugin.testing.machine import refuse_too_large
-from cp_plugin.testing.ranks import with_progress
+from cp_plugin.testing.ranks import refuse_too_large, with_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +64,8 @@ class Row:
 
 def price(chosen: Sequence[str], problem: Problem, options: Options) -> list[Row]:
     """The traffic of the providers chosen; of all, and of telling variants of ATTENTION2D, where none is. Of packed
-    documents on placed tokens, too, where that changes it.
-
-    Raises:
-        ValueError: for an unknown provider, or options that do not fit it.
-    """
+    documents on placed tokens, too, where that changes it. ValueError for an unknown provider, or options that do not
+    fit it."""
     found = []
     for setup in setups(chosen, problem, options):
         found += [setup, *_placed(setup), *([] if chosen else _variants(setup, options))]
@@ -94,12 +90,8 @@ def trace(setup: Setup, index: int) -> Formula:
 
 
 def compare(rows: Sequence[Row]) -> list[str | None]:
-    """Run every row on forked Gloo ranks; where ledger, trace and formula differ, the first difference.
-
-    Raises:
-        ValueError: if the problem is too large for this machine.
-        RankError: if a rank fails.
-    """
+    """Run every row on forked Gloo ranks; where ledger, trace and formula differ, the first difference. ValueError if
+    the problem is too large for this machine; RankError if a rank fails."""
     possible = [row.setup for row in rows if row.setup.reason is None]
     if not possible:
         return [None for _ in rows]

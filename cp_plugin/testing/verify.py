@@ -31,9 +31,8 @@ from cp_plugin.linear import kernels
 from cp_plugin.methods import fp8
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.testing.launch import RankError, run_ranks
-from cp_plugin.testing.machine import refuse_too_large
 from cp_plugin.testing.oracle import TENSORS, Case, make_case, relative_errors, tensors
-from cp_plugin.testing.ranks import join, with_progress
+from cp_plugin.testing.ranks import join, refuse_too_large, with_progress
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error (norm) of each tensor."""
@@ -66,10 +65,8 @@ class Result:
 def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options: Options) -> list[Setup]:
     """Every provider (see ``setups``) on all its layouts, or the one asked for, for every problem.
 
-    If neither providers nor options were chosen, also nested rings with both backwards, and a head axis.
-
-    Raises:
-        ValueError: for an unknown provider, or options that do not fit it.
+    If neither providers nor options were chosen, also nested rings with both backwards, and a head axis. ValueError for
+    an unknown provider, or options that do not fit it.
     """
     found = []
     for one in setups(chosen, problems[0], options):
@@ -94,14 +91,12 @@ def _decayed(provider: Provider, problems: Sequence[Problem]) -> list[Problem]:
 
 
 def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> list[Result]:
-    """Run the possible setups, with a progress bar; their results, in order.
+    """Run the possible setups, with a progress bar; their results, in order. ValueError if a problem is too large for
+    this machine, or the requested kernel cannot run it.
 
     Args:
         device: ``cpu`` or ``cuda``.
         threads: run ranks as threads on one device, even where there are devices for all.
-
-    Raises:
-        ValueError: if a problem is too large for this machine, or the requested kernel cannot run it.
     """
     possible = [setup for setup in planned if setup.reason is None]
     if not possible:
@@ -156,8 +151,7 @@ def place(possible: Sequence[Setup], device: str, *, threads: bool) -> Ranks:
 def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, float]:
     """The largest allowed error of each tensor of a case.
 
-    Args:
-        setup: None: another library, which is held to the kernel that ``auto`` chooses.
+    setup: None: another library, which is held to the kernel that ``auto`` chooses.
     """
     problem = case.problem
     if problem.dtype in LIMITS:

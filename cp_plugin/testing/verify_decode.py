@@ -35,8 +35,7 @@ from cp_plugin.linear import chunked
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods import fp8
 from cp_plugin.methods.protocol import Kind, Provider
-from cp_plugin.placement.documents import DOCUMENTS
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import DOCUMENTS, get_layout
 from cp_plugin.testing import verify as training
 from cp_plugin.testing.oracle import linear_reference, make_inputs, reference, relative_errors
 from cp_plugin.testing.verify import HALF_FACTOR, LIMITS, Result

@@ -17,8 +17,7 @@ from cp_plugin.comm import Mesh
 from cp_plugin.core.options import Option, whole_number
 from cp_plugin.core.spelling import spelled
 from cp_plugin.methods.gather import GatherQ
-from cp_plugin.methods.moves import Moved
-from cp_plugin.methods.pipeline import in_head_groups
+from cp_plugin.methods.moves import Moved, in_head_groups
 from cp_plugin.methods.protocol import Attend, Choice, Formula
 
 

@@ -19,7 +19,7 @@ from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.attention.shift import shift
 from cp_plugin.inference import Session, slots_for
 from cp_plugin.linear import recurrence
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

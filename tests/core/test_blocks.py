@@ -20,7 +20,7 @@ from cp_plugin.kernels.backends.reference import _probabilities, attend
 from cp_plugin.kernels.backends.sdpa import Sdpa
 from cp_plugin.kernels.blocks import ByDepth, Either, InOrder, Tiled, Whole, kernel
 from cp_plugin.kernels.merge import merge
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 
 @dataclass

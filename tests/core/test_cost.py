@@ -18,7 +18,7 @@ from cp_plugin.kernels import backends, cost
 from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.blocks import ByDepth, Either, InOrder, Tiled, kernel
 from cp_plugin.kernels.cost import MOST, Cost, Sizes, Speeds
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 GROUPED = Sizes(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, itemsize=2)
 FEW = GROUPED._replace(heads=8, kv_heads=1)

@@ -310,7 +310,7 @@ def test_inputs_of_known_faults_can_be_drawn() -> None:
 
 PLANTED = {
     "a dense last dimension": ("cp_plugin.attention.softmax.dense", lambda x: x, "out 0 is off"),
-    "a share of a sum": ("cp_plugin.attention.sinks.gradient", lambda sink, *_: sink * 0, "share of d sink 0 is off"),
+    "a share of a sum": ("cp_plugin.attention.softmax.sink_gradient", lambda sink, *_: sink * 0, "of d sink 0 is off"),
     "a refusal": ("cp_plugin.attention.packs.ContextParallel.attention", None, "this is refused"),
 }
 

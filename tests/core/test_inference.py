@@ -21,7 +21,7 @@ from cp_plugin.inference import CacheFullError, Session, Slots, shard, slots_for
 from cp_plugin.inference.slots import NOWHERE
 from cp_plugin.inference.store import Cache, Latent, Packed, Plain
 from cp_plugin.methods import registry as providers
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 CPU = torch.device("cpu")
 
@@ -196,9 +196,9 @@ def test_latents_attend_as_the_heads_that_are_made_of_them() -> None:
     held = torch.arange(9, dtype=torch.int32).unsqueeze(1).expand(9, 2)
     of_heads, of_latents = Cache(Plain, 9, 6, k, v), Cache(Plain, 9, 12, latent.rows)
     for cache, kept in ((of_heads, (k, v)), (of_latents, (latent.rows,))):
-        cache.put(0, *(x[:7] for x in kept))
+        cache.put(slice(7), *(x[:7] for x in kept))
         slots, sequences = torch.tensor([7, 7, 8, 8]), torch.tensor([0, 1, 0, 1])
-        cache.put_at(slots, sequences, *(x[slots, sequences] for x in kept))
+        cache.put((slots, sequences), *(x[slots, sequences] for x in kept))
     for got, want in zip(latent.heads(of_latents.get(0, 9)[0]), (k, v), strict=True):
         torch.testing.assert_close(got, want)
     by_heads, _ = shard.attend(q, of_heads, held, positions, Scores(12**-0.5))
@@ -217,7 +217,7 @@ def test_a_rank_attends_to_its_slots(elements: int, window: Any, monkeypatch: py
     monkeypatch.setattr(shard, "ELEMENTS", elements)
     q, k, v = normal(2, 2, 4, 8), normal(12, 2, 2, 8, seed=1), normal(12, 2, 2, 6, seed=2)
     cache = Cache(Plain, 12, 6, k, v)
-    cache.put(0, k, v)
+    cache.put(slice(len(k)), k, v)
     held = torch.tensor([[0, 4], [3, 5], [4, 6], [5, 7], *[[NOWHERE, 8 + i] for i in range(8)]], dtype=torch.int32)
     positions = torch.tensor([[5, 3], [6, 14]], dtype=torch.int32)
     out, lse = shard.attend(q, cache, held, positions, Scores(8**-0.5), window)

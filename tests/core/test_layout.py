@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_plugin.core.layout import LAYOUTS, join_adjacent, sort_positions
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 names = st.sampled_from(sorted(LAYOUTS))
 

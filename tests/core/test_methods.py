@@ -22,7 +22,7 @@ from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import by_phase_and_axis, trace
 

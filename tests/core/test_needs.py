@@ -16,7 +16,7 @@ from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.core.tree import Tree
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 from cp_plugin.testing.traffic import by_phase_and_axis
 
 TOKENS, RANKS = 96, 4

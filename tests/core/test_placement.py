@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import nightly
 
+from cp_plugin.cli.bench.cases import LENGTHS
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.tiles import tiles
@@ -19,7 +20,6 @@ from cp_plugin.placement.beam import ENDS, _pieces, _search, beam
 from cp_plugin.placement.documents import Placement, _place, place
 from cp_plugin.placement.exchanges import relieve
 from cp_plugin.placement.filling import LIMIT, STYLES, _given_out, _trial
-from cp_plugin.placement.lengths import LENGTHS
 from cp_plugin.placement.pairs import Pairs, busy
 from cp_plugin.placement.shares import Pack
 

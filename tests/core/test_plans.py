@@ -19,7 +19,7 @@ from cp_plugin.common.recent import Recent
 from cp_plugin.core import layout
 from cp_plugin.core.scaling import Delayed
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.pipeline import best_groups
+from cp_plugin.methods.moves import best_groups
 
 CPU = torch.device("cpu")
 

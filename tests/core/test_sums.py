@@ -19,7 +19,7 @@ from cp_plugin.kernels.blocks import RowTerms, Tiled
 from cp_plugin.kernels.merge import add_rows
 from cp_plugin.methods.local import Local
 from cp_plugin.methods.ring import Ring
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 from cp_plugin.planner.trace.memory import Meter
 from cp_plugin.testing.oracle import reference
 

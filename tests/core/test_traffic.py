@@ -16,7 +16,7 @@ from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
 from cp_plugin.methods import registry as providers
-from cp_plugin.testing.machine import refuse_too_large
+from cp_plugin.testing.ranks import refuse_too_large
 from cp_plugin.testing.traffic import Row, price_one, trace
 
 SIZE = 64

@@ -18,7 +18,7 @@ from cp_plugin.core.mask import Mask
 from cp_plugin.core.needs import needs
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.tree import Tree
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 TOKENS = 48
 """Divisible over 1, 2, 3, 4, 6 and 8 ranks in every layout."""

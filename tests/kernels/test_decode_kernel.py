@@ -169,7 +169,7 @@ def test_a_cache_of_heads(slots: int, dtype: torch.dtype, kind: Any, monkeypatch
     k, v = normal(slots, 2, 2, 48, dtype=dtype), normal(slots, 2, 2, 32, dtype=dtype, seed=1)
     k[1, 0] *= 1000  # exponents differ
     cache = Cache(kind, slots + 3, 32, k, v)
-    cache.put(0, k, v)
+    cache.put(slice(len(k)), k, v)
     held, positions = books([slots, 3], slots)
     Both(monkeypatch)(normal(1, 2, 4, 48, dtype=dtype), cache, held, positions, Scores(0.1), (90, 0))
 
@@ -181,7 +181,7 @@ def test_a_cache_of_latents(rank: int, kind: Any, monkeypatch: pytest.MonkeyPatc
     rows = normal(300, 2, 1, rank + 8)
     latent = Latent(rows, normal(4, 16, rank), normal(4, 16, rank))
     cache = Cache(kind, 300, rank, rows)
-    cache.put(0, rows)
+    cache.put(slice(len(rows)), rows)
     held, positions = books([300, 31], 300)
     q = latent.queries(normal(1, 2, 4, 24, seed=3))
     Both(monkeypatch)(q, cache, held, positions, Scores(0.1), None)

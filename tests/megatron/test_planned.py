@@ -14,7 +14,7 @@ from warm import before_forking
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.planned import command as planned
 from cp_plugin.planner.training import operations, weights
-from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.footprint import footprint, whole
 from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.testing.launch import run_ranks
@@ -97,8 +97,8 @@ def test_operations_and_bytes_match_megatron(flags: str, name: str) -> None:
     assert whole.stage == 0
     assert whole.parameters + whole.gradients + whole.optimizer == pytest.approx(nbytes, rel=2e-3 if name else 5e-3)
     if name:
-        total = weights.parameters(model(name)).total
-        assert weights.parameters(found.model).total == pytest.approx(total, rel=1e-5)
+        total = whole(model(name)).total
+        assert whole(found.model).total == pytest.approx(total, rel=1e-5)
 
 
 def words_of(planned_flags: str) -> list[str]:
@@ -123,7 +123,7 @@ def test_parameters_match_built_models(flags: str) -> None:
     found = planned.read(words_of(flags), 1).model
     padding = 128 - found.vocab
     got = sum(weight.numel() for weight in record.weights.values())
-    assert got == weights.parameters(found).total + 2 * padding * found.hidden
+    assert got == whole(found).total + 2 * padding * found.hidden
 
 
 @pytest.mark.parametrize(

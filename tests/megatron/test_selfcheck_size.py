@@ -16,7 +16,7 @@ from training import train
 from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.megatron.selfcheck import attention_pass
 from cp_plugin.megatron.selfcheck.first_batch import tokens_for
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 from cp_plugin.testing import oracle
 
 pytestmark = pytest.mark.usefixtures("adapter")

@@ -16,7 +16,7 @@ from torch import Tensor
 from training import train
 
 from cp_plugin.core import layout as layouts
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 from cp_plugin.testing.launch import RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("adapter")

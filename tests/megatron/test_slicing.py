@@ -17,7 +17,7 @@ from nightly import each_value
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import TraceMesh
 from cp_plugin.methods import registry as providers
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 PROVIDERS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 TOKENS = 16

@@ -18,8 +18,8 @@ from cp_plugin.planner.explain import without
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.price import computes
-from cp_plugin.planner.training import activations, operations, weights
-from cp_plugin.planner.training.footprint import Footprint, footprint
+from cp_plugin.planner.training import activations, operations
+from cp_plugin.planner.training.footprint import Footprint, footprint, whole
 from cp_plugin.planner.training.iteration import iteration
 from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel, problem
@@ -125,7 +125,7 @@ def both(case: str, flops_per_s: float = cluster("dgx-a100").device.gemm_flops_p
 
 @each_case
 def test_parameters_are_the_same(case: str) -> None:
-    assert weights.parameters(both(case).alike).total == both(case).found["num_params_total"]
+    assert whole(both(case).alike).total == both(case).found["num_params_total"]
 
 
 @each_case
@@ -214,7 +214,7 @@ def _table() -> list[str]:
         states = whole.parameters + whole.gradients + whole.optimizer
         seconds = iteration(m, p, machine, computes(problem(m, p), machine)).seconds
         ratios = (
-            weights.parameters(m).total / found["num_params_total"],
+            whole(m).total / found["num_params_total"],
             operations.training(m, p.seq_length) / (3 * b.theirs.get_num_flops_fwd_total(1, p.seq_length)),
             states / sum(found[name] for name in STATES),
             whole.activations / (m.layers * b.activations),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from cp_plugin.cli.app import app
 from cp_plugin.comm import GroupMesh
 from cp_plugin.planner.calibration import calibrate, kernel_rates, link_rates
-from cp_plugin.planner.calibration.fitting import fit
+from cp_plugin.planner.calibration.kernel_rates import fit
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster, Link
 from cp_plugin.planner.machine.links import Links

@@ -19,6 +19,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli import packs as given
 from cp_plugin.cli.app import app
+from cp_plugin.cli.bench.cases import LENGTHS
 from cp_plugin.cli.draw.documents import fetched
 from cp_plugin.cli.show_plan import print_plan
 from cp_plugin.core.options import Options
@@ -26,7 +27,6 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import place
-from cp_plugin.placement.lengths import LENGTHS
 from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.candidates import candidates
 from cp_plugin.planner.machine.hardware import Cluster

@@ -19,6 +19,7 @@ from cp_plugin.planner.training.footprint import (
     footprint,
     in_flight,
     stage_weights,
+    whole,
 )
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.planner.training.parallel import Parallel
@@ -55,14 +56,13 @@ def test_bytes_of_a_parameter(zero: int, dtype: str, per_parameter: float) -> No
     p = Parallel(devices=16, context=4, zero=zero, dtype=dtype)
     found = footprint(LLAMA, p)
     states = found.parameters + found.gradients + found.optimizer
-    assert states == pytest.approx(per_parameter * weights.parameters(LLAMA).total)
+    assert states == pytest.approx(per_parameter * whole(LLAMA).total)
 
 
 def test_fully_sharded_parameters_are_gathered_by_layer() -> None:
-    p = Parallel(devices=64, zero=3)
-    total = weights.parameters(LLAMA).total
+    total = whole(LLAMA).total
     layer = weights.attention(LLAMA, 0).total + weights.ffn(LLAMA, 0).total
-    found = footprint(LLAMA, p)
+    found = footprint(LLAMA, Parallel(devices=64, zero=3))
     assert found.parameters == 2 * (total / 64 + 2 * layer)
     assert found.gradients == GRADIENT * (total / 64 + layer)
     assert found.optimizer == (ADAM + MASTER) * total / 64
@@ -80,7 +80,7 @@ def test_tied_embedding_is_on_both_ends() -> None:
     p = Parallel(devices=4, pipeline=4)
     ends = [stage_weights(replace(LLAMA, tied=True), p, stage).sharded for stage in (0, 1, 3)]
     assert ends[0] == ends[2] == ends[1] + p.padded(32000) * 512
-    assert sum(stage_weights(LLAMA, p, n).total for n in range(4)) == weights.parameters(LLAMA).total
+    assert sum(stage_weights(LLAMA, p, n).total for n in range(4)) == whole(LLAMA).total
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from round_cluster import round_cluster
 
-from cp_plugin.planner.machine.collectives import Group, all_reduce, cost, message
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import cluster, clusters, override
+from cp_plugin.planner.machine.links import Group, all_reduce, cost, message
 from cp_plugin.planner.training import operations
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.iteration import Iteration, iteration

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cp_plugin.comm.packing import as_bytes
+from cp_plugin.comm.group import as_bytes
 from cp_plugin.common.without_data import Mode
 
 POISON = 0xFF

@@ -27,12 +27,11 @@ from cp_plugin.planner.trace.program import Program, in_one_call
 from cp_plugin.planner.trace.timeline import links_of, programs_of
 from cp_plugin.planner.trace.timeline import run as simulated
 from cp_plugin.planner.training import layer_time, operations
-from cp_plugin.planner.training.footprint import footprint
+from cp_plugin.planner.training.footprint import footprint, whole
 from cp_plugin.planner.training.iteration import iteration
 from cp_plugin.planner.training.model import LINEAR, SOFTMAX, Model, model
 from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.planner.training.parallel import problem as problem_of
-from cp_plugin.planner.training.weights import parameters
 from evidence.data import Method, Row, Stack, method, paper
 from evidence.overlapped import OVERLAPPED
 
@@ -199,7 +198,7 @@ def _attention(run: Run, letter: str, machine: Machine) -> Seconds:
 
 def _on_host(run: Run, machine: Machine) -> float:
     """Seconds of an optimizer on the hosts."""
-    number, devices = parameters(run.model).total, run.row.devices
+    number, devices = whole(run.model).total, run.row.devices
     nodes = ceil(devices / machine.cluster.per_node)
     return number / nodes * ADAM_ON_HOST / machine.host_bytes_per_s + number / devices * TO_AND_FROM_HOST
 

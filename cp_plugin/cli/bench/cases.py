@@ -101,14 +101,12 @@ class Case:
 def make_case(
     mask_name: str, problem: Problem, *, window: int | None = None, distribution: str | None = None, seed: int = 0
 ) -> Case:
-    """A mask on a problem, whose causal, window and documents are replaced by the mask's.
+    """A mask on a problem, whose causal, window and documents are replaced by the mask's; ValueError for an unknown
+    mask or distribution, or a window of no token.
 
     Args:
         window: tokens before (and after) itself that a token sees; None: ``WINDOW``, or an eighth of a short sequence.
         distribution: of the lengths of documents; None: LongCA-bench's choice for such a sequence.
-
-    Raises:
-        ValueError: for an unknown mask or distribution, or a window of no token.
     """
     one_of("--mask", mask_name, PATTERNS)
     pattern, seq_length = PATTERNS[mask_name], problem.seq_length
@@ -152,10 +150,7 @@ def default_distribution(seq_length: int) -> str:
 def document_bounds(name: str, seq_length: int, seed: int) -> tuple[int, ...]:
     """Where the documents of a packed sequence begin, and its length; the last document is cut to fit.
 
-    A bin is drawn by its share, a length inside it uniformly in its logarithm.
-
-    Raises:
-        ValueError: for an unknown distribution.
+    A bin is drawn by its share, a length inside it uniformly in its logarithm. ValueError for an unknown distribution.
     """
     one_of("--distribution", name, distributions())
     found, generator = distributions()[name], np.random.default_rng(seed)
@@ -166,3 +161,33 @@ def document_bounds(name: str, seq_length: int, seed: int) -> tuple[int, ...]:
         length = lower[number] * (found.upper[number] / lower[number]) ** generator.random()
         ends.append(min(seq_length, ends[-1] + int(length)))
     return tuple(ends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Lognormal lengths up to ``longest``, mixed with documents of one fixed length."""
+
+    median: int
+    sigma: float
+    longest: int
+    share: float = 0
+    """Share of documents with ``same`` tokens."""
+    same: int = 65_536
+
+    def pack(self, tokens: int, seed: int = 0) -> tuple[int, ...]:
+        """Documents that fill a pack; the last one is truncated."""
+        rng = np.random.default_rng(seed)
+        lengths: list[int] = []
+        while (room := tokens - sum(lengths)) > 0:
+            drawn = min(self.longest, int(self.median * np.exp(self.sigma * rng.standard_normal())))
+            lengths.append(min(room, self.same if rng.random() < self.share else max(1, drawn)))
+        return tuple(lengths)
+
+
+LENGTHS = {
+    "chat": Lengths(median=600, sigma=1.2, longest=24_576),
+    "code": Lengths(median=12_000, sigma=1.2, longest=98_304),
+    "long": Lengths(median=500, sigma=1.2, longest=16_384, share=0.045),
+}
+"""Conversations; code repositories; conversations mixed with a few 64k-token documents."""
+TOKENS = 16_384  # of a rank, in packs drawn from them

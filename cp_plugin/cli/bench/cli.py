@@ -24,7 +24,7 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.planner.machine import hardware
 from cp_plugin.testing import ranks as started
-from cp_plugin.testing.machine import refuse_too_large
+from cp_plugin.testing.ranks import refuse_too_large
 
 TYPICAL: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"heads": 8, "kv_heads": 4, "head_dim": 64, "dtype": torch.float32},
@@ -120,12 +120,14 @@ def bench(
         cases = _make_cases(problems, entries[0].kind, mask or (), **how)
         here = started.start(where, size)
         cases = [case.on(started.hosts(size)) for case in cases]
-        _check_size(cases, where)
+        for case in cases if where == "cpu" else ():
+            if len(set(case.problem.hosts)) == 1:
+                refuse_too_large(case.problem, runs=1)
         plans = [run.plan(case, entries, where, profile) for case in cases]
-        processors = Processors()
+        processors, cores = Processors(), psutil.cpu_count(logical=False) or os.cpu_count()
         found = Report(
             results=run.bench(plans, where, rounds, timeout, here),
-            device=_name_device(where),
+            device=torch.cuda.get_device_name() if where == "cuda" else f"{cores} CPU cores",
             rounds=rounds,
             seed=seed,
             cluster=cluster,
@@ -140,11 +142,8 @@ def bench(
 
 
 def _contestants(texts: Sequence[str], device: str) -> tuple[list[Entry], dict[str, str]]:
-    """The named contestants, or all softmax providers and installed peers; and why peers are missing.
-
-    Raises:
-        ValueError: for unknown or repeated names, or softmax and linear attention together.
-    """
+    """The named contestants, or all softmax providers and installed peers; and why peers are missing. ValueError for
+    unknown or repeated names, or softmax and linear attention together."""
     entries = [Entry.parse(text) for text in texts or (*providers.names(), *PEERS)]
     missing = {} if texts else {str(e): reason for e in entries if (reason := e.missing(device)) is not None}
     entries = [entry for entry in entries if str(entry) not in missing]
@@ -157,13 +156,9 @@ def _contestants(texts: Sequence[str], device: str) -> tuple[list[Entry], dict[s
 
 
 def _typical(device: str, **given: Any) -> Problem:
-    """The attention call to measure, without a length or a mask.
+    """The attention call to measure, without a length or a mask; ValueError for heads that do not fit each other.
 
-    Args:
-        given: fields of a ``Problem``; None is the typical value, of ``kv_heads`` the given number of heads.
-
-    Raises:
-        ValueError: for heads that do not fit each other.
+    given: fields of a ``Problem``; None is the typical value, of ``kv_heads`` the given number of heads.
     """
     if given["kv_heads"] is None:
         given["kv_heads"] = given["heads"]
@@ -174,12 +169,17 @@ def _typical(device: str, **given: Any) -> Problem:
 def _each_length(problem: Problem, lengths: Sequence[int], device: str) -> list[Problem]:
     """The problem with each number of tokens, shortest first; ValueError for one that some layout cannot divide.
 
-    Args:
-        lengths: global tokens; empty: the default of the device.
+    lengths: global tokens; empty: the default of the device.
     """
-    chosen = sorted(set(lengths)) or [problem.size * TOKENS[device]]
-    for length in chosen:
-        _check_length(length, problem.size)
+    chosen, size = sorted(set(lengths)) or [problem.size * TOKENS[device]], problem.size
+    divisor = 2 * size if size > 1 else 1
+    for length in (length for length in chosen if length % divisor):
+        below = length // divisor * divisor
+        near = f"{below} or {below + divisor}" if below else f"{divisor}"
+        raise ValueError(
+            f"--seq-length {length} cannot be split evenly across {size} ranks in every layout: use a multiple of "
+            f"{divisor}, such as {near}"
+        )
     return [replace(problem, seq_length=length) for length in chosen]
 
 
@@ -192,13 +192,9 @@ def _make_cases(
     distribution: str | None,
     seed: int,
 ) -> list[Case]:
-    """Every mask on every problem.
+    """Every mask on every problem; ValueError for an unknown mask or distribution, or a flag that does nothing.
 
-    Args:
-        masks: empty: all, without windows for linear attention, which has none.
-
-    Raises:
-        ValueError: for an unknown mask or distribution, or a flag that does nothing.
+    masks: empty: all, without windows for linear attention, which has none.
     """
     flags.check_decay(problems[0].decay, {kind})
     known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]
@@ -212,28 +208,3 @@ def _make_cases(
         if value is not None and not used:
             raise ValueError(f"{flag} {value} has no effect with --mask {', '.join(masks)}: leave it out")
     return found
-
-
-def _check_size(found: Sequence[Case], device: str) -> None:
-    """ValueError for a case that is too large for this machine's CPU ranks."""
-    for case in found if device == "cpu" else ():
-        if len(set(case.problem.hosts)) == 1:
-            refuse_too_large(case.problem, runs=1)
-
-
-def _name_device(device: str) -> str:
-    """The device by name."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{psutil.cpu_count(logical=False) or os.cpu_count()} CPU cores"
-
-
-def _check_length(length: int, size: int) -> None:
-    divisor = 2 * size if size > 1 else 1
-    if length % divisor:
-        below = length // divisor * divisor
-        near = f"{below} or {below + divisor}" if below else f"{divisor}"
-        raise ValueError(
-            f"--seq-length {length} cannot be split evenly across {size} ranks in every layout: use a multiple of "
-            f"{divisor}, such as {near}"
-        )

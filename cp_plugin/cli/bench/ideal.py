@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Inputs, shapes
+from cp_plugin.attention.calls import Inputs, of_kernel, shapes
 from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench.cases import Case
 from cp_plugin.cli.bench.contestants import Provided
 from cp_plugin.core.block import Block, Scores
-from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import blocks
 
 
@@ -85,18 +83,8 @@ def _of_softmax(case: Case, options: Options, device: torch.device) -> Share:
     block = Block((rows,), (keys,), case.mask, Scores(problem.head_dim**-0.5))
     q, _, _, dout, *_ = random_parts(problem, len(rows), device)
     _, k, v, *_ = random_parts(problem, len(keys), device)
-    kernel, wide = blocks.choose(options, problem, device).kernel, accumulation_dtype(problem.dtype)
-
-    def step(between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
-        done = kernel.forward(Queries(q), KeyValues(k, v), block)
-        assert done is not None, "every token sees itself"
-        between()
-        delta = (dout.to(wide) * done.out.to(wide)).sum(-1)
-        grads = kernel.backward(Queries(q, dout, done.lse, delta), KeyValues(k, v), block)
-        assert grads is not None, "every token sees itself"
-        return done.out, *grads
-
-    return Share(factor, step)
+    kernel = blocks.choose(options, problem, device).kernel
+    return Share(factor, lambda between=lambda: None: of_kernel(kernel, (q, k, v, dout), block, between=between))
 
 
 def _of_linear(case: Case, setup: Setup, device: torch.device) -> Share:

@@ -36,12 +36,9 @@ _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 
 
 def plan(case: Case, entries: Sequence[Entry], device: str, cluster: Cluster | None = None) -> CaseResult:
-    """Settle all options for a case, and predict the providers' times on a cluster; nothing is measured yet.
-
-    Raises:
-        ValueError: for options that do not fit their provider or the number of ranks, or a cluster whose profile lacks
-            figures that a prediction needs.
-    """
+    """Settle all options for a case, and predict the providers' times on a cluster; nothing is measured yet. ValueError
+    for options that do not fit their provider or the number of ranks, or a cluster whose profile lacks figures that a
+    prediction needs."""
     return CaseResult(case=case, measured=[_planned(case, entry, device, cluster) for entry in entries])
 
 
@@ -76,15 +73,12 @@ def _predicted(setup: Setup, case: Case, cluster: Cluster) -> float:
 def bench(
     plans: Sequence[CaseResult], device: str, rounds: int, timeout: float, here: torch.device | None = None
 ) -> list[CaseResult]:
-    """Measure all plans, which are of one kind of attention.
+    """Measure all plans, which are of one kind of attention; RankError if a forked rank fails.
 
     Args:
         device: ``cpu`` or ``cuda``.
         timeout: seconds for forked ranks.
         here: this rank's device, if it has joined others; None: ranks are forked.
-
-    Raises:
-        RankError: if a forked rank fails.
     """
     kinds = [m.entry.kind for p in plans for m in p.possible]
     if not kinds:

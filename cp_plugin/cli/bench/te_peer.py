@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.core.problem import Problem
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """``cp_comm_type``."""

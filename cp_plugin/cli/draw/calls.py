@@ -94,15 +94,13 @@ def record(
     causal: bool = True,
     **options: Any,
 ) -> Recording:
-    """Run the forward of a provider on ``size`` ranks and record every call of the kernel.
+    """Run the forward of a provider on ``size`` ranks and record every call of the kernel; ValueError for options that
+    do not fit, a provider of linear attention, or a problem that the provider refuses.
 
     Args:
         heads: query heads; 0: one per rank, so that methods that divide heads can be recorded.
         kv_heads: key/value heads; 0: as many as query heads.
         options: as for ``ContextParallel``.
-
-    Raises:
-        ValueError: for options that do not fit, a provider of linear attention, or a problem that the provider refuses.
     """
     heads = heads or size
     typical = Problem(size=size, heads=heads, kv_heads=kv_heads or heads, seq_length=seq_length, causal=causal)

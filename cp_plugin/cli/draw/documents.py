@@ -15,27 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cp_plugin.attention.setups import settled
-from cp_plugin.cli.draw.canvas import (
-    IDLE,
-    POINTS,
-    RANK_COLOURS,
-    WIDTH,
-    Box,
-    box,
-    check_ranks,
-    draw_holders,
-    fill,
-    new_figure,
-    paler,
-    plain,
-    save,
-)
+from cp_plugin.cli.draw import canvas
 from cp_plugin.core.needs import needs, rows_of
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.placement.documents import DOCUMENTS
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import DOCUMENTS, get_layout
 from cp_plugin.planner.packs import balance
 
 if TYPE_CHECKING:
@@ -91,20 +76,18 @@ def fetched(lengths: Sequence[int], size: int, layout: str) -> Fetched:
 
 
 def draw_documents(path: Path, lengths: Sequence[int], size: int = 4) -> None:
-    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix).
+    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix); ValueError if matplotlib is missing, and for more
+    ranks or tokens than can be drawn, or that do not divide.
 
     Args:
         lengths: tokens of each document, in the order of the pack.
         size: context-parallel ranks, at most 8.
-
-    Raises:
-        ValueError: if matplotlib is missing, and for more ranks or tokens than can be drawn, or that do not divide.
     """
-    check_ranks(size)
+    canvas.check_ranks(size)
     if sum(lengths) > MOST:
         raise ValueError(f"--documents of {sum(lengths)} tokens do not fit in a picture: use {MOST} tokens or fewer")
     heights = (0.7, 3.6, 0.9 + 0.25 * size)
-    figure = new_figure(WIDTH, 2 * (sum(heights) + 0.6))
+    figure = canvas.new_figure(canvas.WIDTH, 2 * (sum(heights) + 0.6))
     grid = figure.add_gridspec(6, 1, height_ratios=heights * 2)
     for number, layout in enumerate(("zigzag", DOCUMENTS.name)):
         found = fetched(lengths, size, layout)
@@ -113,44 +96,44 @@ def draw_documents(path: Path, lengths: Sequence[int], size: int = 4) -> None:
             f"{layout}: busiest rank {found.balance:.2f} of the mean;\n{sum(map(len, found.fetched))} keys sent, "
             f"{most} to one rank"
         )
-        draw_holders(figure.add_subplot(grid[3 * number]), found.holders, title)
+        canvas.draw_holders(figure.add_subplot(grid[3 * number]), found.holders, title)
         _draw_pairs(figure.add_subplot(grid[3 * number + 1]), found)
         _draw_keys(figure.add_subplot(grid[3 * number + 2]), found)
-    save(figure, path)
+    canvas.save(figure, path)
 
 
 def _draw_pairs(axes: Axes, found: Fetched) -> None:
     """The attention matrix in the order of the pack, coloured by the query's rank; fetched keys are paler."""
     tokens = len(found.holders)
-    axes.add_patch(box(0, 0, tokens, tokens, IDLE))
-    for rank, colour in enumerate(RANK_COLOURS[: len(found.fetched)]):
-        boxes: dict[bool, list[Box]] = {True: [], False: []}
+    axes.add_patch(canvas.box(0, 0, tokens, tokens, canvas.IDLE))
+    for rank, colour in enumerate(canvas.RANK_COLOURS[: len(found.fetched)]):
+        boxes: dict[bool, list[canvas.Box]] = {True: [], False: []}
         for query in (q for q, holder in enumerate(found.holders) if holder == rank):
             keys = range(found.first(query), query + 1)
             for held, run in groupby(keys, key=lambda k, rank=rank: found.holders[k] == rank):
                 of_run = list(run)
                 boxes[held].append((of_run[0], query, len(of_run), 1))
-        fill(axes, boxes[True], colour)
-        fill(axes, boxes[False], paler(colour, _PALE))
+        canvas.fill(axes, boxes[True], colour)
+        canvas.fill(axes, boxes[False], canvas.paler(colour, _PALE))
     axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal", xticks=[], yticks=[], ylabel="queries", xlabel="keys")
-    axes.set_title("Visible keys of each query; pale: of other ranks", fontsize=POINTS, loc="left")
-    plain(axes)
+    axes.set_title("Visible keys of each query; pale: of other ranks", fontsize=canvas.POINTS, loc="left")
+    canvas.plain(axes)
 
 
 def _draw_keys(axes: Axes, found: Fetched) -> None:
     """A row per rank: the keys that it holds, and paler those that it fetches, in the colours of their owners."""
     tokens, size = len(found.holders), len(found.fetched)
-    axes.add_patch(box(0, 0, tokens, size, IDLE))
-    for owner, colour in enumerate(RANK_COLOURS[:size]):
+    axes.add_patch(canvas.box(0, 0, tokens, size, canvas.IDLE))
+    for owner, colour in enumerate(canvas.RANK_COLOURS[:size]):
         own = [p for p, holder in enumerate(found.holders) if holder == owner]
-        fill(axes, [(p, owner + 0.05, 1, 0.9) for p in own], colour)
+        canvas.fill(axes, [(p, owner + 0.05, 1, 0.9) for p in own], colour)
         away = [(p, rank + 0.05, 1, 0.9) for rank in range(size) for p in own if p in found.fetched[rank]]
-        fill(axes, away, paler(colour, _PALE))
+        canvas.fill(axes, away, canvas.paler(colour, _PALE))
     axes.set(xlim=(0, tokens), ylim=(size, 0), xticks=_apart(found.bounds), yticks=[rank + 0.5 for rank in range(size)])
-    axes.set_yticklabels([f"rank {rank}" for rank in range(size)], fontsize=POINTS)
-    axes.set_title("Keys held and, paler, fetched; owner's colour", fontsize=POINTS, loc="left")
-    axes.set_xlabel("keys; ticks: where documents begin", fontsize=POINTS)
-    plain(axes)
+    axes.set_yticklabels([f"rank {rank}" for rank in range(size)], fontsize=canvas.POINTS)
+    axes.set_title("Keys held and, paler, fetched; owner's colour", fontsize=canvas.POINTS, loc="left")
+    axes.set_xlabel("keys; ticks: where documents begin", fontsize=canvas.POINTS)
+    canvas.plain(axes)
 
 
 def _apart(bounds: Sequence[int]) -> list[int]:

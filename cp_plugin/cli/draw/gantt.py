@@ -30,11 +30,7 @@ Passes = Mapping[str, Mapping[int, Sequence[Span]]]
 
 
 def draw_gantt(path: Path, title: str, passes: Passes) -> None:
-    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix).
-
-    Raises:
-        ValueError: if matplotlib is missing.
-    """
+    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix); ValueError if matplotlib is missing."""
     ranks = _spread(sorted(next(iter(passes.values()))))
     lanes = _lanes(passes)
     height = len(ranks) * (_KERNEL_HEIGHT + len(lanes) * _MESSAGE_HEIGHT + _GAP)

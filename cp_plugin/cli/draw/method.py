@@ -15,25 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from cp_plugin.cli.draw import canvas
 from cp_plugin.cli.draw.calls import Recording, record
-from cp_plugin.cli.draw.canvas import (
-    IDLE,
-    INK,
-    POINTS,
-    RANK_COLOURS,
-    WIDTH,
-    Box,
-    about,
-    box,
-    check_ranks,
-    draw_holders,
-    fill,
-    ink_on,
-    new_figure,
-    paler,
-    plain,
-    save,
-)
 from cp_plugin.common.text import in_words
 from cp_plugin.methods.protocol import Provider
 
@@ -55,27 +38,25 @@ def draw_method(
     **options: Any,
 ) -> None:
     """Write the picture to ``path`` (PNG, SVG or PDF by its suffix), of one head per rank; the matrices show head 0.
+    ValueError if matplotlib is missing, there are more ranks than colours, or the provider refuses the problem.
 
     Args:
         size: context-parallel ranks, at most 8.
         tokens: drawn one by one; 0: eight per rank.
         timed_tokens: of the timeline, where the ragged edge of a short sequence would mislead; 0: about 8192.
         options: as for ``ContextParallel``.
-
-    Raises:
-        ValueError: if matplotlib is missing, there are more ranks than colours, or the provider refuses the problem.
     """
-    check_ranks(size)
+    canvas.check_ranks(size)
     shown, timed = (
         record(provider, size, seq_length=n, causal=causal, **options)
-        for n in (tokens or 8 * size, timed_tokens or about(8192, size))
+        for n in (tokens or 8 * size, timed_tokens or canvas.about(8192, size))
     )
     divided = len(shown.ranks_of(0)) < size
     time = 1.3 + 0.3 * size
     heights = (0.75, 0.75 if divided else 0.01, 4.3, 4.3, time)
-    figure = new_figure(WIDTH, sum(heights) + 1)
+    figure = canvas.new_figure(canvas.WIDTH, sum(heights) + 1)
     rows = figure.add_gridspec(5, 1, height_ratios=heights)
-    draw_holders(
+    canvas.draw_holders(
         figure.add_subplot(rows[0]),
         shown.holders(),
         f"{textwrap.fill(_title(shown), 46)}:\nwhich rank holds each token",
@@ -85,7 +66,7 @@ def draw_method(
     _draw_blocks(figure.add_subplot(rows[2]), shown, divided)
     _draw_matrix(figure.add_subplot(rows[3]), shown, divided)
     _draw_time(figure.add_subplot(rows[4]), timed)
-    save(figure, path)
+    canvas.save(figure, path)
 
 
 def _title(recording: Recording) -> str:
@@ -100,13 +81,13 @@ def _draw_heads(axes: Axes, recording: Recording) -> None:
         ranks = recording.ranks_of(head)
         for i, rank in enumerate(ranks):
             width, middle = 1 / len(ranks), head + (i + 0.5) / len(ranks)
-            axes.add_patch(box(head + i / len(ranks), 0, width, 1, RANK_COLOURS[rank]))
-            ink = ink_on(paler(RANK_COLOURS[rank], 0))
-            axes.text(middle, 0.5, str(rank), ha="center", va="center", color=ink, fontsize=POINTS)
+            axes.add_patch(canvas.box(head + i / len(ranks), 0, width, 1, canvas.RANK_COLOURS[rank]))
+            ink = canvas.ink_on(canvas.paler(canvas.RANK_COLOURS[rank], 0))
+            axes.text(middle, 0.5, str(rank), ha="center", va="center", color=ink, fontsize=canvas.POINTS)
     axes.set(xlim=(0, recording.heads), ylim=(0, 1), yticks=[], xticks=[h + 0.5 for h in range(recording.heads)])
     axes.set_xticklabels([f"head {h}" if recording.heads <= 4 else str(h) for h in range(recording.heads)])
-    axes.set_title("which ranks compute each query head", fontsize=POINTS, loc="left")
-    plain(axes)
+    axes.set_title("which ranks compute each query head", fontsize=canvas.POINTS, loc="left")
+    canvas.plain(axes)
 
 
 def _draw_blocks(axes: Axes, recording: Recording, divided: bool) -> None:
@@ -118,17 +99,17 @@ def _draw_blocks(axes: Axes, recording: Recording, divided: bool) -> None:
     width = n // size
     for i, j in itertools.product(range(size), range(size)):
         if _visible_between(recording, i, j):
-            axes.add_patch(box(j * width, i * width, width, width, _LEFT_OUT))
+            axes.add_patch(canvas.box(j * width, i * width, width, width, _LEFT_OUT))
     for call in (c for c in recording.calls if 0 in c.heads):
         rows, columns = _places(call.queries, place), _places(call.keys, place)
-        shapes: list[Box] = []
+        shapes: list[canvas.Box] = []
         for i, j in itertools.product({r // width for r in rows}, {c // width for c in columns}):
             visible = _visible_between(recording, i, j)
             work[i][j] += visible
             seen[i][j].add((call.rank, call.step))
             inside = (_runs([at for at in places if at // width == k]) for places, k in ((rows, i), (columns, j)))
             shapes += [(x.start, y.start, len(x), len(y)) for y, x in itertools.product(*inside) if visible]
-        fill(axes, shapes, _colour(call.rank, call.step, recording))
+        canvas.fill(axes, shapes, _colour(call.rank, call.step, recording))
     for i, j in itertools.product(range(size), range(size)):
         _label_block(axes, recording, i, j, seen[i][j] if work[i][j] else set())
     ticks = [(i + 0.5) * n / size for i in range(size)]
@@ -136,22 +117,22 @@ def _draw_blocks(axes: Axes, recording: Recording, divided: bool) -> None:
     axes.set_xticklabels([str(i) for i in range(size)])
     axes.set_yticklabels([str(i) for i in range(size)])
     axes.set(xlabel="keys of the tokens held by rank", ylabel="queries of the tokens held by rank")
-    axes.set_title(f"Who computes each block{', head 0' if divided else ''}", fontsize=POINTS, loc="left")
-    plain(axes)
+    axes.set_title(f"Who computes each block{', head 0' if divided else ''}", fontsize=canvas.POINTS, loc="left")
+    canvas.plain(axes)
 
 
 def _label_block(axes: Axes, recording: Recording, i: int, j: int, by: set[tuple[int, int]]) -> None:
     width = recording.seq_length / recording.size
     x, y = j * width, i * width
-    axes.add_patch(box(x, y, width, width, "none" if by else IDLE, line="white"))
+    axes.add_patch(canvas.box(x, y, width, width, "none" if by else canvas.IDLE, line="white"))
     if not by:
         if recording.size <= 4:
             axes.text(x + width / 2, y + width / 2, "masked", ha="center", va="center", color="#888888")
     elif len(by) == 1:
         ((rank, step),) = by
-        ink = ink_on(_colour(rank, step, recording))
+        ink = canvas.ink_on(_colour(rank, step, recording))
         words = f"rank {rank}\nstep {step}" if recording.size <= 4 else str(rank)
-        axes.text(x + width / 2, y + width / 2, words, ha="center", va="center", color=ink, fontsize=POINTS)
+        axes.text(x + width / 2, y + width / 2, words, ha="center", va="center", color=ink, fontsize=canvas.POINTS)
 
 
 def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
@@ -159,17 +140,17 @@ def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
     n = recording.seq_length
     for call in (c for c in recording.calls if 0 in c.heads):
         keys = sorted(call.keys.tolist())
-        shapes: list[Box] = []
+        shapes: list[canvas.Box] = []
         for query in call.queries.tolist():
             visible = [key for key in keys if key <= query or not recording.causal]
             shapes += [(run.start, query, len(run), 1) for run in _runs(visible)]
-        fill(axes, shapes, _colour(call.rank, call.step, recording))
+        canvas.fill(axes, shapes, _colour(call.rank, call.step, recording))
     axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal", xticks=[], yticks=[])
     axes.set(xlabel="keys, in the order of the sequence", ylabel="queries, in the order of the sequence")
     mask = "Causal" if recording.causal else "Full"
     title = f"{mask} attention matrix{', head 0' if divided else ''}; paler: later step"
-    axes.set_title(title, fontsize=POINTS, loc="left")
-    plain(axes)
+    axes.set_title(title, fontsize=canvas.POINTS, loc="left")
+    canvas.plain(axes)
 
 
 def _draw_time(axes: Axes, timed: Recording) -> None:
@@ -178,20 +159,20 @@ def _draw_time(axes: Axes, timed: Recording) -> None:
     for step, pairs in enumerate(zip(*timed.work(), strict=True)):
         length = max(pairs) / mean
         for rank, mine in enumerate(pairs):
-            axes.add_patch(box(start, rank + 0.1, length, 0.8, IDLE))
-            axes.add_patch(box(start, rank + 0.1, mine / mean, 0.8, RANK_COLOURS[rank]))
-        axes.axvline(start, color=INK, linewidth=0.5)
+            axes.add_patch(canvas.box(start, rank + 0.1, length, 0.8, canvas.IDLE))
+            axes.add_patch(canvas.box(start, rank + 0.1, mine / mean, 0.8, canvas.RANK_COLOURS[rank]))
+        axes.axvline(start, color=canvas.INK, linewidth=0.5)
         if length > longest / 8:
-            axes.text(start + length / 2, -0.1, f"step {step}", ha="center", va="bottom", fontsize=POINTS)
+            axes.text(start + length / 2, -0.1, f"step {step}", ha="center", va="bottom", fontsize=canvas.POINTS)
         start += length
-    axes.axvline(1.0, color=INK, linestyle=":", linewidth=1)
+    axes.axvline(1.0, color=canvas.INK, linestyle=":", linewidth=1)
     axes.text(start + 0.02, timed.size / 2, f"{start:.2f}", va="center", fontsize=12, fontweight="bold")
     axes.set(xlim=(0, longest * 1.2), ylim=(timed.size, -0.9), yticks=[r + 0.5 for r in range(timed.size)])
-    axes.set_yticklabels([f"rank {r}" for r in range(timed.size)], fontsize=POINTS)
-    plain(axes)
+    axes.set_yticklabels([f"rank {r}" for r in range(timed.size)], fontsize=canvas.POINTS)
+    canvas.plain(axes)
     title = f"Work in each step; grey: waits for the busiest\nrank. Busiest rank over mean: {timed.balance():.2f}"
-    axes.set_title(title, fontsize=POINTS, loc="left")
-    axes.set_xlabel("time of attention, without communication;\n1 (dotted): perfectly divided", fontsize=POINTS)
+    axes.set_title(title, fontsize=canvas.POINTS, loc="left")
+    axes.set_xlabel("time of attention, without communication;\n1 (dotted): perfectly divided", fontsize=canvas.POINTS)
 
 
 def _visible_between(recording: Recording, i: int, j: int) -> int:
@@ -201,7 +182,7 @@ def _visible_between(recording: Recording, i: int, j: int) -> int:
 
 def _colour(rank: int, step: int, recording: Recording) -> tuple[float, float, float]:
     steps = 1 + max(call.step for call in recording.calls)
-    return paler(RANK_COLOURS[rank], 0.75 * step / steps)
+    return canvas.paler(canvas.RANK_COLOURS[rank], 0.75 * step / steps)
 
 
 def _places(positions: Tensor, place: dict[int, int]) -> list[int]:

@@ -45,11 +45,8 @@ def _ring(problem: Problem) -> Row:
 
 
 def draw_traffic(path: Path, provider: str | Provider, sizes: Sequence[int] = (8, 64), **options: Any) -> None:
-    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix).
-
-    Raises:
-        ValueError: if matplotlib is missing, or a name is unknown.
-    """
+    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix); ValueError if matplotlib is missing, or a name is
+    unknown."""
     shown = providers.get(provider)
     compared = {"ring": ("ring", {}), shown.name: (shown, options)}
     found = [_measure(compared, size) for size in sizes]

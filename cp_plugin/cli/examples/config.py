@@ -116,11 +116,7 @@ class Experiment:
         return self.cluster.devices
 
     def with_length(self, seq_length: int | None = None) -> Flags:
-        """The flags of a training; by default with the first length.
-
-        Raises:
-            ValueError: for a length that was not published.
-        """
+        """The flags of a training; by default with the first length. ValueError for a length that was not published."""
         length = self.lengths[0] if seq_length is None else seq_length
         if length not in self.lengths:
             near = min(self.lengths, key=lambda n: abs(n - length))

@@ -23,7 +23,8 @@ def print_example(console: Console, example: Example) -> None:
     print_lines(console, f"{config.title} ({config.paper}{', ' + config.section if config.section else ''})\n")
     for paragraph in config.about.strip().split("\n\n"):
         print_lines(console, " ".join(paragraph.split()) + "\n")
-    rows = [(_variant_row(example.experiment(variant)), "") for variant in example.variants]
+    every = map(example.experiment, example.variants)
+    rows = [((one.variant, one.planner_model, str(one.devices), _provider(one), _lengths(one)), "") for one in every]
     print_table(console, "Variants", ("variant", "model", "GPUs", "method", "tokens"), rows)
     print_lines(console, "")
     ways = [("--print sh", "the script for each node"), ("--print flags", "Megatron's flags")]
@@ -55,10 +56,6 @@ def _row(example: Example) -> Cells:
     base = example.experiment()
     others = ", ".join(example.variants[1:])
     return (example.name, str(base.devices), _provider(base), _lengths(base), others, example.config.title)
-
-
-def _variant_row(one: Experiment) -> Cells:
-    return (one.variant, one.planner_model, str(one.devices), _provider(one), _lengths(one))
 
 
 def _provider(one: Experiment) -> str:

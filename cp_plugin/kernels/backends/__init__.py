@@ -116,11 +116,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> AnyBackend:
-    """The backend of that name (not ``auto``, see ``choose``).
-
-    Raises:
-        ValueError: for an unknown name; the message lists the valid ones.
-    """
+    """The backend of that name (not ``auto``, see ``choose``); ValueError, which lists the valid ones, for another."""
     found = _backends()
     if name not in found:
         raise ValueError(not_one_of(spelled("backend", name), name, names()))
@@ -136,13 +132,8 @@ def check_name(name: str) -> None:
 def choose(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *, plans: bool = True
 ) -> tuple[AnyBackend, str]:
-    """The backend for such tensors, and why it was chosen.
-
-    plans: False: ``auto`` takes none of ``devices.PLANS_EACH_SHAPE``.
-
-    Raises:
-        ValueError: if the requested backend cannot run them; the message says why and which can.
-    """
+    """The backend for such tensors, and why it was chosen; ValueError, with those that can, if the one requested cannot
+    run them. plans: False: ``auto`` takes none of ``devices.PLANS_EACH_SHAPE``."""
     if name != "auto":
         backend = get(name)
         reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
@@ -181,11 +172,8 @@ def candidates(device: torch.device) -> tuple[str, list[tuple[str, AnyBackend]]]
 
 @cache
 def _backends() -> dict[str, AnyBackend]:
-    """name -> backend: modules of this folder (references last), then entry points.
-
-    Raises:
-        ValueError: if two share a name, or an entry point does not load a backend.
-    """
+    """name -> backend: modules of this folder (references last), then entry points; ValueError if two share a name, or
+    an entry point does not load a backend."""
     modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
     built_in = [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
     return with_entry_points(

@@ -16,19 +16,17 @@ import torch
 from torch import Tensor
 
 from cp_plugin.core.block import Scores
-from cp_plugin.kernels.backends.sdpa import heads_first, is_causal, rows_first
-from cp_plugin.kernels.fused import out_from_delta
+from cp_plugin.kernels.backends.sdpa import TakesOut, heads_first, is_causal, rows_first
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Cudnn:
+class Cudnn(TakesOut):
     """cuDNN's fused attention."""
 
     name: str = "cudnn"
     packages: ClassVar = ("torch",)
-    any_diagonal: bool = False
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
         if device.type != "cuda":
@@ -53,9 +51,6 @@ class Cudnn:
         q, k, v, causal = *map(heads_first, (q, k, v)), is_causal(q, k, diagonal)
         out, lse = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scores.scale)[:2]
         return rows_first(out), lse.view(out.shape[:3]).permute(2, 0, 1)
-
-    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
-        return out_from_delta(dout, delta)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores

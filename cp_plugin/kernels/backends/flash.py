@@ -20,17 +20,15 @@ from cp_plugin.core.block import Scores
 from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.backends.flash_libraries import LOAD, Library
-from cp_plugin.kernels.backends.sdpa import is_causal, minus_infinity
-from cp_plugin.kernels.fused import out_from_delta
+from cp_plugin.kernels.backends.sdpa import TakesOut, is_causal, minus_infinity
 
 
 @dataclass(frozen=True, slots=True)
-class Flash:
+class Flash(TakesOut):
     """flash-attn 2, 3 or 4."""
 
     name: str = "flash"
     packages: ClassVar = ("flash-attn", "flash_attn_3", "flash-attn-4")
-    any_diagonal: bool = False
     generation: int | None = None
     """None: the first in the order of ``devices`` that is installed and runs here."""
 
@@ -54,9 +52,6 @@ class Flash:
                 f"{tuple(q.shape)}: this version is not supported; use {spelled('backend', 'sdpa')}"
             )
         return _batch_first(out)[..., : sizes[1]], minus_infinity(lse).permute(2, 0, 1)
-
-    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
-        return out_from_delta(dout, delta)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
@@ -83,11 +78,7 @@ class Flash:
         return dq, dk, dv
 
     def library(self, device: torch.device, head_dim: int, v_head_dim: int) -> Library:
-        """The library that runs such heads.
-
-        Raises:
-            ValueError: if none can, with the reason.
-        """
+        """The library that runs such heads; ValueError if none can, with the reason."""
         chosen = self._chosen(device, head_dim, v_head_dim)
         if isinstance(chosen, str):
             raise ValueError(chosen)

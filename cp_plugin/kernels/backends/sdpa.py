@@ -21,13 +21,22 @@ from cp_plugin.kernels.fused import out_from_delta
 _aten = torch.ops.aten
 
 
+class TakesOut:
+    """A backend whose backward wants an ``out``, of full and of square causal tiles."""
+
+    __slots__ = ()
+    any_diagonal: ClassVar = False
+
+    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
+        return out_from_delta(dout, delta)
+
+
 @dataclass(frozen=True, slots=True)
-class Sdpa:
+class Sdpa(TakesOut):
     """FlashAttention as built into torch."""
 
     name: str = "sdpa"
     packages: ClassVar = ("torch",)
-    any_diagonal: bool = False
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
         if device.type not in ("cpu", "cuda"):
@@ -52,9 +61,6 @@ class Sdpa:
             out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scores.scale)
             lse = _blind_rows_repaired(lse, q, k, causal, scores.scale)
         return rows_first(out)[..., :size], lse.permute(2, 0, 1)
-
-    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
-        return out_from_delta(dout, delta)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores

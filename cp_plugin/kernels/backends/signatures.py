@@ -30,15 +30,12 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 def bind(
     function: Callable[..., Any], given: Collection[str], off: Mapping[str, Any], marks: Collection[str] = ()
 ) -> Bound:
-    """Bind a function with every parameter accounted for.
+    """Bind a function with every parameter accounted for; TypeError for a parameter that does not fit.
 
     Args:
         given: parameters passed in each call; all must exist.
         off: values that disable unused features; names that the function lacks are ignored.
         marks: other parameters that must exist, as versions without them are not supported.
-
-    Raises:
-        TypeError: for a parameter that does not fit.
     """
     wanted = parameters(function)
     name = getattr(function, "_init_fn", function).__name__

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from cp_plugin.core.block import Scores
 from cp_plugin.core.spelling import spelled
-from cp_plugin.kernels.backends.sdpa import is_causal
+from cp_plugin.kernels.backends.sdpa import TakesOut, is_causal
 from cp_plugin.kernels.backends.signatures import Bound, bind
-from cp_plugin.kernels.fused import out_from_delta
 
 LAYOUT = "sbhd_sbhd_sbhd"
 _SHARED = ("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "q", "k", "v", "fake_dtype")
@@ -60,12 +59,11 @@ class Library:
 
 
 @dataclass(frozen=True, slots=True)
-class TransformerEngine:
+class TransformerEngine(TakesOut):
     """TE's fused attention in the model's precision."""
 
     name: str = "te"
     packages: ClassVar = ("transformer-engine",)
-    any_diagonal: bool = False
 
     def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
         if device.type != "cuda":
@@ -79,17 +77,7 @@ class TransformerEngine:
         out, statistics = library.forward(
             **forward_arguments(library, q, k, v, is_causal(q, k, diagonal), scores.scale)
         )[:2]
-        rows, batch, heads, _ = q.shape
-        if statistics[0].shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
-            raise RuntimeError(
-                f"Transformer Engine {library.version} returned an out {tuple(out.shape)} and statistics "
-                f"{tuple(statistics[0].shape)} for a q {tuple(q.shape)}: not supported; use "
-                f"{spelled('backend', 'sdpa')}"
-            )
-        return out, statistics[0].squeeze(-1).permute(2, 0, 1)
-
-    def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
-        return out_from_delta(dout, delta)
+        return out, log_sum_exp(library, out, statistics[0], q, v, spelled("backend", "sdpa"))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
@@ -102,11 +90,8 @@ class TransformerEngine:
 
 @cache
 def load() -> Library:
-    """Transformer Engine, if it is installed and has the expected functions.
-
-    Raises:
-        ImportError: if it is missing or does not import; TypeError: for an unsupported version.
-    """
+    """Transformer Engine, if it is installed and has the expected functions. ImportError if it is missing or does not
+    import; TypeError for an unsupported version."""
     if find_spec("transformer_engine") is None:
         raise ImportError("Transformer Engine is not installed: ci/gpu/build_te.sh builds it")
     title = f"Transformer Engine {version('transformer-engine')}"
@@ -131,6 +116,17 @@ def load() -> Library:
         )
     except (AttributeError, TypeError) as wrong:
         raise TypeError(f"{title} is not a version that this plugin can call (2.20 is): {wrong}") from None
+
+
+def log_sum_exp(library: Library, out: Any, statistics: Tensor, q: Tensor, v: Tensor, instead: str) -> Tensor:
+    """``[s, b, h]`` of a forward's statistics; RuntimeError for results of unexpected shapes."""
+    rows, batch, heads, _ = q.shape
+    if statistics.shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
+        raise RuntimeError(
+            f"Transformer Engine {library.version} returned an out {tuple(out.shape)} and statistics "
+            f"{tuple(statistics.shape)} for a q {tuple(q.shape)}: not supported; use {instead}"
+        )
+    return statistics.squeeze(-1).permute(2, 0, 1)
 
 
 def must_be_deterministic() -> bool:

@@ -75,13 +75,8 @@ class TransformerEngineFp8:
         given = forward_arguments(library, self.scaling, q, k, v, causal, scores.scale)
         out, aux = library.te.forward(**given)[:2]
         self.scaling.record("out", given["o_quantizer"].amax)
-        rows, batch, heads, _ = q.shape
-        if aux[0].shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
-            raise RuntimeError(
-                f"Transformer Engine {library.te.version} returned an out {tuple(out.shape)} and statistics "
-                f"{tuple(aux[0].shape)} for a q {tuple(q.shape)}: not supported; use {spelled('fp8', 'comm')}"
-            )
-        return _plain(out, q.dtype), aux[0].squeeze(-1).permute(2, 0, 1)
+        lse = te.log_sum_exp(library.te, out, aux[0], q, v, spelled("fp8", "comm"))
+        return _plain(out, q.dtype), lse
 
     def _check_tile(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         sizes = (q.size(1), q.size(2), k.size(2), q.size(0), k.size(0))
@@ -123,11 +118,8 @@ class TransformerEngineFp8:
 
 @cache
 def load() -> Library:
-    """Transformer Engine and its quantizers.
-
-    Raises:
-        ImportError: if it is missing or does not import; TypeError: for an unsupported version.
-    """
+    """Transformer Engine and its quantizers. ImportError if it is missing or does not import; TypeError for an
+    unsupported version."""
     library = te.load()
     try:
         made = import_module("transformer_engine.pytorch.tensor.float8_tensor").Float8Quantizer

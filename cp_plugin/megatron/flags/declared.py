@@ -79,7 +79,7 @@ def imported() -> Declared:
     from cp_plugin.linear.kernels import KERNELS
     from cp_plugin.linear.variants import variants
     from cp_plugin.methods import registry
-    from cp_plugin.placement.layouts import ALL
+    from cp_plugin.placement.documents import ALL
 
     options = registry.registry().options
     others = [name for name in options if name not in (LAYOUT, KERNEL)]

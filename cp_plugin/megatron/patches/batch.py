@@ -19,7 +19,7 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches.patching import Call, replaces, wraps
 from cp_plugin.megatron.state import STATE
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 _BEHIND_THE_END = {
     "tokens": 0,

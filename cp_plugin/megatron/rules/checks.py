@@ -29,7 +29,7 @@ from cp_plugin.megatron.state import Model
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
-from cp_plugin.placement.layouts import ALL, get_layout
+from cp_plugin.placement.documents import ALL, get_layout
 
 
 def before(args: argparse.Namespace, settings: Settings) -> None:

@@ -11,7 +11,7 @@ from cp_plugin.core.layout import LAYOUTS, Layout
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules.model import joined, packed_by
 from cp_plugin.methods import registry
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.selfcheck.readings import named_parameters, projections
 from cp_plugin.megatron.state import STATE
-from cp_plugin.placement.layouts import get_layout
+from cp_plugin.placement.documents import get_layout
 
 _WITHIN = 1e-3
 _SAME = 1e-6

@@ -31,7 +31,7 @@ from torch import Tensor
 from cp_plugin.attention import convolution
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.linear import of_tokens
-from cp_plugin.comm.packing import pack, unpack
+from cp_plugin.comm.group import pack, unpack
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import modelopt

@@ -30,15 +30,13 @@ def calibrate(
     shown: Callable[[str], object] = lambda text: None,
 ) -> Cluster:
     """Measure kernels and links; collective over all ranks of ``torch.distributed``, which return the same profile.
+    ValueError for hosts with different numbers of ranks.
 
     Args:
         dtypes: of attention and matrix products; default: ``DTYPES``.
         head_dim: of attention; default: 64 on the CPU, 128 on CUDA. Rates hold for this size only.
         hosts: of every rank; default: their host names.
         shown: progress callback.
-
-    Raises:
-        ValueError: for hosts with different numbers of ranks.
     """
     size = dist.get_world_size()
     sharing = hosts_of(dist.group.WORLD)

@@ -14,7 +14,7 @@ from torch import Tensor
 from cp_plugin.comm import GroupMesh, Mesh, coordinates, flat_index
 from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.core.hosts import neighbours_per_host
-from cp_plugin.planner.calibration.fitting import fit
+from cp_plugin.planner.calibration.kernel_rates import fit
 from cp_plugin.planner.machine.events import Post
 from cp_plugin.planner.machine.hardware import Cluster, Link, Verb, override
 from cp_plugin.planner.machine.links import Level, Links, shortest_ring
@@ -147,8 +147,7 @@ class Measured:
 def fitted(samples: Sequence[Sample], profile: Cluster, level: Level, nodes: Sequence[int], source: str) -> Link:
     """The link with which ``Links`` reproduces these times, with a free link at the other level.
 
-    Args:
-        nodes: of every rank.
+    nodes: of every rank.
     """
     work = [[_seconds_with(unit, s, profile, level, nodes) * much for unit, much in _UNITS] for s in samples]
     latency, byte = fit(work, [s.seconds for s in samples]).figures

@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel, model_validator
 
 from cp_plugin.common.names import find
@@ -205,17 +206,14 @@ def cluster(name: str) -> Cluster:
 
 
 def load(path: Path) -> Cluster:
-    """Load a cluster from TOML; ``device``, ``intra`` and ``inter`` are tables, or names of packaged ones.
-
-    Raises:
-        ValueError: for an unreadable file, and missing, unknown or out-of-range figures, with file, table, field, value
-            and expected unit.
-    """
+    """Load a cluster from TOML; ``device``, ``intra`` and ``inter`` are tables, or names of packaged ones. ValueError
+    for an unreadable file, and missing, unknown or out-of-range figures, with file, table, field, value and expected
+    unit."""
     return profile_files.parse(path, Cluster, _NAMED)
 
 
 def save(profile: Cluster, path: Path) -> None:
-    path.write_text(profile_files.as_toml(profile), encoding="utf-8")
+    path.write_text(tomli_w.dumps(profile.model_dump(exclude_defaults=True), multiline_strings=True), encoding="utf-8")
 
 
 def override(profile: Cluster, **changes: Any) -> Cluster:

@@ -50,11 +50,8 @@ def local_ranks(environment: Mapping[str, str], seen: int, ranks: int) -> int:
 
 
 def cluster_of(gpu: str, per_node: int, ranks: int, flag: str) -> Inferred:
-    """The packaged cluster with that GPU and number of ranks per node.
-
-    Raises:
-        ValueError: for an unknown GPU, and for several nodes of an unknown size, with the clusters to choose from.
-    """
+    """The packaged cluster with that GPU and number of ranks per node; ValueError for an unknown GPU, and for several
+    nodes of an unknown size, with the clusters to choose from."""
     name = gpu.removeprefix("NVIDIA ")
     device = CPU if gpu == CPU else GPUS.get(name)
     choices = f"{flag} with one of {', '.join(clusters())}, or with a file that cp-plugin calibrate wrote"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import ceil, log2
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -17,8 +18,7 @@ import numpy as np
 from cp_plugin.comm import WHOLE, coordinates
 from cp_plugin.comm.group import SHORT
 from cp_plugin.planner.machine.events import Post
-from cp_plugin.planner.machine.hardware import Cluster, Link
-from cp_plugin.planner.machine.protocols import protocols
+from cp_plugin.planner.machine.hardware import Cluster, Link, Verb, Wire
 
 Level = Literal["intra", "inter"]
 
@@ -84,11 +84,6 @@ class Links:
         """Ranks of this mesh on the fullest node."""
         return int(np.bincount(self.nodes).max())
 
-    @property
-    def _alike(self) -> int:
-        """Groups that share each node, assuming that all its devices take part."""
-        return max(1, self.cluster.per_node // self._per_node)
-
     def _steps(self, peer: int | None, post: Post, rank: int) -> int | None:
         """Distance of a peer up the axis."""
         if peer is None:
@@ -140,7 +135,8 @@ class Links:
         """Bytes per second of each of ``crossing`` ranks of a node whose messages leave it."""
         nics = self.cluster.nics
         own = max(1, nics // self.cluster.per_node)
-        return link.bytes_per_s * min(own, nics / (crossing * self._alike))
+        alike = max(1, self.cluster.per_node // self._per_node)  # groups on a node, if all its devices take part
+        return link.bytes_per_s * min(own, nics / (crossing * alike))
 
     @property
     def _gloo(self) -> bool:
@@ -229,3 +225,66 @@ def shortest_ring(cluster: Cluster, ranks: int) -> int:
 def place(size: int, cluster: Cluster, stride: int = 1) -> np.ndarray:
     """The node of every context-parallel rank, on consecutive devices ``stride`` apart."""
     return np.arange(size) * stride // cluster.per_node
+
+
+class Protocol(NamedTuple):
+    """Latencies of a protocol of NCCL's ring collectives, by NCCL's own model (``src/graph/tuning.cc``, ``baseLat``,
+    ``hwLat``): a ring of n ranks makes n - 1 steps; those for short messages are faster, at a share of the rate."""
+
+    start_s: float
+    step_s: Mapping[Wire, float]
+    share: float
+    """Fraction of the link's rate."""
+    tree: bool = False
+    """Whether steps grow with the logarithm of the ranks; only with one rank per node (PAT, NCCL 2.23)."""
+
+    def latency(self, ranks: int, nodes: int, inside: Wire, between: Wire) -> float:
+        """Seconds for zero bytes."""
+        if self.tree:
+            return self.start_s + ceil(log2(ranks)) * self.step_s[between]
+        return self.start_s + (ranks - nodes) * self.step_s[inside] + (nodes - 1) * self.step_s[between]
+
+
+_SIMPLE: Mapping[Wire, float] = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "network": 14e-6}
+SIMPLE = Protocol(8.4e-6, _SIMPLE, 1.0)
+LL128 = Protocol(14e-6, {"nvlink": 1.9e-6, "pcie": 2.5e-6, "network": 4e-6}, 0.92)
+LL = Protocol(6.6e-6, {"nvlink": 0.6e-6, "pcie": 1e-6, "network": 2.7e-6}, 0.25)
+PAT = Protocol(8.4e-6, _SIMPLE, 0.75, tree=True)
+
+
+def protocols(ranks: int, nodes: int, inside: Wire) -> tuple[Protocol, ...]:
+    """The protocols available to NCCL; LL128 needs NVLink within nodes."""
+    found = [SIMPLE, LL]
+    if inside == "nvlink":
+        found.append(LL128)
+    if nodes == ranks:
+        found.append(PAT)
+    return tuple(found)
+
+
+class Group(NamedTuple):
+    """Ranks ``stride`` apart; all groups communicate at the same time."""
+
+    size: int
+    stride: int = 1
+
+
+def cost(cluster: Cluster, group: Group, nbytes: float, verb: Verb) -> float:
+    """All-gather to, reduce-scatter from, or all-to-all of ``nbytes`` on each rank: all but its own part is sent."""
+    n = group.size
+    if n == 1:
+        return 0.0
+    post = Post(0, verb, "group", "group", nbytes * (n - 1) / n, 1, None, None)  # type: ignore[arg-type]
+    return Links(cluster, {"group": n}, place(n, cluster, group.stride)).cost(post, 0).seconds
+
+
+def all_reduce(cluster: Cluster, group: Group, nbytes: float) -> float:
+    return cost(cluster, group, nbytes, "reduce_scatter") + cost(cluster, group, nbytes, "all_gather")
+
+
+def message(cluster: Cluster, stride: int, nbytes: float) -> float:
+    """Send from every rank to the one ``stride`` further."""
+    inside = stride < cluster.per_node
+    link = (cluster.intra if inside else cluster.inter).of("exchange")
+    share = 1.0 if inside else cluster.nics / cluster.per_node
+    return link.latency_s + nbytes / (link.bytes_per_s * share)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -53,10 +52,6 @@ def validated[T: BaseModel](kind: type[T], values: Mapping[str, Any], what: str)
         unknown = [details["loc"][:-1] for details in found if details["loc"][-1:] == _KEY]
         lines = [_explained(kind, d) for d in found if d["loc"][-1:] == _KEY or not _inside(d["loc"], unknown)]
         raise ValueError(f"{what}: " + "\n  ".join(lines)) from None
-
-
-def as_toml(profile: BaseModel) -> str:
-    return tomli_w.dumps(profile.model_dump(exclude_defaults=True), multiline_strings=True)
 
 
 def _inside(place: tuple[int | str, ...], tables: list[tuple[int | str, ...]]) -> bool:

@@ -66,13 +66,9 @@ def in_one_call(of: Program) -> Program:
 
 
 def program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
-    """Trace one rank.
+    """Trace one rank; ValueError for a setup that cannot run, with its reason.
 
-    Args:
-        tiled: launch a library kernel per tile, as on the CPU; otherwise as ``auto`` does on CUDA.
-
-    Raises:
-        ValueError: for a setup that cannot run, with its reason.
+    tiled: launch a library kernel per tile, as on the CPU; otherwise as ``auto`` does on CUDA.
     """
     problem = setup.problem
     shapes = calls.shapes(problem, problem.seq_length // problem.size)
@@ -112,8 +108,7 @@ class Seen:
 def traced(setup: Setup, index: int, *, tiled: bool = False) -> Iterator[Seen]:
     """Record what is done with meta tensors through ``Seen.cp``; ValueError for a setup that cannot run.
 
-    Args:
-        tiled: as for ``program``.
+    tiled: as for ``program``.
     """
     if setup.reason is not None:
         raise ValueError(f"provider {setup.provider.name!r} cannot do this: {setup.reason}")

@@ -32,7 +32,7 @@ from torch import Tensor
 from cp_plugin.attention import calls
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import Pending
-from cp_plugin.comm.over import Over
+from cp_plugin.comm.mesh import Over
 from cp_plugin.common.without_data import empty
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.layout import Segments
@@ -46,13 +46,10 @@ _AXIS = "cp"
 
 
 def stock_program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
-    """Trace one rank of stock Megatron's method that moves what the setup's provider does.
+    """Trace one rank of stock Megatron's method that moves what the setup's provider does; ValueError for a setup that
+    cannot run, with its reason.
 
-    Args:
-        tiled: as for ``program``.
-
-    Raises:
-        ValueError: for a setup that cannot run, with its reason.
+    tiled: as for ``program``.
     """
     if setup.provider.name == "all_gather" and setup.problem.size > 1:
         return _gathered(setup, index)

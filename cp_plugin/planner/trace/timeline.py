@@ -94,16 +94,13 @@ class Timeline:
 def simulate(
     setup: Setup, *, cluster: Cluster, stride: int = 1, ranks: Ranks = "few", trace: Trace = program
 ) -> Timeline:
-    """Simulate one attention call.
+    """Simulate one attention call; ValueError for a setup that cannot run, with its reason, or a dtype without rates.
 
     Args:
         stride: devices between context-parallel ranks: the tensor-parallel size.
         ranks: ``all``; or, with peers assumed in step, ``few``: first, middle and last; or ``busiest``: one where work
             is even, else first and last; for packed documents the ones that compute most and send most.
         trace: makes the program of a rank.
-
-    Raises:
-        ValueError: for a setup that cannot run, with its reason, or a dtype without rates.
     """
     size = setup.problem.size
     chosen: Iterable[int] = range(size) if ranks == "all" else ends(setup)

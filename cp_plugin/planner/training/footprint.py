@@ -78,15 +78,12 @@ class Footprint:
 def footprint(
     model: Model, parallel: Parallel, attention_peaks: Sequence[float] = (0,), communicators: int = 1
 ) -> Footprint:
-    """Footprint of the device that needs most.
+    """Footprint of the device that needs most; ValueError if the model cannot be divided so.
 
     Args:
         attention_peaks: bytes of an attention call in addition to its inputs, forward and backward
             (``cp_plugin.planner.trace.memory.peaks``); the largest counts.
         communicators: context-parallel ones on each rank, over all kinds of attention.
-
-    Raises:
-        ValueError: if the model cannot be divided so.
     """
     check(model, parallel)
     further = COMMUNICATOR * max(0, communicators - 1)
@@ -120,6 +117,11 @@ def stage_weights(model: Model, parallel: Parallel, stage: int) -> Weights:
     found += [weights.embedding(model, vocab)] * embedded
     found += [weights.head(model, vocab)] * last
     return weights.summed(found)
+
+
+def whole(model: Model) -> Weights:
+    """Parameters of a model, with unpadded vocabulary."""
+    return stage_weights(model, Parallel(vocab_multiple=1), 0)
 
 
 def on_device(parallel: Parallel, of: Weights) -> tuple[float, float]:

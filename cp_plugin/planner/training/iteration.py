@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cp_plugin.planner.machine.collectives import Group, all_reduce, cost, message
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.machine.links import Group, all_reduce, cost, message
 from cp_plugin.planner.training import layer_time, operations
 from cp_plugin.planner.training.footprint import GRADIENT, on_device, stage_weights
 from cp_plugin.planner.training.layer_time import Pass, added, moved, multiplied
@@ -92,13 +92,9 @@ class _Stage(NamedTuple):
 def iteration(
     model: Model, parallel: Parallel, cluster: Cluster, attention: Seconds | Mapping[str, Seconds]
 ) -> Iteration:
-    """Price one training iteration.
+    """Price one training iteration; ValueError if the model cannot be divided so, or rates are missing.
 
-    Args:
-        attention: seconds of one call; or by letter of ``Model.attention_pattern``.
-
-    Raises:
-        ValueError: if the model cannot be divided so, or rates are missing.
+    attention: seconds of one call; or by letter of ``Model.attention_pattern``.
     """
     check(model, parallel)
     given = dict.fromkeys(model.attention_pattern, attention) if isinstance(attention, Seconds) else attention

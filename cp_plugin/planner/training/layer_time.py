@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from cp_plugin.common.names import not_one_of
-from cp_plugin.planner.machine.collectives import Group, all_reduce, cost
 from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.machine.links import Group, all_reduce, cost
 from cp_plugin.planner.training import operations
 from cp_plugin.planner.training.model import EXPERTS, Model
 from cp_plugin.planner.training.parallel import Parallel

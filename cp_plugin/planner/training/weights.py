@@ -28,37 +28,6 @@ class Weights(NamedTuple):
         return sum(self)
 
 
-class Parameters(NamedTuple):
-    """Parameter counts by part; norms belong to the part they precede."""
-
-    embedding: int
-    attention: int
-    ffn: int
-    """With routers and all experts."""
-    head: int
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
-def parameters(model: Model) -> Parameters:
-    """Counts of the whole model, with unpadded vocabulary."""
-    layers = model.all_layers
-    return Parameters(
-        embedding=embedding(model, model.vocab).total,
-        attention=summed(attention(model, layer) for layer in layers).total,
-        ffn=summed(ffn(model, layer) for layer in layers).total + prediction(model).total * model.predicted,
-        head=head(model, model.vocab).total,
-    )
-
-
-def active(model: Model) -> int:
-    """Active parameters per token."""
-    routed = sum(ffn(model, layer).routed for layer in model.all_layers)
-    return parameters(model).total - routed + routed * model.top_k // model.experts
-
-
 def embedding(model: Model, vocab: int) -> Weights:
     """Token embedding, sharded, and learned positions, replicated."""
     return Weights(sharded=vocab * model.hidden, replicated=model.positions * model.hidden)
