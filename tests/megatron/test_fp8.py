@@ -15,11 +15,8 @@ from nightly import one_case, slow
 from torch import Tensor
 from training import assert_same_bits, compare, stock, train
 
-from cp_plugin import ContextParallel, Options
-from cp_plugin.core import payload
-from cp_plugin.core.block import Scores
+from cp_plugin import Options
 from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed
-from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -201,39 +198,6 @@ def test_histories_in_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[s
     train(1, f"{BF16} {load} 2 {save} 3", steps=3)
     (before, _), told = run(2, f"{DELAYED} --context-parallel-size 2 {load} 3", 4)
     assert not before.any() and told
-
-
-# -- the self-check
-
-
-def _wrong_exponents() -> None:
-    pack = payload.pack
-
-    def faulty(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        elements, exponents = pack(x, block)
-        return elements, exponents.roll(1, 2) + 1
-
-    payload.pack = faulty
-
-
-def _wrong_scale() -> None:
-    """Scores 10 % too large: an error that FP8's own tolerance would let pass."""
-    method = ContextParallel.method
-    ContextParallel.method = lambda self, problem, device, scores, *rest: method(
-        self, problem, device, Scores(1.1 * scores.scale), *rest
-    )
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (_wrong_exponents, r"with --cp-fp8 comm out is off by .* \(relative; allowed"),
-        (_wrong_scale, r"failed. rank 0: out is off by [3-9].\de-02 \(relative; allowed 3e-02\)"),
-    ],
-)
-def test_the_self_check_sees_faults_in_payloads_and_behind_them(fault: Callable[[], None], message: str) -> None:
-    with pytest.raises(RankError, match=message):
-        train(2, f"{COMM} striped".replace("size 4", "size 2"), prepare=fault)
 
 
 # -- flags

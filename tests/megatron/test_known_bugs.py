@@ -8,15 +8,15 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     a token sees a later one, wrong gradients              TE 3248, 1557, Megatron 1464      tests/core/test_methods
     which mask works with what                             TE 2052      test_support
     labels shifted inside each rank's part                 verl 4250      tests/core/test_shift
-    the loss of multi-token prediction                     Megatron 3959, 7498            test_mtp
+    the loss of multi-token prediction                     Megatron 3959, 7498            test_cases
     a loss as many times too large as there are ranks      Bridge 2055 (three ranks)      test_cases
     a missing process group taken for one of one rank      Bridge 2667      test_groups
     layers without context parallelism                     AutoModel 3507      test_startup
     dropout, lengths, dynamic groups      Megatron 4828, 1669, 5355, 3405, 6821, 6816      test_bad_flags
     resuming with another number of ranks                  Megatron 1232, 1517      test_settings_in_checkpoint
     means over the unequal tokens of ranks                 Megatron 7452, 7513      test_contract
-    means, counts and sums of another scale than due       Megatron 673, Bridge 2055, verl 1332, 6609      test_contract
-    no bounds of documents on some pipeline stages         Bridge 2952      test_contract
+    means, counts and sums of another scale than due       Megatron 673, Bridge 2055, verl 1332, 6609      test_planted_faults
+    no bounds of documents on some pipeline stages         Bridge 2952      test_planted_faults
     packs, their padding, and prediction in them           Megatron 6912, 7238      test_packed_models, test_sft
     padding at the end of a pack taken for tokens          TE 3331, 1930      test_padding, test_sft
     several sequences in a micro-batch                     NeMo 12210 (its tests have two)      test_parity

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from collections.abc import Callable
-from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from nightly import slow
+from faults import Fault, Plant, planted, ranks_of, replace_slicer, rows
+from feature_faults import FEATURES
 from torch import Tensor
-from training import train
+from training import SHORT, check, train
 
 from cp_plugin import ContextParallel
 from cp_plugin.attention.tokens import segments_of
@@ -43,33 +41,6 @@ OF_PACKS = "cp_plugin.megatron.micro_batch:Documents.offset_of"
 YARN_ROPE = ROPE.replace("rotary", "yarn_rotary", 1)
 ATTENTION = "cp_plugin.attention.api:ContextParallel"
 MESH = "cp_plugin.comm:GroupMesh"
-
-type Plant = Callable[[], None]
-
-
-def planted(target: str, name: str = "") -> Callable[[Callable[[Any], Any]], Plant]:
-    """Make a fault of a function from what ``module:qualified.name`` holds to what replaces it."""
-
-    def fault_of(make: Callable[[Any], Any]) -> Plant:
-        def plant() -> None:
-            module, _, path = target.partition(":")
-            *owners, attribute = path.split(".")
-            owner = reduce(getattr, owners, importlib.import_module(module))
-            setattr(owner, attribute, make(getattr(owner, attribute)))
-
-        plant.__name__ = name or make.__name__
-        return plant
-
-    return fault_of
-
-
-def replace_slicer(slicer: Callable[..., Any]) -> None:
-    """Replace the batch slicer in every module that imported it, as another extension might."""
-    from cp_plugin.megatron.patches import patching
-
-    ours = sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank
-    for module, name in patching._holders([ours])[id(ours)]:
-        setattr(module, name, slicer)
 
 
 def stock_batch() -> None:
@@ -252,15 +223,6 @@ def bounds_of_the_first_pack(bounds: Any) -> Any:
     return property(wrong)
 
 
-class Fault(NamedTuple):
-    plant: Plant
-    flags: str
-    found: str
-    """Pattern of the self-check's message."""
-    alike: bool = False
-    """Another fault is found in the same place; this one is planted before a merge only."""
-
-
 OUT = "out is off by"
 STEP = "differs from the step on one rank"
 FAULTS = (
@@ -301,17 +263,13 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(fault, marks=slow if fault.alike else ()) for fault in FAULTS],
-    ids=lambda fault: f"{fault.plant.__name__}-{fault.flags.split()[3]}",
-)
+@pytest.mark.parametrize("fault", rows((*FAULTS, *FEATURES)))
 def test_the_self_check_finds_it(fault: Fault) -> None:
     with pytest.raises(RankError) as raised:
-        train(int(fault.flags.split()[1]), fault.flags, prepare=fault.plant)
+        train(ranks_of(fault.flags), fault.flags, steps=2, documents=SHORT, prepare=fault.plant)
     assert re.search(fault.found, str(raised.value)) is not None, str(raised.value)
 
 
-def test_without_the_self_check_such_a_fault_trains() -> None:
-    records = train(2, f"{STRIPED} --cp-selfcheck off", prepare=zigzag_attention)
-    assert all(r.losses[0] == r.losses[0] for r in records)
+def test_without_the_self_check_such_a_fault_trains_and_is_seen_in_gradients() -> None:
+    with pytest.raises(AssertionError, match="gradient of"):
+        check("", "--cp-provider striped --cp-selfcheck off", cp=2, steps=1, prepare=zigzag_attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -170,3 +171,5 @@ def test_every_listed_flag_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ValueError, match=f"^{flag}: not supported"):
             gpt.refuse(args)
         setattr(args, name, None)
+    with pytest.raises(ValueError, match="--mtp-num-layers with --pipeline-model-parallel-layout"):
+        gpt.refuse(argparse.Namespace(mtp_num_layers=1, pipeline_model_parallel_layout="Et|m|L"))

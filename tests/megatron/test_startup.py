@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from feature_faults import STRIPED
 from nightly import slow
 from rich.console import Console
-from test_planted_faults import STRIPED, replace_slicer
 from training import train
 
 from cp_plugin.megatron.startup.agreement import difference
@@ -130,51 +130,12 @@ def test_a_setting_that_a_rank_does_not_have_differs() -> None:
     assert "a is 1 on rank 0 and missing on rank 1" in (difference([{"a": "1"}, {}]) or "")
 
 
-class Foreign(torch.nn.Module):
-    """Unknown attention: every token attends to itself only."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        return value.repeat_interleave(query.size(2) // value.size(2), 2).flatten(2)
-
-
-def _foreign_attention() -> None:
-    from megatron.core.models.backends import LocalSpecProvider
-
-    LocalSpecProvider.core_attention = lambda self: Foreign
-
-
-def test_a_layer_that_is_not_the_plugins_is_refused() -> None:
-    with pytest.raises(RankError) as raised:
-        train(4, f"{STRIPED} --pipeline-model-parallel-size 2", prepare=_foreign_attention)
-    text = str(raised.value)
-    assert "ValueError: --cp-provider striped does not run in every attention layer of this model: 0 of 2" in text
-    assert "Not replaced: pipeline stage 0, chunk 0: " in text
-    assert "core_attention (Foreign)" in text
-
-
 def test_one_layer_on_one_rank_is_enough_to_refuse() -> None:
     from cp_plugin.megatron.selfcheck import audit
 
     ranks = audit.Coverage(replaced=("layer 1",)), audit.Coverage(replaced=("layer 2",), missed=("layer 3 (Foreign)",))
     with pytest.raises(ValueError, match=r"every attention layer of this model: 2 of 3\. Not replaced: layer 3 \(For"):
         audit.check(audit.union(ranks))
-
-
-def _own_slicing() -> None:
-    def halves(batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {k: v[:, : v.size(1) // 2] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-
-    replace_slicer(halves)
-
-
-def test_a_script_that_slices_otherwise_is_refused() -> None:
-    with pytest.raises(RankError, match="without slicing its batch with"):
-        train(2, f"{STRIPED} --cp-selfcheck off", prepare=_own_slicing)
 
 
 @slow
