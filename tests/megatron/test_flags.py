@@ -16,6 +16,7 @@ import torch
 from cp_plugin import Options, Problem
 from cp_plugin.megatron.flags.args import Settings, add_arguments, settings_from
 from cp_plugin.megatron.flags.linear_flags import Linear
+from cp_plugin.megatron.flags.option_flags import shown
 from cp_plugin.methods import registry as providers
 
 RING = "--context-parallel-size 4 --cp-provider ring --cp-layout contiguous"
@@ -140,6 +141,21 @@ READ: dict[str, Settings] = {
     ),
     "--cp-provider ring --cp-head-parallel 1": Settings(provider="ring", options=Options(head_parallel=1)),
     **{f"--cp-provider {name} {AUTO}": Settings(provider=name) for name in providers.names()},
+    **{
+        f"--cp-provider {name} --bf16 {flag} {word}": Settings(provider=name, options=Options(**chosen))
+        for name, flag, word, chosen in (
+            ("ring", "--cp-fp8", "off", {}),
+            ("ring", "--cp-gradient-dtype", "auto", {}),
+            ("ring", "--cp-gradient-dtype", "float32", {"gradient_dtype": "float32"}),
+            ("ring", "--cp-gradient-dtype", "model", {"gradient_dtype": "model"}),
+            ("ulysses", "--cp-gradient-dtype", "auto", {}),
+        )
+    },
+    "--bf16 --cp-linear-attention basic --cp-layer-pattern LN --cp-fp8 comm": Settings(
+        provider="all_gather",
+        linear=linear("zigzag", "basic", pattern="LN"),
+        options=Options(layout="zigzag", fp8="comm"),
+    ),
     "--cp-linear-attention gla": Settings(linear=linear("contiguous"), options=Options(layout="contiguous")),
     "--cp-linear-attention gla --cp-layout zigzag --cp-linear-provider lasp1 --cp-layer-pattern LL --cp-backend "
     "chunked": Settings(
@@ -168,6 +184,9 @@ def test_flags_as_they_are_read(validated: Callable[..., argparse.Namespace], fl
 
     validated(f"--context-parallel-size 4 {flags}")
     assert runtime.settings() == READ[flags]
+    assert all(
+        f"{flag} {value}" in flags for flag, value in shown(READ[flags].options).items() if flag != "--cp-layout"
+    )
     assert runtime.problem() == replace(MODEL, dtype=torch.bfloat16 if "bf16" in flags else torch.float32)
     linear, replaced = READ[flags].linear, " ".join(patching.installed())
     assert ("num_floating_point_operations" in replaced) == (linear is not None)
