@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from faults import Fault, Plant, planted, replace_slicer, stock
+from fault_rows import Fault, Plant, planted, replace_slicer, stock
 from state_space_kernels import STATES
 from torch import Tensor
 
@@ -306,12 +306,12 @@ OFF = r"gated delta net's {} are off by \d"
 FEATURES = (
     *LOSSES,
     Fault(stock_roll, f"{STRIPED} --mtp-num-layers 1", STEP),
-    Fault(stock_counts, f"{ZIGZAG} --mtp-num-layers 1 --calculate-per-token-loss --eod-mask-loss", STEP),
+    Fault(stock_counts, f"{ZIGZAG} --mtp-num-layers 1 --calculate-per-token-loss --eod-mask-loss", STEP, True),
     Fault(stock_order, f"{STRIPED} --hybrid-layer-pattern M* {STATES} --calculate-per-token-loss", STEP),
     Fault(next_of_another_document, f"{STRIPED} --mtp-num-layers 1 {PACKS}", STEP, True),
     Fault(states_go_on, f"{STRIPED} --hybrid-layer-pattern M* {STATES} {PACKS}", STEP, True),
     Fault(reversed_order_of_a_pack, f"{STRIPED} --hybrid-layer-pattern G* {STATES} {PACKS}", STEP, True),
-    Fault(unplaced("attention", "attended"), PLACED, "packed out is off by"),
+    Fault(unplaced("attention", "attended"), PLACED, "packed out is off by", True),
     Fault(unplaced("batch", "cut"), PLACED, STEP, True),
     Fault(unplaced("rope", "replace_apply_rotary_thd"), PLACED, STEP, True),
     Fault(unplaced("prediction", "_rolled"), f"{PLACED} --mtp-num-layers 1", STEP, True),
@@ -331,6 +331,7 @@ FEATURES = (
         half_of_the_gates_gradient,
         GLA,
         r"failed. rank 0: linear dv is off by \S+ \(relative; allowed 1e-03\) \| rank 1",
+        True,
     ),
     Fault(softmax_layers_wrong, GLA, "rank 0: out is off by", True),
     Fault(wrong_exponents, FP8, r"with --cp-fp8 comm out is off by .* \(relative; allowed"),
@@ -363,6 +364,7 @@ FEATURES = (
         f"{STRIPED} --pipeline-model-parallel-size 2",
         r"does not run in every attention layer of this model: 0 of 2\. Not replaced: pipeline stage 0, chunk 0: "
         r"\S+core_attention \(Foreign\)",
+        True,
     ),
     Fault(
         faster_on_one_rank,
