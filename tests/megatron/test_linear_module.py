@@ -102,19 +102,6 @@ def test_all_weights_are_marked_as_divided_but_the_gates_first_factor(gla: None)
     assert all(weights[name].partition_dim == 0 for name in divided)
 
 
-@pytest.mark.parametrize("variant", ["gla", "rebased"])
-def test_weights_are_used_inside_the_forward_of_their_module_alone(variant: str) -> None:
-    """``--overlap-param-gather`` waits for weights before that forward."""
-    _start(variant)
-    module, called = _module(), set()
-    owners = {part for name, part in module.named_modules() if list(part.parameters(recurse=False)) and name != "gate"}
-    for part in owners:
-        part.register_forward_pre_hook(lambda part, _: called.add(part))
-    q, k = torch.randn(8, 2, 4, 16), torch.randn(8, 2, 2, 16)
-    module(q, k, torch.cat((k, k), 3) if variant == "gla" else k, None)
-    assert called == owners != set()
-
-
 def test_layers_and_heads_begin_with_weights_of_their_own(gla: None) -> None:
     first, second = (_module(layer=n).gate for n in (1, 2))
     assert not torch.equal(first.down, second.down) and not torch.equal(first.up, second.up)

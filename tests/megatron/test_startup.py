@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import socket
-import statistics
-import time
 from argparse import Namespace
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from feature_faults import STRIPED
-from nightly import slow
 from rich.console import Console
 from training import train
 
@@ -25,8 +18,6 @@ from cp_plugin.megatron.startup.agreement import difference
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -58,12 +49,9 @@ def _narrow_terminal() -> None:
     audit.Console = lambda **_: Console(width=80)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("prepare", [None, _narrow_terminal])
-def test_the_verbose_audit_lists_what_was_replaced(
-    capfd: pytest.CaptureFixture[str], prepare: Callable[[], None] | None
-) -> None:
+def test_the_verbose_audit_lists_what_was_replaced(capfd: pytest.CaptureFixture[str]) -> None:
     """A name that is wider than its column goes on in the next line."""
-    train(2, f"{STRIPED} --cp-verbose", prepare=prepare)
+    train(2, f"{STRIPED} --cp-verbose", prepare=_narrow_terminal)
     rows = (line.split("|") for line in capfd.readouterr().out.splitlines())
     text = "".join(row[2].strip() for row in rows if len(row) == 4)
     assert all(target in text for target in REPLACED)
@@ -136,43 +124,6 @@ def test_one_layer_on_one_rank_is_enough_to_refuse() -> None:
     ranks = audit.Coverage(replaced=("layer 1",)), audit.Coverage(replaced=("layer 2",), missed=("layer 3 (Foreign)",))
     with pytest.raises(ValueError, match=r"every attention layer of this model: 2 of 3\. Not replaced: layer 3 \(For"):
         audit.check(audit.union(ranks))
-
-
-@slow
-def test_audit_and_self_check_cost_little(tmp_path: Path) -> None:
-    """At most 2 % of 1,000 iterations of the quickstart's model."""
-    model = " ".join(runpy.run_path(str(EXAMPLES / "quickstart.py"))["MODEL"])
-
-    def prepare() -> None:
-        from megatron.training import training
-
-        from cp_plugin.megatron.selfcheck import audit
-        from cp_plugin.megatron.selfcheck import first_batch as selfcheck
-
-        for module, name in ((audit, "run"), (selfcheck, "run"), (training, "train_step")):
-            setattr(module, name, _timed(getattr(module, name), tmp_path / module.__name__))
-
-    train(4, "--context-parallel-size 4 --cp-provider striped", steps=4, model=model, prepare=prepare)
-    start = [max(_seconds(tmp_path / f"cp_plugin.megatron.selfcheck.{name}")) for name in ("audit", "first_batch")]
-    step = statistics.median(_seconds(tmp_path / "megatron.training.training"))
-    share = sum(start) / (1000 * step)
-    print(f"audit {start[0]:.3f} s, self-check {start[1]:.3f} s, an iteration {step:.3f} s: {share:.2%} of 1,000")
-    assert share <= 0.02
-
-
-def _timed(function: Callable[..., Any], file: Path) -> Callable[..., Any]:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        result = function(*args, **kwargs)
-        with file.open("a") as out:
-            out.write(f"{time.perf_counter() - start}\n")
-        return result
-
-    return timed
-
-
-def _seconds(file: Path) -> list[float]:
-    return [float(line) for line in file.read_text().splitlines()]
 
 
 def test_kernels_are_chosen_for_the_local_device(monkeypatch: pytest.MonkeyPatch) -> None:
