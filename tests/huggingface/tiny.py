@@ -139,6 +139,17 @@ def refusal(model: Any, provider: str = "ring", ranks: int = 2, **options: Any) 
     return texts[0]
 
 
+class Around(torch.nn.Module):
+    """A layer, in whose place a function is called: of this module and the layer's input."""
+
+    def __init__(self, layer: torch.nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: torch.Tensor, *args: Any, **named: Any) -> Any:
+        return self.call(self, x, *args, **named)
+
+
 DRAWS = ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter")
 """Parts of the names of settings by which a model draws random numbers."""
 SIZES: dict[str, Any] = {
