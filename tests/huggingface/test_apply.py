@@ -162,6 +162,8 @@ def test_wrong_input_is_refused_and_undoing_it_generates(dtype: torch.dtype) -> 
         yield "position_ids must be those", lambda: model(tokens(128), position_ids=torch.arange(128)[None])
         yield "position_ids must be those", lambda: model.generate(tokens(128), max_new_tokens=2)
         yield "labels would be shifted", lambda: model(**unshifted)
+        smoothed = {key: y for key, y in batch.items() if key != "labels"}  # as by Trainer's label smoother
+        yield "label_smoothing_factor=0", lambda: model(**smoothed)
         yield "does not support padding", lambda: model(**batch, attention_mask=padded)
         yield (
             "does not support a custom mask",
