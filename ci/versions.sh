@@ -15,7 +15,7 @@ tests=(
   test_flags.py
   test_bad_flags.py
   test_native.py
-  test_startup.py::test_a_script_that_slices_otherwise_is_refused
+  "test_planted_faults.py::test_the_self_check_finds_it[own_slicing-striped]"
   test_cases.py
   test_settings_in_checkpoint.py
   test_elastic.py::test_a_training_is_handed_on

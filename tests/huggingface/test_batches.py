@@ -7,6 +7,8 @@ documents known by ``cu_seq_lens_q`` or by positions that restart, which were re
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,31 +148,34 @@ def test_packs_that_do_not_fit_are_refused() -> None:
 @needs_transformers
 def test_bounds_added_to_a_call_are_followed() -> None:
     """Passed to the model, beside positions of the whole sequence: rotary angles are relative."""
-    model = model_of("llama")
-    one = {key: x for key, x in packed().items()}
+    more = {"cu_seq_lens_q": bounds(), "cu_seq_lens_k": bounds(), "max_length_q": 27, "max_length_k": 27}
+    whole = {key: x for key, x in packed().items() if key != "position_ids"}
 
-    def rank() -> float:
-        from tiny import difference, summed, train
+    def call(model: Any) -> Callable[..., Any]:
+        divided = "forward" in vars(model)
+        return lambda **batch: model(**batch | (more if divided else {"position_ids": packed()["position_ids"]}))
 
-        want = train(model, one)
-        cp = ContextParallel("ring", group=dist.group.WORLD)
-        huggingface.apply(model, cp)
-        batch = huggingface.shard(cp, one["input_ids"], one["labels"])
-        more = {"cu_seq_lens_q": bounds(), "cu_seq_lens_k": bounds(), "max_length_q": 27, "max_length_k": 27}
-        return difference(summed(train(model, batch | more)), want)
-
-    assert max(run_ranks(rank, 2, init_process_group=True)) <= 2e-5
+    assert differs(model_of("llama"), whole=whole, call=call) <= 2e-5
 
 
-DISAGREEMENTS: dict[str, str] = {
-    "other rows": "input_ids",
-    "other labels": "labels",
-    "another length": "shape of position_ids",
-    "other documents": "documents",
-    "evaluation on one rank": "model.training",
-    "a setting of the config": "config",
-    "a count of labels": "num_items_in_batch",
-    "a wrong call": "rank 1: position_ids must be those of this rank's tokens",
+DISAGREEMENTS: dict[str, tuple[str, Callable[..., object]]] = {
+    "other rows": ("input_ids", lambda model, batch, shard: batch.update(shard(tokens().flip(0)))),
+    "other labels": ("labels", lambda model, batch, shard: batch.update(shard(tokens(), tokens().flip(0)))),
+    "another length": ("shape of position_ids", lambda model, batch, shard: batch.update(shard(tokens(128)))),
+    "other documents": (
+        "documents",
+        lambda model, batch, _: batch.update(cu_seq_lens_q=torch.tensor([0, 20 + 4 * dist.get_rank(), 64])),
+    ),
+    "evaluation on one rank": ("model.training", lambda model, batch, _: model.eval()),
+    "a setting of the config": ("config", lambda model, batch, _: setattr(model.config, "attention_dropout", 0.5)),
+    "a count of labels": (
+        "num_items_in_batch",
+        lambda model, batch, _: batch.update(num_items_in_batch=torch.tensor(7)),
+    ),
+    "a wrong call": (
+        "rank 1: position_ids must be those of this rank's tokens",
+        lambda model, batch, _: batch.pop("position_ids"),
+    ),
 }
 
 
@@ -179,39 +184,23 @@ DISAGREEMENTS: dict[str, str] = {
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_ranks_that_disagree_are_named(what: str, number: int) -> None:
-    model = model_of("llama")
+    model, (named, change) = model_of("llama"), DISAGREEMENTS[what]
 
     def rank() -> str:
-        me = dist.get_rank()
         cp = ContextParallel("ring", group=dist.group.WORLD)
         huggingface.apply(model, cp)
         batch = huggingface.shard(cp, tokens())
         for _ in range(number):
             model(**batch)
-        if me == 1:
-            if what == "other rows":
-                batch = huggingface.shard(cp, tokens().flip(0))
-            elif what == "other labels":
-                batch = huggingface.shard(cp, tokens(), tokens().flip(0))
-            elif what == "another length":
-                batch = huggingface.shard(cp, tokens(128))
-            elif what == "evaluation on one rank":
-                model.eval()
-            elif what == "a setting of the config":
-                model.config.attention_dropout = 0.5
-            elif what == "a count of labels":
-                batch["num_items_in_batch"] = torch.tensor(7)
-            elif what == "a wrong call":
-                del batch["position_ids"]
-        if what == "other documents":
-            batch["cu_seq_lens_q"] = torch.tensor([0, 20 + 4 * me, 64])
+        if cp.index or what == "other documents":
+            change(model, batch, partial(huggingface.shard, cp))
         with pytest.raises(ValueError) as raised:
             model(**batch)
         return str(raised.value)
 
     texts = run_ranks(rank, 2, init_process_group=True)
     disagree = " (rank 0 and rank 1 disagree)" * (what != "a wrong call")
-    assert f"{DISAGREEMENTS[what]}{disagree}" in texts[0], texts[0]
+    assert f"{named}{disagree}" in texts[0], texts[0]
     assert disagree in texts[1]
 
 

@@ -7,13 +7,14 @@ the original length in the same way.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from nightly import each_value
-from tiny import differs, model_of, needs_transformers, refusal, tokens, train
-from torch import Tensor, nn
+from tiny import Around, differs, model_of, needs_transformers, refusal, tokens, train
+from torch import Tensor
 
 from cp_plugin import ContextParallel, huggingface
 
@@ -56,17 +57,6 @@ def test_lengths_that_change_leave_the_same_state() -> None:
         assert train(other, huggingface.shard(cp, tokens(length))).loss == one.loss
 
 
-class Scaled(nn.Module):
-    """Scales its input by something that is computed from the shard."""
-
-    def __init__(self, layer: nn.Module, scale: Any) -> None:
-        super().__init__()
-        self.layer, self.scale = layer, scale
-
-    def forward(self, x: Tensor, *args: Any, **named: Any) -> Tensor:
-        return (self.layer(x) * self.scale(x)).to(x.dtype)
-
-
 SCALES = {
     "10 % over the shard": lambda x: 1 + 0.1 * torch.arange(x.size(1))[None, :, None] / x.size(1),
     "logarithm of the length": lambda x: torch.tensor(x.size(1)).log(),
@@ -80,21 +70,15 @@ SCALES = {
 def test_planted_local_scales_are_found(name: str, dtype: torch.dtype) -> None:
     model = model_of("llama", dtype)
     attention = model.model.layers[0].self_attn
-    attention.q_proj = Scaled(attention.q_proj, SCALES[name])
+    attention.q_proj = Around(attention.q_proj, lambda self, x: (self.layer(x) * SCALES[name](x)).to(x.dtype))
     text = refusal(model, "striped", 4)
     assert "would compute something else on shards: in attention 1 the queries" in text, text
 
 
-class Noisy(nn.Module):
-    """Adds noise whose size is computed from the shard."""
-
-    def __init__(self, layer: nn.Module, draw: Any) -> None:
-        super().__init__()
-        self.layer, self.draw = layer, draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        return out + self.draw(out, x.size(1) ** -0.5).to(out) if self.training else out
+def noisy(around: Around, x: Tensor, draw: Any) -> Tensor:
+    """With noise whose size is computed from the shard."""
+    out: Tensor = around.layer(x)
+    return out + draw(out, x.size(1) ** -0.5).to(out) if around.training else out
 
 
 DRAWS = {
@@ -108,7 +92,7 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_noise_of_a_local_size_is_found(name: str) -> None:
     model = model_of("llama")
-    model.model.embed_tokens = Noisy(model.model.embed_tokens, DRAWS[name])
+    model.model.embed_tokens = Around(model.model.embed_tokens, partial(noisy, draw=DRAWS[name]))
     text = refusal(model)
     assert "would compute something else on shards" in text and text.endswith("in training"), text
 

@@ -161,21 +161,6 @@ def test_a_loss_that_is_fused_with_the_head(when: str) -> None:
             assert got <= 1e-5, got
 
 
-def test_label_smoothing_is_refused() -> None:
-    """Trainer's label smoother takes the labels out, and shifts them once more."""
-    model = model_of("llama")
-
-    def rank() -> None:
-        cp = ContextParallel("ring", group=dist.group.WORLD)
-        huggingface.apply(model, cp)
-        batch = huggingface.shard(cp, tokens())
-        del batch["labels"]
-        with pytest.raises(ValueError, match="label_smoothing_factor=0"):
-            model(**batch)
-
-    run_ranks(rank, 2, init_process_group=True)
-
-
 @pytest.mark.parametrize("how", ["config before", "config after", "argument"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_router_losses_are_refused_at_each_call(kind: str, how: str) -> None:

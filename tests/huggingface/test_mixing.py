@@ -8,6 +8,7 @@ transformers 48491 and LlamaFactory 10787, sequence parallelism over hybrids who
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tiny import (
     CONVOLUTION,
     DELTA_NET,
     EXPERTS,
+    Around,
     difference,
     differs,
     model_of,
@@ -79,17 +81,6 @@ def test_a_layout_that_parts_neighbours_is_refused() -> None:
     )
 
 
-class Mixing(nn.Module):
-    """A layer, and something of other tokens added to its input."""
-
-    def __init__(self, layer: nn.Module, mix: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.mix = layer, mix
-
-    def forward(self, x: Tensor, *args: Any, **named: Any) -> Any:
-        return self.layer(x + self.mix(x).to(x.dtype), *args, **named)
-
-
 def convolved(x: Tensor) -> Tensor:
     """With weights of zero, as gates are initialised."""
     weight = torch.zeros(x.size(2), 1, 4, dtype=x.dtype)
@@ -120,37 +111,29 @@ def test_planted_mixing_is_found(mix: str, place: str, dtype: torch.dtype) -> No
     """Planted behind, before and inside attention; the layer is named."""
     model = model_of("llama", dtype)
     parent, _, name = f"model.layers.1.{place}".rpartition(".")
-    setattr(model.get_submodule(parent), name, Mixing(model.get_submodule(f"{parent}.{name}"), MIXES[mix]))
+    mixed = lambda self, x, *args, **named: self.layer(x + MIXES[mix](x).to(x.dtype), *args, **named)  # noqa: E731
+    setattr(model.get_submodule(parent), name, Around(model.get_submodule(f"{parent}.{name}"), mixed))
     text = refusal(model)
     assert "mixes tokens by other means than attention" in text
-    assert mix == "largest tokens only" or "in Mixing (model.layers.1" in text, text
-
-
-class InTraining(nn.Module):
-    """Mixes in training only, as batch normalisation does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1e-3 * x.mean(1, keepdim=True) if self.training else x
+    assert mix == "largest tokens only" or "in Around (model.layers.1" in text, text
 
 
 def test_mixing_in_training_only_is_found() -> None:
+    """As batch normalisation does."""
     model = model_of("llama")
-    model.model.layers[0].mlp = nn.Sequential(InTraining(), model.model.layers[0].mlp)
-    assert "in InTraining (model.layers.0.mlp.0) a token depends on others" in refusal(model)
+    model.model.layers[0].mlp = Around(
+        model.model.layers[0].mlp,
+        lambda self, x: self.layer(x + 1e-3 * x.mean(1, keepdim=True) if self.training else x),
+    )
+    assert "in Around (model.layers.0.mlp) a token depends on others" in refusal(model)
     assert model.training
 
 
-class Crowded(nn.Module):
+def crowded(around: Around, x: Tensor, capacity: int) -> Tensor:
     """Two experts by the sign of a number, each for the first tokens that ask for it."""
-
-    def __init__(self, layer: nn.Module, capacity: int) -> None:
-        super().__init__()
-        self.layer, self.capacity = layer, capacity
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = x.new_zeros(*x.shape[:2], 2).scatter(2, (x[..., :1] > 0).long(), 1)
-        kept = (chosen.flatten(0, 1).cumsum(0).view_as(chosen) * chosen).amax(-1, True) <= self.capacity
-        return self.layer(x) * kept
+    chosen = x.new_zeros(*x.shape[:2], 2).scatter(2, (x[..., :1] > 0).long(), 1)
+    kept = (chosen.flatten(0, 1).cumsum(0).view_as(chosen) * chosen).amax(-1, True) <= capacity
+    return around.layer(x) * kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -158,29 +141,8 @@ class Crowded(nn.Module):
 def test_experts_with_capacity_are_found(capacity: int, dtype: torch.dtype) -> None:
     """Filled evenly, with half of the 256 tokens each, none is full."""
     model = model_of("llama", dtype)
-    model.model.layers[1].mlp = Crowded(model.model.layers[1].mlp, capacity)
+    model.model.layers[1].mlp = Around(model.model.layers[1].mlp, partial(crowded, capacity=capacity))
     assert "changing one token changes the results of others" in refusal(model)
-
-
-@pytest.mark.parametrize("kind", ["bamba", "jamba", "falcon_h1", "recurrent_gemma", "mamba2"])
-def test_state_space_models_are_refused(kind: str) -> None:
-    import transformers
-
-    more: dict[str, Any] = {
-        "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
-        "jamba": {"num_experts": 2, "use_mamba_kernels": False},
-        "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
-        "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
-    }.get(kind, {})
-    if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    text = refusal(model_of(kind, torch.bfloat16, **more))
-    reasons = (
-        "tokens by other means than attention",
-        "does not get its attention",
-        "does not support a layer of",
-    )
-    assert any(reason in text for reason in reasons), text
 
 
 @pytest.mark.parametrize("kind", ["chunked_attention", "mamba", "heavily_compressed_attention"])

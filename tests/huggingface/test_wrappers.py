@@ -8,15 +8,28 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import CONVOLUTION, DELTA_NET, EXPERTS, difference, model_of, needs_transformers, summed, tokens, train
+from tiny import (
+    CONVOLUTION,
+    DELTA_NET,
+    EXPERTS,
+    Trained,
+    difference,
+    differs,
+    model_of,
+    needs_transformers,
+    summed,
+    tokens,
+    train,
+)
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import run_ranks
@@ -37,22 +50,19 @@ def on_two(rank: Callable[[ContextParallel], Any]) -> list[Any]:
     return run_ranks(lambda: rank(ContextParallel("ring", group=dist.group.WORLD)), 2, init_process_group=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_autocast(name: str) -> None:
-    kind, more = MODELS[name]
-    model = model_of(kind, **more)
-
-    def under(**batch: Any) -> Any:
+def under_autocast(model: Any) -> Callable[..., Any]:
+    def call(**batch: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return model(**batch)
 
-    one = train(model, BATCH, under)
+    return call
 
-    def rank(cp: ContextParallel) -> float:
-        huggingface.apply(model, cp)
-        return difference(summed(train(model, huggingface.shard(cp, tokens()), under)), one)
 
-    assert max(on_two(rank)) <= 0.05  # rounding of bfloat16, in sums of another order
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast(name: str) -> None:
+    kind, more = MODELS[name]
+    error = differs(model_of(kind, **more), call=under_autocast)
+    assert error <= 0.05  # rounding of bfloat16, in sums of another order
 
 
 def test_applied_again_it_takes_the_other_provider() -> None:
@@ -73,23 +83,35 @@ def test_applied_again_it_takes_the_other_provider() -> None:
         assert max(differences) <= 1e-5, differences
 
 
-@pytest.mark.parametrize("name", ["Llama", "LFM 2"])
-def test_a_copy_is_divided_too(name: str) -> None:
+def copied(model: Any) -> Any:
     """As moving averages and DPO's reference models are made."""
+    other = copy.deepcopy(model)
+    assert vars(other)["forward"].__self__ is other
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    return other
+
+
+def recomputed(model: Any, reentrant: bool) -> Any:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    return model
+
+
+DONE: dict[str, Callable[[Any], Any]] = {
+    "copied": copied,
+    "recomputed": partial(recomputed, reentrant=False),
+    "recomputed, reentrant": partial(recomputed, reentrant=True),
+}
+
+
+@pytest.mark.parametrize("done", DONE)
+@pytest.mark.parametrize("name", ["Llama", "gpt-oss", "LFM 2"])
+def test_what_is_done_to_a_divided_model_changes_nothing(name: str, done: str) -> None:
     kind, more = MODELS[name]
-    model = model_of(kind, **more)
-    one = train(model, BATCH)
-
-    def rank(cp: ContextParallel) -> float:
-        huggingface.apply(model, cp)
-        other = copy.deepcopy(model)
-        assert vars(other)["forward"].__self__ is other
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-        return difference(summed(train(other, huggingface.shard(cp, tokens()))), one)
-
-    assert max(on_two(rank)) <= 1e-5
+    assert differs(model_of(kind, **more), then=DONE[done]) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["Llama", "LFM 2", "Qwen 3.5"])
@@ -341,53 +363,18 @@ def test_virtual_tokens_are_refused_in_one_sentence(kind: str) -> None:
         assert "Prompt tuning and similar methods would add their virtual tokens to every shard" in text, text
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["Llama", "gpt-oss", "LFM 2"])
-def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
-    kind, more = MODELS[name]
-    model = model_of(kind, **more)
-    one = train(model, BATCH)
-
-    def rank(cp: ContextParallel) -> float:
-        huggingface.apply(model, cp)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        if reentrant:
-            model.enable_input_require_grads()
-        return difference(summed(train(model, huggingface.shard(cp, tokens()))), one)
-
-    assert max(on_two(rank)) <= 1e-5
-
-
 def test_documents_survive_a_second_call_before_the_backward() -> None:
     """Two packs, one backward, recomputed: each layer sees the documents of its own call."""
-    model = model_of("llama")
+    model, ids = recomputed(model_of("llama"), reentrant=False), tokens(64, 1)
     packs = [torch.cat([torch.arange(n) for n in lengths])[None] for lengths in ((20, 44), (40, 24))]
-    ids = tokens(64, 1)
 
-    def losses(call: Callable[..., Any]) -> torch.Tensor:
-        return sum(call(positions) for positions in packs)
+    def both(batch_of: Callable[[torch.Tensor], dict[str, Any]]) -> Trained:
+        return train(model, {}, lambda: SimpleNamespace(loss=sum(model(**batch_of(pack)).loss for pack in packs)))
 
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-    class Two(torch.nn.Module):
-        loss: torch.Tensor
-
-    def alone(**batch: Any) -> Two:
-        both = Two()
-        both.loss = losses(lambda positions: model(input_ids=ids, labels=ids, position_ids=positions).loss)
-        return both
-
-    one = train(model, {}, alone)
+    one = both(lambda pack: {"input_ids": ids, "labels": ids, "position_ids": pack})
 
     def rank(cp: ContextParallel) -> float:
         huggingface.apply(model, cp)
-
-        def divided(**batch: Any) -> Two:
-            both = Two()
-            shard = huggingface.shard
-            both.loss = losses(lambda positions: model(**shard(cp, ids, position_ids=positions)).loss)
-            return both
-
-        return difference(summed(train(model, {}, divided)), one)
+        return difference(summed(both(lambda pack: huggingface.shard(cp, ids, position_ids=pack))), one)
 
     assert max(on_two(rank)) <= 1e-5

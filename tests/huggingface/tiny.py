@@ -97,10 +97,12 @@ def difference(many: Trained, one: Trained) -> float:
 
 def differs(
     model: Any,
-    provider: str,
+    provider: str = "ring",
     ranks: int = 2,
     whole: dict[str, torch.Tensor] | None = None,
     packed: dict[str, Any] | None = None,
+    then: Callable[[Any], Any] = lambda model: model,
+    call: Callable[[Any], Callable[..., Any]] = lambda model: model,
     **options: Any,
 ) -> float:
     """How far ``ranks`` ranks are from one.
@@ -108,14 +110,17 @@ def differs(
     Args:
         whole: the batch on one rank; None: ``tokens()``, their own labels.
         packed: arguments of ``shard`` for the same batch; None: ``whole``.
+        then: what a user does to the divided model; returns the one to train.
+        call: of a model, on one rank, too: what is called instead of it.
     """
     whole = {"input_ids": tokens(), "labels": tokens()} if whole is None else whole
-    one = train(model, whole)
+    one = train(model, whole, call(model))
 
     def rank() -> float:
         cp = ContextParallel(provider, group=dist.group.WORLD, **options)
         huggingface.apply(model, cp)
-        return difference(summed(train(model, huggingface.shard(cp, **packed or whole))), one)
+        used = then(model)
+        return difference(summed(train(used, huggingface.shard(cp, **packed or whole), call(used))), one)
 
     return max(run_ranks(rank, ranks, init_process_group=True))
 
@@ -132,6 +137,17 @@ def refusal(model: Any, provider: str = "ring", ranks: int = 2, **options: Any) 
 
     texts = run_ranks(rank, ranks, init_process_group=True)
     return texts[0]
+
+
+class Around(torch.nn.Module):
+    """A layer, in whose place a function is called: of this module and the layer's input."""
+
+    def __init__(self, layer: torch.nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: torch.Tensor, *args: Any, **named: Any) -> Any:
+        return self.call(self, x, *args, **named)
 
 
 DRAWS = ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter")

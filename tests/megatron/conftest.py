@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 from warm import before_forking
@@ -43,11 +44,16 @@ def adapter(_cpu_megatron: None) -> Iterator[None]:
 
 @pytest.fixture
 def validated(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
-    """``validated(flags, ranks=4)``: what Megatron's parser and validation, with the plugin, make of a command line."""
+    """``validated(flags, ranks=4)``: what Megatron's parser and validation, with the plugin, make of a command line.
+
+    arguments: in place of Megatron's module.
+    """
     from megatron.training import arguments
     from training import DATA, MODEL, SGD
 
-    def validate(flags: str = "", *, ranks: int = 4, without: str = "") -> argparse.Namespace:
+    def validate(
+        flags: str = "", *, ranks: int = 4, without: str = "", arguments: ModuleType = arguments
+    ) -> argparse.Namespace:
         usual = f"{MODEL} {DATA} {SGD} --train-iters 1"
         words = (usual.replace(without, "") if without else usual).split() + flags.split()
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])

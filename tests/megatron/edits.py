@@ -100,22 +100,6 @@ def apply(edit: Edit, folder: Path) -> None:
         _take(_module(file), old, new, path)
 
 
-def copy(edit: Edit, folder: Path) -> None:
-    """Make a folder with an edited ``megatron`` package: the edited files, and links to all others."""
-    root = installed()
-    edited = texts(edit, root)
-    parents = {parent for file in edited for parent in Path(file).parents}
-    for parent in parents:
-        (folder / "megatron" / parent).mkdir(parents=True, exist_ok=True)
-    for parent in parents:
-        for entry in (root / parent).iterdir():
-            place = entry.relative_to(root)
-            if place not in parents and str(place) not in edited:
-                (folder / "megatron" / place).symlink_to(entry)
-    for file, (_, new) in edited.items():
-        (folder / "megatron" / file).write_text(new, encoding="utf-8")
-
-
 def installed() -> Path:
     """The ``megatron`` package of this process."""
     return Path(str(sys.modules["megatron.core"].__file__)).parents[1]

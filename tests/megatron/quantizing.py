@@ -7,26 +7,18 @@ modelopt's class for stored NVFP4 tensors quantises and dequantises instead.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from test_decoding import with_model
 from torch import Tensor
-from training import DATA, MODEL, SGD
-
-from cp_plugin.testing.launch import run_ranks
 
 TOKENS, VOCABULARY = 64, 100
 OFF = {"quantizer_name": "*", "enable": False}
 NVFP4 = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
 FP8 = {"num_bits": (4, 3)}
-
-
-class _Started(BaseException):
-    """Raised instead of the first step."""
 
 
 def configurations() -> dict[str, dict[str, Any]]:
@@ -53,31 +45,14 @@ def configurations() -> dict[str, dict[str, Any]]:
 
 def on_ranks(ask: Callable[..., Any], ranks: int, flags: str, *args: Any) -> list[Any]:
     """``ask(*args)`` on every rank of a Megatron that is ready to train; ``flags`` as on its command line."""
-    return run_ranks(_rank, ranks, args=(ask, flags, args), timeout=120)
 
+    def prepare() -> None:
+        nvfp4_on_cpu()
+        if "--cp-provider" not in flags:
+            quantize_stock_attention()
 
-def _rank(ask: Callable[..., Any], flags: str, args: tuple[Any, ...]) -> Any:
-    from cp_plugin.megatron import activate
-
-    sys.argv = [
-        "pretrain_gpt.py",
-        *f"{MODEL} {DATA} {SGD} --train-iters 1 --make-vocab-size-divisible-by 64 {flags}".split(),
-    ]
-    activate()
-    from megatron.training import training
-
-    import cp_plugin.megatron.models.gpt as gpt
-
-    def train_step(*positional: Any, **named: Any) -> Any:
-        raise _Started
-
-    training.train_step = train_step
-    nvfp4_on_cpu()
-    if "--cp-provider" not in flags:
-        quantize_stock_attention()
-    with suppress(_Started):
-        gpt.train()
-    return ask(*args)
+    words = f"--num-layers 2 --make-vocab-size-divisible-by 64 {flags}"
+    return with_model(lambda _: ask(*args), words, ranks, prepare)
 
 
 def nvfp4_on_cpu() -> None:

@@ -50,17 +50,6 @@ def _module(config: Any = None, **arguments: Any) -> Any:
     return CoreAttention(config or _config(), **usual | arguments)
 
 
-def test_padding_that_every_token_would_see_is_refused(adapter: None) -> None:
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from cp_plugin.megatron.patches import hooks
-
-    hooks.start(Settings(provider="ring", pad_sequence=True))
-    q = torch.zeros(12, 1, 4, 16)
-    with pytest.raises(ValueError, match="the attention mask type no_mask with --cp-pad-sequence"):
-        _module(attn_mask_type=AttnMaskType.no_mask)(q, q, q, None)
-
-
 @pytest.mark.parametrize(
     ("mask", "scale", "softmax"),
     [("causal", None, "vanilla"), ("no_mask", 0.3, "vanilla"), ("causal", 0.3, "off-by-one")],
@@ -114,23 +103,16 @@ def _scaled(case: Case, scale: float, softmax: str) -> Result:
     return Result(out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
 
 
-def test_query_key_layer_scaling_changes_nothing(ring: None) -> None:
-    q, k, v, _ = Case(seq_length=8, heads=4, kv_heads=2, causal=True, dtype=torch.float32).inputs()
-    plain = _module(layer_number=3)(q, k, v, None)
-    scaled = _module(_config(apply_query_key_layer_scaling=True), layer_number=3)(q, k, v, None)
-    assert torch.equal(plain, scaled)
-
-
 def test_layers_and_calls_are_put_to_the_rules(ring: None) -> None:
-    """Which test_refusals tries."""
+    """Which test_refusals tries; scaling of queries and keys by the layer's number changes nothing."""
     q, k, v, _ = Case(seq_length=8, heads=4, kv_heads=2, causal=True, dtype=torch.float32).inputs()
     with pytest.raises(ValueError, match=r"--cp-provider ring does not support .*cross attention"):
         _module(attention_type="cross")
-    module, flat = _module(), (q[:, 0], k[:, 0], v[:, 0], None)
-    with pytest.raises(ValueError, match=r"layer 1: --cp-provider ring does not support queries of shape \(8, 4, 16\)"):
+    module, flat = _module(layer_number=3), (q[:, 0], k[:, 0], v[:, 0], None)
+    with pytest.raises(ValueError, match=r"layer 3: --cp-provider ring does not support queries of shape \(8, 4, 16\)"):
         module(*flat)
-    with pytest.raises(ValueError, match=r"an attention mask tensor .got one of shape \(1, 1, 8, 8\)"):
-        module(q, k, v, torch.ones(1, 1, 8, 8).triu(1).bool())
+    scaled = _module(_config(apply_query_key_layer_scaling=True), layer_number=3)
+    assert torch.equal(module(q, k, v, None), scaled(q, k, v, None))
 
 
 def test_it_has_no_parameters_and_loads_what_transformer_engine_saved(ring: None) -> None:

@@ -72,32 +72,6 @@ def test_deactivate_restores_everything() -> None:
 
 
 @forked
-def test_backward_uses_the_cpu() -> None:
-    """Torch runs backwards with modes off; also a nested backward, as with recomputation."""
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, inner: bool) -> torch.Tensor:
-            ctx.inner = inner
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-            if ctx.inner:
-                x = torch.zeros(2, requires_grad=True)
-                with torch.enable_grad():
-                    Double.apply(x, False).sum().backward()
-            return dy + torch.ones(2, device=torch.cuda.current_device()), None
-
-    with cpu.cpu_mode():
-        x = torch.zeros(2, requires_grad=True)
-        Double.apply(x, True).sum().backward()
-        (grad,) = torch.autograd.grad(Double.apply(x, True).sum(), x)
-        assert x.type() == "torch.cuda.FloatTensor"
-        assert torch.equal(grad, x.grad) and grad.tolist() == [2.0, 2.0]
-
-
-@forked
 def test_megatron_modules_are_restored() -> None:
     from megatron.core.datasets import utils
     from megatron.core.tensor_parallel import random
@@ -156,43 +130,6 @@ def test_device_arguments_mean_the_cpu() -> None:
         assert torch.zeros(2, device="meta").device.type == "meta"
         assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
         assert x.type("torch.cuda.HalfTensor").dtype == torch.float16 == x.type(torch.float16).dtype
-
-
-@forked
-def test_streams_and_events_keep_order_and_time() -> None:
-    with cpu.cpu_mode(), torch.cuda.stream(torch.cuda.Stream()):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(50):
-            torch.randn(100, 100) @ torch.randn(100, 100)
-        torch.cuda.current_stream().record_event(end)
-        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-        torch.cuda.synchronize()
-        assert end.query() and start.elapsed_time(end) > 0
-
-
-@forked
-def test_cuda_random_state_is_the_random_state() -> None:
-    with cpu.cpu_mode():
-        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-        torch.cuda.manual_seed(5)
-        state, first = torch.cuda.get_rng_state(), torch.rand(3)
-        torch.cuda.set_rng_state(state)
-        assert torch.equal(torch.rand(3), first)
-        torch.cuda.manual_seed_all(5)
-        assert torch.equal(torch.rand(3), first)
-
-        tracker = CudaRNGStatesTracker()
-        tracker.add("one", 1)
-        torch.manual_seed(9)
-        outside = torch.rand(6)
-        torch.manual_seed(9)
-        half = torch.rand(3)
-        with tracker.fork("one"):
-            forked = torch.rand(3)
-        assert torch.equal(torch.cat([half, torch.rand(3)]), outside)
-        assert torch.equal(forked, torch.rand(3, generator=torch.Generator().manual_seed(1)))
 
 
 @pytest.fixture

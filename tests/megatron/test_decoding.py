@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import runpy
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import textbook
 import torch
-from nightly import one_case, slow
+from nightly import NIGHT, one_case, slow
 from torch import Tensor
 from training import DATA, MODEL, SGD
 
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.usefixtures("adapter")
 LAYERS = MODEL.replace("--num-layers 2", "--num-layers 4")
 TOKENS, NEW = 19, 7
 LENGTHS = (TOKENS, 11)
+LONG = 256 if NIGHT else 32
+PROMPTS = ((5, 80, 3, 11, 99, 42, 7, 19, 20, 21, 3), (64, 1, 90))
 MLA = (
     "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 10 --no-rope-fusion"
@@ -41,10 +44,19 @@ MODELS = {
     "hybrid": "--cp-linear-attention gla --cp-layer-pattern LN",
     "linear": "--cp-linear-attention retention",
 }
+EIGHT_HEADS = {
+    "gqa": "--num-attention-heads 16 --num-query-groups 8",
+    "mla": "--num-attention-heads 8 --init-method-std 0.15",  # with smaller weights it repeats one token
+    "hybrid": "--num-attention-heads 16 --num-query-groups 8",
+}
+"""Of keys, or of latent attention, for head axes of up to eight ranks."""
 
 
-def with_model(check: Any, flags: str, ranks: int = 1) -> list[Any]:
-    """Start a training, and call ``check`` with the model instead of the first step."""
+def with_model(check: Any, flags: str, ranks: int = 1, prepare: Callable[[], None] = lambda: None) -> list[Any]:
+    """Start a training, and call ``check`` with the model instead of the first step.
+
+    prepare: called on every rank once Megatron can be imported.
+    """
     words = f"{LAYERS} {DATA} {SGD} --train-iters 1 {flags}"
     if "TIED" in words:
         words = words.replace("TIED", "").replace("--untie-embeddings-and-output-weights", "")
@@ -61,6 +73,7 @@ def with_model(check: Any, flags: str, ranks: int = 1) -> list[Any]:
 
         if "--multi-latent-attention" in words and "--cp-provider" not in words:
             textbook.install()
+        prepare()
 
         def train_step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             found.append(check(model[0]))
@@ -107,9 +120,35 @@ def stepwise(model: torch.nn.Module) -> tuple[Tensor, Tensor, int]:
     return first, torch.cat(after, 1), kept
 
 
+def greedy(model: torch.nn.Module) -> list[list[int]]:
+    """Continuations of two prompts by the caches."""
+    from cp_plugin.megatron.inference.decoding import decoding
+
+    lengths = [len(prompt) for prompt in PROMPTS]
+    prompts = torch.tensor([(*prompt, *[0] * (max(lengths) - len(prompt))) for prompt in PROMPTS])
+    with torch.inference_mode(), decoding(model, batch=len(PROMPTS), context=max(lengths) + LONG) as so_far:
+        tokens = [so_far.prefill(prompts, lengths, chunk=6).argmax(-1)]
+        for _ in range(LONG - 1):
+            tokens.append(so_far.extend(tokens[-1][:, None])[:, -1].argmax(-1))
+        return torch.stack(tokens, 1).tolist()
+
+
+def by_whole_texts(model: torch.nn.Module) -> list[list[int]]:
+    """The same by Megatron's forward of the whole text for every token."""
+    texts = []
+    with torch.no_grad():
+        for prompt in PROMPTS:
+            tokens = torch.tensor(prompt)[None]
+            for _ in range(LONG):
+                logits = model(tokens, torch.arange(tokens.size(1))[None], None)
+                tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), 1)
+            texts.append(tokens[0, len(prompt) :].tolist())
+    return texts
+
+
 @cache
-def on_one_rank(model: str, tensor_parallel: int = 1) -> tuple[Tensor, Tensor]:
-    return with_model(whole, f"{MODELS[model]} --tensor-model-parallel-size {tensor_parallel}", tensor_parallel)[0]
+def on_one_rank(flags: str, tensor_parallel: int = 1, ask: Any = whole) -> Any:
+    return with_model(ask, f"{flags} --tensor-model-parallel-size {tensor_parallel}", tensor_parallel)[0]
 
 
 def compare(got: list[Any], want: tuple[Tensor, Tensor]) -> None:
@@ -126,30 +165,42 @@ def assert_bytes(got: list[Any], of_token: int) -> None:
     assert [rank[2] for rank in got] == [2 * slots * of_token * 4] * len(got)
 
 
+def pairs() -> Iterator[tuple[str, str]]:
+    """Models and providers; a hybrid model has one layout for both kinds of its layers."""
+    of_linear_layers = set(providers.get("lasp2").layouts)
+    for model in EIGHT_HEADS:
+        for provider in providers.names():
+            if model != "hybrid" or of_linear_layers & set(providers.get(provider).layouts):
+                yield model, provider
+
+
 @one_case
-@pytest.mark.parametrize("name", providers.names())
-def test_every_provider(name: str) -> None:
-    compare(with_model(stepwise, f"--context-parallel-size 4 --cp-provider {name}", 4), on_one_rank("gqa"))
+@pytest.mark.parametrize("ranks", [4, 2, 8])
+@pytest.mark.parametrize(("model", "provider"), pairs())
+def test_every_provider(model: str, provider: str, ranks: int) -> None:
+    """Logits: 1e-5, and the same on all ranks; texts are identical."""
+    flags = f"{MODELS[model]} {EIGHT_HEADS[model]}"
+    divided = f"{flags} --context-parallel-size {ranks} --cp-provider {provider}"
+    got = with_model(lambda model: (stepwise(model), greedy(model)), divided, ranks)
+    compare([logits for logits, _ in got], on_one_rank(flags))
+    if provider == "striped":
+        assert_bytes([logits for logits, _ in got], {"gqa": 2 * 8 * 4, "mla": 16 + 4}[model] * 4)
+    texts = on_one_rank(flags, ask=by_whole_texts)
+    assert all(len(set(text)) >= 5 for text in texts), "a text of one token over and over shows nothing"
+    assert [text for _, text in got] == [texts] * ranks
 
 
 @one_case
 @pytest.mark.parametrize("variant", sorted(variants(), key=lambda name: name != "gla"))
 def test_every_kind_of_linear_attention(variant: str) -> None:
-    MODELS[variant] = f"--cp-linear-attention {variant} --cp-layer-pattern LLLN"
-    compare(with_model(stepwise, f"{MODELS[variant]} --context-parallel-size 2", 2), on_one_rank(variant))
-
-
-@slow
-def test_eight_ranks() -> None:
-    got = with_model(stepwise, "--context-parallel-size 8 --cp-provider striped", 8)
-    compare(got, on_one_rank("gqa"))
-    assert_bytes(got, 2 * 2 * 16 * 4)
+    flags = f"--cp-linear-attention {variant} --cp-layer-pattern LLLN"
+    compare(with_model(stepwise, f"{flags} --context-parallel-size 2", 2), on_one_rank(flags))
 
 
 @slow
 def test_tensor_parallel_ranks_beside_context_parallel_ones() -> None:
     flags = f"{MODELS['hybrid']} --tensor-model-parallel-size 2 --context-parallel-size 2"
-    compare(with_model(stepwise, flags, 4), on_one_rank("hybrid", tensor_parallel=2))
+    compare(with_model(stepwise, flags, 4), on_one_rank(MODELS["hybrid"], tensor_parallel=2))
 
 
 def too_long(model: torch.nn.Module) -> str:
@@ -163,17 +214,16 @@ def too_long(model: torch.nn.Module) -> str:
     return str(refused.value)
 
 
-def test_a_context_longer_than_the_cache_says_how_many_ranks_it_needs() -> None:
-    for said in with_model(too_long, "--context-parallel-size 2 --cp-provider ring", 2):
-        assert "a context of 17 tokens does not fit" in said and "2 context-parallel ranks with 8 slots each" in said
-        assert "it needs 3 ranks, or 9 slots on each of these" in said
-
-
 @one_case
 @pytest.mark.parametrize("model", [model for model in MODELS if model != "gqa"])
 def test_every_kind_of_model(model: str) -> None:
-    chosen = "" if model == "linear" else "--cp-provider striped" if "linear" not in MODELS[model] else ""
-    got = with_model(stepwise, f"{MODELS[model]} --context-parallel-size 2 {chosen}", 2)
-    compare(got, on_one_rank(model))
+    """And a context longer than the cache says how many ranks it needs."""
+    chosen = "" if "linear" in MODELS[model] else "--cp-provider striped"
+    divided = f"{MODELS[model]} --context-parallel-size 2 {chosen}"
+    got = with_model(lambda model: (stepwise(model), too_long(model)), divided, 2)
+    compare([logits for logits, _ in got], on_one_rank(MODELS[model]))
     if model == "mla":  # the latent vector: 80 bytes a token, where keys and values would take 416
-        assert_bytes(got, (16 + 4) * 4)
+        assert_bytes([logits for logits, _ in got], (16 + 4) * 4)
+    for _, said in got:
+        assert "a context of 17 tokens does not fit" in said and "2 context-parallel ranks with 8 slots each" in said
+        assert "it needs 3 ranks, or 9 slots on each of these" in said

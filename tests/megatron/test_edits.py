@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,7 +11,7 @@ import edits
 import pytest
 import state_space_kernels
 from edits import Edit
-from nightly import one_case, slow
+from nightly import one_case
 from state_space_kernels import STATES
 from training import DATA, MODEL, SGD, Record, _train_rank
 
@@ -40,19 +37,6 @@ def test_the_lists_are_long_enough() -> None:
 @pytest.mark.parametrize("name", EDITS)
 def test_the_texts_are_there_once(name: str) -> None:
     edits.texts(EDITS[name], edits.installed())
-
-
-@slow
-@pytest.mark.parametrize(
-    "name", ["a new parameter of the slicing of batches that is required", "a comment in recomputation"]
-)
-def test_the_doctor_says_the_same_of_an_edited_checkout(name: str, tmp_path: Path) -> None:
-    edits.copy(EDITS[name], tmp_path)
-    command = [sys.executable, "-m", "cp_plugin.megatron.patches.doctor", str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = json.loads(found.stdout)["symbols"]
-    broken = [row["symbol"].rpartition(":")[2] for row in rows if row["state"] == "broken"]
-    assert broken == (["get_batch_on_this_cp_rank"] if EDITS[name].found else [])
 
 
 @one_case

@@ -13,29 +13,15 @@ import pytest
 import torch
 from nightly import one_case, slow
 from torch import Tensor
-from training import assert_same_bits, compare, stock, train
+from training import compare, stock, train
 
-from cp_plugin import ContextParallel, Options
-from cp_plugin.core import payload
-from cp_plugin.core.block import Scores
+from cp_plugin import Options
 from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed
-from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
 BF16 = "--bf16"
 COMM = f"{BF16} --context-parallel-size 4 --cp-fp8 comm --cp-provider"
-
-
-@slow
-def test_packed_documents_windows_and_recomputation(capfd: pytest.CaptureFixture[str]) -> None:
-    packed = "--dataloader-inter-document-masking --window-size 20,0 --softmax-type learnable"
-    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    plain = train(4, f"{COMM} striped {packed}")
-    again = train(4, f"{COMM} striped {packed} {recompute}")
-    assert "self-check passed" in capfd.readouterr().out
-    assert_same_bits(again, plain)
-    assert all(a.sent == b.sent == a.formula for a, b in zip(plain, again, strict=True))
 
 
 # -- scales
@@ -203,49 +189,9 @@ def test_histories_in_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert not before.any() and told
 
 
-# -- the self-check
-
-
-def _wrong_exponents() -> None:
-    pack = payload.pack
-
-    def faulty(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        elements, exponents = pack(x, block)
-        return elements, exponents.roll(1, 2) + 1
-
-    payload.pack = faulty
-
-
-def _wrong_scale() -> None:
-    """Scores 10 % too large: an error that FP8's own tolerance would let pass."""
-    method = ContextParallel.method
-    ContextParallel.method = lambda self, problem, device, scores, *rest: method(
-        self, problem, device, Scores(1.1 * scores.scale), *rest
-    )
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (_wrong_exponents, r"with --cp-fp8 comm out is off by .* \(relative; allowed"),
-        (_wrong_scale, r"failed. rank 0: out is off by [3-9].\de-02 \(relative; allowed 3e-02\)"),
-    ],
-)
-def test_the_self_check_sees_faults_in_payloads_and_behind_them(fault: Callable[[], None], message: str) -> None:
-    with pytest.raises(RankError, match=message):
-        train(2, f"{COMM} striped".replace("size 4", "size 2"), prepare=fault)
-
-
 # -- flags
 
 FLOAT8 = "ring --bf16 --cp-fp8 compute --cp-backend float8 --fp8-format hybrid"
-
-
-def test_hybrid_models_send_fp8_in_softmax_layers(validated: Callable[..., argparse.Namespace]) -> None:
-    from cp_plugin.megatron import runtime
-
-    validated("--bf16 --context-parallel-size 4 --cp-linear-attention basic --cp-layer-pattern LN --cp-fp8 comm")
-    assert runtime.settings().options.fp8 == "comm" and runtime.settings().linear.options.fp8 is None
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8"])
@@ -255,16 +201,6 @@ def test_notice_about_mxfp8(
     validated(f"--context-parallel-size 4 --cp-provider {FLOAT8} --fp8-recipe {recipe}")
     told = "cp_plugin: --fp8-recipe mxfp8 applies to linear layers only: attention uses FP8 with one scale per tensor"
     assert (told in capsys.readouterr().out) == (recipe == "mxfp8")
-
-
-def test_off_is_no_flag_at_all(validated: Callable[..., argparse.Namespace]) -> None:
-    from cp_plugin import Options
-    from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.flags.option_flags import shown
-
-    validated("--context-parallel-size 4 --cp-provider ring --cp-fp8 off")
-    assert runtime.settings().options.fp8 is None
-    assert shown(Options(fp8="comm")) == {"--cp-fp8": "comm"} and shown(Options()) == {}, "as checkpoints record it"
 
 
 def test_tiles_that_old_cudnn_lacks_are_refused_at_startup(

@@ -1,9 +1,9 @@
-"""Random command lines and questions: each starts, or is refused in one line that names its cause.
+"""Random command lines: each starts, or is refused in one line that names its cause.
 
     ci/fuzz.sh --examples N      so many of each kind; a few run with the other tests
 
-What is accepted is read as written, a training trains,
-and one question has one answer. Each kind runs in a fork, which keeps what Megatron's validation leaves behind.
+What is accepted is read as written, and a training trains. Each kind runs in a fork, which keeps what Megatron's
+validation leaves behind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import re
 import signal
 import sys
@@ -23,17 +22,16 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-from command_strategies import command_lines, megatron_flags, plugin_flags, plugin_parser, trainings
-from hypothesis import HealthCheck, Phase, given, settings
+from command_strategies import command_lines, plugin_flags, plugin_parser, trainings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_one_question import Case
 from typer.testing import CliRunner
 from warm import in_a_fork
 
 from cp_plugin.cli.app import app
 
 FUZZ = int(os.environ.get("CP_PLUGIN_FUZZ", "0"))
-BY_DAY = {"commands": 60, "plugin's flags": 100, "Megatron's flags": 20, "trainings": 3, "questions": 3}
+BY_DAY = {"commands": 60, "plugin's flags": 100, "Megatron's flags": 20, "trainings": 3}
 """The examples of each kind; at night all have the same number."""
 SECONDS = 60
 """Of processor time, after which an example counts as hanging."""
@@ -168,50 +166,11 @@ def started(line: list[str]) -> str:
     return "trained" if re.search(r"iteration +1/ +\d+ \|.*loss: ", text) else "ended"
 
 
-# The planner
-
-
-def one_answer(drawn: tuple[int, int]) -> str:
-    """By a model's name, and by Megatron's flags in any order and spelling."""
-    from cp_plugin.megatron.planned import command as planned
-
-    case, flags = Case.drawn(drawn[0]), Case.drawn(drawn[0])._replace(window=0).flags
-    pairs = re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(flags))
-    random.Random(drawn[1]).shuffle(pairs)
-    again = " ".join(re.sub(r"^(--\S+) (\S+)$", r"\1=\2", pair) for pair in pairs).split()
-    common = ["plan", "--json", "--cluster=dgx-h100", f"--devices={case.devices}"]
-    common += [f"--memory={case.memory:g}"] * bool(case.memory) + [f"--documents={case.documents}"] * bool(
-        case.documents
-    )
-    named = [f"--model={case.name}", f"--seq-length={case.tokens}", f"--recompute={case.recompute}"]
-    named += [f"--tensor={case.tensor}", f"--pipeline={case.pipeline}", f"--context={case.context}"]
-    named += [f"--global-batch={case.data}"]
-    with patch.object(planned, "run_ranks", in_this_process), undone():
-        ways = [CliRunner().invoke(app, [*common, *way]) for way in (named, ["--", *flags], ["--", *again])]
-    first, *others = ((done.exit_code, done.stdout and json.loads(done.stdout)) for done in ways)
-    assert first[0] in (0, 1, 2), ways[0].output
-    for other, done in zip(others, ways[1:], strict=True):
-        assert other[0] == first[0], f"status {other[0]}, not {first[0]}: {done.output[-500:]}"
-        assert first[0] == 2 or other[1]["methods"] == first[1]["methods"], f"another answer by {flags}"
-    if first[0] < 2:
-        best = first[1]["methods"][0]
-        fits = sum(best["memory"].values()) <= first[1]["memory_limit"]
-        assert best["fits"] == fits == (first[0] == 0), "the exit status says whether it fits"
-    return ("fits", "fits not", "refused")[first[0]]
-
-
-def in_this_process(function: Callable[..., Any], ranks: int, *, args: Any, env: Any, timeout: float) -> list[Any]:
-    os.environ |= env
-    with undone():
-        return [function(*args)]
-
-
 KINDS: dict[str, tuple[Callable[[], st.SearchStrategy[Any]], Callable[[Any], str]]] = {
     "commands": (command_lines, a_command),
     "plugin's flags": (plugin_flags, settings_as_written),
     "Megatron's flags": (trainings, validated),
     "trainings": (trainings, started),
-    "questions": (lambda: st.tuples(st.integers(0, 10**6), st.integers(0, 9)), one_answer),
 }
 
 
@@ -245,26 +204,6 @@ def test_lines_are_right_or_refused_in_one(kind: str, _cpu_megatron: None) -> No
     assert BY_DAY[kind] < 20 or ended.stdout.count("'") > 2, f"all alike: {ended.stdout}"
 
 
-CAN_BE_DRAWN: dict[str, Callable[[str], object]] = {
-    "more experts for a token than there are": lambda line: re.search(
-        "--num-experts 4 .*--moe-router-topk=(8|64)", line
-    ),
-    "a division by zero": lambda line: "--log-interval=0" in line,
-    "evaluation without its interval": lambda line: "--eval-iters" in line and "--eval-interval" not in line,
-    "no data": lambda line: "data" not in line,
-    "data that are not there": lambda line: "--data-path=/none/x" in line,
-    "a flag that nobody listed": lambda line: set(re.findall(r"--[^ =]+", line)) & megatron_flags()[1].keys(),
-}
-
-
-def test_inputs_of_known_faults_can_be_drawn(_cpu_megatron: None) -> None:
-    lines: list[str] = []
-    quiet = {"database": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
-    drawn = given(trainings())(lambda line: lines.append(" ".join(line)))
-    settings(max_examples=400, derandomize=True, **quiet)(drawn)()
-    assert {name: any(map(of, lines)) for name, of in CAN_BE_DRAWN.items()} == dict.fromkeys(CAN_BE_DRAWN, True)
-
-
 PLANTED: dict[str, tuple[str, Any, Callable[[], str], str]] = {
     "a traceback": ("cli.traffic.price", lambda *_: 1 / 0, lambda: a_command(["traffic"]), "ZeroDivisionError"),
     "another size": (
@@ -282,7 +221,6 @@ PLANTED: dict[str, tuple[str, Any, Callable[[], str], str]] = {
             "read as {'--cp-grid':",
         ),
     ),
-    "a status": ("planner.search.Plan.fits", lambda *_: False, lambda: one_answer((3, 0)), "the exit status"),
 }
 
 

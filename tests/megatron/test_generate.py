@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from nightly import ALL, one_case, slow
-from training import DATA, MODEL, SGD
+from training import train
 from warm import Forked, in_a_fork
 
 from cp_plugin.inference.request import Sampler, Sampling
@@ -22,7 +22,6 @@ from cp_plugin.testing.launch import run_ranks
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
-TRAINING = f"{MODEL} {DATA} {SGD} --train-iters 2 --save-interval 2".replace("--vocab-size 127", "--vocab-size 300")
 MODELS = {
     "window": "--window-size 20,0 --cp-provider striped --ckpt-format torch_dist",
     "hybrid": "--cp-linear-attention gla --cp-layer-pattern LN --ckpt-format torch",
@@ -38,23 +37,14 @@ class Checkpoints(dict[str, Path]):
 
     def __missing__(self, model: str) -> Path:
         folder = self[model] = self._tmp_path_factory.mktemp("saved")
-        words = f"{TRAINING} {MODELS[model]} --context-parallel-size 2 --save {folder}"
-        run_ranks(_train, 2, args=(words.split(),), timeout=120)
+        saved = f"--vocab-size 300 --save {folder} --save-interval 2"
+        train(2, f"{MODELS[model]} --context-parallel-size 2 {saved}", steps=2)
         return folder
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory)
-
-
-def _train(words: list[str]) -> None:
-    from cp_plugin.megatron import activate
-    from cp_plugin.megatron.models import gpt
-
-    sys.argv = ["pretrain_gpt.py", *words]
-    activate()
-    gpt.train()
 
 
 def generate(*words: str) -> subprocess.CompletedProcess[str]:

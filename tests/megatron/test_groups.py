@@ -35,16 +35,11 @@ def _initialize(settings: Settings, **parallel: Any) -> Any:
 
 def _describe(cp: ContextParallel) -> dict[str, Any]:
     ranks = {a: g and dist.get_process_group_ranks(g) for a, g in cp.mesh.groups.items()}
-    return {
-        "provider": cp.provider.name,
-        "axes": cp.mesh.axes,
-        "index": cp.index,
-        "ranks": ranks,
-        "layout": cp.layout.name,
-    }
+    settled = {"provider": cp.provider.name, "axes": cp.mesh.axes, "layout": cp.layout.name}
+    return settled | {"index": cp.index, "ranks": ranks}
 
 
-def _strided_ranks() -> tuple[list[int], dict[str, Any], bool, bool]:
+def _strided_ranks() -> tuple[list[int], dict[str, Any]]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from cp_plugin.megatron import runtime
@@ -53,49 +48,23 @@ def _strided_ranks() -> tuple[list[int], dict[str, Any], bool, bool]:
     mpu = _initialize(settings, tensor_model_parallel_size=2, context_parallel_size=2)
     cp_group = mpu.get_context_parallel_group()
     cp = runtime.context_parallel()
-    own = cp.mesh.groups["cp"]
+    own, ranks = cp.mesh.groups["cp"], dist.get_process_group_ranks(cp_group)
     assert runtime.context_parallel(cp_group) is cp
     assert runtime.context_parallel(ProcessGroupCollection.use_mpu_process_groups().cp) is cp
-    same_ranks = dist.new_group(dist.get_process_group_ranks(cp_group), use_local_synchronization=True)
+    same_ranks = dist.new_group(ranks, use_local_synchronization=True)
     assert runtime.context_parallel(same_ranks) is cp, "found by ranks, not by object"
-    return (
-        dist.get_process_group_ranks(cp_group),
-        _describe(cp),
-        own is not cp_group,
-        own in mpu._global_process_group_list,
-    )
+    assert own is not cp_group, "the cp group itself is left alone"
+    assert own in mpu._global_process_group_list, "Megatron sets its timeout"
+    return ranks, _describe(cp)
 
 
 def test_groups_beside_megatrons_own() -> None:
-    results = run_ranks(_strided_ranks, 8, init_process_group=True)
-    for rank, (cp_ranks, described, apart, known) in enumerate(results):
+    """Test_examples_megatron has those of grids."""
+    for rank, (cp_ranks, described) in enumerate(run_ranks(_strided_ranks, 8, init_process_group=True)):
         first = rank - rank % 4 + rank % 2  # tensor-parallel ranks are neighbours, so context-parallel ranks are not
         assert cp_ranks == [first, first + 2]
-        assert described == {
-            "provider": "ring",
-            "axes": {"cp": 2},
-            "index": rank % 4 // 2,
-            "ranks": {"cp": cp_ranks},
-            "layout": "zigzag",
-        }
-        assert apart, "the cp group itself is left alone"
-        assert known, "Megatron sets its timeout"
-
-
-def _described(settings: Settings) -> dict[str, Any]:
-    from cp_plugin.megatron import runtime
-
-    _initialize(settings, tensor_model_parallel_size=2, context_parallel_size=4)
-    return _describe(runtime.context_parallel())
-
-
-def test_no_group_for_axes_of_one_rank_and_extra_groups() -> None:
-    settings = Settings(provider="attention2d", options=Options(grid=(2, 2), head_parallel=1))
-    results = run_ranks(_described, 8, args=(settings,), init_process_group=True)
-    assert [r["axes"] for r in results] == [{"q": 2, "kv": 2, "head": 1}] * 8
-    assert [r["index"] for r in results] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert results[0]["ranks"] == {"q": [0, 4], "kv": [0, 2], "all": [0, 2, 4, 6]}
-    assert results[3]["ranks"] == {"q": [3, 7], "kv": [1, 3], "all": [1, 3, 5, 7]}
+        layout = {"provider": "ring", "axes": {"cp": 2}, "layout": "zigzag"}
+        assert described == layout | {"index": rank % 4 // 2, "ranks": {"cp": cp_ranks}}
 
 
 def _on_hosts(names: str, settings: Settings, **parallel: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -184,38 +153,21 @@ def test_models_with_groups_of_their_own_are_refused() -> None:
 def test_nccl_options_have_their_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin.megatron.layers.groups import options_from
 
-    monkeypatch.setitem(sys.modules, "yaml", SimpleNamespace(safe_load=json.load))  # JSON is YAML; PyYAML is optional
     path = tmp_path / "nccl.yaml"
-    path.write_text('{"cp_plugin_cp": {"max_ctas": 4}, "cp": {"max_ctas": 8}}')
-    options = options_from(
-        {
-            "nccl_communicator_config_path": str(path),
-            "high_priority_stream_groups": ["cp_plugin_row"],
-            "distributed_timeout_minutes": 7,
-        }
-    )
-    assert options.nccl == {
-        "cp_plugin_cp": {"max_ctas": 4},
-        "cp": {"max_ctas": 8},
-        "cp_plugin_row": {"is_high_priority_stream": True},
-    }
-    assert options.timeout == timedelta(minutes=7)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+    common = {"nccl_communicator_config_path": str(path), "distributed_timeout_minutes": 7}
+    for text, message in (
         ("[1]", "write the name of a group and its options below it"),
         ("cp: [", "is not valid YAML"),
-    ],
-)
-def test_invalid_nccl_options(text: str, message: str, tmp_path: Path) -> None:
-    from cp_plugin.megatron.layers.groups import options_from
-
-    path = tmp_path / "nccl.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=rf"{path}.*{message}"):
-        options_from({"nccl_communicator_config_path": str(path), "distributed_timeout_minutes": 7})
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"{path}.*{message}"):
+            options_from(common)
+    monkeypatch.setitem(sys.modules, "yaml", SimpleNamespace(safe_load=json.load))  # JSON is YAML; PyYAML is optional
+    path.write_text('{"cp_plugin_cp": {"max_ctas": 4}, "cp": {"max_ctas": 8}}')
+    options = options_from({**common, "high_priority_stream_groups": ["cp_plugin_row"]})
+    row = {"cp_plugin_row": {"is_high_priority_stream": True}}
+    assert options.nccl == {"cp_plugin_cp": {"max_ctas": 4}, "cp": {"max_ctas": 8}} | row
+    assert options.timeout == timedelta(minutes=7)
 
 
 def test_streams_of_the_plugins_groups_have_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's HybridModel under context parallelism: a planted fault, and the specs of its layers."""
+"""Megatron's HybridModel under context parallelism: its layers by a provider, and their specs."""
 
 from __future__ import annotations
 
@@ -7,34 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from feature_faults import CP, PACKS
 from state_space_kernels import STATES
-from training import check
+from training import SHORT, train
 
 pytestmark = pytest.mark.usefixtures("adapter")
-MAMBA = f"--hybrid-layer-pattern M* {STATES} --calculate-per-token-loss"
 
 
-def _stock_order() -> None:
-    from megatron.core.ssm import mamba_context_parallel as used
-
-    from cp_plugin.megatron.patches import patching
-
-    for name in ("_undo_attention_load_balancing", "_redo_attention_load_balancing"):
-        setattr(used, name, patching.original(f"{used.__name__}:{name}"))
-
-
-@pytest.mark.parametrize(
-    ("provider", "error", "message"),
-    [
-        ("striped", Exception, "differs from the step on one rank"),
-        ("striped --cp-selfcheck off", AssertionError, "gradient of"),
-    ],
-)
-def test_megatrons_own_order_is_found_wrong_in_other_layouts(
-    provider: str, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        check(MAMBA, f"--cp-provider {provider}", cp=2, prepare=_stock_order)
+def test_delta_net_by_a_provider_is_announced_and_checked_in_half_precision(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = f"{CP} ring --cp-linear-provider lasp1 --hybrid-layer-pattern G* {STATES} --seq-length 32 --bf16 {PACKS}"
+    train(2, flags, documents=SHORT)
+    told = capfd.readouterr().out
+    assert "gated delta net" in told and "by lasp1: LASP (arXiv 2404.02882)" in told
+    assert "chunked: linear attention, plain torch, because fla does not run: its Triton kernels need a CUDA" in told
+    assert "self-check passed" in told
 
 
 def test_a_layer_that_lies_elsewhere_than_its_mixer_keeps_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:

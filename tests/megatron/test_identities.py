@@ -11,7 +11,7 @@ import torch
 from nightly import NIGHT, one_case
 from state_space_kernels import STATES
 from torch import Tensor
-from training import SGD, assert_same_bits, train
+from training import train
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import Mesh, run_threads
@@ -19,7 +19,6 @@ from cp_plugin.megatron.selfcheck.exact_rows import Rounding
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.gradient_dtype import GRADIENT_DTYPE
 from cp_plugin.planner.trace.memory import Meter
-from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -173,55 +172,19 @@ SPOILED: dict[str, Callable[[dict[str, Tensor]], None]] = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILED)
-def test_a_wrong_gradient_breaks_them(what: str) -> None:
+def test_a_wrong_gradient_breaks_them() -> None:
     """In every provider, in float32."""
-    found = dict.fromkeys(providers.names("softmax") + providers.names("linear"), 0)
-    for seed in range(400):
-        case = drawn(seed)
-        if case.dtype != torch.float32 or found[case.provider]:
-            continue
-
-        def spoil(rank: int, grads: dict[str, Tensor]) -> None:
-            if rank == 1:
-                SPOILED[what](grads)
-
-        total = totals(case, spoil)
-        if total is not None and len(case.tensors["q"]) >= 16:
-            found[case.provider] += max(apart(case, total))[0] > 1
-    assert all(found.values()), found
+    for what, change in SPOILED.items():
+        found = dict.fromkeys(providers.names("softmax") + providers.names("linear"), 0)
+        for seed in range(400):
+            case = drawn(seed)
+            if case.dtype == torch.float32 and not found[case.provider] and len(case.tensors["q"]) >= 16:
+                total = totals(case, lambda rank, grads, change=change: change(grads) if rank == 1 else None)
+                found[case.provider] += total is not None and max(apart(case, total))[0] > 1
+        assert all(found.values()), (what, found)
 
 
 FLAGS = "--context-parallel-size 2 --cp-provider striped"
-ONE = SGD.replace("--micro-batch-size 2 --global-batch-size 4", "--micro-batch-size 1 --global-batch-size 1")
-
-
-def _remote_dv() -> None:
-    """From step 3 on, the sums of dv that come back from other ranks are 2 % too small."""
-    from megatron.training import global_vars
-
-    from cp_plugin.comm import Pending
-    from cp_plugin.methods import ring
-
-    added = ring._added
-
-    def smaller(arriving: Any, parts: Any) -> Any:
-        if arriving is None or getattr(global_vars._GLOBAL_ARGS, "curr_iteration", 0) < 2:
-            return added(arriving, parts)
-        dk, dv = arriving.wait()
-        return added(Pending.done((dk, 0.98 * dv)), parts)
-
-    ring._added = smaller
-
-
-@pytest.mark.parametrize("provider", ["ring", "striped"])
-def test_a_training_stops(provider: str) -> None:
-    flags = f"--context-parallel-size 2 --cp-provider {provider} --cp-check-every 1"
-    with pytest.raises(RankError) as raised:
-        train(2, flags, steps=4, training=ONE, prepare=_remote_dv)
-    text = str(raised.value)
-    assert "AttentionError: --cp-check-every: in step 3, layer" in text, text
-    assert "sum(v . dv) = " in text
 
 
 def _counted(owner: Any, name: str) -> None:
@@ -265,13 +228,11 @@ def _every(n: int) -> Callable[[], None]:
         f"--context-parallel-size 2 --cp-provider ring --cp-linear-provider lasp2 --hybrid-layer-pattern G* {STATES}",
     ],
 )
-def test_by_default_and_bitwise_unchanged(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_they_are_compared_by_default(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Without the flag they are compared in every 100th iteration; here in every second."""
-    checked = train(2, flags, steps=6, prepare=_every(2))
+    train(2, flags, steps=6, prepare=_every(2))
     calls = [line.split()[1:] for line in capfd.readouterr().out.splitlines() if line.startswith("CALLED")]
     judged = [int(call[1]) for call in calls if call[0] == "_judge"]
     assert set(judged) == {2, 4, 6}
     assert len(judged) == 3 * (2 if "LN" in flags or "G*" in flags else 1), "one call of each kind"
     assert [call[0] for call in calls].count("of_every_rank") == len(judged), "one message"
-    without = train(2, f"{flags} --cp-check-every 0", steps=6)
-    assert_same_bits(checked, without)

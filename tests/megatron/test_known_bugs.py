@@ -8,17 +8,18 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     a token sees a later one, wrong gradients              TE 3248, 1557, Megatron 1464      tests/core/test_methods
     which mask works with what                             TE 2052      test_support
     labels shifted inside each rank's part                 verl 4250      tests/core/test_shift
-    the loss of multi-token prediction                     Megatron 3959, 7498            test_mtp
+    the loss of multi-token prediction                     Megatron 3959, 7498            test_cases
     a loss as many times too large as there are ranks      Bridge 2055 (three ranks)      test_cases
     a missing process group taken for one of one rank      Bridge 2667      test_groups
     layers without context parallelism                     AutoModel 3507      test_startup
     dropout, lengths, dynamic groups      Megatron 4828, 1669, 5355, 3405, 6821, 6816      test_bad_flags
     resuming with another number of ranks                  Megatron 1232, 1517      test_settings_in_checkpoint
     means over the unequal tokens of ranks                 Megatron 7452, 7513      test_contract
-    means, counts and sums of another scale than due       Megatron 673, Bridge 2055, verl 1332, 6609      test_contract
-    no bounds of documents on some pipeline stages         Bridge 2952      test_contract
+    sums and counts of another scale      Megatron 673, Bridge 2055, verl 1332, 6609      test_planted_faults
+    no bounds of documents on some pipeline stages         Bridge 2952      test_planted_faults
     packs, their padding, and prediction in them           Megatron 6912, 7238      test_packed_models, test_sft
-    padding at the end of a pack taken for tokens          TE 3331, 1930      test_padding, test_sft
+    padding of documents taken for tokens       TE 3331, 1930      test_packed_places, test_padding, test_sft
+    next tokens of packed documents with padding           Megatron 4494      test_mtp_of_dev
     several sequences in a micro-batch                     NeMo 12210 (its tests have two)      test_parity
     layers that mix tokens      transformers 48491, LlamaFactory 10787      huggingface/test_mixing
     router losses from one rank's tokens                   Megatron 5696, prime-rl 2828      huggingface/test_loss
@@ -32,50 +33,15 @@ Reports about CUDA graphs, NCCL and upstream kernels, which the plugin does not 
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import pytest
 import torch
 from oracle import Case, Result, assert_close, errors
-from test_packed_places import pack_of
 from thread_ranks import on_threads, run
 
 from cp_plugin import ContextParallel
 
 pytestmark = pytest.mark.usefixtures("adapter")
-
-
-def padded_pack() -> Any:
-    """Documents of 5 and 7 tokens in places for 8 and 12."""
-    real, padded = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 20])
-    return pack_of(real, real, padded, padded)
-
-
-def test_megatron_4494_next_tokens_of_packed_documents() -> None:
-    """Multi-token prediction shifted padded documents by their unpadded lengths."""
-    from cp_plugin.megatron.patches import mtp
-
-    tokens = torch.arange(100, 124).view(1, 24)
-    following = mtp._rolled(ContextParallel("striped"), tokens, -1, 1, padded_pack())[0].tolist()
-    assert following[:5] == [101, 102, 103, 104, 0] and following[8:15] == [109, 110, 111, 112, 113, 114, 0]
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_te_3331_padding_between_documents(causal: bool) -> None:
-    """Padding after documents made outputs wrong and non-deterministic."""
-    from cp_plugin.megatron.micro_batch import MicroBatch
-
-    bounds = MicroBatch.find(ContextParallel("striped"), padded_pack(), 24).bounds
-    assert bounds is not None and bounds.tolist() == [0, 5, 8, 15, 20, 24]
-    case = Case(seq_length=24, heads=2, kv_heads=2, causal=causal, batch=1)
-    q, k, v, _ = case.inputs()
-    spoiled = [x.clone() for x in (k, v)]
-    for x in spoiled:
-        x[5:8] = 1e4  # padding of the first document
-    cp = ContextParallel("striped")
-    a = cp.attention(q, k, v, causal=causal, cu_seqlens=bounds)
-    b = cp.attention(q, *spoiled, causal=causal, cu_seqlens=bounds)
-    assert torch.equal(a[:5], b[:5]) and torch.equal(a[8:], b[8:])
 
 
 def test_megatron_7452_offsets_count_once_in_the_norm_of_gradients() -> None:

@@ -1,5 +1,7 @@
-"""``--linear-cp-layout`` and ``--attention-cp-layout``: one rank's numbers, whether or not Megatron's layout manager
-converts tokens around attention."""
+"""``--linear-cp-layout`` and ``--attention-cp-layout``: what Megatron's layout manager converts, and planted faults.
+
+``cases.toml`` has the numbers of one rank.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from nightly import each_value
 from rule_examples import RING, example
 from state_space_kernels import STATES
 from test_refusals import run_of
-from training import PACKED, check, train
+from training import train
 
 from cp_plugin import Options
 from cp_plugin.megatron.rules import layout
@@ -27,41 +28,6 @@ with_manager = pytest.mark.skipif(
 
 ZIGZAG = "ring --cp-layout zigzag"
 LINEAR, ATTENTION = "--linear-cp-layout contiguous", "--attention-cp-layout contiguous"
-CONVERTED = "contiguous outside attention: Megatron's layout manager converts"
-ONE_LAYOUT = "setting --linear-cp-layout and --attention-cp-layout to zigzag"
-SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
-PER_TOKEN = "--calculate-per-token-loss"
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
-CASES = {
-    "converted": (1, 2, f"MG*- {STATES}", f"{ZIGZAG} {LINEAR}"),
-    "converted, several attention layers, four ranks": (1, 4, f"*M** {STATES}", f"{ZIGZAG} {LINEAR}"),
-    "converted, grid": (1, 4, f"M*G* {STATES}", f"attention2d --cp-grid 2x2 --cp-layout zigzag {LINEAR}"),
-    "converted, tensor parallel, recomputed": (2, 2, f"M*- {SEQUENCE} {RECOMPUTE} {STATES}", f"{ZIGZAG} {LINEAR}"),
-    "converted, pipeline": (2, 2, f"M*|G*- --pipeline-model-parallel-size 2 {STATES}", f"{ZIGZAG} {LINEAR}"),
-    "converted, delta net by a provider": (1, 4, f"G* {STATES}", f"{ZIGZAG} {LINEAR} --cp-linear-provider lasp2"),
-    "striped": (1, 2, f"MG*- {STATES}", f"striped {LINEAR}"),
-    "contiguous everywhere": (1, 2, f"MG*- {STATES}", f"ring --cp-layout contiguous {LINEAR} {ATTENTION}"),
-    "prediction": (1, 2, f"M*/*-/*- {STATES}", f"{ZIGZAG} {LINEAR}"),
-}
-
-
-@with_manager
-@each_value
-@pytest.mark.parametrize("case", CASES)
-def test_as_on_one_rank(case: str, capfd: pytest.CaptureFixture[str]) -> None:
-    ranks, cp, pattern, provider = CASES[case]
-    check(
-        f"--seq-length 32 --hybrid-layer-pattern {pattern} {PER_TOKEN}", f"--cp-provider {provider}", cp=cp, ranks=ranks
-    )
-    said = capfd.readouterr().out
-    assert (CONVERTED in said, ONE_LAYOUT in said) == (case.startswith("converted"), not case.startswith("converted"))
-
-
-@with_manager
-def test_packed_documents_as_on_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    check(f"--hybrid-layer-pattern MG*- {STATES} {PACKED} {PER_TOKEN}", f"--cp-provider {ZIGZAG} {LINEAR}", cp=2)
-    assert ONE_LAYOUT in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

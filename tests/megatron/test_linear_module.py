@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from test_startup import _cells
 from training import FIRST_LOSS, train
 from warm import megatrons_own_data
 
-from cp_plugin import ContextParallel, Options
+from cp_plugin import Options
 from cp_plugin.linear.variants import variants
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.flags.linear_flags import Linear
@@ -102,19 +102,6 @@ def test_all_weights_are_marked_as_divided_but_the_gates_first_factor(gla: None)
     assert all(weights[name].partition_dim == 0 for name in divided)
 
 
-@pytest.mark.parametrize("variant", ["gla", "rebased"])
-def test_weights_are_used_inside_the_forward_of_their_module_alone(variant: str) -> None:
-    """``--overlap-param-gather`` waits for weights before that forward."""
-    _start(variant)
-    module, called = _module(), set()
-    owners = {part for name, part in module.named_modules() if list(part.parameters(recurse=False)) and name != "gate"}
-    for part in owners:
-        part.register_forward_pre_hook(lambda part, _: called.add(part))
-    q, k = torch.randn(8, 2, 4, 16), torch.randn(8, 2, 2, 16)
-    module(q, k, torch.cat((k, k), 3) if variant == "gla" else k, None)
-    assert called == owners != set()
-
-
 def test_layers_and_heads_begin_with_weights_of_their_own(gla: None) -> None:
     first, second = (_module(layer=n).gate for n in (1, 2))
     assert not torch.equal(first.down, second.down) and not torch.equal(first.up, second.up)
@@ -177,87 +164,12 @@ def test_audit_names_both_kinds(capfd: pytest.CaptureFixture[str]) -> None:
     assert "num_floating_point_operations" in text
 
 
-# -- faults that the self-check must find
-
-
-def _linear_layers_in_another_layout() -> None:
-    from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.layers import linear_attention
-
-    def wrong(self: Any) -> ContextParallel:
-        mesh = runtime.context_parallel(kind="linear").mesh
-        return ContextParallel("lasp2", mesh=mesh, layout="contiguous")
-
-    linear_attention.LinearCoreAttention.context_parallel = property(wrong)
-
-
-def _wrong_decay_on_rank_1() -> None:
-    attend = ContextParallel.linear_attention
-
-    def linear_attention(self: ContextParallel, q: Any, k: Any, v: Any, log_decay: Any, **kwargs: Any) -> torch.Tensor:
-        wrong = 1.01 if torch.distributed.get_rank() == 1 else 1.0
-        return attend(self, q, k, v, log_decay * wrong, **kwargs)
-
-    ContextParallel.linear_attention = linear_attention
-
-
-def _half_of_the_gates_gradient() -> None:
-    from cp_plugin.linear.variants import LinearAttention
-
-    prepare = LinearAttention.prepare
-
-    def wrong(self: Any, q: Any, k: Any, v: Any, gate: torch.Tensor) -> Any:
-        if gate.dtype == torch.float32:  # the module's own, not the reference's
-            gate = gate / 2 + gate.detach() / 2
-        return prepare(self, q, k, v, gate)
-
-    LinearAttention.prepare = wrong
-
-
-def _linear_layers_with_the_tokens_of_other_ranks() -> None:
-    from cp_plugin.megatron.layers import groups
-
-    make = groups._linear
-
-    def wrong(*args: Any) -> ContextParallel:
-        cp = make(*args)
-        cp.numbers = cp.numbers[::-1]
-        return cp
-
-    groups._linear = wrong
-
-
-def _softmax_layers_wrong() -> None:
-    attend = ContextParallel.attention
-
-    def attention(self: ContextParallel, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return 1.01 * attend(self, *args, **kwargs)
-
-    ContextParallel.attention = attention
-
-
-FAULTS: dict[Callable[[], None], str] = {
-    _linear_layers_in_another_layout: r"rank 0: linear out is off by .*; linear dq is off by",
-    _linear_layers_with_the_tokens_of_other_ranks: r"rank 0: linear out is off by",
-    _wrong_decay_on_rank_1: r"rank 1: linear out is off by",
-    _half_of_the_gates_gradient: r"failed. rank 0: linear dv is off by \S+ \(relative; allowed 1e-03\) \| rank 1",
-    _softmax_layers_wrong: r"rank 0: out is off by",
-}
-
-
 def test_providers_with_different_token_orders_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(providers.get("attention2d"), beside=("q",))
     monkeypatch.setitem(providers.registry(), "attention2d", other)
     flags = HYBRID.replace("size 2", "size 4") + " --cp-provider attention2d --cp-grid 2x2"
     with pytest.raises(RankError, match="attention2d assigns zigzag tokens to ranks in a different order"):
         train(4, flags)
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
-def test_the_self_check_finds_a_fault_in_either_kind(fault: Callable[[], None]) -> None:
-    with pytest.raises(RankError, match=FAULTS[fault]) as raised:
-        train(2, HYBRID, prepare=fault)
-    assert "the self-check of --cp-linear-attention gla on the zigzag layout failed" in str(raised.value)
 
 
 @one_case

@@ -26,8 +26,11 @@ from quantizing import (
     quantize_stock_attention,
     whole,
 )
+from test_attention_module import _module
 from torch import Tensor
 from training import compare, train
+
+from cp_plugin.megatron.flags.args import Settings
 
 pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed: pip install cp-plugin[modelopt]")
 pytestmark = [pytest.mark.usefixtures("adapter"), pytest.mark.filterwarnings("ignore")]
@@ -79,20 +82,6 @@ def test_logits_and_gradients_are_those_of_one_rank(run: str) -> None:
             same = [key for key, grad in part[3].items() if grad.shape == grads[key].shape]
             assert "decoder.layers.0.input_layernorm.weight" in same
             assert all(error(part[3][key], grads[key]) < GRADIENT for key in same), name
-
-
-def test_ranks_that_keep_their_own_maximum_are_noticed() -> None:
-    want = stock()["FP8 q, k, v"]
-    everyone = [found["FP8 q, k, v"] for found in on_ranks(_own_maximum, 2, f"{STRIPED} 2")]
-    assert error(whole([found[:2] for found in everyone]), want[1]) > 1e-4
-    assert any(not torch.equal(everyone[0][2][key], everyone[1][2][key]) for key in want[2])
-
-
-def _own_maximum() -> dict[str, Any]:
-    from cp_plugin.megatron.layers import quantized
-
-    quantized._all_ranks = lambda cp_group: -1
-    return ptq_and_qat()
 
 
 def bfloat16() -> dict[str, Tensor]:
@@ -194,17 +183,11 @@ def test_restored_on_other_ranks(tmp_path: Path) -> None:
 def attention(packed: bool = False) -> Any:
     """A layer on its own, on one rank of a run with a provider."""
     from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cp_plugin.megatron.flags.args import Settings
-    from cp_plugin.megatron.layers.core_attention import CoreAttention
     from cp_plugin.megatron.patches import hooks
 
     hooks.start(Settings(provider="ring"))
-    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
-    config = TransformerConfig(**sizes, attention_dropout=0.0, hidden_dropout=0.0)
-    mask = AttnMaskType.padding_causal if packed else AttnMaskType.causal
-    return CoreAttention(config, 1, mask, "self")
+    return _module(attn_mask_type=AttnMaskType.padding_causal if packed else AttnMaskType.causal)
 
 
 def qkv(*leading: int) -> list[Tensor]:
@@ -212,44 +195,44 @@ def qkv(*leading: int) -> list[Tensor]:
     return [torch.randn(*leading, heads, 16, generator=draws) for heads in (4, 2, 2)]
 
 
-REFUSED = (
-    ({**FP8, "bias": {-2: None, -4: None, "type": "static"}}, r"a bias \(affine quantisation\)"),
-    ({**FP8, "axis": 2}, r"scales along the axis \(2,\)"),
-    ({**FP8, "axis": (0, 1, 2)}, r"scales along the axis \(0, 1, 2\)"),
-    ({**FP8, "block_sizes": {-1: None, -2: None}}, r"scales along the axis \(0, 1\)"),
-    ({**FP8, "type": "dynamic"}, "a dynamic scale of the whole tensor"),
-    ({**FP8, "block_sizes": {-1: 16, -4: 16}}, r"blocks along the dimensions \[0\]"),
-    ({**FP8, "block_sizes": {-1: 16}}, "static blocks"),
-    ({"num_bits": 8, "calibrator": "histogram"}, "the calibrator HistogramCalibrator"),
-    ({**FP8, "backend": "mine"}, r"a custom backend \(mine\)"),
-    ({**FP8, "fake_quant": False}, "fake_quant False"),
-    ([FP8, {**FP8, "axis": 2}], r"scales along the axis \(2,\)"),
-)
+KEYS = "k_bmm_quantizer of --cp-provider ring: .*"
+ON = {"quantizer_name": "*[qkv]_bmm_quantizer", "cfg": FP8}
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    **{
+        f"{KEYS}{message}": [{"quantizer_name": "*k_bmm_quantizer", "cfg": cfg}]
+        for message, cfg in {
+            r"a bias \(affine quantisation\)": {**FP8, "bias": {-2: None, -4: None, "type": "static"}},
+            r"scales along the axis \(2,\)": [FP8, {**FP8, "axis": 2}],
+            r"scales along the axis \(0, 1, 2\)": {**FP8, "axis": (0, 1, 2)},
+            r"scales along the axis \(0, 1\)": {**FP8, "block_sizes": {-1: None, -2: None}},
+            "a dynamic scale of the whole tensor": {**FP8, "type": "dynamic"},
+            r"blocks along the dimensions \[0\]": {**FP8, "block_sizes": {-1: 16, -4: 16}},
+            "static blocks": {**FP8, "block_sizes": {-1: 16}},
+            "the calibrator HistogramCalibrator": {"num_bits": 8, "calibrator": "histogram"},
+            r"a custom backend \(mine\)": {**FP8, "backend": "mine"},
+            "fake_quant False": {**FP8, "fake_quant": False},
+        }.items()
+    },
+    **{
+        rf"--cp-provider ring does not support {name} \(.*supported are q_bmm_quant": [
+            ON,
+            {"quantizer_name": f"*{name}", "cfg": FP8},
+        ]
+        for name in ("softmax_quantizer", "p_bmm_quantizer", "bmm2_output_quantizer")
+    },
+}
 
 
-def test_quantisers_that_ranks_would_change_are_refused() -> None:
+@pytest.mark.parametrize("message", REFUSED)
+def test_quantisers_that_ranks_would_change_or_inside_attention_are_refused(message: str) -> None:
     import modelopt.torch.quantization as mtq
 
-    for cfg, message in REFUSED:
-        config = {"quant_cfg": [OFF, {"quantizer_name": "*k_bmm_quantizer", "cfg": cfg}], "algorithm": "max"}
-        with pytest.raises(ValueError, match=f"layer 1: k_bmm_quantizer of --cp-provider ring: .*{message}"):
-            mtq.quantize(attention(), config, lambda module: module(*qkv(8, 2), None))
-
-
-def test_quantisers_inside_attention_are_refused() -> None:
-    import modelopt.torch.quantization as mtq
-
-    def quantise(*entries: dict[str, Any]) -> None:
-        config = {"quant_cfg": [OFF, {"quantizer_name": "*[qkv]_bmm_quantizer", "cfg": FP8}, *entries]}
-        mtq.quantize(attention(), config | {"algorithm": "max"}, lambda module: module(*qkv(8, 2), None))
-
-    for name in ("softmax_quantizer", "p_bmm_quantizer", "bmm2_output_quantizer"):
-        on, off = {"quantizer_name": f"*{name}", "cfg": FP8}, {"quantizer_name": f"*{name}", "enable": False}
-        with pytest.raises(
-            ValueError, match=rf"--cp-provider ring does not support {name} \(.*supported are q_bmm_quant"
-        ):
-            quantise(on)
-        quantise(on, off)
+    config = {"quant_cfg": [OFF, *REFUSED[message]], "algorithm": "max"}
+    with pytest.raises(ValueError, match=message):
+        mtq.quantize(attention(), config, lambda module: module(*qkv(8, 2), None))
+    off = [{"quantizer_name": one["quantizer_name"], "enable": False} for one in REFUSED[message][-1:]]
+    config["quant_cfg"] += off
+    mtq.quantize(attention(), config, lambda module: module(*qkv(8, 2), None))
 
 
 def test_a_release_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,45 +303,3 @@ def test_the_spec_for_modelopt_names_the_plugins_attention(monkeypatch: pytest.M
             block = model_specs.get_gpt_modelopt_spec(config, local_core_attention=local, remap_te_layernorm=True)
             found = [layer.submodules.self_attention.submodules.core_attention for layer in block.layer_specs]
             assert [made.__name__ for made in found] == ["ByLayerNumber"] * 3
-
-
-def post_training() -> float:
-    """Relative error between logits of Megatron's spec for quantisation and of its spec for training."""
-    import modelopt.torch.quantization as mtq
-    from megatron.core.post_training.modelopt.gpt import model_specs
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    import cp_plugin.megatron.models.gpt as gpt
-
-    def quantised() -> Tensor:
-        return logits(mtq.quantize(model(), configurations()["FP8 q, k, v"], calibrate)).detach()
-
-    want = quantised()
-    model_specs.Norm = WrappedTorchNorm  # it names that of Transformer Engine
-    gpt.get_gpt_decoder_block_spec = lambda config, **named: model_specs.get_gpt_modelopt_spec(config)
-    return error(quantised(), want)
-
-
-def test_the_spec_for_modelopt_builds_the_same_model() -> None:
-    assert on_ranks(post_training, 2, f"{STRIPED} 2") == [0.0, 0.0]
-
-
-def hybrid() -> tuple[list[str], Any, Tensor]:
-    import modelopt.torch.quantization as mtq
-
-    gpt = model()
-    with torch.no_grad():
-        mtq.quantize(gpt, configurations()["FP8 q, k, v"], calibrate)
-        return list(amaxes(gpt)), positions(), logits(gpt)
-
-
-def test_linear_layers_are_left_alone_and_named(capfd: pytest.CaptureFixture[str]) -> None:
-    flags = "--cp-linear-attention basic --cp-layer-pattern LN --cp-selfcheck off --context-parallel-size"
-    ((names, *want),) = on_ranks(hybrid, 1, f"{flags} 1")
-    assert names == [f"decoder.layers.1.self_attention.core_attention.{x}_bmm_quantizer._amax" for x in "qkv"]
-    assert (
-        "cp_plugin: layers 1 have linear attention, which has no key/value cache: they get no q_bmm_"
-        in capfd.readouterr().out
-    )
-    got = whole([found[1:] for found in on_ranks(hybrid, 4, f"{flags} 4 --cp-provider all_gather")])
-    assert error(got, whole([want])) < 1e-9

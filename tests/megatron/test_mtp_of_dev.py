@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_packed_places import pack_of
+from test_packed_places import pack_of, padded_pack
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm.threads import ThreadMesh, run_threads
+from cp_plugin.comm.threads import run_threads
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -74,23 +74,20 @@ def _loss(
 class Group:
     """Stands in for a process group."""
 
-    cp: ContextParallel | None = None
+    cp: ContextParallel
 
     def rank(self) -> int:
-        return 0 if self.cp is None else self.cp.mesh.index
+        return self.cp.mesh.index
 
     def size(self) -> int:
-        return 1 if self.cp is None else self.cp.size
+        return self.cp.size
 
-    def rows(self, x: Tensor, dim: int = 1) -> Tensor:
-        return x if self.cp is None else self.cp.shard(x, dim)
+
+ALONE = Group(ContextParallel("ring"))
 
 
 def _on_two_ranks(call: Callable[[Group], Tensor]) -> list[Tensor]:
-    def rank(mesh: ThreadMesh) -> Tensor:
-        return call(Group(ContextParallel("ring", mesh=mesh, layout="zigzag")))
-
-    return run_threads(rank, {"cp": 2})
+    return run_threads(lambda mesh: call(Group(ContextParallel("ring", mesh=mesh, layout="zigzag"))), {"cp": 2})
 
 
 @pytest.fixture
@@ -117,11 +114,11 @@ def test_gradients_of_two_ranks_are_those_of_one(roll: Callable[..., Any], per_t
     config = SimpleNamespace(mtp_num_layers=2, calculate_per_token_loss=per_token)
 
     def gradient(group: Group) -> Tensor:
-        leaf = torch.cat([group.rows(part, 0) for part in hidden]).requires_grad_()
+        leaf = torch.cat([group.cp.shard(part, 0) for part in hidden]).requires_grad_()
         out = mtp.replace_process_mtp_loss(_loss)(
             leaf,
-            group.rows(labels),
-            group.rows(mask),
+            group.cp.shard(labels, 1),
+            group.cp.shard(mask, 1),
             lambda states: (states, None),
             None,
             None,
@@ -133,7 +130,7 @@ def test_gradients_of_two_ranks_are_those_of_one(roll: Callable[..., Any], per_t
         (found,) = torch.autograd.grad(out.sum(), leaf)
         return found.view(3, -1)[1:]  # the main loss's own is on every rank
 
-    want = gradient(Group())
+    want = gradient(ALONE)
     for number, got in enumerate(_on_two_ranks(gradient)):
         rows = want.unflatten(1, (4, 4))[:, [number, 3 - number]].flatten(1)
         torch.testing.assert_close(got / (1 if per_token else 2), rows)
@@ -145,11 +142,19 @@ def test_several_tensors_are_rolled_at_once_and_filled(roll: Callable[..., Any])
     for packed in (None, pack_of(ends, ends)):
 
         def rolled(group: Group, packed: Any = packed) -> list[Tensor]:
-            mine = group.rows(tokens)
+            mine = group.cp.shard(tokens, 1)
             return roll([mine, mine > 8], cp_group=group, packed_seq_params=packed, fill_values=[0, True])
 
-        want = rolled(Group())
+        want = rolled(ALONE)
         for number, got in enumerate(_on_two_ranks(rolled)):
             assert [x.dtype for x in got] == [torch.int64, torch.bool]
             rows = [x.unflatten(1, (4, 4))[:, [number, 3 - number]].flatten(1) for x in want]
             assert all(torch.equal(x, y) for x, y in zip(got, rows, strict=True))
+
+
+def test_next_tokens_of_padded_documents() -> None:
+    from cp_plugin.megatron.patches import mtp
+
+    tokens = torch.arange(100, 124).view(1, 24)
+    following = mtp._rolled(ContextParallel("striped"), tokens, -1, 1, padded_pack())[0].tolist()
+    assert following[:5] == [101, 102, 103, 104, 0] and following[8:15] == [109, 110, 111, 112, 113, 114, 0]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import subprocess
-import sys
 import tomllib
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
-from training import DATA, MODEL, SGD
 
 ROOT = Path(__file__).parents[2]
-USUAL = f"{MODEL} {DATA} {SGD} --train-iters 1"
 STRIPED = "--context-parallel-size 2 --cp-provider striped"
 
 
@@ -46,23 +43,12 @@ def patched(adapter: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> t
     return module
 
 
-def _validate(arguments: types.ModuleType, flags: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *USUAL.split(), *flags.split()])
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    args = arguments.parse_args()
-    arguments.validate_args(args, {})
-    return args
-
-
-def test_it_does_what_the_replaced_functions_do(patched: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.training import arguments
-
+def test_it_does_what_the_replaced_functions_do(patched: types.ModuleType, validated: Any) -> None:
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.flags.args import Settings
     from cp_plugin.megatron.patches import hooks, patching
 
-    native = vars(_validate(patched, STRIPED, monkeypatch))
+    native = vars(validated(STRIPED, ranks=2, arguments=patched))
     replaced = set(patching.installed())
     ours = {patch.target for patch in hooks.COMMAND_LINE}
     assert runtime.settings().provider == "striped"
@@ -70,31 +56,24 @@ def test_it_does_what_the_replaced_functions_do(patched: types.ModuleType, monke
     patching.undo()
     runtime.configure(Settings())
     patching.install(hooks.START_UP)
-    wrapped = vars(_validate(arguments, STRIPED, monkeypatch))
+    wrapped = vars(validated(STRIPED, ranks=2))
     assert {name: str(x) for name, x in native.items()} == {name: str(x) for name, x in wrapped.items()}
     assert set(patching.installed()) == replaced | ours
 
 
-def test_nothing_is_replaced_without_a_provider(patched: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replaced_without_a_provider_and_flags_are_checked(
+    patched: types.ModuleType, validated: Any
+) -> None:
     from cp_plugin.megatron.patches import patching
 
-    args = _validate(patched, "", monkeypatch)
-    assert args.cp_provider is None
+    assert validated(ranks=2, arguments=patched).cp_provider is None
     assert patching.installed() == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+    for flags, message in (
         (STRIPED.replace("striped", "stripes"), "--cp-provider stripes: did you mean striped"),
         (f"{STRIPED} --qk-clip", "does not support --qk-clip"),
-    ],
-)
-def test_flags_are_checked(
-    patched: types.ModuleType, monkeypatch: pytest.MonkeyPatch, flags: str, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        _validate(patched, flags, monkeypatch)
+    ):
+        with pytest.raises(ValueError, match=message):
+            validated(flags, ranks=2, arguments=patched)
 
 
 def test_an_extension_that_megatron_asks_need_not_be_wrapped_around_it(

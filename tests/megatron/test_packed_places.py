@@ -99,6 +99,12 @@ def test_a_buffer_that_gets_the_next_micro_batch(monkeypatch: pytest.MonkeyPatch
     assert bounds_of(packed) == [0, 1, 22, 24]
     buffer.data.copy_(torch.tensor([0, 3, 22, 24]))  # past the version counter, like a broadcast
     assert bounds_of(pack_of(buffer, buffer)) == [0, 3, 22, 24]
+    with torch.inference_mode():  # without a version counter
+        buffer = torch.tensor([0, 5, 24])
+        packed = pack_of(buffer, buffer)
+        assert bounds_of(packed) == [0, 5, 24]
+        buffer[1] = 9
+        assert bounds_of(packed) == [0, 9, 24]
 
 
 def test_bounds_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,27 +133,29 @@ def test_a_batch_is_placed_by_its_padded_bounds() -> None:
         assert batch._cut(cp, given).cp.layout == place_lengths(cp, lengths).layout
 
 
-def test_tensors_without_a_version_counter() -> None:
-    with torch.inference_mode():
-        bounds = torch.tensor([0, 5, 24])
-        packed = pack_of(bounds, bounds)
-        assert bounds_of(packed) == [0, 5, 24]
-        bounds[1] = 9
-        assert bounds_of(packed) == [0, 9, 24]
+def padded_pack() -> Any:
+    """Documents of 5 and 7 tokens in places for 8 and 12."""
+    real, padded = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 20])
+    return pack_of(real, real, padded, padded)
 
 
-@pytest.mark.parametrize("which", [1, 3], ids=["without padding", "with padding"])
-def test_keys_that_are_packed_otherwise_are_refused(which: int) -> None:
-    given = [torch.tensor([0, 9, 24] if place == which else [0, 8, 24]) for place in range(4)]
-    with pytest.raises(ValueError, match=r"queries and keys are packed differently: .*\[0, 8, 24\] and \[0, 9, 24\]"):
-        bounds_of(pack_of(*given))
+def test_padding_is_a_document_of_its_own() -> None:
+    assert bounds_of(padded_pack()) == [0, 5, 8, 15, 20, 24]
 
 
-@pytest.mark.parametrize("padded", [[0, 5, 12, 24], [0, 5, 24]])
-def test_bounds_with_padding_in_place_of_those_without_are_refused(padded: list[int]) -> None:
-    """They would make documents overlap."""
-    wide, narrow = torch.tensor([0, 8, 16, 24]), torch.tensor(padded)
-    with pytest.raises(
-        ValueError, match=r"documents of \[8, 8, 8\] tokens are in places for \[5, .*: give their bounds"
-    ):
-        bounds_of(pack_of(wide, wide, narrow, narrow))
+WIDE, NARROW = [0, 8, 16, 24], r"documents of \[8, 8, 8\] tokens are in places for \[5, .*: give their bounds"
+OTHERS = r"queries and keys are packed differently: .*\[0, 8, 24\] and \[0, 9, 24\]"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (([0, 8, 24], [0, 9, 24], [0, 8, 24], [0, 8, 24]), OTHERS),
+        (([0, 8, 24], [0, 8, 24], [0, 8, 24], [0, 9, 24]), OTHERS),
+        ((WIDE, WIDE, [0, 5, 12, 24], [0, 5, 12, 24]), NARROW),  # documents would overlap
+        ((WIDE, WIDE, [0, 5, 24], [0, 5, 24]), NARROW),
+    ],
+)
+def test_bounds_that_contradict_each_other_are_refused(given: tuple[list[int], ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        bounds_of(pack_of(*map(torch.tensor, given)))

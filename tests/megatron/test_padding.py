@@ -1,4 +1,4 @@
-"""Sequences and packs that the layout cannot divide (``--cp-pad-sequence``): a planted fault and parts."""
+"""Sequences and packs that the layout cannot divide (``--cp-pad-sequence``): parts."""
 
 from __future__ import annotations
 
@@ -9,32 +9,12 @@ from typing import Any
 import pytest
 import torch
 from test_slicing import one_rank_of
-from training import train
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.core import layout as layouts
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
-
-
-def _padding_counts() -> None:
-    from cp_plugin.megatron.patches import batch
-
-    batch._BEHIND_THE_END["loss_mask"] = 1
-
-
-def test_the_self_check_finds_padding_that_counts() -> None:
-    with pytest.raises(RankError, match="differs from the step on one rank"):
-        train(
-            2,
-            "--seq-length 57 --context-parallel-size 2 --cp-provider striped --cp-pad-sequence",
-            prepare=_padding_counts,
-        )
-
-
-# -- parts
 
 
 def _one_of(layout: str, index: int) -> ContextParallel:

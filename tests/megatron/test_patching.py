@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import sys
 import types
@@ -76,42 +75,6 @@ def test_nothing_of_megatrons_is_replaced_outside_of_the_table(validated: Callab
     assert own <= held, own - held
     names = {target.rpartition(":")[2] for target in own}
     assert {place for place in held if place.rpartition(":")[2] not in names} == set()
-
-
-def _assigned_in_megatron(source: str) -> list[str]:
-    """The lines of a source file that set an attribute of a module or class that it imports from Megatron."""
-    tree = ast.parse(source)
-    imported = {
-        (alias.asname or alias.name).partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "megatron"
-    }
-
-    def of_megatron(node: ast.expr) -> bool:
-        while isinstance(node, ast.Attribute):
-            node = node.value
-        return isinstance(node, ast.Name) and node.id in imported
-
-    found = []
-    for node in ast.walk(tree):
-        match node:
-            case ast.Attribute(ctx=ast.Store() | ast.Del(), value=owner) if of_megatron(owner):
-                found.append(ast.unparse(node))
-            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, *_]) if of_megatron(owner):
-                found.append(ast.unparse(node))
-    return found
-
-
-def test_no_source_file_sets_an_attribute_of_megatrons() -> None:
-    assert _assigned_in_megatron("from megatron.core import utils\nutils.f = 1\nsetattr(utils.C, 'g', 2)") == [
-        "utils.f",
-        "setattr(utils.C, 'g', 2)",
-    ]
-    package = Path(__file__).parents[2] / "cp_plugin"
-    found = {path.name: _assigned_in_megatron(path.read_text()) for path in package.rglob("*.py")}
-    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_a_function_is_replaced_wherever_it_was_imported_by_value(library: types.ModuleType) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import training
+from nightly import one_case
 from warm import before_forking
 
 from cp_plugin.megatron.cpu import mode as cpu
@@ -105,6 +106,7 @@ def words_of(planned_flags: str) -> list[str]:
     return f"{training.MODEL} {training.DATA} {training.SGD} --train-iters 1 {planned_flags}".split()
 
 
+@one_case
 @pytest.mark.parametrize(
     "flags",
     [
@@ -126,58 +128,50 @@ def test_parameters_match_built_models(flags: str) -> None:
     assert got == whole(found).total + 2 * padding * found.hidden
 
 
-@pytest.mark.parametrize(
-    ("flags", "devices", "expected"),
-    [
-        (
-            "--tensor-model-parallel-size 2 --context-parallel-size 4 --pipeline-model-parallel-size 2 "
-            "--sequence-parallel --num-layers-per-virtual-pipeline-stage 4 --use-distributed-optimizer "
-            "--overlap-grad-reduce --cp-provider attention2d --cp-backend flash --recompute-granularity full "
-            "--recompute-method block --recompute-num-layers 3 --fp8-format hybrid",
-            64,
-            {"devices": 64, "tensor": 2, "pipeline": 2, "context": 4, "virtual": 4, "sequence_parallel": True}
-            | {"zero": 1, "overlap_parameters": False, "recompute": "full", "recompute_layers": 3}
-            | {"global_batch": 64, "seq_length": 8192, "gemm_dtype": "float8"},
-        ),
-        ("", 8, {"devices": 8, "overlap_gradients": False, "recompute_attention": False}),
-        (
-            "--recompute-granularity selective --recompute-modules mlp layernorm",
-            8,
-            {"recompute": "selective", "recompute_modules": ("mlp", "layernorm")},
-        ),
-        (
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4 --cp-provider ring "
-            "--context-parallel-size 2 --cp-recompute-attention",
-            8,
-            {"context": 2, "recompute": "full", "recompute_group": 4, "recompute_attention": True},
-        ),
-        (
-            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor "
-            "--use-distributed-optimizer --no-gradient-accumulation-fusion",
-            8,
-            {"zero": 3, "overlap_gradients": True},
-        ),
-    ],
-)
-def test_divisions(flags: str, devices: int, expected: dict[str, Any]) -> None:
+FULL = "--recompute-granularity full --recompute-method"
+WINDOW = {"window": (127, 0)}
+READ: dict[str, tuple[int, dict[str, Any]]] = {
+    "--tensor-model-parallel-size 2 --context-parallel-size 4 --pipeline-model-parallel-size 2 --sequence-parallel "
+    "--num-layers-per-virtual-pipeline-stage 4 --use-distributed-optimizer --overlap-grad-reduce --cp-backend flash "
+    f"--cp-provider attention2d {FULL} block --recompute-num-layers 3 --fp8-format hybrid": (
+        64,
+        {"devices": 64, "tensor": 2, "pipeline": 2, "context": 4, "virtual": 4, "sequence_parallel": True}
+        | {"zero": 1, "overlap_parameters": False, "recompute": "full", "recompute_layers": 3}
+        | {"global_batch": 64, "seq_length": 8192, "gemm_dtype": "float8"},
+    ),
+    "": (8, {"devices": 8, "overlap_gradients": False, "recompute_attention": False}),
+    "--recompute-granularity selective --recompute-modules mlp layernorm": (
+        8,
+        {"recompute": "selective", "recompute_modules": ("mlp", "layernorm")},
+    ),
+    f"{FULL} uniform --recompute-num-layers 4 --cp-provider ring --context-parallel-size 2 --cp-recompute-attention": (
+        8,
+        {"context": 2, "recompute": "full", "recompute_group": 4, "recompute_attention": True},
+    ),
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor "
+    "--use-distributed-optimizer --no-gradient-accumulation-fusion": (8, {"zero": 3, "overlap_gradients": True}),
+    "--window-size 127,0": (8, {"attention_pattern": "W", **WINDOW}),
+    "--window-size 127,0 --window-attn-skip-freq 4": (8, {"attention_pattern": "WWWN", **WINDOW}),
+    "--window-size 127,0 --window-attn-skip-freq ([1]*31+[0])": (
+        8,
+        {"attention_pattern": "W" * 31 + "N", **WINDOW},
+    ),
+    "--cp-linear-attention lightning --cp-layer-pattern LLLN --context-parallel-size 2": (
+        8,
+        {"attention_pattern": "LLLN", "window": None},
+    ),
+}
+"""Flags -> devices, and what is read from them."""
+
+
+@pytest.mark.parametrize("flags", READ)
+def test_divisions_and_kinds_of_layers(flags: str) -> None:
+    devices, expected = READ[flags]
     found = planned.read(f"{LLAMA} {flags}".split(), devices)
-    assert {name: getattr(found.parallel, name) for name in expected} == expected
+    of = found.model if "attention_pattern" in expected else found.parallel
+    assert {name: getattr(of, name) for name in expected} == expected
     if devices == 64:
         assert found.settings.provider == "attention2d" and found.parallel == Parallel(**expected)
-
-
-@pytest.mark.parametrize(
-    ("flags", "letters", "window"),
-    [
-        ("--window-size 127,0", "W", (127, 0)),
-        ("--window-size 127,0 --window-attn-skip-freq 4", "WWWN", (127, 0)),
-        ("--window-size 127,0 --window-attn-skip-freq ([1]*31+[0])", "W" * 31 + "N", (127, 0)),
-        ("--cp-linear-attention lightning --cp-layer-pattern LLLN --context-parallel-size 2", "LLLN", None),
-    ],
-)
-def test_kinds_of_layers(flags: str, letters: str, window: tuple[int, int] | None) -> None:
-    found = planned.read(f"{LLAMA} {flags}".split(), 8).model
-    assert (found.attention_pattern, found.window) == (letters, window)
 
 
 REFUSED = {

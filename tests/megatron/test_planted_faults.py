@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from collections.abc import Callable
-from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from nightly import slow
+from fault_rows import Fault, Plant, planted, ranks_of, replace_slicer, rows
+from feature_faults import FEATURES
 from torch import Tensor
-from training import train
+from training import SHORT, check, train
 
 from cp_plugin import ContextParallel
 from cp_plugin.attention.tokens import segments_of
@@ -43,33 +41,6 @@ OF_PACKS = "cp_plugin.megatron.micro_batch:Documents.offset_of"
 YARN_ROPE = ROPE.replace("rotary", "yarn_rotary", 1)
 ATTENTION = "cp_plugin.attention.api:ContextParallel"
 MESH = "cp_plugin.comm:GroupMesh"
-
-type Plant = Callable[[], None]
-
-
-def planted(target: str, name: str = "") -> Callable[[Callable[[Any], Any]], Plant]:
-    """Make a fault of a function from what ``module:qualified.name`` holds to what replaces it."""
-
-    def fault_of(make: Callable[[Any], Any]) -> Plant:
-        def plant() -> None:
-            module, _, path = target.partition(":")
-            *owners, attribute = path.split(".")
-            owner = reduce(getattr, owners, importlib.import_module(module))
-            setattr(owner, attribute, make(getattr(owner, attribute)))
-
-        plant.__name__ = name or make.__name__
-        return plant
-
-    return fault_of
-
-
-def replace_slicer(slicer: Callable[..., Any]) -> None:
-    """Replace the batch slicer in every module that imported it, as another extension might."""
-    from cp_plugin.megatron.patches import patching
-
-    ours = sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank
-    for module, name in patching._holders([ours])[id(ours)]:
-        setattr(module, name, slicer)
 
 
 def stock_batch() -> None:
@@ -252,66 +223,53 @@ def bounds_of_the_first_pack(bounds: Any) -> Any:
     return property(wrong)
 
 
-class Fault(NamedTuple):
-    plant: Plant
-    flags: str
-    found: str
-    """Pattern of the self-check's message."""
-    alike: bool = False
-    """Another fault is found in the same place; this one is planted before a merge only."""
-
-
 OUT = "out is off by"
 STEP = "differs from the step on one rank"
 FAULTS = (
     Fault(stock_batch, STRIPED, "without slicing its batch"),
     Fault(batch_by_rank_number, HEAD_AXIS, STEP),
     Fault(in_halves("labels"), STRIPED, STEP, True),
-    Fault(in_halves("loss_mask"), STRIPED, STEP),
+    Fault(in_halves("loss_mask"), STRIPED, STEP, True),
     Fault(in_halves("position_ids"), f"{STRIPED} --position-embedding-type learned_absolute", STEP, True),
     Fault(contiguous_rope, STRIPED, STEP),
-    Fault(contiguous_yarn, YARN, STEP),
-    Fault(rope_by_rank_number, HEAD_AXIS, STEP),
+    Fault(contiguous_yarn, YARN, STEP, True),
+    Fault(rope_by_rank_number, HEAD_AXIS, STEP, True),
     Fault(rope_begins_at_1, STRIPED, STEP, True),
     Fault(packed_rope_goes_on, PACKED, STEP),
-    Fault(zigzag_attention, STRIPED, f"rank 0: {OUT}"),
+    Fault(zigzag_attention, STRIPED, f"rank 0: {OUT}", True),
     Fault(called_with("wrong_scale", scale=1.01 / 4), STRIPED, f"rank 0: {OUT} .*dq is off by .*dk is off by"),
     Fault(wrong_key_gradient_on_rank_1, STRIPED, r"failed. rank 1: dk is off by 1.0e-03 \(relative; allowed 1e-05\)"),
-    Fault(attention_by_rank_number, HEAD_AXIS, rf"rank 1: {OUT} .*; dq is off by .* \| rank 2: {OUT}"),
+    Fault(attention_by_rank_number, HEAD_AXIS, rf"rank 1: {OUT} .*; dq is off by .* \| rank 2: {OUT}", True),
     Fault(called_with("without causal", causal=False), STRIPED, f"rank 0: {OUT}", True),
-    Fault(called_with("without window", window=None), WINDOW, f"rank 0: {OUT}"),
-    Fault(called_with("without sink", sink=None), SINK, f"rank 0: {OUT}"),
+    Fault(called_with("without window", window=None), WINDOW, f"rank 0: {OUT}", True),
+    Fault(called_with("without sink", sink=None), SINK, f"rank 0: {OUT}", True),
     Fault(called_with("without cu_seqlens", cu_seqlens=None), PACKED, f"packed {OUT}"),
     Fault(last_tile_dropped, STRIPED, OUT, True),
     Fault(masks_shifted_by_one, STRIPED, OUT, True),
     Fault(gradient("value_gradient_doubled", "dv", 2), STRIPED, r"failed. rank 0: dv is off by 1.0e\+00", True),
     Fault(gradient("query_gradient_negated", "dq", -1), STRIPED, r"failed. rank 0: dq is off by \d.\de\+00", True),
-    Fault(log_sum_exp_ignored, STRIPED, OUT),
+    Fault(log_sum_exp_ignored, STRIPED, OUT, True),
     Fault(in_transit("halves_swapped_in_transit", lambda t: t.roll(t.size(0) // 2, 0)), STRIPED, OUT, True),
     Fault(rounded_in_transit, STRIPED, f"{OUT} .*e-03", True),
-    Fault(rounded_in_transit, BURST, "dq is off by .*e-03"),
+    Fault(rounded_in_transit, BURST, "dq is off by .*e-03", True),
     Fault(gathered_in_the_wrong_order, GRID, OUT, True),
     Fault(sums_of_one_rank_lost, GRID, "dk is off by"),
     Fault(sinks_of_other_heads, SINK, OUT, True),
     Fault(received_in_the_call_before, STRIPED, rf"rank 1: {OUT} \S+ {SECOND}"),
-    Fault(received_in_the_call_before, PACKED, rf"rank 1: out .*; packed {OUT} \S+ {SECOND}"),
+    Fault(received_in_the_call_before, PACKED, rf"rank 1: out .*; packed {OUT} \S+ {SECOND}", True),
     Fault(states_of_the_call_before, LINEAR, rf"rank 1: linear {OUT} \S+ {SECOND}"),
     Fault(saved_for_the_backward_in_one_buffer, STRIPED, r"failed. rank 0: dq is off by \S+ \(relative"),
     Fault(bounds_of_the_first_pack, PACKED, rf"failed. rank 0: packed {OUT} \S+ {SECOND}"),
 )
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(fault, marks=slow if fault.alike else ()) for fault in FAULTS],
-    ids=lambda fault: f"{fault.plant.__name__}-{fault.flags.split()[3]}",
-)
+@pytest.mark.parametrize("fault", rows((*FAULTS, *FEATURES)))
 def test_the_self_check_finds_it(fault: Fault) -> None:
     with pytest.raises(RankError) as raised:
-        train(int(fault.flags.split()[1]), fault.flags, prepare=fault.plant)
+        train(ranks_of(fault.flags), fault.flags, steps=2, documents=SHORT, prepare=fault.plant)
     assert re.search(fault.found, str(raised.value)) is not None, str(raised.value)
 
 
-def test_without_the_self_check_such_a_fault_trains() -> None:
-    records = train(2, f"{STRIPED} --cp-selfcheck off", prepare=zigzag_attention)
-    assert all(r.losses[0] == r.losses[0] for r in records)
+def test_without_the_self_check_such_a_fault_trains_and_is_seen_in_gradients() -> None:
+    with pytest.raises(AssertionError, match="gradient of"):
+        check("", "--cp-provider striped --cp-selfcheck off", cp=2, steps=1, prepare=zigzag_attention)

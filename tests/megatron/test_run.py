@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from nightly import slow
 from warm import in_a_fork
 
 from cp_plugin import run
@@ -40,19 +36,11 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    root = Path(run.__file__).parents[1]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", "-m", "cp_plugin.run", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
-
-
 @pytest.mark.usefixtures("adapter")
-@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=slow)], ids=["forked", "started"])
-def test_one_process(forked: bool, script: Path) -> None:
+def test_one_process(script: Path) -> None:
+    """Test_early starts processes."""
     words = [str(script), "--cp-device", "cpu", "--flag", "a b"]
-    done = in_a_fork(lambda: run.main(words)) if forked else _run(*words)
+    done = in_a_fork(lambda: run.main(words))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "name __main__" in lines

@@ -117,6 +117,10 @@ def test_every_tensor_of_a_batch_is_cut_to_the_layout(
             assert torch.equal(batch[key], whole[key])
 
 
+AT = {"contiguous": [4, 5, 6, 7], "zigzag": [2, 3, 12, 13], "striped": [1, 5, 9, 13]}
+"""Of 16 tokens, those of the second of four ranks."""
+
+
 def test_a_pack_of_documents_is_divided_as_one_sequence(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
     on_rank(one_rank_of("striped", "striped", 4, 1))
     bounds = torch.tensor([[0, 3, TOKENS]])
@@ -124,29 +128,24 @@ def test_a_pack_of_documents_is_divided_as_one_sequence(on_rank: Callable[[Conte
     assert torch.equal(found["tokens"], _batch()["tokens"][:, 1::4]) and found["cu_seqlens"] is bounds
 
 
-def test_contiguous_tokens_where_the_model_has_others_are_refused(
-    on_rank: Callable[[ContextParallel], list[Any]],
+def test_contiguous_tokens_that_a_script_asks_for(
+    on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Refused where the model has others, unless Megatron converts them: then a mask's rows follow attention's."""
+    from cp_plugin.megatron import runtime
+
     slicer = replace_get_batch(_with_layouts)
     on_rank(one_rank_of("striped", "striped", 4, 1))
     with pytest.raises(ValueError, match="use_contiguous_cp=True, but this model computes in the striped layout"):
         slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
     on_rank(one_rank_of("ring", "contiguous", 4, 1))
-    found = slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)["position_ids"]
-    assert found[0].tolist() == [4, 5, 6, 7]
-
-
-def test_tokens_that_megatron_converts_around_attention(
-    on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens are contiguous; a mask's rows follow attention's layout."""
-    from cp_plugin.megatron import runtime
-
+    found = slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
+    assert found["position_ids"][0].tolist() == AT["contiguous"]
     monkeypatch.setattr(runtime, "converted", lambda: True)
     on_rank(one_rank_of("ring", "zigzag", 4, 1))
-    found = replace_get_batch(_with_layouts)(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
-    assert found["position_ids"][0].tolist() == [4, 5, 6, 7]
-    assert torch.equal(found["attention_mask"], _batch()["attention_mask"][:, :, [2, 3, 12, 13]])
+    found = slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
+    assert found["position_ids"][0].tolist() == AT["contiguous"]
+    assert torch.equal(found["attention_mask"], _batch()["attention_mask"][:, :, AT["zigzag"]])
 
 
 @pytest.fixture
@@ -161,74 +160,67 @@ def get_batches(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return lambda batch, boundary, **more: replaced(batch, boundary, False, "group", **more)
 
 
-def _at(found: Any, layout: str | None = None) -> list[int]:
-    return found.get_batch(layout)["position_ids"][0].tolist()
+CONVERTED = "ring, converted by Megatron"
+ASKED: dict[tuple[str, str, tuple[str, ...]], str] = {
+    ("striped", "zigzag", ()): "",  # which Megatron calls the layout of attention
+    ("striped", "striped", ()): "",
+    ("striped", "striped", ("zigzag", "contiguous", "striped")): "",
+    (CONVERTED, "contiguous", ("zigzag",)): "",
+    (CONVERTED, "zigzag", ()): r"in the zigzag layout, but .* the zigzag layout: request contiguous",
+    ("striped", "contiguous", ()): r"in the contiguous layout, but .* in the striped layout: request striped or",
+    ("striped", "zigzag", ("spiral",)): r"in the spiral layout, but .*: request contiguous or striped or zigzag",
+}
+"""Provider, layout of the boundary and others that a script asks for: why not."""
 
 
-@pytest.mark.parametrize("asked", ["zigzag", "striped"])
-def test_a_batch_in_the_layout_of_the_model(
-    on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any], asked: str
+@pytest.mark.parametrize(("provider", "boundary", "others"), ASKED)
+def test_a_batch_in_the_layouts_that_a_script_asks_for(
+    on_rank: Callable[[ContextParallel], list[Any]],
+    get_batches: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    provider: str,
+    boundary: str,
+    others: tuple[str, ...],
 ) -> None:
-    """Which Megatron calls zigzag; documents of a pack are not divided by themselves."""
-    on_rank(one_rank_of("striped", "striped", 4, 1))
-    found = get_batches(_batch(), asked, use_per_sequence_balancing=True)
-    assert found.boundary_layout == asked and _at(found) == list(range(1, TOKENS, 4))
-    assert found.get_packed_seq_params() is None
-    bounds = torch.tensor([[0, 3, TOKENS]], dtype=torch.int32)
-    found = get_batches(_batch() | {"cu_seqlens": bounds, "max_seqlen": torch.tensor([13])}, asked)
-    assert _at(found) == list(range(1, TOKENS, 4))
-    assert found.get_packed_seq_params().cu_seqlens_q.tolist() == [0, 3, TOKENS]
-
-
-def test_a_batch_in_several_layouts(
-    on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any]
-) -> None:
-    on_rank(one_rank_of("striped", "striped", 4, 1))
-    whole = _batch()
-    found = get_batches(whole, "striped", additional_layouts=iter(("zigzag", "contiguous", "striped")))
-    assert list(found.batches_by_layout) == ["striped", "zigzag", "contiguous"]
-    assert _at(found) == list(range(1, TOKENS, 4))
-    assert _at(found, "zigzag") == [2, 3, 12, 13] and _at(found, "contiguous") == [4, 5, 6, 7]
-    assert found.get_packed_seq_params("contiguous") is None
-    assert torch.equal(whole["tokens"], _batch()["tokens"]), "the script's own batch is as it was"
-
-
-def test_several_layouts_where_megatron_converts_between_them(
-    on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """The boundary has the model's layout, unless Megatron converts; the script's own batch is as it was."""
     from cp_plugin.megatron import runtime
 
-    monkeypatch.setattr(runtime, "converted", lambda: True)
-    on_rank(one_rank_of("ring", "zigzag", 4, 1))
-    found = get_batches(_batch(), "contiguous", additional_layouts={"zigzag"})
-    assert _at(found) == [4, 5, 6, 7] and _at(found, "zigzag") == [2, 3, 12, 13]
-    with pytest.raises(ValueError, match=r"in the zigzag layout, but .* the zigzag layout: request contiguous"):
-        get_batches(_batch(), "zigzag")
+    monkeypatch.setattr(runtime, "converted", lambda: provider == CONVERTED)
+    on_rank(one_rank_of("ring", "zigzag", 4, 1) if provider == CONVERTED else one_rank_of(provider, provider, 4, 1))
+    whole, said = _batch(), ASKED[provider, boundary, others]
+    if said:
+        with pytest.raises(ValueError, match=said):
+            get_batches(whole, boundary, additional_layouts=others)
+        return
+    found = get_batches(whole, boundary, additional_layouts=iter(others), use_per_sequence_balancing=True)
+    assert found.boundary_layout == boundary
+    assert list(found.batches_by_layout) == [boundary, *(layout for layout in others if layout != boundary)]
+    for layout, batch in found.batches_by_layout.items():
+        own = provider if layout == boundary and provider != CONVERTED else layout
+        assert batch["position_ids"][0].tolist() == AT[own]
+        assert found.get_packed_seq_params(layout) is None
+    assert torch.equal(whole["tokens"], _batch()["tokens"])
 
 
-def test_layouts_that_the_model_cannot_give(
+def test_a_pack_in_the_layouts_that_a_script_asks_for(
     on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any]
 ) -> None:
+    """Its documents are not divided by themselves; ranks with a head axis, and one rank, have their own tokens."""
+    pack = {"cu_seqlens": torch.tensor([[0, 3, TOKENS]], dtype=torch.int32), "max_seqlen": torch.tensor([13])}
     on_rank(one_rank_of("striped", "striped", 4, 1))
-    with pytest.raises(ValueError, match=r"in the contiguous layout, but .* in the striped layout: request striped or"):
-        get_batches(_batch(), "contiguous")
-    with pytest.raises(ValueError, match=r"in the spiral layout, but .*: request contiguous or striped or zigzag"):
-        get_batches(_batch(), "zigzag", additional_layouts=("spiral",))
-    bounds = torch.tensor([[0, 3, TOKENS]], dtype=torch.int32)
+    found = get_batches(_batch() | pack, "zigzag")
+    assert found.get_batch()["position_ids"][0].tolist() == AT["striped"]
+    assert found.get_packed_seq_params().cu_seqlens_q.tolist() == [0, 3, TOKENS]
     with pytest.raises(ValueError, match=r"packed documents in the layouts zigzag, contiguous, and .* request zigzag"):
-        get_batches(_batch() | {"cu_seqlens": bounds}, "zigzag", additional_layouts=("contiguous",))
+        get_batches(_batch() | pack, "zigzag", additional_layouts=("contiguous",))
     on_rank(one_rank_of("attention2d", "striped", 4, 1, head_parallel=2))
-    assert _at(get_batches(_batch(), "zigzag")) == list(range(2, TOKENS, 4))
+    assert get_batches(_batch(), "zigzag").get_batch()["position_ids"][0].tolist() == list(range(2, TOKENS, 4))
     with pytest.raises(ValueError, match=r"in the contiguous layout, but .*: request striped"):
         get_batches(_batch(), "zigzag", additional_layouts=("contiguous",))
-
-
-def test_one_rank_has_one_batch_in_all_layouts(
-    on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any]
-) -> None:
     on_rank(one_rank_of("ring", "zigzag", 1, 0))
     found = get_batches(_batch(), "contiguous", additional_layouts=("zigzag",))
-    assert _at(found) == _at(found, "zigzag") == list(range(TOKENS))
+    for layout in ("contiguous", "zigzag"):
+        assert found.get_batch(layout)["position_ids"][0].tolist() == list(range(TOKENS))
 
 
 def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypatch: pytest.MonkeyPatch) -> None:

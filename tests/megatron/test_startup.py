@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import socket
-import statistics
-import time
 from argparse import Namespace
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from nightly import slow
+from feature_faults import STRIPED
 from rich.console import Console
-from test_planted_faults import STRIPED, replace_slicer
 from training import train
 
 from cp_plugin.megatron.startup.agreement import difference
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -58,12 +49,9 @@ def _narrow_terminal() -> None:
     audit.Console = lambda **_: Console(width=80)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("prepare", [None, _narrow_terminal])
-def test_the_verbose_audit_lists_what_was_replaced(
-    capfd: pytest.CaptureFixture[str], prepare: Callable[[], None] | None
-) -> None:
+def test_the_verbose_audit_lists_what_was_replaced(capfd: pytest.CaptureFixture[str]) -> None:
     """A name that is wider than its column goes on in the next line."""
-    train(2, f"{STRIPED} --cp-verbose", prepare=prepare)
+    train(2, f"{STRIPED} --cp-verbose", prepare=_narrow_terminal)
     rows = (line.split("|") for line in capfd.readouterr().out.splitlines())
     text = "".join(row[2].strip() for row in rows if len(row) == 4)
     assert all(target in text for target in REPLACED)
@@ -130,88 +118,12 @@ def test_a_setting_that_a_rank_does_not_have_differs() -> None:
     assert "a is 1 on rank 0 and missing on rank 1" in (difference([{"a": "1"}, {}]) or "")
 
 
-class Foreign(torch.nn.Module):
-    """Unknown attention: every token attends to itself only."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        return value.repeat_interleave(query.size(2) // value.size(2), 2).flatten(2)
-
-
-def _foreign_attention() -> None:
-    from megatron.core.models.backends import LocalSpecProvider
-
-    LocalSpecProvider.core_attention = lambda self: Foreign
-
-
-def test_a_layer_that_is_not_the_plugins_is_refused() -> None:
-    with pytest.raises(RankError) as raised:
-        train(4, f"{STRIPED} --pipeline-model-parallel-size 2", prepare=_foreign_attention)
-    text = str(raised.value)
-    assert "ValueError: --cp-provider striped does not run in every attention layer of this model: 0 of 2" in text
-    assert "Not replaced: pipeline stage 0, chunk 0: " in text
-    assert "core_attention (Foreign)" in text
-
-
 def test_one_layer_on_one_rank_is_enough_to_refuse() -> None:
     from cp_plugin.megatron.selfcheck import audit
 
     ranks = audit.Coverage(replaced=("layer 1",)), audit.Coverage(replaced=("layer 2",), missed=("layer 3 (Foreign)",))
     with pytest.raises(ValueError, match=r"every attention layer of this model: 2 of 3\. Not replaced: layer 3 \(For"):
         audit.check(audit.union(ranks))
-
-
-def _own_slicing() -> None:
-    def halves(batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {k: v[:, : v.size(1) // 2] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-
-    replace_slicer(halves)
-
-
-def test_a_script_that_slices_otherwise_is_refused() -> None:
-    with pytest.raises(RankError, match="without slicing its batch with"):
-        train(2, f"{STRIPED} --cp-selfcheck off", prepare=_own_slicing)
-
-
-@slow
-def test_audit_and_self_check_cost_little(tmp_path: Path) -> None:
-    """At most 2 % of 1,000 iterations of the quickstart's model."""
-    model = " ".join(runpy.run_path(str(EXAMPLES / "quickstart.py"))["MODEL"])
-
-    def prepare() -> None:
-        from megatron.training import training
-
-        from cp_plugin.megatron.selfcheck import audit
-        from cp_plugin.megatron.selfcheck import first_batch as selfcheck
-
-        for module, name in ((audit, "run"), (selfcheck, "run"), (training, "train_step")):
-            setattr(module, name, _timed(getattr(module, name), tmp_path / module.__name__))
-
-    train(4, "--context-parallel-size 4 --cp-provider striped", steps=4, model=model, prepare=prepare)
-    start = [max(_seconds(tmp_path / f"cp_plugin.megatron.selfcheck.{name}")) for name in ("audit", "first_batch")]
-    step = statistics.median(_seconds(tmp_path / "megatron.training.training"))
-    share = sum(start) / (1000 * step)
-    print(f"audit {start[0]:.3f} s, self-check {start[1]:.3f} s, an iteration {step:.3f} s: {share:.2%} of 1,000")
-    assert share <= 0.02
-
-
-def _timed(function: Callable[..., Any], file: Path) -> Callable[..., Any]:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        result = function(*args, **kwargs)
-        with file.open("a") as out:
-            out.write(f"{time.perf_counter() - start}\n")
-        return result
-
-    return timed
-
-
-def _seconds(file: Path) -> list[float]:
-    return [float(line) for line in file.read_text().splitlines()]
 
 
 def test_kernels_are_chosen_for_the_local_device(monkeypatch: pytest.MonkeyPatch) -> None:

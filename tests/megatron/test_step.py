@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from feature_faults import after_slicing
 from nightly import one_case
 from state_space_kernels import STATES
 from torch import Tensor
-from training import Record, train
+from training import assert_same_bits, train
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.compat import megatron_version
@@ -21,9 +20,10 @@ from cp_plugin.testing.launch import RankError
 pytestmark = pytest.mark.usefixtures("adapter")
 
 CP = "--context-parallel-size 2 --cp-provider striped"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 STOCK = "--context-parallel-size 2 --cp-provider upstream --cp-selfcheck once"
 RUNS = {
-    "dropout": f"{CP} --hidden-dropout 0.1",
+    "dropout": f"{CP} --hidden-dropout 0.1 {FULL}",
     "biased experts": f"{CP} --num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
     "--moe-router-load-balancing-type none --moe-router-bias-update-rate 0.5",
     "balanced experts": f"{CP} --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1",
@@ -32,75 +32,20 @@ RUNS = {
     "half precision": f"{CP} --fp16 --optimizer adam --initial-loss-scale 1024",
     "prediction": f"{CP} --mtp-num-layers 1",
     "packs": f"{CP} --dataloader-inter-document-masking",
-    "checked steps": f"{CP} --cp-check-every 1",
+    "linear layers": "--context-parallel-size 2 --cp-linear-attention gla",
 }
+OFF = "--cp-selfcheck off --cp-check-every 0"
 
 
 @one_case
 @pytest.mark.parametrize("name", RUNS)
-def test_nothing_is_left_behind(name: str) -> None:
-    """Losses, gradients and weights are those of a run without the check, to the bit."""
-    for with_check, without in zip(train(2, RUNS[name], steps=2), _unchecked(RUNS[name], steps=2), strict=True):
-        assert with_check.losses == without.losses
-        assert with_check.mtp_losses == without.mtp_losses or all(
-            torch.equal(a, b) for a, b in zip(with_check.mtp_losses, without.mtp_losses, strict=True)
-        )
-        for found, wanted in ((with_check.weights, without.weights), (with_check.grads, without.grads)):
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-
-
-def _unchecked(flags: str, steps: int = 1) -> list[Record]:
-    return train(2, f"{flags} --cp-selfcheck off", steps=steps)
-
-
-def _after_slicing(change: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
-    def prepare() -> None:
-        from cp_plugin.megatron.models import gpt
-
-        get = gpt.get_batch
-
-        def get_batch(*args: Any) -> dict[str, Any]:
-            batch = get(*args)
-            change(batch)
-            return batch
-
-        gpt.get_batch = get_batch
-
-    return prepare
-
-
-def _shift_labels(batch: dict[str, Tensor]) -> None:
-    batch["labels"] = batch["labels"].roll(-1, 1)
-
-
-def _count_positions(batch: dict[str, Tensor]) -> None:
-    batch["position_ids"] = torch.arange(batch["tokens"].size(1)).expand_as(batch["tokens"])
-
-
-def _weigh_by_own_tokens(batch: dict[str, Tensor]) -> None:
-    batch["loss_mask"] = batch["loss_mask"] / batch["loss_mask"].sum(1, keepdim=True).clamp(min=1)
-
-
-def _generated(batch: dict[str, Tensor]) -> None:
-    _shift_labels(batch)
-
-
-_generated.__module__ = None  # as of functions made by exec()
-
-SCRIPTS = {
-    "labels shifted by generated code": (_generated, CP),
-    "labels shifted after slicing": (_shift_labels, CP),
-    "positions counted after slicing": (_count_positions, f"{CP} --position-embedding-type learned_absolute"),
-    "samples weighed by a rank's tokens": (_weigh_by_own_tokens, CP),
-}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_faults_of_a_script_are_found(name: str) -> None:
-    change, flags = SCRIPTS[name]
-    with pytest.raises(RankError, match="differs from the step on one rank"):
-        train(2, flags, prepare=_after_slicing(change))
+def test_the_checks_leave_nothing_behind(name: str) -> None:
+    """With the start-up check and checks of every step, a run has the results of one without any, to the bit."""
+    checked, without = (train(2, f"{RUNS[name]} {more}", steps=3) for more in ("--cp-check-every 1", OFF))
+    assert_same_bits(checked, without)
+    for one, other in zip(checked, without, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.mtp_losses, other.mtp_losses, strict=True))
+        assert all(torch.equal(one.weights[key], weight) for key, weight in other.weights.items())
 
 
 def _fail_in_trial(batch: dict[str, Tensor]) -> None:
@@ -112,28 +57,10 @@ def _fail_in_trial(batch: dict[str, Tensor]) -> None:
 
 def test_a_step_that_cannot_be_run_is_reported_and_the_run_starts(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError, match="--cp-selfcheck strict: the check of a training step could not be run: KeyErr"):
-        train(2, f"{CP} --cp-selfcheck strict", prepare=_after_slicing(_fail_in_trial))
-    got = train(2, CP, prepare=_after_slicing(_fail_in_trial))
+        train(2, f"{CP} --cp-selfcheck strict", prepare=after_slicing(_fail_in_trial, ""))
+    got = train(2, CP, prepare=after_slicing(_fail_in_trial, ""))
     assert "the check of a training step could not be run: KeyError: 'a name of this fork'" in capfd.readouterr().out
-    assert [record.losses for record in got] == [record.losses for record in _unchecked(CP)]
-
-
-def test_another_learning_rate_on_one_rank_is_found_after_the_first_step() -> None:
-    with pytest.raises(RankError, match=r"the first step left .* and .* other weights different on ranks that hold"):
-        train(2, f"{CP} --optimizer adam", steps=2, prepare=_faster_on_one_rank)
-
-
-def _faster_on_one_rank() -> None:
-    from megatron.core.optimizer.optimizer import FP32Optimizer
-
-    step = FP32Optimizer.step_with_ready_grads
-
-    def faster(self: Any) -> Any:
-        for group in self.param_groups:
-            group["lr"] *= 1 + dist.get_rank()
-        return step(self)
-
-    FP32Optimizer.step_with_ready_grads = faster
+    assert [record.losses for record in got] == [record.losses for record in train(2, f"{CP} {OFF}")]
 
 
 def test_stock_context_parallelism_of_states_is_compared_too(capfd: pytest.CaptureFixture[str]) -> None:

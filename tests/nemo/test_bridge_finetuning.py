@@ -107,13 +107,6 @@ def _documents_run_on() -> None:
     Documents.bounds = property(lambda pack: torch.tensor([0, pack.tokens]))  # type: ignore[assignment]
 
 
-def test_attention_beyond_a_document(examples: Path, pretrained: Path, alone: Callable[[str, str], Record]) -> None:
-    change, asked = _training("packs", "", examples, pretrained), {**STRIPED, "selfcheck": "off"}
-    planted = train(2, asked, model={"context_parallel_size": 2}, change=change, prepare=_documents_run_on)
-    with pytest.raises(AssertionError):
-        check_same(planted, alone("packs", ""))
-
-
 def test_the_self_check_finds_attention_beyond_a_document(examples: Path, pretrained: Path) -> None:
     change = _training("packs", "", examples, pretrained)
     with pytest.raises(RankError, match=r"packed (forward|out)"):

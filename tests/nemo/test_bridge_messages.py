@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -51,18 +50,12 @@ FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("model.cp_comm_type", "a2a", "config.model.cp_comm_type a2a: it selects one of Transformer Engine's"),
     ("model.cuda_graph_impl", "local", "config.model.cuda_graph_impl local: it captures whole layers"),
     ("model.context_parallel_size", 1, "needs config.model.context_parallel_size 2 or more, got 1"),
-    ("model.seq_length", 66, "config.model.seq_length = 66: Bridge requires a multiple of 2"),
     ("dataset.inter_document_masking", True, "config.dataset.inter_document_masking = True: Bridge reads"),
-    ("model.mtp_num_layers", 1, "config.model.mtp_num_layers = 1: Bridge builds"),
-    ("model.use_transformer_engine_full_layer_spec", True, "Transformer Engine's complete layer"),
-    ("dist.use_decentralized_pg", True, "config.dist.use_decentralized_pg = True"),
     ("dataset.reset_position_ids", True, "config.dataset.reset_position_ids"),
-    ("peft", object(), "config.peft (object)"),
-    ("model", object(), "only GPTModelProvider models"),
 )
+"""``tests/megatron/test_refusals.py`` has the others."""
 
 
-@cache
 def _said() -> list[str]:
     """The answers of ``apply`` to all of these, in a separate process."""
 
@@ -86,34 +79,13 @@ def _answer(asked: dict[str, Any], change: Callable[[Any], None]) -> str:
     return "it was accepted"
 
 
-@pytest.mark.parametrize("number", range(len(ARGUMENTS)))
-def test_arguments(number: int) -> None:
-    said = _said()[number]
-    assert ARGUMENTS[number][1] in said and "--cp-" not in said
+def test_arguments_and_fields_of_the_config() -> None:
+    wanted = [*(part for _, part in ARGUMENTS), *(part for *_, part in FIELDS)]
+    for number, (part, said) in enumerate(zip(wanted, _said(), strict=True)):
+        assert part in said and ("--cp-" not in said or number >= len(ARGUMENTS))
 
 
-@pytest.mark.parametrize("number", range(len(FIELDS)))
-def test_fields_of_the_config(number: int) -> None:
-    assert FIELDS[number][2] in _said()[len(ARGUMENTS) + number]
-
-
-def test_what_apply_sets() -> None:
-    def apply() -> dict[str, Any]:
-        from cp_plugin import nemo
-
-        config = recipe({"context_parallel_size": 2})
-        assert nemo.apply(config, **STRIPED) is config
-        return {
-            "loss": config.model.calculate_per_token_loss,
-            "mask": config.dataset.skip_getting_attention_mask_from_dataset,
-            "average": config.ddp.average_in_collective,
-            "comm": config.model.cp_comm_type,
-        }
-
-    assert run_ranks(apply, 1)[0] == {"loss": True, "mask": True, "average": False, "comm": None}
-
-
-def test_upstream_leaves_everything() -> None:
+def test_what_apply_sets_and_leaves() -> None:
     def apply() -> list[str]:
         from cp_plugin import nemo
         from cp_plugin.megatron.patches import patching
@@ -123,8 +95,13 @@ def test_upstream_leaves_everything() -> None:
         cpu.prepare(config)
         before = copy.deepcopy(vars(config.model))
         nemo.apply(config)
-        assert vars(config.model) == before
-        return [target for target in patching.installed() if "bridge" in target or "get_batch" in target]
+        assert vars(config.model) == before, "upstream leaves everything"
+        replaced = [target for target in patching.installed() if "bridge" in target or "get_batch" in target]
+        config = recipe({"context_parallel_size": 2})
+        assert nemo.apply(config, **STRIPED) is config
+        assert config.model.calculate_per_token_loss and config.model.cp_comm_type is None
+        assert config.dataset.skip_getting_attention_mask_from_dataset and not config.ddp.average_in_collective
+        return replaced
 
     assert run_ranks(apply, 1)[0] == []
 

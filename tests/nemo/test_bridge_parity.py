@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from bridge_harness import LOSS, Record, check_same, one_rank, train
+from bridge_harness import LOSS, check_same, one_rank, train
+from nightly import slow
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
@@ -28,11 +29,6 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
 """Ranks without context parallelism, and fields of the model."""
 
 
-def _same_losses(record: Record, reference: Record) -> None:
-    assert len(record.losses) == 3
-    assert record.losses == pytest.approx(reference.losses, rel=LOSS)
-
-
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_providers(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     ranks, asked = PROVIDERS[name]
@@ -46,7 +42,7 @@ def test_variants(name: str) -> None:
     ranks, fields = VARIANTS[name]
     reference = train(ranks, model=fields)[-1]  # initial weights depend on the tensor-parallel size
     records = train(2 * ranks, {"provider": "striped"}, model={"context_parallel_size": 2, **fields})
-    _same_losses(records[-1], reference)
+    assert len(reference.losses) == 3 and records[-1].losses == pytest.approx(reference.losses, rel=LOSS)
 
 
 def test_a_spec_that_was_made_before() -> None:
@@ -56,4 +52,26 @@ def test_a_spec_that_was_made_before() -> None:
         config.model.transformer_layer_spec = local_layer_spec(config.model)
 
     for record in train(2, {"provider": "striped"}, model={"context_parallel_size": 2}, change=with_spec):
-        _same_losses(record, one_rank())
+        assert record.losses == pytest.approx(one_rank().losses, rel=LOSS)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"linear_attention": "gla", "layer_pattern": "LN"},
+        pytest.param({"linear_attention": "lightning"}, marks=slow),
+    ],
+    ids=str,
+)
+def test_linear_attention(asked: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    divided = train(2, {**asked, "linear_provider": "lasp2"}, model={"context_parallel_size": 2})
+    check_same(divided, train(1, asked)[0])
+    linear = 2 - asked.get("layer_pattern", "LL").count("N")
+    assert f"2 of 2 replaced: {linear} linear, {2 - linear} softmax" in capfd.readouterr().out
+
+
+def test_the_planner_chooses(capfd: pytest.CaptureFixture[str]) -> None:
+    check_same(train(2, {"provider": "auto"}, model={"context_parallel_size": 2}), one_rank())
+    told = capfd.readouterr().out
+    assert told.count("cp_plugin: auto: equivalent flags without the planner: provider ") == 1
+    assert "predicted" in told.partition("| auto")[2]

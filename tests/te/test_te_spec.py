@@ -29,9 +29,10 @@ class Built(BaseException):
     """Raised where a rank stops."""
 
 
-def build(ranks: int, flags: str, *, model: str = MODEL, planted: bool = False) -> list[tuple[Any, Counter[str]]]:
+def build(ranks: int, flags: str, *, planted: bool = False) -> list[tuple[Any, Counter[str]]]:
     """What the audit found on every rank, and how many modules of each class the model has."""
     importlib.import_module("transformer_engine.pytorch")
+    model = MODEL.replace("--group-query-attention --num-query-groups 2 ", "") if LATENT in flags else MODEL
     words = f"{model} {DATA} {SGD} --train-iters 1 {TE} {flags}".split()
     return run_ranks(_build_rank, ranks, args=(words, planted), timeout=240.0)
 
@@ -74,8 +75,10 @@ def _stock_attention() -> None:
     TESpecProvider.core_attention = lambda self: TEDotProductAttention
 
 
+LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 --v-head-dim 8"
 MODELS = {
     "attention": (2, STRIPED, 2, 0),
+    "latent attention": (2, f"{STRIPED} {LATENT}", 2, 0),
     "tensor and sequence parallel": (4, f"{STRIPED} --tensor-model-parallel-size 2 --sequence-parallel", 2, 0),
     "multi-token prediction": (2, f"{STRIPED} --mtp-num-layers 1 --calculate-per-token-loss", 3, 0),
     "linear layers between": (
@@ -94,18 +97,11 @@ def test_every_core_attention_is_the_plugins(model: str, capfd: pytest.CaptureFi
     for coverage, modules in build(ranks, flags):
         assert len(coverage.replaced) == layers and len(coverage.linear) == linear and not coverage.missed
         assert modules["CoreAttention"] == layers - linear and modules["LinearCoreAttention"] == linear
-        assert modules["TELayerNormColumnParallelLinear"] and modules["TERowParallelLinear"]
+        assert modules["TELinear" if LATENT in flags else "TELayerNormColumnParallelLinear"]
+        assert modules["TERowParallelLinear"]
         assert "TEDotProductAttention" not in modules
     text = capfd.readouterr().out
     assert f"{layers} of {layers} replaced" in text and "TESpecProvider.core_attention" in text
-
-
-def test_multi_latent_attention() -> None:
-    flags = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 --v-head-dim 8"
-    model = MODEL.replace("--group-query-attention --num-query-groups 2 ", "")
-    for coverage, modules in build(2, f"{STRIPED} {flags}", model=model):
-        assert len(coverage.replaced) == modules["CoreAttention"] == 2 and not coverage.missed
-        assert modules["TELinear"] and "TEDotProductAttention" not in modules
 
 
 def test_a_layer_with_tes_own_attention_is_refused() -> None:
