@@ -11,7 +11,6 @@ from typing import Any
 import fake_fla
 import pytest
 import torch
-import torch.distributed as dist
 from linear_cases import DECAYS, LinearCase, distance
 from nightly import each_pair, each_value
 from oracle import no_sums_in_half
@@ -20,14 +19,13 @@ from torch import Tensor
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
-from cp_plugin.linear import chunked, delta, kernels, passes, recurrence, scan
+from cp_plugin.linear import chunked, kernels, recurrence, scan
 from cp_plugin.linear.segment import recomputed
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods import zeco
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import place
-from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import by_phase_and_axis
 
 METHODS = [(name, layout) for name in providers.names("linear") for layout in providers.get(name).layouts]
@@ -211,27 +209,6 @@ def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPa
         assert all(error <= max(2 * one, 2**-8) for error, one in zip(got, alone, strict=True)), (size, got, alone)
 
 
-@pytest.mark.parametrize("provider", ["lasp2", "zeco"])
-@pytest.mark.parametrize("backend", ["chunked", "reference"])
-def test_a_segment_is_built_once_in_each_pass(monkeypatch: pytest.MonkeyPatch, provider: str, backend: str) -> None:
-    """Its maps and outputs, then its maps and gradients; or by a kernel that kept the maps."""
-    case, built = LinearCase(delta=True, decay="token", seq_length=512), []
-    inner = {"chunked": delta._of_chunks, "reference": recurrence.run}[backend]
-
-    def outer(x: Tokens, *initial: Tensor) -> Any:
-        built.append((torch.is_grad_enabled(), x.v.size(3)))
-        return inner(x, *initial)
-
-    monkeypatch.setattr(delta, "_of_chunks", outer)
-    if backend == "reference":
-        kernel = kernels.KERNELS[backend]._replace(delta=partial(passes.Widened, outer))
-        monkeypatch.setitem(kernels.KERNELS, backend, kernel)
-    cp = ContextParallel(provider, mesh=TraceMesh({"cp": 4}, 1), backend=backend)
-    on_shards(cp, case)
-    e, wide = case.v_head_dim, case.v_head_dim + case.head_dim
-    assert built == [(False, e if backend == "chunked" else wide), (True, e)]
-
-
 def test_one_rank_needs_no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.Kernel, "segment", None)
     for case in (LinearCase(delta=True, decay="token"), LinearCase(decay="key", documents=True, causal=False)):
@@ -322,18 +299,6 @@ def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: i
         assert distance(out[-256:].detach(), recurrence.run(x, before)[0]) <= 1e-4
 
 
-@pytest.mark.parametrize("provider", ["lasp2", "lasp1", "zeco"])
-@rules
-def test_real_ranks(provider: str, delta: bool) -> None:
-    case = LinearCase(decay="key", delta=delta, documents=provider == "lasp2", causal=delta or provider != "lasp2")
-
-    def rank() -> list[Tensor]:
-        return attend(ContextParallel(provider, group=dist.group.WORLD, layout="zigzag"), case)
-
-    for got in run_ranks(rank, 4, init_process_group=True):
-        assert max(map(distance, got, case.want())) <= 1e-9
-
-
 @pytest.mark.parametrize("size", [2, 3, 8, 64, 512])
 @pytest.mark.parametrize("heads", [1, 8, 64])
 def test_zeco_passes_as_many_blocks_as_make_the_last_rank_wait_least(
@@ -346,20 +311,6 @@ def test_zeco_passes_as_many_blocks_as_make_the_last_rank_wait_least(
         monkeypatch.setattr(zeco, "_HOP_BYTES", {"nccl": hop})
         waits = {n: (size - 2 + n) * (hop + state / n) for n in range(1, 2**13)}
         assert waits[zeco.blocks_of(problem)] <= 1.01 * min(waits.values()), hop
-
-
-def test_hops_of_zeco(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 64 ranks a state of 512 KiB goes in 4 blocks: 4 messages and, in the middle, as many additions."""
-    monkeypatch.undo()
-    added = []
-    monkeypatch.setattr(zeco.segment, "after", lambda state, *_: added.append(state) or state)
-    mesh = TraceMesh({"cp": 64}, 31)
-    x = torch.empty(64, 1, 8, 128, device="meta")
-    ContextParallel("zeco", mesh=mesh).linear_attention(x, x, x)
-    assert len(added) == sum(line.calls for line in mesh.ledger.entries()) == 4
-    last = TraceMesh({"cp": 64}, 63)
-    ContextParallel("zeco", mesh=last).linear_attention(x, x, x)
-    assert len(added) == 4 and not last.ledger.entries(), "nobody asks for the state after the last segment"
 
 
 def test_bytes_do_not_depend_on_the_sequence_length() -> None:
