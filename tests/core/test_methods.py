@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from method_cases import METHODS, SETTINGS, of_formula
-from nightly import each_pair, nightly, slow
+from nightly import nightly, pairs_in_all, slow
 from oracle import Case, Result, assert_close, errors, no_sums_in_half, relative_error
 from thread_ranks import on_shards, on_threads, run, typical
 
@@ -65,7 +65,7 @@ def summed(ranks: list[Result]) -> list[Result]:
     return [found._replace(dsink=total) for found in ranks]
 
 
-@each_pair
+@pairs_in_all
 @methods
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("heads", HEADS)
@@ -77,7 +77,7 @@ def test_float64(provider: str, layout: str, mask: str, heads: str, size: int) -
         assert_close(got, want, 1e-10, (provider, layout, size, rank))
 
 
-@each_pair
+@pairs_in_all
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("mask", ["causal", "all of it"])
 @pytest.mark.parametrize("heads", ["equal", "grouped"])
@@ -90,7 +90,7 @@ def test_settings(name: str, mask: str, heads: str, backend: str) -> None:
         assert_close(got, want, 1e-10, (name, rank))
 
 
-@each_pair
+@pairs_in_all
 @methods
 @pytest.mark.parametrize("mask", FEW_MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
