@@ -22,7 +22,7 @@ import pytest
 import third_party
 import typer
 from nightly import slow
-from printed import FLAGS, ROOT, Printed, fenced, in_fences, inline
+from printed import FLAGS, ROOT, Printed, fenced, inline
 from typer.testing import CliRunner
 from warm import before_forking
 
@@ -131,25 +131,6 @@ def test_in_line(command: Printed, here: Path) -> None:
         execute(command, here)
     else:
         check_mention(command)
-
-
-def test_an_unknown_command_is_noticed(here: Path) -> None:
-    text = (
-        "```bash\nrm -rf x   # no\n```\n`cp-plugin plans`\n```\n$ cp-plugin traffic --provider ring\nBytes\n  x\n```\n"
-    )
-    unknown, wrong = in_fences(text, "page.md")
-    with pytest.raises(AssertionError, match=r"page\.md prints 'rm -rf x': nothing here runs it"):
-        execute(unknown, here)
-    with pytest.raises(AssertionError):
-        execute(wrong, here)
-    with pytest.raises(AssertionError):
-        execute(Printed(page="", text="cp-plugin traffic --provider rings"), here)
-    with pytest.raises(ValueError, match="--cp-provider ringg"):
-        execute(Printed(page="", text=f"torchrun -m cp_plugin.pretrain_gpt {FLAGS} --cp-provider ringg"), here)
-    with pytest.raises(AssertionError):
-        check_mention(Printed(page="", text="cp-plugin plans"))
-    with pytest.raises(AssertionError, match="8 is no argument"):
-        check_arguments(Printed(page="", text="cp-plugin plan --model llama3-8b 8"))
 
 
 @pytest.mark.parametrize("pattern", COVERED)

@@ -72,21 +72,6 @@ def test_a_dropped_block_shows() -> None:
     assert len(times_computed(got)) < len(all_pairs(got))
 
 
-def test_steps_and_balance_are_the_methods_own() -> None:
-    for name, steps, options in (
-        *(
-            ("ring", 4, {"layout": "contiguous"}),
-            ("all_gather", 1, {}),
-            ("ulysses", 1, {}),
-            ("attention2d", 1, {"grid": (2, 2)}),
-        ),
-        *(("double_ring", 4, {"intra_size": 2}), ("usp", 2, {"head_parallel": 2})),
-    ):
-        got = record(name, 4, seq_length=4096, **options)
-        assert len(got.work()[0]) == steps, name
-        assert got.balance() == pytest.approx(1.75 if name == "ring" else 1.0, abs=2e-3), name
-
-
 def ring(layout: str, size: int, tokens: int) -> Recording:
     name = "striped" if layout == "striped" else "ring"
     return record(name, size, seq_length=tokens, heads=1, layout=layout)
