@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from nightly import pairs_in_all
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -106,6 +107,7 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pairs_in_all
 @pytest.mark.parametrize("strided", STRIDED)
 @pytest.mark.parametrize("name", CALLS)
 def test_inputs_and_gradients_of_any_strides(name: str, strided: str) -> None:
@@ -123,6 +125,7 @@ def test_inputs_and_gradients_of_any_strides(name: str, strided: str) -> None:
     torch.testing.assert_close(gradient(change), gradient(lambda x: x), rtol=0, atol=1e-11)
 
 
+@pairs_in_all
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_are_those_without_the_wrapper(name: str, wrapper: str) -> None:
@@ -146,6 +149,7 @@ SECOND: dict[str, Callable[[Tensor, list[Tensor]], object]] = {
 }
 
 
+@pairs_in_all
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_penalty_on_gradients_is_right_or_refused(name: str, second: str) -> None:
