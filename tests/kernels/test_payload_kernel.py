@@ -11,6 +11,7 @@ import torch
 from cp_kernels import payload as kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import pairs_in_all
 from torch import Tensor
 
 from cp_plugin.core import payload
@@ -71,19 +72,6 @@ def check_hops(x: Tensor, over: Callable[[Tensor], Tensor]) -> None:
 @given(any_bits, any_dtype, st.integers(1, 9))
 def test_a_second_hop_changes_no_bit(bits: list[int], dtype: torch.dtype, block: int) -> None:
     check_hops(from_bits(bits, dtype), partial(hop, block=block))
-
-
-def test_a_margin_in_the_scale_would_change_bits() -> None:
-    """amax / 400 is itself rounded and changes the next scale: the test above would notice."""
-
-    def with_margin(x: Tensor) -> Tensor:
-        scale = x.float().abs().amax() / 400
-        return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
-
-    x = randn(8, 1, 2, 16).bfloat16()
-    check_hops(x, partial(hop, block=8))
-    with pytest.raises(AssertionError):
-        check_hops(x, with_margin)
 
 
 @checks
@@ -239,6 +227,7 @@ def check_message(tensors: list[Tensor], rows: list[tuple[int, ...]], block: int
         assert torch.equal(found[0].isnan(), found[1].isnan()) and torch.equal(bits, expected)
 
 
+@pairs_in_all
 @pytest.mark.parametrize("block", [1, 4, 64])
 @pytest.mark.parametrize("name", PARTS)
 def test_a_message_of_many_parts(name: str, block: int) -> None:

@@ -27,12 +27,14 @@ MASKS = {
     "causal": {"causal": True},
     "window and documents": {"causal": True, "window": (7, 0), "documents": (0, 5, 20, TOKENS)},
 }
+EVERY_CHANGE = (("ring", "window and documents"), ("attention2d", "causal"), ("needed", "window and documents"))
+"""Running partials, merged partials and fetched keys."""
 
 
 def _marked(provider: str, mask: str) -> object:
-    """Every change runs one provider each with running partials, merged partials and fetched keys."""
-    few, name = provider in ("ring", "attention2d", "needed"), f"{provider}-{mask}"
-    return pytest.param(provider, MASKS[mask], id=name, marks=() if few else slow if mask == "causal" else nightly)
+    few, name = (provider, mask) in EVERY_CHANGE, f"{provider}-{mask}"
+    some = mask == "causal" or provider in dict(EVERY_CHANGE)
+    return pytest.param(provider, MASKS[mask], id=name, marks=() if few else slow if some else nightly)
 
 
 @pytest.mark.parametrize(("provider", "mask"), [_marked(*pair) for pair in product(providers.names(), MASKS)])
