@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nightly import nightly
+from nightly import nightly, slow
 from oracle import Case
 from strict import lazy, threads
 from thread_ranks import on_shards, on_threads, typical
@@ -44,7 +44,10 @@ def _operation(name: str, here: int) -> None:
             work.wait()
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "barrier", "broadcast_object_list", "functional", "batch"])
+@pytest.mark.parametrize(
+    "name",
+    ["functional", "batch", *(pytest.param(n, marks=slow) for n in ("all_reduce", "barrier", "broadcast_object_list"))],
+)
 def test_a_first_operation_without_all_ranks_is_named(name: str, soon: None) -> None:
     def rank() -> None:
         if dist.get_rank() < 2:

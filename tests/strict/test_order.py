@@ -9,7 +9,7 @@ import pytest
 import torch
 from core.linear_cases import DECAYS, LinearCase
 from core.method_cases import METHODS
-from nightly import NIGHT, nightly
+from nightly import NIGHT, nightly, slow
 from oracle import Case
 from strict import programs
 from strict.nccl import Program, run_checked
@@ -89,7 +89,10 @@ def test_masks_under_which_ranks_have_different_work(provider: str, different: d
 
 
 @pytest.mark.parametrize("size", MANY)
-@pytest.mark.parametrize(("provider", "layout"), METHODS)
+@pytest.mark.parametrize(
+    ("provider", "layout"),
+    [pytest.param(*m, marks=() if m[1] == providers.get(m[0]).layouts[0] else slow) for m in METHODS],
+)
 def test_many_ranks(provider: str, layout: str, size: int) -> None:
     heads = heads_for(provider, size)
     with programs.cheap_kernels():
