@@ -18,10 +18,6 @@ def words(text: str) -> int:
     return sum(any(letter.isalnum() for letter in word) for word in text.split())
 
 
-def test_words_are_counted() -> None:
-    assert words("| `--cp-grid 4x2` | 1.5 |\n|---|---|\n- a, b") == 5
-
-
 def test_the_readme_has_two_screens() -> None:
     assert words((ROOT / "README.md").read_text()) <= README
 
