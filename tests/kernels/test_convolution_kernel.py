@@ -81,7 +81,7 @@ def check(x: Tensor, halo: Tensor, weight: Tensor, bias: Tensor | None, dout: Te
 @pairs_in_all
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("shape", "width", "halo"), [((5, 2, 6), 4, 3), ((9, 1, 130), 3, 2), ((4, 3, 1), 1, 0), ((14, 2, 3), 13, 12)]
+    ("shape", "width", "halo"), [((5, 2, 6), 4, 3), ((5, 1, 130), 3, 2), ((4, 3, 1), 1, 0), ((14, 2, 3), 13, 12)]
 )
 def test_any_size_and_dtype(shape: tuple[int, int, int], width: int, halo: int, dtype: torch.dtype) -> None:
     given = inputs(shape, width, halo, dtype)
