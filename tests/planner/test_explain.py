@@ -103,23 +103,6 @@ def test_picture(tmp_path: Path) -> None:
     assert paths[0].read_bytes() == paths[1].read_bytes(), "reproducible"
 
 
-def test_json() -> None:
-    done = cli("--provider", "usp", "--devices", "16", "--tensor", "2", "--json")
-    found = json.loads(done.output)
-    assert done.exit_code == 0 and found["memory"]["fits"]
-    assert found["provider"] == "usp" and found["parallel"]["context"] == 8
-    assert set(found["passes"]) == {"forward", "backward"}
-    for of in found["passes"].values():
-        assert set(of["by_rank"]) == {str(rank) for rank in range(8)}
-        for parts in of["by_rank"].values():
-            assert set(parts) == {"kernels", "memory", "host", "waiting", "idle"}
-            assert sum(parts.values()) == pytest.approx(of["seconds"])
-    assert set(found["seconds_without"]) == set(RESOURCES) and found["limit"] in RESOURCES
-    assert sum(found["iteration"]["parts"].values()) == pytest.approx(found["iteration"]["seconds"])
-    assert {"pass", "axis", "level", "bytes"} == set(found["sent"][0])
-    assert sum(found["memory"]["parts"].values()) == pytest.approx(found["memory"]["total"])
-
-
 def test_memory_default_provider_and_many_ranks() -> None:
     done = cli("--provider", "ulysses", "--devices", "1", "--recompute", "none")
     assert done.exit_code == 1 and "does not fit 80 GB" in done.output

@@ -7,11 +7,12 @@ import io
 import json
 import math
 from dataclasses import replace
-from itertools import dropwhile, takewhile
+from itertools import dropwhile, product, takewhile
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nightly import one_case, slow
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -212,6 +213,7 @@ def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> No
     assert (theirs.footprint.total < ours.footprint.total) == (recompute != "none")
 
 
+@slow
 def test_each_side_in_its_own_best_shape() -> None:
     """As good as each side searched alone; stock may recompute what leaves attention's output."""
     asked = fitting(of_name("llama3-8b", 64, 2**19, "dgx-h100", Fixed()))
@@ -244,12 +246,11 @@ def test_upstreams_all_to_all_divides_key_value_heads(size: int, kv_heads: int, 
     assert bool(found.get("upstream a2a")) == (kv_heads % size == 0)
 
 
-@pytest.mark.parametrize("width", [80, 100])
-@pytest.mark.parametrize("fp8", [(None,), (None, "comm")])
-def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...], width: int) -> None:
+@one_case
+@pytest.mark.parametrize("fp8", [(None, "comm"), (None,)])
+def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...]) -> None:
     asked = replace(ASKED, model=model("llama2-7b"), shapes=[replace(SHAPE, seq_length=2**15)], fp8=fp8)
-    slow = answer(asked, hopeless=math.inf)
-    for one in (found, slow):
+    for one, width in product((found, answer(asked, hopeless=math.inf)), (80, 100)):
         console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
         print_plan(console, one)
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]

@@ -85,19 +85,6 @@ def test_unbatched_messages_need_two_ranks() -> None:
         run_ranks(rank, 3, args=(True,), init_process_group=True)
 
 
-def test_subsets_may_communicate_once_connected() -> None:
-    def rank() -> float:
-        here, got = dist.get_rank(), torch.zeros(1)
-        dist.barrier()
-        if here == 0:
-            dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), 2)])[0].wait()
-        elif here == 2:
-            dist.batch_isend_irecv([dist.P2POp(dist.irecv, got, 0)])[0].wait()
-        return got.item()
-
-    assert run_ranks(rank, 3, init_process_group=True) == [0, 0, 1]
-
-
 def test_a_group_that_is_made_again_starts_again() -> None:
     """Under the same name. In another part of the store, since Gloo reads addresses that were left in it."""
 
