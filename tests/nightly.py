@@ -35,7 +35,10 @@ each_value = pytest.mark.covering(1)
 each_pair = pytest.mark.covering(2)
 """Every change and ``--all`` run the fewest cases with every pair of two parameters' values, a night every triple."""
 pairs_in_all = pytest.mark.covering(1, 2)
-"""As ``each_value`` for every change, as ``each_pair`` in ``--all`` and at night."""
+"""As ``each_value`` for every change, as ``each_pair`` in ``--all`` and at night.
+
+Of several cases that would do the first is taken: put the value first that most cases should have.
+"""
 
 
 def thin(items: list[pytest.Item], beyond_all: bool = False) -> dict[tuple[str, str], int]:

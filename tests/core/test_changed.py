@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nightly import slow
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "ci"))
@@ -20,6 +21,7 @@ def used() -> dict[str, set[str]]:
     return changed.uses({file for file in FILES if "__pycache__" not in file})
 
 
+@slow
 @pytest.mark.parametrize(
     ("file", "touches", "leaves_alone"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nightly import slow
 from oracle import Case
 from thread_ranks import on_threads
 from torch import Tensor
@@ -13,7 +14,7 @@ from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
 
 DTYPES = (torch.float32, torch.bfloat16)
-METHODS = [(name, dtype) for name in providers.names() for dtype in DTYPES]
+METHODS = [pytest.param(n, t, marks=slow if t == torch.bfloat16 else ()) for n in providers.names() for t in DTYPES]
 
 
 @pytest.mark.parametrize(("provider", "dtype"), [*METHODS, *((n, torch.float32) for n in providers.names("linear"))])

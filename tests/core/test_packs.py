@@ -31,7 +31,7 @@ METHODS = {name: (name, 4, {}) for name in PLACED} | SETTINGS
 
 @each_value
 @pytest.mark.parametrize(
-    "name", [*PLACED, *(pytest.param(name, marks=slow if SETTINGS[name][1] > 8 else ()) for name in COMPOSED)]
+    "name", [*PLACED, *(pytest.param(name, marks=slow if SETTINGS[name][1] > 4 else ()) for name in COMPOSED)]
 )
 @pytest.mark.parametrize("window", [None, (9, 0)])
 def test_float64(name: str, window: tuple[int, int] | None) -> None:

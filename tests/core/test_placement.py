@@ -249,3 +249,24 @@ def test_bad_input_is_refused_with_the_fix() -> None:
         layout.segments(8, 4, 0)
     with pytest.raises(ValueError, match=r"index 2 is outside 0\.\.1"):
         layout.segments(8, 2, 2)
+
+
+@given(st.integers(0, 20), st.integers(1, 20), lefts)
+@quick
+def test_pairs(start: int, length: int, left: int | None) -> None:
+    """Closed forms against counting."""
+    pairs, stop = Pairs(left), start + length
+    seen = [min(p + 1, p + 1 if left is None else left + 1) for p in range(stop)]
+    assert pairs.of([(start, stop)]) == sum(seen[start:]) == int(np.diff(pairs.many(np.array([start, stop])))[0])
+    queries = {*range(start // 2), *range(start, stop)}
+    keys = {k for q in queries for k in range(max(0, q + 1 - seen[q]), q + 1)}
+    assert pairs.missing([(a, b) for a, b in ((0, start // 2), (start, stop)) if a < b]) == len(keys - queries)
+    for work in range(pairs(stop)):
+        n = pairs.tokens(work)
+        assert pairs(n) <= work < pairs(n + 1)
+    for n in range(1, length + 1):
+        for work in range(pairs(start + n) - pairs(start), pairs(stop) - pairs(stop - n) + 1, 5):
+            x = pairs.heads(start, stop, n, work)
+            done = pairs.of([(start, start + x), (stop - n + x, stop)])
+            more = pairs.of([(start, start + x - 1), (stop - n + x - 1, stop)]) if x else done
+            assert done <= work + (length if left is None else 0) and more >= work - (length if left is None else 0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nightly import pairs_in_all
+from nightly import pairs_in_all, slow
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -169,7 +169,13 @@ def test_a_penalty_on_gradients_is_right_or_refused(name: str, second: str) -> N
             SECOND[second](loss + slope.square().sum(), weights)
 
 
-@pytest.mark.parametrize("name", ["attention, striped", "gated, lasp2", "short convolution", "unshard", "shift"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention, striped",
+        *(pytest.param(n, marks=slow) for n in ("gated, lasp2", "short convolution", "unshard", "shift")),
+    ],
+)
 def test_compiled_layers_take_another_length(name: str) -> None:
     """The second length of a compiled layer has symbolic sizes."""
     provider, call = CALLS[name]
