@@ -271,6 +271,23 @@ def test_answer_has_every_method_and_the_winners_flags(found: Plan) -> None:
     assert next(iter(why(found))).startswith(found.best.candidate.name)
 
 
+def test_equal_compositions() -> None:
+    """USP is a ring behind a head axis; with other axes it is not."""
+    given = Problem(size=8, heads=8, kv_heads=8)
+    usp, ring, other, double = (
+        settled(providers.get(name), given, options)
+        for name, options in (
+            ("usp", Options(head_parallel=4, layout="zigzag")),
+            ("ring", Options(head_parallel=4, layout="zigzag")),
+            ("ring", Options(head_parallel=2, layout="zigzag")),
+            ("double_ring", Options(head_parallel=4, layout="zigzag", intra_size=1)),
+        )
+    )
+    assert composition(usp) == composition(ring)
+    assert composition(usp) != composition(other)
+    assert composition(usp) != composition(double), "its sums have a process group of their own"
+
+
 def test_memory_limits_the_choice() -> None:
     shapes = [Parallel(devices=8, context=8, seq_length=2**20, recompute=again) for again in ("none", "full")]
     asked = fitting(of_name("llama3-8b", 64, 2**20, "dgx-h100", Fixed(context=64)))
