@@ -16,6 +16,7 @@ from method_cases import METHODS, SETTINGS, of_formula
 from nightly import nightly, pairs_in_all, slow
 from oracle import Case, Result, assert_close, errors, no_sums_in_half, relative_error
 from thread_ranks import on_shards, on_threads, run, typical
+from torch import Tensor
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.attention.setups import Setup, settled
@@ -207,3 +208,31 @@ def test_a_wrong_layout_is_noticed(provider: str, layout: str) -> None:
         return relative_error(cp.attention(q, k, v), wrong.shard(problem.reference().out, 0, cp.size, cp.index))
 
     assert max(run_threads(rank, setup.axes)) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("provider", "dtype"),
+    [
+        *((name, torch.float32) for kind in ("softmax", "linear") for name in providers.names(kind)),
+        *(pytest.param(name, torch.bfloat16, marks=slow) for name in providers.names()),
+    ],
+)
+def test_two_runs_give_the_same_bits(provider: str, dtype: torch.dtype) -> None:
+    """In every method on each of its layouts, whatever the order in which ranks run."""
+    found = providers.get(provider)
+    case = Case(seq_length=128, heads=8, kv_heads=4, causal=True, dtype=dtype)
+
+    def linear(mesh: Mesh) -> list[Tensor]:
+        cp = ContextParallel(provider, mesh=mesh, layout=layout)
+        leaves = [cp.shard(x).detach().requires_grad_() for x in case.inputs()[:3]]
+        out = cp.linear_attention(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(case.inputs()[3]))]
+
+    def run() -> list[list[Tensor]]:
+        if found.kind == "linear":
+            return run_threads(linear, found.axes(4, Options()))
+        return [list(result[:4]) for result in on_threads(provider, 4, case, layout=layout)]
+
+    for layout in found.layouts:
+        for one, other in zip(run(), run(), strict=True):
+            assert all(map(torch.equal, one, other)), layout
