@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nightly import one_case
 from typer.testing import CliRunner
 
 from cp_plugin.attention.setups import settled
@@ -152,6 +153,7 @@ def test_a_gain_is_named_by_its_causes() -> None:
         assert f"as stock Megatron does ({other.without_repeats / found.fastest:.2f}x if memory allowed" in text
 
 
+@one_case
 @pytest.mark.parametrize("limit", [72e9, 76e9, 90e9])
 def test_every_candidate_recomputes_what_takes_least_of_what_fits(limit: float) -> None:
     """Of all modules and numbers of layers, on both sides; without ``free`` only what was asked for."""

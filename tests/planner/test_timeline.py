@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from nightly import nightly
+from nightly import nightly, slow
 from round_cluster import round_cluster
 
 from cp_plugin.attention.setups import Setup, settled
@@ -104,7 +104,11 @@ def test_all_gather_crosses_nodes_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dgx-h100", *(pytest.param(name, marks=nightly) for name in ("a100-4-per-node", "h100-1-per-node"))]
+    "name",
+    [
+        pytest.param("dgx-h100", marks=slow),
+        *(pytest.param(name, marks=nightly) for name in ("a100-4-per-node", "h100-1-per-node")),
+    ],
 )
 def test_few_ranks_stand_for_all_and_faster_links_never_cost_time(name: str) -> None:
     problem, slow_links = Problem(size=16, heads=16, kv_heads=16, seq_length=2**17), cluster(name)
