@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -78,8 +77,3 @@ def test_verdicts(mutants: ModuleType, tmp_path: Path) -> None:
     assert verdict("return 2", "test_skipped.py")[0] == "BROKEN", "a skipped test proves nothing"
     assert verdict("return 4", "test_x.py") == ("BROKEN", "three: its text is in x.py 0 times, and must be there once")
     assert verdict("r", "test_x.py") == ("BROKEN", "three: its text is in x.py 2 times, and must be there once")
-
-
-def test_an_unknown_mutant_is_refused() -> None:
-    done = subprocess.run([sys.executable, str(RUN), "no-such"], capture_output=True, text=True)
-    assert done.returncode == 2 and "no mutant no-such: see --list" in done.stderr
