@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "case: a row of cases.toml")
     config.addinivalue_line("markers", "versions: a row that ci/versions.sh runs")
-    config.addinivalue_line("markers", "covering(strength): run a covering design of the cases (nightly.py)")
+    config.addinivalue_line("markers", "covering(by day, in --all): run a covering design of the cases (nightly.py)")
     config.stash[LEFT_OUT] = {}
 
 

@@ -34,6 +34,11 @@ each_value = pytest.mark.covering(1)
 """Every change and ``--all`` run the fewest cases with every value of each parameter, a night every pair of values."""
 each_pair = pytest.mark.covering(2)
 """Every change and ``--all`` run the fewest cases with every pair of two parameters' values, a night every triple."""
+pairs_in_all = pytest.mark.covering(1, 2)
+"""As ``each_value`` for every change, as ``each_pair`` in ``--all`` and at night.
+
+Of several cases that would do the first is taken: put the value first that most cases should have.
+"""
 
 
 def thin(items: list[pytest.Item], beyond_all: bool = False) -> dict[tuple[str, str], int]:
@@ -61,7 +66,8 @@ def thin(items: list[pytest.Item], beyond_all: bool = False) -> dict[tuple[str, 
 
 def covered(case: pytest.Item) -> int:
     """How many parameters' values the cases that are run by day combine."""
-    return max(case.get_closest_marker("covering").args[0], int(ALL))
+    by_day, *in_all = case.get_closest_marker("covering").args
+    return max(by_day, *in_all, 1) if ALL else by_day
 
 
 def longer_at_night(item: pytest.Item) -> bool:

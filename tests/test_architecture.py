@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -14,6 +15,7 @@ from package_sources import PACKAGE, SOURCES
 KERNELS = PACKAGE.parent / "kernels" / "cp_kernels"
 
 
+@cache
 def imports(source: str) -> set[str]:
     """The modules, and the names in them, that a source file imports anywhere."""
     found = set()

@@ -92,13 +92,6 @@ def test_drawings_are_up_to_date(generate: Any) -> None:
     assert stale == [], "run python docs/generate.py"
 
 
-def test_a_changed_block_is_noticed(generate: Any) -> None:
-    page = (METHODS / "ring.md").read_text()
-    assert generate.filled(page.replace("2.11 GB", "2.12 GB")) == page
-    with pytest.raises(ValueError, match="unknown block 'no such'"):
-        generate.filled("<!-- generated: no such -->\n<!-- end -->")
-
-
 def test_the_list_of_packages_follows_the_import_contract() -> None:
     contracts = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract for contract in contracts if contract["type"] == "layers")["layers"]

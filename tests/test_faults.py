@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -71,12 +70,6 @@ def test_a_lost_message_has_its_name() -> None:
     with pytest.raises(RankError, match="MessageError: backward exchange along 'ring' with rank 1 failed: "):
         run_ranks(rank, 2, init_process_group=True)
     assert issubclass(MessageError, RuntimeError)
-
-
-def test_the_record_of_faults_has_their_results(tmp_path: Path) -> None:
-    row = {"name": "x", "what": "torch: y", "expect": "ends", "verdict": "ok", "seconds": 1.25}
-    _python(f"import run, pathlib; run.record([{row | {'text': 'long'}}], pathlib.Path({str(tmp_path / 'a')!r}))")
-    assert json.loads((tmp_path / "a").read_text()) == [row]
 
 
 def test_an_unknown_fault_is_refused() -> None:

@@ -11,8 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from nightly import slow
 
 ROOT = Path(__file__).parent.parent
+pytestmark = slow
 PACK = str(ROOT / "ci/gpu/pack.py")
 STEP = """
 import torch

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,87 +80,59 @@ def test_the_first_failing_rank_comes_first_and_all_tracebacks_are_there():
     assert time.monotonic() - start < 15
 
 
-@pytest.mark.usefixtures("little_grace")
-def test_ranks_that_do_not_notice_a_failure_are_stopped_and_shown():
-    def body():
-        if _rank() == 1:
-            raise KeyError("gone")
-        while True:
-            time.sleep(0.01)  # busy elsewhere, never hears of it
+def _waits_in_python():
+    threading.Event().wait()
 
+
+def _ends(how):
+    """Rank 1 ends in this way, rank 0 returns."""
+    return lambda: how() if _rank() == 1 else None
+
+
+@pytest.mark.usefixtures("little_grace")
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (lambda: {}["gone"] if _rank() == 1 else _waits_in_python(), 1, "still running when stopped.*in _waits_in_py"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL) if _rank() else dist.barrier(), -9, "killed by SIGKILL.*memory"),
+        (_ends(lambda: os.kill(os.getpid(), signal.SIGSEGV)), -11, r"SIGSEGV.*in <lambda>"),
+        (_ends(lambda: os._exit(7)), 7, "ended with status 7 without returning"),
+        (_ends(lambda: sys.exit(5)), 5, r"sys.exit\(5\)"),
+        (_ends(lambda: lambda: None), 1, "a function, cannot be pickled"),
+    ],
+    ids=["others do not notice", "killed", "crash", "exit", "sys.exit", "no pickle"],
+)
+def test_a_rank_that_fails_is_named(body, status, said):
     start = time.monotonic()
-    with pytest.raises(RankError, match="still running when stopped") as caught:
-        run_ranks(body, 3)
-    assert caught.value.rank == 1 and "in body" in str(caught.value)
+    with pytest.raises(RankError) as caught:
+        run_ranks(body, 2, init_process_group=True)
+    assert caught.value.rank == 1 and caught.value.exit_status == status
+    assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
     assert time.monotonic() - start < 15
 
 
 def test_a_hang_ends_with_the_stacks_of_all_ranks():
-    def waits_in_python():
-        threading.Event().wait()
-
-    start = time.monotonic()
     with pytest.raises(RankTimeout) as caught:
-        run_ranks(lambda: waits_in_python() if _rank() == 1 else dist.barrier(), 3, init_process_group=True, timeout=2)
+        run_ranks(lambda: _waits_in_python() if _rank() else dist.barrier(), 3, init_process_group=True, timeout=2)
     text = str(caught.value)
-    assert "3 of 3 ranks had not finished after 2 s" in text
-    assert "waits_in_python" in text and "in barrier" in text
-    assert time.monotonic() - start < 15
-
-
-def test_a_killed_rank_is_named_with_its_signal():
-    def body():
-        if _rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.barrier()
-
-    with pytest.raises(RankError) as caught:
-        run_ranks(body, 3, init_process_group=True)
-    assert caught.value.rank == 1 and caught.value.exit_status == -signal.SIGKILL
-    assert "killed by SIGKILL" in caught.value.traceback and "memory" in caught.value.traceback
-
-
-def test_a_crash_brings_its_python_stack():
-    def crashes_here():
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-    with pytest.raises(RankError) as caught:
-        run_ranks(crashes_here, 1)
-    assert "SIGSEGV" in caught.value.traceback and "crashes_here" in caught.value.traceback
+    assert "3 of 3 ranks had not finished after 2 s" in text and "_waits_in_python" in text and "in barrier" in text
 
 
 @pytest.mark.usefixtures("little_grace")
-def test_ranks_with_the_same_story_share_one_paragraph():
+@pytest.mark.parametrize("quiet", [False, True])
+def test_ranks_with_the_same_story_share_one_paragraph(quiet):
+    """What rank 0 said on the console is not repeated; where it was quiet, another rank's words are told once."""
+
     def body():
+        if quiet and not _rank():
+            dist.barrier()
         print("told by", _rank())
         raise ValueError("planted fault")
 
     with pytest.raises(RankError) as caught:
-        run_ranks(body, 4)
+        run_ranks(body, 4, init_process_group=True)
     text = str(caught.value)
-    assert text.count("ValueError: planted fault") == 1 and "told by" not in text, "rank 0 said it on the console"
-
-    def body_but_not_0():
-        body() if _rank() else dist.barrier()
-
-    with pytest.raises(RankError) as caught:
-        run_ranks(body_but_not_0, 4, init_process_group=True)
-    text = str(caught.value)
-    assert text.count("ValueError: planted fault") == 1 and text.count("told by") == 1
-
-
-@pytest.mark.parametrize(
-    ("body", "said", "status"),
-    [
-        (lambda: os._exit(7), "ended with status 7 without returning", 7),
-        (lambda: sys.exit(5), r"sys.exit\(5\)", 5),
-        (lambda: lambda: None, "a function, cannot be pickled", 1),
-    ],
-)
-def test_a_rank_that_ends_without_a_result(body, said, status):
-    with pytest.raises(RankError, match=said) as caught:
-        run_ranks(lambda: body() if _rank() else None, 2)
-    assert caught.value.rank == 1 and caught.value.exit_status == status
+    assert text.count("ValueError: planted fault") == 1 and text.count("told by") == quiet
 
 
 def test_tensors_of_every_kind_come_back():

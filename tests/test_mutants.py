@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from nightly import slow
 
 ROOT = Path(__file__).parent.parent
 RUN = ROOT / "ci/mutants/run.py"
@@ -56,6 +56,7 @@ def test_the_tests_that_plant_a_fault_are_there() -> None:
     assert not [f"{file}::{name}" for file, name in listed if name not in defined_in(file)]
 
 
+@slow
 def test_verdicts(mutants: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("def two():\n    return 2\n")
     (tmp_path / "test_x.py").write_text("import x\n\ndef test_two():\n    assert x.two() == 2\n")
@@ -76,8 +77,3 @@ def test_verdicts(mutants: ModuleType, tmp_path: Path) -> None:
     assert verdict("return 2", "test_skipped.py")[0] == "BROKEN", "a skipped test proves nothing"
     assert verdict("return 4", "test_x.py") == ("BROKEN", "three: its text is in x.py 0 times, and must be there once")
     assert verdict("r", "test_x.py") == ("BROKEN", "three: its text is in x.py 2 times, and must be there once")
-
-
-def test_an_unknown_mutant_is_refused() -> None:
-    done = subprocess.run([sys.executable, str(RUN), "no-such"], capture_output=True, text=True)
-    assert done.returncode == 2 and "no mutant no-such: see --list" in done.stderr

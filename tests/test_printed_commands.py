@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 import third_party
 import typer
-from nightly import slow
-from printed import FLAGS, ROOT, Printed, fenced, in_fences, inline
+from nightly import ALL, slow
+from printed import FLAGS, ROOT, Printed, fenced, inline
 from typer.testing import CliRunner
 from warm import before_forking
 
@@ -124,32 +124,24 @@ def test_in_a_block(command: Printed, here: Path, request: pytest.FixtureRequest
     execute(command, here)
 
 
+def whole(command: Printed) -> bool:
+    """Return True for a command of ours without placeholders."""
+    placeholders = re.search(r"\b[A-Z]{2,}\b|\.\.\.|\[|--help", command.text.replace(FLAGS, ""))
+    return bool(command.options) and not placeholders and command.words[0] == "cp-plugin"
+
+
+FIRST = {command.words[1]: command for command in reversed(inline()) if whole(command)}
+"""Subcommand -> the command that every change runs; it parses the others, which ``--all`` runs."""
+
+
 @pytest.mark.parametrize("command", inline(), ids=lambda command: command.text[:90])
 def test_in_line(command: Printed, here: Path) -> None:
-    whole = command.options and not re.search(r"\b[A-Z]{2,}\b|\.\.\.|\[|--help", command.text.replace(FLAGS, ""))
-    if whole and command.words[0] == "cp-plugin":
+    if not whole(command):
+        check_mention(command)
+    elif ALL or command == FIRST[command.words[1]]:
         execute(command, here)
     else:
-        check_mention(command)
-
-
-def test_an_unknown_command_is_noticed(here: Path) -> None:
-    text = (
-        "```bash\nrm -rf x   # no\n```\n`cp-plugin plans`\n```\n$ cp-plugin traffic --provider ring\nBytes\n  x\n```\n"
-    )
-    unknown, wrong = in_fences(text, "page.md")
-    with pytest.raises(AssertionError, match=r"page\.md prints 'rm -rf x': nothing here runs it"):
-        execute(unknown, here)
-    with pytest.raises(AssertionError):
-        execute(wrong, here)
-    with pytest.raises(AssertionError):
-        execute(Printed(page="", text="cp-plugin traffic --provider rings"), here)
-    with pytest.raises(ValueError, match="--cp-provider ringg"):
-        execute(Printed(page="", text=f"torchrun -m cp_plugin.pretrain_gpt {FLAGS} --cp-provider ringg"), here)
-    with pytest.raises(AssertionError):
-        check_mention(Printed(page="", text="cp-plugin plans"))
-    with pytest.raises(AssertionError, match="8 is no argument"):
-        check_arguments(Printed(page="", text="cp-plugin plan --model llama3-8b 8"))
+        check_arguments(command)
 
 
 @pytest.mark.parametrize("pattern", COVERED)

@@ -66,19 +66,6 @@ def test_only_calls_at_full_speed_count(slow: int, ratios: ModuleType, monkeypat
     assert (found["calls"] == 9) == (slow == 0)
 
 
-def test_without_that_rule_the_ratio_is_wrong(ratios: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ratios, "FULL_SPEED", float("inf"))
-    assert measured(Host(30), ratios, monkeypatch)["ratio"] < 2.0
-
-
-def test_a_host_that_is_never_at_full_speed_for_a_whole_call_is_reported(
-    ratios: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = measured(Host(12, fast=3), ratios, monkeypatch)
-    assert not found["at_full_speed"]
-    assert found["calls"] == ratios.PATIENCE * 9
-
-
 def test_a_ratio_is_held_to_that_of_the_last_release(ratios: ModuleType, tmp_path: Path) -> None:
     one = ratios.Ratio(
         name="a",

@@ -146,31 +146,6 @@ def test_another_file_is_not_written_over(
     assert "not a file of this" in capsys.readouterr().err and notes.read_text() == "of something else"
 
 
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        ("print('of Megatron'); print(json.dumps({'state': 'passed', 'message': ''}))", ("passed", "")),
-        ("print(json.dumps({'state': 'failed', 'message': os.environ['PYTHONPATH'].split(':')[0]}))", None),
-        ("sys.exit('no module named torch')", ("failed", "no module named torch")),
-        ("os._exit(9)", ("failed", "exit status 9")),
-        ("time.sleep(60)", ("failed", "no result after 5 s")),
-    ],
-)
-def test_whatever_a_process_does_is_a_result(
-    replay: ModuleType,
-    program: str,
-    expected: tuple[str, str] | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "case.py").write_text(f"import json, os, sys, time\n{program}\n")
-    monkeypatch.setattr(replay.replay_case, "__file__", str(tmp_path / "case.py"))
-    monkeypatch.setattr(replay, "TIMEOUT_S", 5)
-    found = replay.run(tmp_path, "gpt", "start")
-    assert (found["state"], found["message"]) == (expected or ("failed", str(tmp_path)))
-    assert found["seconds"] > 0
-
-
 REPORTS = {
     "Traceback\n  File 'a'\nValueError: --cp-provider ring:\nline two": ("refused", "--cp-provider ring:\nline two"),
     "KeyError: 'a'\n\nDuring handling:\n\nValueError: cp_plugin needs it": ("refused", "cp_plugin needs it"),

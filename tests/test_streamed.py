@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_plugin.cli.generate import Streamed
@@ -37,6 +37,7 @@ def shown(decode: Callable[[Sequence[int]], str], prompt: list[int], new: list[i
 TEXT = st.characters(codec="utf-8", exclude_characters="\ufffd")
 
 
+@settings(max_examples=30)
 @given(st.text(TEXT, min_size=1), st.text(TEXT))
 def test_characters_of_several_bytes(prompt: str, new: str) -> None:
     first, then = list(prompt.encode()), list(new.encode())

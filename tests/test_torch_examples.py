@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # else every rank's optimizer would import it, for more than a second
-from nightly import slow
+from nightly import one_case, slow
 from warm import in_a_fork
 
 from cp_plugin.core.options import Options
@@ -66,7 +66,8 @@ def test_attention_with_wrong_positions_is_noticed(tmp_path: Path) -> None:
         run_ranks(example["main"], 4)
 
 
-@pytest.mark.parametrize("provider", ["striped", "attention2d"])
+@one_case
+@pytest.mark.parametrize("provider", ["attention2d", "striped"])
 def test_finetuning(
     provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,6 +77,7 @@ def test_finetuning(
     assert re.search(r"4 ranks equal one within \d\.\de-\d\d \(allowed 1e-05\) over 6 steps", text), text
 
 
+@one_case
 @pytest.mark.parametrize(
     "right, wrong",
     [

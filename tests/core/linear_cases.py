@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ class LinearCase:
         log_decay = -torch.rand(*shapes[self.decay], generator=g, dtype=torch.float64) * strength
         return Values(q, k, v, log_decay, beta, dout)
 
+    @lru_cache(maxsize=8)  # noqa: B019  # cases are few, and compare equal
     def want(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
         """out, dq, dk, dv and the gradients of the log decay and beta, if any; for inputs rounded to ``dtype``."""
         *inputs, dout = self.inputs(dtype)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from method_cases import EVERY, of_formula, on_the_wire, setup_of, traced
+from method_cases import EVERY, SETTINGS, of_formula, on_the_wire, setup_of, traced
 from nightly import ALL, nightly, slow
 from typer.testing import CliRunner
 
@@ -15,16 +15,20 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.methods.attention2d import grid_bytes
 from cp_plugin.methods.protocol import Formula
 
+FIRST = {f"{name} on {providers.get(name).layouts[0]}" for name in providers.names()} | {
+    name for name, (_, size, _) in SETTINGS.items() if size == 4
+}
+"""What every change runs with smaller messages: each provider on its first layout, and settings of 4 ranks."""
 FP8, NARROW = {"fp8": "comm"}, {"gradient_dtype": "model"}
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=slow if EVERY[n][1] > 4 else ()) for n in EVERY])
 def test_ledger_trace_and_formula_agree(name: str) -> None:
     on_the_wire(setup_of(name, dtype=torch.float64))
     traced(setup_of(name, causal=False))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=slow if EVERY[n][1] > 8 else ()) for n in EVERY])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FIRST else slow) for n in EVERY])
 def test_smaller_payloads_and_sums(name: str) -> None:
     """FP8 payloads, gradient sums in the model's dtype where there are any, and both."""
     dtype = torch.float16 if len(name) % 2 else torch.bfloat16
@@ -67,7 +71,7 @@ def total(sent: Formula, phase: str = "") -> int:
 )
 def test_on_processes_bytes_and_results(flags: tuple[str, ...], chosen: dict[str, str]) -> None:
     """Real Gloo ranks, through the commands; every change runs one provider for each kind of message."""
-    names = [*providers.names(), *providers.names("linear")] if ALL else ["ring", "attention2d", "ulysses", "lasp2"]
+    names = [*providers.names(), *providers.names("linear")] if ALL else ["ring", "ulysses", "lasp2"]
     small = ("--ranks", "4", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", *flags, "--json")
     small += tuple(f"--provider={name}" for name in names)
     found = CliRunner().invoke(app, ["traffic", "--measure", "--seq-length", "96", *small])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from nightly import one_case
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
@@ -82,7 +83,8 @@ def test_a_dash_is_standard_output() -> None:
     assert json.loads(dash.stdout) == json.loads(plain.stdout)
 
 
-@pytest.mark.parametrize("words", ["--version", "-h", "traffic --provider ring", "traffic --json", "example --list"])
+@one_case
+@pytest.mark.parametrize("words", ["traffic --json", "--version", "-h", "traffic --provider ring", "example --list"])
 def test_a_full_disk_is_one_line(words: str) -> None:
     with open("/dev/full", "w") as full:
         run = [sys.executable, "-m", "cp_plugin.cli", *words.split()]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from oracle import no_sums_in_half
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
@@ -16,7 +15,6 @@ from cp_plugin import ContextParallel
 from cp_plugin.attention.convolution import short_convolution
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.testing.launch import run_ranks
 
 S, B, C = 48, 2, 6
 BOUNDS = (0, 2, 3, 20, 33, 48)
@@ -100,13 +98,6 @@ def test_half_precision() -> None:
     ranks = run_threads(lambda mesh: rank(ContextParallel("lasp2", mesh=mesh, layout="zigzag")), {"cp": 4})
     for got, expected, error in zip(ranks[1][:2], want[:2], alone[:2], strict=True):
         assert error <= 5e-3 and (got.double() - expected).norm() / expected.norm() <= 2 * error
-
-
-def test_real_ranks() -> None:
-    def rank() -> list[Tensor]:
-        return sharded(ContextParallel("lasp1", group=dist.group.WORLD, layout="zigzag"), 4, BOUNDS)
-
-    assert_equal(run_ranks(rank, 4, init_process_group=True), whole(4, BOUNDS))
 
 
 @pytest.mark.parametrize(

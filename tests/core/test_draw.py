@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nightly import pairs_in_all
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
@@ -43,6 +44,7 @@ def all_pairs(recording: Recording) -> Counter[tuple[int, int, int]]:
     )
 
 
+@pairs_in_all
 @pytest.mark.parametrize(("provider", "layout"), METHODS, ids=["-".join(m) for m in METHODS])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_every_pair_of_every_head_is_computed_once(provider: str, layout: str, causal: bool) -> None:
@@ -70,35 +72,6 @@ def test_a_dropped_block_shows() -> None:
     faulty = replace(ring, build=lambda mesh, local, *rest: ring.build(mesh, DropsAStep(local), *rest))
     got = record(faulty, 4, seq_length=32)
     assert len(times_computed(got)) < len(all_pairs(got))
-
-
-def test_steps_and_balance_are_the_methods_own() -> None:
-    for name, steps, options in (
-        *(
-            ("ring", 4, {"layout": "contiguous"}),
-            ("all_gather", 1, {}),
-            ("ulysses", 1, {}),
-            ("attention2d", 1, {"grid": (2, 2)}),
-        ),
-        *(("double_ring", 4, {"intra_size": 2}), ("usp", 2, {"head_parallel": 2})),
-    ):
-        got = record(name, 4, seq_length=4096, **options)
-        assert len(got.work()[0]) == steps, name
-        assert got.balance() == pytest.approx(1.75 if name == "ring" else 1.0, abs=2e-3), name
-
-
-def ring(layout: str, size: int, tokens: int) -> Recording:
-    name = "striped" if layout == "striped" else "ring"
-    return record(name, size, seq_length=tokens, heads=1, layout=layout)
-
-
-def test_striped_and_zigzag_balance_what_the_contiguous_ring_does_not() -> None:
-    """Striped Attention, section 3: speedup towards 2 - 1/P over the contiguous ring."""
-    for size, limit in ((2, 1.5), (4, 1.75), (8, 1.875)):
-        slow = ring("contiguous", size, 4096).critical_path()
-        for balanced in ("striped", "zigzag"):
-            speedup = slow / ring(balanced, size, 4096).critical_path()
-            assert limit - 0.01 <= speedup <= limit + 0.01, (balanced, size, speedup)
 
 
 def test_the_busiest_rank_is_not_on_the_diagonal_of_the_grid() -> None:

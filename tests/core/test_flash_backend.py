@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import library_tiles
 import pytest
 import torch
-from fake_flash import FA3_2_7, FA3_2_8, FA3_LATER, FA4, Kernel, Machine
-from library_signatures import function
+from fake_flash import FA3_2_7, FA3_2_8, FA3_LATER, FA4, Kernel, Machine, parameters
+from library_signatures import function, versions
 from oracle import Case, Result, assert_close
 
 from cp_plugin.core.block import Scores
@@ -44,6 +44,34 @@ GENERATIONS = {
     "3 of August 2026": lambda machine: machine.flash3(FA3_LATER),
     "4": four,
 }
+
+
+TOO_OLD = {("flash-attn 2", "2.6.3"): "'window_size_left'", ("flash-attn 3", "2.7.0"): "'cu_seqlens_q'"}
+TOO_OLD |= {("flash-attn 4", "4.0.0b3"): "'min_seqlen_k'"}
+"""Versions that are refused, and the name by which."""
+
+
+def install(machine: Machine, library: str, version: str) -> None:
+    """Fake that version on its GPU."""
+    generation = int(library[-1])
+    {2: machine.flash2, 3: machine.flash3, 4: machine.flash4}[generation](parameters(library, version))
+    machine.gpu({2: (8, 0), 3: (9, 0), 4: (10, 0)}[generation])
+
+
+FLASH = [(library, v) for library in ("flash-attn 2", "flash-attn 3", "flash-attn 4") for v in versions(library)]
+
+
+@pytest.mark.parametrize(("library", "version"), FLASH, ids=map(" ".join, FLASH))
+def test_recorded_versions_of_flash_attn(machine: Machine, library: str, version: str) -> None:
+    install(machine, library, version)
+    kernel = Flash(generation=int(library[-1]))
+    reason = kernel.unsupported(CUDA, torch.bfloat16, 64, 64)
+    if (library, version) in TOO_OLD:
+        assert reason is not None and TOO_OLD[library, version] in reason
+        return
+    assert reason is None
+    case = Case(seq_length=8, heads=2, kv_heads=1, causal=True, dtype=torch.bfloat16)
+    assert_close(library_tiles.run(kernel, case), case.reference(), 1e-2, (library, version))
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -174,3 +202,9 @@ def test_uncut_tiles_are_refused() -> None:
     q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
     with pytest.raises(AssertionError, match="diagonal -1, must be cut"):
         Flash().forward(q, k, v, -1, Scores(0.25))
+
+
+def test_flash_attention_4_is_not_taken_for_version_2(machine: Machine) -> None:
+    machine.flash4()
+    machine.gpu((8, 0))
+    assert "flash-attn 2 is not installed" in str(Flash(generation=2).unsupported(CUDA, torch.bfloat16, 64, 64))

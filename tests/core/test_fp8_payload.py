@@ -74,19 +74,6 @@ def test_verbs_round_once_and_count_what_travels(verb: str) -> None:
         assert before - sent == saved // parts  # a rank sends one other rank its all, or one part of two
 
 
-def test_send_and_receive() -> None:
-    def rank(mesh: ThreadMesh) -> tuple[Tensor, ...]:
-        packed, x = PayloadMesh(mesh, BLOCK), tensors(0, TOKENS)
-        if mesh.index == 0:
-            packed.send("a", x, 1).wait()
-            return x
-        return packed.receive("a", [torch.empty_like(t) for t in x], 0).wait()
-
-    x, got = run_threads(rank, {"a": 2})
-    want = [rounded(t, BLOCK) if t.dtype in HALF else t for t in x]
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 def test_local_tensors_and_sums_are_not_rounded() -> None:
     x = tensors(0, TOKENS)
     mesh = PayloadMesh(TraceMesh({"a": 1, "b": 4}, 2), BLOCK)
@@ -101,19 +88,6 @@ def test_local_tensors_and_sums_are_not_rounded() -> None:
     assert not mesh.ledger.entries()
     mesh.reduce_scatter("b", [torch.ones(8, 2, 2, 4)])
     assert mesh.ledger.bytes() == 3 * 2 * 2 * 2 * 4 * 4
-
-
-def test_the_number_of_collectives_does_not_grow() -> None:
-    class Counted(TraceMesh):
-        made = 0
-
-        def _all_gather(self, axis: str, tensors: tuple[Tensor, ...]) -> Pending:
-            self.made += len(tensors)
-            return super()._all_gather(axis, tensors)
-
-    mesh, x = Counted({"a": 2}, 0), tensors(0, TOKENS)
-    PayloadMesh(mesh, BLOCK).all_gather("a", x)
-    assert mesh.made == 1 + 2, "one message of all payloads, and each of the others"
 
 
 def test_exponents_of_another_kind_are_refused() -> None:
@@ -157,8 +131,9 @@ def test_every_provider_is_within_e4m3_limits() -> None:
     ]
     softmax = providers.names()
     planned = [setup for options in OPTIONS for setup in plan(_takers(softmax, options), problems, options)]
-    results = verify(planned if ALL else planned[::2], "cpu", threads=True)  # of the three problems in turn
-    assert len(results) > (60 if ALL else 30)
+    one_each = {(setup.provider.name, setup.layout): setup for setup in planned if setup.reason is None}
+    results = verify(planned if ALL else [*one_each.values()], "cpu", threads=True)
+    assert len(results) > (60 if ALL else 20)
     assert {result.setup.provider.name for result in results} == set(softmax)
     for result in results:
         assert result.ok, (result.setup.provider.name, str(result.setup), result.setup.layout, result)
@@ -223,14 +198,6 @@ class _Rounded:
 
     def inputs(self) -> tuple[Tensor, ...]:
         return tuple(map(partial(rounded, block=8), self._case.inputs()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_wide_dtypes_are_refused(dtype: torch.dtype) -> None:
-    cp = ContextParallel("ring", fp8="comm")
-    x = torch.randn(8, 1, 2, 16, dtype=dtype)
-    with pytest.raises(ValueError, match=r"fp8='comm': float\d\d has no 16-bit payloads to shrink; use torch.bfloat16"):
-        cp.attention(x, x, x)
 
 
 def test_without_fp8() -> None:

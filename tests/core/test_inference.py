@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from method_cases import METHODS
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -369,12 +368,6 @@ def check(n: int, lengths: list[int], decoded: list[Tensor], prompt: Tensor, lim
         want = attention(*(x[at, i : i + 1] for x in texts(n, decoded[0].dtype)), **kind)
         assert distance(prompt[:length, i : i + 1], want[:length]) < limit
         assert distance(decoded[0][:, i : i + 1], want[length:]) < limit
-
-
-@pytest.mark.parametrize(("provider", "layout"), METHODS, ids=["-".join(m) for m in METHODS])
-def test_prefill_and_decode_are_attention_of_the_whole_text(provider: str, layout: str) -> None:
-    """Prompts in two chunks; in one, and on three ranks: ``test_verify_decode``."""
-    check(48, [19, 48], *run(provider, layout, 4, (0, 16, 48), [19, 48]), limit=1e-6)
 
 
 @pytest.mark.parametrize("provider", ["striped", "all_gather", "ring"])

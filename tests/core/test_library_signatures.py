@@ -3,96 +3,56 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
 import fake_te
-import library_tiles
 import pytest
 import torch
-from fake_flash import Machine, parameters
-from library_signatures import SOURCES, parameters_of, recorded, versions
+from library_signatures import RECORD, parameters_of, recorded, versions
 from library_tiles import OnCuda
-from oracle import Case, assert_close
+from oracle import Case
 from torch import Tensor
 from torch._C import FunctionSchema, parse_schema
 
 from cp_plugin.core.block import Scores
-from cp_plugin.kernels.backends import Backend, cudnn, flash, sdpa, signatures
+from cp_plugin.kernels.backends import Backend, cudnn, sdpa, signatures
 from cp_plugin.kernels.backends.cudnn import Cudnn
-from cp_plugin.kernels.backends.flash import Flash
 from cp_plugin.kernels.backends.sdpa import Sdpa
 
-CUDA = torch.device("cuda")
-TOO_OLD = {("flash-attn 2", "2.6.3"): "'window_size_left'", ("flash-attn 3", "2.7.0"): "'cu_seqlens_q'"}
-"""Refused versions, and the parameter named in the refusal."""
-TOO_OLD |= {("flash-attn 4", "4.0.0b3"): "'min_seqlen_k'"}
-"""Versions that are refused, and the name by which."""
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    yield Machine(monkeypatch)
-    flash._chosen.cache_clear()
-
-
-def install(machine: Machine, library: str, version: str) -> None:
-    """Fake that version on its GPU."""
-    generation = int(library[-1])
-    {2: machine.flash2, 3: machine.flash3, 4: machine.flash4}[generation](parameters(library, version))
-    machine.gpu({2: (8, 0), 3: (9, 0), 4: (10, 0)}[generation])
-
-
-FLASH = [(library, v) for library in ("flash-attn 2", "flash-attn 3", "flash-attn 4") for v in versions(library)]
-
-
-@pytest.mark.parametrize(("library", "version"), FLASH, ids=map(" ".join, FLASH))
-def test_recorded_versions_of_flash_attn(machine: Machine, library: str, version: str) -> None:
-    install(machine, library, version)
-    kernel = Flash(generation=int(library[-1]))
-    reason = kernel.unsupported(CUDA, torch.bfloat16, 64, 64)
-    if (library, version) in TOO_OLD:
-        assert reason is not None and TOO_OLD[library, version] in reason
-        return
-    assert reason is None
-    case = Case(seq_length=8, heads=2, kv_heads=1, causal=True, dtype=torch.bfloat16)
-    assert_close(library_tiles.run(kernel, case), case.reference(), 1e-2, (library, version))
-
-
 INSTALLED = {
-    "flash-attn 2": ("flash-attn", "flash_attn.flash_attn_interface"),
-    "flash-attn 3": ("flash_attn_3", "flash_attn_interface"),
-    "flash-attn 4": ("flash-attn-4", "flash_attn.cute.interface"),
-    "te": ("transformer-engine", None),
-    "fla": ("fla-core", None),
+    "flash-attn 2": "flash-attn",
+    "flash-attn 3": "flash_attn_3",
+    "flash-attn 4": "flash-attn-4",
+    "te": "transformer-engine",
+    "fla": "fla-core",
+    "torch": "torch",
 }
+FLASH_ATTN_3 = "hopper.flash_attn_interface"
+"""Where its source is; it is installed beside packages."""
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda s: f"{s.library} {s.version} {s.path.rsplit('/', 1)[-1]}")
-def test_installed_libraries_match_the_record(source: Any) -> None:
-    if source.library == "torch":
-        if torch.__version__.split("+")[0] != source.version:
-            pytest.skip(f"torch {torch.__version__} is installed here, not {source.version}")
-        for name in source.functions:
-            schema = parse_schema(f"aten::{name}{recorded('torch', source.version, name)}")
-            assert _plain(schema) == _plain(getattr(torch.ops.aten, name).default._schema)
-        return
-    package, module = INSTALLED[source.library]
+@pytest.mark.parametrize(("library", "recorded_version"), [(name, v) for name in RECORD for v in versions(name)])
+def test_installed_libraries_match_the_record(library: str, recorded_version: str) -> None:
+    package = INSTALLED[library]
     try:
-        here = version(package)
+        here = version(package).split("+")[0]
     except PackageNotFoundError:
         pytest.skip(f"{package} is not installed here")
-    if here != source.version:
-        pytest.skip(f"{package} {here} is installed here, not {source.version}")
-    module = module or source.path.removesuffix(".py").replace("/", ".")
-    for name in source.functions:
-        real = parameters_of(getattr(import_module(module), name))
-        assert [p.split("=")[0] for p in real.split(", ")] == [
-            p.split("=")[0] for p in recorded(source.library, source.version, name).split(", ")
-        ]
+    if here != recorded_version:
+        pytest.skip(f"{package} {here} is installed here, not {recorded_version}")
+    files = [source.split()[-1].removesuffix(".py").replace("/", ".") for source in RECORD[library][here]["sources"]]
+    for name, parameters in RECORD[library][here]["functions"].items():
+        if library == "torch":
+            schema = parse_schema(f"aten::{name}{parameters}")
+            assert _plain(schema) == _plain(getattr(torch.ops.aten, name).default._schema)
+            continue
+        modules = [import_module(file if file != FLASH_ATTN_3 else "flash_attn_interface") for file in files]
+        (real,) = {id(f): f for f in (getattr(module, name, None) for module in modules) if f is not None}.values()
+        names = [p.split("=")[0] for p in parameters_of(real).split(", ")]
+        assert names == [p.split("=")[0] for p in parameters.split(", ")]
 
 
 def _plain(schema: FunctionSchema) -> tuple[object, ...]:
@@ -148,7 +108,7 @@ def test_torch_operator_calls_match_their_schemas(monkeypatch: pytest.MonkeyPatc
 
         return call
 
-    operators = {op: operator(op) for s in SOURCES if s.library == "torch" for op in s.functions}
+    operators = {op: operator(op) for op in RECORD["torch"][version]["functions"]}
     monkeypatch.setattr(module, "_aten", SimpleNamespace(**operators))
     if name != "cpu":
         q, k, v, dout = (x.as_subclass(OnCuda) for x in (q, k, v, dout))
@@ -168,9 +128,3 @@ def test_parameters_of_a_custom_operator() -> None:
 
     assert list(signatures.parameters(operator)) == ["q", "softmax_scale"]
     assert signatures.bind(operator, ("q",), {"softmax_scale": 2.0})(q=torch.ones(2)).tolist() == [1.0, 1.0]
-
-
-def test_flash_attention_4_is_not_taken_for_version_2(machine: Machine) -> None:
-    machine.flash4()
-    machine.gpu((8, 0))
-    assert "flash-attn 2 is not installed" in str(Flash(generation=2).unsupported(CUDA, torch.bfloat16, 64, 64))

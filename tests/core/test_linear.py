@@ -11,23 +11,21 @@ from typing import Any
 import fake_fla
 import pytest
 import torch
-import torch.distributed as dist
 from linear_cases import DECAYS, LinearCase, distance
-from nightly import each_pair, each_value
+from nightly import each_pair, each_value, pairs_in_all
 from oracle import no_sums_in_half
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
-from cp_plugin.linear import chunked, delta, kernels, passes, recurrence, scan
+from cp_plugin.linear import chunked, kernels, recurrence, scan
 from cp_plugin.linear.segment import recomputed
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods import zeco
 from cp_plugin.methods.protocol import Formula
 from cp_plugin.placement.documents import place
-from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import by_phase_and_axis
 
 METHODS = [(name, layout) for name in providers.names("linear") for layout in providers.get(name).layouts]
@@ -115,7 +113,7 @@ def test_chunked_equals_recurrence(decay: Any, delta: bool, documents: bool, tok
 @documents
 @masks
 def test_float64(provider: str, layout: str, decay: Any, delta: bool, documents: bool, causal: bool) -> None:
-    """Equal to the recurrence; ledger = trace = formula, to the byte."""
+    """Equal to the recurrence; ledger = formula, to the byte."""
     case = LinearCase(decay=decay, delta=delta, documents=documents, causal=causal)
     if refused(provider, case, layout):
         with pytest.raises(RuntimeError, match=f"provider '{provider}' cannot do this"):
@@ -133,10 +131,7 @@ def test_float64(provider: str, layout: str, decay: Any, delta: bool, documents:
         ranks, ledgers, entries = zip(*run_threads(rank, {"cp": size}), strict=True)
         for index, got in enumerate(summed(list(ranks), case)):
             assert max(map(distance, got, want)) <= 1e-9, (size, index)
-            trace = TraceMesh({"cp": size}, index)
-            on_shards(ContextParallel(provider, mesh=trace, layout=layout), case)
-            expected = formula(described(case, size), Options(layout=layout), index)
-            assert ledgers[index] == by_phase_and_axis(trace) == expected, (size, index)
+            assert ledgers[index] == formula(described(case, size), Options(layout=layout), index), (size, index)
             if provider == "lasp2" and size > 1:
                 assert [(x.op, x.calls) for x in entries[index]] == [("all_gather", 1)] * 2, "one in each pass"
 
@@ -177,6 +172,7 @@ def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
     assert all(sent == formula for sent in ledgers)
 
 
+@pairs_in_all
 @decays
 @pytest.mark.parametrize(("provider", "layout"), [("lasp2", "zigzag"), ("zeco", "contiguous"), ("lasp1", "zigzag")])
 def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: str, decay: Any) -> None:
@@ -193,6 +189,7 @@ def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: 
             assert error <= (2 * single if x.dtype == torch.bfloat16 else 1e-4), size
 
 
+@pairs_in_all
 @pytest.mark.parametrize("decay", ["none", "token", "key"])
 @pytest.mark.parametrize("beta", [1.0, 0.02])
 def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPatch, decay: Any, beta: float) -> None:
@@ -209,27 +206,6 @@ def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPa
     for size in (2, 8):
         got = list(map(distance, on_threads("lasp2", size, case, torch.bfloat16)[0], want))
         assert all(error <= max(2 * one, 2**-8) for error, one in zip(got, alone, strict=True)), (size, got, alone)
-
-
-@pytest.mark.parametrize("provider", ["lasp2", "zeco"])
-@pytest.mark.parametrize("backend", ["chunked", "reference"])
-def test_a_segment_is_built_once_in_each_pass(monkeypatch: pytest.MonkeyPatch, provider: str, backend: str) -> None:
-    """Its maps and outputs, then its maps and gradients; or by a kernel that kept the maps."""
-    case, built = LinearCase(delta=True, decay="token", seq_length=512), []
-    inner = {"chunked": delta._of_chunks, "reference": recurrence.run}[backend]
-
-    def outer(x: Tokens, *initial: Tensor) -> Any:
-        built.append((torch.is_grad_enabled(), x.v.size(3)))
-        return inner(x, *initial)
-
-    monkeypatch.setattr(delta, "_of_chunks", outer)
-    if backend == "reference":
-        kernel = kernels.KERNELS[backend]._replace(delta=partial(passes.Widened, outer))
-        monkeypatch.setitem(kernels.KERNELS, backend, kernel)
-    cp = ContextParallel(provider, mesh=TraceMesh({"cp": 4}, 1), backend=backend)
-    on_shards(cp, case)
-    e, wide = case.v_head_dim, case.v_head_dim + case.head_dim
-    assert built == [(False, e if backend == "chunked" else wide), (True, e)]
 
 
 def test_one_rank_needs_no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +261,7 @@ def test_float32_and_half(provider: str, layout: str, decay: Any, delta: bool) -
                 assert error <= (2 * alone if x.dtype == torch.bfloat16 else 1e-4), (size, "decays are not in half")
 
 
+@each_pair
 @decays
 @rules
 @documents
@@ -302,6 +279,7 @@ def test_the_final_state(decay: Any, delta: bool, documents: bool, layout: str) 
             assert distance(got, case.final_state()) <= 1e-9, size
 
 
+@pairs_in_all
 @pytest.mark.parametrize("log_decay", [-1e-7, -1.0, -60.0, float("-inf")])
 @pytest.mark.parametrize("dimensions", [1, 2])
 def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: int) -> None:
@@ -322,18 +300,6 @@ def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: i
         assert distance(out[-256:].detach(), recurrence.run(x, before)[0]) <= 1e-4
 
 
-@pytest.mark.parametrize("provider", ["lasp2", "lasp1", "zeco"])
-@rules
-def test_real_ranks(provider: str, delta: bool) -> None:
-    case = LinearCase(decay="key", delta=delta, documents=provider == "lasp2", causal=delta or provider != "lasp2")
-
-    def rank() -> list[Tensor]:
-        return attend(ContextParallel(provider, group=dist.group.WORLD, layout="zigzag"), case)
-
-    for got in run_ranks(rank, 4, init_process_group=True):
-        assert max(map(distance, got, case.want())) <= 1e-9
-
-
 @pytest.mark.parametrize("size", [2, 3, 8, 64, 512])
 @pytest.mark.parametrize("heads", [1, 8, 64])
 def test_zeco_passes_as_many_blocks_as_make_the_last_rank_wait_least(
@@ -346,20 +312,6 @@ def test_zeco_passes_as_many_blocks_as_make_the_last_rank_wait_least(
         monkeypatch.setattr(zeco, "_HOP_BYTES", {"nccl": hop})
         waits = {n: (size - 2 + n) * (hop + state / n) for n in range(1, 2**13)}
         assert waits[zeco.blocks_of(problem)] <= 1.01 * min(waits.values()), hop
-
-
-def test_hops_of_zeco(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 64 ranks a state of 512 KiB goes in 4 blocks: 4 messages and, in the middle, as many additions."""
-    monkeypatch.undo()
-    added = []
-    monkeypatch.setattr(zeco.segment, "after", lambda state, *_: added.append(state) or state)
-    mesh = TraceMesh({"cp": 64}, 31)
-    x = torch.empty(64, 1, 8, 128, device="meta")
-    ContextParallel("zeco", mesh=mesh).linear_attention(x, x, x)
-    assert len(added) == sum(line.calls for line in mesh.ledger.entries()) == 4
-    last = TraceMesh({"cp": 64}, 63)
-    ContextParallel("zeco", mesh=last).linear_attention(x, x, x)
-    assert len(added) == 4 and not last.ledger.entries(), "nobody asks for the state after the last segment"
 
 
 def test_bytes_do_not_depend_on_the_sequence_length() -> None:

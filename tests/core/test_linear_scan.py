@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import log2
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from linear_cases import DECAYS, LinearCase, distance
 from nightly import slow
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_plugin import ContextParallel
 from cp_plugin.linear import chunked, decayed, products, recurrence, scan, segment
@@ -18,19 +16,6 @@ from cp_plugin.linear.tokens import Tokens
 from cp_plugin.planner.trace.memory import Meter
 
 LONG = 2**17
-NO_KERNEL = {"view", "_unsafe_view", "expand", "unsqueeze", "select", "slice", "detach", "empty", "new_empty", "alias"}
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations that would be kernels on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ not in NO_KERNEL
-        return func(*args, **kwargs or {})
 
 
 def one_by_one(left: Tensor, through: Tensor | None, initial: Tensor) -> Tensor:
@@ -57,19 +42,6 @@ def test_states_equal_the_loop(n: int, x: tuple[int, int] | None) -> None:
     for a, b in zip((got, *found), (want, *wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(scan.states(left, through)[0], torch.zeros_like(initial), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("through", [False, True])
-def test_kernels_per_level_of_the_state_scan(through: bool) -> None:
-    """2048 chunks, that is, 128k tokens."""
-    n = 2048
-    left, decay = torch.zeros(n, 1, 1, 2, 2), torch.ones(n, 1, 1, 1, 1)
-    with Launches() as launches:
-        scan.states(left, decay if through else None)
-    assert launches.count == (3 if through else 2) * (log2(n) + 1) + 2  # and the zeros before the first one
-    with Launches() as looped:
-        one_by_one(left, decay if through else None, left[0])
-    assert looped.count > 2000
 
 
 def in_turn(y: Tensor, dim: int) -> Tensor:

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_plugin.attention.calls import of_method
-from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.values import KeyValues, Queries, Sums
@@ -18,10 +16,8 @@ from cp_plugin.kernels.backends.sdpa import Sdpa
 from cp_plugin.kernels.blocks import RowTerms, Tiled
 from cp_plugin.kernels.merge import add_rows
 from cp_plugin.methods.local import Local
-from cp_plugin.methods.ring import Ring
 from cp_plugin.placement.documents import get_layout
 from cp_plugin.planner.trace.memory import Meter
-from cp_plugin.testing.oracle import reference
 
 
 class Counted(Sdpa):
@@ -52,43 +48,6 @@ def test_row_term_is_cached_while_its_block_lives() -> None:
     del dout
     gc.collect()
     assert terms._term is None, "memory goes with the block"
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_a_ring_makes_one_row_term_in_a_backward(layout: str) -> None:
-    size, tokens = 4, 32
-    place = get_layout(layout)
-
-    def rank(mesh: Mesh) -> int:
-        backend = Counted()
-        segments = lambda at: tuple(s for i in at(mesh.index) for s in place.segments(tokens, size, i))  # noqa: E731
-        local = Local(kernel=Tiled(backend), segments=segments, keys=segments, mask=CAUSAL, scores=Scores(0.3))
-        ring = Ring(mesh, "cp", local)
-        q, k, v, dout = torch.randn(4, tokens // size, 1, 2, 8)
-        out, lse = ring.forward(Queries(q), KeyValues(k, v))
-        ring.backward(Queries(q, dout, lse, (dout * out).sum(-1)), KeyValues(k, v))
-        return len(backend.made)
-
-    assert run_threads(rank, {"cp": size}) == [1] * size
-
-
-@pytest.mark.parametrize("inner", ["kv", "q"])
-@pytest.mark.parametrize("outer", ["kv", "q"])
-def test_nested_rings(outer: str, inner: str) -> None:
-    """An inner ring adds to the outer ring's sums: dq if keys travel outside, dk and dv if queries do."""
-    size, tokens = 4, 32
-    place = get_layout("zigzag")
-    whole = torch.randn(4, tokens, 1, 2, 8, dtype=torch.float64)
-
-    def rank(mesh: Mesh) -> tuple[Tensor, ...]:
-        segments = lambda at: tuple(s for i in at(mesh.index) for s in place.segments(tokens, size, i))  # noqa: E731
-        local = Local(kernel=Tiled(Reference()), segments=segments, keys=segments, mask=CAUSAL, scores=Scores(8**-0.5))
-        rings = Ring(mesh, "inter", Ring(mesh, "intra", local, inner), outer)
-        return of_method(rings, *(place.shard(x, 0, size, mesh.index) for x in whole))
-
-    found = zip(*run_threads(rank, {"inter": 2, "intra": 2}), strict=True)
-    for got, want in zip(found, reference(*whole, causal=True), strict=True):
-        torch.testing.assert_close(place.unshard(got, 0), want)
 
 
 def test_positions_of_another_length_are_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import one_case
 from typer.testing import CliRunner, Result
 
 from cp_plugin import Options, Problem
@@ -23,7 +24,6 @@ SIZE = 64
 TRACED = (0, 37)
 """Ranks that are traced too: on the diagonal of a square grid and off it."""
 MHA, GQA = (64, 64), (64, 8)
-exact = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 @cache
@@ -37,7 +37,8 @@ def priced(name: str, heads: tuple[int, int], dtype: torch.dtype, **options: obj
     return row
 
 
-@exact
+@one_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_the_methods_save(dtype: torch.dtype) -> None:
     """A grid against a ring, a grid that is not square for grouped heads, a backward that moves queries."""
     ring, burst = priced("ring", MHA, dtype), priced("burst", MHA, dtype)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from tree_cases import paths, trees, visible
 
+import cp_plugin
 from cp_plugin import ContextParallel
+from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.needs import needs
@@ -20,6 +26,7 @@ from cp_plugin.core.tiles import tiles
 from cp_plugin.core.tree import Tree
 from cp_plugin.placement.documents import get_layout
 
+START = Path(__file__).parents[2] / "docs" / "start.md"
 TOKENS = 48
 """Divisible over 1, 2, 3, 4, 6 and 8 ranks in every layout."""
 
@@ -156,3 +163,43 @@ def test_unsupported_combinations_are_refused(asked: dict, why: str) -> None:
         ContextParallel("ring").attention(q, q, q, **{"tree": tree} | asked)
     with pytest.raises(TypeError, match="'tree'"):
         ContextParallel("lasp2").linear_attention(q, q, q, tree=tree)  # type: ignore[call-arg]
+
+
+def rotated(x: Tensor, position_ids: Tensor) -> Tensor:
+    angles = position_ids[:, None, None, None] * 100.0 ** -torch.linspace(0, 1, x.size(-1) // 2, dtype=x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+
+def test_the_example_of_the_documentation() -> None:
+    """``docs/start.md``: a small language model's loss counts each token once, as its sequences one by one do."""
+    (example,) = (
+        block for block in re.findall(r"```python\n(.*?)```", START.read_text(), re.DOTALL) if "tree=" in block
+    )
+    g, heads, width = torch.Generator().manual_seed(2), 8, 128
+    words = torch.randint(0, 32, (640,), generator=g)
+    embedding, *weights, last = (
+        torch.randn(shape, generator=g, dtype=torch.float64) / 8
+        for shape in ((32, width), *[(width, width)] * 3, (width, 32))
+    )
+
+    def project(tokens: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = ((embedding[tokens] @ w).view(len(tokens), 1, heads, -1) for w in weights)
+        return rotated(q, position_ids), rotated(k, position_ids), v
+
+    def head(out: Tensor) -> Tensor:
+        return out.flatten(1) @ last
+
+    def rank(mesh: Mesh) -> dict[str, Any]:
+        cp = ContextParallel("needed", mesh=mesh)
+        names = {"cp_plugin": cp_plugin, "cp": cp, "tokens": words, "cross_entropy": cross_entropy}
+        exec(example, names | (found := {"project": project, "head": head}), found)
+        return found
+
+    ranks = run_threads(rank, {"cp": 4})
+    tree, one, want = ranks[0]["tree"], ContextParallel("ring"), torch.zeros((), dtype=torch.float64)
+    for leaf, new in zip(tree.leaves, (0, 400, 0), strict=True):  # the second answer's prompt was counted
+        tokens = words[tree.sequence(leaf)]
+        logits = head(one.attention(*project(tokens, torch.arange(len(tokens)))))
+        want += cross_entropy(logits[:-1], tokens[1:], reduction="none")[max(0, new - 1) :].sum()
+    assert abs(sum(found["loss"] for found in ranks) - want) <= 1e-10 * want

@@ -170,17 +170,3 @@ def test_a_planted_wait_is_found_and_named(gpu: Start, monkeypatch: pytest.Monke
         AssertionError, match=rf"waits for the device:\n(.*\n)*cp_plugin/kernels/merge\.py:\d+ merge_rows: .*{word}"
     ):
         once_warm(device, lambda: case.run(cp))
-
-
-def test_what_waits_for_nothing_is_not_named(gpu: Start) -> None:
-    device = gpu()
-    x = torch.empty(4, 8, device=CUDA)
-    device.ops.clear()
-    places = torch.arange(4).pin_memory().to(CUDA, non_blocking=True)
-    x[places] = 0
-    x[1:3] = 2.0
-    x[places, places].cumsum(0).clamp(max=torch.tensor(3.0))
-    torch.where(x > 0, 0.0, x).masked_fill_(x > 1, torch.inf).sort()
-    torch.isin(x, x[0, :4])
-    torch.full((), 3.0, device=CUDA) + torch.arange(3, device=CUDA)
-    assert not device.waits, list(map(str, device.waits))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import CUDA, CaptureError, FakeCuda, Start
+from nightly import each_value
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.calls import Inputs, directly
@@ -101,6 +102,7 @@ def test_a_rank_keeps_its_thread_until(then: Callable[[int], object], fails: boo
     assert again[0] == first[0] and again[1] != first[1] and again[2] == first[2]
 
 
+@each_value
 @pytest.mark.parametrize("te", [False, True], ids=["cudnn", "te"])
 @pytest.mark.parametrize("provider", ["ring", "attention2d", "usp"])
 def test_timed_calls_build_no_plans(gpu: Start, provider: str, te: bool) -> None:

@@ -5,8 +5,8 @@ python tests/kernels/compile_kernels.py WHAT CAPABILITY [HEAD_SIZE[xHEAD_SIZE_OF
 attention      forward, forward onto, backward, of one head size and dtype; with registers
 decode         attention to a cache, of one head size and dtype; with registers
 memory         the kernels of one pass over memory, of one head size and dtype
-in_place       the kernels that store where they read, some of them; in_place_every: of all sizes and dtypes
-planted        merge_into without its barrier
+in_place       the kernels that store where they read, some of them, and merge_into without its barrier;
+               in_place_every: of all sizes and dtypes
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ def assembled(ptx: str, capability: int) -> dict[str, int]:
 
 def cases(what: str, arguments: list[str], folder: str) -> dict[str, launch_cases.Call]:
     if what in ("in_place", "in_place_every"):
-        return launch_cases.in_place(every=what.endswith("every"))
-    if what == "planted":
-        return {"merge_into without its barrier": launch_cases.without_barriers(folder)}
+        planted = {"without its barrier": launch_cases.without_barriers(folder)}
+        return launch_cases.in_place(every=what.endswith("every")) | planted
     d, _, e = arguments[0].partition("x")
     dtype = launch_cases.DTYPES[arguments[1]]
     if what == "memory":

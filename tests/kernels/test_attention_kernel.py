@@ -17,7 +17,7 @@ from cp_kernels.sizes import Sizes
 from cp_kernels.visible import LAST, Runs, View
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from nightly import each_value, one_case
+from nightly import ALL, each_value, one_case
 
 CAUSAL = View(right=0)
 SIDES = sides()
@@ -73,14 +73,14 @@ def test_scales_that_turn_scores_around(scale: float) -> None:
 
 
 @one_case
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(3, 1), (4, 4), (4, 2), (6, 2)], ids=str)
 def test_groups_of_heads_and_batches(heads: tuple[int, int]) -> None:
     sides = SIDES["zigzag"]
     x = Inputs.random(*sides, heads=heads, batch=2)
     assert_right(run(x, *sides, CAUSAL, 0.3), answer(x, *sides, CAUSAL, 0.3), LIMITS[torch.float32])
 
 
-@settings(max_examples=15, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=15 if ALL else 5, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data())
 def test_any_runs_under_any_mask(data: st.DataObject) -> None:
     def runs() -> Runs:
@@ -161,7 +161,7 @@ def test_invisible_blocks_are_never_loaded() -> None:
 
 def test_strided_views_give_the_same_bits() -> None:
     sides = SIDES["gathered"]
-    x = Inputs.random(*sides, heads=(4, 2), batch=2)
+    x = Inputs.random(*sides, heads=(2, 1), batch=2)
     strided = Inputs(*(y.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3) for y in x))
     assert not strided.q.is_contiguous()
     for a, b in zip(run(x, *sides, CAUSAL, 0.3), run(strided, *sides, CAUSAL, 0.3), strict=True):

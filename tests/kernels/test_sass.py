@@ -52,33 +52,6 @@ def test_all_machine_code_is_as_stored(gpu: str) -> None:
     assert status == 0 and "PASS" in printed, printed
 
 
-@held
-def test_a_change_is_found_and_shown(tmp_path: Path) -> None:
-    file, name = tmp_path / "sass.json", "sm_90, row term 128, delta: _delta_kernel"
-    before = VERSIONS[triton.__version__][name]
-    changed = {**before, "spilled": before["spilled"] + 12, "HGMMA.64x16x16": 3}
-    counts = {**VERSIONS[triton.__version__], name: changed, "sm_90, row term 128, delta: _gone": before}
-    file.write_text(json.dumps({triton.__version__: counts}))
-    few = ("--gpu", "90", "--only", "row term", "--file", str(file))
-    status, printed = compared(*few)
-    assert status == 1 and "FAIL" in printed
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
-    assert [name, "spilled", str(before["spilled"] + 12), str(before["spilled"])] in rows
-    assert [name, "HGMMA.64x16x16", "3", ""] in rows
-    assert ["sm_90, row term 128, delta: _gone", "registers", str(before["registers"]), ""] in rows
-    assert compared(*few, "--update")[0] == 0
-    assert json.loads(file.read_text()) == {triton.__version__: VERSIONS[triton.__version__]}
-
-
-def test_a_version_without_counts_and_a_case_that_is_not_there_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "sass.json"
-    file.write_text('{"3.0.0": {}}')
-    status, printed = compared("--gpu", "90", "--only", "row term", "--file", str(file))
-    assert status == 2 and f"no counts of Triton {triton.__version__}, but of 3.0.0" in printed
-    status, printed = compared("--only", "nothing like it")
-    assert status == 2 and "attention 128" in printed
-
-
 TWICE = {"_dkv": (256,)}
 """Head sizes of which both groups of warps compute all scores: their sums of 128 keys do not fit into registers."""
 

@@ -17,8 +17,7 @@ from cp_plugin.planner.calibration import calibrate, kernel_rates, link_rates
 from cp_plugin.planner.calibration.kernel_rates import fit
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster, Link
-from cp_plugin.planner.machine.links import Links
-from cp_plugin.planner.trace.program import Attention, Post, Shape
+from cp_plugin.planner.trace.program import Attention, Shape
 from cp_plugin.testing.launch import run_ranks
 
 _HERE = torch.device("cpu")
@@ -117,20 +116,6 @@ def test_calibrate_finds_the_links_that_its_messages_had(quick, hosts, monkeypat
     assert set(verbs) == (set() if hosts == ("one", "one") else {"all_to_all", "reduce_scatter", "all_gather"})
     for link in (profile.intra, profile.inter, *verbs.values()):
         assert (link.latency_s, link.bytes_per_s) == pytest.approx((true.latency_s, true.bytes_per_s), rel=1e-6)
-
-
-def test_link_is_recovered_from_the_times_of_every_verb(measured):
-    true = Link(latency_s=2e-3, bytes_per_s=3e6)
-    cluster = hardware.override(measured, per_node=1, nics=1, inter=true)
-    for verb in ("exchange", "all_to_all", "reduce_scatter", "all_gather"):
-        sizes = (1_000_000, 10_000_000) if verb == "all_gather" else (1000, 10_000_000)
-        peers = (1, 3) if verb == "exchange" else (None, None)
-        links = Links(cluster, {"cp": 4}, range(4))
-        taken = [links.cost(Post(0, verb, "cp", "cp", n, 2, *peers), 0).seconds for n in sizes]
-        samples = [link_rates.Sample({"cp": 4}, verb, "cp", n, s) for n, s in zip(sizes, taken, strict=True)]
-        found = link_rates.fitted(samples, cluster, "inter", range(4), "")
-        assert found.latency_s == pytest.approx(true.latency_s, rel=1e-3), verb
-        assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-3), verb
 
 
 def test_measured_profile(measured, tmp_path: Path):

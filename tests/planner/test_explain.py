@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nightly import one_case
 from typer.testing import CliRunner
 
 from cp_plugin.attention.setups import settled
@@ -103,23 +104,6 @@ def test_picture(tmp_path: Path) -> None:
     assert paths[0].read_bytes() == paths[1].read_bytes(), "reproducible"
 
 
-def test_json() -> None:
-    done = cli("--provider", "usp", "--devices", "16", "--tensor", "2", "--json")
-    found = json.loads(done.output)
-    assert done.exit_code == 0 and found["memory"]["fits"]
-    assert found["provider"] == "usp" and found["parallel"]["context"] == 8
-    assert set(found["passes"]) == {"forward", "backward"}
-    for of in found["passes"].values():
-        assert set(of["by_rank"]) == {str(rank) for rank in range(8)}
-        for parts in of["by_rank"].values():
-            assert set(parts) == {"kernels", "memory", "host", "waiting", "idle"}
-            assert sum(parts.values()) == pytest.approx(of["seconds"])
-    assert set(found["seconds_without"]) == set(RESOURCES) and found["limit"] in RESOURCES
-    assert sum(found["iteration"]["parts"].values()) == pytest.approx(found["iteration"]["seconds"])
-    assert {"pass", "axis", "level", "bytes"} == set(found["sent"][0])
-    assert sum(found["memory"]["parts"].values()) == pytest.approx(found["memory"]["total"])
-
-
 def test_memory_default_provider_and_many_ranks() -> None:
     done = cli("--provider", "ulysses", "--devices", "1", "--recompute", "none")
     assert done.exit_code == 1 and "does not fit 80 GB" in done.output
@@ -169,6 +153,7 @@ def test_a_gain_is_named_by_its_causes() -> None:
         assert f"as stock Megatron does ({other.without_repeats / found.fastest:.2f}x if memory allowed" in text
 
 
+@one_case
 @pytest.mark.parametrize("limit", [72e9, 76e9, 90e9])
 def test_every_candidate_recomputes_what_takes_least_of_what_fits(limit: float) -> None:
     """Of all modules and numbers of layers, on both sides; without ``free`` only what was asked for."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,10 @@ from types import ModuleType
 import pytest
 from evidence import data, experiment
 from evidence.data import Row
-from evidence.experiment import Machine, _skipped, predict
+from evidence.experiment import Machine, predict
 from evidence.overlapped import OVERLAPPED
 from evidence.report import Aim, Predicted, aims, cells
+from nightly import slow
 from oracle import Case, assert_close
 from thread_ranks import on_threads
 from typer.testing import CliRunner
@@ -24,7 +24,6 @@ from cp_plugin.cli import plan as plan_command
 from cp_plugin.cli.app import app
 from cp_plugin.planner.errors import KNOWN_ERROR, OWN, SECONDS
 from cp_plugin.planner.machine import hardware
-from cp_plugin.planner.machine.events import Attention, Shape
 from cp_plugin.planner.training.model import models
 
 GENERATOR = "papers_page"
@@ -78,12 +77,6 @@ def test_names_of_counted_rows_resolve() -> None:
             assert r.mark or r.excuse
 
 
-def test_contradictory_rows_do_not_count() -> None:
-    marked = [r for r in ALL if r.mark.startswith("contradicts")]
-    assert Counter(r.paper for r in marked) == {"striped": 10, "lasp2": 6}
-    assert not any(r.counts for r in marked)
-
-
 def as_if(one: Row, published: float, predicted: float) -> Predicted:
     """The row with another published figure and prediction."""
     return Predicted(replace(one, published=published), predicted)
@@ -101,19 +94,6 @@ def test_reproduction_passes_if_all_aims_are_reached() -> None:
     assert reached() == []
     assert str(Aim("error", 0.123, 0.1)) == "FAIL error: 12.3 % (aim: at most 10.0 %)"
     assert str(Aim("order", 0.9, 0.85, least=True)) == "PASS order: 90.0 % (aim: at least 85.0 %)"
-
-
-def test_skipped_tiles_cost_memory_traffic() -> None:
-    machine = experiment.machine_of(data.paper("striped").clusters["striped-a100"])
-    rate = machine.cluster.device.memory_bytes_per_s
-    event = Attention("forward", (Shape(4096, 4096, 0),), 4096, 3, 64, 64, "float32")
-    assert machine.kernel.block == (2048, 4096)
-    assert _skipped(event, machine) == 0.0, "both tiles have visible pairs"
-    hidden = event._replace(shapes=(Shape(4096, 4096, -2048),))
-    assert _skipped(hidden, machine) == pytest.approx(3 * 2 * 4 * (4096 * 128 + 2048 * 64) / rate)
-    back = hidden._replace(direction="backward")
-    assert _skipped(back, machine) == pytest.approx(3 * 2 * 4 * (2 * 4096 * 128 + 2048 * 64) / rate)
-    assert _skipped(hidden, replace(machine, visits_all_tiles=False)) == 0.0
 
 
 @pytest.mark.parametrize("size", [4, 16])
@@ -136,6 +116,7 @@ def test_command_without_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert done.exit_code == 2 and "run it in a checkout" in done.output
 
 
+@slow
 def test_every_prediction_is_on_the_page(page: ModuleType) -> None:
     """No profile constant, prediction or error can change unnoticed."""
     assert all(path.read_text() == text for path, text in page.files().items()), "run python docs/generate.py"

@@ -7,11 +7,12 @@ import io
 import json
 import math
 from dataclasses import replace
-from itertools import dropwhile, takewhile
+from itertools import dropwhile, product, takewhile
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nightly import one_case, slow
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -75,6 +76,7 @@ def test_no_more_is_simulated_than_tried() -> None:
     assert 1 < found.simulated <= found.tried
 
 
+@slow
 def test_shapes_with_the_same_attention_share_its_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pipeline, batch and recomputation do not change an attention call; tensor and context parallelism do."""
     alike = [replace(SHAPE, recompute=again, global_batch=n) for again in ("none", "full") for n in (1, 2)]
@@ -212,6 +214,7 @@ def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> No
     assert (theirs.footprint.total < ours.footprint.total) == (recompute != "none")
 
 
+@slow
 def test_each_side_in_its_own_best_shape() -> None:
     """As good as each side searched alone; stock may recompute what leaves attention's output."""
     asked = fitting(of_name("llama3-8b", 64, 2**19, "dgx-h100", Fixed()))
@@ -244,12 +247,11 @@ def test_upstreams_all_to_all_divides_key_value_heads(size: int, kv_heads: int, 
     assert bool(found.get("upstream a2a")) == (kv_heads % size == 0)
 
 
-@pytest.mark.parametrize("width", [80, 100])
-@pytest.mark.parametrize("fp8", [(None,), (None, "comm")])
-def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...], width: int) -> None:
+@one_case
+@pytest.mark.parametrize("fp8", [(None, "comm"), (None,)])
+def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...]) -> None:
     asked = replace(ASKED, model=model("llama2-7b"), shapes=[replace(SHAPE, seq_length=2**15)], fp8=fp8)
-    slow = answer(asked, hopeless=math.inf)
-    for one in (found, slow):
+    for one, width in product((found, answer(asked, hopeless=math.inf)), (80, 100)):
         console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
         print_plan(console, one)
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -295,6 +297,7 @@ def test_memory_limits_the_choice() -> None:
         answer(replace(ON_DGX, shapes=shapes, limit=30e9))
 
 
+@slow
 def test_more_recomputation_where_attention_does_not_fit() -> None:
     """The least recomputation fits without the buffers of an attention call, and with no method's."""
     thin = replace(LLAMA, vocab=1024, ffn_hidden=1024)  # otherwise the loss needs as much memory at another time
@@ -342,11 +345,10 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = json.loads(done.stdout)
     assert answer["methods"][0]["method"] == answer["tied"][0]
     assert "--context-parallel-size 8" in answer["methods"][0]["flags"]
-    shown = CliRunner().invoke(app, asked).output
-    assert "    --tensor-model-parallel-size 1" in shown and answer["methods"][0]["method"] in shown
     monkeypatch.setattr(Plan, "fits", lambda *_: False)
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 1 and "nothing fits" in done.output, "the best of what does not fit is shown, and fails"
+    assert "    --tensor-model-parallel-size 1" in done.output and answer["methods"][0]["method"] in done.output
 
 
 @pytest.mark.parametrize(

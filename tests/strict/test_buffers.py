@@ -8,7 +8,6 @@ import pytest
 from core.linear_cases import LinearCase, distance
 from core.method_cases import METHODS
 from core.test_mesh import with_any_strides
-from nightly import nightly
 from oracle import Case, Result, errors
 from strict import programs
 from strict.nccl import run_with_data
@@ -74,15 +73,6 @@ def test_linear_methods(provider: str, decay: Any, delta: bool) -> None:
         return max(distance(a, cp.shard(b)) for a, b in zip(got, want, strict=True))
 
     assert max(run_with_data(rank, {"cp": 3})) < 1e-9
-
-
-@nightly
-@pytest.mark.parametrize("size", [2, 6, 8, 16])
-@pytest.mark.parametrize(("provider", "layout"), METHODS)
-def test_more_ranks(provider: str, layout: str, size: int) -> None:
-    heads = 2 * size if provider in ("ulysses", "usp") else 4
-    case = Case(seq_length=4 * size, heads=heads, kv_heads=heads, causal=True, batch=1, head_dim=8, v_head_dim=4)
-    compare(provider, size, case, layout=layout)
 
 
 def test_tensors_with_any_strides_may_be_sent() -> None:
