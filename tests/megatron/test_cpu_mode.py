@@ -261,7 +261,7 @@ def test_fp8_linear_layers_are_announced_as_ignored(capsys: pytest.CaptureFixtur
 def test_compilation_is_skipped_only_with_a_compiled_helper() -> None:
     from megatron.core.datasets import utils
 
-    from cp_plugin.megatron.cpu.wheel import use_compiled_helper
+    from cp_plugin.megatron.cpu.mode import use_compiled_helper
     from cp_plugin.megatron.patches import patching
 
     original = utils.compile_helpers

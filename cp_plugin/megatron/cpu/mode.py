@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import copy
 import functools
+import importlib
 import os
 import sys
 import warnings
@@ -26,11 +27,9 @@ from typing import Any
 import torch
 
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
-from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 from cp_plugin.megatron.flags.args import DEVICES
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.contract import Contract
-from cp_plugin.megatron.patches.patching import Call, Patch, wraps
+from cp_plugin.megatron.patches.patching import Call, Contract, Patch, wraps
 from cp_plugin.megatron.state import STATE
 
 _HIDDEN = (
@@ -346,3 +345,20 @@ def _compile_nothing(undo: contextlib.ExitStack) -> None:
         config = sys.modules["torch._dynamo"].config
         undo.callback(setattr, config, "disable", config.disable)
         config.disable = True
+
+
+COMPILE = Patch(
+    target="megatron.core.datasets.utils:compile_helpers",
+    make=lambda original: lambda: None,
+    reason="the dataset helper of a wheel, which is compiled",
+    required=False,
+)
+
+
+def use_compiled_helper() -> None:
+    """Skip Megatron's compilation of its dataset helper if the helper can be imported; imports megatron.core."""
+    try:
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+    except ImportError:
+        return
+    patching.install([COMPILE], "process")

@@ -10,7 +10,7 @@ import torch
 from megatron.training import arguments, checkpointing, get_args, initialize, training
 
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.cpu.wheel import use_compiled_helper
+from cp_plugin.megatron.cpu.mode import use_compiled_helper
 from cp_plugin.megatron.inference import saved_model
 from cp_plugin.megatron.models import gpt
 from cp_plugin.megatron.selfcheck import audit

@@ -20,8 +20,8 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args, early, stops
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.layers import modelopt
-from cp_plugin.megatron.patches import hybrid_model, patching, rope, stage_data
+from cp_plugin.megatron.layers import modelopt, spec
+from cp_plugin.megatron.patches import batch, patching, rope
 from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.patches.table import ALWAYS, OF_TABLE
@@ -125,9 +125,27 @@ def start(settings: Settings, model: Model | None = None, parsed: argparse.Names
     rope.forget_cached_embeddings()
 
 
+@wraps(
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+    "attention of the spec of hybrid models; on the CPU, a spec without Transformer Engine",
+    "hybrid_stack_spec config",
+    called_by="the model builder, with a spec that names Megatron's classes",
+    otherwise="a hybrid model would keep Megatron's own attention",
+    when=lambda run: run.hybrid and (run.settings.active or cpu.active()),
+)
+def replace_hybrid_model(call: Call) -> None:
+    """Give ``HybridModel`` the plugin's core attention, and on the CPU a spec without Transformer Engine."""
+    stack = call["hybrid_stack_spec"]
+    if cpu.active():
+        from cp_plugin.megatron.models import hybrid  # imports much of Megatron
+
+        stack = hybrid.on_cpu(stack, call["config"], call.arguments.get("hybrid_layer_pattern") or "")
+    call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
+
+
 COMMAND_LINE = (_add_arguments, _validate_args)
 """Not needed where Megatron has a hook for extensions: see ``native``."""
 
 START_UP = (*COMMAND_LINE, *ALWAYS)
-OF_RUN = (*OF_TABLE, hybrid_model.replace_init, stage_data.replace_init)
+OF_RUN = (*OF_TABLE, replace_hybrid_model, batch.replace_dataset_builder)
 """Installed once the flags are valid: those whose ``when`` is true of the run."""

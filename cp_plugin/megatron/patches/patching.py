@@ -1,6 +1,6 @@
 """Patching: replaces symbols of Megatron-Core.
 
-A ``Patch`` names a symbol and makes its replacement from the original, if the patch's ``contract`` holds. ``wraps``,
+A ``Patch`` names a symbol and makes its replacement from the original, if the patch's ``Contract`` holds. ``wraps``,
 ``replaces`` and ``registers`` make one of a function of the ``Call``, beside which a reader finds it. A function is
 replaced in every imported module that holds it, under any name, since Megatron and users' scripts import by value;
 modules imported later find the replacement in the symbol's own module. Patches of a run and of the process (such as CPU
@@ -12,18 +12,17 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.compat import find, megatron_version
-from cp_plugin.megatron.patches.contract import Contract, Form
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.state import STATE, Place, Scope
 
@@ -37,6 +36,47 @@ _WITHOUT_MEGATRON = frozenset(
 """Packages whose modules hold no symbol of Megatron: 90 % of what is imported."""
 
 
+Form = Literal["registers", "wraps", "replaces"]
+"""Registers: an interface of Megatron's for such an addition, with the parameters that the plugin serves. Wraps: it
+calls the original, which has the parameters that it reads or changes. Replaces: it runs instead of the original, and
+knows all parameters that are required or set in a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What a patch relies on."""
+
+    form: Form = "wraps"
+    parameters: tuple[str, ...] = ()
+    """That the original must have; of a replacement, all that it takes into account."""
+    optional: tuple[str, ...] = ()
+    """Those that only some versions have."""
+
+    def broken(self, original: Any) -> str | None:
+        """What the original has otherwise than the patch relies on; None: nothing."""
+        if not self.parameters and self.form == "wraps":
+            return None
+        try:
+            found = inspect.signature(original).parameters
+        except (TypeError, ValueError) as error:
+            return f"its parameters cannot be read ({error})"
+        if absent := [name for name in self.parameters if name not in found]:
+            return f"it has no parameter {', '.join(absent)}"
+        if self.form != "wraps" and (asked := [name for name in self.others(found) if _required(found[name])]):
+            return f"it requires {', '.join(asked)}, which cp_plugin does not know"
+        return None
+
+    def others(self, found: Mapping[str, inspect.Parameter]) -> list[str]:
+        """Return the parameters that the patch does not know."""
+        known = {"self", "cls", *self.parameters, *self.optional}
+        return [name for name in found if name not in known]
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in fixed
+
+
 @dataclass(frozen=True, slots=True)
 class Patch:
     """One replacement."""
@@ -47,7 +87,7 @@ class Patch:
     """original -> replacement."""
     reason: str
     """What for; shown in the start-up audit."""
-    contract: Contract = Contract()  # noqa: RUF009  (frozen)
+    contract: Contract = Contract()
     """What it relies on in the original."""
     _: KW_ONLY
     called_by: str = ""

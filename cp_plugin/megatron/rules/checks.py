@@ -22,9 +22,8 @@ from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.flags import linear_flags
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import layout, table
-from cp_plugin.megatron.rules.model import problem_of
 from cp_plugin.megatron.rules.rule import adjust, refuse
-from cp_plugin.megatron.rules.run import Run
+from cp_plugin.megatron.rules.run import Run, problem_of
 from cp_plugin.megatron.state import Model
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cp_plugin.megatron.flags.option_flags import AUTO
-from cp_plugin.megatron.rules import experts, flags, inference, layers, layout, linear, models, padding, precision
+from cp_plugin.megatron.rules import experts, flags, inference, layers, layout, linear, models, precision
 from cp_plugin.megatron.rules.rule import Rule, when
 from cp_plugin.megatron.rules.run import Run
 from cp_plugin.methods import registry as providers
 
-TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES, *experts.RULES, *padding.RULES)
+TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES, *experts.RULES, *experts.PADDING)
 """For every training with the plugin, in reporting order."""
 LINEAR = linear.RULES
 ON_CPU = Rule(

@@ -19,8 +19,9 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -41,7 +42,7 @@ from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAtten
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.layers.modelopt import unquantized
 from cp_plugin.megatron.micro_batch import MicroBatch
-from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches import delta_net, patching
 from cp_plugin.testing import oracle
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
@@ -329,3 +330,51 @@ def _linear_rows(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, rows: sl
         k = k * (before - decay[:end]).exp()
     scores = torch.einsum("qbhd,kbd->bhqk", q, k) * weights
     return torch.einsum("bhqk,kbe->qbhe", scores.tril(first), v)
+
+
+_WEAKER = 6.0
+"""Taken from alpha, so that decays are weak and states reach over several ranks."""
+
+
+def delta_net_problems(layer: Any, tokens: int, packs: Sequence[PackedSeqParams], device: torch.device) -> list[str]:
+    """Mismatches of one layer; tokens: of the whole sequence."""
+    calls = [_call(layer, tokens, pack, number, device) for number, pack in enumerate((*[None] * _CALLS, *packs))]
+    return mismatches(calls, tolerance(layer.config.params_dtype, device, linear=True))
+
+
+def _call(layer: Any, tokens: int, pack: PackedSeqParams | None, number: int, device: torch.device) -> Call:
+    """A call on projected hidden states ``[s, b, q + k + v + z + beta + alpha]``."""
+    draw = torch.Generator().manual_seed(40 + number)
+    dtype, heads = layer.config.params_dtype, layer.num_v_heads_local_tp
+    rows, packed = (2, "") if pack is None else (1, "packed ")
+    width = 2 * (layer.qk_dim_local_tp + layer.v_dim_local_tp + heads)
+    projected = torch.randn(tokens, rows, width, generator=draw).to(dtype)
+    projected[..., -heads:] -= _WEAKER
+    dout = torch.randn(tokens, rows, heads, layer.value_head_dim, generator=draw)
+    whole = [x.to(device, dtype) for x in (projected, dout)]
+    cp = runtime.between_layers(runtime.context_parallel(layer.pg_collection.cp, "linear"))
+    batch = MicroBatch.find(cp, pack, tokens)
+    mine = batch.positions(device)
+
+    def reference(x: Tensor, dout: Tensor) -> list[Tensor]:
+        x, alone = x.detach().double().requires_grad_(), ContextParallel("lasp2", group=None, backend="reference")
+        with torch.enable_grad():
+            out, _ = delta_net.attend(_in_float64(layer), replace(batch, cp=alone), x, unit=delta_net.unit)
+            (grad,) = torch.autograd.grad(out, x, dout.double())
+        return [y.detach()[mine] for y in (out, grad)]
+
+    return Call(
+        attend=lambda x: delta_net.attend(layer, batch, x)[0],
+        reference=reference,
+        whole=whole,
+        local=[x[mine] for x in whole],
+        names=[f"{packed}gated delta net's {what} are" for what in ("outputs", "gradients")],
+    )
+
+
+def _in_float64(layer: Any) -> Any:
+    """A layer with wide weights, of those that ``delta_net.attend`` reads."""
+    twin = copy.copy(layer)
+    twin._modules = {**layer._modules, "conv1d": copy.deepcopy(layer.conv1d).double()}
+    twin._parameters = {name: weight.detach().double() for name, weight in layer._parameters.items()}
+    return twin

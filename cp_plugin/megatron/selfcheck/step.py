@@ -40,10 +40,9 @@ from cp_plugin.megatron.patches import padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.selfcheck import first_step
-from cp_plugin.megatron.selfcheck.choices import Choices
 from cp_plugin.megatron.selfcheck.first_batch import tokens_for
 from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
-from cp_plugin.megatron.selfcheck.one_rank import OneRank
+from cp_plugin.megatron.selfcheck.one_rank import Choices, OneRank
 from cp_plugin.megatron.selfcheck.readings import (
     Result,
     differences,

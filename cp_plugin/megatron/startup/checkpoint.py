@@ -18,8 +18,7 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.args import UPSTREAM
 from cp_plugin.megatron.layers import fp8_scaling as scaling
-from cp_plugin.megatron.patches.contract import Contract
-from cp_plugin.megatron.patches.patching import Call, Patch, around
+from cp_plugin.megatron.patches.patching import Call, Contract, Patch, around
 
 ATTRIBUTE = "context_parallel_plugin"  # attribute of the saved arguments: flag -> value, as on a command line
 _PROVIDER, _SIZE, _LAYOUT = "--cp-provider", "--context-parallel-size", "--cp-layout"
