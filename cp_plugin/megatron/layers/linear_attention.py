@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
@@ -87,16 +86,7 @@ class LinearCoreAttention(AnyCoreAttention):
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """The weights for distributed checkpoints, without ``sharded_offsets``, which would stack all layers."""
-        divided = {
-            name: 0 for name, weight in self.named_parameters() if getattr(weight, "tensor_model_parallel", False)
-        }
-        tensors = make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            divided,
-            tp_group=self.tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        tensors = super().sharded_state_dict(prefix, (), metadata)
         for tensor in tensors.values():
             tensor.key = f"{prefix}of_layer_{self.layer_number}.{tensor.key.removeprefix(prefix)}"
         return tensors
