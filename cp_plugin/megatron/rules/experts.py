@@ -39,10 +39,6 @@ def balancing(settings: Any) -> list[str]:
     return [kinds] if isinstance(kinds, str) else list(kinds or ())
 
 
-def _sinkhorn(run: Run) -> Found:
-    return when(run.args.num_experts and run.args.context_parallel_size > 1 and "sinkhorn" in balancing(run.args))
-
-
 def _sequences_of_packs(run: Run) -> Found:
     """A pack of several samples is divided as one sequence, so no rank's part is a number of whole samples."""
     args = run.args
@@ -65,7 +61,9 @@ RULES = (
         what="--moe-router-load-balancing-type sinkhorn",
         why="it would balance each rank's part of the sequence separately",
         fix="use aux_loss, seq_aux_loss, global_aux_loss, or quantile_balancing if this Megatron has it",
-        looks_at=_sinkhorn,
+        looks_at=lambda run: when(
+            run.args.num_experts and run.args.context_parallel_size > 1 and "sinkhorn" in balancing(run.args)
+        ),
         late=True,
     ),
     Rule(
