@@ -40,7 +40,7 @@ def test_help_group(adapter: None) -> None:
 
 
 def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
-    from cp_plugin.megatron import compat, runtime
+    from cp_plugin.megatron import runtime
     from cp_plugin.megatron.patches import hooks, patching
     from cp_plugin.megatron.patches.run import Run
 
@@ -56,7 +56,7 @@ def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.
     )
     run = Run(settings=runtime.settings(), args=args)
     patches = [*hooks.START_UP, *(patch for patch in hooks.OF_RUN if patch.when(run))]
-    assert patching.installed() == [patch.target for patch in patches if compat.has(patch.target)]
+    assert patching.installed() == [p.target for p in patches if patching.examine(p).state != "absent"]
     assert any("training_log" in target for target in patching.installed())
     unneeded = ("mtp_loss", "checkpoint", "moe", "ssm", "finalize_model_grads")
     assert [t for t in patching.installed() if any(t.endswith(x) or f".{x}" in t for x in unneeded)] == [
@@ -131,6 +131,6 @@ def test_valid_options(validated: Callable[..., argparse.Namespace], flags: str,
 
     validated(f"--context-parallel-size 4 --cp-provider {flags}")
     assert runtime.settings() == Settings(provider=flags.split()[0], options=options)
-    assert runtime.problem() == Problem(
+    assert runtime.model().problem == Problem(
         size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32, network="gloo"
     )

@@ -72,7 +72,7 @@ def test_valid_flags(
     linear = Linear(variant=variant, options=Options(**{"layout": layout, "backend": "auto"} | of_linear), **fields)
     options = Options(layout=layout, **of_softmax)
     assert runtime.settings() == Settings(provider=provider, linear=linear, options=options)
-    assert runtime.problem() == (replace(MODEL, dtype=torch.bfloat16) if "bf16" in flags else MODEL)
+    assert runtime.model().problem == (replace(MODEL, dtype=torch.bfloat16) if "bf16" in flags else MODEL)
     assert any("num_floating_point_operations" in target for target in patching.installed())
     gated = any("get_query_key_value_tensors" in target for target in patching.installed())
     assert gated == linear.kind.gated

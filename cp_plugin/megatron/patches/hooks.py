@@ -1,7 +1,9 @@
 """Hooks into Megatron's argument parsing, and installation of the patches that a run needs.
 
 ``START_UP`` is always in place: it adds the flags, checks them and compares them between ranks, and does not change a
-training. The patches that a run needs (``table``) are installed once its arguments are valid.
+training. The patches that a run needs (``OF_RUN``) are declared beside the code that replaces, with reason, contract
+and condition, and installed once its arguments are valid. Megatron's interfaces serve where they can: a spec provider's
+core attention, and the hook for extensions that ``native`` uses.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args, early, stops
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.layers import modelopt, spec
-from cp_plugin.megatron.patches import batch, patching, rope
+from cp_plugin.megatron.layers import fp8_scaling, gate, modelopt, spec
+from cp_plugin.megatron.patches import batch, delta_net, flops, hybrid, loss, mtp, padding, patching, recompute, rope
 from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.patches.run import Run
-from cp_plugin.megatron.patches.table import ALWAYS, OF_TABLE
 from cp_plugin.megatron.rules import checks
+from cp_plugin.megatron.selfcheck import first_step, step
+from cp_plugin.megatron.startup import checkpoint, lifecycle
 from cp_plugin.megatron.state import STATE, Model
 
 
@@ -146,6 +149,43 @@ def replace_hybrid_model(call: Call) -> None:
 COMMAND_LINE = (_add_arguments, _validate_args)
 """Not needed where Megatron has a hook for extensions: see ``native``."""
 
-START_UP = (*COMMAND_LINE, *ALWAYS)
-OF_RUN = (*OF_TABLE, replace_hybrid_model, batch.replace_dataset_builder)
+START_UP = (*COMMAND_LINE, lifecycle.replace_initialize_model_parallel, checkpoint.replace_load_base_checkpoint)
+PROVIDER = (
+    batch.replace_get_batch,
+    batch.replace_get_thd_batch,
+    batch.replace_get_batches,
+    rope.replace_get_pos_emb,
+    rope.replace_set_cos_sin_cache,
+    rope.replace_apply_rotary_thd,
+    mtp.replace_roll_tensor,
+    mtp.replace_process_mtp_loss,
+    loss.replace_calc_loss,
+    spec.replace_core_attention,
+    replace(
+        spec.replace_core_attention,
+        target="megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention",
+        reason="attention of the Transformer Engine spec",
+    ),
+    modelopt.replace_gpt_spec,
+    lifecycle.replace_setup_model_and_optimizer,
+    step.replace_get_forward_backward_func,
+    first_step.replace_training_log,
+)
+RECOMPUTE = (
+    recompute.replace_checkpoint,
+    replace(recompute.replace_checkpoint, target="megatron.core.extensions.transformer_engine:te_checkpoint"),
+)
+PADDING = (padding.replace_router_forward, padding.replace_token_counts)
+SCALING = (fp8_scaling.replace_finalize_model_grads,)
+LINEAR = (gate.replace_get_query_key_value, flops.replace_num_floating_point_operations)
+HYBRID = (
+    hybrid.replace_undo,
+    hybrid.replace_redo,
+    hybrid.replace_packed_order,
+    hybrid.replace_resolve_cu_seqlens,
+    replace_hybrid_model,
+)
+DELTA_NET = (delta_net.replace_forward,)
+PACKS = (batch.replace_dataset_builder,)
+OF_RUN = (*PROVIDER, *RECOMPUTE, *PADDING, *SCALING, *LINEAR, *HYBRID, *DELTA_NET, *PACKS)
 """Installed once the flags are valid: those whose ``when`` is true of the run."""

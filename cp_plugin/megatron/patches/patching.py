@@ -131,21 +131,6 @@ class Call:
         return self._function(*self._bound.args, **self._bound.kwargs)
 
 
-def around(replacement: Callable[[Call], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that makes a ``Patch.make`` of a function of the ``Call``."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def replaced(*positional: Any, **named: Any) -> Any:
-            return replacement(Call(original, signature.bind(*positional, **named)))
-
-        return replaced
-
-    return make
-
-
 def _declared(
     form: Form, target: str, reason: str, parameters: str = "", *, optional: str = "", **more: Any
 ) -> Callable[[Callable[[Call], Any]], Patch]:
@@ -160,7 +145,20 @@ def _declared(
         more: further fields of the patch.
     """
     contract = Contract(form, tuple(parameters.split()), tuple(optional.split()))
-    return lambda replacement: Patch(target, around(replacement), reason, contract, **more)
+
+    def declare(replacement: Callable[[Call], Any]) -> Patch:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            signature = inspect.signature(original)
+
+            @functools.wraps(original)
+            def replaced(*positional: Any, **named: Any) -> Any:
+                return replacement(Call(original, signature.bind(*positional, **named)))
+
+            return replaced
+
+        return Patch(target, make, reason, contract, **more)
+
+    return declare
 
 
 wraps = functools.partial(_declared, "wraps")
