@@ -14,16 +14,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.common import refusals
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args, early, stops
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.layers import fp8_scaling, gate, modelopt, spec
-from cp_plugin.megatron.patches import batch, delta_net, flops, hybrid, loss, mtp, padding, patching, recompute, rope
+from cp_plugin.megatron.layers import fp8_scaling, gate, linear_attention, modelopt, spec
+from cp_plugin.megatron.patches import batch, delta_net, hybrid, loss, mtp, padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.patches.run import Run
 from cp_plugin.megatron.rules import checks
@@ -146,6 +148,28 @@ def replace_hybrid_model(call: Call) -> None:
     call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
 
 
+def _recomputes(run: Run) -> bool:
+    return run.settings.active and not run.settings.recompute_attention and run.has("recompute_granularity")
+
+
+@wraps(
+    "megatron.core.tensor_parallel.random:checkpoint",
+    "attention's results in recomputation",
+    called_by="transformer blocks",
+    otherwise="attention would be computed, and its keys sent, twice",
+    when=_recomputes,
+)
+def replace_checkpoint(call: Call) -> Any:
+    """Recompute without attention (``attention.recompute``); the first parameter is the function that is run twice.
+
+    Megatron passes layers to ``tensor_parallel.checkpoint``, or with FP8 to Transformer Engine's checkpoint.
+    """
+    if not torch.is_grad_enabled():  # evaluation: no second run
+        return call.original()
+    name, function = next(iter(call.arguments.items()))
+    return call.original(**{name: Recomputed(function)})
+
+
 COMMAND_LINE = (_add_arguments, _validate_args)
 """Not needed where Megatron has a hook for extensions: see ``native``."""
 
@@ -172,12 +196,12 @@ PROVIDER = (
     first_step.replace_training_log,
 )
 RECOMPUTE = (
-    recompute.replace_checkpoint,
-    replace(recompute.replace_checkpoint, target="megatron.core.extensions.transformer_engine:te_checkpoint"),
+    replace_checkpoint,
+    replace(replace_checkpoint, target="megatron.core.extensions.transformer_engine:te_checkpoint"),
 )
 PADDING = (padding.replace_router_forward, padding.replace_token_counts)
 SCALING = (fp8_scaling.replace_finalize_model_grads,)
-LINEAR = (gate.replace_get_query_key_value, flops.replace_num_floating_point_operations)
+LINEAR = (gate.replace_get_query_key_value, linear_attention.replace_num_floating_point_operations)
 HYBRID = (
     hybrid.replace_undo,
     hybrid.replace_redo,
