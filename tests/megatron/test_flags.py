@@ -42,7 +42,7 @@ def test_help_group(adapter: None) -> None:
 def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.patches import hooks, patching
-    from cp_plugin.megatron.patches.run import Run
+    from cp_plugin.megatron.patches.patching import Run
 
     args = validated(
         f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-verbose --cp-check-every 100"

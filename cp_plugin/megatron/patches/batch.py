@@ -18,8 +18,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.micro_batch import MicroBatch
-from cp_plugin.megatron.patches.patching import Call, replaces, wraps
-from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.patches.patching import Call, Run, replaces, wraps
 from cp_plugin.megatron.rules.run import packed_by
 from cp_plugin.megatron.state import STATE
 from cp_plugin.placement.layouts import get_layout

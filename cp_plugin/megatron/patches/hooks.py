@@ -26,8 +26,7 @@ from cp_plugin.megatron.flags import args, early, stops
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.layers import fp8_scaling, gate, linear_attention, modelopt, spec
 from cp_plugin.megatron.patches import batch, delta_net, hybrid, loss, mtp, padding, patching, rope
-from cp_plugin.megatron.patches.patching import Call, wraps
-from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.selfcheck import first_step, step
 from cp_plugin.megatron.startup import checkpoint, lifecycle

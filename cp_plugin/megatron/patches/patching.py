@@ -9,6 +9,7 @@ mode's) are undone separately.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
 import sys
@@ -23,7 +24,7 @@ import torch
 
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.compat import find, megatron_version
-from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import STATE, Place, Scope
 
 _WITHOUT_MEGATRON = frozenset(
@@ -75,6 +76,37 @@ class Contract:
 def _required(parameter: inspect.Parameter) -> bool:
     fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return parameter.default is inspect.Parameter.empty and parameter.kind not in fixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is known of a run when its patches are chosen."""
+
+    settings: Settings
+    args: argparse.Namespace | None = None
+    """Validated; None: unknown, so that everything may be needed."""
+
+    built: Sequence[Any] = ()
+    """Models and their configurations, once a script has built them: by what it sets without a flag."""
+
+    def has(self, *names: str) -> bool:
+        """Whether any of these arguments, or fields of a built model, is set, or may be."""
+        return self.args is None or any(getattr(one, name, None) for one in (self.args, *self.built) for name in names)
+
+    def is_compared(self) -> bool:
+        """Return True if steps on N ranks are compared with those on one, by a provider's attention or Megatron's."""
+        return self.settings.active or self.settings.of_stock
+
+    @property
+    def pattern(self) -> str:
+        """The pattern of a hybrid model; empty for other models."""
+        names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+        patterns = (getattr(one, name, None) for one in (self.args, *self.built) for name in names)
+        return next((found for found in patterns if found), "")
+
+    @property
+    def hybrid(self) -> bool:
+        return bool(self.pattern)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from typing import Any
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import groups
 from cp_plugin.megatron.patches import rope
-from cp_plugin.megatron.patches.patching import Call, wraps
-from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, slices, step
 from cp_plugin.megatron.startup import agreement, checkpoint, failures
 from cp_plugin.megatron.state import STATE
