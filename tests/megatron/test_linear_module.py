@@ -215,16 +215,15 @@ def _half_of_the_gates_gradient() -> None:
 
 
 def _linear_layers_with_the_tokens_of_other_ranks() -> None:
-    from cp_plugin.megatron.layers import groups
+    from cp_plugin.megatron import runtime
 
-    make = groups._linear
+    register = runtime.register
 
-    def wrong(*args: Any) -> ContextParallel:
-        cp = make(*args)
-        cp.numbers = cp.numbers[::-1]
-        return cp
+    def wrong(group: Any, found: Any) -> None:
+        found["linear"].numbers = found["linear"].numbers[::-1]
+        register(group, found)
 
-    groups._linear = wrong
+    runtime.register = wrong
 
 
 def _softmax_layers_wrong() -> None:

@@ -113,7 +113,7 @@ RULES = (
         sentence=True,
         late=True,
     ),
-    Rule(name="--spec", what="--spec {spec}", why="{problem}", looks_at=_spec, sentence=True),
+    Rule(name="--spec", what="--spec {spec}", fix="{problem}", looks_at=_spec, sentence=True),
     Rule(
         name="mask of the data loader",
         kind="adjust",
