@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 import markdown_tables as markdown
 
-from cp_plugin.megatron.rules import table as rules
+from cp_plugin.megatron.rules import checks as rules
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.nemo import refusals as nemo
 

@@ -43,20 +43,20 @@ _MODULES = {"cp_plugin": cp_plugin, "cp_plugin.huggingface": huggingface, "cp_pl
 _SECTION = re.compile(r"^(Args|Returns|Raises|Shape):$")
 _ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.*)$")
 _WHEN = {
-    "Always": "hooks.START_UP",
-    "With a provider": "table.PROVIDER",
-    "With recomputation": "table.RECOMPUTE",
-    "With `--cp-pad-sequence`": "table.PADDING",
-    "With FP8 kernels": "table.SCALING",
-    "With linear attention": "table.LINEAR",
-    "With a hybrid model": "(*table.HYBRID, hooks.hybrid_model.replace_init)",
-    "With `--cp-linear-provider`": "table.DELTA_NET",
+    "Always": "START_UP",
+    "With a provider": "PROVIDER",
+    "With recomputation": "RECOMPUTE",
+    "With `--cp-pad-sequence`": "PADDING",
+    "With FP8 kernels": "SCALING",
+    "With linear attention": "LINEAR",
+    "With a hybrid model": "HYBRID",
+    "With `--cp-linear-provider`": "DELTA_NET",
 }
-"""When a run replaces functions, and which: expressions of ``cp_plugin.megatron.patches``."""
+"""When a run replaces functions, and which: tables of ``cp_plugin.megatron.patches.hooks``."""
 _PATCHES = """
 import json
-from cp_plugin.megatron.patches import hooks, table
-print(json.dumps([[[one.target, one.reason] for one in eval(patches)] for patches in %r]))
+from cp_plugin.megatron.patches import hooks
+print(json.dumps([[[one.target, one.reason] for one in getattr(hooks, table)] for table in %r]))
 """
 
 

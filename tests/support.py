@@ -13,7 +13,7 @@ from typing import Any
 
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.megatron.rules import cuda_graphs, layout, linear, models, padding
+from cp_plugin.megatron.rules import cuda_graphs, experts, layout, linear, models
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.methods import registry as providers
 
@@ -157,7 +157,7 @@ def _refused_in(version: str, args: Mapping[str, Any]) -> str | None:
         layout=SimpleNamespace(name="striped"),
         settings=SimpleNamespace(pad_sequence=True),
     )
-    for rule in (*models.RULES, *layout.RULES, *padding.RULES):
+    for rule in (*models.RULES, *layout.RULES, *experts.PADDING):
         if "{version}" in rule.what + rule.why and (found := rule.looks_at(run)) is not None:
             return rule.why.replace("megatron-core {version}", "this version").format(**found)
     return None

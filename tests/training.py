@@ -130,7 +130,7 @@ def _record_traffic(record: Record, model: Sequence[torch.nn.Module]) -> None:
     for chunk in model:
         for module in chunk.modules():
             if isinstance(module, AnyCoreAttention):
-                cp, problem, linear = module.context_parallel, runtime.problem(), runtime.settings().linear
+                cp, problem, linear = module.context_parallel, runtime.model().problem, runtime.settings().linear
                 if module.kind == "linear":
                     problem = linear.problem(problem)
                 for line, sent in cp.provider.traffic(problem, cp.options, cp.index).items():

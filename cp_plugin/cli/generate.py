@@ -119,13 +119,13 @@ def _rank(
 ) -> str | None:
     """Generate on this rank; return a user error, if there is one."""
     from cp_plugin.inference.request import Report
-    from cp_plugin.megatron.models import loading, text
+    from cp_plugin.megatron.models import text
 
     first = os.environ["RANK"] == "0"
     try:
         with _quiet(not verbose):
-            sys.argv = [sys.argv[0], *loading.flags(saved, rest), *more]
-            model = loading.load()
+            sys.argv = [sys.argv[0], *text.flags(saved, rest), *more]
+            model = text.load()
             tokens = text.Tokens(request.as_bytes)
             prompts = text.encode(request, tokens)
             text.require_agreement(request, prompts)

@@ -81,15 +81,6 @@ def places(target: str) -> list[str]:
     return [f"{place}:{name}" for place, name in product(MOVED.get(module, (module,)), names)]
 
 
-def has(target: str) -> bool:
-    """Whether this version has a symbol; ``target`` as for ``find``."""
-    try:
-        find(target)
-    except ValueError:
-        return False
-    return True
-
-
 def _module(name: str) -> Any | None:
     try:
         return importlib.import_module(name)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import STATE, Cut, Model
 from cp_plugin.methods.protocol import Kind
@@ -37,11 +36,6 @@ def settings() -> Settings:
 def model() -> Model | None:
     """The model's attention; None if no flags described a model."""
     return STATE.model
-
-
-def problem() -> Problem | None:
-    """A softmax attention call of the model on one rank; None if no flags described a model."""
-    return None if STATE.model is None else STATE.model.problem
 
 
 def packs() -> bool:

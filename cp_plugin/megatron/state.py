@@ -88,6 +88,7 @@ class State:
     """Compares the first batch between the ranks."""
     unchecked: tuple[Any, Any] | None = None
     """Optimizer and schedule of learning rates of a training whose first step is still to be checked."""
+    loaded: Mapping[str, str] = field(default_factory=dict)  # settings of the last checkpoint that was read
     losses: dict[str, tuple[float, float]] | None = None  # of the first step, to be compared with those logged
     trial: bool = False  # while the start-up check runs a step
     slices: BatchWatch | None = None  # compares slices of checked steps with whole batches

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cp_plugin.common.text import in_words
-from cp_plugin.nemo import versions
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
+from importlib.metadata import PackageNotFoundError, version
+
+from cp_plugin.common.versions import within
 
 _UPSTREAM = "upstream"
 
@@ -64,7 +66,7 @@ def apply(
         selfcheck: ``once`` or ``off``.
         check_every: check one call of attention every so many iterations, as ``--cp-check-every``; 0: never; None: its
             default.
-        allow_untested_bridge: accept a Megatron-Bridge outside ``versions.TESTED_RANGE``.
+        allow_untested_bridge: accept a Megatron-Bridge outside ``TESTED_RANGE``.
         options: layout, backend, and provider options such as grid, named like the flags ``--cp-layout`` and so on;
             None leaves the choice to the provider. A grid is ``"4x2"`` or ``(4, 2)``.
 
@@ -83,7 +85,7 @@ def apply(
     nothing = provider == _UPSTREAM and selfcheck == "once" and not recompute_attention and not check_every
     if nothing and all(value is None for value in ours.values()) and not cpu.active():
         return config
-    versions.check(versions.bridge_version(), allow_untested=allow_untested_bridge)
+    check_release(bridge_version(), allow_untested=allow_untested_bridge)
     if not cpu.active() and cpu.decide("auto"):
         raise ValueError(
             "torch finds no CUDA device, but Bridge was imported for one: call cp_plugin.nemo.activate() before "
@@ -106,3 +108,25 @@ def _text(value: Any) -> str | None:
     if value is None:
         return None
     return in_words(tuple(value) if isinstance(value, list) else value)
+
+
+TESTED_RANGE = ">=0.6.2,<0.6.3"
+
+
+def bridge_version() -> str:
+    """The installed release; ValueError if there is none."""
+    try:
+        return version("megatron-bridge")
+    except PackageNotFoundError:
+        raise ValueError(
+            "cp_plugin.nemo needs megatron-bridge, which is not installed: pip install 'cp-plugin[nemo]'"
+        ) from None
+
+
+def check_release(found: str, *, allow_untested: bool) -> None:
+    """ValueError for an untested release, unless the user allows it."""
+    if not allow_untested and not within(found, TESTED_RANGE):
+        raise ValueError(
+            f"megatron-bridge {found} was not tested with cp_plugin; megatron-bridge{TESTED_RANGE} was: install a "
+            "release in that range, or pass allow_untested_bridge=True to apply."
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from importlib import import_module
 from typing import Any
 
 from cp_plugin.megatron.cpu import mode as cpu
@@ -34,29 +35,15 @@ def _shown(config: Any, path: str, value: Any) -> str:
     return f" ({type(config.model if path.endswith('.provide') else value).__name__})"
 
 
-def _of_own_model(config: Any) -> bool:
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
-
-    return isinstance(config.model, GPTModelProvider) and type(config.model).provide is not GPTModelProvider.provide
-
-
-def _no_gpt(config: Any) -> bool:
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
-
-    return not isinstance(config.model, GPTModelProvider)
-
-
-def _other_data(config: Any) -> bool:
-    from megatron.bridge.training.config import GPTDatasetConfig, GPTSFTDatasetConfig
-
-    return not isinstance(config.dataset, GPTDatasetConfig | GPTSFTDatasetConfig)
+def _bridge(module: str, *names: str) -> tuple[Any, ...]:
+    """Classes of Bridge, which is imported no earlier than a config is checked."""
+    owner = import_module(f"megatron.bridge.{module}")
+    return tuple(getattr(owner, name) for name in names)
 
 
 def fine_tunes(config: Any) -> bool:
     """Whether the data is Bridge's ``GPTSFTDatasetConfig``: pairs of prompt and answer, packed or not."""
-    from megatron.bridge.training.config import GPTSFTDatasetConfig
-
-    return isinstance(config.dataset, GPTSFTDatasetConfig)
+    return isinstance(config.dataset, _bridge("training.config", "GPTSFTDatasetConfig"))
 
 
 def _odd(length: str) -> Callable[[Any], bool]:
@@ -77,11 +64,12 @@ def _odd_padding(config: Any) -> bool:
     return options.get("pad_seq_length_to_mult", _PADDED_TO) % (2 * size) != 0
 
 
+_GPT = ("models.gpt_provider", "GPTModelProvider")
 MODEL = _field(
     "model",
     why="only GPTModelProvider models were tested",
     fix="use a recipe with such a model, such as those for Llama and Qwen",
-    refused=_no_gpt,
+    refused=lambda config: not isinstance(config.model, _bridge(*_GPT)),
 )
 """If it applies, the others do not: their fields need not exist."""
 _GPU = "leave it out, or train on a GPU"
@@ -95,7 +83,7 @@ RULES = (
         "model.provide",
         why="this provider builds a model of its own, which may shard the sequence itself",
         fix="use a recipe whose model is a plain GPTModelProvider",
-        refused=_of_own_model,
+        refused=lambda config: type(config.model).provide is not _bridge(*_GPT)[0].provide,
     ),
     _field(
         "model.use_transformer_engine_full_layer_spec",
@@ -106,7 +94,9 @@ RULES = (
         "dataset",
         why="its batches were not tested with the plugin",
         fix="use GPTDatasetConfig, MockGPTDatasetConfig or GPTSFTDatasetConfig",
-        refused=_other_data,
+        refused=lambda config: (
+            not isinstance(config.dataset, _bridge("training.config", "GPTDatasetConfig", "GPTSFTDatasetConfig"))
+        ),
     ),
     _field(
         "dataset.inter_document_masking",

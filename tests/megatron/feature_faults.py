@@ -145,12 +145,11 @@ def half_of_the_gates_gradient(prepare: Any) -> Any:
     return wrong
 
 
-@planted("cp_plugin.megatron.layers.groups:_linear")
-def linear_layers_with_the_tokens_of_other_ranks(make: Any) -> Any:
-    def wrong(*args: Any) -> ContextParallel:
-        cp = make(*args)
-        cp.numbers = cp.numbers[::-1]
-        return cp
+@planted("cp_plugin.megatron.runtime:register")
+def linear_layers_with_the_tokens_of_other_ranks(register: Any) -> Any:
+    def wrong(group: Any, found: Any) -> None:
+        found["linear"].numbers = found["linear"].numbers[::-1]
+        register(group, found)
 
     return wrong
 

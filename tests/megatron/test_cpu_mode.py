@@ -171,9 +171,9 @@ def test_flags_get_defaults_and_contradictions_are_refused() -> None:
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         cpu.set_flag_defaults(parser)
         args = parser.parse_args([])
-        assert [getattr(args, flag.dest) for flag in cpu.FLAGS] == [flag.value for flag in cpu.FLAGS]
+        assert all(getattr(args, dest) == value for dest, (value, _) in cpu.FLAGS.items())
         cpu.check_flags(args)
-        cpu.check_flags(parser.parse_args([word for flag in cpu.FLAGS for word in flag.spelling.split()]))
+        cpu.check_flags(parser.parse_args([word for _, spelling in cpu.FLAGS.values() for word in spelling.split()]))
         for words in (["--transformer-impl", "transformer_engine"], ["--distributed-backend", "nccl"]):
             with pytest.raises(ValueError, match=f"{' '.join(words)}: not available on the CPU.*{words[0]} "):
                 cpu.check_flags(parser.parse_args(words))
@@ -186,7 +186,7 @@ def test_flags_get_defaults_and_contradictions_are_refused() -> None:
 
 def test_fp8_linear_layers_are_announced_as_ignored(capsys: pytest.CaptureFixture[str]) -> None:
     others = dict.fromkeys(("fp8", "load", "use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2"))
-    args = argparse.Namespace(**{flag.dest: flag.value for flag in cpu.FLAGS}, **others, rank=0)
+    args = argparse.Namespace(**{dest: value for dest, (value, _) in cpu.FLAGS.items()}, **others, rank=0)
     cpu.check_flags(args)
     assert capsys.readouterr().out == ""
     args.fp8 = "hybrid"
@@ -198,7 +198,7 @@ def test_fp8_linear_layers_are_announced_as_ignored(capsys: pytest.CaptureFixtur
 def test_compilation_is_skipped_only_with_a_compiled_helper() -> None:
     from megatron.core.datasets import utils
 
-    from cp_plugin.megatron.cpu.wheel import use_compiled_helper
+    from cp_plugin.megatron.cpu.mode import use_compiled_helper
     from cp_plugin.megatron.patches import patching
 
     original = utils.compile_helpers

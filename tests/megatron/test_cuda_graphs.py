@@ -16,7 +16,7 @@ from training import assert_same_bits, train
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.patches.patching import megatron_version
-from cp_plugin.megatron.rules import cuda_graphs, layers, table
+from cp_plugin.megatron.rules import checks, cuda_graphs, layers
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -81,7 +81,7 @@ INSIDE = {
 @pytest.mark.parametrize("case", INSIDE)
 def test_refused_captures_would_contain_plugin_code(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags, graph = INSIDE[case]
-    for module, name in ((table, "TRAINING"), (layers, "LAYER")):
+    for module, name in ((checks, "TRAINING"), (layers, "LAYER")):
         kept = tuple(rule for rule in getattr(module, name) if rule is not cuda_graphs.CUDA_GRAPH)
         monkeypatch.setattr(module, name, kept)
     with pytest.raises(RankError, match="CapturedError: a CUDA graph would capture /"):

@@ -44,9 +44,9 @@ def test_help_group(adapter: None) -> None:
 
 
 def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
-    from cp_plugin.megatron import compat, runtime
+    from cp_plugin.megatron import runtime
     from cp_plugin.megatron.patches import hooks, patching
-    from cp_plugin.megatron.patches.run import Run
+    from cp_plugin.megatron.patches.patching import Run
 
     args = validated(
         f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-verbose --cp-check-every 100"
@@ -60,7 +60,7 @@ def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.
     )
     run = Run(settings=runtime.settings(), args=args)
     patches = [*hooks.START_UP, *(patch for patch in hooks.OF_RUN if patch.when(run))]
-    assert patching.installed() == [patch.target for patch in patches if compat.has(patch.target)]
+    assert patching.installed() == [p.target for p in patches if patching.examine(p).state != "absent"]
     assert any("training_log" in target for target in patching.installed())
     unneeded = ("mtp_loss", "checkpoint", "moe", "ssm", "finalize_model_grads")
     assert [t for t in patching.installed() if any(t.endswith(x) or f".{x}" in t for x in unneeded)] == [
@@ -187,7 +187,7 @@ def test_flags_as_they_are_read(validated: Callable[..., argparse.Namespace], fl
     assert all(
         f"{flag} {value}" in flags for flag, value in shown(READ[flags].options).items() if flag != "--cp-layout"
     )
-    assert runtime.problem() == replace(MODEL, dtype=torch.bfloat16 if "bf16" in flags else torch.float32)
+    assert runtime.model().problem == replace(MODEL, dtype=torch.bfloat16 if "bf16" in flags else torch.float32)
     linear, replaced = READ[flags].linear, " ".join(patching.installed())
     assert ("num_floating_point_operations" in replaced) == (linear is not None)
     assert ("get_query_key_value_tensors" in replaced) == (linear is not None and linear.kind.gated)

@@ -54,14 +54,14 @@ def test_the_attention_of_megatrons_own_spec_is_replaced(monkeypatch: pytest.Mon
     from cp_plugin.megatron.cpu import mode
     from cp_plugin.megatron.flags.args import Settings
     from cp_plugin.megatron.layers import spec
-    from cp_plugin.megatron.patches import hybrid_model
+    from cp_plugin.megatron.patches import hooks
 
     def attention(stack: Any, kind: str) -> Any:
         return getattr(stack.submodules, kind).submodules.self_attention.submodules.core_attention
 
     monkeypatch.setattr(mode, "active", lambda: False)
     given: list[Any] = []
-    init = hybrid_model.replace_init(lambda self, config, hybrid_stack_spec: given.append(hybrid_stack_spec))
+    init = hooks.replace_hybrid_model(lambda self, config, hybrid_stack_spec: given.append(hybrid_stack_spec))
     for settings in (Settings(), Settings(provider="ring")):
         runtime.configure(settings)
         init(None, None, hybrid_stack_spec)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.contract import Contract
-from cp_plugin.megatron.patches.patching import Patch
+from cp_plugin.megatron.patches.patching import Contract, Patch
 from cp_plugin.megatron.state import STATE
 
 SOURCE = '''

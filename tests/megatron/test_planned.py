@@ -75,7 +75,7 @@ def counted(flags: str, devices: int) -> tuple[planned.Planned, float, float]:
         from megatron.training import theoretical_memory_usage as theory
         from megatron.training.training import num_floating_point_operations
 
-        args, settings = planned._validated(flags.split(), [])
+        args, settings = planned._validated(flags.split())
         found = planned.Planned(*planned.from_args(args, settings), settings)
         args.padded_vocab_size = found.parallel.padded(args.vocab_size)
         nbytes = theory.compute_weight_and_optimizer_memory(args)
@@ -177,7 +177,7 @@ def test_divisions_and_kinds_of_layers(flags: str) -> None:
 REFUSED = {
     "--pipeline-model-parallel-size 0": r"Megatron stops at: .*modulo by zero",
     "--te-precision-config-file none": r"^--te-precision-config-file: Megatron stops at: .*No such file",
-    "--num-layer 3": r"^--num-layer: no such flag: did you mean .*--num-layers",
+    "--num-layer 3": r"^--num-layer: no such flag; did you mean .*--num-layers",
     "--num-layers many": r"^--num-layers many: write a whole number$",
     "--checkpoint-activations": r"^--checkpoint-activations is no longer valid, use",
     "--global-batch-size 17": r"^--global-batch-size 17: 64 devices with --tensor-model-parallel-size .* data-parallel",

@@ -98,7 +98,7 @@ def test_attention_is_repeated_where_asked() -> None:
 
 def test_the_flag(validated: Callable[..., argparse.Namespace]) -> None:
     from cp_plugin.megatron.patches import patching
-    from cp_plugin.megatron.patches.table import RECOMPUTE
+    from cp_plugin.megatron.patches.hooks import RECOMPUTE
 
     flags = "--context-parallel-size 4 --cp-provider striped"
     replaced = {patch.target for patch in RECOMPUTE}

@@ -21,7 +21,7 @@ from cp_plugin import Options
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.flags.linear_flags import Linear
-from cp_plugin.megatron.rules import fields, layers, table
+from cp_plugin.megatron.rules import checks, fields, layers
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.nemo import refusals as nemo
 
@@ -65,7 +65,7 @@ def bridge_stub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def training() -> tuple[Rule, ...]:
-    return (*table.TRAINING, table.ON_CPU, *table.LINEAR)
+    return (*checks.TRAINING, checks.ON_CPU, *checks.LINEAR)
 
 
 def run_of(given: Example) -> Any:
@@ -147,7 +147,7 @@ def test_every_field_that_megatron_reads_is_known() -> None:
 
     found = fields.read(Path(megatron.core.__path__[0])) & set(MLATransformerConfig.__dataclass_fields__)
     assert {"window_size", "qk_head_dim", "mamba_head_dim", "linear_conv_kernel_dim", "deterministic_mode"} <= found
-    assert found <= fields.KNOWN.keys() | {attribute(rule.name) for rule in table.TRAINING}
+    assert found <= fields.KNOWN.keys() | {attribute(rule.name) for rule in checks.TRAINING}
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_pack_may_name_the_layout_of_the_provider() -> None:
 
 
 def test_every_rule_has_a_unique_name_and_an_example() -> None:
-    rules = [*(rule for group in table.RULES.values() for rule in group), nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
+    rules = [*(rule for group in checks.RULES.values() for rule in group), nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
     names = [rule.name for number, rule in enumerate(rules) if rule not in rules[:number]]
     examples = [*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS, *MODELS]
     assert sorted(names) == sorted(examples)
@@ -260,13 +260,13 @@ def test_all_refusals_in_one_message_in_table_order() -> None:
 
 
 def test_examples_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Append both code blocks of docs/rules.md to the table."""
+    """Append both code blocks of docs/rules.md to the checks."""
     from cp_plugin.megatron.rules import checks
 
     found: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rules.md").read_text(), re.DOTALL):
         exec(block, found)
-    monkeypatch.setattr(table, "TRAINING", (*table.TRAINING, found["FLAG"], found["COMBINATION"]))
+    monkeypatch.setattr(checks, "TRAINING", (*checks.TRAINING, found["FLAG"], found["COMBINATION"]))
     plain = BASE | {"rank": 0, "softmax_type": "vanilla", "recompute_granularity": "full"}
     checks.before(argparse.Namespace(**plain), RING)
     with pytest.raises(ValueError) as raised:

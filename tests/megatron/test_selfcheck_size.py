@@ -53,28 +53,23 @@ def _largest() -> Iterator[list[int]]:
         yield found
 
 
-@pytest.mark.parametrize("kind", ["softmax", "linear"])
-def test_reference_is_computed_in_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same results without a tensor beyond the limit."""
     from test_linear_module import _module, _start
 
     from cp_plugin.megatron.layers.core_attention import CoreAttention
-    from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 
-    _start("gla" if kind == "linear" else "basic", "L" if kind == "linear" else "LN")
-    module = _module(layer=2, kind=LinearCoreAttention if kind == "linear" else CoreAttention)
+    _start("basic", "LN")
+    module = _module(layer=2, kind=CoreAttention)
     tokens, mine = 256, torch.arange(0, 256, 2)
     generator = torch.Generator().manual_seed(3)
-    width = 2 if kind == "linear" else 1  # values are followed by the gate
     heads, groups, size = module.config.num_attention_heads, module.config.num_query_groups, module.head_dim
-    shapes = ((heads, size), (groups, size), (groups, width * size), (heads, size))
-    whole = [torch.randn(tokens, 2, *shape, generator=generator) for shape in shapes]
-    make = attention_pass.linear_reference if kind == "linear" else attention_pass.softmax_reference
-    at_once = make(module, mine)(*whole)  # type: ignore[arg-type]
+    whole = [torch.randn(tokens, 2, n, size, generator=generator) for n in (heads, groups, groups, heads)]
+    at_once = attention_pass.softmax_reference(module, mine)(*whole)
     limit = 1 << 15
     monkeypatch.setattr(oracle, "ELEMENTS", limit)
     with _largest() as largest:
-        in_parts = make(module, mine)(*whole)  # type: ignore[arg-type]
+        in_parts = attention_pass.softmax_reference(module, mine)(*whole)
     for a, b in zip(at_once, in_parts, strict=True):
         torch.testing.assert_close(a, b)
     inputs = max(x.numel() for x in whole)

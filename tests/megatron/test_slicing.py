@@ -225,7 +225,7 @@ def test_a_pack_in_the_layouts_that_a_script_asks_for(
 
 def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin.megatron.patches import batch, patching
-    from cp_plugin.megatron.patches.table import PROVIDER
+    from cp_plugin.megatron.patches.hooks import PROVIDER
 
     name = "megatron.core.context_parallel.utils"
     newer = ModuleType(name)

@@ -107,11 +107,11 @@ def test_what_apply_sets_and_leaves() -> None:
 
 
 def test_a_release_that_was_not_tested() -> None:
-    from cp_plugin.nemo import versions
+    from cp_plugin.nemo import api
 
     with pytest.raises(
         ValueError, match=r"megatron-bridge 0\.7\.0 was not tested .*>=0\.6\.2,<0\.6\.3.*allow_untested"
     ):
-        versions.check("0.7.0", allow_untested=False)
-    versions.check("0.7.0", allow_untested=True)
-    versions.check(versions.bridge_version(), allow_untested=False)
+        api.check_release("0.7.0", allow_untested=False)
+    api.check_release("0.7.0", allow_untested=True)
+    api.check_release(api.bridge_version(), allow_untested=False)

@@ -15,22 +15,20 @@ import argparse
 import contextlib
 import copy
 import functools
+import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
-from cp_plugin.megatron.cpu.wheel import use_compiled_helper
 from cp_plugin.megatron.flags.args import DEVICES
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.contract import Contract
-from cp_plugin.megatron.patches.patching import Call, Patch, wraps
+from cp_plugin.megatron.patches.patching import Call, Contract, Patch, wraps
 from cp_plugin.megatron.state import STATE
 
 _HIDDEN = (
@@ -50,28 +48,20 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron requires 1, to order communication by CUDA's queues, and something else for fully sharded parameters."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    """A Megatron argument with another default in CPU mode: attribute, value, and spelling on a command line."""
-
-    dest: str
-    value: Any
-    spelling: str
-
-
-FLAGS = (
-    Flag(dest="transformer_impl", value="local", spelling="--transformer-impl local"),
-    Flag(dest="distributed_backend", value="gloo", spelling="--distributed-backend gloo"),
-    Flag(dest="use_cpu_initialization", value=True, spelling="--use-cpu-initialization"),
-    Flag(dest="no_persist_layer_norm", value=True, spelling="--no-persist-layer-norm"),
-    Flag(dest="gradient_accumulation_fusion", value=False, spelling="--no-gradient-accumulation-fusion"),
-    Flag(dest="masked_softmax_fusion", value=False, spelling="--no-masked-softmax-fusion"),
-    Flag(dest="bias_swiglu_fusion", value=False, spelling="--no-bias-swiglu-fusion"),
-    Flag(dest="bias_gelu_fusion", value=False, spelling="--no-bias-gelu-fusion"),
-    Flag(dest="bias_dropout_fusion", value=False, spelling="--no-bias-dropout-fusion"),
-    Flag(dest="apply_rope_fusion", value=False, spelling="--no-rope-fusion"),
-    Flag(dest="gradient_reduce_div_fusion", value=False, spelling="--no-gradient-reduce-div-fusion"),
-)
+FLAGS: Mapping[str, tuple[Any, str]] = {
+    "transformer_impl": ("local", "--transformer-impl local"),
+    "distributed_backend": ("gloo", "--distributed-backend gloo"),
+    "use_cpu_initialization": (True, "--use-cpu-initialization"),
+    "no_persist_layer_norm": (True, "--no-persist-layer-norm"),
+    "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion"),
+    "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
+    "bias_swiglu_fusion": (False, "--no-bias-swiglu-fusion"),
+    "bias_gelu_fusion": (False, "--no-bias-gelu-fusion"),
+    "bias_dropout_fusion": (False, "--no-bias-dropout-fusion"),
+    "apply_rope_fusion": (False, "--no-rope-fusion"),
+    "gradient_reduce_div_fusion": (False, "--no-gradient-reduce-div-fusion"),
+}
+"""Megatron's arguments with another default in CPU mode: that, and its spelling on a command line."""
 
 
 def decide(requested: str) -> bool:
@@ -152,18 +142,18 @@ def cpu_mode() -> Iterator[None]:
 def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
     """Set CPU mode's defaults in Megatron's parser; RuntimeError for an argument that this Megatron does not have."""
     known = {action.dest for action in parser._actions}
-    missing = [flag.dest for flag in FLAGS if flag.dest not in known]
+    missing = [dest for dest in FLAGS if dest not in known]
     if missing:
         raise RuntimeError(f"this Megatron has no argument {', '.join(missing)}, which CPU mode needs to set")
-    parser.set_defaults(**{flag.dest: flag.value for flag in FLAGS})
+    parser.set_defaults(**{dest: value for dest, (value, _) in FLAGS.items()})
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError for every flag that contradicts CPU mode; print which flags have no effect there."""
-    wrong = [flag for flag in FLAGS if getattr(args, flag.dest) != flag.value]
+    wrong = [dest for dest, (value, _) in FLAGS.items() if getattr(args, dest) != value]
     if wrong:
-        asked = ", ".join(_spelled(flag, getattr(args, flag.dest)) for flag in wrong)
-        fix = " ".join(flag.spelling for flag in wrong)
+        asked = ", ".join(_spelled(dest, getattr(args, dest)) for dest in wrong)
+        fix = " ".join(FLAGS[dest][1] for dest in wrong)
         raise ValueError(
             f"{asked}: not available on the CPU. Leave it out, use {fix}, or train on a GPU with --cp-device cuda"
         )
@@ -190,9 +180,9 @@ def _refuse_resumption(args: argparse.Namespace) -> None:
         )
 
 
-def _spelled(flag: Flag, value: Any) -> str:
-    option, _, wants_value = flag.spelling.partition(" ")
-    return f"{option} {value}" if wants_value else f"{flag.dest}={value}"
+def _spelled(dest: str, value: Any) -> str:
+    option, _, wants_value = FLAGS[dest][1].partition(" ")
+    return f"{option} {value}" if wants_value else f"{dest}={value}"
 
 
 def _set_item(mapping: MutableMapping[str, Any], name: str, value: Any, undo: contextlib.ExitStack) -> None:
@@ -346,3 +336,20 @@ def _compile_nothing(undo: contextlib.ExitStack) -> None:
         config = sys.modules["torch._dynamo"].config
         undo.callback(setattr, config, "disable", config.disable)
         config.disable = True
+
+
+COMPILE = Patch(
+    target="megatron.core.datasets.utils:compile_helpers",
+    make=lambda original: lambda: None,
+    reason="the dataset helper of a wheel, which is compiled",
+    required=False,
+)
+
+
+def use_compiled_helper() -> None:
+    """Skip Megatron's compilation of its dataset helper if the helper can be imported; imports megatron.core."""
+    try:
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+    except ImportError:
+        return
+    patching.install([COMPILE], "process")

@@ -261,12 +261,8 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
         return name or linear_flags.SOFTMAX_PROVIDER
     given = [] if name is None else [f"--cp-provider {name}"]
     given += [option.flag for option in option_flags.given(args) if not declared().takes(linear.provider, option)]
-    if given:
-        raise ValueError(
-            f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: all layers of --cp-layer-pattern "
-            f"{linear.pattern} are linear. Leave {'it' if len(given) == 1 else 'them'} out, or keep some softmax "
-            "layers (N): --cp-layer-pattern LLLN"
-        )
+    why = f": all layers of --cp-layer-pattern {linear.pattern} are linear. "
+    linear_flags.refuse_idle(given, why + "Leave {them} out, or keep some softmax layers (N): --cp-layer-pattern LLLN")
     return None
 
 
@@ -291,15 +287,9 @@ def _recompute_attention(args: argparse.Namespace) -> bool:
 def _refuse_without_provider(args: argparse.Namespace, name: str | None, used: str) -> None:
     own = [flag for flag in _OWN_FLAGS if flag != used and getattr(args, linear_flags.attribute(flag), None)]
     given = [option.flag for option in option_flags.given(args)] + own
-    if not given:
-        return
-    have, them = ("has", "it") if len(given) == 1 else ("have", "them")
+    why = f" without a context-parallel provider: add --cp-provider with one of {', '.join(declared().names())}"
+    end = ", or leave {them} out"
     if name == UPSTREAM:
-        raise ValueError(
-            f"{', '.join(given)} {have} no effect with --cp-provider {UPSTREAM}, which is stock Megatron: leave {them} "
-            "out, or name another provider"
-        )
-    raise ValueError(
-        f"{', '.join(given)} {have} no effect without a context-parallel provider: add --cp-provider with one of "
-        f"{', '.join(declared().names())}, or leave {them} out"
-    )
+        why = f" with --cp-provider {UPSTREAM}, which is stock Megatron"
+        end = ": leave {them} out, or name another provider"
+    linear_flags.refuse_idle(given, why + end)

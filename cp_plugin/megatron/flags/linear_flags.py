@@ -10,6 +10,7 @@ The providers of both kinds of layers share one token layout.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -130,12 +131,8 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
         return None
     if variant is None:
         given = [f"{f} {v}" for f, v in zip(FLAGS[1:], (pattern, provider), strict=True) if v is not None]
-        if given:
-            raise ValueError(
-                f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect without --cp-linear-attention: "
-                f"add --cp-linear-attention with one of {', '.join(declared().variants)}, or leave "
-                f"{'it' if len(given) == 1 else 'them'} out"
-            )
+        kinds = f"add --cp-linear-attention with one of {', '.join(declared().variants)}"
+        refuse_idle(given, " without --cp-linear-attention: " + kinds + ", or leave {them} out")
         return None
     one_of("--cp-linear-attention", variant, declared().variants)
     found = Linear(variant=variant)
@@ -210,6 +207,13 @@ def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Lin
         declared().check_kernel(name)
     linear = replace(linear, options=replace(linear.options, layout=layout, backend=name if for_linear else AUTO))
     return linear, replace(options, layout=layout, backend=name if for_softmax else AUTO)
+
+
+def refuse_idle(given: Sequence[str], why: str) -> None:
+    """ValueError for flags that were given and have no effect; why: goes on, with ``{them}`` in their place."""
+    have, them = ("has", "it") if len(given) == 1 else ("have", "them")
+    if given:
+        raise ValueError(f"{', '.join(given)} {have} no effect{why.format(them=them)}")
 
 
 def attribute(flag: str) -> str:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state, utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -25,8 +27,8 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.inference import Session, slots_for
 from cp_plugin.inference.slots import Chunk
+from cp_plugin.inference.store import Latent
 from cp_plugin.megatron import compat, runtime
-from cp_plugin.megatron.inference import decoding_layers
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import patching
@@ -45,7 +47,7 @@ class Decoding:
         self.session = session
         self.states: dict[int, Tensor] = {}
         """Layer number -> state of a linear layer: ``[b, g, d, e]``."""
-        self.compressed: dict[int, decoding_layers.Compressed] = {}
+        self.compressed: dict[int, Compressed] = {}
         """Layer number -> latent vectors of multi-latent attention in this step."""
         self._model = model
         self._lengths: list[int] = []
@@ -258,7 +260,7 @@ def _in(model: torch.nn.Module, so_far: Decoding) -> Iterator[tuple[Any, str, An
             yield module, "attend", _attend(step, module)
         elif isinstance(module, DotProductAttention):
             yield module, "forward", _forward(so_far, module)
-        yield from decoding_layers.changes(module, so_far.rows, so_far.compressed)
+        yield from changes(module, so_far.rows, so_far.compressed)
         if hasattr(module, "output_layer"):
             yield module.output_layer, "forward", so_far._output.forward(module.output_layer.forward)
         for name, value in _without_mtp(module).items():
@@ -281,3 +283,63 @@ def _attend(step: Callable[..., Tensor], layer: AnyCoreAttention) -> Callable[..
 
 def _forward(so_far: Decoding, layer: DotProductAttention) -> Callable[..., Tensor]:
     return lambda query, key, value, *_, **__: so_far.softmax(layer, query, key, value).flatten(2)
+
+
+class Compressed(NamedTuple):
+    """The latent vectors of a layer of multi-latent attention in one step."""
+
+    rows: Tensor
+    """``[s, b, r]``, after the norm."""
+    weight: Tensor
+    """The up-projection's: ``[h * (d - p + e), r]``."""
+    plain: int
+    """d - p: size of the part of a key without RoPE."""
+    v_head_dim: int
+
+    def latent(self, k: Tensor) -> Latent:
+        """The cache entry; k ``[s, b, h, d]`` has the part with RoPE, the same in every head."""
+        weight = self.weight.unflatten(0, (-1, self.plain + self.v_head_dim))
+        rows = torch.cat((self.rows, k[:, :, 0, self.plain :]), 2).unsqueeze(2)
+        return Latent(rows, weight[:, : self.plain], weight[:, self.plain :])
+
+
+def changes(
+    module: torch.nn.Module, positions: Callable[[], Tensor], found: dict[int, Compressed]
+) -> Iterator[tuple[Any, str, Any]]:
+    """Attributes to replace in such a module: object, name, value; none in any other.
+
+    Args:
+        positions: of the step's tokens: ``[s]``, or ``[s, b]`` where sequences differ.
+        found: filled with layer number -> latent vectors of the step.
+    """
+    up = getattr(module, "linear_kv_up_proj", None)
+    if up is not None and getattr(up, "layer_norm_weight", None) is None:
+        yield up, "forward", _noting(up.forward, module, up, found)
+    if isinstance(module, RotaryEmbedding | YarnRotaryEmbedding):
+        yield module, "forward", _rotary(module, positions)
+
+
+def _noting(
+    original: Callable[..., Any], layer: Any, up: torch.nn.Module, found: dict[int, Compressed]
+) -> Callable[..., Any]:
+    def forward(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        config = layer.config
+        found[layer.layer_number] = Compressed(rows, up.weight, config.qk_head_dim, config.v_head_dim)
+        return original(rows, *args, **kwargs)
+
+    return forward
+
+
+def _rotary(module: RotaryEmbedding | YarnRotaryEmbedding, positions: Callable[[], Tensor]) -> Callable[..., Any]:
+    """Angles ``[s, 1 or b, 1, d]``; YaRN's with their factor."""
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, float]:
+        at = positions()
+        first = int(at.min())
+        found = module.get_emb(int(at.max()) - first + 1, first)
+        angles, *factor = found if isinstance(found, tuple) else (found,)
+        rows = angles[(at - first).long()]
+        rows = rows if at.dim() == 1 else rows.squeeze(2)
+        return (rows, *factor) if factor else rows
+
+    return forward

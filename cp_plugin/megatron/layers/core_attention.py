@@ -140,6 +140,20 @@ class AnyCoreAttention(MegatronModule):
     def attend(self, batch: MicroBatch, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         """Attention of this rank's tokens to all: ``[s/cp, b, h, d]``."""
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Weights, sharded by heads over tensor-parallel ranks; states of quantisers and scaling."""
+        weights = self.named_parameters()
+        return make_sharded_tensors_for_checkpoint(
+            {**self.state_dict(keep_vars=True), **scaling.to_save(self)},
+            prefix,
+            {name: 0 for name, weight in weights if getattr(weight, "tensor_model_parallel", False)},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # Transformer Engine's attention leaves an empty extra state in plain checkpoints
         state_dict.pop(f"{prefix}_extra_state", None)
@@ -171,19 +185,6 @@ class CoreAttention(AnyCoreAttention):
             cu_seqlens=batch.bounds,
             sink=self.softmax_offset,
             scaling=self.scaling if batch.cp.options.fp8 == "compute" else None,
-        )
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """Learnable softmax offsets, sharded by heads over tensor-parallel ranks; states of quantisers and scaling."""
-        return make_sharded_tensors_for_checkpoint(
-            {**self.state_dict(keep_vars=True), **scaling.to_save(self)},
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
 
 

@@ -79,46 +79,33 @@ def create(
         model = checks.resolve(settings, unknown if model is None else replace(model.problem, size=size))
     places = _all_places(cp_group)
     found: dict[Kind, ContextParallel] = {}
-    if settings.softmax:
-        resolved = _for_the_hosts(settings, model, places)
-        mine = _make(options, places, resolved.axes, resolved.provider.extra_groups)
-        mesh = GroupMesh(resolved.axes, mine, cp_group.rank())
-        hosts = next(place.hosts for place in places if dist.get_rank() in place.ranks)
-        resolved = replace(resolved, problem=replace(resolved.problem, hosts=hosts))
-        found["softmax"] = ContextParallel(resolved, group=cp_group, mesh=_connected(mesh, resolved))
-    if "linear" in settings.kinds:
-        found["linear"] = _linear(model.resolved["linear"], options, places, cp_group, found.get("softmax"))
+    for kind in settings.kinds:
+        resolved = _for_the_hosts(settings, model, places) if kind == "softmax" else model.resolved[kind]
+        axes, extra = resolved.axes, resolved.provider.extra_groups
+        have = {axis: cp_group for axis, n in axes.items() if kind == "linear" and n == size > 1}
+        mine = have | _make(options, places, axes, extra, without=have)
+        mesh = GroupMesh(axes, mine, cp_group.rank(), found["softmax"].mesh.ledger if "softmax" in found else None)
+        mesh.watch = STATE.messages
+        connect(mesh.groups, mesh.watch, collective=resolved.provider.collective_axes)
+        if kind == "softmax":
+            hosts = next(place.hosts for place in places if dist.get_rank() in place.ranks)
+            resolved = replace(resolved, problem=replace(resolved.problem, hosts=hosts))
+        found[kind] = ContextParallel(resolved, group=cp_group, mesh=mesh)
+    _require_one_order(**found)
     runtime.register(cp_group, found)
 
 
-def _linear(
-    resolved: Resolved,
-    options: GroupOptions,
-    places: Sequence[_Place],
-    cp_group: dist.ProcessGroup,
-    beside: ContextParallel | None,
-) -> ContextParallel:
-    """``beside``: that of the softmax layers, which shares tokens and ledger; ValueError if tokens differ."""
-    axes = resolved.axes
-    have = {axis: cp_group for axis, n in axes.items() if n == cp_group.size() > 1}
-    mine = have | _make(options, places, axes, resolved.provider.extra_groups, without=have)
-    ledger = None if beside is None else beside.mesh.ledger
-    mesh = GroupMesh(axes, mine, cp_group.rank(), ledger)
-    cp = ContextParallel(resolved, group=cp_group, mesh=_connected(mesh, resolved))
-    length = cp.layout.divisor(cp.size)
-    if beside is not None and not torch.equal(beside.positions(length), cp.positions(length)):
+def _require_one_order(*, linear: ContextParallel | None = None, softmax: ContextParallel | None = None) -> None:
+    """ValueError if layers of both kinds have their tokens in different orders."""
+    if linear is None or softmax is None:
+        return
+    length = linear.layout.divisor(linear.size)
+    if not torch.equal(softmax.positions(length), linear.positions(length)):
         raise ValueError(
-            f"--cp-provider {beside.provider.name} assigns {cp.layout.name} tokens to ranks in a different order from "
-            f"--cp-linear-provider {resolved.provider.name}, but a model has a single order: use another --cp-provider"
+            f"--cp-provider {softmax.provider.name} assigns {linear.layout.name} tokens to ranks in a different order "
+            f"from --cp-linear-provider {linear.provider.name}, but a model has a single order: use another "
+            "--cp-provider"
         )
-    return cp
-
-
-def _connected(mesh: GroupMesh, resolved: Resolved) -> GroupMesh:
-    """Make the groups' first operation, and watch the mesh's messages from here on."""
-    mesh.watch = STATE.messages
-    connect(mesh.groups, mesh.watch, collective=resolved.provider.collective_axes)
-    return mesh
 
 
 def _make(

@@ -9,19 +9,23 @@ layer's number, since not all layers of a hybrid model have them.
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.core.problem import Problem
+from cp_plugin.linear.features import PROJECTED
 from cp_plugin.linear.variants import Heads, LinearAttention
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.flags.linear_flags import Linear
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
-from cp_plugin.megatron.layers.gate import Gate
+from cp_plugin.megatron.layers.gate import RANK, Gate
 from cp_plugin.megatron.micro_batch import MicroBatch
+from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.rules import layers as rules
 
 
@@ -87,16 +91,7 @@ class LinearCoreAttention(AnyCoreAttention):
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """The weights for distributed checkpoints, without ``sharded_offsets``, which would stack all layers."""
-        divided = {
-            name: 0 for name, weight in self.named_parameters() if getattr(weight, "tensor_model_parallel", False)
-        }
-        tensors = make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            divided,
-            tp_group=self.tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        tensors = super().sharded_state_dict(prefix, (), metadata)
         for tensor in tensors.values():
             tensor.key = f"{prefix}of_layer_{self.layer_number}.{tensor.key.removeprefix(prefix)}"
         return tensors
@@ -115,3 +110,45 @@ def _heads(config: TransformerConfig, layer_number: int, tp: int, tp_rank: int) 
         layer=layer_number - 1,
         layers=config.num_layers,
     )
+
+
+_FORWARD_AND_BACKWARD = 3
+
+
+@wraps(
+    "megatron.training.training:num_floating_point_operations",
+    "floating point operations of linear layers",
+    "args batch_size",
+    called_by="the training loop",
+    otherwise="the logged throughput would be that of quadratic attention",
+    when=lambda run: run.settings.linear is not None,
+)
+def replace_num_floating_point_operations(call: Call) -> float:
+    """Replaces ``num_floating_point_operations``, which counts linear layers as quadratic attention."""
+    linear = runtime.settings().linear
+    assert linear is not None, "installed with linear attention only"
+    args, batch = call["args"], call["batch_size"]
+    tokens, squares = map(call.arguments.get, ("total_real_tokens_in_batch", "seqlen_squared_sum_in_batch"))
+    tokens = batch * args.seq_length if tokens is None else tokens
+    squares = batch * args.seq_length**2 if squares is None else squares
+    softmax = 2 * args.num_attention_heads * args.kv_channels * squares  # two products, half of them masked
+    layers = linear.layers(args.num_layers)
+    return call.original() + _FORWARD_AND_BACKWARD * layers * (tokens * per_token(args, linear) - softmax)
+
+
+def per_token(args: argparse.Namespace, linear: Linear) -> int:
+    """Operations of one layer's forward, over all tensor-parallel ranks.
+
+    For keys of d features and values of e: 2 d e per key/value head (k v^T into the state), 2 d e per query head (the
+    state read), and the learned projections.
+    """
+    heads, size = args.num_attention_heads, args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else heads
+    model = Problem(size=1, heads=heads, kv_heads=groups, head_dim=size)
+    features = linear.problem(model)
+    projections = 0
+    if linear.kind.features.projected:
+        projections += (heads + groups) * size * PROJECTED
+    if linear.kind.gated:
+        projections += args.hidden_size * RANK + RANK * groups * size
+    return 2 * ((heads + groups) * features.head_dim * features.v_head_dim + projections)

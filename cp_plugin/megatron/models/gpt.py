@@ -30,8 +30,8 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from cp_plugin.megatron import compat
-from cp_plugin.megatron.cpu.wheel import use_compiled_helper
-from cp_plugin.megatron.rules.model import packed_by
+from cp_plugin.megatron.cpu.mode import use_compiled_helper
+from cp_plugin.megatron.rules.run import packed_by
 
 # b: micro-batch, s: sequence; which entries exist depends on the run
 _DTYPES = {

@@ -16,8 +16,10 @@ from torch.nn.functional import pad
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.micro_batch import MicroBatch
-from cp_plugin.megatron.patches.patching import Call, replaces, wraps
+from cp_plugin.megatron.patches.patching import Call, Run, replaces, wraps
+from cp_plugin.megatron.rules.run import packed_by
 from cp_plugin.megatron.state import STATE
 from cp_plugin.placement.documents import get_layout
 
@@ -221,3 +223,21 @@ def slice_batch(batch: dict[str, Any], cp: ContextParallel, between: ContextPara
         if value.dim() > dim:
             batch[key] = (cp if key == "attention_mask" else between).shard(value, dim)
     return batch
+
+
+def _packs_in_a_pipeline(run: Run) -> bool:
+    packed = run.args is not None and packed_by(run.args) and run.args.pipeline_model_parallel_size > 1
+    return bool(packed) and (run.settings.active or cpu.active())
+
+
+@wraps(
+    "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
+    "data of packed documents on every pipeline stage",
+    "is_built_on_rank",
+    called_by="the training script, which says on which ranks to build",
+    otherwise="pipeline stages between the first and the last would have no data",
+    when=_packs_in_a_pipeline,
+)
+def replace_dataset_builder(call: Call) -> None:
+    """Replacement for ``BlendedMegatronDatasetBuilder.__init__``: build on the first tensor-parallel rank."""
+    call.original(is_built_on_rank=lambda: parallel_state.get_tensor_model_parallel_rank() == 0)

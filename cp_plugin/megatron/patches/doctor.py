@@ -48,7 +48,7 @@ def examined(folder: str, words: Sequence[str]) -> dict[str, Any]:
     from cp_plugin.megatron import compat
     from cp_plugin.megatron.patches import patching
     from cp_plugin.megatron.patches.hooks import OF_RUN, START_UP
-    from cp_plugin.megatron.patches.run import Run
+    from cp_plugin.megatron.patches.patching import Run
 
     patching.check_version()
     run = _run(words) if words else Run(settings=Settings(provider="ring"), args=argparse.Namespace())
@@ -63,7 +63,7 @@ def _run(words: Sequence[str]) -> Any:
     from megatron.training import arguments
 
     from cp_plugin.megatron.flags import args
-    from cp_plugin.megatron.patches.run import Run
+    from cp_plugin.megatron.patches.patching import Run
 
     before, sys.argv = sys.argv, ["doctor", *words]
     try:

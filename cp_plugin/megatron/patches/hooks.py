@@ -1,7 +1,9 @@
 """Hooks into Megatron's argument parsing, and installation of the patches that a run needs.
 
 ``START_UP`` is always in place: it adds the flags, checks them and compares them between ranks, and does not change a
-training. The patches that a run needs (``table``) are installed once its arguments are valid.
+training. The patches that a run needs (``OF_RUN``) are declared beside the code that replaces, with reason, contract
+and condition, and installed once its arguments are valid. Megatron's interfaces serve where they can: a spec provider's
+core attention, and the hook for extensions that ``native`` uses.
 """
 
 from __future__ import annotations
@@ -12,20 +14,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.common import refusals
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args, early, stops
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.layers import modelopt
-from cp_plugin.megatron.patches import hybrid_model, patching, rope, stage_data
-from cp_plugin.megatron.patches.patching import Call, wraps
-from cp_plugin.megatron.patches.run import Run
-from cp_plugin.megatron.patches.table import ALWAYS, OF_TABLE
+from cp_plugin.megatron.layers import fp8_scaling, gate, linear_attention, modelopt, spec
+from cp_plugin.megatron.patches import batch, delta_net, hybrid, loss, mtp, padding, patching, rope
+from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.rules import checks
+from cp_plugin.megatron.selfcheck import first_step, step
+from cp_plugin.megatron.startup import checkpoint, lifecycle
 from cp_plugin.megatron.state import STATE, Model
 
 
@@ -125,9 +129,86 @@ def start(settings: Settings, model: Model | None = None, parsed: argparse.Names
     rope.forget_cached_embeddings()
 
 
+@wraps(
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+    "attention of the spec of hybrid models; on the CPU, a spec without Transformer Engine",
+    "hybrid_stack_spec config",
+    called_by="the model builder, with a spec that names Megatron's classes",
+    otherwise="a hybrid model would keep Megatron's own attention",
+    when=lambda run: run.hybrid and (run.settings.active or cpu.active()),
+)
+def replace_hybrid_model(call: Call) -> None:
+    """Give ``HybridModel`` the plugin's core attention, and on the CPU a spec without Transformer Engine."""
+    stack = call["hybrid_stack_spec"]
+    if cpu.active():
+        from cp_plugin.megatron.models import hybrid  # imports much of Megatron
+
+        stack = hybrid.on_cpu(stack, call["config"], call.arguments.get("hybrid_layer_pattern") or "")
+    call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
+
+
+def _recomputes(run: Run) -> bool:
+    return run.settings.active and not run.settings.recompute_attention and run.has("recompute_granularity")
+
+
+@wraps(
+    "megatron.core.tensor_parallel.random:checkpoint",
+    "attention's results in recomputation",
+    called_by="transformer blocks",
+    otherwise="attention would be computed, and its keys sent, twice",
+    when=_recomputes,
+)
+def replace_checkpoint(call: Call) -> Any:
+    """Recompute without attention (``attention.recompute``); the first parameter is the function that is run twice.
+
+    Megatron passes layers to ``tensor_parallel.checkpoint``, or with FP8 to Transformer Engine's checkpoint.
+    """
+    if not torch.is_grad_enabled():  # evaluation: no second run
+        return call.original()
+    name, function = next(iter(call.arguments.items()))
+    return call.original(**{name: Recomputed(function)})
+
+
 COMMAND_LINE = (_add_arguments, _validate_args)
 """Not needed where Megatron has a hook for extensions: see ``native``."""
 
-START_UP = (*COMMAND_LINE, *ALWAYS)
-OF_RUN = (*OF_TABLE, hybrid_model.replace_init, stage_data.replace_init)
+START_UP = (*COMMAND_LINE, lifecycle.replace_initialize_model_parallel, checkpoint.replace_load_base_checkpoint)
+PROVIDER = (
+    batch.replace_get_batch,
+    batch.replace_get_thd_batch,
+    batch.replace_get_batches,
+    rope.replace_get_pos_emb,
+    rope.replace_set_cos_sin_cache,
+    rope.replace_apply_rotary_thd,
+    mtp.replace_roll_tensor,
+    mtp.replace_process_mtp_loss,
+    loss.replace_calc_loss,
+    spec.replace_core_attention,
+    replace(
+        spec.replace_core_attention,
+        target="megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention",
+        reason="attention of the Transformer Engine spec",
+    ),
+    modelopt.replace_gpt_spec,
+    lifecycle.replace_setup_model_and_optimizer,
+    step.replace_get_forward_backward_func,
+    first_step.replace_training_log,
+)
+RECOMPUTE = (
+    replace_checkpoint,
+    replace(replace_checkpoint, target="megatron.core.extensions.transformer_engine:te_checkpoint"),
+)
+PADDING = (padding.replace_router_forward, padding.replace_token_counts)
+SCALING = (fp8_scaling.replace_finalize_model_grads,)
+LINEAR = (gate.replace_get_query_key_value, linear_attention.replace_num_floating_point_operations)
+HYBRID = (
+    hybrid.replace_undo,
+    hybrid.replace_redo,
+    hybrid.replace_packed_order,
+    hybrid.replace_resolve_cu_seqlens,
+    replace_hybrid_model,
+)
+DELTA_NET = (delta_net.replace_forward,)
+PACKS = (batch.replace_dataset_builder,)
+OF_RUN = (*PROVIDER, *RECOMPUTE, *PADDING, *SCALING, *LINEAR, *HYBRID, *DELTA_NET, *PACKS)
 """Installed once the flags are valid: those whose ``when`` is true of the run."""

@@ -26,8 +26,7 @@ from cp_plugin.core.layout import KEPT_BYTES, Layout
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches import delta_net
-from cp_plugin.megatron.patches.patching import Call, installed, replaces
-from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.patches.patching import Call, Run, installed, replaces
 
 REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
 PACKED_ORDER = "megatron.core.ssm.gated_delta_net.common:_build_thd_cp_a2a_perm"

@@ -22,8 +22,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.shift import shift
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
-from cp_plugin.megatron.patches.patching import Call, replaces, wraps
-from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.patches.patching import Call, Run, replaces, wraps
 
 _FOLLOWING = "_cp_plugin_following"
 """Attribute of a loss mask: the mask of the next depth."""

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.patching import Call, wraps
-from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.rules.cuda_graphs import captures_experts
 from cp_plugin.megatron.rules.experts import balancing
 from cp_plugin.megatron.rules.rule import nonzero

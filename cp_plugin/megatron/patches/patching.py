@@ -1,6 +1,6 @@
 """Patching: replaces symbols of Megatron-Core.
 
-A ``Patch`` names a symbol and makes its replacement from the original, if the patch's ``contract`` holds. ``wraps``,
+A ``Patch`` names a symbol and makes its replacement from the original, if the patch's ``Contract`` holds. ``wraps``,
 ``replaces`` and ``registers`` make one of a function of the ``Call``, beside which a reader finds it. A function is
 replaced in every imported module that holds it, under any name, since Megatron and users' scripts import by value;
 modules imported later find the replacement in the symbol's own module. Patches of a run and of the process (such as CPU
@@ -9,22 +9,22 @@ mode's) are undone separately.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.compat import find, megatron_version
-from cp_plugin.megatron.patches.contract import Contract, Form
-from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import STATE, Place, Scope
 
 _WITHOUT_MEGATRON = frozenset(
@@ -37,6 +37,78 @@ _WITHOUT_MEGATRON = frozenset(
 """Packages whose modules hold no symbol of Megatron: 90 % of what is imported."""
 
 
+Form = Literal["registers", "wraps", "replaces"]
+"""Registers: an interface of Megatron's for such an addition, with the parameters that the plugin serves. Wraps: it
+calls the original, which has the parameters that it reads or changes. Replaces: it runs instead of the original, and
+knows all parameters that are required or set in a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What a patch relies on."""
+
+    form: Form = "wraps"
+    parameters: tuple[str, ...] = ()
+    """That the original must have; of a replacement, all that it takes into account."""
+    optional: tuple[str, ...] = ()
+    """Those that only some versions have."""
+
+    def broken(self, original: Any) -> str | None:
+        """What the original has otherwise than the patch relies on; None: nothing."""
+        if not self.parameters and self.form == "wraps":
+            return None
+        try:
+            found = inspect.signature(original).parameters
+        except (TypeError, ValueError) as error:
+            return f"its parameters cannot be read ({error})"
+        if absent := [name for name in self.parameters if name not in found]:
+            return f"it has no parameter {', '.join(absent)}"
+        if self.form != "wraps" and (asked := [name for name in self.others(found) if _required(found[name])]):
+            return f"it requires {', '.join(asked)}, which cp_plugin does not know"
+        return None
+
+    def others(self, found: Mapping[str, inspect.Parameter]) -> list[str]:
+        """Return the parameters that the patch does not know."""
+        known = {"self", "cls", *self.parameters, *self.optional}
+        return [name for name in found if name not in known]
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in fixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is known of a run when its patches are chosen."""
+
+    settings: Settings
+    args: argparse.Namespace | None = None
+    """Validated; None: unknown, so that everything may be needed."""
+
+    built: Sequence[Any] = ()
+    """Models and their configurations, once a script has built them: by what it sets without a flag."""
+
+    def has(self, *names: str) -> bool:
+        """Whether any of these arguments, or fields of a built model, is set, or may be."""
+        return self.args is None or any(getattr(one, name, None) for one in (self.args, *self.built) for name in names)
+
+    def is_compared(self) -> bool:
+        """Return True if steps on N ranks are compared with those on one, by a provider's attention or Megatron's."""
+        return self.settings.active or self.settings.of_stock
+
+    @property
+    def pattern(self) -> str:
+        """The pattern of a hybrid model; empty for other models."""
+        names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+        patterns = (getattr(one, name, None) for one in (self.args, *self.built) for name in names)
+        return next((found for found in patterns if found), "")
+
+    @property
+    def hybrid(self) -> bool:
+        return bool(self.pattern)
+
+
 @dataclass(frozen=True, slots=True)
 class Patch:
     """One replacement."""
@@ -47,7 +119,7 @@ class Patch:
     """original -> replacement."""
     reason: str
     """What for; shown in the start-up audit."""
-    contract: Contract = Contract()  # noqa: RUF009  (frozen)
+    contract: Contract = Contract()
     """What it relies on in the original."""
     _: KW_ONLY
     called_by: str = ""
@@ -91,21 +163,6 @@ class Call:
         return self._function(*self._bound.args, **self._bound.kwargs)
 
 
-def around(replacement: Callable[[Call], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that makes a ``Patch.make`` of a function of the ``Call``."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def replaced(*positional: Any, **named: Any) -> Any:
-            return replacement(Call(original, signature.bind(*positional, **named)))
-
-        return replaced
-
-    return make
-
-
 def _declared(
     form: Form, target: str, reason: str, parameters: str = "", *, optional: str = "", **more: Any
 ) -> Callable[[Callable[[Call], Any]], Patch]:
@@ -120,7 +177,20 @@ def _declared(
         more: further fields of the patch.
     """
     contract = Contract(form, tuple(parameters.split()), tuple(optional.split()))
-    return lambda replacement: Patch(target, around(replacement), reason, contract, **more)
+
+    def declare(replacement: Callable[[Call], Any]) -> Patch:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            signature = inspect.signature(original)
+
+            @functools.wraps(original)
+            def replaced(*positional: Any, **named: Any) -> Any:
+                return replacement(Call(original, signature.bind(*positional, **named)))
+
+            return replaced
+
+        return Patch(target, make, reason, contract, **more)
+
+    return declare
 
 
 wraps = functools.partial(_declared, "wraps")

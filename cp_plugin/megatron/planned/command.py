@@ -15,10 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from cp_plugin.common import usage
-from cp_plugin.common.names import did_you_mean
 from cp_plugin.common.versions import require_megatron
-from cp_plugin.megatron.flags import stops
+from cp_plugin.megatron.flags import early, stops
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.patching import Patch
@@ -32,7 +30,6 @@ from cp_plugin.testing.launch import run_ranks
 CAPABILITY = (9, 0)
 """Compute capability that Megatron's validation sees: Hopper, which supports all but Blackwell's additions."""
 SECONDS = 300.0  # timeout; importing Megatron takes most
-_FROM_ARGPARSE = 2  # argparse's exit status
 
 TE_VERSION = Patch(
     target="megatron.core.utils:is_te_min_version",
@@ -93,25 +90,20 @@ def _in_fork[T](use: Callable[[argparse.Namespace, Settings], T], flags: Sequenc
 
 def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Settings], T]) -> T | Refused:
     """The result of ``use`` for the validated arguments, or the refusal; call it in a forked process."""
-    out, err = io.StringIO(), io.StringIO()
-    options: list[str] = []
+    out = io.StringIO()
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)  # for loggers that hold the stream
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         try:
-            return use(*_validated(flags, options))
-        except SystemExit as left:
-            if left.code == _FROM_ARGPARSE:
-                text = " ".join(err.getvalue().rpartition("error: ")[2].split())
-            else:
-                text = out.getvalue().strip().rpartition("\n")[2]
-            return Refused(_with_nearest(text or "Megatron exits", options))
+            return use(*_validated(flags))
+        except SystemExit:
+            return Refused(out.getvalue().strip().rpartition("\n")[2] or "Megatron exits")
         except (*stops.KINDS, *stops.CRASHES) as error:
             return Refused(stops.reason(error))
 
 
-def _validated(flags: list[str], options: list[str]) -> tuple[argparse.Namespace, Settings]:
-    """Arguments and settings after Megatron's and the plugin's validation; appends all known flags to ``options``."""
+def _validated(flags: list[str]) -> tuple[argparse.Namespace, Settings]:
+    """Arguments and settings after Megatron's and the plugin's validation."""
     require_megatron()
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.cpu import mode as cpu
@@ -130,7 +122,7 @@ def _validated(flags: list[str], options: list[str]) -> tuple[argparse.Namespace
     def ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = our_flags.add_arguments(parser)
         our_flags.repair_help(parser)
-        options.extend(option for action in parser._actions for option in action.option_strings)
+        early.shorten_errors(parser)
         return parser
 
     sys.argv = ["pretrain_gpt.py", *flags]
@@ -182,11 +174,3 @@ def _check_config(args: argparse.Namespace) -> None:
     args = copy.copy(args)
     args.apply_rope_fusion = False  # needs a function of Transformer Engine's, not a version
     core_transformer_config_from_args(args)
-
-
-def _with_nearest(message: str, options: list[str]) -> str:
-    """argparse's message in plain words, with the nearest known flags for unknown ones."""
-    unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-    if not message.startswith("unrecognized arguments") or not unknown:
-        return usage.plain(message)
-    return " | ".join(f"{word}: no such flag{did_you_mean(word, options)}" for word in unknown)

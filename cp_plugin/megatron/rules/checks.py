@@ -21,23 +21,55 @@ from cp_plugin.linear import kernels
 from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.flags import linear_flags
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.rules import layout, table
-from cp_plugin.megatron.rules.model import problem_of
-from cp_plugin.megatron.rules.rule import adjust, refuse
-from cp_plugin.megatron.rules.run import Run
+from cp_plugin.megatron.flags.option_flags import AUTO
+from cp_plugin.megatron.rules import experts, flags, inference, layers, layout, linear, models, precision
+from cp_plugin.megatron.rules.rule import Rule, adjust, refuse, when
+from cp_plugin.megatron.rules.run import Run, problem_of
 from cp_plugin.megatron.state import Model
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
 from cp_plugin.placement.documents import ALL, get_layout
 
+TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES, *experts.RULES, *experts.PADDING)
+"""For every training with the plugin, in reporting order."""
+LINEAR = linear.RULES
+ON_CPU = Rule(
+    name="upstream on the CPU",
+    what="--context-parallel-size {size} on the CPU needs --cp-provider with one of {names}",
+    why="stock Megatron's context parallelism needs Transformer Engine, on CUDA",
+    fix="add one, or leave --context-parallel-size out",
+    looks_at=lambda run: when(
+        not run.settings.active and run.args.context_parallel_size > 1 and _attends(run),
+        size=run.args.context_parallel_size,
+        names=", ".join([AUTO, *providers.names()]),
+    ),
+    sentence=True,
+)
+
+
+def _attends(run: Run) -> bool:
+    """Whether some layer has an attention that only Transformer Engine divides."""
+    return "*" in (models.pattern_of(run) or "*") and not getattr(run.args, "experimental_attention_variant", None)
+
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "all": (*TRAINING, ON_CPU),
+    "linear attention": LINEAR,
+    "a layer": layers.LAYER,
+    "a linear layer": layers.LINEAR_LAYER,
+    "a call of a layer": layers.CALL,
+    "generation": inference.CONTINUED,
+}
+"""By subject."""
+
 
 def before(args: argparse.Namespace, settings: Settings) -> None:
     """Check and adjust the parsed namespace; ValueError for everything unsupported."""
     run = _run(args, settings)
     _refuse(run, late=False)
-    say(args, adjust(table.TRAINING, run, "warn"))
-    say(args, adjust(table.TRAINING, run))
+    say(args, adjust(TRAINING, run, "warn"))
+    say(args, adjust(TRAINING, run))
 
 
 def count_tokens(args: argparse.Namespace, settings: Settings) -> None:
@@ -71,7 +103,7 @@ def refuse_all(args: argparse.Namespace, settings: Settings) -> None:
     """
     run = _run(copy.copy(args), settings)
     vars(run.args).update(cp_comm_type=None, hierarchical_context_parallel_sizes=None)
-    adjust(table.TRAINING, run)
+    adjust(TRAINING, run)
     _refuse(run, late=True)
 
 
@@ -150,7 +182,7 @@ def _check_kernels(settings: Settings, model: Model, device: torch.device) -> No
 
 def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:
     """ValueError for context parallelism without a provider in CPU mode, where stock Megatron has none."""
-    refuse([table.ON_CPU], _run(args, settings))
+    refuse([ON_CPU], _run(args, settings))
 
 
 @contextmanager
@@ -177,7 +209,7 @@ def _run(args: argparse.Namespace, settings: Settings, device: torch.device | No
 
 
 def _refuse(run: Run, *, late: bool) -> None:
-    rules = (*table.TRAINING, *(table.LINEAR if run.settings.linear is not None else ()))
+    rules = (*TRAINING, *(LINEAR if run.settings.linear is not None else ()))
     refuse((rule for rule in rules if late or not rule.late), run, prefix=run.asked, suffix=run.instead)
 
 

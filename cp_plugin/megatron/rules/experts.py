@@ -1,13 +1,16 @@
 """Rules of experts whose router decides from the tokens of one rank: statistics and limits over a sequence.
 
 Auxiliary losses, their logged values, the expert bias and quantile balancing are reduced over all ranks of a sequence
-by Megatron. What is below is not: with context parallelism each rank would decide from its own part.
+by Megatron. What is in ``RULES`` is not: with context parallelism each rank would decide from its own part. What is in
+``PADDING`` would count padding (``--cp-pad-sequence``), or ignore the padded length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from cp_plugin.megatron.compat import masks_expert_bias
 from cp_plugin.megatron.rules.rule import Found, Rule, nonzero, spelled, when
 
 if TYPE_CHECKING:
@@ -36,10 +39,6 @@ def balancing(settings: Any) -> list[str]:
     return [kinds] if isinstance(kinds, str) else list(kinds or ())
 
 
-def _sinkhorn(run: Run) -> Found:
-    return when(run.args.num_experts and run.args.context_parallel_size > 1 and "sinkhorn" in balancing(run.args))
-
-
 def _sequences_of_packs(run: Run) -> Found:
     """A pack of several samples is divided as one sequence, so no rank's part is a number of whole samples."""
     args = run.args
@@ -62,7 +61,9 @@ RULES = (
         what="--moe-router-load-balancing-type sinkhorn",
         why="it would balance each rank's part of the sequence separately",
         fix="use aux_loss, seq_aux_loss, global_aux_loss, or quantile_balancing if this Megatron has it",
-        looks_at=_sinkhorn,
+        looks_at=lambda run: when(
+            run.args.num_experts and run.args.context_parallel_size > 1 and "sinkhorn" in balancing(run.args)
+        ),
         late=True,
     ),
     Rule(
@@ -71,6 +72,70 @@ RULES = (
         why="all samples of a micro-batch form one pack, which is split across the ranks as a whole",
         fix="use --micro-batch-size 1, or aux_loss or global_aux_loss",
         looks_at=_sequences_of_packs,
+        late=True,
+    ),
+)
+
+
+_UNMASKED = ("quantile_balancing",)  # load balancing without padding masks
+_FIX = "leave it out, or use a --seq-length that needs no padding"
+
+
+def _with_experts(found: Callable[[Run], Found]) -> Callable[[Run], Found]:
+    """Apply only to models with experts and padded sequences."""
+    return lambda run: found(run) if run.args.num_experts and run.padding else None
+
+
+@_with_experts
+def _balancing(run: Run) -> Found:
+    unmasked = [kind for kind in balancing(run.args) if kind in _UNMASKED]
+    return when(unmasked, kind=" ".join(unmasked), padding=run.padding)
+
+
+@_with_experts
+def _expert_bias(run: Run) -> Found:
+    wrong = run.args.moe_router_enable_expert_bias and not masks_expert_bias(run.version)
+    return when(wrong, version=run.version, padding=run.padding)
+
+
+@_with_experts
+def _packed_experts(run: Run) -> Found:
+    batch = run.args.micro_batch_size
+    return when(run.packed and batch > 1, packed=run.packed, batch=batch, padding=run.padding)
+
+
+PADDING = (
+    Rule(
+        name="balancing of padding",
+        what="--moe-router-load-balancing-type {kind} with {padding} tokens of padding (--cp-pad-sequence)",
+        why="it would balance the padding, too",
+        fix="use aux_loss, or a --seq-length that needs no padding",
+        looks_at=_balancing,
+        late=True,
+    ),
+    Rule(
+        name="expert bias and padding",
+        what="--moe-router-enable-expert-bias with {padding} tokens of padding (--cp-pad-sequence)",
+        why="megatron-core {version} cannot exclude padding from it",
+        fix=f"use megatron-core 0.20 or newer, {_FIX}",
+        looks_at=_expert_bias,
+        late=True,
+    ),
+    Rule(
+        name="experts in padded micro-batches of packs",
+        what="{packed} and --num-experts with --micro-batch-size {batch} and {padding} tokens of padding "
+        "(--cp-pad-sequence)",
+        why="Megatron splits a micro-batch's pack again for experts, and every part would need its own padding",
+        fix="use --micro-batch-size 1, or a --seq-length that needs no padding",
+        looks_at=_packed_experts,
+        late=True,
+    ),
+    Rule(
+        name="overlapped tensor parallelism and padding",
+        what="--tp-comm-overlap with {padding} tokens of padding (--cp-pad-sequence)",
+        why="its buffers are sized for --seq-length",
+        fix=_FIX,
+        looks_at=lambda run: when(run.padding and run.args.tp_comm_overlap, padding=run.padding),
         late=True,
     ),
 )

@@ -77,16 +77,6 @@ def _mask(call: Call) -> Found:
     return {"shape": tuple(call.attention_mask.shape), "type": call.mask_type.name}
 
 
-def _cache(call: Call) -> Found:
-    queries, keys = call.query.size(0), call.key.size(0)
-    return when(queries != keys, queries=queries, keys=keys)
-
-
-def _window(layer: Layer) -> Found:
-    linear = layer.settings.linear
-    return when(layer.args.window_size is not None and not (linear is not None and linear.hybrid))
-
-
 LAYER = (
     Rule(
         name="cross-attention",
@@ -136,7 +126,9 @@ LINEAR_LAYER = (
         what="a sliding window (--window-size)",
         why="all layers of this model are linear",
         fix="leave it out, or keep some softmax layers: --cp-layer-pattern LLLN",
-        looks_at=_window,
+        looks_at=lambda layer: when(
+            layer.args.window_size is not None and not (layer.settings.linear and layer.settings.linear.hybrid)
+        ),
     ),
     Rule(
         name="linear layer with fused q, k and v",
@@ -200,7 +192,7 @@ CALL = (
         what="a key/value cache ({queries} queries and {keys} keys)",
         why="this layer is for training, not for inference",
         fix="generate with cp-plugin generate, or decoding() of cp_plugin.megatron.inference",
-        looks_at=_cache,
+        looks_at=lambda call: when(len(call.query) != len(call.key), queries=len(call.query), keys=len(call.key)),
     ),
     Rule(
         name="capture of a call",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron.compat import weakens_expert_losses
-from cp_plugin.megatron.rules.rule import Found, Rule, nonzero, spelled, when
+from cp_plugin.megatron.rules.rule import Found, Rule, nonzero, spelled, value_of, when
 from cp_plugin.placement.documents import DOCUMENTS
 
 if TYPE_CHECKING:
@@ -82,18 +82,9 @@ def _placed(run: Run) -> bool:
     return run.args.context_parallel_size > 1 and run.layout.name == DOCUMENTS.name
 
 
-def _padded_experts(run: Run) -> Found:
-    padding = run.padding if _placed(run) and run.args.num_experts else 0
-    return when(padding, padding=padding)
-
-
-def _torch_fsdp(run: Run) -> Found:
-    return when(run.args.use_torch_fsdp2 and run.args.calculate_per_token_loss, layout=_name(run))
-
-
-def _averaged(run: Run) -> Found:
-    averages = getattr(run.args, "ddp_average_in_collective", False)
-    return when(averages and run.args.calculate_per_token_loss, layout=_name(run))
+def _counted(run: Run, flag: str) -> Found:
+    """Apply where losses are summed per token beside a flag."""
+    return when(value_of(run.args, flag) and run.args.calculate_per_token_loss, layout=_name(run))
 
 
 RULES = (
@@ -120,7 +111,7 @@ RULES = (
         what=f"--use-torch-fsdp2 {_COUNTED}",
         why="Megatron does not divide torch FSDP's gradients by the number of tokens",  # with or without CP
         fix="use --cp-layout zigzag without that flag and without padding, or --use-megatron-fsdp",
-        looks_at=_torch_fsdp,
+        looks_at=lambda run: _counted(run, "--use-torch-fsdp2"),
         sentence=True,
         late=True,
     ),
@@ -129,7 +120,7 @@ RULES = (
         what=f"--ddp-average-in-collective {_COUNTED}",
         why="gradients divided by the number of tokens must be summed over the ranks, not averaged",
         fix="leave --ddp-average-in-collective out, or use --cp-layout zigzag without that flag and without padding",
-        looks_at=_averaged,
+        looks_at=lambda run: _counted(run, "--ddp-average-in-collective"),
         sentence=True,
         late=True,
     ),
@@ -154,7 +145,7 @@ RULES = (
         what=f"--cp-layout {DOCUMENTS.name} and --num-experts with {{padding}} tokens of padding (--cp-pad-sequence)",
         why="routers know neither the document boundaries nor which tokens are padding",
         fix="use another --cp-layout, or a --seq-length that is a multiple of --context-parallel-size",
-        looks_at=_padded_experts,
+        looks_at=lambda run: when(_placed(run) and run.args.num_experts and run.padding, padding=run.padding),
         sentence=True,
         late=True,
     ),

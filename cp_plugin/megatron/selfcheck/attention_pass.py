@@ -1,4 +1,4 @@
-"""Self-check of attention: a core attention module against the whole sequence on one rank.
+"""Self-check of attention: a core attention module, and gated delta net by a provider, against one rank.
 
 The module is called twice, with different numbers of the same shapes, and differentiated in reverse order: a rank that
 attends with what an earlier call left in a buffer is right in the first call and wrong in the second.
@@ -6,8 +6,7 @@ attends with what an earlier call left in a buffer is right in the first call an
 Tolerance (relative error of the norm): 1e-5 in float32 (2e-3 on CUDA, where TF32 may be allowed), 3e-2 in bfloat16 and
 float16; a wrong layout gives an error of order 1. Linear attention divides by norms and sums that may be small: 1e-3 in
 float32. The quadratic feature map squares the error of such sums and is checked in float32 only. The first token's sum
-has a single, arbitrarily small term: its output gets no gradient. Random numbers come from a separate generator, so
-that training sees unchanged random states.
+has a single, arbitrarily small term: its output gets no gradient.
 
 With ``--cp-fp8`` everything is checked without and then with it. Rounding to e4m3 (2.6 % of an element on average)
 causes errors of 3 % to 7 %, e5m2 in the kernel up to 12 %: the tolerance only separates right from wrong results.
@@ -19,8 +18,9 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -31,17 +31,18 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.linear.variants import LinearAttention
+from cp_plugin.attention.linear import of_tokens
+from cp_plugin.linear import chunked, recurrence
+from cp_plugin.linear.tokens import Tokens
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.layers.modelopt import unquantized
 from cp_plugin.megatron.micro_batch import MicroBatch
-from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches import delta_net, patching
 from cp_plugin.testing import oracle
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
@@ -279,53 +280,70 @@ def softmax_reference(module: AnyCoreAttention, mine: Tensor, bounds: Tensor | N
 
 
 def linear_reference(module: LinearCoreAttention, mine: Tensor) -> Reference:
-    """Linear attention with the module's own features and norm; args as in ``softmax_reference``."""
+    """Linear attention with the module's own features and norm; args as in ``softmax_reference``.
+
+    Token by token on the CPU, where the module's own kernel may be the chunked one.
+    """
     layer, gated = copy.deepcopy(module.linear).double(), module.gate is not None
 
     def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Sequence[Tensor]:
+        forward = (recurrence if q.device.type == "cpu" else chunked).forward
         with torch.enable_grad():
             leaves = [x.double().requires_grad_() for x in (q, k, v)]
-            out = _linear(layer, gated, *leaves)
+            values, gate = leaves[2].chunk(2, 3) if gated else (leaves[2], None)
+            x = layer.prepare(leaves[0], leaves[1], values, gate)
+            decay = None if x.log_decay is None else of_tokens(x.k, x.log_decay)
+            decay = decay.unsqueeze(3) if decay is not None and decay.dim() == 3 else decay
+            out = layer.finish(x.scale * forward(Tokens(x.q, x.k, x.v, decay)))
             grads = torch.autograd.grad(out, leaves, dout.double())
         return [x.detach()[mine] for x in (out, *grads)]
 
     return expected
 
 
-def _linear(layer: LinearAttention, gated: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    gate = None
-    if gated:
-        v, gate = v.chunk(2, 3)
-    x = layer.prepare(q, k, v, gate)
-    share = x.q.size(2) // x.k.size(2)
-    heads = zip((x.q * x.scale).split(share, 2), x.k.unbind(2), x.v.unbind(2), strict=True)
-    by_head = []
-    for g, (q, k, v) in enumerate(heads):
-        decay = x.log_decay
-        if decay is not None:
-            decay = decay[g] if decay.dim() == 1 else decay[:, :, g].cumsum(0)
-        rows = [
-            checkpoint(_linear_rows, q, k, v, decay, chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in oracle.chunks(q, k)
-        ]
-        by_head.append(torch.cat(rows))
-    return layer.finish(torch.cat(by_head, 2))
+_WEAKER = 6.0
+"""Taken from alpha, so that decays are weak and states reach over several ranks."""
 
 
-def _linear_rows(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, rows: slice) -> Tensor:
-    """Rows ``[rows, b, h, e]`` of the query heads that share one key/value head.
+def delta_net_problems(layer: Any, tokens: int, packs: Sequence[PackedSeqParams], device: torch.device) -> list[str]:
+    """Mismatches of one layer; tokens: of the whole sequence."""
+    calls = [_call(layer, tokens, pack, number, device) for number, pack in enumerate((*[None] * _CALLS, *packs))]
+    return mismatches(calls, tolerance(layer.config.params_dtype, device, linear=True))
 
-    decay: a log decay per token (scalar), or the inclusive sums ``[s, b, d]``.
-    """
-    first, end = rows.start, rows.stop
-    q, k, v = q[rows], k[:end], v[:end]
-    weights: Tensor | float = 1.0
-    if decay is not None and decay.dim() == 0:
-        place = torch.arange(end, device=q.device)
-        weights = ((place[rows, None] - place).clamp(min=0) * decay).exp()
-    elif decay is not None:
-        before = decay[first]  # both exponents are relative to this one: sums alone may underflow
-        q = q * (decay[rows] - before).exp()[:, :, None]
-        k = k * (before - decay[:end]).exp()
-    scores = torch.einsum("qbhd,kbd->bhqk", q, k) * weights
-    return torch.einsum("bhqk,kbe->qbhe", scores.tril(first), v)
+
+def _call(layer: Any, tokens: int, pack: PackedSeqParams | None, number: int, device: torch.device) -> Call:
+    """A call on projected hidden states ``[s, b, q + k + v + z + beta + alpha]``."""
+    draw = torch.Generator().manual_seed(40 + number)
+    dtype, heads = layer.config.params_dtype, layer.num_v_heads_local_tp
+    rows, packed = (2, "") if pack is None else (1, "packed ")
+    width = 2 * (layer.qk_dim_local_tp + layer.v_dim_local_tp + heads)
+    projected = torch.randn(tokens, rows, width, generator=draw).to(dtype)
+    projected[..., -heads:] -= _WEAKER
+    dout = torch.randn(tokens, rows, heads, layer.value_head_dim, generator=draw)
+    whole = [x.to(device, dtype) for x in (projected, dout)]
+    cp = runtime.between_layers(runtime.context_parallel(layer.pg_collection.cp, "linear"))
+    batch = MicroBatch.find(cp, pack, tokens)
+    mine = batch.positions(device)
+
+    def reference(x: Tensor, dout: Tensor) -> list[Tensor]:
+        x, alone = x.detach().double().requires_grad_(), ContextParallel("lasp2", group=None, backend="reference")
+        with torch.enable_grad():
+            out, _ = delta_net.attend(_in_float64(layer), replace(batch, cp=alone), x, unit=delta_net.unit)
+            (grad,) = torch.autograd.grad(out, x, dout.double())
+        return [y.detach()[mine] for y in (out, grad)]
+
+    return Call(
+        attend=lambda x: delta_net.attend(layer, batch, x)[0],
+        reference=reference,
+        whole=whole,
+        local=[x[mine] for x in whole],
+        names=[f"{packed}gated delta net's {what} are" for what in ("outputs", "gradients")],
+    )
+
+
+def _in_float64(layer: Any) -> Any:
+    """A layer with wide weights, of those that ``delta_net.attend`` reads."""
+    twin = copy.copy(layer)
+    twin._modules = {**layer._modules, "conv1d": copy.deepcopy(layer.conv1d).double()}
+    twin._parameters = {name: weight.detach().double() for name, weight in layer._parameters.items()}
+    return twin

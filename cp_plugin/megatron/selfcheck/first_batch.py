@@ -2,7 +2,7 @@
 
     q, k, v       --> a core attention of each kind, forward, backward --> out, dq, dk, dv: ``attention_pass``
     q, k, v       --> Megatron's own, on one rank                      --> out: ``attention_pass``
-    projections   --> gated delta net by a provider of ours            --> out, gradient: ``delta_net_pass``
+    projections   --> gated delta net by a provider of ours            --> out, gradient: the same
 
 Each must equal this rank's rows of the same for the whole sequence. In a step of the run (``step``) new weights and
 bfloat16 hide what differs here: a scale that is one per cent off, a block of keys from the call before.
@@ -30,12 +30,12 @@ from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import delta_net, patching
 from cp_plugin.megatron.selfcheck.attention_pass import (
     attention_problems,
+    delta_net_problems,
     own_attention_problems,
     pack_of,
     packed_problems,
     with_own_sink,
 )
-from cp_plugin.megatron.selfcheck.delta_net_pass import delta_net_problems
 from cp_plugin.megatron.state import STATE
 
 _TOKENS = 32

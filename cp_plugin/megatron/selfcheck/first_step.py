@@ -25,8 +25,7 @@ from cp_plugin.comm.every_rank import gather_findings
 from cp_plugin.common.text import group_ranks
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.patches.patching import Call, wraps
-from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck.readings import named_parameters, projections
 from cp_plugin.megatron.state import STATE
 from cp_plugin.placement.documents import get_layout

@@ -8,22 +8,14 @@ For each key/value head, with sums over all tokens of all ranks, the batch, and 
     short convolution           sum(x . dx) = sum(out . dout)          all channels; out without its bias
         its halo                digests of what ranks sent and received are equal, to the bit, forward and back
 
-Batch entries and documents do not see each other, so each of them has a weight in the sums, drawn by step: what is of
-another document or entry breaks them, too. Where there is one sequence, its weight is 1.
+Batch entries and documents do not see each other: each has a weight in the sums, drawn by step, so that what is of
+another one breaks them. docs/selfcheck.md says why they hold and what they find.
 
-They follow from Euler's theorem: if v becomes c v, out becomes c out, so ``dL/dc`` at c = 1 is both sums of the first
-identity; docs/selfcheck.md has the others.
-
-A gradient that is lost, doubled, scaled, late or of another rank's tokens breaks them, and so does an output that is
-merged otherwise than its backward assumes. Nothing is recomputed: a few dot products on each rank, and sixteen numbers
-per head that go around, in one message. What they cannot see is a fault that is a right attention of other inputs, such
-as swapped keys with their own gradients: the rows of ``--cp-check-every`` are for these.
-
-Rounding (u: unit roundoff of the dtype, a: of the accumulation). The sums are in float64 and their elements rounded by
-the kernel, independently: the error grows as the root of the sum of squares, by less than 5 u in 10,000 calls
-(``tests/megatron/test_identities.py``). Where attention is uniform, all weights are rounded alike, and the sum as much
-as one of them. In float32 a kernel's own sums count as well, by less than 16 a for each unit of the sum of magnitudes.
-In float16, weights and gradients below the smallest number are lost.
+Rounding (u: unit roundoff of the dtype, a: of the accumulation). A kernel rounds elements independently: the error
+grows as the root of the sum of squares, by less than 5 u in 10,000 calls (``tests/megatron/test_identities.py``). Where
+attention is uniform, all weights are rounded alike, and the sum as much as one of them. In float32 a kernel's own sums
+count as well, by less than 16 a for each unit of the sum of magnitudes. In float16, weights and gradients below the
+smallest number are lost.
 """
 
 from __future__ import annotations

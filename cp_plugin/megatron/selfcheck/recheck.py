@@ -7,22 +7,20 @@ By default, every 100 iterations: the ``identities`` of its gradients. With N, e
     8 rows of each rank, exactly (``exact_rows``)  -- compared -->    the layer's output
     in the backward: the same for dq
 
-The start-up self-check sees the first calls only; this one sees later calls with the training's data and weights. It is
-attached to the layers by torch's hooks, which count calls in training; of each kind (softmax and linear attention,
-gated delta net by a provider) one call is drawn. With recomputation a layer is called twice per micro-batch: if the
-first call is drawn, its output is compared, and the next call with gradients, too. Other iterations cost one comparison
-and no synchronization. Tensor-parallel ranks draw alike, so that none waits for another, and check their own heads;
-data-parallel replicas draw independently.
-
-The check is independent of providers and mesh: keys travel by torch.distributed's all-gather, with positions from the
-layout. All ranks of the group share the verdict, and stop.
+Of each kind of layer (softmax, linear, gated delta net by a provider) one call is drawn, by torch's hooks. With
+recomputation a layer is called twice per micro-batch: if the first call is drawn, its output is compared, and the next
+call with gradients, too. Tensor-parallel ranks draw alike, so that none waits for another, and check their own heads;
+data-parallel replicas draw independently. Keys travel by torch.distributed's all-gather, independently of provider and
+mesh. All ranks of the group share the verdict, and stop.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
@@ -136,10 +134,10 @@ class _Watch:
 
         rows.check(q, out, exact)
 
-    def _linear(self, module: Any, inside: Inside, call: LinearCall) -> None:
+    def _linear(self, module: Any, inside: Inside, call: Any) -> None:
         group = module.cp_group if isinstance(module, AnyCoreAttention) else module.pg_collection.cp
         place = self._drawn.place(call.cp, group, module)
-        identities = Identities(place, call.q, call.k.shape, call.documents, inside.exchanged)
+        identities = Identities(place, call.q, call.k.shape, call.cu_seqlens, inside.exchanged)
         pairs = LINEAR if call.beta is None else DELTA_RULE
         identities.watch({"q": call.q, "k": call.k, "v": call.v, "out": call.out}, pairs, call.k.size(2))
         if inside.convolution:
@@ -155,8 +153,8 @@ class _Watch:
         def exact(*of_keys: Tensor) -> Linear:
             k, v, *more = (x[rows.at.argsort()][:, None, None] for x in of_keys)
             starts = None
-            if call.documents is not None:
-                starts = torch.isin(torch.arange(len(k)), call.documents[:-1].cpu())[:, None].to(k.device)
+            if call.cu_seqlens is not None:
+                starts = torch.isin(torch.arange(len(k)), call.cu_seqlens[:-1].cpu())[:, None].to(k.device)
             named = dict(zip(beside, more, strict=True))
             decay = named.get("log_decay")
             decay = decay[..., None] if decay is not None and decay.dim() == 3 else decay
@@ -166,35 +164,21 @@ class _Watch:
         rows.check(call.q, call.out, exact)
 
 
-class LinearCall(NamedTuple):
-    """Arguments of ``ContextParallel.linear_attention``, and its result."""
-
-    cp: ContextParallel
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-    beta: Tensor | None
-    scale: float
-    documents: Tensor | None
-    out: Tensor
-
-
 class Inside:
     """What a layer passes to linear attention and to a short convolution before it, until ``close``."""
 
     def __init__(self) -> None:
-        self.call: LinearCall | None = None
+        self.call: Any = None  # arguments of ``ContextParallel.linear_attention`` by name, and ``out``
         self.convolution: tuple[Tensor, Tensor | None, Tensor] | None = None  # input, bias, output
         self.exchanged: list[tuple[convolution.Rows, convolution.Rows]] = []
         attend, convolve = ContextParallel.linear_attention, delta_net.short_convolution
+        arguments = inspect.signature(attend)
 
-        def attending(
-            cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, **named: Any
-        ) -> Tensor:
-            out = attend(cp, q, k, v, log_decay, **named)
-            more = named.get("beta"), named.get("scale", 1.0), named.get("cu_seqlens")
-            self.call = LinearCall(cp, q, k, v, log_decay, *more, out)
+        def attending(*args: Any, **named: Any) -> Tensor:
+            bound = arguments.bind(*args, **named)
+            bound.apply_defaults()
+            out = attend(*args, **named)
+            self.call = SimpleNamespace(cp=bound.arguments.pop("self"), out=out, **bound.arguments)
             return out
 
         def convolving(cp: ContextParallel, x: Tensor, weight: Tensor, bias: Tensor | None, **named: Any) -> Tensor:

@@ -1,19 +1,19 @@
 """A checked step compares rotary embeddings of one layer: a few rows of q and k, before and after the rotation.
 
-    before    what the layer's projections return; under MLA, the parts that its rotation is given
+    before    what the layer's rotation is given: queries and keys; under MLA, parts of them
     after     what core attention receives
     between   a rotation by the angles of these tokens' positions, in float64
 
 Angles are position times frequency, with frequencies copied before training: independent of the model's table, of its
-slice on this rank, and of what slices it. In packs positions count from the start of each document. Plain and
-interleaved rotation, of a part of each head, with scaled frequencies (Llama, YaRN) and MLA's are compared; layers that
-rotate otherwise are named once, and not compared. So is a kind of layer that agrees on no rank in its first check.
+slice on this rank, and of what slices it. Layers that rotate in another form are named once, and not compared; so is a
+kind of layer that agrees on no rank in its first check.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Steps
 
 _ROWS = 8
+_ROTATES = "apply_rotary_pos_emb"
 _UNITS = 8.0
 """Limit of an element's error in units of the dtype's epsilon times the magnitudes of what is rotated into it."""
 
@@ -188,46 +189,25 @@ class _Call:
         self.rows: list[Tensor] = []  # of q and k
         self.at: list[int] = []
         self._seed = draw.random()
-        self._undo: Callable[[], None]
-        if angles.regrouped:
-            self._capture_rotation()
-        else:
-            self._capture_projections()
-
-    @property
-    def count(self) -> int:
-        return 2 * len(self.at)
-
-    def close(self) -> None:
-        self._undo()
-
-    def _keep(self, x: Tensor) -> None:
-        if not self.at:
-            rank = 0 if self.layer.core_attention.cp_group is None else self.layer.core_attention.cp_group.rank()
-            self.at = random.Random(f"{self._seed} {rank}").sample(range(x.size(0)), min(_ROWS, x.size(0)))
-        self.rows.append(_rows(x, self.at).clone())
-
-    def _capture_projections(self) -> None:
-        project = self.layer.get_query_key_value_tensors
-
-        def projecting(*args: Any, **named: Any) -> Any:
-            found = project(*args, **named)
-            if isinstance(found, tuple) and len(found) > 2 and not self.rows:
-                self._keep(found[0])
-                self._keep(found[1])
-            return found
-
-        self._undo = patching.lend(self.layer, "get_query_key_value_tensors", projecting)
-
-    def _capture_rotation(self) -> None:
-        rotate = latent.apply_rotary_pos_emb
+        owner = sys.modules[type(layer).forward.__module__]
+        rotate = getattr(owner, _ROTATES, None)
 
         def rotating(t: Tensor, *args: Any, **named: Any) -> Tensor:
             if len(self.rows) < 2:
                 self._keep(t)
             return rotate(t, *args, **named)
 
-        self._undo = patching.lend(latent, "apply_rotary_pos_emb", rotating)
+        self.close = (lambda: None) if rotate is None else patching.lend(owner, _ROTATES, rotating)
+
+    @property
+    def count(self) -> int:
+        return 2 * len(self.at)
+
+    def _keep(self, x: Tensor) -> None:
+        if not self.at:
+            rank = 0 if self.layer.core_attention.cp_group is None else self.layer.core_attention.cp_group.rank()
+            self.at = random.Random(f"{self._seed} {rank}").sample(range(x.size(0)), min(_ROWS, x.size(0)))
+        self.rows.append(_rows(x, self.at).clone())
 
     def fits(self, x: Tensor, before: Tensor) -> bool:
         """Whether attention has these rows: MLA rotates one key for all heads, and a part of each."""

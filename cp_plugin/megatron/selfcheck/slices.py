@@ -6,10 +6,9 @@
     one exchange                    every rank's digests: each slice is right, they add up to the whole batch, and
                                     all ranks have the same batch
 
-A digest is a sum of integers modulo 2^64, of each token's bits times an odd number drawn from its position: it is
-exact, does not depend on order or rank, and any single changed value changes it. A script may change a tensor after it
-was sliced: what does not agree in the first checked micro-batch is named once, and not compared later. Batches that
-differ between ranks stop the training even then.
+A digest is exact, does not depend on order or rank, and any single changed value changes it. A script may change a
+tensor after it was sliced: what does not agree in the first checked micro-batch is named once, and not compared later.
+Batches that differ between ranks stop the training even then.
 """
 
 from __future__ import annotations

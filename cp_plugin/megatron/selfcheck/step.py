@@ -37,13 +37,11 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import padding, patching, rope
-from cp_plugin.megatron.patches.patching import Call, wraps
-from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck import first_step
-from cp_plugin.megatron.selfcheck.choices import Choices
 from cp_plugin.megatron.selfcheck.first_batch import tokens_for
 from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
-from cp_plugin.megatron.selfcheck.one_rank import OneRank
+from cp_plugin.megatron.selfcheck.one_rank import Choices, OneRank
 from cp_plugin.megatron.selfcheck.readings import (
     Result,
     differences,

@@ -8,7 +8,7 @@ printed. Different layers are a different model, and refused before weights are 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.training import global_vars
@@ -18,8 +18,8 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.args import UPSTREAM
 from cp_plugin.megatron.layers import fp8_scaling as scaling
-from cp_plugin.megatron.patches.contract import Contract
-from cp_plugin.megatron.patches.patching import Call, Patch, around
+from cp_plugin.megatron.patches.patching import Call, wraps
+from cp_plugin.megatron.state import STATE
 
 ATTRIBUTE = "context_parallel_plugin"  # attribute of the saved arguments: flag -> value, as on a command line
 _PROVIDER, _SIZE, _LAYOUT = "--cp-provider", "--context-parallel-size", "--cp-layout"
@@ -78,38 +78,28 @@ def other_model(now: Mapping[str, str], then: Mapping[str, str], layers: int) ->
     )
 
 
-def replace_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's reading of a checkpoint, which may read its arguments alone first."""
-    then: dict[str, str] = {}
-
-    @around
-    def load_base_checkpoint(call: Call) -> Any:
-        nonlocal then
-        running, asked = global_vars._GLOBAL_ARGS, call["sharded_state_dict"]
-        if asked is not None and running is not None and not scaling.same_histories(current(running), then):
-            scaling.drop_histories(asked)
-        result = call.original()
-        args = (result[0] or {}).get("args")
-        if args is not None and running is not None:
-            now, then = current(running), saved(args)
-            problem = other_model(now, then, running.num_layers)
-            if problem is not None:
-                raise ValueError(problem)
-            for line in () if call["rank0"] else (*differences(now, then), *scaling.started_anew(now, asked)):
-                runtime.print_notice(line)
-        return result
-
-    return load_base_checkpoint(original)
-
-
-LOADING = Patch(
+@wraps(
     "megatron.training.checkpointing:_load_base_checkpoint",
-    replace_load_base_checkpoint,
     "settings that a checkpoint was saved with",
-    Contract("wraps", ("load_dir", "args", "rank0", "sharded_state_dict")),
+    "load_dir args rank0 sharded_state_dict",
     called_by="Megatron's loading of checkpoints, and its reading of arguments from them",
     otherwise="a checkpoint with other layers would be loaded as if it had these",
 )
+def replace_load_base_checkpoint(call: Call) -> Any:
+    """Wrap Megatron's reading of a checkpoint, which may read its arguments alone first."""
+    running, asked = global_vars._GLOBAL_ARGS, call["sharded_state_dict"]
+    if asked is not None and running is not None and not scaling.same_histories(current(running), STATE.loaded):
+        scaling.drop_histories(asked)
+    result = call.original()
+    args = (result[0] or {}).get("args")
+    if args is not None and running is not None:
+        now, STATE.loaded = current(running), saved(args)
+        problem = other_model(now, STATE.loaded, running.num_layers)
+        if problem is not None:
+            raise ValueError(problem)
+        for line in () if call["rank0"] else (*differences(now, STATE.loaded), *scaling.started_anew(now, asked)):
+            runtime.print_notice(line)
+    return result
 
 
 def _kinds(settings: Mapping[str, str], layers: int) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import groups
 from cp_plugin.megatron.patches import rope
-from cp_plugin.megatron.patches.patching import Call, wraps
-from cp_plugin.megatron.patches.run import Run
+from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, slices, step
-from cp_plugin.megatron.startup import agreement, checkpoint, failures, megatron_groups
+from cp_plugin.megatron.startup import agreement, checkpoint, failures
 from cp_plugin.megatron.state import STATE
 
 
@@ -31,7 +30,7 @@ def replace_initialize_model_parallel(call: Call) -> None:
     call.original()
     if runtime.settings().active:
         options = groups.options_from(call.arguments)
-        megatron_groups.check(call.arguments)
+        agreement.check_groups(call.arguments)
         groups.create(runtime.settings(), options, runtime.model())
         checkpoint.note()
 
