@@ -37,6 +37,7 @@ def announced(capfd: pytest.CaptureFixture[str]) -> set[str]:
     return {line.partition("cp_plugin: resumes with ")[2] for line in lines}
 
 
+@pytest.mark.versions
 @nightly
 def test_a_training_is_handed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = f"{COMMON} --save-interval 2 --save {tmp_path}"
