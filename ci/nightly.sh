@@ -3,9 +3,8 @@
 # Usage: ci/nightly.sh [STEP...]     (default: all of cluster ratios faults te tests kernels parity mutants sample
 # fuzz models soak exact torch megatron_main)
 #
-# What ci/test.sh --all runs is left to it: other environments and versions, the release, and in `tests` and `kernels`
-# every test that is no longer at night. `product`, by name only, runs the tests in all cases of their parameters instead
-# of covering designs.
+# Other environments and versions, and the release, are left to ci/test.sh --all. `product`, by name only, runs the tests
+# in all cases of their parameters instead of covering designs.
 # MEGATRON_LM_GIT   a git directory of Megatron-LM: its main is checked too
 # FUZZ              random calls, command lines and questions of each kind (default 2000)
 # SAMPLE            random changes of the code, of which the log names those that no test sees (default 60)
@@ -51,7 +50,7 @@ models() {
 }
 
 run() { # STEP
-  local apart=(tests/kernels tests/te tests/nemo tests/test_cluster.py tests/test_launch.py) rest=(--beyond-all)
+  local apart=(tests/kernels tests/te tests/nemo tests/test_cluster.py tests/test_launch.py)
   case "$1" in
     cluster)
       if [ "$(id -u)" = 0 ]; then
@@ -70,11 +69,11 @@ run() { # STEP
       fi
       ;;
     tests | product)
-      [ "$1" = tests ] || export CP_PLUGIN_PRODUCT=1 rest=()
+      [ "$1" = tests ] || export CP_PLUGIN_PRODUCT=1
       # A process that has run out of work takes some of another's: files of one process would last longest alone.
-      step "$1" "$python" -m pytest -n 3 --dist worksteal --durations=60 "${rest[@]}" "${apart[@]/#/--ignore=}"
+      step "$1" "$python" -m pytest -n 3 --dist worksteal --durations=60 "${apart[@]/#/--ignore=}"
       ;;
-    kernels) step kernels env TRITON_INTERPRET=1 "$python" -m pytest -n 2 --durations=10 "${rest[@]}" tests/kernels ;;
+    kernels) step kernels env TRITON_INTERPRET=1 "$python" -m pytest -n 2 --durations=10 tests/kernels ;;
     parity) step parity bash ci/parity/run.sh --all --out "$out/parity" ;;
     mutants) step mutants bash ci/mutants.sh -n 2 ;; # ci/test.sh --all shows that they pass without a bug
     sample) step sample bash ci/mutants.sh --sample "${SAMPLE:-60}" -n 2 ;;

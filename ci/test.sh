@@ -4,9 +4,9 @@
 #   ci/test.sh                    what every change needs: 10 minutes on two cores once .venv exists; includes the
 #                                 example with transformers' Trainer, in an environment of its own (ci/huggingface.sh)
 #   ci/test.sh --changed [BASE]   only the tests that import or name something that differs from BASE (ci/changed.py)
-#   ci/test.sh --all              also the tests marked slow, and short versions of those that need their own
-#                                 environment or a quiet clock: planted faults in training, other megatron-core versions,
-#                                 the native hook, Megatron-Bridge, nvidia-modelopt, transformers, parity, the release
+#   ci/test.sh --all              also short versions of those that need their own environment or a quiet clock: planted
+#                                 faults in training, other megatron-core versions, the native hook, Megatron-Bridge,
+#                                 nvidia-modelopt, transformers, parity, the release
 #   ci/test.sh tests/core -k ring pass arguments to pytest
 #
 # Everything left out is printed with the reason; ci/nightly.sh runs the rest. Environments run two at a time, since each
@@ -60,7 +60,7 @@ case "${1:-}" in
     in_parts "${files[@]}"
     exit
     ;;
-  --all) export CP_PLUGIN_ALL=1 ;;
+  --all) ;;
   ?*)
     python -m pytest "$@"
     exit

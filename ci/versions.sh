@@ -9,16 +9,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash ci/environment.sh dev
-export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 CP_PLUGIN_ALL=1
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 tests=(
   test_patching.py
   test_flags.py
   test_bad_flags.py
   test_native.py
   "test_planted_faults.py::test_the_self_check_finds_it[own_slicing-striped]"
-  test_cases.py
   test_settings_in_checkpoint.py
-  test_elastic.py::test_a_training_is_handed_on
   test_packed_models.py
   test_layout_manager.py
 )
@@ -27,13 +25,12 @@ if [ "${1:-}" = torch ]; then
   [ $# -gt 0 ] || set -- 2.10 2.11
   for version; do
     (
-      unset CP_PLUGIN_ALL
       . ci/beside.sh "torch-$version"
       ! outdated ci/versions.sh || install "torch==$version.*"
       broken="import sys; from cp_kernels.interpreter import broken; sys.exit(broken())"
       TRITON_INTERPRET=1 PYTHONPATH=kernels "$python" -c "$broken" || pip_install "numpy<2.4"
       "$python" -c 'import numpy, torch, triton; print(*(f"{m.__name__} {m.__version__}" for m in (torch, triton, numpy)))'
-      CP_PLUGIN_ALL=1 run_tests -n 2 -m versions tests/megatron/test_cases.py
+      CP_PLUGIN_NIGHTLY=1 run_tests -n 2 -m versions tests/megatron/test_{cases,elastic}.py
       run_tests -n 2 -m "not case" tests/strict tests/fake_cuda tests/core "${tests[@]/#/tests/megatron/}"
       TRITON_INTERPRET=1 run_tests -n 2 tests/kernels
     )
@@ -43,5 +40,7 @@ fi
 [ $# -gt 0 ] || set -- 0.18.2
 for version; do
   echo "megatron-core $version"
-  PYTHONPATH="$(bash ci/megatron/overlay.sh "$version"):$PWD" python -m pytest -q -m "not case or versions" "${tests[@]/#/tests/megatron/}"
+  export PYTHONPATH="$(bash ci/megatron/overlay.sh "$version"):$PWD"
+  CP_PLUGIN_NIGHTLY=1 python -m pytest -q -m versions tests/megatron/test_{cases,elastic}.py
+  python -m pytest -q "${tests[@]/#/tests/megatron/}"
 done

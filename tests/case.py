@@ -48,7 +48,7 @@ class Case:
     """Version of megatron-core that first has the model."""
     proves: tuple[str, ...] = ()
     """Cells of the support matrix, by feature (``support``)."""
-    where: tuple[str, ...] = ("all",)
+    where: tuple[str, ...] = ("night",)
 
     def run(self) -> tuple[list[Record], list[Record]]:
         """Train with and without context parallelism, and compare (``check``)."""
@@ -103,7 +103,7 @@ def _combined(given: dict[str, Any], words: Mapping[str, str]) -> list[Case]:
         lists[key] = [one for value in values for one in every.get(value, [value])]
     combined = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
     first = covering([{key: str(value) for key, value in one.items()} for one in combined], 1)
-    where = tuple(given.pop("in", "all").split())
+    where = tuple(given.pop("in", "night").split())
     given |= {key: tuple(given[key]) for key in ("proves", "modules", "limits") if key in given}
     given["alone"] = given["alone"].format_map(words) if "alone" in given else None
     return [

@@ -25,7 +25,6 @@ LONGEST_FIRST = (
     "core/test_methods.py",
     "core/test_bytes.py",
     "megatron/test_cases.py",
-    "megatron/test_many_ranks.py",
     "test_quickstart.py",
     "test_gpu_check.py",
     "test_gpu_plan.py",
@@ -48,10 +47,6 @@ CRASHED = pytest.StashKey[bool]()
 """Whether a worker of pytest-xdist ended with an error, which behind its last test leaves pytest's status at 0."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--beyond-all", action="store_true", help="leave out what ci/test.sh --all runs")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "case: a row of cases.toml")
     config.addinivalue_line("markers", "versions: a row that ci/versions.sh runs")
@@ -61,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Thin the products, and put the longest files first; the rest stay in order."""
-    config.stash[LEFT_OUT] = thin(items, config.getoption("--beyond-all", default=False))
+    config.stash[LEFT_OUT] = thin(items)
     here = Path(__file__).parent
     place = {here / name: index for index, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))

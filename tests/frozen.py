@@ -3,7 +3,7 @@
     python tests/frozen.py COMMIT                                     the refusals and every training of tests/megatron
     python tests/frozen.py COMMIT tests/megatron/test_refusals.py ...    what these tests see
 
-The tests run in both trees (CP_PLUGIN_ALL=1, CP_PLUGIN_NIGHTLY=1: more of them) and note by the way: of every training
+The tests run in both trees (CP_PLUGIN_NIGHTLY=1: more of them) and note by the way: of every training
 of ``tests/training.py`` a digest of each rank's losses, gradient norms, weights and first gradients; the text of every
 refusal that they expect, and of every rule's. Exits with 1 if a test of both has noted something else, or if a
 command's ``--help``, or a file of exact counts, differs. What only one of the trees has is listed.

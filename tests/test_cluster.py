@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nightly import slow
+from nightly import nightly
 from typer.testing import CliRunner
 
 _CLUSTER = Path(__file__).parent.parent / "ci" / "cluster"
@@ -83,7 +83,7 @@ def test_results_are_right_and_the_links_count_what_the_ledger_books():
     assert ring.median >= 0.9 * 8 * ring.booked[1] / 50e6
 
 
-@slow
+@nightly
 @needs_cluster
 def test_linear_attention():
     """Whether it reaches the scenario's target does not matter: two short nodes are too few for that."""

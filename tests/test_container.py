@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from nightly import one_case, slow
+from nightly import nightly, one_case
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -93,7 +93,7 @@ def test_nothing_of_the_image_is_replaced(tmp_path: Path, torch: str) -> None:
     assert {name.replace("-", "_") for name in new} & set(IMAGE) == set()
 
 
-@slow
+@nightly
 def test_a_range_without_pre_releases_would_replace_torch(tmp_path: Path) -> None:
     """So the test above can fail."""
     planted = tuple("torch>=2.11" if Requirement(r).name == "torch" else r for r in REQUIRES)

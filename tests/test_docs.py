@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import third_party
 import torch
-from nightly import slow
+from nightly import nightly
 from oracle import Case, errors
 from thread_ranks import run
 from warm import python
@@ -84,7 +84,7 @@ def test_the_pages_are_what_the_code_gives_now(generate: Any) -> None:
     assert not stale, "\n".join(["run python docs/generate.py", *stale.values()])
 
 
-@slow
+@nightly
 def test_drawings_are_up_to_date(generate: Any) -> None:
     stale, reason = generate.stale_drawings()
     if reason:

@@ -13,7 +13,7 @@ from zipfile import ZipFile
 
 import pytest
 import third_party
-from nightly import nightly, slow
+from nightly import nightly
 
 from cp_plugin.methods import registry as providers
 
@@ -196,7 +196,7 @@ def test_training_over_process_groups(step: str, needs: str, n: int, tmp_path: P
     assert len(checks) == n and all(one["ok"] for one in checks)
 
 
-@slow
+@nightly
 def test_a_training_that_goes_wrong(tmp_path: Path) -> None:
     """A wrong gradient, one too small to be seen among others, a loss of NaN or too many bytes on one rank, or no
     self-check. In bfloat16 equal losses, by chance, of one rank in both precisions leave a limit."""

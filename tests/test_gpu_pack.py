@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from nightly import slow
+from nightly import nightly
 
 ROOT = Path(__file__).parent.parent
-pytestmark = slow
+pytestmark = nightly
 PACK = str(ROOT / "ci/gpu/pack.py")
 STEP = """
 import torch

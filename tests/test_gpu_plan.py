@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from nightly import nightly, slow
+from nightly import nightly
 
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "ci/gpu"
@@ -169,7 +169,7 @@ def test_steps_that_end_early(tmp_path: Path) -> None:
     assert "| the rest of nccl | killed 10 s after its cap |" in page and "the rest of performance" in page
 
 
-@slow
+@nightly
 def test_what_stops_a_case_of_several_ranks(tmp_path: Path) -> None:
     """Whatever happened first: the end of a rank breaks the connections of others, whose errors come after it. A rank
     that raises or never comes is wrong; a library that refuses, a compiler, or a cap leaves a case that is not run."""
@@ -263,7 +263,7 @@ for group, row in spread(rows, ["device", "raises", "ends", "hangs", "fine"], he
     )
 
 
-@slow
+@nightly
 def test_ranks_are_threads_where_nccl_does_not_share_a_gpu(tmp_path: Path) -> None:
     """Every provider once, then the rest; the page says why, and what is wrong is wrong."""
     text = """

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from nightly import slow
+from nightly import nightly
 
 ROOT = Path(__file__).parent.parent
 RUN = ROOT / "ci/mutants/run.py"
@@ -56,7 +56,7 @@ def test_the_tests_that_plant_a_fault_are_there() -> None:
     assert not [f"{file}::{name}" for file, name in listed if name not in defined_in(file)]
 
 
-@slow
+@nightly
 def test_verdicts(mutants: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("def two():\n    return 2\n")
     (tmp_path / "test_x.py").write_text("import x\n\ndef test_two():\n    assert x.two() == 2\n")

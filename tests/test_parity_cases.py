@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import third_party
 import torch
-from nightly import ALL, slow
+from nightly import NIGHT, nightly
 from warm import in_a_fork, megatrons_own_data
 
 from cp_plugin.megatron.flags import declared
@@ -86,7 +86,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "ci/perf"))
 
 
-@slow
+@nightly
 def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the seeds of the short form: fewer never widen a limit."""
     import matrix
@@ -241,7 +241,7 @@ def test_counts_are_as_stored_and_a_change_of_one_is_found(monkeypatch: pytest.M
     from counts import differences
 
     stored = json.loads(exact.FILE.read_text())
-    if not ALL:
+    if not NIGHT:
         few = dict(list(exact.PROBLEMS.items())[:5:2])
         monkeypatch.setattr(exact, "PROBLEMS", few)
         stored = {name: counts for name, counts in stored.items() if name.rpartition(": ")[0] in few}

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import third_party
 import typer
-from nightly import ALL, slow
+from nightly import NIGHT, nightly
 from printed import FLAGS, ROOT, Printed, fenced, inline
 from typer.testing import CliRunner
 from warm import before_forking
@@ -116,7 +116,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@slow
+@nightly
 @pytest.mark.parametrize("command", fenced(), ids=lambda command: command.text[:90])
 def test_in_a_block(command: Printed, here: Path, request: pytest.FixtureRequest) -> None:
     if GATHER_Q in command.text:
@@ -138,7 +138,7 @@ FIRST = {command.words[1]: command for command in reversed(inline()) if whole(co
 def test_in_line(command: Printed, here: Path) -> None:
     if not whole(command):
         check_mention(command)
-    elif ALL or command == FIRST[command.words[1]]:
+    elif NIGHT or command == FIRST[command.words[1]]:
         execute(command, here)
     else:
         check_arguments(command)

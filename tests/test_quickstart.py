@@ -13,7 +13,7 @@ from subprocess import Popen
 
 import pytest
 import runs
-from nightly import nightly, slow
+from nightly import nightly
 from runs import Iteration
 from warm import Forked, before_forking
 
@@ -51,7 +51,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     return run
 
 
-@slow
+@nightly
 def test_it_passes_and_leaves_a_plot(out: Path) -> None:
     command = [sys.executable, EXAMPLES / "quickstart.py", "--iterations", "4", "--out", out]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -71,7 +71,7 @@ def test_placed_packs_train_as_on_one_rank(
     assert last.startswith("PASS: packs placed on 4 ranks train as on one: 4 losses within"), last
 
 
-@slow
+@nightly
 def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..., object], out: Path) -> None:
     said = str(run("quickstart.py", "--provider", "stripped", "--iterations", "1", "--out", out))
     assert said.startswith("FAIL: training with 4 ranks")

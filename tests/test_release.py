@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 import yaml
-from nightly import slow
+from nightly import nightly
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -168,7 +168,7 @@ except ModuleNotFoundError as error:
 """
 
 
-@slow
+@nightly
 def test_without_megatron(tmp_path: Path) -> None:
     works = (
         "traffic --ranks 4",

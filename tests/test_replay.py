@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from nightly import slow
+from nightly import nightly
 
 from cp_plugin.common.versions import megatron_supported
 
@@ -182,7 +182,7 @@ LATER = "    if get_args().curr_iteration == 1:\n        output = output * mpu.g
 BY_PLACE = "    output = output * torch.arange(output.size(1))\n"
 
 
-@slow
+@nightly
 @pytest.mark.parametrize(
     ("planted", "kind", "state"),
     [

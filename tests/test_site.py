@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nightly import slow
+from nightly import nightly
 
 ROOT = Path(__file__).parent.parent
 PAGES = [path.relative_to(ROOT / "docs") for path in sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
 
 
-@slow
+@nightly
 def test_every_page_is_on_it(site: Path) -> None:
     """As HTML: no Markdown is left in tables and lists."""
     for page in PAGES:
@@ -38,7 +38,7 @@ def test_every_page_is_on_it(site: Path) -> None:
     assert not list(site.rglob("*.py")) and not list(site.rglob("*.toml"))
 
 
-@slow
+@nightly
 def test_messages_have_pages_that_the_search_finds(site: Path) -> None:
     """The link to the rules leads there."""
     index = (site / "search" / "search_index.json").read_text()
@@ -46,7 +46,7 @@ def test_messages_have_pages_that_the_search_finds(site: Path) -> None:
     assert 'href="messages/refused.html"' in (site / "troubleshooting.html").read_text()
 
 
-@slow
+@nightly
 def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
     """No script, style, font, picture or counter."""
     loads = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc="(https?:)?//|<link[^>]*\shref="(https?:)?//""")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # else every rank's optimizer would import it, for more than a second
-from nightly import one_case, slow
+from nightly import nightly, one_case
 from warm import in_a_fork
 
 from cp_plugin.core.options import Options
@@ -42,7 +42,7 @@ def finetune(example: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, *flags
     run_ranks(example["main"], args.ranks, args=(args,), output="all")
 
 
-@pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=slow)], ids=["forked", "torchrun"])
+@pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=nightly)], ids=["forked", "torchrun"])
 def test_attention(launcher: tuple[str, ...] | None) -> None:
     root, file = EXAMPLES.parent, str(EXAMPLES / "torch_attention.py")
     if launcher is None:

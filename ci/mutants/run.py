@@ -123,7 +123,7 @@ def run_tests(tree: Path, tests: str, limit: float) -> tuple[int, str]:
     The suite of every change must find a mutant, also at night. The CI profile of hypothesis is deterministic and has
     no deadline.
     """
-    longer = ("CP_PLUGIN_ALL", "CP_PLUGIN_NIGHTLY", "CP_PLUGIN_PRODUCT")
+    longer = ("CP_PLUGIN_NIGHTLY", "CP_PLUGIN_PRODUCT")
     env = {name: value for name, value in os.environ.items() if name not in longer} | {
         "PYTHONPATH": os.pathsep.join(map(str, (tree, tree / "kernels", tree / "tests"))),
         "PYTHONDONTWRITEBYTECODE": "1",

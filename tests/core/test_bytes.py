@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from method_cases import EVERY, SETTINGS, of_formula, on_the_wire, setup_of, traced
-from nightly import ALL, nightly, slow
+from nightly import NIGHT, nightly
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
@@ -22,13 +22,13 @@ FIRST = {f"{name} on {providers.get(name).layouts[0]}" for name in providers.nam
 FP8, NARROW = {"fp8": "comm"}, {"gradient_dtype": "model"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=slow if EVERY[n][1] > 4 else ()) for n in EVERY])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=nightly if EVERY[n][1] > 4 else ()) for n in EVERY])
 def test_ledger_trace_and_formula_agree(name: str) -> None:
     on_the_wire(setup_of(name, dtype=torch.float64))
     traced(setup_of(name, causal=False))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FIRST else slow) for n in EVERY])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FIRST else nightly) for n in EVERY])
 def test_smaller_payloads_and_sums(name: str) -> None:
     """FP8 payloads, gradient sums in the model's dtype where there are any, and both."""
     dtype = torch.float16 if len(name) % 2 else torch.bfloat16
@@ -38,7 +38,7 @@ def test_smaller_payloads_and_sums(name: str) -> None:
         assert all(total(sent) < total(wide) for sent, wide in zip(on_the_wire(packed), exact, strict=True))
         return
     some = any if packed.provider.name == "needed" else all  # the ends of a contiguous sequence only send, or only sum
-    alone = traced if ALL else of_formula  # by day its trace is that with narrow sums, which is the longest of all
+    alone = traced if NIGHT else of_formula  # by day its trace is that with narrow sums, which is the longest of all
     assert some(total(sent) < total(wide) for sent, wide in zip(alone(packed), exact, strict=True))
     on_the_wire(setup_of(name, dtype=dtype, **FP8, **NARROW))
     narrow = setup_of(name, dtype=dtype, **NARROW)
@@ -71,7 +71,7 @@ def total(sent: Formula, phase: str = "") -> int:
 )
 def test_on_processes_bytes_and_results(flags: tuple[str, ...], chosen: dict[str, str]) -> None:
     """Real Gloo ranks, through the commands; every change runs one provider for each kind of message."""
-    names = [*providers.names(), *providers.names("linear")] if ALL else ["ring", "ulysses", "lasp2"]
+    names = [*providers.names(), *providers.names("linear")] if NIGHT else ["ring", "ulysses", "lasp2"]
     small = ("--ranks", "4", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", *flags, "--json")
     small += tuple(f"--provider={name}" for name in names)
     found = CliRunner().invoke(app, ["traffic", "--measure", "--seq-length", "96", *small])

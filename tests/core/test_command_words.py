@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import typer
-from nightly import slow
+from nightly import nightly
 from typer.testing import CliRunner
 
 import cp_plugin
@@ -148,7 +148,7 @@ def test_a_hint_helps() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["plan", "--cluster", "dgx-h100"], pytest.param(["doctor", "--megatron"], marks=slow)]
+    "command", [["plan", "--cluster", "dgx-h100"], pytest.param(["doctor", "--megatron"], marks=nightly)]
 )
 def test_flags_after_two_dashes_are_named_as_written(command: list[str]) -> None:
     """They are Megatron's, which the command's own are not."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nightly import pairs_in_all
+from nightly import pairs_at_night
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
@@ -44,7 +44,7 @@ def all_pairs(recording: Recording) -> Counter[tuple[int, int, int]]:
     )
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize(("provider", "layout"), METHODS, ids=["-".join(m) for m in METHODS])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_every_pair_of_every_head_is_computed_once(provider: str, layout: str, causal: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import ALL
+from nightly import NIGHT
 from oracle import Case, Result, errors
 from thread_ranks import on_threads, run
 from torch import Tensor
@@ -132,8 +132,8 @@ def test_every_provider_is_within_e4m3_limits() -> None:
     softmax = providers.names()
     planned = [setup for options in OPTIONS for setup in plan(_takers(softmax, options), problems, options)]
     one_each = {(setup.provider.name, setup.layout): setup for setup in planned if setup.reason is None}
-    results = verify(planned if ALL else [*one_each.values()], "cpu", threads=True)
-    assert len(results) > (60 if ALL else 20)
+    results = verify(planned if NIGHT else [*one_each.values()], "cpu", threads=True)
+    assert len(results) > (60 if NIGHT else 20)
     assert {result.setup.provider.name for result in results} == set(softmax)
     for result in results:
         assert result.ok, (result.setup.provider.name, str(result.setup), result.setup.layout, result)

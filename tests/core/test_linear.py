@@ -12,7 +12,7 @@ import fake_fla
 import pytest
 import torch
 from linear_cases import DECAYS, LinearCase, distance
-from nightly import each_pair, each_value, pairs_in_all
+from nightly import each_pair, each_value, pairs_at_night
 from oracle import no_sums_in_half
 from torch import Tensor
 
@@ -172,7 +172,7 @@ def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
     assert all(sent == formula for sent in ledgers)
 
 
-@pairs_in_all
+@pairs_at_night
 @decays
 @pytest.mark.parametrize(("provider", "layout"), [("lasp2", "zigzag"), ("zeco", "contiguous"), ("lasp1", "zigzag")])
 def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: str, decay: Any) -> None:
@@ -189,7 +189,7 @@ def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: 
             assert error <= (2 * single if x.dtype == torch.bfloat16 else 1e-4), size
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize("decay", ["none", "token", "key"])
 @pytest.mark.parametrize("beta", [1.0, 0.02])
 def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPatch, decay: Any, beta: float) -> None:
@@ -279,7 +279,7 @@ def test_the_final_state(decay: Any, delta: bool, documents: bool, layout: str) 
             assert distance(got, case.final_state()) <= 1e-9, size
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize("log_decay", [-1e-7, -1.0, -60.0, float("-inf")])
 @pytest.mark.parametrize("dimensions", [1, 2])
 def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from linear_cases import DECAYS, LinearCase, distance
-from nightly import slow
+from nightly import nightly
 from torch import Tensor
 
 from cp_plugin import ContextParallel
@@ -153,7 +153,7 @@ def test_slabs_change_nothing(decay: Any, delta: bool, documents: bool, monkeypa
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@slow
+@nightly
 def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Key-by-key products exist for one slab only; other memory grows with the tokens."""
 
@@ -170,7 +170,7 @@ def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     assert backward(2 * tokens) - backward(tokens) < 1.25 * of_token * tokens
 
 
-@slow
+@nightly
 def test_gla_of_128k_tokens_in_float32() -> None:
     """Forward and backward against float64."""
     g = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from method_cases import METHODS, SETTINGS, of_formula
-from nightly import nightly, pairs_in_all, slow
+from nightly import nightly, pairs_at_night
 from oracle import Case, Result, assert_close, errors, no_sums_in_half, relative_error
 from thread_ranks import on_shards, on_threads, run, typical
 from torch import Tensor
@@ -66,7 +66,7 @@ def summed(ranks: list[Result]) -> list[Result]:
     return [found._replace(dsink=total) for found in ranks]
 
 
-@pairs_in_all
+@pairs_at_night
 @methods
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("heads", HEADS)
@@ -78,7 +78,7 @@ def test_float64(provider: str, layout: str, mask: str, heads: str, size: int) -
         assert_close(got, want, 1e-10, (provider, layout, size, rank))
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("mask", ["causal", "all of it"])
 @pytest.mark.parametrize("heads", ["grouped", "equal"])
@@ -91,7 +91,7 @@ def test_settings(name: str, mask: str, heads: str, backend: str) -> None:
         assert_close(got, want, 1e-10, (name, rank))
 
 
-@pairs_in_all
+@pairs_at_night
 @methods
 @pytest.mark.parametrize("mask", FEW_MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -138,7 +138,7 @@ def test_a_grid_with_blocks_that_no_query_sees() -> None:
         *("head axis of 2, then a grid on striped", "hosts of 2, queries travel"),
         "usp with few on the head axis",
         *(
-            pytest.param(name, marks=slow)
+            pytest.param(name, marks=nightly)
             for name in (
                 *("2x3", "head axis of 2, then 2x2", "hosts of 2", "double ring behind a head axis"),
                 *("ring behind a head axis", "gather behind a head axis", "4x2 in head groups"),
@@ -194,7 +194,7 @@ def on_processes(provider: str, size: int, problems: list[Case], **options: Any)
     return [max(error for error, _ in of_problem) for of_problem in zip(*ranks, strict=True)]
 
 
-@pairs_in_all
+@pairs_at_night
 @methods
 def test_a_wrong_layout_is_noticed(provider: str, layout: str) -> None:
     """Planted fault: shards in another layout than the attention's."""
@@ -214,7 +214,7 @@ def test_a_wrong_layout_is_noticed(provider: str, layout: str) -> None:
     ("provider", "dtype"),
     [
         *((name, torch.float32) for kind in ("softmax", "linear") for name in providers.names(kind)),
-        *(pytest.param(name, torch.bfloat16, marks=slow) for name in providers.names()),
+        *(pytest.param(name, torch.bfloat16, marks=nightly) for name in providers.names()),
     ],
 )
 def test_two_runs_give_the_same_bits(provider: str, dtype: torch.dtype) -> None:

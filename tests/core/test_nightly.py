@@ -11,7 +11,8 @@ from typing import Any
 import execnet
 import nightly
 import pytest
-from nightly import covering, slow
+from nightly import covering
+from nightly import nightly as at_night
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "ci"))
@@ -22,22 +23,12 @@ import changed  # noqa: E402
 class Item:
     """A collected test."""
 
-    def __init__(
-        self,
-        name: str,
-        params: dict[str, str] | None = None,
-        mark: pytest.MarkDecorator | None = None,
-        module: SimpleNamespace | None = None,
-    ) -> None:
-        params = params or {}
+    def __init__(self, name: str, params: dict[str, str], mark: pytest.MarkDecorator | None = None) -> None:
         self.nodeid, self.callspec = f"{name}{[*params.values()]}", SimpleNamespace(params=params)
-        self.module, self._marks = module or SimpleNamespace(), [] if mark is None else [mark.mark]
-
-    def iter_markers(self, name: str) -> list[pytest.Mark]:
-        return [mark for mark in self._marks if mark.name == name]
+        self._mark = mark
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        return next(iter(self.iter_markers(name)), None)
+        return self._mark and self._mark.mark
 
 
 PRODUCT = [dict(zip("abc", places, strict=True)) for places in product("0123456", "012", "01")]
@@ -51,11 +42,9 @@ def test_every_combination_occurs_in_few_cases(strength: int, fewest: int) -> No
     assert fewest <= len(kept) <= 1.25 * fewest
 
 
-@pytest.mark.parametrize(
-    ("suite", "fewest"), [((), 1), (("ALL",), 7), (("ALL", "NIGHT"), 21), (("ALL", "NIGHT", "PRODUCT"), 42)]
-)
+@pytest.mark.parametrize(("suite", "fewest"), [((), 1), (("NIGHT",), 21), (("NIGHT", "PRODUCT"), 42)])
 def test_what_a_suite_leaves_out_is_counted(suite: tuple[str, ...], fewest: int, monkeypatch: Any) -> None:
-    for name in ("ALL", "NIGHT", "PRODUCT"):
+    for name in ("NIGHT", "PRODUCT"):
         monkeypatch.setattr(nightly, name, name in suite)
 
     other = [Item("of two", case) for case in PRODUCT[:2]]
@@ -67,24 +56,6 @@ def test_what_a_suite_leaves_out_is_counted(suite: tuple[str, ...], fewest: int,
     assert execnet.loads(execnet.dumps(left_out)) == left_out  # a pytest-xdist worker sends it when it ends
 
 
-def test_a_night_runs_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def suite(*names: str) -> set[str]:
-        for name in ("ALL", "NIGHT", "PRODUCT"):
-            monkeypatch.setattr(nightly, name, name in names)
-        items = [Item("product", case, nightly.one_case) for case in PRODUCT]
-        items += [Item("short"), Item("longer form", mark=pytest.mark.skipif(True, reason=nightly.WHY))]
-        items += [Item("slow", mark=nightly.slow), Item("size", module=SimpleNamespace(NIGHT=True))]
-        collected = len(items)
-        left_out = nightly.thin(items, beyond_all="NIGHT" in names)
-        assert sum(left_out.values()) == collected - len(items)
-        return {item.nodeid for item in items}
-
-    by_day, by_night = suite("ALL"), suite("ALL", "NIGHT")
-    assert by_day & by_night == {"longer form[]", "size[]"}
-    assert {"short[]", "slow[]"} <= by_day
-    assert {f"product{[*PRODUCT[place].values()]}" for place in covering(PRODUCT, 2)} <= by_day | by_night
-
-
 FILES = {str(f.relative_to(ROOT)) for folder in ("cp_plugin", "tests", "ci") for f in (ROOT / folder).rglob("*.*")}
 
 
@@ -93,7 +64,7 @@ def used() -> dict[str, set[str]]:
     return changed.uses({file for file in FILES if "__pycache__" not in file})
 
 
-@slow
+@at_night
 @pytest.mark.parametrize(
     ("file", "touches", "leaves_alone"),
     [

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from nightly import pairs_in_all
+from nightly import pairs_at_night
 from oracle import Case, Result
 from torch import Tensor
 
@@ -60,7 +60,7 @@ def run(cp: ContextParallel, tensors: tuple[Tensor, ...]) -> Result:
     return Result(*(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad)))
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize(("backend", "token"), [*(("sdpa", place) for place in PLACES), ("reference", "middle")])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("provider", providers.names())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from method_cases import SETTINGS
-from nightly import each_value, slow
+from nightly import each_value, nightly
 from oracle import Case, assert_close
 from test_needs import seen_rows
 from thread_ranks import run, typical
@@ -31,7 +31,7 @@ METHODS = {name: (name, 4, {}) for name in PLACED} | SETTINGS
 
 @each_value
 @pytest.mark.parametrize(
-    "name", [*PLACED, *(pytest.param(name, marks=slow if SETTINGS[name][1] > 4 else ()) for name in COMPOSED)]
+    "name", [*PLACED, *(pytest.param(name, marks=nightly if SETTINGS[name][1] > 4 else ()) for name in COMPOSED)]
 )
 @pytest.mark.parametrize("window", [None, (9, 0)])
 def test_float64(name: str, window: tuple[int, int] | None) -> None:

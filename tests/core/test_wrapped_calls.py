@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nightly import pairs_in_all, slow
+from nightly import nightly, pairs_at_night
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -109,7 +109,7 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize("strided", STRIDED)
 @pytest.mark.parametrize("name", CALLS)
 def test_inputs_and_gradients_of_any_strides(name: str, strided: str) -> None:
@@ -127,7 +127,7 @@ def test_inputs_and_gradients_of_any_strides(name: str, strided: str) -> None:
     torch.testing.assert_close(gradient(change), gradient(lambda x: x), rtol=0, atol=1e-11)
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_are_those_without_the_wrapper(name: str, wrapper: str) -> None:
@@ -151,7 +151,7 @@ SECOND: dict[str, Callable[[Tensor, list[Tensor]], object]] = {
 }
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_penalty_on_gradients_is_right_or_refused(name: str, second: str) -> None:
@@ -175,7 +175,7 @@ def test_a_penalty_on_gradients_is_right_or_refused(name: str, second: str) -> N
     "name",
     [
         "attention, striped",
-        *(pytest.param(n, marks=slow) for n in ("gated, lasp2", "short convolution", "unshard", "shift")),
+        *(pytest.param(n, marks=nightly) for n in ("gated, lasp2", "short convolution", "unshard", "shift")),
     ],
 )
 def test_compiled_layers_take_another_length(name: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from device_cases import BACKENDS, MASKS, Linear, Peerless, Result, Softmax, leaf, linear_cases, softmax_cases
 from fake_device import CUDA, MixedDevicesError, Start, once_warm
-from nightly import NIGHT, nightly, one_case, pairs_in_all
+from nightly import NIGHT, nightly, one_case, pairs_at_night
 
 from cp_plugin import ContextParallel, Problem
 from cp_plugin.kernels.backends import sdpa
@@ -132,7 +132,7 @@ def test_a_plan_meets_one_order_of_dout(gpu: Start, backend: str, batch_first: b
     assert graphs and all(len({tuple(sorted(range(3), key=x.__getitem__)) for x in graph}) == 1 for graph in graphs)
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize("mask", kernel_tables.MASKS)
 @pytest.mark.parametrize("provider", providers.names())
 def test_auto_is_as_the_page_on_kernels_tells(gpu: Start, provider: str, mask: str) -> None:

@@ -17,7 +17,7 @@ from cp_kernels.sizes import Sizes
 from cp_kernels.visible import LAST, Runs, View
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from nightly import ALL, each_value, one_case
+from nightly import NIGHT, each_value, one_case
 
 CAUSAL = View(right=0)
 SIDES = sides()
@@ -80,7 +80,7 @@ def test_groups_of_heads_and_batches(heads: tuple[int, int]) -> None:
     assert_right(run(x, *sides, CAUSAL, 0.3), answer(x, *sides, CAUSAL, 0.3), LIMITS[torch.float32])
 
 
-@settings(max_examples=15 if ALL else 5, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=15 if NIGHT else 5, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data())
 def test_any_runs_under_any_mask(data: st.DataObject) -> None:
     def runs() -> Runs:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cp_kernels import convolution as kernel
-from nightly import pairs_in_all
+from nightly import pairs_at_night
 from torch import Tensor
 
 from cp_plugin import ContextParallel
@@ -78,7 +78,7 @@ def check(x: Tensor, halo: Tensor, weight: Tensor, bias: Tensor | None, dout: Te
         assert_close(terms, lambda *g: fused.convolve_back(*g)[1], *given, dtype=sums)
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("shape", "width", "halo"), [((5, 2, 6), 4, 3), ((5, 1, 130), 3, 2), ((4, 3, 1), 1, 0), ((14, 2, 3), 13, 12)]

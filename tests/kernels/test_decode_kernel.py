@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cp_kernels import decode as kernel
-from nightly import pairs_in_all
+from nightly import pairs_at_night
 from torch import Tensor
 
 from cp_plugin.core import payload
@@ -82,7 +82,7 @@ def test_any_size_and_dtype(d: int, e: int, dtype: torch.dtype) -> None:
     )
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (3, 1), (20, 1), (80, 1)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_heads_that_share_keys_are_rows_of_one_product(heads: tuple[int, int], tokens: int) -> None:
@@ -164,7 +164,7 @@ class Both:
         return operation()
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize("kind", [Plain, Packed])
 @pytest.mark.parametrize("dtype", kernel.DTYPES)
 @pytest.mark.parametrize("slots", [5, 600])

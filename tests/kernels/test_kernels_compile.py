@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nightly import each_value, nightly, slow
+from nightly import each_value, nightly
 
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory limit of a program in bytes, by compute capability."""
@@ -58,7 +58,7 @@ def check_attention(capability: int, sizes: str, dtype: str) -> list[dict[str, A
     return found
 
 
-@slow
+@nightly
 @pytest.mark.parametrize("sizes", ["128", pytest.param("192x128", marks=nightly)])
 def test_attention_compiles_and_fits_on_hopper(sizes: str) -> None:
     for launch in check_attention(90, sizes, "bfloat16"):
@@ -115,7 +115,7 @@ def check_decode(capability: int, sizes: str, dtype: str) -> list[dict[str, Any]
     return found
 
 
-@slow
+@nightly
 def test_decode_compiles_and_fits_on_hopper() -> None:
     for launch in check_decode(90, "576x512", "bfloat16"):
         assert launch["spilled"] <= SPILLED, launch

@@ -11,7 +11,7 @@ import torch
 from cp_kernels import payload as kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nightly import pairs_in_all
+from nightly import pairs_at_night
 from torch import Tensor
 
 from cp_plugin.core import payload
@@ -208,7 +208,7 @@ def check_message(tensors: list[Tensor], rows: list[tuple[int, ...]], block: int
         assert torch.equal(found[0].isnan(), found[1].isnan()) and torch.equal(bits, expected)
 
 
-@pairs_in_all
+@pairs_at_night
 @pytest.mark.parametrize("block", [64, 4, 1])
 @pytest.mark.parametrize("name", PARTS)
 def test_a_message_of_many_parts(name: str, block: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from brute import Inputs, answer
 from cp_kernels.visible import View
-from nightly import nightly, slow
+from nightly import nightly
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem, Tree
@@ -33,8 +33,7 @@ EVERY_CHANGE = (("ring", "window and documents"), ("attention2d", "causal"), ("n
 
 def _marked(provider: str, mask: str) -> object:
     few, name = (provider, mask) in EVERY_CHANGE, f"{provider}-{mask}"
-    some = mask == "causal" or provider in dict(EVERY_CHANGE)
-    return pytest.param(provider, MASKS[mask], id=name, marks=() if few else slow if some else nightly)
+    return pytest.param(provider, MASKS[mask], id=name, marks=() if few else nightly)
 
 
 @pytest.mark.parametrize(("provider", "mask"), [_marked(*pair) for pair in product(providers.names(), MASKS)])

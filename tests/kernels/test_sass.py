@@ -18,7 +18,7 @@ import torch
 import triton
 from cp_kernels import sizes
 from cp_kernels.parts import Parts
-from nightly import nightly, slow
+from nightly import nightly
 
 SCRIPT = Path(__file__).parents[2] / "ci/perf/sass.py"
 FILE = SCRIPT.with_name("sass.json")
@@ -38,7 +38,7 @@ def compared(*arguments: str) -> tuple[int, str]:
 
 
 @held
-@pytest.mark.parametrize("case", ["merge", pytest.param("attention 128", marks=slow)])
+@pytest.mark.parametrize("case", ["merge", pytest.param("attention 128", marks=nightly)])
 def test_machine_code_is_as_stored(case: str) -> None:
     status, printed = compared("--gpu", "90", "--only", case)
     assert status == 0 and "PASS" in printed, printed

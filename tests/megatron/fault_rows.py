@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import pytest
-from nightly import slow
+from nightly import nightly
 
 type Plant = Callable[[], None]
 
@@ -70,7 +70,7 @@ class Fault(NamedTuple):
 
 def rows(faults: Sequence[Fault]) -> list[Any]:
     """Of a parametrised test."""
-    return [pytest.param(fault, id=fault.name, marks=slow if fault.alike else ()) for fault in faults]
+    return [pytest.param(fault, id=fault.name, marks=nightly if fault.alike else ()) for fault in faults]
 
 
 def ranks_of(flags: str) -> int:

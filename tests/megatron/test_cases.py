@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, cases
-from nightly import nightly, slow
+from nightly import nightly
 from training import PACKED, SCRIPT
 
 from cp_plugin.common.versions import version_tuple
@@ -24,7 +24,7 @@ MANAGED = {
 
 
 def _rows() -> list[Any]:
-    marks = {"day": [], "all": [slow], "night": [nightly]}
+    marks = {"day": [], "night": [nightly]}
     versions = {True: [pytest.mark.versions], False: []}
     return [
         pytest.param(case, id=case.name, marks=[*marks[case.where[0]], *versions["versions" in case.where]])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import textbook
 import torch
-from nightly import NIGHT, one_case, slow
+from nightly import NIGHT, nightly, one_case
 from torch import Tensor
 from training import DATA, MODEL, SGD
 
@@ -197,7 +197,7 @@ def test_every_kind_of_linear_attention(variant: str) -> None:
     compare(with_model(stepwise, f"{flags} --context-parallel-size 2", 2), on_one_rank(flags))
 
 
-@slow
+@nightly
 def test_tensor_parallel_ranks_beside_context_parallel_ones() -> None:
     flags = f"{MODELS['hybrid']} --tensor-model-parallel-size 2 --context-parallel-size 2"
     compare(with_model(stepwise, flags, 4), on_one_rank(MODELS["hybrid"], tensor_parallel=2))

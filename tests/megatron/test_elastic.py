@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nightly import slow
+from nightly import nightly
 from training import MODEL, SGD, train
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -37,7 +37,8 @@ def announced(capfd: pytest.CaptureFixture[str]) -> set[str]:
     return {line.partition("cp_plugin: resumes with ")[2] for line in lines}
 
 
-@slow
+@pytest.mark.versions
+@nightly
 def test_a_training_is_handed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = f"{COMMON} --save-interval 2 --save {tmp_path}"
     undisturbed = train(4, f"{RING} {files}/0", steps=STEPS, training=ADAM)[0].losses
@@ -57,7 +58,7 @@ def test_a_training_is_handed_on(tmp_path: Path, capfd: pytest.CaptureFixture[st
 MEGATRON_FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
 
 
-@slow
+@nightly
 @pytest.mark.parametrize(
     ("ranks", "parallel", "without"),
     [

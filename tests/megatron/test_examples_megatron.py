@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import training
-from nightly import one_case, slow
+from nightly import nightly, one_case
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from warm import before_forking
 
@@ -149,7 +149,7 @@ def narrow(name: str, variant: str | None) -> dict[str, Value]:
     return found | {flag: value for flag, value in SHAPE.items() if full.get(flag) not in (None, 1)}
 
 
-@slow
+@nightly
 @one_case
 @pytest.mark.parametrize(
     ("name", "variant"), [*((name, None) for name in config.names()), ("attention2d-64xh100", "fp8")]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import one_case, slow
+from nightly import nightly, one_case
 from torch import Tensor
 from training import compare, stock, train
 
@@ -83,7 +83,7 @@ def histories(where: Path, ranks: int) -> list[list[Tensor]]:
     return [torch.load(where / f"{rank}.pt") for rank in range(ranks)]
 
 
-@slow
+@nightly
 def test_delayed_scales_are_those_of_all_ranks_of_megatrons_group(tmp_path: Path) -> None:
     """CP 4, TP 2: every rank gets the maximum over all ranks; without the reduction each keeps its own."""
     flags = f"{DELAYED} --context-parallel-size 4 --tensor-model-parallel-size 2"
@@ -145,7 +145,7 @@ def _only_in_backward() -> None:
     attention.CoreAttention.__init__ = checking
 
 
-@slow
+@nightly
 def test_evaluation_is_not_remembered_and_recomputation_changes_nothing(tmp_path: Path) -> None:
     flags = f"{COMPUTE} --context-parallel-size 2"  # Megatron recomputes its own FP8 layers on CUDA only
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -163,7 +163,7 @@ def test_evaluation_is_not_remembered_and_recomputation_changes_nothing(tmp_path
     assert all(loss == losses["plain"] for loss in losses.values()), losses
 
 
-@slow
+@nightly
 def test_histories_in_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Resumed on other numbers of ranks, with another length, by stock Megatron, and from a checkpoint of that."""
     common = "--make-vocab-size-divisible-by 64 --ckpt-format torch_dist"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import ALL, one_case, slow
+from nightly import NIGHT, nightly, one_case
 from training import train
 from warm import Forked, in_a_fork
 
@@ -63,7 +63,7 @@ def texts(*words: str) -> dict[str, Any]:
 @one_case
 @pytest.mark.parametrize("model", MODELS)
 def test_greedy_text_is_that_of_one_rank(model: str, checkpoints: Checkpoints) -> None:
-    new = 256 if ALL else 32
+    new = 256 if NIGHT else 32
     asked = ("--load", str(checkpoints[model]), "--prompt", "def main", "--new-tokens", str(new), "--ignore-eod")
     one = texts(*asked)
     assert len(one["tokens"][0]) == len("def main") + new and len(set(one["tokens"][0])) > 10
@@ -75,7 +75,7 @@ def test_greedy_text_is_that_of_one_rank(model: str, checkpoints: Checkpoints) -
         assert abs(4 * four["cache_bytes"][0] - one["cache_bytes"][0]) <= 4 * 2 * one["cache_bytes"][0] / (8 + new)
 
 
-@slow
+@nightly
 def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: Checkpoints) -> None:
     asked = ("--load", str(checkpoints["window"]), "--prompt", "abc", "--prompt", "import json", "--new-tokens", "12")
     drawn = (*asked, "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9", "--sample-seed", "3")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nightly import slow
+from nightly import nightly
 from state_space_kernels import STATES
 from training import SGD, train
 
@@ -20,7 +20,7 @@ HYBRID = f"--hybrid-layer-pattern {BOTH}*-/*- {STATES} --calculate-per-token-los
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
-@slow
+@nightly
 @pytest.mark.parametrize(
     ("flags", "others"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import one_case, slow
+from nightly import nightly, one_case
 from training import LOSS, Record, assert_same_bits, compare, differences, stock, train
 
 STEPS = 3
@@ -56,7 +56,7 @@ def _run_iterations_twice() -> None:
     rerun.QuickStats.record = record
 
 
-@slow
+@nightly
 def test_determinism() -> None:
     """Nothing differs between runs, or between the two runs of an iteration."""
     flags = "--deterministic-mode --calculate-per-token-loss --context-parallel-size 2"

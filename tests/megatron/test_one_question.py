@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from unittest.mock import patch
 
 import pytest
-from nightly import ALL
+from nightly import NIGHT
 from test_planned import COMMON, LLAMA, _megatron  # noqa: F401 (a fixture)
 from typer.testing import CliRunner
 
@@ -108,7 +108,7 @@ class Case(NamedTuple):
 
 
 GROUP = 6
-CASES = [Case.drawn(seed) for seed in range(int(os.environ.get("CP_PLUGIN_FUZZ", 60 if ALL else 6)))]
+CASES = [Case.drawn(seed) for seed in range(int(os.environ.get("CP_PLUGIN_FUZZ", 60 if NIGHT else 6)))]
 
 
 @cache

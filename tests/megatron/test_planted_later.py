@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 from fault_rows import ranks_of
-from nightly import one_case, slow
+from nightly import nightly, one_case
 from state_space_kernels import STATES
 from textbook import MLA, YARN
 from training import MODEL, SGD, short_documents, train
@@ -96,7 +96,7 @@ BY_DAY = (
 """Others are found in the same places; those are planted before a merge."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DAY else slow) for name in LATER])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DAY else nightly) for name in LATER])
 def test_the_check_in_training_finds_it(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError) as raised:
         _train(LATER[name], tmp_path, "--cp-check-every 1")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import one_case, slow
+from nightly import nightly, one_case
 from training import Record, assert_same_bits, train
 
 from cp_plugin.kernels.backends.sdpa import Sdpa
@@ -86,7 +86,7 @@ def test_attention_is_not_repeated(provider: str, recompute: str) -> None:
     assert_same(train(4, f"{flags} {recompute}", steps=STEPS, prepare=count_kernels), plainly(4, flags))
 
 
-@slow
+@nightly
 def test_attention_is_repeated_where_asked() -> None:
     flags = "--context-parallel-size 4 --cp-provider striped"
     twice = functools.partial(count_kernels, 2)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import socket
+import statistics
+import time
 from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from feature_faults import STRIPED
+from nightly import nightly
 from rich.console import Console
 from training import train
 
 from cp_plugin.megatron.startup.agreement import difference
 from cp_plugin.testing.launch import RankError
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
@@ -124,6 +132,37 @@ def test_one_layer_on_one_rank_is_enough_to_refuse() -> None:
     ranks = audit.Coverage(replaced=("layer 1",)), audit.Coverage(replaced=("layer 2",), missed=("layer 3 (Foreign)",))
     with pytest.raises(ValueError, match=r"every attention layer of this model: 2 of 3\. Not replaced: layer 3 \(For"):
         audit.check(audit.union(ranks))
+
+
+@nightly
+def test_audit_and_self_check_cost_little(tmp_path: Path) -> None:
+    """At most 2 % of 1,000 iterations of the quickstart's model."""
+    times: dict[str, Path] = {name: tmp_path / name for name in ("audit", "first_batch", "training")}
+
+    def timed(function: Callable[..., Any], file: Path) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            with file.open("a") as out:
+                print(time.perf_counter() - start, file=out)
+            return result
+
+        return call
+
+    def prepare() -> None:
+        from megatron.training import training
+
+        from cp_plugin.megatron.selfcheck import audit, first_batch
+
+        audit.run, first_batch.run = (
+            timed(each.run, times[name]) for name, each in (("audit", audit), ("first_batch", first_batch))
+        )
+        training.train_step = timed(training.train_step, times["training"])
+
+    model = " ".join(runpy.run_path(str(ROOT / "examples/quickstart.py"))["MODEL"])
+    train(4, "--context-parallel-size 4 --cp-provider striped", steps=4, model=model, prepare=prepare)
+    audit, check, steps = ([float(line) for line in file.read_text().splitlines()] for file in times.values())
+    assert max(audit) + max(check) <= 0.02 * 1000 * statistics.median(steps)
 
 
 def test_kernels_are_chosen_for_the_local_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from bridge_data import finetuning, write
 from bridge_harness import Record, check_same, train
-from nightly import slow
+from nightly import nightly
 
 from cp_plugin.testing.launch import RankError
 
@@ -77,13 +77,13 @@ def _training(data: str, adapters: str, examples: Path, pretrained: Path) -> Cal
         ("packs of padded examples", "", 2, STRIPED),
         ("packs of padded examples", "", 2, PLACED),
         ("packs", "lora", 2, RING),
-        pytest.param("packs", "", 4, GRID, marks=slow),
-        pytest.param("packs", "lora", 4, PLACED, marks=slow),
-        pytest.param("packs of padded examples", "", 2, RING, marks=slow),
-        pytest.param("examples", "lora", 2, STRIPED, marks=slow),
-        pytest.param("packs of padded examples", "lora", 4, GRID, marks=slow),
-        pytest.param("examples", "canonical_lora", 2, RING, marks=slow),
-        pytest.param("examples", "dora", 2, STRIPED, marks=slow),
+        pytest.param("packs", "", 4, GRID, marks=nightly),
+        pytest.param("packs", "lora", 4, PLACED, marks=nightly),
+        pytest.param("packs of padded examples", "", 2, RING, marks=nightly),
+        pytest.param("examples", "lora", 2, STRIPED, marks=nightly),
+        pytest.param("packs of padded examples", "lora", 4, GRID, marks=nightly),
+        pytest.param("examples", "canonical_lora", 2, RING, marks=nightly),
+        pytest.param("examples", "dora", 2, STRIPED, marks=nightly),
     ],
 )
 def test_losses_and_gradients(

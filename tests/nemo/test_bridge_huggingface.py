@@ -13,7 +13,7 @@ import pytest
 import torch
 from bridge_data import tokenizer
 from bridge_harness import train
-from nightly import slow
+from nightly import nightly
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
@@ -87,8 +87,8 @@ def _given(bridge: Any) -> Callable[[Any], None]:
     ("name", "ranks", "asked"),
     [
         ("llama", 2, {"provider": "ring", "layout": "zigzag"}),
-        pytest.param("qwen3", 2, {"provider": "striped"}, marks=slow),
-        pytest.param("qwen3", 4, {"provider": "attention2d", "grid": "2x2"}, marks=slow),
+        pytest.param("qwen3", 2, {"provider": "striped"}, marks=nightly),
+        pytest.param("qwen3", 4, {"provider": "attention2d", "grid": "2x2"}, marks=nightly),
     ],
 )
 def test_logits_and_export(name: str, ranks: int, asked: dict[str, Any], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bridge_harness import LOSS, check_same, one_rank, train
-from nightly import slow
+from nightly import nightly
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
@@ -59,7 +59,7 @@ def test_a_spec_that_was_made_before() -> None:
     "asked",
     [
         {"linear_attention": "gla", "layer_pattern": "LN"},
-        pytest.param({"linear_attention": "lightning"}, marks=slow),
+        pytest.param({"linear_attention": "lightning"}, marks=nightly),
     ],
     ids=str,
 )

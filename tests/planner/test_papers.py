@@ -15,7 +15,7 @@ from evidence.data import Row
 from evidence.experiment import Machine, predict
 from evidence.overlapped import OVERLAPPED
 from evidence.report import Aim, Predicted, aims, cells
-from nightly import slow
+from nightly import nightly
 from oracle import Case, assert_close
 from thread_ranks import on_threads
 from typer.testing import CliRunner
@@ -116,7 +116,7 @@ def test_command_without_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert done.exit_code == 2 and "run it in a checkout" in done.output
 
 
-@slow
+@nightly
 def test_every_prediction_is_on_the_page(page: ModuleType) -> None:
     """No profile constant, prediction or error can change unnoticed."""
     assert all(path.read_text() == text for path, text in page.files().items()), "run python docs/generate.py"

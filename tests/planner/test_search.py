@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nightly import one_case, slow
+from nightly import nightly, one_case
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -76,7 +76,7 @@ def test_no_more_is_simulated_than_tried() -> None:
     assert 1 < found.simulated <= found.tried
 
 
-@slow
+@nightly
 def test_shapes_with_the_same_attention_share_its_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pipeline, batch and recomputation do not change an attention call; tensor and context parallelism do."""
     alike = [replace(SHAPE, recompute=again, global_batch=n) for again in ("none", "full") for n in (1, 2)]
@@ -214,7 +214,7 @@ def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> No
     assert (theirs.footprint.total < ours.footprint.total) == (recompute != "none")
 
 
-@slow
+@nightly
 def test_each_side_in_its_own_best_shape() -> None:
     """As good as each side searched alone; stock may recompute what leaves attention's output."""
     asked = fitting(of_name("llama3-8b", 64, 2**19, "dgx-h100", Fixed()))
@@ -297,7 +297,7 @@ def test_memory_limits_the_choice() -> None:
         answer(replace(ON_DGX, shapes=shapes, limit=30e9))
 
 
-@slow
+@nightly
 def test_more_recomputation_where_attention_does_not_fit() -> None:
     """The least recomputation fits without the buffers of an attention call, and with no method's."""
     thin = replace(LLAMA, vocab=1024, ffn_hidden=1024)  # otherwise the loss needs as much memory at another time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from nightly import nightly, slow
+from nightly import nightly
 from round_cluster import round_cluster
 
 from cp_plugin.attention.setups import Setup, settled
@@ -106,7 +106,7 @@ def test_all_gather_crosses_nodes_once() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("dgx-h100", marks=slow),
+        pytest.param("dgx-h100", marks=nightly),
         *(pytest.param(name, marks=nightly) for name in ("a100-4-per-node", "h100-1-per-node")),
     ],
 )

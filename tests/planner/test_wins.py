@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from evidence import regimes
 from evidence.regimes import CANONICAL, REGIMES, verdict
-from nightly import nightly, slow
+from nightly import nightly
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
@@ -23,7 +23,7 @@ PAGES = ("README.md", "docs/choose.md", "docs/wins.md")
 
 
 @pytest.mark.parametrize(
-    "name", ["one node", pytest.param("a large model, short of memory", marks=slow, id="a large model")]
+    "name", ["one node", pytest.param("a large model, short of memory", marks=nightly, id="a large model")]
 )
 def test_row_is_up_to_date(page: ModuleType, name: str) -> None:
     regime = next(one for one in REGIMES if one.name == name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nightly import nightly, slow
+from nightly import nightly
 from oracle import Case
 from strict import lazy, threads
 from thread_ranks import on_shards, on_threads, typical
@@ -46,7 +46,11 @@ def _operation(name: str, here: int) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["functional", "batch", *(pytest.param(n, marks=slow) for n in ("all_reduce", "barrier", "broadcast_object_list"))],
+    [
+        "functional",
+        "batch",
+        *(pytest.param(n, marks=nightly) for n in ("all_reduce", "barrier", "broadcast_object_list")),
+    ],
 )
 def test_a_first_operation_without_all_ranks_is_named(name: str, soon: None) -> None:
     def rank() -> None:

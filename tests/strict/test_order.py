@@ -9,7 +9,7 @@ import pytest
 import torch
 from core.linear_cases import DECAYS, LinearCase
 from core.method_cases import METHODS
-from nightly import NIGHT, nightly, slow
+from nightly import NIGHT, nightly
 from oracle import Case
 from strict import programs
 from strict.nccl import Program, run_checked
@@ -64,7 +64,7 @@ def heads_for(provider: str, size: int) -> int:
     return size if provider in ("ulysses", "usp") else 4
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8] if NIGHT else [*(pytest.param(n, marks=slow) for n in (2, 3)), 4])
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8] if NIGHT else [*(pytest.param(n, marks=nightly) for n in (2, 3)), 4])
 @pytest.mark.parametrize(("provider", "layout"), METHODS)
 def test_every_provider_and_layout(provider: str, layout: str, size: int) -> None:
     heads = 2 * heads_for(provider, size)
@@ -91,7 +91,7 @@ def test_masks_under_which_ranks_have_different_work(provider: str, different: d
 @pytest.mark.parametrize("size", MANY)
 @pytest.mark.parametrize(
     ("provider", "layout"),
-    [pytest.param(*m, marks=() if m[1] == providers.get(m[0]).layouts[0] else slow) for m in METHODS],
+    [pytest.param(*m, marks=() if m[1] == providers.get(m[0]).layouts[0] else nightly) for m in METHODS],
 )
 def test_many_ranks(provider: str, layout: str, size: int) -> None:
     heads = heads_for(provider, size)
@@ -107,7 +107,7 @@ def test_many_ranks_in_nested_rings(inner: int, size: int) -> None:
             softmax("burst", size, small(size), intra_size=inner, backward=backward)
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=slow), 3, 4, pytest.param(8, marks=nightly), *MANY[1:]])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=nightly), 3, 4, pytest.param(8, marks=nightly), *MANY[1:]])
 @pytest.mark.parametrize(("provider", "layout"), LINEAR)
 def test_linear_methods(provider: str, layout: str, size: int) -> None:
     few = not NIGHT or size > 8
@@ -125,7 +125,7 @@ def test_the_tree_of_a_decoded_token(size: int) -> None:
     run_checked(programs.decoded, {"cp": size})
 
 
-@pytest.mark.parametrize("size", [*(pytest.param(n, marks=slow) for n in (2, 3)), 4, 5])
+@pytest.mark.parametrize("size", [*(pytest.param(n, marks=nightly) for n in (2, 3)), 4, 5])
 @pytest.mark.parametrize(("provider", "layout"), [("ring", "zigzag"), ("attention2d", "striped"), ("burst", "zigzag")])
 def test_prefill_and_decoding(provider: str, layout: str, size: int) -> None:
     axes, extra = programs.meshes(provider, size, small(size), layout=layout)
