@@ -50,7 +50,7 @@ CRASHED = pytest.StashKey[bool]()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "case: a row of cases.toml")
     config.addinivalue_line("markers", "versions: a row that ci/versions.sh runs")
-    config.addinivalue_line("markers", "covering(by day, in --all): run a covering design of the cases (nightly.py)")
+    config.addinivalue_line("markers", "covering(by day, at night): run a covering design of the cases (nightly.py)")
     config.stash[LEFT_OUT] = {}
 
 
