@@ -20,33 +20,47 @@ AUTO = "auto"
 class Option(str):
     """The name of an option, a field of ``Options``, and its declaration."""
 
-    metavar: str = "VALUE"
-    meaning: str = ""
+    metavar: str
+    meaning: str
     """A phrase for help texts."""
-    default: str = "the provider's choice"
+    default: str
     """What happens if it is not given."""
-    unset: str = AUTO
+    unset: str
     """The text for "not given"."""
-    read: Callable[[str], Any] = str
+    read: Callable[[str], Any]
     """Parses a text; None if it is invalid."""
-    write: str = ""
+    write: str
     """What to write instead, for error messages."""
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...]
     """The valid words; empty if it is not a word."""
-    every: Callable[[int], Sequence[Any]] | None = None
+    every: Callable[[int], Sequence[Any]] | None
     """Ranks -> all values, each priced by the planner. None: the provider chooses."""
-    near: Callable[[int, Any], Sequence[Any]] = staticmethod(lambda ranks, value: ())
+    near: Callable[[int, Any], Sequence[Any]]
     """Ranks and a value -> values that the planner tries once the large choices are made."""
-    misfit: Callable[[Any, int], str | None] = staticmethod(lambda value, ranks: None)
+    misfit: Callable[[Any, int], str | None]
     """Why a value does not fit a number of ranks; None if it does."""
 
-    def __new__(cls, name: str, **declared: Any) -> Option:
-        if unknown := declared.keys() - cls.__annotations__.keys():
-            raise TypeError(f"option {name!r} has no {', '.join(sorted(unknown))}")
+    def __new__(
+        cls,
+        name: str,
+        *,
+        metavar: str = "VALUE",
+        meaning: str = "",
+        default: str = "the provider's choice",
+        unset: str = AUTO,
+        read: Callable[[str], Any] = str,
+        write: str = "",
+        choices: Sequence[str] = (),
+        every: Callable[[int], Sequence[Any]] | None = None,
+        near: Callable[[int, Any], Sequence[Any]] = lambda ranks, value: (),
+        misfit: Callable[[Any, int], str | None] = lambda value, ranks: None,
+    ) -> Option:
         made = super().__new__(cls, name)
-        vars(made).update(declared)
-        if made.choices:
-            made.read = lambda text: text if text in made.choices else None
+        made.metavar, made.meaning, made.default, made.unset = metavar, meaning, default, unset
+        made.choices, made.every, made.near = tuple(choices), every, near
+        made.misfit = misfit
+        made.read = (lambda text: text if text in choices else None) if choices else read
+        made.write = write or " or ".join(choices)
         return made
 
     @property

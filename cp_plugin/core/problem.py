@@ -73,8 +73,11 @@ class Problem:
             object.__setattr__(self, "documents", True)
             if self.bounds[0] or self.bounds[-1] != self.seq_length:
                 raise ValueError(f"bounds of documents run from 0 to the {self.seq_length} tokens of the sequence")
-        if self.window is not None and min(self.window) < -1:
-            raise ValueError(f"window {self.window}: numbers of tokens before and after, or -1 for all of them")
+        if self.window is not None and (len(self.window) != 2 or min(self.window) < -1):
+            raise ValueError(
+                f"window {self.window}: give two numbers of tokens, before and after, or -1 for all of them, such as "
+                "--window-size 1023,0"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads {self.heads}, kv_heads {self.kv_heads}: {self.heads} query heads cannot share {self.kv_heads} "

@@ -51,7 +51,7 @@ def test_bad_tensors_are_refused() -> None:
     for sink in (torch.zeros(3), torch.zeros(4, dtype=torch.int64), torch.zeros(4, device="meta")):
         with pytest.raises(ValueError, match=r"sink must be \[4\], one number per query head"):
             cp.attention(q, q, q, sink=sink)
-    with pytest.raises(ValueError, match=r"window \(-2, 0\): numbers of tokens before and after"):
+    with pytest.raises(ValueError, match=r"window \(-2, 0\): give two numbers of tokens, before and after"):
         cp.attention(q, q, q, window=(-2, 0))
     with pytest.raises(ValueError, match="multiple of 8"):
         ContextParallel("ring", mesh=TraceMesh({"cp": 4}, 0), layout="zigzag").shard(torch.zeros(12))

@@ -39,15 +39,16 @@ def reason(error: BaseException, args: argparse.Namespace | None = None, said: s
         numbers = {name: frame.f_locals.get(name) for name in re.findall(r"(?<![.\w])[a-z_]\w*", line)}
         values = [f"{name} = {value}" for name, value in numbers.items() if type(value) in (int, float)]
         at = f"{line} with {', '.join(values)}" if values else line
-        why = f"Megatron stops at: {at} ({_place(frame, number)}): {said}".rstrip(": ")
+        who = "Megatron" if _owner(frame) == "megatron" else "the plugin"
+        why = f"{who} stops at: {at} ({_place(frame, number)}): {said}".rstrip(": ")
     if args is None and not bare:
         return said
-    flags = flags_read(error, args, "megatron.")
+    flags = flags_read(error, args, ("megatron.", "cp_plugin.megatron."))
     return f"{flags}: {why}" if flags else why
 
 
-def flags_read(error: BaseException, args: object, package: str) -> str:
-    """The flags, with values, in the innermost line of a package that reads some: where it stops, or its caller."""
+def flags_read(error: BaseException, args: object, package: str | tuple[str, ...]) -> str:
+    """The flags, with values, in the innermost line of such modules that reads some: where it stops, or its caller."""
     for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
         found = re.findall(r"\bargs\.(\w+)", linecache.getline(frame.f_code.co_filename, number))
         if found and frame.f_globals.get("__name__", "").startswith(package):

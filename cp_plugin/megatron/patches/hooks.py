@@ -95,9 +95,10 @@ def _add_arguments(call: Call) -> argparse.ArgumentParser:
     otherwise="flags that do not fit would crash later, or go unnoticed",
 )
 def _validate_args(call: Call) -> argparse.Namespace:
-    with refusals.output_held(), validation(call["args"]):
+    with refusals.output_held():
         try:
-            return call.original()
+            with validation(call["args"]):
+                return call.original()
         except (*stops.KINDS, *stops.CRASHES) as error:
             if refusals.message_of(error) is not None:
                 raise
