@@ -100,6 +100,10 @@ def test_nearest_names() -> None:
         ({"layers": 99_999, "predicted": 2}, r"layers 99999, predicted 2: at most 100,000 together"),
         ({"kv_heads": 3}, r"8 query heads cannot share 3 key/value heads"),
         ({"top_k": 2}, r"top_k 2 of 1 experts"),
+        ({"attention_pattern": "LLX"}, r"attention_pattern 'LLX': use only the letters NWL"),
+        ({"attention_pattern": "L"}, r"linear '': .* need one of basic, lightning"),
+        ({"attention_pattern": "W"}, r"need window, such as"),
+        ({"ffn_pattern": ""}, r"ffn_pattern '': use only the letters DE"),
         ({"rope_dim": -1}, r"rope_dim -1: sizes"),
     ],
 )

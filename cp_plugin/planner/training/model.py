@@ -15,6 +15,7 @@ from typing import Literal
 
 from cp_plugin.common.names import find
 from cp_plugin.core.mask import Window
+from cp_plugin.linear.variants import variants
 
 Norm = Literal["rms", "layer"]
 SOFTMAX, WINDOW, LINEAR = "N", "W", "L"
@@ -150,3 +151,15 @@ def _check(m: Model) -> None:
         )
     if m.top_k > m.experts:
         raise ValueError(f"model {m.name}: top_k {m.top_k} of {m.experts} experts: choose at most as many as there are")
+    for field, known in (("attention_pattern", SOFTMAX + WINDOW + LINEAR), ("ffn_pattern", DENSE + EXPERTS)):
+        pattern = getattr(m, field)
+        if not pattern or set(pattern) - set(known):
+            raise ValueError(
+                f"model {m.name}: {field} {pattern!r}: use only the letters {known}, such as {known[0] * 4}"
+            )
+    if LINEAR in m.attention_pattern and m.linear not in variants():
+        raise ValueError(
+            f"model {m.name}: linear {m.linear!r}: layers with linear attention (L) need one of {', '.join(variants())}"
+        )
+    if WINDOW in m.attention_pattern and m.window is None:
+        raise ValueError(f"model {m.name}: layers with a sliding window (W) need window, such as (4095, 0)")
