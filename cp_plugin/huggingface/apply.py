@@ -155,8 +155,8 @@ def _examine_structure(model: PreTrainedModel, division: Division) -> None:
             require_local(model, division)
     except ValueError as error:
         reason = str(error)
-    if error := problem_of_ranks(division.cp.mesh, reason, torch.device("cpu")):
-        raise error
+    if lost := problem_of_ranks(division.cp.mesh, reason, torch.device("cpu")):
+        raise lost
 
 
 def _examine_results(model: PreTrainedModel, division: Division) -> None:

@@ -210,14 +210,14 @@ def _table() -> list[str]:
     machine = cluster("dgx-a100")
     for case in CASES:
         b = both(case)
-        m, p, found, whole = b.model, b.parallel, b.found, b.footprint
-        states = whole.parameters + whole.gradients + whole.optimizer
+        m, p, found, held = b.model, b.parallel, b.found, b.footprint
+        states = held.parameters + held.gradients + held.optimizer
         seconds = iteration(m, p, machine, computes(problem(m, p), machine)).seconds
         ratios = (
             whole(m).total / found["num_params_total"],
             operations.training(m, p.seq_length) / (3 * b.theirs.get_num_flops_fwd_total(1, p.seq_length)),
             states / sum(found[name] for name in STATES),
-            whole.activations / (m.layers * b.activations),
+            held.activations / (m.layers * b.activations),
             seconds / found["latency_per_iter"],
         )
         lines.append(f"| {case} | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} |")
