@@ -71,7 +71,7 @@ def train(training: Training, script: str | None = None, log: Path | None = None
     elif on_cpu:
         from cp_plugin.megatron.cpu import mode as cpu
 
-        sys.argv += [word for _, spelling in cpu.FLAGS.values() for word in spelling.split()]  # the plugin's hook sets them
+        sys.argv += " ".join(spelling for _, spelling in cpu.FLAGS.values()).split()  # the plugin's hook sets them
         if training.side == "upstream":
             import upstream
 
