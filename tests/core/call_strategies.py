@@ -122,7 +122,8 @@ def differences(draw: st.DrawFn, t: Trial) -> tuple[int, int, dict[str, Any]]:
     if not any("reentrant" in name for name in t.wrappers):  # which hides in its forward whether there are gradients
         others.append({"mode": "no_grad" if b.mode == "train" else "train"})
     others += [{"asked": b.asked | {"window": (3, 3)}}] * (t.call == "attention" and not b.tree[0])
-    others += [{"asked": b.asked | {"grows": True}}] * (asked.get("decay", "none") != "none")
+    decays = t.call == "linear_attention" and asked["decay"] != "none"
+    others += [{"asked": b.asked | {"grows": True}}] * decays
     return draw(st.integers(0, t.size - 1)), n, draw(st.sampled_from(others))
 
 
