@@ -244,8 +244,8 @@ def judged(case: Case, built: Built, results: list[Divided]) -> Verdict:
     error, limit = max(results), LIMIT  # type: ignore[type-var]
     if case.dtype == torch.bfloat16:
         limit = 4 * tiny.difference(built.one, built.exact) + 0.02
-        if not error <= limit:
-            limit = max(limit, 1.5 * built.rounded_otherwise(case) + 0.02)
+    if not error <= limit:
+        limit = max(limit, 1.5 * built.rounded_otherwise(case) + 0.02 * (case.dtype == torch.bfloat16))
     return ("equal", "") if error <= limit else (WRONG, f"{error:.1e}, allowed {limit:.1e}")
 
 

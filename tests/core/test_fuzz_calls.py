@@ -230,6 +230,8 @@ def judge(t: Trial, ranks: Sequence[dict[str, Tensor] | Refused]) -> str:
     for name, got in ranks[0].items():
         if name in first_only or (first_only and name.startswith(f"{SHARE}d scale")):
             continue  # refused, and so had no gradient for the weights
+        if narrow and not one[name].isfinite().all():
+            continue  # too large for the dtype on one rank, too
         want = exact.get(name.removeprefix(SHARE), exact.get(name))
         shares = [rank[name].double() for rank in ranks] if name.startswith(SHARE) else []
         got = sum(shares) if shares else got
