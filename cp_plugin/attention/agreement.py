@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Calls:
 
     def __init__(self, *, compared: bool = True) -> None:
         self.number = 0
-        self._compared = compared
+        self.compared = compared
         self._since: dict[str, Changes] = {}
         self.ledger = Ledger()
         """What the comparisons have sent, apart from what attention sends."""
@@ -54,7 +54,7 @@ class Calls:
     def is_next_compared(self) -> bool:
         """Return True if the next call is."""
         number = self.number + 1
-        return self._compared and (number <= FIRST or number & (number - 1) == 0 or number % EVERY == 0)
+        return self.compared and (number <= FIRST or number & (number - 1) == 0 or number % EVERY == 0)
 
     def is_compared(self) -> bool:
         """Whether this call is; counts it."""
@@ -64,11 +64,10 @@ class Calls:
 
     def note(self, settings: Mapping[str, Any]) -> None:
         """Keep the settings of the next call until it is its turn to be compared."""
-        if self._compared:
-            for name, value in settings.items():
-                changes = self._since.setdefault(name, Changes())
-                if not changes or changes[-1][1] != value:
-                    changes.append((self.number + 1, value))
+        for name, value in settings.items():
+            changes = self._since.setdefault(name, Changes())
+            if not changes or changes[-1][1] != value:
+                changes.append((self.number + 1, value))
 
     def noted(self) -> dict[str, Changes]:
         """The settings kept since the last comparison, which are forgotten."""
@@ -105,10 +104,10 @@ def check(
 
 
 @contextmanager
-def of_group(group: dist.ProcessGroup | None) -> Iterator[dict[str, Any]]:
-    """``of_call`` for what all ranks of a group are about to make together, of several groups of ranks for instance.
+def _checked(compare: Callable[[dict[str, Any], Exception | None], None]) -> Iterator[dict[str, Any]]:
+    """Inside the ``with`` block settings are checked, and added to the dictionary; an error in there reaches all ranks.
 
-    Inside the ``with`` block settings are checked, and added to the dictionary; an error in there reaches all ranks.
+    compare: is given these settings and the error, if any, which it raises.
     """
     settings: dict[str, Any] = {}
     refused = None
@@ -116,13 +115,22 @@ def of_group(group: dist.ProcessGroup | None) -> Iterator[dict[str, Any]]:
         yield settings
     except Exception as error:
         refused = error
-    if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
-        text = json.dumps([str(refused or ""), {name: repr(x) for name, x in settings.items()}])
-        texts, named = zip(*map(json.loads, gather_texts(text, group)), strict=True)
-        differ = {} if any(texts) else _different({name: [x[name] for x in named] for name in settings})
-        refused = refused or _first(texts) or _disagreement(differ, settings, group.rank())
-    if refused is not None:
-        raise refused
+    compare(settings, refused)
+
+
+def of_group(group: dist.ProcessGroup | None) -> AbstractContextManager[dict[str, Any]]:
+    """``of_call`` for what all ranks of a group are about to make together, of several groups of ranks for instance."""
+
+    def compare(settings: dict[str, Any], refused: Exception | None) -> None:
+        if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+            text = json.dumps([str(refused or ""), {name: repr(x) for name, x in settings.items()}])
+            texts, named = zip(*map(json.loads, gather_texts(text, group)), strict=True)
+            differ = {} if any(texts) else _different({name: [x[name] for x in named] for name in settings})
+            refused = refused or _first(texts) or _disagreement(differ, settings, group.rank())
+        if refused is not None:
+            raise refused
+
+    return _checked(compare)
 
 
 _REFUSED = "a refused call"
@@ -144,35 +152,29 @@ def _disagreement(differ: Mapping[str, list[list[int]]], named: Mapping[str, Any
     )
 
 
-@contextmanager
-def of_call(cp: Any, name: str, tensors: Sequence[Tensor | None]) -> Iterator[dict[str, Any]]:
-    """``check`` for a call of a ``ContextParallel``: its settings, and its tensors' shapes and dtypes.
+def of_call(cp: Any, name: str, tensors: Sequence[Tensor | None]) -> AbstractContextManager[dict[str, Any]]:
+    """``check`` for a call of a ``ContextParallel``: its settings, and its tensors' shapes and dtypes."""
 
-    Inside the ``with`` block settings are checked, and added to the dictionary; an error in there reaches all ranks.
-    """
-    settings: dict[str, Any] = {}
-    refused = None
-    try:
-        yield settings
-    except Exception as error:
-        refused = error
-    if _has_others(cp.mesh):
-        gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        place = cp.layout.place
-        cp._calls.note(
-            {
-                "call": name,
-                "shapes": [None if x is None else (*x.shape, x.dtype) for x in tensors],
-                "gradients": gradients,
-                "provider": cp.provider.name,
-                "layout": cp.layout.name,
-                "placed documents": place if isinstance(place, Placement) else None,
-                "options": cp.options.given,
-                **_SETTINGS,
-                **settings,
-            }
-        )
-    check(cp.mesh, cp._calls, cp._calls.noted, refused)
+    def compare(settings: dict[str, Any], refused: Exception | None) -> None:
+        if cp._calls.compared and _has_others(cp.mesh):
+            gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+            place = cp.layout.place
+            cp._calls.note(
+                {
+                    "call": name,
+                    "shapes": [None if x is None else (*x.shape, x.dtype) for x in tensors],
+                    "gradients": gradients,
+                    "provider": cp.provider.name,
+                    "layout": cp.layout.name,
+                    "placed documents": place if isinstance(place, Placement) else None,
+                    "options": cp.options.given,
+                    **_SETTINGS,
+                    **settings,
+                }
+            )
+        check(cp.mesh, cp._calls, cp._calls.noted, refused)
+
+    return _checked(compare)
 
 
 _NAMES = ("causal", "scale", "window", "documents", "tree", "dim", "tokens", "by")

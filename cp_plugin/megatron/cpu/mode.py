@@ -347,7 +347,10 @@ COMPILE = Patch(
 
 
 def use_compiled_helper() -> None:
-    """Skip Megatron's compilation of its dataset helper if the helper can be imported; imports megatron.core."""
+    """Skip Megatron's compilation of its dataset helper if the helper can be imported; imports megatron.core.
+
+    At start-up Megatron runs ``make`` beside the helper and exits if that fails; a wheel has no Makefile.
+    """
     try:
         importlib.import_module("megatron.core.datasets.helpers_cpp")
     except ImportError:
