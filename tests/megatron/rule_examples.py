@@ -157,7 +157,9 @@ RUNS = {
         sft=True,
         pipeline_model_parallel_size=2,
     ),
-    "--spec": example("--spec local", spec=["local"]),
+    "words of --spec": example("--spec local", spec=["local"]),
+    "module of --spec": example("--spec no.such layer", spec=["no.such", "layer"]),
+    "name of --spec": example("--spec json no_layer", spec=["json", "no_layer"]),
     "mask of the data loader": example(
         "--no-create-attention-mask-in-dataloader", create_attention_mask_in_dataloader=True
     ),
@@ -227,7 +229,7 @@ ALSO = {
     "capacity of experts": [
         example("--moe-expert-rank-capacity-factor 2", **ROUTED | {"seq_length": 64}, moe_expert_rank_capacity_factor=2)
     ],
-    "--spec": [example("no.such a: module", spec=["no.such", "a"]), example("json a: module", spec=["json", "a"])],
+    "words of --spec": [example("--spec a b c", spec=["a", "b", "c"])],
     "position embeddings of MLA": [
         example("--position-embedding-type mrope", multi_latent_attention=True, position_embedding_type="mrope")
     ],

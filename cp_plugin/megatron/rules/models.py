@@ -47,23 +47,23 @@ def _joined(run: Run) -> Found:
     return when(run.packed and stages > 1 and batch > 1, packed=run.packed, stages=stages, batch=batch)
 
 
-def _spec(run: Run) -> Found:
+def _unimportable(run: Run) -> Found:
     """Megatron only logs a ``--spec`` that cannot be imported, and trains with its default spec."""
-    words = run.args.spec
-    if words is None:
+    if len(run.args.spec or ()) != 2:
         return None
-    problem = "give a module and a name in it, such as --spec my_package.my_spec layer"
-    if len(words) == 2:
-        module, name = words
-        try:
-            known = hasattr(importlib.import_module(module), name)
-            problem = f"module {module} has no {name!r}; use a name that exists there, or leave --spec out"
-        except ImportError as error:
-            known, problem = False, f"module {module} cannot be imported ({error}), and Megatron would silently train "
-            problem += "with its default spec; correct the import or the name, or leave --spec out"
-        if known:
-            return None
-    return {"spec": " ".join(words), "problem": problem}
+    try:
+        importlib.import_module(run.args.spec[0])
+    except ImportError as error:
+        return {"spec": " ".join(run.args.spec), "module": run.args.spec[0], "error": error}
+    return None
+
+
+def _nameless(run: Run) -> Found:
+    if len(run.args.spec or ()) != 2 or _unimportable(run) is not None:
+        return None
+    module, name = run.args.spec
+    missing = not hasattr(importlib.import_module(module), name)
+    return when(missing, spec=" ".join(run.args.spec), module=module, name=name)
 
 
 RULES = (
@@ -113,7 +113,31 @@ RULES = (
         sentence=True,
         late=True,
     ),
-    Rule(name="--spec", what="--spec {spec}", fix="{problem}", looks_at=_spec, sentence=True),
+    Rule(
+        name="words of --spec",
+        what="--spec {spec}",
+        fix="give a module and a name in it, such as --spec my_package.my_spec layer",
+        looks_at=lambda run: when(
+            run.args.spec is not None and len(run.args.spec) != 2, spec=" ".join(run.args.spec or ())
+        ),
+        sentence=True,
+    ),
+    Rule(
+        name="module of --spec",
+        what="--spec {spec}",
+        why="module {module} cannot be imported ({error}), and Megatron would silently train with its default spec",
+        fix="correct the import or the name, or leave --spec out",
+        looks_at=_unimportable,
+        sentence=True,
+    ),
+    Rule(
+        name="name of --spec",
+        what="--spec {spec}",
+        why="module {module} has no {name!r}",
+        fix="use a name that exists there, or leave --spec out",
+        looks_at=_nameless,
+        sentence=True,
+    ),
     Rule(
         name="mask of the data loader",
         kind="adjust",
