@@ -18,7 +18,6 @@ import markdown_tables as markdown
 import messages
 import placement
 import recorded_tables
-import reference_blocks
 import support
 import wins_page
 from evidence.regimes import CANONICAL, sentence
@@ -171,10 +170,8 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "flags": _flags,
     "lengths": _lengths,
     "check": _check,
-    "traffic": comparison.traffic_table,
     "ratios": comparison.ratio_table,
     "methods": comparison.methods_table,
-    "fewest": comparison.fewest_table,
     "head-axis": comparison.head_axis_table,
     "states": comparison.states_table,
     "variants": _variants,
@@ -183,16 +180,11 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "versions": support.versions_table,
     "wins": wins_page.front,
     "canonical": lambda: sentence(CANONICAL),
-    "api": reference_blocks.api,
-    "patched": reference_blocks.patched,
-    "kernel-calls": kernel_tables.calls_table,
     "kernel-order": kernel_tables.order_table,
-    "kernel-takes": kernel_tables.taken_table,
     "memory": kernel_tables.memory_table,
     "budget": recorded_tables.budget,
     "ablation": recorded_tables.ablation,
     "faults": recorded_tables.faults,
-    "launched": recorded_tables.launched,
     "flag-reference": flag_tables.flags_table,
     "commands": flag_tables.commands_table,
     "refused": messages.refused,

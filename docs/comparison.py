@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import markdown_tables as markdown
 
-from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.cli.draw.calls import record
 from cp_plugin.cli.draw.traffic import HEADS, priced, typical
-from cp_plugin.common.text import in_bytes, in_words
+from cp_plugin.common.text import in_bytes
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.traffic import Row
 
@@ -29,21 +24,6 @@ def heads(problem: Problem) -> str:
     """Kind of heads with query and key/value head counts."""
     kind = next(kind for kind, pair in HEADS.items() if pair == (problem.heads, problem.kv_heads))
     return f"{kind} {problem.heads}/{problem.kv_heads}"
-
-
-def traffic_table(name: str) -> str:
-    """Bytes by phase and axis on 64 ranks, the total relative to a ring, and the size of one kernel call."""
-    rows = []
-    for p in problems((64,)):
-        row = priced(name, p)
-        if not row.ranks:
-            rows.append((heads(p), "refused", "", "", "", ""))
-            continue
-        parts = [_lines(row, phase) for phase in ("forward", "backward")]
-        call = in_bytes(largest_call(name, p))
-        rows.append((heads(p), _chosen(row), *parts, f"{in_bytes(row.most)}, {_ratio(row)}", call))
-    titles = ("heads", "chosen", "forward", "backward", "sum, against ring", "q, k, v of one kernel call")
-    return markdown.table(titles, rows)
 
 
 def ratio_table(name: str) -> str:
@@ -69,18 +49,6 @@ def short_table() -> str:
     names = [*providers.names(), "lasp2", "zeco"]
     rows = [(f"[`{name}`](methods/{name}.md)", providers.get(name).summary) for name in names]
     return markdown.table(("provider", "method"), rows)
-
-
-def fewest_table() -> str:
-    """Providers by bytes sent."""
-    rows = []
-    for p in problems((8, 64)):
-        found = {name: priced(name, p) for name in providers.names()}
-        able = sorted((row.most, name) for name, row in found.items() if row.ranks)
-        refused = [name for name, row in found.items() if not row.ranks]
-        order = ", ".join(f"{name} {in_bytes(total)}" for total, name in able)
-        rows.append((p.size, heads(p), order, ", ".join(refused) or "none"))
-    return markdown.table(("ranks", "heads", "fewest bytes first", "refuse"), rows)
 
 
 def head_axis_table() -> str:
@@ -112,25 +80,6 @@ def states_table() -> str:
             sent.append(in_bytes(max(sum(formula.values()) for formula in ranks)))
         rows.append((name, layout, f"{decay}, delta rule" if delta else decay, *sent))
     return markdown.table(("method", "tokens", "decay", *(f"{n} tokens" for n in lengths)), rows)
-
-
-def largest_call(name: str, problem: Problem) -> int:
-    """Largest q, k, v bytes that the first rank passes to the kernel at once, traced without data."""
-    given: list[int] = []
-    kernel = RecordingKernel(lambda *block: given.append(sum(t.numel() * t.element_size() for t in block[:3])))
-    q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
-    without_peers(name, problem, Options(), 0, kernel).forward(Queries(q), KeyValues(k, v))
-    return max(given)
-
-
-def _lines(row: Row, phase: str) -> str:
-    lines = [f"{axis} {in_bytes(nbytes)}" for (of, axis), nbytes in sorted(row.busiest.items()) if of == phase]
-    return ", ".join(lines) or "none"
-
-
-def _chosen(row: Row) -> str:
-    given = providers.in_order(replace(row.setup.options, backend="auto")).items()
-    return ", ".join(f"{name.replace('_', ' ')} {in_words(value)}" for name, value in given) or "-"
 
 
 def _ratios(name: str, kind: str, sizes: tuple[int, ...]) -> list[str]:

@@ -3,8 +3,7 @@
     python docs/precision_tables.py            print it: takes minutes, on ranks that are threads
     python docs/precision_tables.py --ranks 8  for fewer ranks
 
-The plugin itself runs. Two things that need GPUs are emulated in torch on the CPU: Transformer Engine's ring
-(``transformer_engine_ring``) and NCCL's sums (``AsNccl``).
+The plugin itself runs. NCCL's sums, which need GPUs, are emulated in torch on the CPU (``AsNccl``).
 """
 
 from __future__ import annotations
@@ -22,14 +21,11 @@ from cp_plugin import ContextParallel, Problem
 from cp_plugin.attention import calls
 from cp_plugin.comm import Mesh, Pending, run_threads
 from cp_plugin.comm.mesh import Over, Tensors
-from cp_plugin.core.block import Scores
-from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
+from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
-from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import blocks
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.ring import Ring
 from cp_plugin.testing.oracle import Case, make_case, relative_errors
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -94,50 +90,9 @@ def of_provider(
     return _errors(run_threads(rank, axes, patience=600)[0], case)
 
 
-def transformer_engine_ring(ranks: int, dtype: torch.dtype) -> Errors:
-    """Errors of an emulated ``AttnFuncWithCPAndKVP2P`` (2.20, causal, without FP8).
-
-    The kernel's gradients of a block have the model's dtype. dq is summed in that dtype on its rank, in the order in
-    which keys arrive: first those of the next rank, last its own. dk and dv are sent and added in it at each hop. The
-    forward is the plugin's.
-    """
-    problem, case = problem_of(ranks, dtype), _case(dtype)
-
-    def rank(mesh: Mesh) -> tuple[ContextParallel, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-        cp = ContextParallel("ring", mesh=mesh, problem=problem, layout="zigzag")
-        q, k, v, dout, *_ = case.inputs.sharded(cp, torch.device("cpu"))
-        assert q is not None and k is not None and v is not None and dout is not None
-        q, k, v, dout = (x.detach() for x in (q, k, v, dout))
-        method = cp.method(problem, q.device, Scores(q.size(3) ** -0.5))
-        assert isinstance(method, Ring)
-        done = method.forward(Queries(q), KeyValues(k, v))
-        assert done is not None
-        out = done.out.to(dtype)
-        delta = (dout.to(accumulation_dtype(dtype)) * out.to(accumulation_dtype(dtype))).sum(-1)
-        dq, sent = torch.zeros_like(q), []
-        for step in range(ranks):
-            source = (cp.index + step + 1) % ranks
-            k_i, v_i = (cp.layout.shard(x, 0, ranks, cp.numbers[source]) for x in case.inputs[1:3])
-            queries = Queries(q, dout, done.lse, delta)
-            grads = method.inner.backward(queries, KeyValues(k_i, v_i, owners=lambda _, of=source: (of,)))
-            assert grads is not None
-            dq += grads.dq.to(dtype)
-            sent.append((grads.dk.to(dtype), grads.dv.to(dtype)))
-        return cp, out, dq, sent
-
-    done = run_threads(rank, {"cp": ranks}, patience=600)
-    shards = []
-    for owner, (_, out, dq, _) in enumerate(done):
-        parts = [done[(owner - 1 - step) % ranks][3][step] for step in range(ranks)]
-        shards.append((out, dq, *(reduce(torch.add, each) for each in zip(*parts, strict=True))))
-    layout = done[0][0].layout
-    return _errors([layout.unshard(list(x), 0) for x in zip(*shards, strict=True)], case)
-
-
 def rows() -> Iterator[Row]:
     """One device, upstream, and each way in which a provider sums."""
     yield Row("one device", "none", one_device)
-    yield Row("Transformer Engine's ring", "model (emulated)", transformer_engine_ring)
     for title, name, options in (
         ("`ring`, zigzag", "ring", {"layout": "zigzag"}),
         ("`burst`, zigzag, queries travel", "burst", {"layout": "zigzag", "backward": "q", "intra_size": 1}),

@@ -41,15 +41,5 @@ def ablation() -> str:
     return markdown.table((f"of {len(found)} harmful edits", "found", "by it alone"), rows)
 
 
-def launched(entry: str) -> str:
-    """The launches of a budget entry, by operation; blanks and slashes of its name are written as ``_``."""
-    found = _read("tests/fake_cuda/budget.json").items()
-    passes = next(passes for name, passes in found if name.replace(" ", "_").replace("/", "_") == entry)
-    names = sorted({operation for figures in passes.values() for operation in figures["operations"]})
-    order = sorted(passes, reverse=True)
-    rows = [(f"`{name}`", *(passes[way]["operations"].get(name, 0) for way in order)) for name in names]
-    return markdown.table(("launched", *order), rows)
-
-
 def _read(path: str) -> Any:
     return json.loads((_ROOT / path).read_text())
