@@ -90,7 +90,6 @@ if [ "${1:-}" = --all ]; then
     ".venv/bin/python ci/faults/soak.py --steps 150; bash ci/fuzz.sh --examples 100 -k 'commands or flags'"
     "bash ci/release.sh"
     "bash ci/modelopt.sh"
-    "bash ci/calculators.sh"
   )
   printf '%s\0' "${parts[@]}" | xargs -0 -n 1 -P 2 bash -c 'part "$1"' part
   echo "ci/test.sh --all: $SECONDS s"

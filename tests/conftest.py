@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 from nightly import thin
-from strict import lazy, threads
+from strict import lazy
 
 gc.set_threshold(100_000, 20, 100)  # torch and Megatron make a million objects: a full collection takes 0.3 s
 torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
@@ -18,7 +18,6 @@ torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's poo
 settings.register_profile("busy", deadline=None)  # a slow machine does not make an example fail
 settings.load_profile("busy")
 lazy.switch_on()  # a group's first operation waits for all of its ranks, as on NCCL (CP_PLUGIN_TEST_LAZY_GROUPS=0: off)
-threads.switch_on()
 
 LONGEST_FIRST = (
     "planner/test_wins.py",

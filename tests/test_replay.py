@@ -138,14 +138,6 @@ def test_every_second_commit_of_the_first_parents_is_started_once(
     assert "hybrid: 0 of 1 start" in told and "delta net, trained: 1 of 1 as one rank" in told
 
 
-def test_another_file_is_not_written_over(
-    replay: ModuleType, repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (notes := tmp_path / "notes").write_text("of something else")
-    assert main(replay, repo, "HEAD", "--out", str(notes)) == 2
-    assert "not a file of this" in capsys.readouterr().err and notes.read_text() == "of something else"
-
-
 REPORTS = {
     "Traceback\n  File 'a'\nValueError: --cp-provider ring:\nline two": ("refused", "--cp-provider ring:\nline two"),
     "KeyError: 'a'\n\nDuring handling:\n\nValueError: cp_plugin needs it": ("refused", "cp_plugin needs it"),

@@ -102,31 +102,6 @@ def on_ranks(name: str, run: Callable[[ContextParallel, Tensor], Tensor], ranks:
     return torch.cat(run_threads(rank, settled.axes))
 
 
-STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
-    "every second number": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-    "the head size first": lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1),
-    "the batch first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-}
-
-
-@pairs_at_night
-@pytest.mark.parametrize("strided", STRIDED)
-@pytest.mark.parametrize("name", CALLS)
-def test_inputs_and_gradients_of_any_strides(name: str, strided: str) -> None:
-    """Kernels need a dense last dimension, and torch's on the CPU does not check it."""
-    call, change = CALLS[name][1], STRIDED[strided]
-
-    def gradient(change: Callable[[Tensor], Tensor]) -> Tensor:
-        def run(cp: ContextParallel, x: Tensor) -> Tensor:
-            out = call(cp, change(x))
-            out.backward(change(out.detach().sin()))
-            return torch.stack((out.detach(), x.grad))
-
-        return on_ranks(name, run)
-
-    torch.testing.assert_close(gradient(change), gradient(lambda x: x), rtol=0, atol=1e-11)
-
-
 @pairs_at_night
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", CALLS)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from nightly import nightly
 from oracle import Case
-from strict import lazy, threads
-from thread_ranks import on_shards, on_threads, typical
+from strict import lazy
+from thread_ranks import on_shards, typical
 
 from cp_plugin import ContextParallel
 from cp_plugin.testing.launch import RankError, run_ranks
@@ -130,15 +130,6 @@ def test_without_connecting_its_groups_attention2d_does_not_start(
     with pytest.raises(RankError, match=r"first operation of group 'CONTEXT_PARALLEL_GROUP'") as failed:
         attend("attention2d", 4, 4, grid=(2, 2), layout=layout)
     assert f"these never did: {stay}" in str(failed.value)
-
-
-def test_unconnected_groups_fail_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "connected", set())
-    monkeypatch.setattr(threads, "PATIENCE", SOON)
-    case = Case(seq_length=16, heads=2, kv_heads=2, causal=True, batch=1)
-    asked = r"(exchange|all_gather) is the first use of axis '(all|q)'.*these never did: rank"
-    with pytest.raises(RuntimeError, match=asked):
-        on_threads("attention2d", 4, case, grid=(2, 2), layout="striped")
 
 
 @pytest.mark.parametrize("layout", ["striped", "contiguous", "zigzag"])
