@@ -6,17 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from rule_examples import RING, example
+from rule_examples import run_of
 from state_space_kernels import STATES
-from test_refusals import run_of
 from training import train
 
-from cp_plugin import Options
 from cp_plugin.megatron.rules import layout
 from cp_plugin.testing.launch import RankError
 
@@ -31,22 +28,21 @@ LINEAR, ATTENTION = "--linear-cp-layout contiguous", "--attention-cp-layout cont
 
 
 @pytest.mark.parametrize(
-    ("other", "converted"),
+    ("flags", "converted"),
     [
-        ({}, True),
-        ({"tensor_model_parallel_size": 2}, True),
-        ({"tensor_model_parallel_size": 3}, False),
-        ({"sft": True}, False),
-        ({"mtp_num_layers": 1}, False),
-        ({"hybrid_layer_pattern": "M*/*-"}, False),
-        ({"hybrid_layer_pattern": None}, False),
-        ({"settings": RING}, False),
+        ("--hybrid-layer-pattern M*-", True),
+        ("--hybrid-layer-pattern M*- --tensor-model-parallel-size 2", True),
+        ("--hybrid-layer-pattern M*- --tensor-model-parallel-size 3", False),
+        ("--hybrid-layer-pattern M*- --sft", False),
+        ("--hybrid-layer-pattern M*- --mtp-num-layers 1", False),
+        ("--hybrid-layer-pattern M*/*-", False),
+        ("", False),
+        ("--hybrid-layer-pattern M*- --cp-layout contiguous", False),
     ],
 )
-def test_what_megatron_converts(other: dict[str, Any], converted: bool) -> None:
-    zigzag = {"settings": replace(RING, options=Options(layout="zigzag")), "linear_cp_layout": "contiguous"}
-    given = example("", **{**zigzag, "hybrid_layer_pattern": "M*-", **other})
-    assert (layout._not_converted(run_of(given)) is None) == converted
+def test_what_megatron_converts(flags: str, converted: bool) -> None:
+    run = run_of(f"--linear-cp-layout contiguous {flags}")
+    assert (layout._not_converted(run) is None) == converted
 
 
 def _not_converted() -> None:

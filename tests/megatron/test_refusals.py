@@ -13,14 +13,25 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from rule_examples import ALSO, BASE, CALLS, CONFIGS, FLAGS, LAYERS, RING, RUNS, Example, Q, attribute, check, example
+from rule_examples import (
+    BASE,
+    CALLS,
+    CONFIGS,
+    LAYERS,
+    RING,
+    Example,
+    Q,
+    attribute,
+    check,
+    check_run,
+    example,
+    examples_of,
+    run_of,
+    run_that,
+)
 from test_generation_refusals import MODELS
 
-from cp_plugin import Options
 from cp_plugin.megatron import compat
-from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.flags.linear_flags import Linear
 from cp_plugin.megatron.rules import checks, fields, layers
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.nemo import refusals as nemo
@@ -68,20 +79,6 @@ def training() -> tuple[Rule, ...]:
     return (*checks.TRAINING, checks.ON_CPU, *checks.LINEAR)
 
 
-def run_of(given: Example) -> Any:
-    from cp_plugin.megatron.rules.run import Run
-
-    args = argparse.Namespace(**{**BASE, **given.args})
-    return Run(
-        args=args, settings=given.settings, version=given.version, device=given.device and torch.device(given.device)
-    )
-
-
-def with_linear(given: Example, pattern: str = "LL") -> Example:
-    settings = Settings(linear=Linear(variant="gla", pattern=pattern, options=Options(layout="contiguous")))
-    return replace(given, settings=settings)
-
-
 def layer_of(given: Example) -> Any:
     from cp_plugin.megatron.rules.layers import Layer
 
@@ -99,43 +96,39 @@ def call_of(given: Example) -> Any:
     return Call(**values | {"mask_type": AttnMaskType[values["mask_type"]]})
 
 
-def example_of(rule: Rule) -> Example:
-    """The example of a rule of training."""
-    if rule.name not in FLAGS:
-        given = RUNS[rule.name]
-    else:
-        value, flag = FLAGS[rule.name], rule.name.removeprefix("linear ")
-        given = example(flag if value is True else f"{flag} {value}", **{attribute(rule.name): value})
-    pattern = "LLL" if rule.name == "linear layers" else "LL"
-    return with_linear(given, pattern) if rule.name.startswith("linear ") else given
-
-
 def test_every_rule_refuses_its_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "delta_net_takes_exchange", lambda: False)  # a difference between versions
     monkeypatch.delitem(fields.KNOWN, "add_qkv_bias")
     for rule in training():
-        given = example_of(rule)
-        for one in (given, *ALSO.get(rule.name, ())):
-            check(rule, rule.of(run_of(one)), one.names)
+        for line in examples_of(rule):
+            check_run(rule, line)
     for rule in (rule for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule is not fields.UNKNOWN):
-        value = {attribute(rule.name): FLAGS.get(rule.name)}
-        given = example(rule.name, args=value) if rule.name in FLAGS else LAYERS[rule.name]
+        if rule.name.startswith("--"):
+            name = attribute(rule.name)
+            given = example(rule.name, args={name: getattr(run_of(rule.example).args, name)})
+        else:
+            given = LAYERS[rule.name]
         check(rule, rule.of(layer_of(given)), given.names)
     for rule in layers.CALL:
         check(rule, rule.of(call_of(CALLS[rule.name])), CALLS[rule.name].names)
 
 
+def test_a_machine_that_is_planned_for_may_be_a_gpu() -> None:
+    (rule,) = (rule for rule in training() if rule.name == "determinism on CUDA")
+    assert rule.of(replace(run_of("--deterministic-mode"), device=None)) and not rule.of(run_of("--deterministic-mode"))
+
+
 def test_no_rule_crashes_on_a_number_that_makes_no_sense() -> None:
     """Each number of each example as 0 and -1, or none: the rule answers, or names the flags that it cannot look at."""
     refused = []
-    for rule in training():
-        for one in (example_of(rule), *ALSO.get(rule.name, ())):
-            numbers = {name for name, x in (BASE | one.args).items() if type(x) in (int, float)}
-            for name, odd in product(sorted(numbers), (0, -1, None)):
-                try:
-                    rule.of(run_of(replace(one, args={**one.args, name: odd})))
-                except ValueError as said:
-                    refused.append(str(said))
+    for rule, line in [(one, line) for one in training() for line in examples_of(one)]:
+        run = run_that(rule, line)
+        numbers = {name for name, x in vars(run.args).items() if type(x) in (int, float)}
+        for name, odd in product(sorted(numbers), (0, -1, None)):
+            try:
+                rule.of(replace(run, args=argparse.Namespace(**vars(run.args) | {name: odd})))
+            except ValueError as said:
+                refused.append(str(said))
     assert any(text.startswith("--num-experts 4, --moe-router-topk 0 cannot be checked (") for text in refused)
     assert all(text.startswith(("--", "the flags cannot be checked")) for text in refused), refused
 
@@ -203,8 +196,9 @@ def test_rules_of_bridges_configuration(bridge_stub: None) -> None:
 
 def test_no_rule_applies_to_a_plain_run(bridge_stub: None) -> None:
     plain = example("")
-    assert [rule.name for rule in training() if not rule.name.startswith("linear ") and rule.of(run_of(plain))] == []
-    assert [rule.name for rule in training() if rule.of(run_of(with_linear(plain)))] == []
+    for linear in (False, True):
+        rules = [rule for rule in training() if linear or not rule.name.startswith("linear ")]
+        assert [rule.name for rule in rules if rule.of(run_of("", linear=linear))] == []
     assert [rule.name for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule.of(layer_of(plain))] == []
     assert [rule.name for rule in layers.CALL if rule.of(call_of(plain))] == []
     assert [rule.name for rule in nemo.rules_for(_Config()) if rule.of(_Config())] == []
@@ -222,8 +216,8 @@ def test_a_pack_may_name_the_layout_of_the_provider() -> None:
 def test_every_rule_has_a_unique_name_and_an_example() -> None:
     rules = [*(rule for group in checks.RULES.values() for rule in group), nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
     names = [rule.name for number, rule in enumerate(rules) if rule not in rules[:number]]
-    examples = [*FLAGS, *RUNS, *LAYERS, *CALLS, *CONFIGS, *MODELS]
-    assert sorted(names) == sorted(examples)
+    examples = [*(rule.name for rule in training()), *LAYERS, *CALLS, *CONFIGS, *MODELS]
+    assert sorted(names) == sorted(examples) and all(rule.example for rule in training())
 
 
 def test_refused_flags_exist_in_megatron() -> None:
@@ -240,7 +234,9 @@ def test_refused_flags_exist_in_megatron() -> None:
         *("cp_partition_mode", "dynamic_context_parallel", "sequence_packing_scheduler"),  # the dev branch
         "pad_packed_seq_alignment",
     }
-    assert {attribute(flag) for flag in FLAGS} - known <= elsewhere
+    assert {
+        attribute(rule.name) for rule in training() if rule.name.startswith(("--", "linear --"))
+    } - known <= elsewhere
 
 
 def test_all_refusals_in_one_message_in_table_order() -> None:
@@ -248,7 +244,7 @@ def test_all_refusals_in_one_message_in_table_order() -> None:
 
     wrong = {"seq_length": 62, "qk_clip": True, "reset_position_ids": True, "spec": ["local"]}
     with pytest.raises(ValueError) as raised:
-        checks.before(argparse.Namespace(**{**BASE, **wrong}), RING)
+        checks.before(argparse.Namespace(**BASE | {"calculate_per_token_loss": True} | wrong), RING)
     parts = str(raised.value).split(" | ")
     assert [part.split(":")[0] for part in parts] == [
         "--cp-provider ring does not support --reset-position-ids",
@@ -266,8 +262,15 @@ def test_examples_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rules.md").read_text(), re.DOTALL):
         exec(block, found)
-    monkeypatch.setattr(checks, "TRAINING", (*checks.TRAINING, found["FLAG"], found["COMBINATION"]))
-    plain = BASE | {"rank": 0, "softmax_type": "vanilla", "recompute_granularity": "full"}
+    for rule in (added := (found["FLAG"], found["COMBINATION"])):
+        check_run(rule, rule.example)
+    monkeypatch.setattr(checks, "TRAINING", (*checks.TRAINING, *added))
+    plain = BASE | {
+        "calculate_per_token_loss": True,
+        "rank": 0,
+        "softmax_type": "vanilla",
+        "recompute_granularity": "full",
+    }
     checks.before(argparse.Namespace(**plain), RING)
     with pytest.raises(ValueError) as raised:
         checks.before(

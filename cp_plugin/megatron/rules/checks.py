@@ -36,6 +36,7 @@ TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES, *exper
 LINEAR = linear.RULES
 ON_CPU = Rule(
     name="upstream on the CPU",
+    example="--context-parallel-size 4 --cp-provider upstream",
     what="--context-parallel-size {size} on the CPU needs --cp-provider with one of {names}",
     why="stock Megatron's context parallelism needs Transformer Engine, on CUDA",
     fix="add one, or leave --context-parallel-size out",

@@ -65,6 +65,7 @@ def _named(args: Any) -> list[str]:
 
 CUDA_GRAPH = Rule(
     name="--cuda-graph-impl",
+    example="--cuda-graph-impl local",
     what="--cuda-graph-impl {asked}",
     why="it captures {captured}, and context parallelism cannot communicate in a CUDA graph yet",
     fix="use --cuda-graph-impl transformer_engine {flag} with mlp, moe or moe_router, or leave it out",

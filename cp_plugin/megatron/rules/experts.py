@@ -50,6 +50,8 @@ def _sequences_of_packs(run: Run) -> Found:
 RULES = (
     Rule(
         name="capacity of experts",
+        example="--moe-expert-capacity-factor 1.5 --num-experts 4 | "
+        "--moe-expert-rank-capacity-factor 2 --num-experts 4",
         what="{given}",
         why="each rank would choose which tokens to drop from its own part of the sequence, not as a single rank does",
         fix="leave it out, or use --moe-expert-capacity-factor {never}, with which no token is dropped",
@@ -58,6 +60,7 @@ RULES = (
     ),
     Rule(
         name="sinkhorn",
+        example="--moe-router-load-balancing-type sinkhorn --num-experts 4",
         what="--moe-router-load-balancing-type sinkhorn",
         why="it would balance each rank's part of the sequence separately",
         fix="use aux_loss, seq_aux_loss, global_aux_loss, or quantile_balancing if this Megatron has it",
@@ -68,6 +71,8 @@ RULES = (
     ),
     Rule(
         name="balance of each sequence in packs",
+        example="--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --num-experts 4 "
+        "--sft --micro-batch-size 2",
         what="{packed} and --moe-router-load-balancing-type seq_aux_loss with --micro-batch-size {batch}",
         why="all samples of a micro-batch form one pack, which is split across the ranks as a whole",
         fix="use --micro-batch-size 1, or aux_loss or global_aux_loss",
@@ -107,6 +112,7 @@ def _packed_experts(run: Run) -> Found:
 PADDING = (
     Rule(
         name="balancing of padding",
+        example="--moe-router-load-balancing-type quantile_balancing --num-experts 4 --seq-length 62 --cp-pad-sequence",
         what="--moe-router-load-balancing-type {kind} with {padding} tokens of padding (--cp-pad-sequence)",
         why="it would balance the padding, too",
         fix="use aux_loss, or a --seq-length that needs no padding",
@@ -115,6 +121,7 @@ PADDING = (
     ),
     Rule(
         name="expert bias and padding",
+        example="--moe-router-enable-expert-bias --num-experts 4 --seq-length 62 --cp-pad-sequence",
         what="--moe-router-enable-expert-bias with {padding} tokens of padding (--cp-pad-sequence)",
         why="megatron-core {version} cannot exclude padding from it",
         fix=f"use megatron-core 0.20 or newer, {_FIX}",
@@ -123,6 +130,7 @@ PADDING = (
     ),
     Rule(
         name="experts in padded micro-batches of packs",
+        example="--micro-batch-size 3 --num-experts 4 --sft --seq-length 62 --cp-pad-sequence",
         what="{packed} and --num-experts with --micro-batch-size {batch} and {padding} tokens of padding "
         "(--cp-pad-sequence)",
         why="Megatron splits a micro-batch's pack again for experts, and every part would need its own padding",
@@ -132,6 +140,7 @@ PADDING = (
     ),
     Rule(
         name="overlapped tensor parallelism and padding",
+        example="--tp-comm-overlap --num-experts 4 --seq-length 62 --cp-pad-sequence",
         what="--tp-comm-overlap with {padding} tokens of padding (--cp-pad-sequence)",
         why="its buffers are sized for --seq-length",
         fix=_FIX,

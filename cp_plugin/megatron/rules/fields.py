@@ -133,6 +133,7 @@ def _same(a: Any, b: Any) -> bool:
 
 UNKNOWN = Rule(
     name="fields that the plugin does not know",
+    example="--add-qkv-bias",
     what="{flags}",
     why="Megatron's own attention or state-space layers read {names} of the configuration, and the plugin would train "
     "as if without it",

@@ -44,6 +44,7 @@ def _comm_type(run: Run) -> Found:
 
 DROPOUT = flag(
     "--attention-dropout",
+    example="0.1",
     why="all context-parallel ranks would draw the same mask, so results would depend on the number of ranks",
     fix="set --attention-dropout 0",
 )
@@ -51,6 +52,7 @@ QK_CLIP = flag("--qk-clip", why=_KERNEL)
 MAX_LOGIT = flag("--log-max-attention-logit", why=_KERNEL)
 VARIANT = flag(
     "--experimental-attention-variant",
+    example="dsa",
     why="such layers assume Megatron's own layout and groups",
     refused=lambda v: True,
 )
@@ -58,6 +60,7 @@ BATCH_INVARIANT = flag("--batch-invariant-mode", why="Megatron allows it only wi
 FP8_ATTENTION = flag("--fp8-dot-product-attention", why=_TE_FP8, fix="use --cp-fp8 compute")
 PARTITION = flag(
     "--cp-partition-mode",
+    example="contiguous",
     why="Megatron would convert tokens from its own layout before attention, but they are in the provider's",
     fix="leave it out, and choose the layout with --cp-layout",
     refused=lambda v: v != "zigzag",
@@ -68,14 +71,16 @@ RULES = (
     DROPOUT,
     # packed sequences and masks
     flag("--rl-use-sequence-packing", why=_INFERENCE),
-    flag("--max-seqlen-per-dp-cp-rank", why=_OTHER_GROUPS, refused=lambda v: True),
+    flag("--max-seqlen-per-dp-cp-rank", example="4096", why=_OTHER_GROUPS, refused=lambda v: True),
     flag(
         "--sequence-packing-scheduler",
+        example="dp_balanced",
         why="it builds and slices packs on each rank, in Megatron's own layout (--use-varlen-dataset implies it)",
         fix="leave both out, and pack documents with --sft",
     ),
     flag(
         "--pad-packed-seq-alignment",
+        example="16",
         why="it pads each rank's tokens after slicing, in the middle of the provider's layout",
         fix="use --cp-pad-sequence",
         refused=lambda v: True,
@@ -97,12 +102,14 @@ RULES = (
     flag("--use-kitchen-attention", why="it would replace the provider with Kitchen's attention"),
     flag(
         "--attention-backend",
+        example="local",
         why="it would replace the provider with Megatron's unfused attention, which has no context parallelism",
         fix="use --cp-backend to choose the kernel",
         refused=lambda v: getattr(v, "name", v) == "local",
     ),
     flag(
         "--position-embedding-type",
+        example="relative",
         why="relative position embeddings are an attention bias",
         fix="use rope, yarn, mrope, learned_absolute or none",
         refused=lambda v: v == "relative",
@@ -111,21 +118,23 @@ RULES = (
     FP8_ATTENTION,
     FP8_BETWEEN,
     # memory and diagnosis
-    flag("--cpu-offloading-num-layers", why=_OFFLOAD),
+    flag("--cpu-offloading-num-layers", example="1", why=_OFFLOAD),
     flag("--fine-grained-activation-offloading", why=_OFFLOAD),
     flag(
         "--rerun-mode",
+        example="report_stats",
         why="Megatron's parser accepts it, but its rerun engine later fails with an obscure message",
         fix="use validate_results or disabled",
         refused=lambda v: v == "report_stats",
     ),
     # other models
     flag("--is-hybrid-model", why=_CROSS_LAYER, fix="use --hybrid-layer-pattern"),
-    flag("--linear-attention-freq", why=_CROSS_LAYER, refused=lambda v: True),
-    flag("--heterogeneous-layers-config-path", why=_CROSS_LAYER),
-    flag("--heterogeneous-layers-config-encoded-json", why=_CROSS_LAYER),
+    flag("--linear-attention-freq", example="2", why=_CROSS_LAYER, refused=lambda v: True),
+    flag("--heterogeneous-layers-config-path", example="x.json", why=_CROSS_LAYER),
+    flag("--heterogeneous-layers-config-encoded-json", example="{}", why=_CROSS_LAYER),
     flag(
         "--transformer-impl",
+        example="inference_optimized",
         why=_INFERENCE,
         fix="use transformer_engine or local",
         refused=lambda v: v not in ("transformer_engine", "local"),
@@ -133,10 +142,11 @@ RULES = (
     # other groups, other schedules
     flag("--hybrid-context-parallel", why=_OTHER_GROUPS),
     flag("--dynamic-context-parallel", why=_OTHER_GROUPS),
-    flag("--hierarchical-context-parallel-sizes", why=_OTHER_GROUPS),
+    flag("--hierarchical-context-parallel-sizes", example="2 2", why=_OTHER_GROUPS),
     flag("--fake-process-group", why="nothing is communicated, so the self-check and all losses would be wrong"),
     Rule(
         name="--cp-comm-type",
+        example="--cp-comm-type a2a",
         what="--cp-comm-type{value}",
         why="it selects one of Transformer Engine's methods, which --cp-provider replaces",
         fix="leave it out",
@@ -148,6 +158,6 @@ RULES = (
     flag("--overlap-moe-expert-parallel-comm", why="two micro-batches would share the provider's streams"),
     flag("--perform-rl-step", why=_INFERENCE),
     flag("--log-straggler", why="it times CUDA devices, and is not yet tested with the plugin"),
-    flag("--logits-save-dir", why=_FILES),
-    flag("--logits-load-dir", why=_FILES),
+    flag("--logits-save-dir", example="x", why=_FILES),
+    flag("--logits-load-dir", example="x", why=_FILES),
 )

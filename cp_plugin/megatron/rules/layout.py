@@ -90,6 +90,7 @@ def _counted(run: Run, flag: str) -> Found:
 RULES = (
     Rule(
         name="sequence length",
+        example="--seq-length 62",
         what="{flag} {length} cannot be split evenly across --context-parallel-size {size} in the {layout} layout",
         why="it must be a multiple of {divisor}",
         fix="use {nearest}, or --cp-pad-sequence",
@@ -98,6 +99,9 @@ RULES = (
     ),
     Rule(
         name="losses of experts",
+        example="--moe-aux-loss-coeff 0.01 --num-experts 4 --calculate-per-token-loss | "
+        "--moe-z-loss-coeff 0.1 --num-experts 4 --calculate-per-token-loss | "
+        "--moe-aux-loss-coeff 0.0 0.1 --num-experts 4 --calculate-per-token-loss",
         what=f"{{given}} {_COUNTED}",
         why="megatron-core {version} makes these losses too small under context parallelism",
         fix="use megatron-core 0.19 or newer, or --cp-provider ring --cp-layout zigzag without that flag and without "
@@ -108,6 +112,7 @@ RULES = (
     ),
     Rule(
         name="gradients of torch's FSDP",
+        example="--use-torch-fsdp2 --calculate-per-token-loss",
         what=f"--use-torch-fsdp2 {_COUNTED}",
         why="Megatron does not divide torch FSDP's gradients by the number of tokens",  # with or without CP
         fix="use --cp-layout zigzag without that flag and without padding, or --use-megatron-fsdp",
@@ -117,6 +122,7 @@ RULES = (
     ),
     Rule(
         name="gradients averaged in the collective",
+        example="--ddp-average-in-collective --calculate-per-token-loss",
         what=f"--ddp-average-in-collective {_COUNTED}",
         why="gradients divided by the number of tokens must be summed over the ranks, not averaged",
         fix="leave --ddp-average-in-collective out, or use --cp-layout zigzag without that flag and without padding",
@@ -126,6 +132,7 @@ RULES = (
     ),
     Rule(
         name="layout of attention",
+        example="--attention-cp-layout contiguous",
         what="--attention-cp-layout contiguous conflicts with tokens in the {layout} layout",
         why="--cp-layout sets the layout of attention",
         fix="use --cp-layout contiguous, or leave --attention-cp-layout out",
@@ -134,6 +141,7 @@ RULES = (
     ),
     Rule(
         name="documents to be placed",
+        example="--cp-layout documents --cp-provider needed",
         what=f"--cp-layout {DOCUMENTS.name} without packed documents",
         why="the layout is computed for each pack from its document lengths",
         fix="pack them with --dataloader-inter-document-masking or --sft, or use another --cp-layout",
@@ -142,6 +150,7 @@ RULES = (
     ),
     Rule(
         name="padding that is placed with documents",
+        example="--cp-layout documents --num-experts 4 --cp-provider needed --cp-pad-sequence --seq-length 61 --sft",
         what=f"--cp-layout {DOCUMENTS.name} and --num-experts with {{padding}} tokens of padding (--cp-pad-sequence)",
         why="routers know neither the document boundaries nor which tokens are padding",
         fix="use another --cp-layout, or a --seq-length that is a multiple of --context-parallel-size",
@@ -151,6 +160,7 @@ RULES = (
     ),
     Rule(
         name="layout of hybrid layers",
+        example="--linear-cp-layout contiguous",
         kind="adjust",
         what="setting --linear-cp-layout and --attention-cp-layout to zigzag, so that Megatron converts nothing",
         why="all layers compute in the {layout} layout",
@@ -159,6 +169,7 @@ RULES = (
     ),
     Rule(
         name="losses per token",
+        example="--cp-layout contiguous",
         kind="adjust",
         what="setting --calculate-per-token-loss",
         why="in the {layout} layout, ranks may hold different numbers of loss tokens, and averaging their means would "

@@ -32,11 +32,12 @@ MLA = flag("--multi-latent-attention", why="its layers compute no gate, and its 
 RULES = (
     flag(
         "--mtp-num-layers",
+        example="1",
         why="multi-token prediction (MTP) restarts layer numbers at 1, which would shift the layer pattern",
         linear=True,
     ),
-    flag("--hybrid-layer-pattern", why=_PATTERN, linear=True),
-    flag("--hybrid-override-pattern", why=_PATTERN, linear=True),
+    flag("--hybrid-layer-pattern", example="M*", why=_PATTERN, linear=True),
+    flag("--hybrid-override-pattern", example="M*", why=_PATTERN, linear=True),
     MLA,
     flag(
         "--init-model-with-meta-device",
@@ -47,6 +48,7 @@ RULES = (
     flag("--use-torch-fsdp2", why=_SHARDED, linear=True),
     Rule(
         name="linear layers",
+        example="--cp-layer-pattern LLL",
         what="--cp-layer-pattern {pattern} has {length} letters, which does not divide --num-layers {layers}",
         why="the pattern is repeated over the layers",
         fix="use a pattern whose length divides the number of layers",
@@ -56,6 +58,7 @@ RULES = (
     ),
     Rule(
         name="linear heads",
+        example="--tensor-model-parallel-size 4",
         what="--cp-linear-attention {variant} splits the key/value heads across the tensor-parallel ranks",
         why="{groups} heads (--num-query-groups) is not a multiple of --tensor-model-parallel-size {tp}",
         fix="use a smaller --tensor-model-parallel-size, or a larger --num-query-groups",

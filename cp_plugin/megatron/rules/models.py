@@ -25,6 +25,7 @@ def _hybrid(symbol: str, why: str, fix: str) -> Rule:
     """Refuse a symbol in hybrid patterns."""
     return Rule(
         name=f"hybrid {symbol}",
+        example=f"--hybrid-layer-pattern {symbol}*",
         what=f"{symbol} in --hybrid-layer-pattern {{pattern}}",
         why=why,
         fix=fix,
@@ -69,6 +70,7 @@ def _nameless(run: Run) -> Found:
 RULES = (
     Rule(
         name="sizes of the model",
+        example="--num-layers -1 --hidden-size 0",
         what="{given}",
         why="Megatron would fail later with an obscure error",
         fix="use 1 or more",
@@ -77,6 +79,8 @@ RULES = (
     ),
     Rule(
         name="position embeddings of MLA",
+        example="--position-embedding-type yarn --multi-latent-attention | "
+        "--position-embedding-type mrope --multi-latent-attention",
         what="--position-embedding-type {kind} conflicts with --multi-latent-attention",
         why="multi-latent attention has rotary embeddings of its own",
         fix="select them with --rope-type rope or yarn, and use --position-embedding-type rope",
@@ -88,6 +92,7 @@ RULES = (
     ),
     Rule(
         name="multimodal positions of packs",
+        example="--position-embedding-type mrope --sft",
         what="--position-embedding-type mrope with packed documents ({packed})",
         why="Megatron slices the angles before document boundaries are known",
         fix="use --position-embedding-type rope, or unpacked batches",
@@ -99,6 +104,7 @@ RULES = (
     _hybrid("D", "DeepSeek's sparse attention chooses its keys in Megatron's own layout", "use *"),
     Rule(
         name="hybrid without attention",
+        example="--hybrid-layer-pattern M-",
         what="--hybrid-layer-pattern {pattern} without * or +",
         why="no layer of this model would use the provider",
         fix="add an attention layer (*)",
@@ -106,6 +112,7 @@ RULES = (
     ),
     Rule(
         name="packed micro-batches in a pipeline",
+        example="--sft --pipeline-model-parallel-size 2 --micro-batch-size 2",
         what="{packed} with --pipeline-model-parallel-size {stages} and --micro-batch-size {batch}",
         why="Megatron packs a micro-batch into one sequence, but communicates between stages in the unpacked shape",
         fix="use --micro-batch-size 1",
@@ -115,6 +122,7 @@ RULES = (
     ),
     Rule(
         name="words of --spec",
+        example="--spec local | --spec a b c",
         what="--spec {spec}",
         fix="give a module and a name in it, such as --spec my_package.my_spec layer",
         looks_at=lambda run: when(
@@ -124,6 +132,7 @@ RULES = (
     ),
     Rule(
         name="module of --spec",
+        example="--spec no.such layer",
         what="--spec {spec}",
         why="module {module} cannot be imported ({error}), and Megatron would silently train with its default spec",
         fix="correct the import or the name, or leave --spec out",
@@ -132,6 +141,7 @@ RULES = (
     ),
     Rule(
         name="name of --spec",
+        example="--spec json no_layer",
         what="--spec {spec}",
         why="module {module} has no {name!r}",
         fix="use a name that exists there, or leave --spec out",
@@ -140,6 +150,7 @@ RULES = (
     ),
     Rule(
         name="mask of the data loader",
+        example="--create-attention-mask-in-dataloader",
         kind="adjust",
         what="setting --no-create-attention-mask-in-dataloader",
         why="the providers apply the causal mask themselves",
@@ -148,6 +159,7 @@ RULES = (
     ),
     Rule(
         name="local attention of the dev branch",
+        example="--cp-comm-type p2p --transformer-impl local --fallback-to-eager-attn False",
         kind="adjust",
         what="setting --cp-comm-type to all_gather",
         why="this Megatron demands it for its own local attention, which the provider replaces",
@@ -158,6 +170,7 @@ RULES = (
     ),
     Rule(
         name="exchange of gated delta net",
+        example="--cp-comm-type p2p --hybrid-layer-pattern G*",
         kind="adjust",
         what="--cp-comm-type is unset",
         why="this Megatron would pass it to gated delta net, which has no such parameter",
@@ -168,6 +181,7 @@ RULES = (
     ),
     Rule(
         name="chunks of gated delta net",
+        example="--linear-cp-mode chunkwise --hybrid-layer-pattern G*",
         kind="adjust",
         what="setting --linear-cp-mode to headwise",
         why="chunkwise moves tokens between ranks from Megatron's own layout, but they are in the provider's",
@@ -180,6 +194,7 @@ RULES = (
     ),
     Rule(
         name="fused rotation of MLA",
+        example="--apply-rope-fusion --multi-latent-attention",
         kind="adjust",
         what="setting --no-rope-fusion",
         why="the fused rotation of MLA is not tested with the plugin",
@@ -188,6 +203,7 @@ RULES = (
     ),
     Rule(
         name="fused rotation of packed documents",
+        example="--apply-rope-fusion --sft",
         kind="adjust",
         what="setting --no-rope-fusion",
         why="the fused rotation shards every document separately",

@@ -33,6 +33,7 @@ def _of_linear_layers(run: Run) -> Found:
 RULES = (
     Rule(
         name="blockwise FP8",
+        example="--fp8-recipe blockwise --fp8-format e4m3 --cp-fp8 compute",
         what="--fp8-recipe blockwise has no FP8 attention, neither in the plugin nor in Transformer Engine",
         fix=_FIX,
         looks_at=lambda run: _follows(run, "blockwise"),
@@ -40,6 +41,7 @@ RULES = (
     ),
     Rule(
         name="custom FP8",
+        example="--fp8-recipe custom --fp8-format e4m3 --cp-fp8 compute",
         what="--fp8-recipe custom with --cp-fp8 compute",
         why="the attention kernels use one scale per tensor, and would ignore the custom recipe",
         fix=_FIX,
@@ -48,6 +50,7 @@ RULES = (
     ),
     Rule(
         name="first and last layers in bfloat16",
+        example="--first-last-layers-bf16 --cp-fp8 compute",
         what="--first-last-layers-bf16 with --cp-fp8 compute, which applies to all layers",
         fix="use --cp-fp8 comm{instead}",
         looks_at=lambda run: when(
@@ -57,6 +60,7 @@ RULES = (
     ),
     Rule(
         name="recipes of linear layers",
+        example="--fp8-recipe mxfp8 --fp8-format e4m3 --cp-fp8 compute | --fp4-format e2m1 --cp-fp8 compute",
         kind="warn",
         what="{recipe} applies to linear layers only",
         why="attention uses FP8 with one scale per tensor (current scaling)",
@@ -64,6 +68,7 @@ RULES = (
     ),
     Rule(
         name="determinism on CUDA",
+        example="--deterministic-mode --cp-device cuda",
         what="--deterministic-mode on CUDA",
         why="only CPU kernels are tested",
         fix="leave it out",

@@ -28,6 +28,8 @@ class Rule:
     looks_at: Callable[[Any], Found]  # examines a subject: a training run, a layer, a call, a configuration
     why: str = ""
     fix: str = ""
+    example: str = ""
+    """Flags of a training that the rule applies to, those that the message names first; ``|`` between several."""
     kind: Literal["refuse", "adjust", "warn"] = "refuse"
     sentence: bool = False
     """``what`` stands alone; otherwise it completes "--cp-provider ring does not support"."""
@@ -73,20 +75,28 @@ def given(name: str) -> Callable[[Any], Found]:
 
 
 def flag(
-    name: str, *, why: str, fix: str = "leave it out", refused: Callable[[Any], Any] = bool, linear: bool = False
+    name: str,
+    *,
+    why: str,
+    fix: str = "leave it out",
+    refused: Callable[[Any], Any] = bool,
+    linear: bool = False,
+    example: str = "",
 ) -> Rule:
     """Refuse values of a Megatron flag; versions without the flag pass.
 
     Args:
         name: the flag with its dashes; ``subject.args`` (a namespace or a layer's configuration) has its value.
         linear: the rule is for linear attention only.
+        example: a value that is refused; none for a switch.
     """
 
     def looks_at(subject: Any) -> Found:
         value = value_of(subject.args, name)
         return when(value is not None and refused(value), value=shown(value))
 
-    return Rule(name=f"linear {name}" if linear else name, what=f"{name}{{value}}", why=why, fix=fix, looks_at=looks_at)
+    named = {"name": f"linear {name}" if linear else name, "example": f"{name} {example}".strip()}
+    return Rule(**named, what=f"{name}{{value}}", why=why, fix=fix, looks_at=looks_at)
 
 
 def value_of(args: Any, flag: str) -> Any:
