@@ -13,36 +13,24 @@ from cp_plugin.nemo import refusals as nemo
 
 RULES: dict[str, tuple[Rule, ...]] = {**rules.RULES, "NeMo": (nemo.MODEL, *nemo.RULES, *nemo.ON_CPU)}
 """All rules, by what they look at."""
-_FILLED = {
-    "value": "",
-    "instead": "",
-    "mtp": "--mtp-num-layers N",
-    "packed": "--sft",
-    "states": "M in --hybrid-layer-pattern PATTERN",
-    "given": "--moe-aux-loss-coeff X",
-    "flag": "--seq-length",
-    "--cuda-graph-impl flag": "--cuda-graph-modules",
-    "recipe": "--fp8-recipe mxfp8",
-    "sizes of the model given": "--num-layers 0",
-    "capacity of experts given": "--moe-expert-capacity-factor X",
-}
-"""Value of all rules, or of the named one -> what it stands for."""
+_FILLED = re.compile(r"{(\w+)[^}]*}")
+"""What a run fills in."""
 
 
 def rules_table(kind: str, groups: Collection[str] = ()) -> str:
     """The rules of a kind, in Markdown, each under the first group that has it; of these groups, or of all."""
     rows = {
-        rule.name: (_code(_filled(rule, rule.what)), *(_words(_filled(rule, part)) for part in (rule.why, rule.fix)))
+        rule.name: (_shown(rule), _words(rule.why), _words(rule.fix if rule.kind == "refuse" else rule.what))
         for group, rule in _first_of(kind)
         if not groups or group in groups
     }
-    return markdown.table(("message", "why", "fix"), rows.values())
+    return markdown.table(("for example", "why", "fix" if kind == "refuse" else "what is done"), rows.values())
 
 
 def refused() -> str:
-    """The flags that are refused in all trainings, in a line."""
-    texts = dict.fromkeys(_filled(rule, rule.what) for group, rule in _first_of("refuse") if group == "all")
-    return ", ".join(_code(text) for text in texts if re.fullmatch(r"--[\w-]+", text))
+    """The flags that are refused in all trainings, in a line, with an example of a refused value."""
+    rules = (rule for group, rule in _first_of("refuse") if group == "all")
+    return ", ".join(_shown(rule) for rule in rules if rule.name.startswith("--"))
 
 
 def pages() -> dict[str, str]:
@@ -68,15 +56,14 @@ def _first_of(kind: str) -> Iterator[tuple[str, Rule]]:
         raise ValueError(f"no rules of the kind {kind!r}")
 
 
-def _filled(rule: Rule, part: str) -> str:
-    """A text of a rule with examples of what a run fills in."""
-    named = {key.rpartition(" ")[2]: text for key, text in _FILLED.items() if key.startswith(f"{rule.name} ")}
-    return re.sub(r"{(\w+)[^}]*}", lambda found: (_FILLED | named).get(found[1], f"<{found[1]}>"), part)
+def _shown(rule: Rule) -> str:
+    """The flags of its example, or whatever else is refused."""
+    return " or ".join(_code(_FILLED.sub(r"<\1>", line)) for line in (rule.example or rule.what).split(" | "))
 
 
 def _words(text: str) -> str:
-    """A sentence, with flags as code."""
-    return re.sub(r"--[a-z0-9][a-z0-9-]*", r"`\g<0>`", text.replace("<", "&lt;"))
+    """A sentence, with flags as code, and names for what a run fills in."""
+    return re.sub(r"--[a-z0-9][a-z0-9-]*", r"`\g<0>`", _FILLED.sub(r"&lt;\1>", text))
 
 
 def _code(text: str) -> str:
