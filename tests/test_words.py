@@ -14,7 +14,7 @@ from package_sources import SOURCES
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("docs", "examples", "patches", "ci", "tests")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
-ALL, PAGE, README = 60_000, 2_500, 700
+ALL, PAGE, README = 50_000, 2_500, 700
 
 
 def words(text: str) -> int:
