@@ -147,8 +147,8 @@ def _disagreement(differ: Mapping[str, list[list[int]]], named: Mapping[str, Any
         return None
     parts = (f"{name} ({' and '.join(map(ranks_named, groups))} disagree)" for name, groups in differ.items())
     return ValueError(
-        f"context-parallel ranks made different calls: {'; '.join(parts)}. Every rank must pass its shard of the same "
-        f"batch, with the same settings. Rank {index} has {', '.join(f'{x}={_shown(named[x])}' for x in differ)}"
+        f"context-parallel ranks made different calls: {'; '.join(parts)}. Every rank must make the same call with the "
+        f"same settings, and its shard of the same batch. Rank {index} has {', '.join(f'{x}={_shown(named[x])}' for x in differ)}"
     )
 
 
