@@ -146,9 +146,10 @@ def _disagreement(differ: Mapping[str, list[list[int]]], named: Mapping[str, Any
     if not differ:
         return None
     parts = (f"{name} ({' and '.join(map(ranks_named, groups))} disagree)" for name, groups in differ.items())
+    mine = ", ".join(f"{name}={_shown(named[name])}" for name in differ)
     return ValueError(
         f"context-parallel ranks made different calls: {'; '.join(parts)}. Every rank must make the same call with the "
-        f"same settings, and its shard of the same batch. Rank {index} has {', '.join(f'{x}={_shown(named[x])}' for x in differ)}"
+        f"same settings, and its shard of the same batch. Rank {index} has {mine}"
     )
 
 
