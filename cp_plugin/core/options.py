@@ -15,6 +15,8 @@ from cp_plugin.common.text import divisors, either, in_words
 from cp_plugin.core.spelling import flag_of, spelled
 
 AUTO = "auto"
+_DECLARED: set[str] = set()
+"""Names of all options that were declared."""
 
 
 class Option(str):
@@ -56,6 +58,7 @@ class Option(str):
         misfit: Callable[[Any, int], str | None] = lambda value, ranks: None,
     ) -> Option:
         made = super().__new__(cls, name)
+        _DECLARED.add(name)
         made.metavar, made.meaning, made.default, made.unset = metavar, meaning, default, unset
         made.choices, made.every, made.near = tuple(choices), every, near
         made.misfit = misfit
@@ -140,7 +143,7 @@ def not_a_divisor(number: int, ranks: int) -> str | None:
 class Options:
     """The user's choices besides the provider: ``Options(layout="zigzag", grid=(4, 2))``.
 
-    Provider options are attributes too; those left to the provider (``Provider.choose``) are None.
+    Declared options are attributes too; those left to the provider (``Provider.choose``) are None.
     """
 
     layout: str | None
@@ -159,9 +162,9 @@ class Options:
         object.__setattr__(self, "given", tuple((str(k), values[k]) for k in sorted(values) if values[k] is not None))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "given" or name.startswith("_"):
-            raise AttributeError(name)
-        return next((value for key, value in self.given if key == name), None)
+        if name not in _DECLARED:
+            raise AttributeError(f"no provider declares an option {name!r}", name=name, obj=self)
+        return self.chosen.get(name)
 
     @property
     def chosen(self) -> dict[str, Any]:

@@ -154,3 +154,9 @@ def test_context_parallel_takes_options_by_name() -> None:
         ContextParallel("ring", problem=Problem(size=4))
     with pytest.raises(ValueError, match="6 query heads cannot share 4"):
         Problem(size=4, heads=6, kv_heads=4)
+
+
+def test_a_misspelt_option_is_an_error() -> None:
+    assert Options(grid=(2, 2)).grid == (2, 2) and Options().grid is None
+    with pytest.raises(AttributeError, match="no provider declares an option 'gird'"):
+        _ = Options(grid=(2, 2)).gird
