@@ -10,7 +10,6 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,23 +29,6 @@ def messages() -> dict[str, str]:
     import messages as generator
 
     return {f"messages/{name}.md": text for name, text in generator.pages().items()}
-
-
-def on_config(config: Any) -> Any:
-    """Put the pages of messages below their overview."""
-    for pages in _sections(config["nav"]):
-        if "troubleshooting.md" in pages:
-            pages += messages()
-    return config
-
-
-def _sections(nav: list[Any]) -> Iterator[list[Any]]:
-    """All lists of pages of the navigation."""
-    yield nav
-    for entry in nav:
-        for pages in entry.values() if isinstance(entry, dict) else ():
-            if isinstance(pages, list):
-                yield from _sections(pages)
 
 
 def on_files(files: Any, *, config: Any) -> Any:
