@@ -47,7 +47,7 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
     ],
     ("dataset",): [
         ((__file__,), "write cp-plugin dataset test_command_errors " + __file__),
-        (("missing.jsonl.gz",), "missing.jsonl.gz: the first argument is the prefix of the files to write"),
+        (("missing.jsonl",), "missing.jsonl: the first argument is the prefix of the files to write"),
     ],
     ("verify", "--decode", "--device", "cpu", *SMALL): [
         (("--mask", "full"), "--mask full has no effect with --decode"),
