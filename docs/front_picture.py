@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cp_plugin.cli.draw.canvas import IDLE, INK, box, fill, new_figure, plain, save
 from cp_plugin.cli.draw.documents import fetched
-from cp_plugin.cli.draw.traffic import priced, typical
+from cp_plugin.testing.traffic import priced, typical
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from cp_plugin.attention.setups import (
     settled_or_reason,
     setups,
     squarest,
+    with_float32_sums,
     with_head_axes,
 )
 from cp_plugin.comm import Mesh, TraceMesh
@@ -30,7 +33,7 @@ from cp_plugin.common.without_data import WithoutData
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Formula
+from cp_plugin.methods.protocol import Formula, Provider
 from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.ranks import refuse_too_large, with_progress
@@ -80,6 +83,28 @@ def price_one(setup: Setup, ring: Row | None = None) -> Row:
     traffic = setup.provider.traffic
     row = Row(setup=setup, ranks=tuple(traffic(setup.problem, setup.options, i) for i in range(setup.problem.size)))
     return replace(row, ratio=row.most / ring.most) if ring is not None and ring.ranks and ring.most else row
+
+
+HEADS = {"MHA": (32, 32), "GQA": (32, 4), "MQA": (32, 1)}
+"""Query and key/value heads: one key/value head per query head, per eight, one for all."""
+RANKS_PER_HOST = 8
+
+
+def typical(size: int, kind: str) -> Problem:
+    """The problem of the documentation: 131072 tokens, head size 128, bfloat16, causal, eight ranks per host."""
+    heads, kv_heads = HEADS[kind]
+    hosts = tuple(f"host{rank // RANKS_PER_HOST}" for rank in range(size))
+    return Problem(size=size, heads=heads, kv_heads=kv_heads, seq_length=2**17, hosts=hosts)
+
+
+def priced(provider: str | Provider, problem: Problem, **options: Any) -> Row:
+    """What each rank sends with sums in float32, and its ratio to a ring; of no rank if the provider refuses it."""
+    return price_one(with_float32_sums(providers.get(provider), problem, Options(**options)), _ring(problem))
+
+
+@cache
+def _ring(problem: Problem) -> Row:
+    return price_one(with_float32_sums(providers.get("ring"), problem, Options()))
 
 
 def trace(setup: Setup, index: int) -> Formula:

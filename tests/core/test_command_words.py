@@ -137,7 +137,7 @@ def test_a_hint_helps() -> None:
     for word, listed in (
         ("some", ("none", "selective", "full")),
         ("fast", ("sdpa", "te", "triton")),
-        ("nofile", ("chat", "code", "long", "pile")),
+        ("nofile", ("chat", "code", "long")),
         ("float8", ("float64", "float32", "bfloat16", "float16")),  # most of what the message lists anyway
         ("x", known),
     ):

@@ -108,7 +108,7 @@ def record(
     if settled.provider.kind == "linear":
         raise ValueError(
             f"provider {settled.provider.name!r} is for linear layers, in which queries attend to no individual keys: "
-            "add --sent to draw the bytes it sends"
+            "cp-plugin traffic shows the bytes it sends"
         )
     reason = providers.unsupported(settled.provider, typical, settled.options)
     if reason is not None:
