@@ -38,6 +38,8 @@ from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.ranks import refuse_too_large, with_progress
 
+EQUAL = "equal"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -48,6 +50,8 @@ class Row:
     """(phase, axis) -> bytes, for every rank; empty if the setup cannot do the problem."""
     ratio: float | None = None
     """``most`` relative to a ring's; None where a ring sends nothing."""
+    measured: str = ""
+    """``equal``, or how ledger, trace and formula differ; empty: not measured."""
 
     @property
     def busiest(self) -> Formula:
@@ -114,12 +118,12 @@ def trace(setup: Setup, index: int) -> Formula:
         return _sent(cp, setup.problem, "meta")
 
 
-def compare(rows: Sequence[Row]) -> list[str | None]:
-    """Run every row on forked Gloo ranks; where ledger, trace and formula differ, the first difference. ValueError if
-    the problem is too large for this machine; RankError if a rank fails."""
+def compare(rows: Sequence[Row]) -> list[Row]:
+    """Run every row on forked Gloo ranks, and note whether ledger, trace and formula are equal. ValueError if the
+    problem is too large for this machine; RankError if a rank fails."""
     possible = [row.setup for row in rows if row.setup.reason is None]
     if not possible:
-        return [None for _ in rows]
+        return list(rows)
     seconds = refuse_too_large(possible[0].problem, len(possible))
 
     def rank() -> list[Formula]:
@@ -130,7 +134,7 @@ def compare(rows: Sequence[Row]) -> list[str | None]:
 
     by_rank = run_ranks(rank, possible[0].problem.size, init_process_group=True, timeout=300 + 2 * seconds)
     ledgers = iter(zip(*by_rank, strict=True))
-    return [None if row.setup.reason is not None else _difference(row, next(ledgers)) for row in rows]
+    return [row if row.setup.reason is not None else _measured(row, next(ledgers)) for row in rows]
 
 
 def _variants(setup: Setup, options: Options) -> list[Setup]:
@@ -169,12 +173,12 @@ def by_phase_and_axis(mesh: Mesh) -> Formula:
     return sent
 
 
-def _difference(row: Row, ledgers: Sequence[Formula]) -> str | None:
+def _measured(row: Row, ledgers: Sequence[Formula]) -> Row:
     for index, (ledger, formula) in enumerate(zip(ledgers, row.ranks, strict=True)):
         found = {"ledger": dict(ledger), "trace": dict(trace(row.setup, index)), "formula": dict(formula)}
         for phase, axis in sorted({line for sent in found.values() for line in sent}):
             each = {name: sent.get((phase, axis), 0) for name, sent in found.items()}
             if len(set(each.values())) > 1:
                 shown = ", ".join(f"{name} {n:,}" for name, n in each.items())
-                return f"rank {index}, {phase}, axis {axis}: {shown}"
-    return None
+                return replace(row, measured=f"rank {index}, {phase}, axis {axis}: {shown}")
+    return replace(row, measured=EQUAL)

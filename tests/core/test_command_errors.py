@@ -84,7 +84,7 @@ def test_a_dash_is_standard_output() -> None:
 
 
 @one_case
-@pytest.mark.parametrize("words", ["traffic --json", "--version", "-h", "traffic --provider ring", "example --list"])
+@pytest.mark.parametrize("words", ["traffic --json", "--version", "-h", "traffic --provider ring", "example"])
 def test_a_full_disk_is_one_line(words: str) -> None:
     with open("/dev/full", "w") as full:
         run = [sys.executable, "-m", "cp_plugin.cli", *words.split()]

@@ -169,8 +169,8 @@ class Report:
         decay = "" if p.decay == "none" else f", {p.decay} decay"
         sizes = str(p.head_dim) if p.head_dim == p.v_head_dim else f"{p.head_dim} and {p.v_head_dim}"
         return (
-            f"{case.described}{decay}: {p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of {sizes}, "
-            f"{dtype_name(p.dtype)}; {p.size} ranks on {self.device}, {self.rounds} rounds"
+            f"{case.described}{decay}: {p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of "
+            f"{sizes}, {dtype_name(p.dtype)}; {p.size} ranks on {self.device}, {self.rounds} rounds"
         )
 
 
