@@ -23,7 +23,7 @@ import support
 import wins_page
 from evidence.regimes import CANONICAL, sentence
 
-from cp_plugin.cli.draw import draw_documents, draw_method
+from cp_plugin.cli.draw.method import draw_method
 from cp_plugin.common.text import in_words
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import variants
@@ -49,7 +49,7 @@ DRAWINGS: dict[str, Callable[[Path], None]] = {
         for name, (p, n, o) in _SHOWN.items()
     },
     "methods/front.svg": front_picture.draw,
-    "methods/documents.svg": partial(draw_documents, lengths=(24, 14, 10, 8, 5, 3)),
+    "methods/documents.svg": partial(draw_method, provider="needed", bounds=front_picture.BOUNDS, layout="documents"),
 }
 """Path in ``docs/images`` -> draw it to a path."""
 

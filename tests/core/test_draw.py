@@ -12,8 +12,8 @@ from nightly import pairs_at_night
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
-from cp_plugin.cli.draw import draw_method
 from cp_plugin.cli.draw.calls import Recording, record
+from cp_plugin.cli.draw.method import draw_method
 from cp_plugin.core.values import Partial
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Attend
@@ -30,17 +30,14 @@ def times_computed(recording: Recording) -> Counter[tuple[int, int, int]]:
         for head in call.heads
         for query in call.queries.tolist()
         for key in call.keys.tolist()
-        if key <= query or not recording.causal
+        if key in recording.seen(query)
     )
 
 
 def all_pairs(recording: Recording) -> Counter[tuple[int, int, int]]:
     n = recording.seq_length
     return Counter(
-        (head, query, key)
-        for head in range(recording.heads)
-        for query in range(n)
-        for key in range(query + 1 if recording.causal else n)
+        (head, query, key) for head in range(recording.heads) for query in range(n) for key in recording.seen(query)
     )
 
 
