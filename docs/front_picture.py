@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 SIDE = 8
 """Rows, and columns, of the grid of ranks."""
 BOUNDS = (0, 24, 38, 48, 56, 61, 64)
-"""Where the documents of the pack begin, and its length."""
 RANKS = 4
 """Ranks that share the pack of documents."""
 GROUPED = 8
@@ -57,9 +56,8 @@ def _draw_grid(axes: Axes) -> None:
 
 def _draw_pack(axes: Axes) -> None:
     """The keys that the queries of a pack may see: held by their rank, or fetched."""
-    tokens = BOUNDS[-1]
-    found = record("needed", RANKS, seq_length=tokens, bounds=BOUNDS, layout="documents")
-    holders = found.holders()
+    found = record("needed", RANKS, seq_length=BOUNDS[-1], bounds=BOUNDS, layout="documents")
+    tokens, holders = found.seq_length, found.holders()
     axes.add_patch(box(0, 0, tokens, tokens, IDLE))
     for held, colour in ((True, _HELD), (False, _FETCHED)):
         pairs = [
