@@ -22,13 +22,13 @@ import support
 import wins_page
 from evidence.regimes import CANONICAL, sentence
 
-from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
-from cp_plugin.cli.draw.traffic import priced
+from cp_plugin.cli.draw.method import draw_method
 from cp_plugin.common.text import in_words
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import variants
 from cp_plugin.methods import registry as providers
 from cp_plugin.placement.documents import ALL
+from cp_plugin.testing.traffic import priced
 
 ROOT = Path(__file__).parent.parent
 _SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -47,9 +47,8 @@ DRAWINGS: dict[str, Callable[[Path], None]] = {
         f"methods/{name}.svg": partial(draw_method, provider=p, size=n, tokens=32, **o)
         for name, (p, n, o) in _SHOWN.items()
     },
-    **{f"methods/{name}-traffic.svg": partial(draw_traffic, provider=name) for name in providers.names()},
     "methods/front.svg": front_picture.draw,
-    "methods/documents.svg": partial(draw_documents, lengths=(24, 14, 10, 8, 5, 3)),
+    "methods/documents.svg": partial(draw_method, provider="needed", bounds=front_picture.BOUNDS, layout="documents"),
 }
 """Path in ``docs/images`` -> draw it to a path."""
 
@@ -165,7 +164,6 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "file": _file,
     "sketch": _sketch,
     "drawing": _drawing,
-    "bars": lambda name: f"![Bytes that {name} sends, next to ring](../images/methods/{name}-traffic.svg)",
     "placement": _placed,
     "flags": _flags,
     "lengths": _lengths,

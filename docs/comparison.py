@@ -5,12 +5,11 @@ from __future__ import annotations
 import markdown_tables as markdown
 
 from cp_plugin.cli.draw.calls import record
-from cp_plugin.cli.draw.traffic import HEADS, priced, typical
 from cp_plugin.common.text import in_bytes
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.testing.traffic import Row
+from cp_plugin.testing.traffic import HEADS, Row, priced, typical
 
 SIZES = (4, 8, 16, 32, 64, 128)
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cp_plugin.cli.draw.calls import record
 from cp_plugin.cli.draw.canvas import IDLE, INK, box, fill, new_figure, plain, save
-from cp_plugin.cli.draw.documents import fetched
-from cp_plugin.cli.draw.traffic import priced, typical
+from cp_plugin.testing.traffic import priced, typical
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIDE = 8
 """Rows, and columns, of the grid of ranks."""
-DOCUMENTS = (24, 14, 10, 8, 5, 3)
+BOUNDS = (0, 24, 38, 48, 56, 61, 64)
 RANKS = 4
 """Ranks that share the pack of documents."""
 GROUPED = 8
@@ -56,20 +56,20 @@ def _draw_grid(axes: Axes) -> None:
 
 def _draw_pack(axes: Axes) -> None:
     """The keys that the queries of a pack may see: held by their rank, or fetched."""
-    found = fetched(DOCUMENTS, RANKS, "documents")
-    tokens = len(found.holders)
+    found = record("needed", RANKS, seq_length=BOUNDS[-1], bounds=BOUNDS, layout="documents")
+    tokens, holders = found.seq_length, found.holders()
     axes.add_patch(box(0, 0, tokens, tokens, IDLE))
     for held, colour in ((True, _HELD), (False, _FETCHED)):
         pairs = [
             (key, query, 1, 1)
-            for query, rank in enumerate(found.holders)
-            for key in range(found.first(query), query + 1)
-            if (found.holders[key] == rank) is held
+            for query, rank in enumerate(holders)
+            for key in found.seen(query)
+            if (holders[key] == rank) is held
         ]
         fill(axes, pairs, colour)
-    sent, every = sum(map(len, found.fetched)), (RANKS - 1) * tokens
+    sent, every = sum(map(len, found.fetched())), (RANKS - 1) * tokens
     words = f"a rank fetches only keys\nthat its mask allows:\n{sent / every:.2f} of a ring's bytes"
-    _frame(axes, tokens, f"{len(DOCUMENTS)} documents, {RANKS} ranks", words)
+    _frame(axes, tokens, f"{len(BOUNDS) - 1} documents, {RANKS} ranks", words)
 
 
 def _frame(axes: Axes, side: int, title: str, words: str) -> None:

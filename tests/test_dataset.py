@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import importlib
 import json
 from pathlib import Path
@@ -16,7 +15,7 @@ from cp_plugin.cli.app import app
 from cp_plugin.megatron.dataset import build, find
 
 EOD = 256
-LINES = "\n\n".join(map(json.dumps, [{"text": "first\nline"}, {"text": "", "id": 2}, {"text": "Grüße 🙂"}]))
+LINES = "\n\n".join(map(json.dumps, [{"text": "first\nline"}, {"text": "", "id": 2}, {"text": "Grüße 🙂", "body": 1}]))
 CONTENTS = {
     "b.md": b"# b\r\n",
     "a/z.txt": "ä".encode(),
@@ -25,12 +24,8 @@ CONTENTS = {
     ".hidden.txt": b"no",
     "site-packages/p.txt": b"no",
     "c.jsonl": LINES.encode(),
-    "d.txt.gz": gzip.compress(b"in gzip"),
-    "e.jsonl.gz": gzip.compress(LINES.encode()),
-    "f.py": "# coding: latin1\nx = 'é'".encode("latin1"),
 }
-IN_ORDER = ["ä", "# b\r\n", *["first\nline", "Grüße 🙂"], "in gzip", *["first\nline", "Grüße 🙂"]]
-IN_ORDER += ["# coding: latin1\nx = 'é'"]
+IN_ORDER = ["ä", "# b\r\n", "first\nline", "Grüße 🙂"]
 
 
 @pytest.fixture
@@ -61,16 +56,8 @@ def test_the_bytes_are_those_of_megatrons_writer(source: Path, tmp_path: Path) -
             megatrons, ours = (tmp_path / f"{name}_text_document.{suffix}" for name in ("m", "new/d"))
             assert megatrons.read_bytes() == ours.read_bytes()
         assert len(list((tmp_path / "new").iterdir())) == 3
-    assert (done.files, done.documents, done.empty) == (7, 8, 3)
+    assert (done.files, done.documents, done.skipped) == (4, 4, 2)
     assert done.tokens == sum(len(text.encode()) + 1 for text in IN_ORDER)
-
-
-def test_without_end_tokens_and_with_another_key(source: Path, tmp_path: Path) -> None:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    (source / "c.jsonl").write_text('{"body": "x", "text": 1}\n')
-    build(tmp_path / "d", [source / "c.jsonl"], append_eod=False, json_key="body")
-    assert [document.tolist() for document in IndexedDataset(f"{tmp_path}/d_text_document")] == [[ord("x")]]
 
 
 def test_files_come_in_the_given_order(source: Path) -> None:
@@ -81,25 +68,32 @@ def test_files_come_in_the_given_order(source: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "complaint", "left"),
+    ("name", "data", "complaint"),
     [
-        ("bad.txt", b"ok\xff", "bad.txt: 'utf-8' codec can't decode byte 0xff in position 2", 0),
-        ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', "bad.jsonl:3: not JSON: Expecting value", 1),
-        ("bad.jsonl", b'{"txt": "a"}\n', "bad.jsonl:1: no text under the key 'text' (it has 'txt'); choose with", 0),
-        ("bad.jsonl", b"[" * 100_000, "bad.jsonl:1: not JSON: ", 0),
+        ("bad.txt", b"ok\xff", "bad.txt: 'utf-8' codec can't decode byte 0xff in position 2"),
+        ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', "bad.jsonl:3: not JSON: Expecting value"),
+        ("bad.jsonl", b'{"txt": "a"}\n', "bad.jsonl:1: no text under the key 'text' (it has 'txt')"),
+        ("bad.jsonl", b"[" * 100_000, "bad.jsonl:1: not JSON: "),
     ],
 )
 def test_unreadable_documents_are_named_and_nothing_is_built(
-    source: Path, tmp_path: Path, name: str, data: bytes, complaint: str, left: int
+    source: Path, tmp_path: Path, name: str, data: bytes, complaint: str
 ) -> None:
     (source / name).write_bytes(data)
     with pytest.raises(ValueError) as error:
         build(tmp_path / "d", [source])
-    assert complaint in str(error.value) and "--skip-bad" in str(error.value)
+    assert complaint in str(error.value)
     assert not list(tmp_path.glob("*d_*"))
-    done = build(tmp_path / "d", [source], skip_bad=True)
-    assert len(done.unreadable) == 1 and complaint in done.unreadable[0]
-    assert done.documents == len(IN_ORDER) + left
+
+
+def test_unreadable_files_of_the_standard_library_are_skipped(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cp_plugin.megatron.dataset.STANDARD_LIBRARY", source)
+    (source / "bad.py").write_bytes(b"\xff")
+    (source / "good.py").write_bytes(b"x")
+    done = build(tmp_path / "d")
+    assert (done.files, done.documents, done.skipped) == (2, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +103,12 @@ def test_unreadable_documents_are_named_and_nothing_is_built(
         ("{out} {source}/a.txt", "a.txt: --tokenizer bytes finds no tokens in 1 files"),
         ("{out} {source} --tokenizer huggingface:{source}", "Megatron cannot open it"),
         ("{out} {source} --max-bytes 1", "--max-bytes 1: the first file"),
-        ("{out} {source}/bad.gz", "bad.gz: damaged gzip file"),
     ],
 )
 def test_bad_input_is_one_clear_line(words: str, complaint: str, source: Path, tmp_path: Path) -> None:
     (source / "tex").mkdir()
     (source / "tex" / "y.tex").write_text("y")
     (source / "a" / "z.txt").write_text("more than a byte")
-    (source / "bad.gz").write_bytes(gzip.compress(b"cut short", mtime=0)[:-9])
     code, output = invoke(*(word.format(out=tmp_path / "d", source=source) for word in words.split()))
     assert code == 2 and complaint in output and "Traceback" not in output
     assert not list(tmp_path.glob("*d_*"))
@@ -131,14 +123,13 @@ def test_a_document_that_the_format_cannot_hold(source: Path, tmp_path: Path, mo
 
 
 def test_the_command_prints_the_flags_and_the_description_has_them(source: Path, tmp_path: Path) -> None:
-    (source / "bad.txt").write_bytes(b"\xff")
-    code, output = invoke(tmp_path / "d", source, "--skip-bad")
+    code, output = invoke(tmp_path / "d", source)
     flags = f"--data-path {tmp_path}/d_text_document --tokenizer-type NullTokenizer --vocab-size 257"
     assert code == 0 and output.splitlines()[-1].strip() == flags
-    assert "; 3 without text skipped" in output and f"skipped {source}/bad.txt: " in output
+    assert "; 2 skipped" in output
     described = json.loads((tmp_path / "d_text_document.json").read_bytes())
     assert described["flags"] == flags.split()
-    code, output = invoke(tmp_path / "d", source, "--skip-bad", "--json")
+    code, output = invoke(tmp_path / "d", source, "--json")
     assert code == 0 and json.loads(output) == described
 
 
@@ -191,6 +182,5 @@ def test_a_tokenizer_without_an_end_of_document(source: Path, tmp_path: Path, mo
     module = importlib.import_module("megatron.core.tokenizers.utils.build_tokenizer")
     endless = argparse.Namespace(eod=None, vocab_size=9, tokenize=lambda text: [1] if text else [])
     monkeypatch.setattr(module, "build_tokenizer", lambda args: endless)
-    with pytest.raises(ValueError, match="it has no end-of-document token; add --no-append-eod"):
+    with pytest.raises(ValueError, match="it has no end-of-document token"):
         build(tmp_path / "d", [source], tokenizer="huggingface:x")
-    assert build(tmp_path / "d", [source], tokenizer="huggingface:x", append_eod=False).tokens == 8

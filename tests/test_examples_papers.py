@@ -80,11 +80,11 @@ def test_the_flags_describe_the_model_of_the_catalogue(name: str, variant: str, 
 @EACH
 def test_tables_and_lengths_are_the_published_ones(name: str, variant: str) -> None:
     of, base = experiment(name, variant), experiment(name)
-    assert set(of.published) <= {table.id for table in data.paper(of.config.paper).tables}
+    assert set(of.published) <= {table.id for table in data.paper(of.paper).tables}
     tensor = int(str(of.flags.get("tensor-model-parallel-size", 1)))
     found = {
         row.length
-        for row in data.rows(of.config.paper)
+        for row in data.rows(of.paper)
         if row.table in of.published and row.published is not None and row.length
         if (row.devices, row.tensor) == (of.devices, tensor) and row.model == of.planner_model
         if row.table != "a2d-abstract"  # which does not say of what length its figure is
@@ -99,10 +99,8 @@ def test_tables_and_lengths_are_the_published_ones(name: str, variant: str) -> N
 @EACH
 def test_cluster_and_memory(name: str, variant: str, read: Read) -> None:
     """The memory is that without attention's working memory; the page has the numbers of devices."""
-    assert (
-        f"/{name}/config.yaml): {EXAMPLES[name].config.title} | {EXAMPLES[name].config.cluster.devices} |"
-        in PAGE.read_text()
-    )
+    base = experiment(name)
+    assert f"/{name}/config.yaml): {base.title} | {base.devices} |" in PAGE.read_text()
     of, found = experiment(name, variant), planned(read, name, variant)
     parallel, profile = found.parallel, hardware.cluster(of.cluster.profile)
     assert profile.per_node == of.cluster.per_node
@@ -121,7 +119,7 @@ def test_lasp2_without_recomputation_runs_out_of_memory_where_table_6_does(read:
         one = Candidate(name=setup.provider.name, setup=setup, flags="")
         found.append(price(one, {}, of, parallel, cluster).footprint.total)
     assert [total <= cluster.device.memory_bytes for total in found] == [True, False]
-    about = " ".join(EXAMPLES["lasp2-64xa100"].config.about.split())
+    about = " ".join(experiment("lasp2-64xa100").about.split())
     assert all(f"{total / 1e9:.1f} GB" in about for total in found)
     published = {row.length: row for row in data.rows("lasp2") if row.table == "lasp2-6" and row.devices == 64}
     assert published[MEMORY[0]].published and published[MEMORY[1]].mark == "OOM"

@@ -31,7 +31,6 @@ from typing import Any
 import replay_case
 from replay_case import CASES, ROOT
 
-from cp_plugin.cli import doctor
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
 
 PARTS = ("megatron", ":(glob)*.py")
@@ -174,10 +173,11 @@ def started(trained: Entry) -> Entry:
 
 def contracts(tree: Path) -> list[Entry]:
     """What ``cp-plugin doctor --megatron`` finds of every symbol in this tree."""
-    try:
-        return list(doctor.examine(str(tree), [])["symbols"])
-    except ValueError as error:
-        return [{"symbol": "", "state": "unsupported", "broken": str(error)}]
+    command = [sys.executable, "-m", "cp_plugin.cli", "doctor", "--megatron", str(tree), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 2:
+        return [{"symbol": "", "state": "unsupported", "broken": done.stderr.strip().removeprefix("error: ")}]
+    return list(json.loads(done.stdout)["symbols"])
 
 
 def environment(tree: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cp_plugin.cli.bench.cases import LENGTHS, distributions, document_bounds
+from cp_plugin.cli.bench.cases import LENGTHS
 from cp_plugin.common.names import did_you_mean
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ Documents = Annotated[
     typer.Option(
         metavar="LENGTHS",
         help="packed documents: a file with their lengths in tokens, lengths such as 600,200,224, or a distribution: "
-        "chat, code, long, pile, prolong64k, prolong512k",
+        "chat, code, long",
     ),
 ]
 
@@ -52,8 +52,6 @@ def bounds(text: str, seq_length: int) -> tuple[int, ...]:
     """
     if text in LENGTHS:
         return tuple(accumulate(LENGTHS[text].pack(seq_length), initial=0))
-    if text in distributions():
-        return document_bounds(text, seq_length, seed=0)
     ends, more = [0], cycle(lengths(text))
     while ends[-1] < seq_length:
         ends.append(min(seq_length, ends[-1] + next(more)))
@@ -75,11 +73,10 @@ def _read(text: str) -> list[str]:
     try:
         words = Path(text).read_text(encoding="utf-8", errors="replace").split()
     except (OSError, ValueError):  # such as a name that is too long
-        names = (*LENGTHS, *distributions())
         what = "a folder" if os.path.isdir(text) else "no such file"
         raise ValueError(
-            f"--documents {text}: {what}{did_you_mean(text, names) or '.'} Give a file, lengths such as 600,200,224, "
-            f"or one of {', '.join(names)}"
+            f"--documents {text}: {what}{did_you_mean(text, LENGTHS) or '.'} Give a file, lengths such as 600,200,224, "
+            f"or one of {', '.join(LENGTHS)}"
         ) from None
     wrong = [f"{word!r} is not a length" for word in words if not _is_length(word)] or ["it is empty"] * (not words)
     if wrong:

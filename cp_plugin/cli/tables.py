@@ -15,27 +15,25 @@ from cp_plugin.common.text import in_bytes
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods.protocol import Formula
-from cp_plugin.testing.traffic import Row
+from cp_plugin.testing.traffic import EQUAL, Row
 from cp_plugin.testing.verify import Result
-from cp_plugin.testing.verify_decode import Decoded
 
 
-def print_traffic(
-    console: Console, problem: Problem, rows: Sequence[Row], measured: Sequence[str | None] | None
-) -> None:
-    """A row per setup; ``measured``: the result of ``traffic.compare``."""
+def print_traffic(console: Console, problem: Problem, rows: Sequence[Row]) -> None:
+    """A row per setup."""
     columns = ("provider", "chosen", "forward", "backward", "total", "of ring's bytes", "note")
-    lines = []
-    for i, row in enumerate(rows):
+    lines: list[tuple[Cells, str]] = []
+    for row in rows:
         first = (row.setup.provider.name, settings(row.setup) if problem.bounds else str(row.setup))
         if row.setup.reason is not None:
             lines.append(((*first, f"cannot: {in_our_flags(row.setup.reason)}"), "dim"))
             continue
-        note = "" if measured is None else "equal" if measured[i] is None else f"DIFFERS: {measured[i]}"
+        differs = row.measured not in ("", EQUAL)
         total = in_bytes(row.most) + (f" (least {in_bytes(row.least)})" if row.least < row.most else "")
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}x"
         sent = (_by_axis(row.busiest, "forward"), _by_axis(row.busiest, "backward"))
-        lines.append(((*first, *sent, total, ratio, note), "red" if note.startswith("DIFFERS") else ""))
+        note = f"DIFFERS: {row.measured}" if differs else row.measured
+        lines.append(((*first, *sent, total, ratio, note), "red" if differs else ""))
     print_table(console, f"Bytes sent by the busiest rank, {_described(problem)}", columns, lines)
 
 
@@ -45,28 +43,23 @@ def print_why(console: Console, setups: Sequence[Setup]) -> None:
     print_lines(console, *dict.fromkeys(lines))
 
 
-def print_verified(
-    console: Console, title: str, planned: Sequence[Setup], results: Sequence[Result], *, decode: bool = False
-) -> None:
-    """A row per setup: its result, or why it cannot run; with ``decode`` also the busiest rank's bytes per token."""
-    columns = ("provider", "chosen", "mask", "heads", "dtype", *["sent per token"] * decode, "worst error", "limit")
-    rows = []
-    for setup, result in _paired(planned, results):
-        sent = in_bytes(max(result.sent)) if isinstance(result, Decoded) and result.sent else ""
-        rows.append(_verdict(setup, result, (sent,) * decode))
-    print_table(console, title, (*columns, "result"), rows)
+def print_verified(console: Console, title: str, planned: Sequence[Setup], results: Sequence[Result]) -> None:
+    """A row per setup: its result, or why it cannot run; of decoding also the busiest rank's bytes per token."""
+    columns = ("provider", "chosen", "mask", "heads", "dtype", "sent per token", "worst error", "limit", "result")
+    print_table(console, title, columns, [_verdict(*pair) for pair in _paired(planned, results)])
 
 
-def _paired[T](planned: Sequence[Setup], results: Sequence[T]) -> Iterator[tuple[Setup, T | None]]:
+def _paired(planned: Sequence[Setup], results: Sequence[Result]) -> Iterator[tuple[Setup, Result | None]]:
     """Each setup with its result; None: it cannot run."""
     remaining = iter(results)
     return ((setup, next(remaining) if setup.reason is None else None) for setup in planned)
 
 
-def _verdict(setup: Setup, result: Result | None, measured: Cells) -> tuple[Cells, str]:
+def _verdict(setup: Setup, result: Result | None) -> tuple[Cells, str]:
     problem = setup.problem
+    sent = in_bytes(max(result.sent)) if result is not None and result.sent else ""
     case = (_mask(problem), f"{problem.heads}:{problem.kv_heads}", dtype_name(problem.dtype))
-    first = (setup.provider.name, settings(setup), *case, *measured)
+    first = (setup.provider.name, settings(setup), *case, sent)
     if result is None:
         return (*first, f"cannot: {in_our_flags(setup.reason or '')}"), "dim"
     if result.failure:
@@ -76,17 +69,16 @@ def _verdict(setup: Setup, result: Result | None, measured: Cells) -> tuple[Cell
     return (*first, f"{result.worst} {error:.1e}", f"{limit:.1e}", verdict), "" if result.ok else "red"
 
 
-def traffic_as_json(problem: Problem, rows: Sequence[Row], measured: Sequence[str | None] | None) -> dict[str, Any]:
+def traffic_as_json(problem: Problem, rows: Sequence[Row]) -> dict[str, Any]:
     """Bytes; ``by_axis``: of the busiest rank."""
     found = []
-    for i, row in enumerate(rows):
+    for row in rows:
         entry = _setup_as_json(row.setup)
         if row.ranks:
             phases = sorted({phase for phase, _ in row.busiest}, reverse=True)
             entry["by_axis"] = {p: {a: n for (q, a), n in row.busiest.items() if q == p} for p in phases}
             entry |= {"most": row.most, "least": row.least, "over_ring": row.ratio}
-            if measured is not None:
-                entry["measured"] = measured[i] or "equal"
+            entry |= {"measured": row.measured} if row.measured else {}
         found.append(entry)
     return {"problem": problem_as_json(problem), "rows": found}
 
@@ -99,7 +91,7 @@ def verified_as_json(planned: Sequence[Setup], results: Sequence[Result]) -> dic
         if result is not None:
             entry |= {"errors": dict(result.errors), "limits": dict(result.limits), "ok": result.ok}
             entry |= {"failure": result.failure} if result.failure else {}
-            entry |= {"sent_per_token": list(result.sent)} if isinstance(result, Decoded) else {}
+            entry |= {"sent_per_token": list(result.sent)} if result.sent else {}
         found.append(entry)
     return {"ok": bool(results) and all(result.ok for result in results), "results": found}
 

@@ -11,7 +11,7 @@ from cp_plugin.cli.tables import print_traffic, print_why, traffic_as_json
 from cp_plugin.cli.terminal import new_console
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.testing.traffic import compare, price
+from cp_plugin.testing.traffic import EQUAL, compare, price
 
 
 @flags.provider_options(without=("layout", "backend"))
@@ -64,18 +64,15 @@ def traffic(
         )
         rows = price(provider or (), problem, options)
         flags.check_decay(decay, {row.setup.provider.kind for row in rows})
-        measured = compare(rows) if measure else None
+        rows = compare(rows) if measure else rows
 
     def print_tables() -> None:
-        print_traffic(new_console(), problem, rows, measured)
+        print_traffic(new_console(), problem, rows)
         print_why(new_console(), [row.setup for row in rows] if provider else [])
 
-    output.show(as_json, lambda: traffic_as_json(problem, rows, measured), print_tables)
-    differing = [text for text in measured or () if text is not None]
+    output.show(as_json, lambda: traffic_as_json(problem, rows), print_tables)
     if measure:
-        ran = sum(bool(row.ranks) for row in rows)
-        output.verdict(
-            not differing and ran > 0, f"ledger = trace = formula in {ran - len(differing)} of {ran}", as_json
-        )
+        ran, equal = sum(bool(row.ranks) for row in rows), sum(row.measured == EQUAL for row in rows)
+        output.verdict(ran == equal > 0, f"ledger = trace = formula in {equal} of {ran}", as_json)
     if not any(row.ranks for row in rows):
         raise typer.Exit(1)

@@ -74,14 +74,14 @@ def verify(
             for name, sees, g in itertools.product(dtypes, masks, [heads, fewer] if kv_heads is None else [kv_heads])
         ]
         planned = (generation if decode else training).plan(provider or (), problems, options)
-        results = generation.verify(planned, where) if decode else training.verify(planned, where)
+        results = training.verify(planned, where, check=generation.GENERATION if decode else None)
     title = (
         f"{ranks} rank{'s' * (ranks > 1)} on {where}{', prefill and decode' * decode}, against attention on one device"
     )
     output.show(
         as_json,
         lambda: verified_as_json(planned, results),
-        lambda: print_verified(new_console(), title, planned, results, decode=decode),
+        lambda: print_verified(new_console(), title, planned, results),
     )
     good = sum(result.ok for result in results)
     refused = len(planned) - len(results)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import gzip
-import io
 import json
 import os
 import sysconfig
 import tempfile
-import tokenize
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -22,8 +18,7 @@ from rich.progress import track
 ENDING = "_text_document"
 """Appended to the prefix, as by Megatron's own preprocessing."""
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
-"""Default suffixes of files taken from folders, each also with ``.gz``."""
-LINES, PACKED = (".jsonl", ".ndjson"), ".gz"
+"""Suffixes of files taken from folders."""
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 """Python's own source: real text on every machine."""
@@ -38,29 +33,22 @@ class Dataset:
     vocabulary: int
     documents: int = 0
     tokens: int = 0  # including end-of-document tokens
-    empty: int = 0  # skipped documents without text
-    unreadable: list[str] = field(default_factory=list)  # skipped documents with reasons
+    skipped: int = 0  # documents without text; in Python's standard library also those not in UTF-8
 
 
 def build(
     prefix: Path,
-    paths: Sequence[Path],
+    paths: Sequence[Path] = (),
     *,
     tokenizer: str = "bytes",
-    suffixes: Sequence[str] = SUFFIXES,
-    json_key: str = "text",
-    append_eod: bool = True,
-    skip_bad: bool = False,
     max_bytes: int | None = None,
     console: Console | None = None,
 ) -> Dataset:
     """Write PREFIX_text_document.{bin,idx,json}; they replace older ones when all are complete, the .json last.
 
     Args:
+        paths: files and folders; none: the source of Python's standard library.
         tokenizer: ``bytes``, or ``huggingface:`` and a folder or a name on the hub.
-        suffixes: of the files that are taken from folders.
-        json_key: of the text in each line of a .jsonl file.
-        skip_bad: skip unreadable documents, and list them.
         max_bytes: stop before the file that would exceed this total.
         console: shows progress.
 
@@ -68,44 +56,41 @@ def build(
         ValueError: for unreadable or empty sources, and a tokenizer that cannot be opened.
         OSError: for files that cannot be read or written.
     """
-    files = find(paths, suffixes, max_bytes)
+    files = find(paths, max_bytes)
     with warnings.catch_warnings(action="ignore"):  # of Megatron's, about libraries that nothing here needs
         from cp_plugin.megatron.models import indexed  # imports Megatron, which takes seconds
-    flags, vocabulary, end, encode = _opened(tokenizer, indexed.EOD)
-    if append_eod and end is None:
-        raise ValueError(f"--tokenizer {tokenizer}: it has no end-of-document token; add --no-append-eod")
-    ends = [end] if append_eod and end is not None else []
+    flags, vocabulary, end, encode = _open_tokenizer(tokenizer, indexed.EOD)
     path = Path(f"{prefix}{ENDING}")
     done = Dataset(flags=["--data-path", str(path), *flags], files=len(files), vocabulary=vocabulary)
 
     def documents() -> Iterator[list[int]]:
         for file in track(files, "", console=console, disable=console is None):
-            for where, data in read(file):
+            for where, data in _read(file):
                 try:
-                    ids = encode(_text(file, data, json_key))
+                    ids = encode(_text(data, line=file.suffix == ".jsonl"))
                 except ValueError as error:
-                    if not skip_bad:
-                        raise ValueError(f"{where}: {error}: fix it, or skip such documents by --skip-bad") from None
-                    done.unreadable.append(f"{where}: {error}")
-                    continue
-                done.empty += not ids
+                    if paths:
+                        raise ValueError(f"{where}: {error}") from None
+                    ids = []
                 if ids:
                     done.documents += 1
-                    done.tokens += len(ids) + len(ends)
-                    yield [*ids, *ends]
+                    done.tokens += len(ids) + 1
+                    yield [*ids, end]
+                else:
+                    done.skipped += 1
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         indexed.write(f"{folder}/new", documents(), vocabulary)
         if not done.documents:
-            raise ValueError(f"{paths[0]}: --tokenizer {tokenizer} finds no tokens in {len(files)} files")
+            raise ValueError(f"{files[0]}: --tokenizer {tokenizer} finds no tokens in {len(files)} files")
         Path(folder, "new.json").write_text(json.dumps(asdict(done), indent=1), encoding="utf-8")
         for suffix in ("bin", "idx", "json"):
             os.replace(f"{folder}/new.{suffix}", f"{path}.{suffix}")
     return done
 
 
-def find(paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES, max_bytes: int | None = None) -> list[Path]:
+def find(paths: Sequence[Path], max_bytes: int | None = None) -> list[Path]:
     """The files in the order of the paths, within a folder sorted by name; without hidden ones and installed packages.
 
     Raises:
@@ -113,12 +98,12 @@ def find(paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES, max_bytes: i
         OSError: for a folder that cannot be read.
     """
     found, total = list[Path](), 0
-    for path in paths:
+    for path in paths or [STANDARD_LIBRARY]:
         if not path.exists():
             raise ValueError(f"{path}: no such file or folder")
-        files = sorted(_below(path, suffixes)) if path.is_dir() else [path]
+        files = sorted(_files(path, SUFFIXES if paths else (".py",))) if path.is_dir() else [path]
         if not files:
-            raise ValueError(f"{path}: no file with --suffix {','.join(suffixes)} in it")
+            raise ValueError(f"{path}: no {', '.join(SUFFIXES)} file in it")
         for file in files:
             total += file.stat().st_size
             if max_bytes is not None and total > max_bytes:
@@ -129,54 +114,39 @@ def find(paths: Sequence[Path], suffixes: Sequence[str] = SUFFIXES, max_bytes: i
     return found
 
 
-def read(file: Path) -> Iterator[tuple[str, bytes]]:
-    """A file's documents, the whole file or each line of a .jsonl: where it is, and its bytes.
-
-    Raises:
-        ValueError: for a damaged gzip file.
-    """
-    try:
-        with gzip.open(file) if file.suffix == PACKED else file.open("rb") as data:
-            if _suffix(file) in LINES:
-                yield from ((f"{file}:{number}", line) for number, line in enumerate(data, 1) if line.strip())
-            else:
-                yield str(file), data.read()
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{file}: damaged gzip file ({error})") from None
-
-
-def _below(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
+def _files(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     def stop(error: OSError) -> None:
         raise error
 
-    for root, folders, names in os.walk(folder, onerror=stop):
+    for root, folders, names in folder.walk(on_error=stop):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
-        yield from (Path(root, name) for name in names if name[0] != "." and _suffix(Path(name)) in suffixes)
+        yield from (root / name for name in names if name[0] != "." and Path(name).suffix in suffixes)
 
 
-def _suffix(file: Path) -> str:
-    return Path(file.name.removesuffix(PACKED)).suffix
+def _read(file: Path) -> Iterator[tuple[str, bytes]]:
+    """A file's documents, the whole file or each line of a .jsonl: where it is, and its bytes."""
+    with file.open("rb") as data:
+        if file.suffix == ".jsonl":
+            yield from ((f"{file}:{number}", line) for number, line in enumerate(data, 1) if line.strip())
+        else:
+            yield str(file), data.read()
 
 
-def _text(file: Path, data: bytes, key: str) -> str:
-    """A document's text: under the key of a line's object; in UTF-8, or in the encoding that a Python file declares."""
-    if _suffix(file) in LINES:
-        try:
-            found = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"not JSON: {error}") from None
-        if not isinstance(found, dict) or not isinstance(found.get(key), str):
-            has = ", ".join(map(repr, found)) if isinstance(found, dict) else type(found).__name__
-            raise ValueError(f"no text under the key {key!r} (it has {has or 'none'}); choose with --json-key")
-        return found[key]
+def _text(data: bytes, *, line: bool) -> str:
+    """A document's text in UTF-8; of a line of a .jsonl under the key ``text``."""
+    if not line:
+        return data.decode("utf-8-sig")
     try:
-        python = _suffix(file) == ".py"
-        return data.decode(tokenize.detect_encoding(io.BytesIO(data).readline)[0] if python else "utf-8-sig")
-    except SyntaxError as error:
-        raise ValueError(str(error)) from None
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+        has = ", ".join(map(repr, found)) if isinstance(found, dict) else type(found).__name__
+        raise ValueError(f"no text under the key 'text' (it has {has or 'none'})")
+    return found["text"]
 
 
-def _opened(tokenizer: str, eod: int) -> tuple[list[str], int, int | None, Callable[[str], list[int]]]:
+def _open_tokenizer(tokenizer: str, eod: int) -> tuple[list[str], int, int, Callable[[str], list[int]]]:
     """Megatron's flags for training with a tokenizer, its number of ids, its end of document, and its encoder."""
     kind, _, model = tokenizer.partition(":")
     if tokenizer == "bytes":
@@ -188,8 +158,8 @@ def _opened(tokenizer: str, eod: int) -> tuple[list[str], int, int | None, Calla
     from megatron.training.arguments import _add_tokenizer_args
 
     path = Path(model).expanduser()
-    model = str(path.absolute()) if path.exists() else model
-    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model]
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    flags.append(str(path.absolute()) if path.exists() else model)
     _add_tokenizer_args(parser := argparse.ArgumentParser())
     args = parser.parse_args(flags)
     args.rank, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size = 0, 1, 1
@@ -198,5 +168,6 @@ def _opened(tokenizer: str, eod: int) -> tuple[list[str], int, int | None, Calla
     except Exception as error:  # the libraries raise all kinds of errors for invalid files
         said = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"--tokenizer {tokenizer}: Megatron cannot open it: {said[:400]}") from error
-    end = opened.eod if opened.eod is not None and 0 <= opened.eod < opened.vocab_size else None
-    return flags, opened.vocab_size, end, opened.tokenize
+    if opened.eod is None or not 0 <= opened.eod < opened.vocab_size:
+        raise ValueError(f"--tokenizer {tokenizer}: it has no end-of-document token: choose another")
+    return flags, opened.vocab_size, opened.eod, opened.tokenize

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,9 +14,6 @@ from cp_plugin.common.text import in_bytes
 from cp_plugin.core.hosts import hosts_of
 from cp_plugin.core.problem import Problem
 from cp_plugin.testing.launch import run_ranks
-
-TOLD_EVERY = 5.0
-"""Seconds between two lines of progress where there is no terminal."""
 
 
 def under_torchrun() -> bool:
@@ -32,24 +27,13 @@ def is_first() -> bool:
 
 
 def with_progress[T](items: Sequence[T], doing: str) -> Iterable[T]:
-    """The items, with a progress bar on the terminal of the reporting process, or a line every few seconds in a log."""
-    if not is_first():
+    """The items, with a progress bar on the terminal of the reporting process."""
+    if not is_first() or not sys.stderr.isatty():
         return items
-    if not sys.stderr.isatty():
-        return _in_lines(items, doing)
     from rich.console import Console  # absent where only torch is installed
     from rich.progress import track
 
     return track(items, doing, console=Console(stderr=True), transient=True)
-
-
-def _in_lines[T](items: Sequence[T], doing: str) -> Iterator[T]:
-    told = -math.inf
-    for done, item in enumerate(items):
-        if time.monotonic() - told >= TOLD_EVERY:
-            told = time.monotonic()
-            print(f"{doing}: {done} of {len(items)} done", file=sys.stderr, flush=True)
-        yield item
 
 
 def number_of_ranks(ranks: int | None) -> int:

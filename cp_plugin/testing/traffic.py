@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from cp_plugin.attention.setups import (
     settled_or_reason,
     setups,
     squarest,
+    with_float32_sums,
     with_head_axes,
 )
 from cp_plugin.comm import Mesh, TraceMesh
@@ -30,10 +33,12 @@ from cp_plugin.common.without_data import WithoutData
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Formula
+from cp_plugin.methods.protocol import Formula, Provider
 from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.ranks import refuse_too_large, with_progress
+
+EQUAL = "equal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,8 @@ class Row:
     """(phase, axis) -> bytes, for every rank; empty if the setup cannot do the problem."""
     ratio: float | None = None
     """``most`` relative to a ring's; None where a ring sends nothing."""
+    measured: str = ""
+    """``equal``, or how ledger, trace and formula differ; empty: not measured."""
 
     @property
     def busiest(self) -> Formula:
@@ -82,6 +89,28 @@ def price_one(setup: Setup, ring: Row | None = None) -> Row:
     return replace(row, ratio=row.most / ring.most) if ring is not None and ring.ranks and ring.most else row
 
 
+HEADS = {"MHA": (32, 32), "GQA": (32, 4), "MQA": (32, 1)}
+"""Query and key/value heads: one key/value head per query head, per eight, one for all."""
+RANKS_PER_HOST = 8
+
+
+def typical(size: int, kind: str) -> Problem:
+    """The problem of the documentation: 131072 tokens, head size 128, bfloat16, causal, eight ranks per host."""
+    heads, kv_heads = HEADS[kind]
+    hosts = tuple(f"host{rank // RANKS_PER_HOST}" for rank in range(size))
+    return Problem(size=size, heads=heads, kv_heads=kv_heads, seq_length=2**17, hosts=hosts)
+
+
+def priced(provider: str | Provider, problem: Problem, **options: Any) -> Row:
+    """What each rank sends with sums in float32, and its ratio to a ring; of no rank if the provider refuses it."""
+    return price_one(with_float32_sums(providers.get(provider), problem, Options(**options)), _ring(problem))
+
+
+@cache
+def _ring(problem: Problem) -> Row:
+    return price_one(with_float32_sums(providers.get("ring"), problem, Options()))
+
+
 def trace(setup: Setup, index: int) -> Formula:
     """What one rank sends, by a dry run without peers."""
     cp = ContextParallel(setup, mesh=TraceMesh(setup.axes, index))
@@ -89,12 +118,12 @@ def trace(setup: Setup, index: int) -> Formula:
         return _sent(cp, setup.problem, "meta")
 
 
-def compare(rows: Sequence[Row]) -> list[str | None]:
-    """Run every row on forked Gloo ranks; where ledger, trace and formula differ, the first difference. ValueError if
-    the problem is too large for this machine; RankError if a rank fails."""
+def compare(rows: Sequence[Row]) -> list[Row]:
+    """Run every row on forked Gloo ranks, and note whether ledger, trace and formula are equal. ValueError if the
+    problem is too large for this machine; RankError if a rank fails."""
     possible = [row.setup for row in rows if row.setup.reason is None]
     if not possible:
-        return [None for _ in rows]
+        return list(rows)
     seconds = refuse_too_large(possible[0].problem, len(possible))
 
     def rank() -> list[Formula]:
@@ -105,7 +134,7 @@ def compare(rows: Sequence[Row]) -> list[str | None]:
 
     by_rank = run_ranks(rank, possible[0].problem.size, init_process_group=True, timeout=300 + 2 * seconds)
     ledgers = iter(zip(*by_rank, strict=True))
-    return [None if row.setup.reason is not None else _difference(row, next(ledgers)) for row in rows]
+    return [row if row.setup.reason is not None else _measured(row, next(ledgers)) for row in rows]
 
 
 def _variants(setup: Setup, options: Options) -> list[Setup]:
@@ -144,12 +173,12 @@ def by_phase_and_axis(mesh: Mesh) -> Formula:
     return sent
 
 
-def _difference(row: Row, ledgers: Sequence[Formula]) -> str | None:
+def _measured(row: Row, ledgers: Sequence[Formula]) -> Row:
     for index, (ledger, formula) in enumerate(zip(ledgers, row.ranks, strict=True)):
         found = {"ledger": dict(ledger), "trace": dict(trace(row.setup, index)), "formula": dict(formula)}
         for phase, axis in sorted({line for sent in found.values() for line in sent}):
             each = {name: sent.get((phase, axis), 0) for name, sent in found.items()}
             if len(set(each.values())) > 1:
                 shown = ", ".join(f"{name} {n:,}" for name, n in each.items())
-                return f"rank {index}, {phase}, axis {axis}: {shown}"
-    return None
+                return replace(row, measured=f"rank {index}, {phase}, axis {axis}: {shown}")
+    return replace(row, measured=EQUAL)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,13 @@ import torch.distributed as dist
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.setups import Setup, options_of, settled_or_reason, setups
-from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.comm import Mesh, ThreadMesh, run_threads
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Decay, Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
 from cp_plugin.methods import fp8
-from cp_plugin.methods.protocol import Provider
+from cp_plugin.methods.protocol import Kind, Provider
 from cp_plugin.testing.launch import RankError, run_ranks
 from cp_plugin.testing.oracle import TENSORS, Case, make_case, relative_errors, tensors
 from cp_plugin.testing.ranks import join, refuse_too_large, with_progress
@@ -49,7 +49,9 @@ class Result:
     """out, dq, dk, dv -> relative error."""
     limits: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
-    """Why there is no result; empty if there is one."""
+    """Why there is no result, or what else is wrong; empty otherwise."""
+    sent: tuple[int, ...] = ()
+    """Bytes that each rank sends per decoded token and sequence; empty: nothing was decoded."""
 
     @property
     def worst(self) -> str:
@@ -90,39 +92,61 @@ def _decayed(provider: Provider, problems: Sequence[Problem]) -> list[Problem]:
     return found + [p for p in by_delta if provider.unsupported(p, Options()) is None]
 
 
-def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> list[Result]:
+class Check[C, T](NamedTuple):
+    """What is compared: a call, or generation (``verify_decode``)."""
+
+    make: Callable[[Problem, Kind], C]
+    """The inputs of a setup, and the right answer."""
+    run: Callable[[Setup, ContextParallel, C, torch.device], T]
+    """On every rank."""
+    judge: Callable[[Setup, list[T]], Result]
+    """From what all ranks returned."""
+
+
+def verify(
+    planned: Sequence[Setup], device: str, *, threads: bool = False, check: Check[Any, Any] | None = None
+) -> list[Result]:
     """Run the possible setups, with a progress bar; their results, in order. ValueError if a problem is too large for
     this machine, or the requested kernel cannot run it.
 
     Args:
         device: ``cpu`` or ``cuda``.
         threads: run ranks as threads on one device, even where there are devices for all.
+        check: None: one call, forward and backward.
     """
     possible = [setup for setup in planned if setup.reason is None]
     if not possible:
         return []
+    check = check or CALL
     ranks = place(possible, device, threads=threads)
     asked = list(dict.fromkeys((s.problem, s.provider.kind) for s in possible))
-    cases = {key: make_case(*key) for key in with_progress(asked, "computing references")}
-    call = calls.directly if ranks.threads else calls.through_autograd
+    cases = {key: check.make(*key) for key in with_progress(asked, "computing references")}
 
-    def each(setup: Setup, cp: ContextParallel, here: torch.device) -> dict[str, tuple[float, float]]:
-        """On the first rank: tensor -> its error and its limit."""
-        case = cases[setup.problem, setup.provider.kind]
-        got = [cp.unshard(x) for x in call(cp, case.inputs.sharded(cp, here), setup.problem)]
-        if cp.index > 0:
-            return {}
-        errors, allowed = relative_errors(got, case.want, tensors(setup.problem)), limits(setup, case, here)
-        return {name: (errors[name], allowed[name]) for name in errors}
+    def each(setup: Setup, cp: ContextParallel, here: torch.device) -> Any:
+        return check.run(setup, cp, cases[setup.problem, setup.provider.kind], here)
 
-    results = []
-    for setup, found in zip(possible, on_ranks(possible, ranks, each), strict=True):
-        if isinstance(found, str):
-            results.append(Result(setup=setup, failure=found))
-        else:
-            errors, allowed = ({name: pair[i] for name, pair in found[0].items()} for i in (0, 1))
-            results.append(Result(setup=setup, errors=errors, limits=allowed))
-    return results
+    return [
+        Result(setup=setup, failure=found) if isinstance(found, str) else check.judge(setup, found)
+        for setup, found in zip(possible, on_ranks(possible, ranks, each), strict=True)
+    ]
+
+
+def _call(setup: Setup, cp: ContextParallel, case: Case, here: torch.device) -> dict[str, tuple[float, float]]:
+    """On the first rank: tensor -> its error and its limit."""
+    call = calls.directly if isinstance(cp.mesh, ThreadMesh) else calls.through_autograd
+    got = [cp.unshard(x) for x in call(cp, case.inputs.sharded(cp, here), setup.problem)]
+    if cp.index > 0:
+        return {}
+    errors, allowed = relative_errors(got, case.want, tensors(setup.problem)), limits(setup, case, here)
+    return {name: (errors[name], allowed[name]) for name in errors}
+
+
+def _judged(setup: Setup, found: list[dict[str, tuple[float, float]]]) -> Result:
+    errors, allowed = ({name: pair[i] for name, pair in found[0].items()} for i in (0, 1))
+    return Result(setup=setup, errors=errors, limits=allowed)
+
+
+CALL = Check(make_case, _call, _judged)
 
 
 class Ranks(NamedTuple):

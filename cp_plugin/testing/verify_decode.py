@@ -11,7 +11,7 @@ passes a state on (``ContextParallel.extend_linear``) and sends nothing in decod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -47,14 +47,6 @@ PREFILL, DECODE = ("prefill", "chunked_prefill"), ("decode", "chunked_decode")
 def steps(size: int) -> tuple[int, ...]:
     """Tokens of each decode step on this many ranks."""
     return (1, 1, 3, size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoded(Result):
-    """Distance from the oracle; ``failure`` also says what else was wrong."""
-
-    sent: tuple[int, ...] = ()
-    """Bytes that each rank sends per decoded token and sequence."""
 
 
 class Texts(NamedTuple):
@@ -108,25 +100,6 @@ def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options:
         setup = replace(_in_two(setup), options=replace(setup.options, backward=None))
         found.setdefault((setup.provider.name, setup.problem, setup.options), setup)
     return list(found.values())
-
-
-def verify(planned: Sequence[Setup], device: str, *, threads: bool = False) -> list[Decoded]:
-    """Run the possible setups; their results, in order. Raises what ``testing.verify.verify`` does."""
-    possible = [setup for setup in planned if setup.reason is None]
-    if not possible:
-        return []
-    ranks = training.place(possible, device, threads=threads)
-    texts = {(s.problem, s.provider.kind): make_texts(s.problem, s.provider.kind) for s in possible}
-
-    def each(setup: Setup, cp: ContextParallel, here: torch.device) -> Found:
-        case = texts[setup.problem, setup.provider.kind]
-        outs, held, sent = _run(setup, cp, case, here)
-        first = cp.index == 0
-        errors, limits = (_errors(outs, case), _limits(setup, case, here)) if first else ({}, {})
-        return Found(tuple(out.cpu() for _, out in outs), held, sent, errors, limits)
-
-    results = training.on_ranks(possible, ranks, each)
-    return [_judged(setup, found) for setup, found in zip(possible, results, strict=True)]
 
 
 def make_texts(problem: Problem, kind: Kind) -> Texts:
@@ -305,11 +278,16 @@ def _texts_of(case: Texts, attend: Callable[[list[int], int], Tensor]) -> tuple[
     return torch.cat(prompts, 1), torch.cat(decoded, 1)
 
 
-def _judged(setup: Setup, found: list[Found] | str) -> Decoded:
-    if isinstance(found, str):
-        return Decoded(setup=setup, failure=found)
+def _measured(setup: Setup, cp: ContextParallel, case: Texts, here: torch.device) -> Found:
+    outs, held, sent = _run(setup, cp, case, here)
+    first = cp.index == 0
+    errors, limits = (_errors(outs, case), _limits(setup, case, here)) if first else ({}, {})
+    return Found(tuple(out.cpu() for _, out in outs), held, sent, errors, limits)
+
+
+def _judged(setup: Setup, found: list[Found]) -> Result:
     tokens = 2 * setup.problem.batch * sum(steps(setup.problem.size))
-    return Decoded(
+    return Result(
         setup=setup,
         errors=found[0].errors,
         limits=found[0].limits,
@@ -353,3 +331,6 @@ def _uneven(setup: Setup, held: Sequence[list[list[int]]]) -> str:
             if (cyclic or length == problem.seq_length) and max(ranks) - min(ranks) > 1:
                 return f"sequence {i}: ranks hold {min(ranks)} to {max(ranks)} of its tokens"
     return ""
+
+
+GENERATION = training.Check(make_texts, _measured, _judged)

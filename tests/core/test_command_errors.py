@@ -47,7 +47,7 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
     ],
     ("dataset",): [
         ((__file__,), "write cp-plugin dataset test_command_errors " + __file__),
-        (("missing.jsonl.gz",), "missing.jsonl.gz: the first argument is the prefix of the files to write"),
+        (("missing.jsonl",), "missing.jsonl: the first argument is the prefix of the files to write"),
     ],
     ("verify", "--decode", "--device", "cpu", *SMALL): [
         (("--mask", "full"), "--mask full has no effect with --decode"),
@@ -84,7 +84,7 @@ def test_a_dash_is_standard_output() -> None:
 
 
 @one_case
-@pytest.mark.parametrize("words", ["traffic --json", "--version", "-h", "traffic --provider ring", "example --list"])
+@pytest.mark.parametrize("words", ["traffic --json", "--version", "-h", "traffic --provider ring", "example"])
 def test_a_full_disk_is_one_line(words: str) -> None:
     with open("/dev/full", "w") as full:
         run = [sys.executable, "-m", "cp_plugin.cli", *words.split()]

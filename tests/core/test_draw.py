@@ -12,12 +12,12 @@ from nightly import pairs_at_night
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
-from cp_plugin.cli.draw import draw_method, draw_traffic
 from cp_plugin.cli.draw.calls import Recording, record
-from cp_plugin.cli.draw.traffic import priced, typical
+from cp_plugin.cli.draw.method import draw_method
 from cp_plugin.core.values import Partial
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Attend
+from cp_plugin.testing.traffic import priced, typical
 
 METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 
@@ -30,17 +30,14 @@ def times_computed(recording: Recording) -> Counter[tuple[int, int, int]]:
         for head in call.heads
         for query in call.queries.tolist()
         for key in call.keys.tolist()
-        if key <= query or not recording.causal
+        if key in recording.seen(query)
     )
 
 
 def all_pairs(recording: Recording) -> Counter[tuple[int, int, int]]:
     n = recording.seq_length
     return Counter(
-        (head, query, key)
-        for head in range(recording.heads)
-        for query in range(n)
-        for key in range(query + 1 if recording.causal else n)
+        (head, query, key) for head in range(recording.heads) for query in range(n) for key in recording.seen(query)
     )
 
 
@@ -91,13 +88,9 @@ def test_the_command_writes_a_picture(tmp_path: Path) -> None:
 def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
     for name in ("a", "b"):
         draw_method(tmp_path / f"{name}.svg", "usp", 4, head_parallel=2, timed_tokens=64)
-        draw_traffic(tmp_path / f"{name}-traffic.svg", "ulysses")
-    for kind in ("", "-traffic"):
-        first, second = ((tmp_path / f"{name}{kind}.svg").read_text() for name in ("a", "b"))
-        assert first == second
+    assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
     words = (tmp_path / "a.svg").read_text()
     assert "usp, 4 ranks (zigzag tokens, head parallel 2)" in words and "rank 2" in words and "head 3" in words
-    assert "refused" in (tmp_path / "a-traffic.svg").read_text()
 
 
 def test_invisible_blocks_are_labelled_masked(tmp_path: Path) -> None:
@@ -111,7 +104,7 @@ def test_refusals(tmp_path: Path) -> None:
     for provider, size, options, message in (
         ("ring", 16, {}, "16 ranks have no distinct colours"),
         ("attention2d", 4, {"grid": (3, 2)}, "--cp-grid 3x2 does not hold 4"),
-        ("lasp2", 4, {}, r"'lasp2' is for linear layers.*add --sent"),
+        ("lasp2", 4, {}, r"'lasp2' is for linear layers.*cp-plugin traffic"),
     ):
         with pytest.raises(ValueError, match=message):
             draw_method(tmp_path / "x.png", provider, size, **options)

@@ -16,7 +16,6 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing import verify, verify_decode
 from cp_plugin.testing.traffic import price
-from cp_plugin.testing.verify_decode import Decoded
 
 WIDTH = 100
 PROBLEM = Problem(size=8, heads=32, kv_heads=8, seq_length=131072, dtype=torch.bfloat16)
@@ -35,7 +34,7 @@ def lines(console: Console) -> list[str]:
 
 
 def test_traffic(terminal: Console) -> None:
-    print_traffic(terminal, PROBLEM, price((), PROBLEM, Options()), None)
+    print_traffic(terminal, PROBLEM, price((), PROBLEM, Options()))
     first = {line.split()[0] for line in lines(terminal) if line.split()}
     assert {*providers.names(), *providers.names("linear")} <= first
     assert "note" not in lines(terminal)[1], "no row has one"
@@ -43,7 +42,7 @@ def test_traffic(terminal: Console) -> None:
 
 def test_a_reason_is_below_the_table_once(terminal: Console) -> None:
     problem = Problem(size=64, heads=32, kv_heads=8, seq_length=131072)
-    print_traffic(terminal, problem, price((), problem, Options()), None)
+    print_traffic(terminal, problem, price((), problem, Options()))
     text = " ".join("\n".join(lines(terminal)).split())
     assert text.count("ulysses: cannot: --ranks 64: 32 query and 8 key/value heads") == 1
 
@@ -52,9 +51,9 @@ def test_a_reason_is_below_the_table_once(terminal: Console) -> None:
 def test_verify(terminal: Console, decode: bool) -> None:
     planned = (verify_decode if decode else verify).plan((), [PROBLEM], Options())
     errors = {name: 1.23e-3 for name in ("out", "dq", "dk", "dv")}
-    result = partial(Decoded, sent=(123_456,) * 8) if decode else verify.Result
-    made = [result(setup=setup, errors=errors, limits=errors) for setup in planned if setup.reason is None]
-    print_verified(terminal, "title", planned, made, decode=decode)
+    result = partial(verify.Result, errors=errors, limits=errors, sent=(123_456,) * 8 if decode else ())
+    made = [result(setup=setup) for setup in planned if setup.reason is None]
+    print_verified(terminal, "title", planned, made)
     named = [line for line in lines(terminal) if line.split() and line.split()[0] in providers.names()]
     assert len(named) >= len(providers.names())
     assert sum("PASS" in line for line in lines(terminal)) == len(made)

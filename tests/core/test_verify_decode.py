@@ -18,7 +18,7 @@ from cp_plugin.inference import shard, slots, tree
 from cp_plugin.kernels import merge
 from cp_plugin.kernels.backends import reference
 from cp_plugin.linear import chunked
-from cp_plugin.testing import verify_decode
+from cp_plugin.testing import verify, verify_decode
 
 SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
 
@@ -27,11 +27,11 @@ def command(*args: str) -> Result:
     return CliRunner().invoke(app, ["verify", "--decode", "--device", "cpu", *SMALL, *args])
 
 
-def on_threads(*chosen: str, dtype: torch.dtype = torch.float32, fp8: Any = None) -> list[verify_decode.Decoded]:
+def on_threads(*chosen: str, dtype: torch.dtype = torch.float32, fp8: Any = None) -> list[verify.Result]:
     """On 3 ranks, the last of which is beyond the tree's power of two."""
     problem = Problem(size=3, heads=6, kv_heads=3, head_dim=16, v_head_dim=8, seq_length=48, batch=2, dtype=dtype)
     planned = verify_decode.plan(chosen, [problem], Options(fp8=fp8))
-    return verify_decode.verify(planned, "cpu", threads=True)
+    return verify.verify(planned, "cpu", threads=True, check=verify_decode.GENERATION)
 
 
 def test_every_provider_passes_on_three_ranks() -> None:

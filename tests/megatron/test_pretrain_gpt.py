@@ -12,14 +12,14 @@ from training import DATA, MODEL, SGD
 from warm import in_a_fork
 
 from cp_plugin.common import refusals
-from cp_plugin.megatron.dataset import STANDARD_LIBRARY, build
+from cp_plugin.megatron.dataset import build
 
 
 @pytest.mark.usefixtures("adapter")
 def test_it_trains_on_a_real_dataset_with_forked_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin import pretrain_gpt
 
-    flags = build(tmp_path / "text", [STANDARD_LIBRARY], suffixes=(".py",), max_bytes=300_000).flags
+    flags = build(tmp_path / "text", max_bytes=300_000).flags
     training = SGD.replace("--lr 0.05", "--lr 1")
     common = f"{MODEL} {training} --train-iters 8 --split 100,0,0 --data-cache-path {tmp_path}/cache".split()
     words = ["--nproc", "2", *common, *flags]

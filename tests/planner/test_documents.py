@@ -20,7 +20,7 @@ from cp_plugin.attention.setups import Setup, settled
 from cp_plugin.cli import packs as given
 from cp_plugin.cli.app import app
 from cp_plugin.cli.bench.cases import LENGTHS
-from cp_plugin.cli.draw.documents import fetched
+from cp_plugin.cli.draw.calls import record
 from cp_plugin.cli.show_plan import print_plan
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -165,7 +165,6 @@ def test_lengths_from_a_file_a_list_or_a_distribution(tmp_path: Path) -> None:
     assert given.bounds("600,200,224", 700) == (0, 600, 700)
     assert len(given.bounds(",".join(["600"] * 1000), 600_000)) == 1001, "longer than the name of a file may be"
     assert given.bounds("chat", 4096) == tuple(accumulate(LENGTHS["chat"].pack(4096), initial=0))
-    assert given.bounds("pile", 4096)[-1] == 4096
 
 
 def test_bad_lengths_are_refused(tmp_path: Path) -> None:
@@ -197,25 +196,24 @@ def test_commands() -> None:
     status, text = asked(f"{asked_for} --seq-length 65536 --documents chat")
     assert status == 0 and "--cp-provider needed --cp-layout " in text, text
     assert "upstream pads each to a multiple of 16" in " ".join(text.split())
-    status, text = asked("draw --provider ring --plot x.svg --documents 8,8")
-    assert status == 2 and "needs --provider needed" in text
 
 
 def test_picture_shows_the_keys_of_the_plan(tmp_path: Path) -> None:
     """Against a query-by-query calculation, and the traffic of the placement."""
     lengths = (11, 7, 5, 5, 3, 1)
+    ends = tuple(accumulate(lengths, initial=0))
     for layout in ("zigzag", DOCUMENTS):
-        found, ends = fetched(lengths, 4, layout), tuple(accumulate(lengths, initial=0))
+        found = record("needed", 4, seq_length=32, bounds=ends, layout=layout)
+        holders, fetched = found.holders(), found.fetched()
         seen = [
-            {k for q in range(32) if found.holders[q] == rank for k in range(max(e for e in ends if e <= q), q + 1)}
+            {k for q in range(32) if holders[q] == rank for k in range(max(e for e in ends if e <= q), q + 1)}
             for rank in range(4)
         ]
         for rank in range(4):
-            assert found.fetched[rank] == {k for k in seen[rank] if found.holders[k] != rank}
-    assert list(map(len, found.fetched)) == place(lengths, 4).needs().tolist()
-    assert found.balance == place(lengths, 4).balance
-    result = CliRunner().invoke(
-        app, f"draw --plot {tmp_path}/x.svg --provider needed --ranks 4 --documents 11,7,5,5,3,1".split()
-    )
+            assert fetched[rank] == {k for k in seen[rank] if holders[k] != rank}
+    assert list(map(len, fetched)) == place(lengths, 4).needs().tolist()
+    assert found.balance() == place(lengths, 4).balance
+    words = f"draw --plot {tmp_path}/x.svg --provider needed --ranks 4 --layout documents --documents 11,7,5,5,3,1"
+    result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 0, result.output
-    assert "documents: busiest rank 1." in (tmp_path / "x.svg").read_text()
+    assert "Packed attention matrix" in (tmp_path / "x.svg").read_text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -11,9 +11,9 @@ import psutil
 import torch
 import typer
 
-from cp_plugin.cli import flags, output
+from cp_plugin.cli import flags, output, packs
 from cp_plugin.cli.bench import run
-from cp_plugin.cli.bench.cases import PATTERNS, Case, make_case
+from cp_plugin.cli.bench.cases import MASKS, PACKED, WINDOWED, Case, make_case
 from cp_plugin.cli.bench.contestants import PEERS, Entry
 from cp_plugin.cli.bench.measure import Processors
 from cp_plugin.cli.bench.report import Report
@@ -26,13 +26,15 @@ from cp_plugin.planner.machine import hardware
 from cp_plugin.testing import ranks as started
 from cp_plugin.testing.ranks import refuse_too_large
 
-TYPICAL: Mapping[str, Mapping[str, Any]] = {
+TYPICAL: dict[str, dict[str, Any]] = {
     "cpu": {"heads": 8, "kv_heads": 4, "head_dim": 64, "dtype": torch.float32},
     "cuda": {"heads": 64, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16},
 }
 """Device -> fields of a ``Problem``: LongCA-bench's on CUDA, smaller ones on the CPU."""
 TOKENS = {"cpu": 256, "cuda": 8192}
 """Per rank, by default."""
+CONVERSATIONS = 2**15
+"""Tokens of conversations in the default pack, at least; on a shorter sequence all lengths shrink in proportion."""
 
 
 Contestants = Annotated[
@@ -46,23 +48,12 @@ Contestants = Annotated[
 ]
 Masks = Annotated[
     list[str] | None,
-    typer.Option(
-        "--mask",
-        metavar="NAME",
-        help="full, causal, full-window, causal-window, full-document or causal-document; repeatable; default: all",
-    ),
+    typer.Option("--mask", metavar="NAME", help=f"{', '.join(MASKS[:-1])} or {MASKS[-1]}; repeatable; default: all"),
 ]
 Lengths = Annotated[
     list[int] | None,
     typer.Option(
         "--seq-length", min=1, help="tokens of one sequence; repeatable; default: 8192 per rank, 256 on the CPU"
-    ),
-]
-Distribution = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="distribution of document lengths: pile, prolong64k or prolong512k; default: chosen by sequence length",
     ),
 ]
 
@@ -90,8 +81,7 @@ def bench(
         int | None,
         typer.Option(min=1, help="sliding window in tokens; default: 1024, at most an eighth of the sequence"),
     ] = None,
-    distribution: Distribution = None,
-    seed: Annotated[int, typer.Option(min=0, help="random seed for the document lengths")] = 0,
+    documents: packs.Documents = None,
     decay: Annotated[flags.Decays, typer.Option(help="granularity of linear attention's decay")] = (flags.Decays.none),
     rounds: Annotated[int, typer.Option(min=1, help="timed calls per provider")] = 5,
     timeout: flags.Timeout = 3600,
@@ -109,17 +99,16 @@ def bench(
     """
     with flags.errors_in_one_line():
         where, size = flags.device_name(device), started.number_of_ranks(ranks)
-        problem = _typical(
-            where, size=size, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim or 0,
-            batch=batch, dtype=dtype and flags.torch_dtype(dtype), decay=decay.value,
-        )  # fmt: skip
+        given = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "head_dim": head_dim}
+        given |= {"v_head_dim": v_head_dim, "dtype": dtype and flags.torch_dtype(dtype)}
+        chosen = TYPICAL[where] | {name: value for name, value in given.items() if value is not None}
+        problem = Problem(size=size, batch=batch, decay=decay.value, network=network_between(where), **chosen)
         profile = None if cluster is None else hardware.cluster(cluster)
         entries, left_out = _contestants(provider or (), where)
         problems = _each_length(problem, seq_length or (), where)
-        how = {"window": window, "distribution": distribution, "seed": seed}
-        cases = _make_cases(problems, entries[0].kind, mask or (), **how)
-        here = started.start(where, size)
-        cases = [case.on(started.hosts(size)) for case in cases]
+        cases = _make_cases(problems, entries[0].kind, mask or (), window, documents)
+        here, hosts = started.start(where, size), started.hosts(size)
+        cases = [replace(case, problem=replace(case.problem, hosts=hosts)) for case in cases]
         for case in cases if where == "cpu" else ():
             if len(set(case.problem.hosts)) == 1:
                 refuse_too_large(case.problem, runs=1)
@@ -129,7 +118,6 @@ def bench(
             results=run.bench(plans, where, rounds, timeout, here),
             device=torch.cuda.get_device_name() if where == "cuda" else f"{cores} CPU cores",
             rounds=rounds,
-            seed=seed,
             cluster=cluster,
             left_out=left_out,
             others=processors.others() if here is None and where == "cpu" else 0.0,
@@ -155,17 +143,6 @@ def _contestants(texts: Sequence[str], device: str) -> tuple[list[Entry], dict[s
     return entries, missing
 
 
-def _typical(device: str, **given: Any) -> Problem:
-    """The attention call to measure, without a length or a mask; ValueError for heads that do not fit each other.
-
-    given: fields of a ``Problem``; None is the typical value, of ``kv_heads`` the given number of heads.
-    """
-    if given["kv_heads"] is None:
-        given["kv_heads"] = given["heads"]
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return Problem(**{"network": network_between(device), **TYPICAL[device], **chosen})
-
-
 def _each_length(problem: Problem, lengths: Sequence[int], device: str) -> list[Problem]:
     """The problem with each number of tokens, shortest first; ValueError for one that some layout cannot divide.
 
@@ -184,27 +161,25 @@ def _each_length(problem: Problem, lengths: Sequence[int], device: str) -> list[
 
 
 def _make_cases(
-    problems: Sequence[Problem],
-    kind: Kind,
-    masks: Sequence[str],
-    *,
-    window: int | None,
-    distribution: str | None,
-    seed: int,
+    problems: Sequence[Problem], kind: Kind, masks: Sequence[str], window: int | None, documents: str | None
 ) -> list[Case]:
-    """Every mask on every problem; ValueError for an unknown mask or distribution, or a flag that does nothing.
+    """Every mask on every problem; ValueError for an unknown mask, wrong documents, or a flag that does nothing.
 
     masks: empty: all, without windows for linear attention, which has none.
     """
     flags.check_decay(problems[0].decay, {kind})
-    known = [name for name, pattern in PATTERNS.items() if kind == "softmax" or not pattern.windowed]
-    masks = list(dict.fromkeys(masks or known))
-    how = {"window": window, "distribution": distribution, "seed": seed}
-    found = [make_case(name, problem, **how) for problem in problems for name in masks]
-    for flag, value, used in (
-        ("--window", window, any(PATTERNS[name].windowed for name in masks)),
-        ("--distribution", distribution, any(PATTERNS[name].packed for name in masks)),
-    ):
-        if value is not None and not used:
+    masks = list(dict.fromkeys(masks or [name for name in MASKS if kind == "softmax" or name != WINDOWED]))
+    for flag, value, mask in (("--window", window, WINDOWED), ("--documents", documents, PACKED)):
+        if value is not None and mask not in masks:
             raise ValueError(f"{flag} {value} has no effect with --mask {', '.join(masks)}: leave it out")
-    return found
+    packed = [_bounds(documents, problem.seq_length) for problem in problems]
+    each = zip(problems, packed, strict=True)
+    return [make_case(name, problem, window=window, bounds=bounds) for problem, bounds in each for name in masks]
+
+
+def _bounds(documents: str | None, tokens: int) -> tuple[int, ...]:
+    """Where the documents begin, and the number of tokens."""
+    if documents is not None:
+        return packs.bounds(documents, tokens)
+    whole = max(tokens, CONVERSATIONS)
+    return tuple(dict.fromkeys(b * tokens // whole for b in packs.bounds("chat", whole)))

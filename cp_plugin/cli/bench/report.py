@@ -1,4 +1,4 @@
-"""The measurements of every contestant and its ideal, as tables and JSON."""
+"""The measurements of every contestant and its ideal, as JSON and as tables of the same rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from cp_plugin.cli.tables import problem_as_json
 from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.problem import Problem
 from cp_plugin.testing.clock import Both, Taken
 
 COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal", "predicted")
@@ -54,10 +53,6 @@ class Measured:
     """The planner's seconds for forward and backward."""
 
     @property
-    def name(self) -> str:
-        return str(self.entry)
-
-    @property
     def linear(self) -> bool:
         return self.setup is not None and self.setup.provider.kind == "linear"
 
@@ -66,23 +61,29 @@ class Measured:
         """Whether an error is above its limit."""
         return any(not error <= self.allowed[name] for name, error in self.errors.items())
 
-    @property
-    def right(self) -> bool:
-        """Whether it can run the case, and its results are right."""
-        return self.cannot is None and not self.wrong
-
-    @property
-    def worst(self) -> str:
-        """The tensor closest to its limit, or furthest beyond it."""
-        return max(self.errors, key=lambda name: self.errors[name] / self.allowed[name])
-
-    @property
-    def of_ideal(self) -> Both | None:
-        """The ideal's seconds over its own: 1 means no cost of communication, tiling and imbalance."""
+    def as_json(self, case: Case) -> dict[str, Any]:
+        """All figures; rates of a rank, forward and in total, are those of the matrix products of visible pairs, two
+        forward and five backward, and None for linear attention, which computes no pairs."""
+        found: dict[str, Any] = {"name": str(self.entry)}
+        if self.cannot is not None:
+            return found | {"cannot": in_our_flags(self.cannot)}
+        found |= {"cannot": None, "settings": self.settings, "why": list(self.why)}
+        found |= {"correct": not self.wrong, "errors": self.errors, "allowed": self.allowed}
         if self.taken is None or self.ideal is None:
-            return None
-        ideal, own = self.ideal.medians, self.taken.medians
-        return Both(ideal.forward / own.forward, ideal.total / own.total)
+            return found
+        own, ideal, p = self.taken.medians, self.ideal.medians, case.problem
+        forward, backward = p.head_dim + p.v_head_dim, 3 * p.head_dim + 2 * p.v_head_dim
+        work = 2 * case.pairs * p.batch * p.heads / p.size
+        rate = Both(work * forward / own.forward, work * (forward + backward) / own.total)
+        return found | {
+            "sent": None if self.sent is None else {"least": self.sent[0], "most": self.sent[1]},
+            "seconds": self.taken._asdict(),
+            "median": own._asdict(),
+            "ideal": self.ideal._asdict(),
+            "of_ideal": {"forward": ideal.forward / own.forward, "total": ideal.total / own.total},
+            "flops_per_s": None if self.linear else rate._asdict(),
+            "predicted": self.predicted,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,19 +98,6 @@ class CaseResult:
         """The contestants that can run it."""
         return [m for m in self.measured if m.cannot is None]
 
-    def flops_per_s(self, measured: Measured) -> Both | None:
-        """A rank's rate, forward and in total: the matrix products of visible pairs, two forward and five backward.
-
-        None for linear attention, which computes no pairs, and for contestants that were not timed.
-        """
-        if measured.taken is None or measured.linear:
-            return None
-        p = self.case.problem
-        forward, backward = p.head_dim + p.v_head_dim, 3 * p.head_dim + 2 * p.v_head_dim
-        work = 2 * self.case.pairs * p.batch * p.heads / p.size
-        seconds = measured.taken.medians
-        return Both(work * forward / seconds.forward, work * (forward + backward) / seconds.total)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -118,7 +106,6 @@ class Report:
     results: Sequence[CaseResult]
     device: str
     rounds: int
-    seed: int
     cluster: str | None = None
     """Of the predictions."""
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -127,81 +114,88 @@ class Report:
     """Share of processor time that other programs used during the run."""
 
     @property
+    def _measured(self) -> list[Measured]:
+        return [m for result in self.results for m in result.measured]
+
+    @property
     def ok(self) -> bool:
         """Something was timed, and nothing was wrong."""
-        measured = [m for result in self.results for m in result.measured]
-        return any(m.taken for m in measured) and not any(m.wrong for m in measured)
+        return any(m.taken for m in self._measured) and not any(m.wrong for m in self._measured)
 
     @property
     def verdict(self) -> str:
-        measured = [m for result in self.results for m in result.measured]
-        wrong, refused = sum(m.wrong for m in measured), sum(m.cannot is not None for m in measured)
-        parts = [f"{sum(m.taken is not None for m in measured)} of {len(measured)} timed"]
+        """How many were timed, wrong, and refused."""
+        every = self._measured
+        wrong, refused = sum(m.wrong for m in every), sum(m.cannot is not None for m in every)
+        parts = [f"{sum(m.taken is not None for m in every)} of {len(every)} timed"]
         parts += [f"{wrong} WRONG, not timed"] if wrong else []
         parts += [f"{refused} cannot run, for the reasons given"] if refused else []
         return "; ".join(parts)
 
-    def print(self, console: Console) -> None:
-        for result in self.results:
-            rows = [(self._cells(result, m), _style(m)) for m in result.measured]
-            print_table(console, self._title(result), COLUMNS, rows)
-        print_notes(console, (EXPLAINED, *self._left_out()), self.others)
-
     def as_json(self) -> dict[str, Any]:
+        """The conditions, and of every case all contestants."""
         return {
             "ok": self.ok,
             "torch": torch.__version__,
             "device": self.device,
             "rounds": self.rounds,
-            "seed": self.seed,
             "cluster": self.cluster,
             "left_out": dict(self.left_out),
             "others": self.others,
-            "cases": [_case_as_json(result) for result in self.results],
+            "cases": [
+                {
+                    "mask": of.case.mask_name,
+                    "problem": problem_as_json(of.case.problem),
+                    "bounds": list(of.case.bounds),
+                    "pairs": of.case.pairs,
+                    "contestants": [m.as_json(of.case) for m in of.measured],
+                }
+                for of in self.results
+            ],
         }
 
-    def _left_out(self) -> list[str]:
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.left_out.items():
-            by_reason.setdefault(reason, []).append(name)
-        return [f"left out: {', '.join(found)}: {reason}" for reason, found in by_reason.items()]
+    def print(self, console: Console) -> None:
+        """A table for each case."""
+        for of in self.results:
+            rows = [_cells(m.as_json(of.case)) for m in of.measured]
+            print_table(console, self._title(of.case), COLUMNS, rows)
+        reasons = dict.fromkeys(self.left_out.values())
+        absent = {reason: [name for name, why in self.left_out.items() if why == reason] for reason in reasons}
+        left_out = [f"left out: {', '.join(names)}: {reason}" for reason, names in absent.items()]
+        print_notes(console, (EXPLAINED, *left_out), self.others)
 
-    def _title(self, result: CaseResult) -> str:
-        case, decay = result.case, result.case.problem.decay
-        described = f" ({case.described})" if case.described else ""
-        of_keys = "" if decay == "none" else f", {decay} decay"
-        return f"{case.mask_name}{described}{of_keys}: {conditions(case.problem, self.device, self.rounds)}"
-
-    @staticmethod
-    def _cells(result: CaseResult, m: Measured) -> tuple[str, ...]:
-        if m.cannot is not None:
-            return (m.name, f"cannot: {in_our_flags(m.cannot)}")
-        error = f"{m.worst} {m.errors[m.worst]:.1e}"
-        if m.wrong or m.taken is None:
-            return (m.name, m.settings, f"WRONG: {error}")
-        low, high = (in_bytes(n) for n in m.sent) if m.sent is not None else ("no ledger", "no ledger")
-        medians, share = m.taken.medians, m.of_ideal
+    def _title(self, case: Case) -> str:
+        p = case.problem
+        decay = "" if p.decay == "none" else f", {p.decay} decay"
+        sizes = str(p.head_dim) if p.head_dim == p.v_head_dim else f"{p.head_dim} and {p.v_head_dim}"
         return (
-            m.name,
-            m.settings,
-            error,
-            low if low == high else f"{low} to {high}",
-            in_seconds(medians.forward),
-            in_seconds(medians.total),
-            _speed(result.flops_per_s(m)),
-            "" if share is None else f"{share.forward:.0%}, {share.total:.0%}",
-            "" if m.predicted is None else in_seconds(m.predicted),
+            f"{case.described}{decay}: {p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of "
+            f"{sizes}, {dtype_name(p.dtype)}; {p.size} ranks on {self.device}, {self.rounds} rounds"
         )
 
 
-def conditions(problem: Problem, device: str, rounds: int) -> str:
-    """The conditions of a measurement, for the title of its table."""
-    p = problem
-    sizes = str(p.head_dim) if p.head_dim == p.v_head_dim else f"{p.head_dim} and {p.v_head_dim}"
+def _cells(row: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+    """The cells and the style of a row."""
+    if row["cannot"] is not None:
+        return (row["name"], f"cannot: {row['cannot']}"), "dim"
+    worst = max(row["errors"], key=lambda name: row["errors"][name] / row["allowed"][name])
+    error = f"{worst} {row['errors'][worst]:.1e}"
+    if "seconds" not in row:
+        return (row["name"], row["settings"], f"WRONG: {error}"), "red"
+    sent, speed = row["sent"] or {}, row["flops_per_s"]
+    bytes_sent = " to ".join(dict.fromkeys(map(in_bytes, sent.values()))) or "no ledger"
+    unit, prefix = (1e12, "T") if speed and speed["total"] >= 1e12 else (1e9, "G")
     return (
-        f"{p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of {sizes}, {dtype_name(p.dtype)}; "
-        f"{p.size} ranks on {device}, {rounds} rounds"
-    )
+        row["name"],
+        row["settings"],
+        error,
+        bytes_sent,
+        in_seconds(row["median"]["forward"]),
+        in_seconds(row["median"]["total"]),
+        "" if speed is None else f"{', '.join(f'{x / unit:.3g}' for x in speed.values())} {prefix}",
+        ", ".join(f"{share:.0%}" for share in row["of_ideal"].values()),
+        "" if row["predicted"] is None else in_seconds(row["predicted"]),
+    ), ""
 
 
 def print_notes(console: Console, lines: Sequence[str], others: float) -> None:
@@ -210,46 +204,3 @@ def print_notes(console: Console, lines: Sequence[str], others: float) -> None:
     if others > BUSY:
         text = f"other programs used {others:.0%} of the processors during the run: measure again on a quiet machine"
         print_lines(console, text, style="yellow")
-
-
-def _style(m: Measured) -> str:
-    return "red" if m.wrong else "dim" if m.cannot is not None else ""
-
-
-def _speed(flops: Both | None) -> str:
-    if flops is None:
-        return ""
-    unit, prefix = (1e12, "T") if flops.total >= 1e12 else (1e9, "G")
-    return f"{flops.forward / unit:.3g}, {flops.total / unit:.3g} {prefix}"
-
-
-def _case_as_json(result: CaseResult) -> dict[str, Any]:
-    case = result.case
-    return {
-        "mask": case.mask_name,
-        "problem": problem_as_json(case.problem),
-        "distribution": case.distribution,
-        "bounds": list(case.bounds),
-        "pairs": case.pairs,
-        "contestants": [_measured_as_json(result, m) for m in result.measured],
-    }
-
-
-def _measured_as_json(result: CaseResult, m: Measured) -> dict[str, Any]:
-    entry: dict[str, Any] = {"name": m.name, "cannot": None if m.cannot is None else in_our_flags(m.cannot)}
-    if m.cannot is not None:
-        return entry
-    entry |= {"settings": m.settings, "why": list(m.why), "correct": not m.wrong}
-    entry |= {"errors": m.errors, "allowed": m.allowed}
-    if m.taken is None or m.ideal is None:
-        return entry
-    speed, share = result.flops_per_s(m), m.of_ideal
-    return entry | {
-        "sent": None if m.sent is None else {"least": m.sent[0], "most": m.sent[1]},
-        "seconds": m.taken._asdict(),
-        "median": m.taken.medians._asdict(),
-        "ideal": m.ideal._asdict(),
-        "of_ideal": None if share is None else share._asdict(),
-        "flops_per_s": None if speed is None else speed._asdict(),
-        "predicted": m.predicted,
-    }

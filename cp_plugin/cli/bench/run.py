@@ -120,7 +120,8 @@ class _Rank:
 
     def _case(self, plan: CaseResult, asked: oracle.Case) -> list[dict[str, Any]]:
         checked = [(m, self._checked(m, asked, plan.case.mask_name)) for m in plan.possible]
-        right = [m for m, found in checked if replace(m, **found).right]
+        after = [(m, replace(m, **found)) for m, found in checked]
+        right = [m for m, now in after if now.cannot is None and not now.wrong]
         timed = dict(zip((m.entry for m in right), self._timed(plan.case, right) if right else (), strict=True))
         return [found | timed.get(m.entry, {}) for m, found in checked]
 
@@ -153,7 +154,7 @@ class _Rank:
             calls.append(partial(contestant.step, parts))
         shares = {_kernel(one): ideal.share(case, one.setup, self._device) for one in right}
         calls += [share.step for share in shares.values()]
-        titles = [*(one.name for one in right), *("the ideal" for _ in shares)]
+        titles = [*(str(one.entry) for one in right), *("the ideal" for _ in shares)]
 
         def shown(number: int) -> None:
             self._shown(f"{case.mask_name}, {case.problem.seq_length} tokens: {titles[number]}")

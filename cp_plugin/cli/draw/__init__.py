@@ -1,14 +1,5 @@
-"""Pictures drawn from the code that training uses.
+"""Pictures drawn from the code that training uses: which rank computes what and when.
 
-    draw_method    which rank computes what and when: recorded from the method itself, for any provider
-    draw_traffic   the bytes that a provider sends, next to a ring's
-    draw_documents which keys of a pack of documents are fetched, on two layouts
-
-They need matplotlib (``pip install 'cp-plugin[plot]'``). Equal calls write equal bytes, so pictures can be committed.
+They are recorded from the method itself, for any provider, and need matplotlib (``pip install 'cp-plugin[plot]'``).
+Equal calls write equal bytes, so pictures can be committed.
 """
-
-from cp_plugin.cli.draw.documents import draw_documents
-from cp_plugin.cli.draw.method import draw_method
-from cp_plugin.cli.draw.traffic import draw_traffic
-
-__all__ = ["draw_documents", "draw_method", "draw_traffic"]

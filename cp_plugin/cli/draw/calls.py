@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
+from cp_plugin.attention.setups import settled as settle
 from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
@@ -49,7 +51,7 @@ class Recording:
     size: int
     seq_length: int
     heads: int
-    causal: bool
+    mask: Mask
     held: tuple[Tensor, ...]
     """rank -> the global positions of its tokens."""
     calls: tuple[Call, ...]
@@ -79,6 +81,17 @@ class Recording:
         at = {int(p): rank for rank, positions in enumerate(self.held) for p in positions}
         return [at[position] for position in range(self.seq_length)]
 
+    def seen(self, query: int) -> range:
+        """The keys that a query sees."""
+        return range(*(int(end) for end in self.mask.interval(torch.tensor([query]), self.seq_length)))
+
+    def fetched(self) -> list[set[int]]:
+        """rank -> the keys of other ranks that its kernels are given."""
+        found: list[set[int]] = [set() for _ in range(self.size)]
+        for call in self.calls:
+            found[call.rank] |= set(call.keys.tolist())
+        return [keys - set(held.tolist()) for keys, held in zip(found, self.held, strict=True)]
+
     def ranks_of(self, head: int) -> tuple[int, ...]:
         """The ranks that compute some of a query head."""
         return tuple(sorted({call.rank for call in self.calls if head in call.heads}))
@@ -92,6 +105,7 @@ def record(
     heads: int = 0,
     kv_heads: int = 0,
     causal: bool = True,
+    bounds: tuple[int, ...] = (),
     **options: Any,
 ) -> Recording:
     """Run the forward of a provider on ``size`` ranks and record every call of the kernel; ValueError for options that
@@ -100,26 +114,28 @@ def record(
     Args:
         heads: query heads; 0: one per rank, so that methods that divide heads can be recorded.
         kv_heads: key/value heads; 0: as many as query heads.
+        bounds: where the documents of a pack begin, and its length; empty: one document.
         options: as for ``ContextParallel``.
     """
     heads = heads or size
-    typical = Problem(size=size, heads=heads, kv_heads=kv_heads or heads, seq_length=seq_length, causal=causal)
-    settled = providers.settle(provider, typical, Options(**options))
+    sizes = {"heads": heads, "kv_heads": kv_heads or heads, "seq_length": seq_length}
+    typical = Problem(size=size, causal=causal, bounds=bounds, **sizes)
+    settled = settle(providers.get(provider), typical, Options(**options))
     if settled.provider.kind == "linear":
         raise ValueError(
             f"provider {settled.provider.name!r} is for linear layers, in which queries attend to no individual keys: "
-            "add --sent to draw the bytes it sends"
+            "cp-plugin traffic shows the bytes it sends"
         )
-    reason = providers.unsupported(settled.provider, typical, settled.options)
-    if reason is not None:
-        raise ValueError(f"provider {settled.provider.name!r} cannot do this: {reason}")
+    if settled.reason is not None:
+        raise ValueError(f"provider {settled.provider.name!r} cannot do this: {settled.reason}")
+    mask = typical.mask()
 
     def rank(mesh: Mesh) -> tuple[str, Tensor, list[Call]]:
         cp = ContextParallel(settled, mesh=mesh)
         q, k = (cp.shard(_marked(seq_length, n)) for n in (heads, typical.kv_heads))
         calls: list[Call] = []
-        kernel = RecordingKernel(lambda q, k, v, block: calls.append(_call(mesh.index, calls, q, k, causal)))
-        cp.around(kernel, cp.problem(q, k, k, causal=causal)).forward(Queries(q), KeyValues(k, k))
+        kernel = RecordingKernel(lambda q, k, v, block: calls.append(_call(mesh.index, calls, q, k, mask)))
+        cp.around(kernel, cp.problem(q, k, k, causal=causal), mask=mask).forward(Queries(q), KeyValues(k, k))
         return cp.layout.name, cp.positions(seq_length), calls
 
     found = run_threads(rank, settled.axes)
@@ -130,19 +146,24 @@ def record(
         size=size,
         seq_length=seq_length,
         heads=heads,
-        causal=causal,
+        mask=mask,
         held=tuple(positions for _, positions, _ in found),
         calls=tuple(call for _, _, calls in found for call in calls),
     )
 
 
-def _call(rank: int, before: Sequence[Call], q: Tensor, k: Tensor, causal: bool) -> Call:
+def _call(rank: int, before: Sequence[Call], q: Tensor, k: Tensor, mask: Mask) -> Call:
     queries, keys = q[:, 0, 0, 0].long(), k[:, 0, 0, 0].long()
     heads = tuple(q[0, 0, :, 1].long().tolist())
     step = sum(heads[0] in call.heads for call in before)
-    seen = torch.searchsorted(keys.sort().values, queries, right=True) if causal else len(keys)
-    pairs = int(seen.sum()) if isinstance(seen, Tensor) else len(queries) * seen
-    return Call(rank=rank, step=step, heads=heads, queries=queries, keys=keys, pairs=pairs)
+    return Call(rank=rank, step=step, heads=heads, queries=queries, keys=keys, pairs=visible(mask, queries, keys))
+
+
+def visible(mask: Mask, queries: Tensor, keys: Tensor) -> int:
+    """Visible pairs of queries and keys at these positions."""
+    first, last = mask.interval(queries, 1 + int(torch.cat((queries, keys)).max()))
+    before, after = (torch.searchsorted(keys.sort().values, end) for end in (first, last))
+    return int((after - before).sum())
 
 
 def _marked(seq_length: int, heads: int) -> Tensor:

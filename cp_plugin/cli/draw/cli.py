@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
@@ -16,33 +17,20 @@ def draw(
     plot: Annotated[Path, typer.Option(help="picture to write, a .png, .svg or .pdf file")],
     provider: Annotated[str, typer.Option(metavar="NAME", help="method to draw")],
     ranks: Annotated[int, typer.Option(min=1, max=8, help="context-parallel ranks")] = 4,
-    sent: Annotated[bool, typer.Option("--sent", help="draw the bytes that are sent, on 8 and on 64 ranks")] = False,
     mask: Annotated[flags.Mask, typer.Option(help="attention mask")] = flags.Mask.causal,
     documents: Annotated[
         str | None,
-        typer.Option(
-            metavar="LENGTHS",
-            help="with --provider needed: the keys fetched for a pack of these documents, such as 24,14,10,8,5,3",
-        ),
+        typer.Option(metavar="LENGTHS", help="packed documents, such as 24,14,10,8,5,3; default: one document"),
     ] = None,
     *,
     options: Options,
 ) -> None:
     """Draw which rank holds and computes what, and for how long."""
-    from cp_plugin.cli.draw import draw_documents, draw_method, draw_traffic
+    from cp_plugin.cli.draw.method import draw_method
 
     with flags.errors_in_one_line():
         output.check_output(plot, "picture", output.PICTURES, "--plot")
-        full = mask is flags.Mask.full
-        chosen = {"layout": options.layout, **options.chosen}
-        if documents is not None:
-            if provider != "needed" or sent or full or options != Options():
-                raise ValueError(
-                    f"--documents {documents} needs --provider needed, and no other options except --ranks and --plot"
-                )
-            draw_documents(plot, packs.lengths(documents), ranks)
-        elif sent:
-            draw_traffic(plot, provider, **chosen)
-        else:
-            draw_method(plot, provider, ranks, causal=not full, **chosen)
+        bounds = () if documents is None else tuple(accumulate(packs.lengths(documents), initial=0))
+        causal = mask is flags.Mask.causal
+        draw_method(plot, provider, ranks, causal=causal, bounds=bounds, layout=options.layout, **options.chosen)
     typer.echo(f"wrote {plot}")

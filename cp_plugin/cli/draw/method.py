@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cp_plugin.cli.draw import canvas
-from cp_plugin.cli.draw.calls import Recording, record
+from cp_plugin.cli.draw.calls import Recording, record, visible
 from cp_plugin.common.text import in_words
 from cp_plugin.methods.protocol import Provider
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MOST = 256
+"""Tokens that are distinguishable in a picture."""
 _LEFT_OUT = "#cccccc"
 """Pairs of a block that no rank computes."""
 
@@ -35,6 +37,7 @@ def draw_method(
     tokens: int = 0,
     timed_tokens: int = 0,
     causal: bool = True,
+    bounds: tuple[int, ...] = (),
     **options: Any,
 ) -> None:
     """Write the picture to ``path`` (PNG, SVG or PDF by its suffix), of one head per rank; the matrices show head 0.
@@ -44,13 +47,16 @@ def draw_method(
         size: context-parallel ranks, at most 8.
         tokens: drawn one by one; 0: eight per rank.
         timed_tokens: of the timeline, where the ragged edge of a short sequence would mislead; 0: about 8192.
+        bounds: where the documents of a pack begin, and its length, which replaces both numbers of tokens; empty: none.
         options: as for ``ContextParallel``.
     """
     canvas.check_ranks(size)
-    shown, timed = (
-        record(provider, size, seq_length=n, causal=causal, **options)
-        for n in (tokens or 8 * size, timed_tokens or canvas.about(8192, size))
-    )
+    lengths = (tokens or 8 * size, timed_tokens or canvas.about(8192, size))
+    if bounds:
+        lengths = (bounds[-1], bounds[-1])
+    if lengths[0] > MOST:
+        raise ValueError(f"{lengths[0]} tokens do not fit in a picture: use {MOST} tokens or fewer")
+    shown, timed = (record(provider, size, seq_length=n, causal=causal, bounds=bounds, **options) for n in lengths)
     divided = len(shown.ranks_of(0)) < size
     time = 1.3 + 0.3 * size
     heights = (0.75, 0.75 if divided else 0.01, 4.3, 4.3, time)
@@ -142,12 +148,13 @@ def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
         keys = sorted(call.keys.tolist())
         shapes: list[canvas.Box] = []
         for query in call.queries.tolist():
-            visible = [key for key in keys if key <= query or not recording.causal]
+            seen = recording.seen(query)
+            visible = [key for key in keys if key in seen]
             shapes += [(run.start, query, len(run), 1) for run in _runs(visible)]
         canvas.fill(axes, shapes, _colour(call.rank, call.step, recording))
     axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal", xticks=[], yticks=[])
     axes.set(xlabel="keys, in the order of the sequence", ylabel="queries, in the order of the sequence")
-    mask = "Causal" if recording.causal else "Full"
+    mask = "Full" if recording.mask.full else "Packed" if recording.mask.packed else "Causal"
     title = f"{mask} attention matrix{', head 0' if divided else ''}; paler: later step"
     axes.set_title(title, fontsize=canvas.POINTS, loc="left")
     canvas.plain(axes)
@@ -176,8 +183,7 @@ def _draw_time(axes: Axes, timed: Recording) -> None:
 
 
 def _visible_between(recording: Recording, i: int, j: int) -> int:
-    queries, keys = recording.held[i], recording.held[j]
-    return int((keys[None, :] <= queries[:, None]).sum()) if recording.causal else len(queries) * len(keys)
+    return visible(recording.mask, recording.held[i], recording.held[j])
 
 
 def _colour(rank: int, step: int, recording: Recording) -> tuple[float, float, float]:

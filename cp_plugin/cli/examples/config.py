@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -34,20 +35,6 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Sections(_Strict):
-    """Megatron's flags without dashes."""
-
-    model: Flags = {}
-    parallel: Flags = {}
-    training: Flags = {}
-    """Precision, optimizer, recomputation."""
-    data: Flags = {}
-
-    @property
-    def flags(self) -> Flags:
-        return {**self.model, **self.parallel, **self.training, **self.data}
-
-
 class Cluster(_Strict):
     """The cluster of the published run."""
 
@@ -56,31 +43,12 @@ class Cluster(_Strict):
     nodes: int
     per_node: int
 
-    @property
-    def devices(self) -> int:
-        return self.nodes * self.per_node
 
+class Experiment(_Strict):
+    """An example's base, or a variant of it; Megatron's flags are without dashes."""
 
-class OtherCluster(_Strict):
-    """A variant's changes to the cluster."""
-
-    profile: str | None = None
-    nodes: int | None = None
-    per_node: int | None = None
-
-
-class Variant(Sections):
-    """A variant's changes; None: as in the base."""
-
-    about: str | None = None
-    section: str | None = None
-    cluster: OtherCluster = OtherCluster()
-    published: list[str] | None = None
-    lengths: list[int] | None = None
-    planner_model: str | None = None
-
-
-class Config(Sections):
+    name: str
+    variant: str
     title: str
     about: str
     """The result of the experiment, differences from the paper, and assumptions where it says nothing."""
@@ -92,28 +60,22 @@ class Config(Sections):
     cluster: Cluster
     lengths: list[int]
     """Tokens of a sequence, as published; the first is the default."""
-    variants: dict[str, Variant] = {}
     planner_model: str = ""
     """The same model in the planner's catalogue."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
-    """An example with a variant applied."""
-
-    name: str
-    variant: str
-    config: Config
-    cluster: Cluster
-    flags: Flags
-    """Without those for the length, data and checkpoints."""
-    lengths: list[int]
-    published: list[str]
-    planner_model: str
+    model: Flags = {}
+    parallel: Flags = {}
+    training: Flags = {}
+    """Precision, optimizer, recomputation."""
+    data: Flags = {}
 
     @property
     def devices(self) -> int:
-        return self.cluster.devices
+        return self.cluster.nodes * self.cluster.per_node
+
+    @property
+    def flags(self) -> Flags:
+        """Without those for the length, data and checkpoints."""
+        return changed(DEFAULTS, {**self.model, **self.parallel, **self.training, **self.data})
 
     def with_length(self, seq_length: int | None = None) -> Flags:
         """The flags of a training; by default with the first length. ValueError for a length that was not published."""
@@ -128,35 +90,25 @@ class Experiment:
         return {**self.flags, "seq-length": length, "max-position-embeddings": length}
 
 
-class Example(_Strict):
-    """An example's folder and its configuration."""
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An example's file: the base, and what each variant changes of it."""
 
     name: str
-    folder: Path
-    config: Config
+    base: dict[str, Any]
+    changes: dict[str, dict[str, Any]]
 
     @property
     def variants(self) -> list[str]:
         """The base first."""
-        return [BASE, *self.config.variants]
+        return list(self.changes)
 
     def experiment(self, variant: str | None = None) -> Experiment:
-        """Apply a variant; ValueError for an unknown one."""
-        base = self.config
-        known = {BASE: (BASE, Variant()), **{name: (name, one) for name, one in base.variants.items()}}
-        name, chosen = find(f"variant of {self.name}", variant or BASE, known)
-        defaults = {flag: value for flag, value in DEFAULTS.items() if flag not in base.flags}
-        cluster = {**base.cluster.model_dump(), **chosen.cluster.model_dump(exclude_none=True)}
-        return Experiment(
-            name=self.name,
-            variant=name,
-            config=base,
-            cluster=Cluster(**cluster),
-            flags=changed({**base.flags, **defaults}, chosen.flags),
-            lengths=chosen.lengths or base.lengths,
-            published=base.published if chosen.published is None else chosen.published,
-            planner_model=chosen.planner_model or base.planner_model,
-        )
+        """Apply a variant, whose sections are merged into the base's; ValueError for an unknown one."""
+        known = {name: (name, of) for name, of in self.changes.items()}
+        name, of = find(f"variant of {self.name}", variant or BASE, known)
+        merged = {key: {**self.base.get(key, {}), **value} for key, value in of.items() if isinstance(value, dict)}
+        return Experiment.model_validate({**self.base, **of, **merged, "name": self.name, "variant": name})
 
 
 def changed(flags: Mapping[str, Value], changes: Mapping[str, Value]) -> Flags:
@@ -182,5 +134,6 @@ def examples() -> Iterator[Example]:
 
 def load(name: str) -> Example:
     """The example of that name; ValueError for an unknown one, with the nearest."""
-    folder = find("example", name, {one: FOLDER / one for one in names()})
-    return Example(name=folder.name, folder=folder, config=Config.model_validate(yaml_files.read(folder / FILE)))
+    found = find("example", name, {one: one for one in names()})
+    base = yaml_files.read(FOLDER / found / FILE)
+    return Example(found, base, {BASE: {}, **base.pop("variants", {})})

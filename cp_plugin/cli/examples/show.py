@@ -19,26 +19,25 @@ def print_examples(console: Console, examples: Iterable[Example]) -> None:
 
 
 def print_example(console: Console, example: Example) -> None:
-    config, name = example.config, example.name
-    print_lines(console, f"{config.title} ({config.paper}{', ' + config.section if config.section else ''})\n")
-    for paragraph in config.about.strip().split("\n\n"):
+    base, *others = every = [example.experiment(variant) for variant in example.variants]
+    print_lines(console, f"{base.title} ({base.paper}{', ' + base.section if base.section else ''})\n")
+    for paragraph in base.about.strip().split("\n\n"):
         print_lines(console, " ".join(paragraph.split()) + "\n")
-    every = map(example.experiment, example.variants)
     rows = [((one.variant, one.planner_model, str(one.devices), _provider(one), _lengths(one)), "") for one in every]
     print_table(console, "Variants", ("variant", "model", "GPUs", "method", "tokens"), rows)
-    print_lines(console, "")
-    ways = [("--print sh", "the script for each node"), ("--print flags", "Megatron's flags")]
-    if example.config.variants:
-        other = example.experiment(example.variants[-1])
-        ways.append((f"... --variant {other.variant} --seq-length {other.lengths[-1]}", "another variant and length"))
-    print_table(console, f"Next: cp-plugin example {name}", ("with", "what it does"), [(way, "") for way in ways])
+    other = others[-1] if others else base
+    print_lines(
+        console,
+        f"\nNext: cp-plugin example {example.name} --print sh: the script for each node; --print flags: Megatron's "
+        f"flags; of another variant or length: --variant {other.variant} --seq-length {other.lengths[-1]}",
+    )
 
 
 def render(experiment: Experiment, seq_length: int | None = None) -> str:
     """Return ``train.sh`` with the experiment's flags."""
     flags = experiment.with_length(seq_length)
     fields = {
-        "title": experiment.config.title,
+        "title": experiment.title,
         "name": experiment.name,
         "variant": shlex.quote(experiment.variant),
         "nodes": str(experiment.cluster.nodes),
@@ -55,7 +54,7 @@ def render(experiment: Experiment, seq_length: int | None = None) -> str:
 def _row(example: Example) -> Cells:
     base = example.experiment()
     others = ", ".join(example.variants[1:])
-    return (example.name, str(base.devices), _provider(base), _lengths(base), others, example.config.title)
+    return (example.name, str(base.devices), _provider(base), _lengths(base), others, base.title)
 
 
 def _provider(one: Experiment) -> str:

@@ -1,16 +1,11 @@
 """Which functions of a Megatron a run would replace, and whether each is as the plugin needs it; starts nothing.
 
-    python -m cp_plugin.megatron.patches.doctor DIR [Megatron's and the plugin's flags]
-
-prints one JSON object. ``cp-plugin doctor --megatron`` runs it in a process of its own, since Megatron is imported.
+``cp-plugin doctor --megatron`` prints it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,19 +81,3 @@ def _row(patch: Any, *, needed: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"symbol": patch.target, "contract": patch.contract.form, "state": state}
     row |= {"called_by": patch.called_by, "otherwise": patch.otherwise}
     return row | {"for": patch.reason, "needed": needed, "late": patch.late, "broken": broken}
-
-
-def main(argv: Sequence[str]) -> int:
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):  # CPU mode's notice, Megatron's warnings
-            found = examined(argv[0], argv[1:])
-    except ValueError as error:
-        print(json.dumps({"error": str(error)}))
-        return 2
-    print(json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
