@@ -29,9 +29,9 @@ from cp_plugin.common.names import not_one_of
 from cp_plugin.common.plugins import with_entry_points
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.problem import Decay
-from cp_plugin.linear import chunked
+from cp_plugin.linear import rules
 from cp_plugin.linear.features import ELU, IDENTITY, QUADRATIC, SILU, TAYLOR, FeatureMap
-from cp_plugin.linear.tokens import Tokens
+from cp_plugin.linear.tokens import tokens_of
 
 ENTRY_POINTS = "cp_plugin.linear_kinds"
 EPSILON = 1e-6
@@ -174,10 +174,7 @@ class LinearAttention(nn.Module):
             Outputs ``[s, b, h, e]`` in q's dtype, and the new state in the accumulation dtype.
         """
         x = self.prepare(q, k, v, gate)
-        decay = x.log_decay
-        if decay is not None and decay.dim() == 1:
-            decay = decay[:, None].expand(*k.shape[:3], 1)
-        out, after = chunked.extend(Tokens(x.q * x.scale, x.k, x.v, decay), state)
+        out, after = rules.run(tokens_of(x.q * x.scale, x.k, x.v, x.log_decay), state)
         return self.finish(out.to(q.dtype)), after
 
     def finish(self, out: Tensor) -> Tensor:

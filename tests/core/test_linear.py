@@ -19,7 +19,8 @@ from torch import Tensor
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
-from cp_plugin.linear import chunked, kernels, recurrence, scan
+from cp_plugin.linear import kernels, recurrence, scan
+from cp_plugin.linear import rules as writing
 from cp_plugin.linear.segment import recomputed
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods import registry as providers
@@ -101,7 +102,7 @@ def test_chunked_equals_recurrence(decay: Any, delta: bool, documents: bool, tok
     case = LinearCase(decay=decay, delta=delta, documents=documents, seq_length=tokens)
     *inputs, dout = case.inputs()
     x = case.tokens(*inputs)
-    found, want = ((f(x), *recomputed(f, dout, x)) for f in (chunked.forward, recurrence.forward))
+    found, want = ((f(x), *recomputed(f, dout, x)) for f in (writing.forward, recurrence.forward))
     assert len(found) == len(want) == 4 + (decay != "none") + delta
     assert max(map(distance, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
 
@@ -176,7 +177,7 @@ def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
 @decays
 @pytest.mark.parametrize(("provider", "layout"), [("lasp2", "zigzag"), ("zeco", "contiguous"), ("lasp1", "zigzag")])
 def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: str, decay: Any) -> None:
-    """As fla's, which run only on GPUs: by ``passes.Widened``, here around the recurrence."""
+    """As fla's, which run only on GPUs: by ``delta.Widened``, here around the recurrence."""
     case = LinearCase(decay=decay, delta=True)
     for size in (1, 2, 4):
         for got in on_threads(provider, size, case, layout=layout, backend="reference"):
@@ -338,7 +339,7 @@ def test_all_gather_overlaps_computation(back: bool, monkeypatch: pytest.MonkeyP
 
     def forward(x: Tokens) -> Tensor:
         events.append("compute")
-        return chunked.forward(x)
+        return writing.forward(x)
 
     monkeypatch.setitem(kernels.KERNELS, "chunked", kernels.Kernel("watched", forward, partial(recomputed, forward)))
     x = torch.randn(64, 1, 2, 4).requires_grad_()

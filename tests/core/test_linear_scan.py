@@ -11,7 +11,7 @@ from nightly import nightly
 from torch import Tensor
 
 from cp_plugin import ContextParallel
-from cp_plugin.linear import chunked, decayed, products, recurrence, scan, segment
+from cp_plugin.linear import decayed, products, recurrence, rules, scan, segment
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.planner.trace.memory import Meter
 
@@ -125,7 +125,7 @@ def chunk_error(monkeypatch: pytest.MonkeyPatch, x: int) -> float:
     want = recurrence.forward(Tokens(q.double(), k.double(), v.double(), decay.double()))
     with monkeypatch.context() as patched:
         patched.setattr(Tensor, "cumsum", in_turn)
-        return distance(chunked.forward(Tokens(q, k, v, decay)), want)
+        return distance(rules.forward(Tokens(q, k, v, decay)), want)
 
 
 @pytest.mark.parametrize("x", [1, 8])
@@ -147,9 +147,9 @@ def test_slabs_change_nothing(decay: Any, delta: bool, documents: bool, monkeypa
     case = LinearCase(decay=decay, delta=delta, documents=documents, seq_length=300)
     *inputs, dout = case.inputs()
     x = case.tokens(*inputs)
-    want = (chunked.forward(x), *segment.recomputed(chunked.forward, dout, x))
+    want = (rules.forward(x), *segment.recomputed(rules.forward, dout, x))
     monkeypatch.setattr(products, "HELD", 3 * 4 * 64**2)  # of the ten chunks, three at one time
-    for a, b in zip((chunked.forward(x), *segment.recomputed(chunked.forward, dout, x)), want, strict=True):
+    for a, b in zip((rules.forward(x), *segment.recomputed(rules.forward, dout, x)), want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
@@ -161,7 +161,7 @@ def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         """Bytes at the peak."""
         x = Tokens(*(torch.zeros(tokens, 1, 2, 32, device="meta") for _ in range(4)))
         with Meter() as meter:
-            segment.recomputed(chunked.forward, x.v, x)
+            segment.recomputed(rules.forward, x.v, x)
         return meter.peak
 
     tokens, of_token = 2**14, 2 * 32 * 16 * 4  # bytes of the products of one token, in float32
