@@ -23,17 +23,6 @@ from torch.nn.functional import elu, layer_norm, silu
 PROJECTED = 16
 
 
-class Elementwise(nn.Module):
-    """An elementwise function without parameters."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._function(x)
-
-
 class Squared(nn.Module):
     """Projected heads and all products of two of their dimensions."""
 
@@ -82,11 +71,9 @@ class FeatureMap:
         pairs = PROJECTED * (PROJECTED + 1) // 2
         return head_dim if not self.projected else pairs if self.learned_norm else 1 + PROJECTED + pairs
 
-    def module(self, heads: range, head_dim: int, seed: int) -> nn.Module:
-        """The module for these heads (numbers in the model); ``seed`` as for ``Squared``."""
-        if self.function is not None:
-            return Elementwise(self.function)
-        return Squared(heads, head_dim, learned_norm=self.learned_norm, seed=seed)
+    def module(self, heads: range, head_dim: int, seed: int) -> Callable[[Tensor], Tensor]:
+        """The function, or a module for these heads (numbers in the model); ``seed`` as for ``Squared``."""
+        return self.function or Squared(heads, head_dim, learned_norm=self.learned_norm, seed=seed)
 
     def __str__(self) -> str:
         return self.name

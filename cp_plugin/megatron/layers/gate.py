@@ -22,10 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, rms_norm
 
-from cp_plugin.linear.variants import Heads
+from cp_plugin.linear.variants import GATE_RANK, Heads
 from cp_plugin.megatron.patches.patching import Call, wraps
-
-RANK = 16
 
 
 class Gate(nn.Module):
@@ -36,8 +34,8 @@ class Gate(nn.Module):
         self._sequence_parallel = config.sequence_parallel and tp_group.size() > 1
         self._tp_group = tp_group
         numbers = range(heads.first_kv_head, heads.first_kv_head + heads.kv_heads)
-        down = _initial((RANK, config.hidden_size), heads.layer)
-        up = torch.stack([_initial((heads.head_dim, RANK), heads.layer, head + 1) for head in numbers])
+        down = _initial((GATE_RANK, config.hidden_size), heads.layer)
+        up = torch.stack([_initial((heads.head_dim, GATE_RANK), heads.layer, head + 1) for head in numbers])
         self.down = nn.Parameter(down.to(config.params_dtype))
         self.up = nn.Parameter(up.to(config.params_dtype))
         self.bias = nn.Parameter(torch.zeros(heads.kv_heads, heads.head_dim, dtype=config.params_dtype))
