@@ -35,7 +35,9 @@ class Squared(nn.Module):
         """
         super().__init__()
         self._learned_norm = learned_norm
-        self.projection = nn.Parameter(torch.stack([_initial(head_dim, seed, head) for head in heads]))
+        self.projection = nn.Parameter(
+            torch.stack([initial((head_dim, PROJECTED), head_dim, seed, head) for head in heads])
+        )
         if learned_norm:
             self.gain = nn.Parameter(torch.ones(len(heads) * PROJECTED))  # flat: no weight decay for vectors
             self.bias = nn.Parameter(torch.zeros(len(heads) * PROJECTED))
@@ -86,9 +88,10 @@ TAYLOR = FeatureMap(name="taylor")
 QUADRATIC = FeatureMap(name="quadratic", learned_norm=True)
 
 
-def _initial(head_dim: int, seed: int, head: int) -> Tensor:
+def initial(shape: tuple[int, int], inputs: int, seed: int, head: int = 0) -> Tensor:
+    """Initial weights that depend on the head's number in the model, and not on how heads are divided."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + head)
-    return torch.randn(head_dim, PROJECTED, generator=generator) / sqrt(head_dim)
+    return torch.randn(shape, generator=generator) / sqrt(inputs)
 
 
 def _pairs(x: Tensor) -> Tensor:

@@ -84,6 +84,8 @@ class Variant:
     decay: Decay = "none"
     head_decay: Callable[[Heads, int], float] = transnormer_slope
     """Fixed log decay of a key/value head by its number in the model, for decay per head."""
+    gate_decay: Callable[[Tensor], Tensor] = lambda gate: logsigmoid(gate) / GATE_SOFTNESS
+    """Log decay from a gate ``[s, b, g, d]``, for decay per token (``[s, b, g]``) or key dimension."""
     normalised: bool = False
     """Whether outputs are divided by the sum of weights, as in softmax attention."""
     norm: Literal["none", "rms", "group"] = "none"
@@ -92,7 +94,7 @@ class Variant:
     @property
     def gated(self) -> bool:
         """Whether it needs a gate from the hidden state."""
-        return self.decay == "key"
+        return self.decay in ("token", "key")
 
     def problem(self, model: Problem) -> Problem:
         """A call of its layers in a model whose softmax layers have calls of ``model``."""
@@ -187,7 +189,7 @@ class LinearAttention(nn.Module):
         log_decay = None
         if self.variant.gated:
             assert gate is not None, f"{self.variant.name} needs a gate"
-            log_decay = logsigmoid(gate.to(accumulation_dtype(gate.dtype))) / GATE_SOFTNESS
+            log_decay = self.variant.gate_decay(gate.to(accumulation_dtype(gate.dtype)))
         elif self.variant.decay == "head":
             log_decay = _on(self._log_decay, q.device)
         if self.variant.normalised:
