@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.attention import agreement, autocast, linear, softmax
+from cp_plugin.attention import agreement, autocast, softmax
 from cp_plugin.attention.inputs import (
     UNSET,
     Group,
@@ -52,6 +52,7 @@ from cp_plugin.linear import kernels
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.gradient_dtype import float32_unless_told
 from cp_plugin.methods.local import Local
+from cp_plugin.methods.parts import Parts
 from cp_plugin.methods.protocol import Attend, Kind, Provider, Scan
 
 _PLANS, _OTHERS = 256, 32
@@ -132,7 +133,7 @@ class ContextParallel(LinearAttention):
     def _forget(self) -> None:
         """Drop all cached plans."""
         self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
-        self._scans: Recent[Hashable, tuple[Scan, linear.Segmented]] = Recent(_PLANS)
+        self._scans: Recent[Hashable, tuple[Scan, Parts]] = Recent(_PLANS)
         self._others: Recent[tuple[Layout, Options], ContextParallel] = Recent(_OTHERS)
 
     def _take(self, resolved: providers.Resolved, group: dist.ProcessGroup | None, mesh: Mesh | None) -> None:

@@ -95,8 +95,8 @@ def directly(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Ten
     """The same without autograd, which cannot run ranks that are threads on one CUDA device."""
     if cp.provider.kind == "linear":
         scan, parts = cp.scan(problem, shards.q.device)
-        q, k, v, dout, log_decay, beta = shards
-        found = linear_attention.directly(q, k, v, log_decay, beta, dout.detach(), scan, parts, cp.mesh)
+        q, k, v, dout, *beside = shards
+        found = linear_attention.directly((q, k, v, *beside), dout.detach(), scan, parts)
         return found[:4] + found[5:] if problem.decay == "head" else found
     q, k, v, dout = (y.detach() for y in shards[:4])
     method = cp.method(cp.problem(q, k, v, causal=problem.causal), q.device, Scores(q.size(3) ** -0.5))

@@ -20,7 +20,9 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.spelling import as_called
 from cp_plugin.linear import kernels
-from cp_plugin.methods.protocol import Kind, Provider, Scan
+from cp_plugin.linear.tokens import tokens_of
+from cp_plugin.methods.parts import Parts
+from cp_plugin.methods.protocol import Continued, Kind, Provider, Scan
 from cp_plugin.placement.documents import placement_of
 
 
@@ -32,7 +34,7 @@ class LinearAttention(Sharding):
     from_python: bool
     """Whether messages write options as arguments: it was made in Python, not from the flags of a training."""
     _calls: agreement.Calls
-    _scans: Recent[Hashable, tuple[Scan, linear.Segmented]]
+    _scans: Recent[Hashable, tuple[Scan, Parts]]
 
     @abstractmethod
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
@@ -85,7 +87,7 @@ class LinearAttention(Sharding):
         problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, cu_seqlens=cu_seqlens, scale=scale)
         scan, parts = self.scan(problem, q.device)
         documents = self._documents(problem.seq_length, cu_seqlens, q.device)
-        return linear.attend(q * scale, k, v, log_decay, beta, scan, parts, self.mesh, documents)
+        return linear.attend(tokens_of(q * scale, k, v, log_decay, beta), scan, parts, self.mesh, documents)
 
     @eager
     @autocast.cast("k", "v")
@@ -100,7 +102,7 @@ class LinearAttention(Sharding):
     ) -> Tensor:
         """The state after the last token of causal linear attention, for generation; not differentiable.
 
-        Every provider's ranks gather each other's states here, as ``lasp2`` does, since all of them need the result.
+        Built-in providers' ranks gather each other's states here, as ``lasp2`` does, since all of them need the result.
 
         Args: as for ``linear_attention``.
 
@@ -108,10 +110,10 @@ class LinearAttention(Sharding):
             ``[b, g, d, e]`` in float32 (float64 for float64 inputs), the same on every rank.
         """
         problem = self._linear_problem(k, k, v, log_decay, beta, causal=True, cu_seqlens=cu_seqlens)
-        parts = self.scan(problem, k.device)[1]
-        linear.refuse_placed(parts)
+        scan, parts = self._continued(problem, k.device)
         documents = self._documents(problem.seq_length, cu_seqlens, k.device)
-        return linear.final_state(k, v, log_decay, beta, parts, self.mesh, documents)
+        with torch.no_grad():
+            return scan.final(linear.fold(tokens_of(k, k, v, log_decay, beta), parts, documents))
 
     @eager
     @autocast.cast("q", "k", "v")
@@ -129,7 +131,7 @@ class LinearAttention(Sharding):
     ) -> tuple[Tensor, Tensor]:
         """Causal linear attention of the next chunk of a sequence, for generation; not differentiable.
 
-        Every provider's ranks gather each other's states here, as ``lasp2`` does, since all of them need the state.
+        Built-in providers' ranks gather each other's states here, as ``lasp2`` does, since all of them need the state.
 
         Args:
             q, k, v, log_decay, beta, scale: as in ``linear_attention``: this rank's tokens of the chunk.
@@ -140,31 +142,37 @@ class LinearAttention(Sharding):
             ``[s, b, h, e]`` in q's dtype, and the state ``[b, g, d, e]`` in the accumulation dtype, on every rank.
         """
         problem = self._linear_problem(q, k, v, log_decay, beta, causal=True, scale=scale, kept=kept)
+        x = tokens_of(q * scale, k, v, log_decay, beta)
         if kept is not None:
-            k, log_decay = linear.without_padding(k, log_decay, kept)
-            problem = replace(problem, decay=linear.decay_of(log_decay, k))
-        parts = self.scan(problem, k.device)[1]
-        linear.refuse_placed(parts)
-        return linear.extend(q * scale, k, v, log_decay, beta, parts, self.mesh, state)
+            x = linear.without_padding(x, kept)
+            problem = replace(problem, decay="token" if problem.decay == "head" else problem.decay)
+        return linear.extend(x, *self._continued(problem, k.device), state)
 
     @as_called
-    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear.Segmented]:
+    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Parts]:
         """The composed method for a problem of linear attention, and the parts it is built around; ValueError for a
         problem the provider does not support."""
 
-        def composed() -> tuple[Scan, linear.Segmented]:
+        def composed() -> tuple[Scan, Parts]:
             placement = placement_of(self.layout, problem.seq_length, self.size) if self.size > 1 else None
             self.refuse(problem if placement is None else replace(problem, placed=self.layout))
             packed = problem.documents or placement is not None
             kernel = kernels.choose(self.options.backend, device, replace(problem, documents=packed)).kernel
             if placement is None:
                 segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
-                parts = linear.parts_of(problem, segments, kernel)
+                parts = Parts.of_segments(problem, segments, kernel)
             else:
-                parts = linear.placed_parts(placement, self.index, kernel, device)
+                parts = Parts.of_placement(placement, self.index, kernel, device)
             return self.provider.build(self.mesh, parts, problem, self.options), parts
 
         return self._scans.get((problem, device, self.options), composed)
+
+    def _continued(self, problem: Problem, device: torch.device) -> tuple[Continued, Parts]:
+        """``scan`` for generation; ValueError for one that does not have the state after the last token."""
+        scan, parts = self.scan(problem, device)
+        if not isinstance(scan, Continued):
+            raise ValueError(f"the {self.layout.name} layout leaves no single final state: use another layout")
+        return scan, parts
 
     def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> linear.Documents | None:
         """Which of this rank's tokens begin and end documents.
@@ -193,13 +201,14 @@ class LinearAttention(Sharding):
             self._is_for("linear")
             check_numbers(scale)
             problem = self.problem(q, k, v, causal=causal)
-            decay, delta = linear.decay_of(log_decay, k), linear.is_delta(beta, k)
+            decay = linear.decay_of(log_decay, k)
+            linear.check_beta(beta, k)
             if kept is not None and (kept.shape != k.shape[:2] or kept.dtype != torch.bool):
                 raise ValueError(f"kept must be bool {tuple(k.shape[:2])}, got {kept.dtype} {tuple(kept.shape)}")
             self._refuse_growth(log_decay)
             documents = document_bounds(cu_seqlens, problem.seq_length)
             settings |= {"causal": causal, "documents": documents, "scale": scale}
-        return replace(problem, decay=decay, delta=delta, documents=cu_seqlens is not None)
+        return replace(problem, decay=decay, delta=beta is not None, documents=cu_seqlens is not None)
 
     def _refuse_growth(self, log_decay: Tensor | None) -> None:
         """ValueError for a decay above 0. CUDA is asked where ranks compare their calls, as the host must wait."""

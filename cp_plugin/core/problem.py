@@ -94,9 +94,19 @@ class Problem:
         return neighbours_per_host(self.hosts)
 
     @property
+    def uniform(self) -> bool:
+        """All segments of linear attention do the same to a state that passes, so ranks need not tell each other."""
+        return self.decay in ("none", "head") and not (self.delta or self.documents)
+
+    @property
+    def through_columns(self) -> int:
+        """Columns by which a state of linear attention is wider in transit, for what its segment does to others."""
+        return self.head_dim if self.delta else 0 if self.uniform else 1
+
+    @property
     def summed(self) -> bool:
         """Linear attention without mask or decay: every token sees the same sum."""
-        return not (self.causal or self.decay != "none" or self.delta or self.documents)
+        return self.uniform and self.decay == "none" and not self.causal
 
     @property
     def tokens(self) -> int:

@@ -10,15 +10,17 @@ nothing overflows. They are 0 across a document boundary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import scan
-from cp_plugin.linear.tokens import Tokens, by_group, log_decays
+from cp_plugin.linear.products import chunks_at_a_time, scores
+from cp_plugin.linear.segment import Segment, after, recomputed
+from cp_plugin.linear.tokens import Tokens, by_group, in_chunks, log_decays, slabs, unfold
 
 
 class Edges(NamedTuple):
@@ -53,14 +55,10 @@ def edges(x: Tokens) -> Edges:
     return Edges(read, write, whole)
 
 
-@dataclass(slots=True)
-class Decayed:
-    """A ``Segment``."""
+class Decayed(Segment):
+    """A segment whose values are added."""
 
-    x: Tokens
-    edges: Edges = field(init=False)
-
-    def __post_init__(self) -> None:
+    def _build(self) -> None:
         self.edges = edges(self.x)
 
     @property
@@ -69,26 +67,67 @@ class Decayed:
 
     @property
     def left(self) -> Tensor:
-        k, v = (y.to(self._dtype) for y in (self.x.k, self.x.v))
+        dtype = accumulation_dtype(self.x.q.dtype)
+        k, v = self.x.k.to(dtype), self.x.v.to(dtype)
         return torch.einsum("tbgd,tbge->bgde", times(k, self.edges.write), v)
 
-    def read(self, incoming: Tensor) -> Tensor:
-        return torch.einsum("tbgrd,bgde->tbgre", self._queries, incoming).flatten(2, 3)
-
-    def read_back(self, dout: Tensor) -> Tensor:
-        q = self._queries
-        return torch.einsum("tbgrd,tbgre->bgde", q, dout.to(q.dtype).unflatten(2, q.shape[2:4]))
-
     @property
-    def _queries(self) -> Tensor:
-        q, weight = by_group(self.x).to(self._dtype), self.edges.read
+    def queries(self) -> Tensor:
+        q, weight = by_group(self.x).to(accumulation_dtype(self.x.q.dtype)), self.edges.read
         return q if weight is None else q * weight.unsqueeze(-2)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return accumulation_dtype(self.x.q.dtype)
 
 
 def times(y: Tensor, weight: Tensor | None) -> Tensor:
     """``[..., g, d]`` times ``[..., g, x]``."""
     return y if weight is None else y * weight
+
+
+def forward(x: Tokens) -> Tensor:
+    """Causal linear attention of each segment from a zero state, chunk by chunk; as ``segment.Forward``."""
+    t, b = x.q.shape[:2]
+    chunks = in_chunks(x)
+    n = chunks.q.size(1) // b
+    each = Decayed(chunks)
+    through = None if each.through is None else each.through.unflatten(0, (n, -1))
+    incoming = scan.states(each.left.unflatten(0, (n, -1)), through)[:-1]
+    return unfold(_in_slabs(chunks) + each.read(incoming.flatten(0, 1)), n)[:t]
+
+
+def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Outputs and the state after the segment, as ``segment.Run``."""
+    here, out = Decayed(x), forward(x)
+    if initial is None:
+        return out, here.left
+    return out + here.read(initial), after(initial, here.left, here.through)
+
+
+def _in_slabs(x: Tokens) -> Tensor:
+    """``_within`` for a limited number of chunks at a time."""
+    size = chunks_at_a_time(x)
+    return _within(x) if size >= x.q.size(1) else _Slabs.apply(size, *x)
+
+
+class _Slabs(torch.autograd.Function):
+    """Saves only the tokens; the backward recomputes each slab."""
+
+    @staticmethod
+    def forward(ctx: Any, size: int, *tokens: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tokens)
+        ctx.size = size
+        return torch.cat([_within(slab) for slab in slabs(Tokens(*tokens), size)], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x = Tokens(*ctx.saved_tensors)
+        each = zip(dout.split(ctx.size, 1), slabs(x, ctx.size), strict=True)
+        found = [recomputed(_within, *slab) for slab in each]
+        grads = [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
+        return None, *grads, *(None,) * (len(x) - len(grads))
+
+
+def _within(x: Tokens) -> Tensor:
+    """Causal attention within each chunk: ``[t, b, h, e]``."""
+    dtype = accumulation_dtype(x.q.dtype)
+    q, k, v = by_group(x).to(dtype), x.k.to(dtype), x.v.to(dtype)
+    return torch.einsum("bgrij,jbge->ibgre", scores(q, k, x), v).flatten(2, 3)

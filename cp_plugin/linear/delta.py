@@ -18,18 +18,20 @@ with ``read``, ``write`` and ``through`` as in ``decayed``. So a chunk is an aff
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import scan
 from cp_plugin.linear.decayed import edges, times
 from cp_plugin.linear.products import chunks_at_a_time, scores
+from cp_plugin.linear.segment import Backward, Forward, Run, Segment, of_run
 from cp_plugin.linear.tokens import Tokens, by_group, fold, in_chunks, slabs, unfold
 
 
@@ -46,22 +48,17 @@ class Chunks(NamedTuple):
     """``[b, g, d, d]``"""
 
 
-@dataclass(slots=True)
-class Delta:
-    """A ``Segment``, chunk by chunk."""
+class Delta(Segment):
+    """A segment under the delta rule, chunk by chunk, of which each has a map of the state and outputs."""
 
-    x: Tokens
-    _chunks: Chunks = field(init=False)
-    _number: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    def _build(self) -> None:
         folded = in_chunks(self.x)
         self._number = folded.q.size(1) // self.x.q.size(1)
         self._chunks = _in_slabs(folded)
 
     @property
     def left(self) -> Tensor:
-        return self._states()[-1]
+        return self._from_zero[-1]
 
     @property
     def through(self) -> Tensor:
@@ -70,12 +67,9 @@ class Delta:
         return scan.states(torch.zeros_like(each), each, identity)[-1]
 
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Outputs ``[t, b, h, e]`` and the state after the segment, in the accumulation dtype.
-
-        initial: the state before it, ``[b, g, d, e]``; None: zero.
-        """
+        """Outputs and the state after the segment, as ``segment.Run``."""
         states = self._states(initial)
-        return self._unfolded(self._chunks.own + self._read(states)), states[-1]
+        return self._out(states), states[-1]
 
     def read(self, incoming: Tensor) -> Tensor:
         each = self._by_chunk(self._chunks.through)
@@ -88,9 +82,24 @@ class Delta:
         grads = self._by_chunk(torch.einsum("tbgrd,tbgre->bgde", q, folded))
         return scan.states(grads.flip(0), self._by_chunk(self._chunks.through).mT.flip(0))[-1]
 
+    def outputs(self, forward: Forward) -> Tensor:
+        return self._out(self._from_zero)
+
+    def gradients(
+        self, backward: Backward, dout: Tensor, incoming: Tensor, outgoing: Callable[[], Tensor]
+    ) -> tuple[Tensor, ...]:
+        return of_run(lambda x, state: self.run(state), self.x, dout, incoming, outgoing())
+
+    @cached_property
+    def _from_zero(self) -> Tensor:
+        return self._states()
+
     def _states(self, initial: Tensor | None = None) -> Tensor:
         """Before each chunk and after the last."""
         return scan.states(self._by_chunk(self._chunks.left), self._by_chunk(self._chunks.through), initial)
+
+    def _out(self, states: Tensor) -> Tensor:
+        return self._unfolded(self._chunks.own + self._read(states))
 
     def _read(self, states: Tensor) -> Tensor:
         return torch.einsum("tbgrd,bgde->tbgre", self._chunks.queries, states[:-1].flatten(0, 1))
@@ -102,9 +111,55 @@ class Delta:
         return unfold(y.flatten(2, 3), self._number)[: self.x.q.size(0)]
 
 
+class Widened(Segment):
+    """A segment under the delta rule, from one run of a kernel that takes an initial state, on wider values.
+
+    Its maps need the same triangular systems as its outputs. Columns of a state do not mix, so d more columns of
+    values, all zero, which start from the identity, have the maps in them:
+
+        values [v | 0]  from the state [0 | I]:    outputs [own | queries]    final state [left | through]
+        from a state S:                            own + queries S            left + through S
+    """
+
+    def __init__(self, run: Run, x: Tokens, kept: tuple[Tensor, ...] | None = None) -> None:
+        self._run, self.kept = run, kept or ()
+        super().__init__(x, kept)
+
+    def _build(self) -> None:
+        if not self.kept:
+            x, e, d = self.x, self.x.v.size(3), self.x.k.size(3)
+            identity = torch.eye(d, dtype=accumulation_dtype(x.q.dtype), device=x.q.device)
+            initial = pad(identity, (e, 0)).expand(*x.k.shape[1:3], d, e + d)
+            out, final = self._run(x._replace(v=pad(x.v, (0, d))), initial)
+            self._own, queries = out.split((e, d), 3)
+            self.left, through = final.split((e, d), 3)
+            self.kept = queries.contiguous(), through
+
+    @property
+    def through(self) -> Tensor:
+        return self.kept[1]
+
+    @property
+    def queries(self) -> Tensor:
+        return self.kept[0].to(self.through.dtype).unflatten(2, (self.x.k.size(2), -1))
+
+    def outputs(self, forward: Forward) -> Tensor:
+        return self._own.to(self.through.dtype)
+
+    def gradients(
+        self, backward: Backward, dout: Tensor, incoming: Tensor, outgoing: Callable[[], Tensor]
+    ) -> tuple[Tensor, ...]:
+        return of_run(self._run, self.x, dout, incoming, outgoing())
+
+
+def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Outputs and the state after the segment, as ``segment.Run``."""
+    return Delta(x).run(initial)
+
+
 def forward(x: Tokens) -> Tensor:
-    """The delta rule on each segment from a zero state: ``[t, b, h, e]`` in the accumulation dtype."""
-    return Delta(x).run()[0]
+    """The delta rule on each segment from a zero state, chunk by chunk; as ``segment.Forward``."""
+    return run(x)[0]
 
 
 def _in_slabs(x: Tokens) -> Chunks:

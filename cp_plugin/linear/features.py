@@ -23,17 +23,6 @@ from torch.nn.functional import elu, layer_norm, silu
 PROJECTED = 16
 
 
-class Elementwise(nn.Module):
-    """An elementwise function without parameters."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._function(x)
-
-
 class Squared(nn.Module):
     """Projected heads and all products of two of their dimensions."""
 
@@ -46,7 +35,9 @@ class Squared(nn.Module):
         """
         super().__init__()
         self._learned_norm = learned_norm
-        self.projection = nn.Parameter(torch.stack([_initial(head_dim, seed, head) for head in heads]))
+        self.projection = nn.Parameter(
+            torch.stack([initial((head_dim, PROJECTED), head_dim, seed, head) for head in heads])
+        )
         if learned_norm:
             self.gain = nn.Parameter(torch.ones(len(heads) * PROJECTED))  # flat: no weight decay for vectors
             self.bias = nn.Parameter(torch.zeros(len(heads) * PROJECTED))
@@ -82,11 +73,9 @@ class FeatureMap:
         pairs = PROJECTED * (PROJECTED + 1) // 2
         return head_dim if not self.projected else pairs if self.learned_norm else 1 + PROJECTED + pairs
 
-    def module(self, heads: range, head_dim: int, seed: int) -> nn.Module:
-        """The module for these heads (numbers in the model); ``seed`` as for ``Squared``."""
-        if self.function is not None:
-            return Elementwise(self.function)
-        return Squared(heads, head_dim, learned_norm=self.learned_norm, seed=seed)
+    def module(self, heads: range, head_dim: int, seed: int) -> Callable[[Tensor], Tensor]:
+        """The function, or a module for these heads (numbers in the model); ``seed`` as for ``Squared``."""
+        return self.function or Squared(heads, head_dim, learned_norm=self.learned_norm, seed=seed)
 
     def __str__(self) -> str:
         return self.name
@@ -99,9 +88,10 @@ TAYLOR = FeatureMap(name="taylor")
 QUADRATIC = FeatureMap(name="quadratic", learned_norm=True)
 
 
-def _initial(head_dim: int, seed: int, head: int) -> Tensor:
+def initial(shape: tuple[int, int], inputs: int, seed: int, head: int = 0) -> Tensor:
+    """Initial weights that depend on the head's number in the model, and not on how heads are divided."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + head)
-    return torch.randn(head_dim, PROJECTED, generator=generator) / sqrt(head_dim)
+    return torch.randn(shape, generator=generator) / sqrt(inputs)
 
 
 def _pairs(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ recomputes the forward. Packed documents use the chunked kernel, since fla suppo
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -20,6 +21,7 @@ from torch.nn.functional import pad
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.problem import Problem
+from cp_plugin.linear.rules import rule_of
 from cp_plugin.linear.tokens import Tokens
 
 MINIMUM = "0.5.2"
@@ -135,34 +137,16 @@ def _call(x: Tokens, **of_states: Any) -> tuple[Tensor, Any]:
     d, e = k.size(3), v.size(3)
     if of_states.get("initial_state") is not None:
         of_states["initial_state"] = _even(_even(of_states["initial_state"]).mT).mT.contiguous()
-    q, k, v, decay, beta = (None if y is None else y.contiguous() for y in (_even(q), _even(k), _even(v), decay, beta))
-    out, final = _function(decay, beta)(q, k, v, scale=1.0, **_given(decay, beta), **of_states)
+    beside = {name: y.contiguous() for name, y in (("g", decay), ("beta", beta)) if y is not None}
+    out, final = _function(x)(*(_even(y).contiguous() for y in (q, k, v)), scale=1.0, **beside, **of_states)
     return out[..., :e].transpose(0, 1), None if final is None else final[..., :d, :e]
 
 
-def _given(decay: Tensor | None, beta: Tensor | None) -> dict[str, Tensor]:
-    named = {"g": decay, "beta": beta}
-    return {name: y for name, y in named.items() if y is not None}
-
-
-def _function(decay: Tensor | None, beta: Tensor | None) -> Any:
-    by_key = decay is not None and decay.dim() == 4
-    if beta is None:
-        from fla.ops.gla import chunk_gla
-        from fla.ops.simple_gla import chunk_simple_gla
-
-        return chunk_gla if by_key else chunk_simple_gla
-    if by_key:
-        from fla.ops.kda import chunk_kda
-
-        return chunk_kda
-    if decay is not None:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        return chunk_gated_delta_rule
-    from fla.ops.delta_rule import chunk_delta_rule
-
-    return chunk_delta_rule
+def _function(x: Tokens) -> Any:
+    """The kernel of the tokens' rule and decay."""
+    decay = 0 if x.log_decay is None else 1 if x.log_decay.size(3) == 1 else 2
+    name = rule_of(x).fla[decay]
+    return getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}")
 
 
 def _of_heads(y: Tensor, repeat: int, dim: int) -> Tensor:

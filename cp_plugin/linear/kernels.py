@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -12,37 +11,34 @@ from torch import Tensor
 from cp_plugin.common.names import not_one_of
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.spelling import spelled
-from cp_plugin.linear import chunked, fla, recurrence
-from cp_plugin.linear.passes import Added, InChunks, Pass, Widened
-from cp_plugin.linear.segment import recomputed
+from cp_plugin.linear import fla, recurrence, rules
+from cp_plugin.linear.delta import Widened
+from cp_plugin.linear.rules import rule_of
+from cp_plugin.linear.segment import Backward, Forward, Run, Segment, recomputed
 from cp_plugin.linear.tokens import Tokens
 
 
 class Kernel(NamedTuple):
-    """Causal linear attention of segments from a zero state."""
+    """Causal linear attention of segments."""
 
     name: str
-    forward: Callable[[Tokens], Tensor]
-    """Outputs ``[t, b, h, e]`` in the accumulation dtype."""
-    backward: Callable[[Tensor, Tokens], tuple[Tensor, ...]]
-    """(dout, tokens) -> gradients of ``Tokens.differentiable``."""
-    delta: Callable[[Tokens, tuple[Tensor, ...] | None], Pass] = InChunks
-    """``segment`` under the delta rule."""
+    forward: Forward
+    backward: Backward
+    run: Run | None = None
+    """From an initial state, for segments under the delta rule; None: chunk by chunk."""
 
-    def segment(self, x: Tokens, kept: tuple[Tensor, ...] | None = None) -> Pass:
-        """A segment in one pass.
-
-        kept: in a backward, what the forward's pass kept.
-        """
-        return Added(self.forward, self.backward, x, kept) if x.beta is None else self.delta(x, kept)
+    def segment(self, x: Tokens, kept: tuple[Tensor, ...] | None = None) -> Segment:
+        """These tokens as a segment; kept: in a backward, what the forward's kept."""
+        rule = rule_of(x)
+        return Widened(self.run, x, kept) if rule.matrix and self.run is not None else rule.segment(x, kept)
 
 
-_FORWARDS = {
-    "fla": (fla.forward, partial(Widened, fla.run)),
-    "chunked": (chunked.forward, InChunks),
-    "reference": (recurrence.forward, partial(Widened, recurrence.run)),
+_FORWARDS: dict[str, tuple[Forward, Run | None]] = {
+    "fla": (fla.forward, fla.run),
+    "chunked": (rules.forward, None),
+    "reference": (recurrence.forward, recurrence.run),
 }
-KERNELS = {name: Kernel(name, one, partial(recomputed, one), delta) for name, (one, delta) in _FORWARDS.items()}
+KERNELS = {name: Kernel(name, one, partial(recomputed, one), run) for name, (one, run) in _FORWARDS.items()}
 """``auto`` prefers fla and falls back to chunked."""
 
 

@@ -2,50 +2,90 @@
 
     S' = through * S + left             o_t = (its own output, from a zero state) + read_t(S)
 
-Segments are chunks within a rank (``chunked``), or what a rank has of the sequence (``cp_plugin.methods.lasp2``).
-``through`` is a decay (``decayed``), ``[b, g, x, 1]``, or a matrix (``delta``), ``[b, g, d, d]``; None where nothing
-decays. Maps of consecutive segments combine by ``after``, too: through = through_2 * through_1.
+Segments are chunks within a rank, or what a rank has of the sequence (``cp_plugin.methods.lasp2``). ``through`` is
+a decay (``decayed``), ``[b, g, x, 1]``, or a matrix (``delta``), ``[b, g, d, d]``; None where nothing decays. Maps
+of consecutive segments combine by ``after``, too: through = through_2 * through_1.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from cp_plugin.linear import scan
-from cp_plugin.linear.decayed import Decayed
-from cp_plugin.linear.delta import Delta
 from cp_plugin.linear.tokens import Tokens
 
+Forward = Callable[[Tokens], Tensor]
+"""Causal linear attention of segments from a zero state: ``[t, b, h, e]`` in the accumulation dtype; differentiable."""
+Backward = Callable[[Tensor, Tokens], tuple[Tensor, ...]]
+"""(gradient of a ``Forward``'s outputs, tokens) -> gradients of ``Tokens.differentiable``."""
+Run = Callable[[Tokens, Tensor | None], tuple[Tensor, Tensor]]
+"""(tokens, the state before them) -> outputs, and the state after them in the accumulation dtype; differentiable."""
 
-class Segment(Protocol):
-    """What tokens do to a state, and a state to their outputs; all in the accumulation dtype, all differentiable."""
 
-    @property
-    def left(self) -> Tensor:
-        """What the tokens add to the state: ``[b, g, d, e]``."""
-        ...
+class Segment(ABC):
+    """What tokens do to a state, and a state to their outputs; all in the accumulation dtype, all differentiable.
 
-    @property
-    def through(self) -> Tensor | None:
-        """What becomes of the incoming state: ``[b, g, x, 1]`` or ``[b, g, d, d]``; None: it stays."""
-        ...
+    A layer builds it once in its forward, and once in its backward: there from autograd's leaves.
+    """
+
+    left: Tensor
+    """What the tokens add to the state: ``[b, g, d, e]``."""
+    through: Tensor | None
+    """What becomes of the incoming state: ``[b, g, x, 1]`` or ``[b, g, d, d]``; None: it stays."""
+    queries: Tensor
+    """What reads the incoming state: ``[t, b, g, r, d]``."""
+    kept: tuple[Tensor, ...] = ()
+    """What a forward leaves to the backward besides the tokens."""
+
+    def __init__(self, x: Tokens, kept: tuple[Tensor, ...] | None = None) -> None:
+        """kept: in a backward, what the forward's segment kept."""
+        self.x = x if kept is None else detached(x)
+        with torch.set_grad_enabled(torch.is_grad_enabled() or kept is not None):
+            self._build()
+
+    @abstractmethod
+    def _build(self) -> None:
+        """Compute what all methods need of ``x``."""
 
     def read(self, incoming: Tensor) -> Tensor:
         """Contribution of the incoming state ``[b, g, d, e]`` to the outputs: ``[t, b, h, e]``."""
-        ...
+        return torch.einsum("tbgrd,bgde->tbgre", self.queries, incoming).flatten(2, 3)
 
     def read_back(self, dout: Tensor) -> Tensor:
         """Gradient of the incoming state by the outputs', the transpose of ``read``: ``[b, g, d, e]``."""
-        ...
+        q = self.queries
+        return torch.einsum("tbgrd,tbgre->bgde", q, dout.to(q.dtype).unflatten(2, q.shape[2:4]))
 
+    def outputs(self, forward: Forward) -> Tensor:
+        """In a forward: from a zero state; forward: the kernel's."""
+        return forward(self.x)
 
-def of(x: Tokens) -> Segment:
-    """The segment of these tokens."""
-    return Decayed(x) if x.beta is None else Delta(x)
+    def gradients(
+        self, backward: Backward, dout: Tensor, incoming: Tensor, outgoing: Callable[[], Tensor]
+    ) -> tuple[Tensor, ...]:
+        """In a backward: gradients of ``Tokens.differentiable``.
+
+        Args:
+            backward: the kernel's.
+            incoming: the state before the segment.
+            outgoing: waits for the gradient of the state after it.
+        """
+        inside = backward(dout, self.x)  # compute
+        at_edges = self.at_edges(dout, incoming, outgoing())  # wait
+        return tuple(a + b for a, b in zip(inside, at_edges, strict=True))  # add
+
+    def at_edges(self, dout: Tensor, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
+        """In a backward: gradients through the incoming and the outgoing state alone.
+
+        outgoing: the gradient of the state after the segment.
+        """
+        with torch.enable_grad():
+            after_it = after(incoming, self.left, self.through)
+            return gradients([(self.read(incoming), dout), (after_it, outgoing)], self.x.differentiable)
 
 
 def after(incoming: Tensor, left: Tensor, through: Tensor | None = None) -> Tensor:
@@ -53,7 +93,7 @@ def after(incoming: Tensor, left: Tensor, through: Tensor | None = None) -> Tens
     return incoming + left if through is None else scan.step(left, through, incoming)
 
 
-def recomputed(forward: Callable[[Tokens], Tensor], dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
+def recomputed(forward: Forward, dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
     """Gradients of ``x.differentiable``, by recomputing the forward."""
     with torch.enable_grad():
         x = detached(x)
@@ -65,31 +105,8 @@ def detached(x: Tokens) -> Tokens:
     return Tokens(*(None if t is None else t.detach().requires_grad_() for t in x[:-1]), x.starts)
 
 
-def differentiable(x: Tokens) -> tuple[Tokens, Segment]:
-    """The tokens as autograd leaves, and the segment of these."""
-    with torch.enable_grad():
-        leaves = detached(x)
-        return leaves, of(leaves)
-
-
-def at_edges(dout: Tensor, leaves: Tokens, here: Segment, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
-    """Gradients through the incoming and the outgoing state of a ``differentiable`` segment.
-
-    outgoing: the gradient of the outgoing state.
-    """
-    with torch.enable_grad():
-        after_it = after(incoming, here.left, here.through)
-        return gradients([(here.read(incoming), dout), (after_it, outgoing)], leaves.differentiable)
-
-
-def of_run(
-    run: Callable[[Tokens, Tensor], tuple[Tensor, Tensor]],
-    leaves: Tokens,
-    dout: Tensor,
-    incoming: Tensor,
-    outgoing: Tensor,
-) -> tuple[Tensor, ...]:
-    """Gradients of a run from the incoming state, which returns outputs and the outgoing state."""
+def of_run(run: Run, leaves: Tokens, dout: Tensor, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of a run from the incoming state."""
     with torch.enable_grad():
         out, after_it = run(leaves, incoming)
         return gradients([(out, dout), (after_it, outgoing)], leaves.differentiable)

@@ -42,6 +42,14 @@ class Tokens(NamedTuple):
         return tuple(y for y in self[:5] if y is not None)
 
 
+def tokens_of(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None) -> Tokens:
+    """Tokens from the arguments of a call, whose log decay is ``[g]``, ``[t, b, g]`` or ``[t, b, g, d]``."""
+    if log_decay is not None:
+        log_decay = log_decay.expand(*k.shape[:3]) if log_decay.dim() == 1 else log_decay
+        log_decay = log_decay.unsqueeze(3) if log_decay.dim() == 3 else log_decay
+    return Tokens(q, k, v, log_decay, beta)
+
+
 def by_group(x: Tokens) -> Tensor:
     """q as ``[t, b, g, r, d]``."""
     return x.q.unflatten(2, (x.k.size(2), -1))

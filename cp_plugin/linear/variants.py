@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import log1p
 from typing import Literal, NamedTuple
@@ -28,16 +28,18 @@ from torch.nn.functional import logsigmoid
 from cp_plugin.common.names import not_one_of
 from cp_plugin.common.plugins import with_entry_points
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.problem import Decay
-from cp_plugin.linear import chunked
-from cp_plugin.linear.features import ELU, IDENTITY, QUADRATIC, SILU, TAYLOR, FeatureMap
-from cp_plugin.linear.tokens import Tokens
+from cp_plugin.core.problem import Decay, Problem
+from cp_plugin.linear import rules
+from cp_plugin.linear.features import ELU, IDENTITY, PROJECTED, QUADRATIC, SILU, TAYLOR, FeatureMap
+from cp_plugin.linear.tokens import tokens_of
 
 ENTRY_POINTS = "cp_plugin.linear_kinds"
 EPSILON = 1e-6
 """Added to the sum of weights before dividing, and to mean squares before the root."""
 GATE_SOFTNESS = 16.0
 """GLA: log decay = logsigmoid(gate) / 16."""
+GATE_RANK = 16
+"""GLA: the gate comes from the hidden state by way of so many dimensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,15 @@ def transnormer_slope(heads: Heads, head: int) -> float:
     return -slope * (1 - heads.layer / max(1, heads.layers - 1) + 1e-5)
 
 
+class Learned(NamedTuple):
+    """Numbers of weights, all but the second of which belong to heads."""
+
+    matrices: int
+    replicated: int
+    """Of the gate's first projection."""
+    vectors: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """One kind of linear attention."""
@@ -73,6 +84,8 @@ class Variant:
     decay: Decay = "none"
     head_decay: Callable[[Heads, int], float] = transnormer_slope
     """Fixed log decay of a key/value head by its number in the model, for decay per head."""
+    gate_decay: Callable[[Tensor], Tensor] = lambda gate: logsigmoid(gate) / GATE_SOFTNESS
+    """Log decay from a gate ``[s, b, g, d]``, for decay per token (``[s, b, g]``) or key dimension."""
     normalised: bool = False
     """Whether outputs are divided by the sum of weights, as in softmax attention."""
     norm: Literal["none", "rms", "group"] = "none"
@@ -81,7 +94,21 @@ class Variant:
     @property
     def gated(self) -> bool:
         """Whether it needs a gate from the hidden state."""
-        return self.decay == "key"
+        return self.decay in ("token", "key")
+
+    def problem(self, model: Problem) -> Problem:
+        """A call of its layers in a model whose softmax layers have calls of ``model``."""
+        size, values = self.features.size(model.head_dim), model.v_head_dim + self.normalised
+        return replace(model, head_dim=size, v_head_dim=values, decay=self.decay)
+
+    def learned(self, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, hidden: int) -> Learned:
+        """The numbers of a layer's own weights, from the sizes of the model."""
+        many = heads + kv_heads
+        projected = many * head_dim * PROJECTED if self.features.projected else 0
+        vectors = 2 * PROJECTED * many if self.features.learned_norm else 0
+        vectors += heads * v_head_dim if self.norm != "none" else 0
+        gate = self.gated * kv_heads * head_dim
+        return Learned(projected + gate * GATE_RANK, self.gated * hidden * GATE_RANK, vectors + gate)
 
 
 _OURS = (
@@ -127,8 +154,7 @@ class Prepared(NamedTuple):
 class LinearAttention(nn.Module):
     """A variant as a module: ``prepare`` before, ``finish`` after the linear attention.
 
-    x = layer.prepare(q, k, v, gate)
-    out = layer.finish(cp.linear_attention(x.q, x.k, x.v, x.log_decay, scale=x.scale))
+    out = layer(q, k, v, gate, cp.linear_attention)
     """
 
     def __init__(self, variant: Variant, heads: Heads) -> None:
@@ -143,6 +169,16 @@ class LinearAttention(nn.Module):
             self.gain = nn.Parameter(torch.ones(heads.heads * heads.v_head_dim))
         self._log_decay = tuple(variant.head_decay(heads, i) for i in keys)
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, attend: Callable[..., Tensor]) -> Tensor:
+        """Outputs ``[s, b, h, e]``.
+
+        Args:
+            q, k, v, gate: as in ``prepare``.
+            attend: ``ContextParallel.linear_attention``, or alike.
+        """
+        x = self.prepare(q, k, v, gate)
+        return self.finish(attend(x.q, x.k, x.v, x.log_decay, scale=x.scale))
+
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Prepared:
         """Apply the feature maps and compute the decay.
 
@@ -153,7 +189,7 @@ class LinearAttention(nn.Module):
         log_decay = None
         if self.variant.gated:
             assert gate is not None, f"{self.variant.name} needs a gate"
-            log_decay = logsigmoid(gate.to(accumulation_dtype(gate.dtype))) / GATE_SOFTNESS
+            log_decay = self.variant.gate_decay(gate.to(accumulation_dtype(gate.dtype)))
         elif self.variant.decay == "head":
             log_decay = _on(self._log_decay, q.device)
         if self.variant.normalised:
@@ -162,22 +198,29 @@ class LinearAttention(nn.Module):
         return Prepared(self.q_features(q), self.k_features(k), v, log_decay, scale)
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None, state: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor | None = None,
+        state: Tensor | None = None,
+        attend: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Continue a sequence by one or more tokens, for generation.
 
         Args:
             q, k, v, gate: as in ``prepare``.
             state: ``[b, g, d', e']`` as returned for the preceding tokens; None at the start.
+            attend: ``ContextParallel.extend_linear``, or alike, for shards of tokens; None: these are all.
 
         Returns:
             Outputs ``[s, b, h, e]`` in q's dtype, and the new state in the accumulation dtype.
         """
         x = self.prepare(q, k, v, gate)
-        decay = x.log_decay
-        if decay is not None and decay.dim() == 1:
-            decay = decay[:, None].expand(*k.shape[:3], 1)
-        out, after = chunked.extend(Tokens(x.q * x.scale, x.k, x.v, decay), state)
+        if attend is not None:
+            out, after = attend(x.q, x.k, x.v, x.log_decay, scale=x.scale, state=state)
+            return self.finish(out), after
+        out, after = rules.run(tokens_of(x.q * x.scale, x.k, x.v, x.log_decay), state)
         return self.finish(out.to(q.dtype)), after
 
     def finish(self, out: Tensor) -> Tensor:
@@ -198,11 +241,6 @@ def _on(log_decay: tuple[float, ...], device: torch.device) -> Tensor:
     """A layer's decays on the device, float64; cached, since a copy would synchronize."""
     with torch.inference_mode(False):  # the next call may need gradients
         return torch.tensor(log_decay, device=device, dtype=torch.float64)
-
-
-def feature_dim(variant: Variant, head_dim: int) -> int:
-    """Key size after the feature map."""
-    return variant.features.size(head_dim)
 
 
 @cache

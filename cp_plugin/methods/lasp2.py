@@ -12,8 +12,7 @@ matrix, as large as a state. A rank has one segment, on zigzag tokens two.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -23,45 +22,67 @@ from cp_plugin.comm import Mesh, Pending
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.linear import scan, segment
+from cp_plugin.linear import scan
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods.lasp2_placed import AXIS, Placed, most_cuts
-from cp_plugin.methods.protocol import Formula, Parts, Provider, Scan
+from cp_plugin.methods.parts import Parts
+from cp_plugin.methods.protocol import Formula, Provider, Scan
 from cp_plugin.placement.documents import DOCUMENTS, get_layout, placement_of
 
 
 @dataclass(frozen=True, slots=True)
-class States(ABC):
-    """A ``Scan`` that carries states between segments while the local kernel runs."""
+class Lasp2:
+    """A ``Continued`` scan that carries states between segments while the local kernel runs.
+
+    One all-gather of all states in each pass, then a prefix scan on every rank; ``_carry`` may be another way.
+    """
 
     mesh: Mesh
     parts: Parts
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
+        kernel = self.parts.kernel
         if len(self.parts.order) == 1:  # no state comes before it, and none is missed after it
-            return self.parts.forward(x), ()
-        here = self.parts.segment(x)
+            return kernel.forward(x), ()
+        here = kernel.segment(x)
         arriving = self._carry(here.left, here.through, back=False)  # post
-        out = here.outputs()  # compute
+        out = here.outputs(kernel.forward)  # compute
         incoming = arriving.wait()  # wait
         return out + here.read(incoming), (incoming, *here.kept)  # add
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        kernel = self.parts.kernel
         if len(self.parts.order) == 1:
-            return self.parts.backward(dout, x)
-        here = self.parts.segment(x, kept[1:])
+            return kernel.backward(dout, x)
+        here = kernel.segment(x, kept[1:])
         arriving = self._carry(here.read_back(dout), scan.transposed(here.through), back=True)  # post
-        return here.gradients(dout, kept[0], arriving.wait)  # compute, wait, add
+        return here.gradients(kernel.backward, dout, kept[0], arriving.wait)  # compute, wait, add
 
-    @abstractmethod
+    def final(self, x: Tokens) -> Tensor:
+        here = self.parts.kernel.segment(x)
+        return self._scan(self._gather(here.left, here.through).wait())[1]
+
+    def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        here = self.parts.kernel.segment(x)
+        gathering = self._gather(here.left, here.through)
+        out = here.outputs(self.parts.kernel.forward)
+        before, final = self._scan(gathering.wait(), initial=initial)
+        return out + here.read(torch.cat(before)), final
+
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
         """The state before each of this rank's segments (back: the gradient after it), shaped like ``states``.
 
         Args:
             states: what the segments add, ``[directions * segments * b, g, d, e]``.
-            through: what becomes of a state on its way through each, ``[directions * segments * b, g, x, 1]``, or
-                ``[..., d, d]`` under the delta rule; None: it stays.
+            through: what becomes of a state on its way through each, as ``Segment.through``.
         """
+        gathering = self._gather(states, through)
+
+        def before() -> Tensor:
+            gathered, directions = gathering.wait(), range(self.parts.directions)
+            return torch.cat([state for i in directions for state in self._scan(gathered, i, back=back)[0]])
+
+        return Pending(before)
 
     @property
     def _segments(self) -> int:
@@ -71,35 +92,6 @@ class States(ABC):
     def _order(self, direction: int, back: bool) -> tuple[int, ...]:
         """Segment numbers in the order in which a state passes through them; reversed in a backward."""
         return self.parts.order[:: -1 if back != (direction == 1) else 1]
-
-
-class Lasp2(States):
-    """One all-gather of all states in each pass, then a prefix scan on every rank."""
-
-    def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
-        gathering = self._gather(states, through)
-
-        def before() -> Tensor:
-            gathered, directions = gathering.wait(), range(self.parts.directions)
-            return torch.cat([state for i in directions for state in self._scan(gathered, i, back=back)[0]])
-
-        return Pending(before)
-
-    def final(self, x: Tokens) -> Tensor:
-        """The state after the last token, on every rank: ``[b, g, d, e]``."""
-        here = self.parts.segment(x)
-        return self._scan(self._gather(here.left, here.through).wait())[1]
-
-    def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        """For generation: outputs of causal tokens, and the state after the last one on every rank. One all-gather.
-
-        initial: the state before the first token, ``[b, g, d, e]``; None: zero.
-        """
-        here = self.parts.segment(x)
-        gathering = self._gather(here.left, here.through)
-        out = here.outputs()
-        before, final = self._scan(gathering.wait(), initial=initial)
-        return out + here.read(torch.cat(before)), final
 
     def _gather(self, states: Tensor, through: Tensor | None) -> Pending[tuple[Tensor, ...]]:
         """All-gather the segments' states and, where it differs between them, their ``through``."""
@@ -125,18 +117,18 @@ class Lasp2(States):
         return [found[order.index(self.mesh.index * segments + i)] for i in range(segments)], found[-1]
 
 
-class Summed(States):
+class Summed(Lasp2):
     """Both directions without decay: every token reads the sum of all states (the paper's Algorithms 1 and 3)."""
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        here = segment.of(x)
+        here = self.parts.kernel.segment(x)
         total = self._carry(here.left, None, back=False).wait()
         return here.read(total), (total,)
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        leaves, here = segment.differentiable(x)
+        here = self.parts.kernel.segment(x, ())
         total = self._carry(here.read_back(dout), None, back=True).wait()
-        return segment.at_edges(dout, leaves, here, kept[0], total)
+        return here.at_edges(dout, kept[0], total)
 
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
         """The sum of all ranks' states, once for each of this rank's segments."""
@@ -167,14 +159,12 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
         return {}
     placement = placement_of(_layout(problem, options), problem.seq_length, problem.size)
     if placement is not None:
-        columns = problem.v_head_dim + (problem.head_dim if problem.delta else 1)
-        sent = (problem.size - 1) * most_cuts(placement.cuts()) * state_rows(problem) * columns
-        return {(phase, AXIS): sent * problem.wide for phase in ("forward", "backward") if sent}
-    varies = problem.decay in ("token", "key") or problem.documents
-    columns = problem.v_head_dim + (problem.head_dim if problem.delta else int(varies))
-    states = 1 if problem.summed else segments_of(options) * (1 if problem.causal else 2)
+        problem, states = replace(problem, documents=True), most_cuts(placement.cuts())
+    else:
+        states = 1 if problem.summed else segments_of(options) * (1 if problem.causal else 2)
+    columns = problem.v_head_dim + problem.through_columns
     sent = (problem.size - 1) * states * state_rows(problem) * columns * problem.wide
-    return {("forward", AXIS): sent, ("backward", AXIS): sent}
+    return {(phase, AXIS): sent for phase in ("forward", "backward") if sent}
 
 
 def _layout(problem: Problem, options: Options) -> Layout:

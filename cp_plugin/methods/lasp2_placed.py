@@ -20,8 +20,9 @@ from torch import Tensor
 from cp_plugin.comm import Mesh, Pending
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import scan, segment
+from cp_plugin.linear.rules import rule_of
 from cp_plugin.linear.tokens import Tokens
-from cp_plugin.methods.protocol import Parts
+from cp_plugin.methods.parts import Parts
 from cp_plugin.placement.documents import Cut
 
 AXIS = "cp"
@@ -37,9 +38,9 @@ class Placed:
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
         cuts = self._mine()
         pieces = [_rows(x, cut) for cut in cuts]
-        maps = [segment.of(piece) for piece in pieces]
+        maps = [rule_of(piece).segment(piece) for piece in pieces]
         gathering = self._gather([each.left for each in maps], [each.through for each in maps], x)  # post
-        out = self.parts.forward(self._apart(x))  # compute
+        out = self.parts.kernel.forward(self._apart(x))  # compute
         incoming = self._before(gathering.wait(), back=False)  # wait
         for cut, each, state in zip(cuts, maps, incoming, strict=True):
             out[cut.start : cut.stop] += each.read(state)  # add
@@ -48,13 +49,13 @@ class Placed:
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         cuts = self._mine()
         pieces, douts = [_rows(x, cut) for cut in cuts], [dout[cut.start : cut.stop] for cut in cuts]
-        leaves, maps = zip(*map(segment.differentiable, pieces), strict=True) if pieces else ((), ())
+        maps = [rule_of(piece).segment(piece, ()) for piece in pieces]
         read_back = [each.read_back(dout) for each, dout in zip(maps, douts, strict=True)]
         gathering = self._gather(read_back, [scan.transposed(each.through) for each in maps], x)  # post
-        found = tuple(grad.clone() for grad in self.parts.backward(dout, self._apart(x)))  # compute
+        found = tuple(grad.clone() for grad in self.parts.kernel.backward(dout, self._apart(x)))  # compute
         outgoing = self._before(gathering.wait(), back=True)  # wait
-        for cut, *of_piece in zip(cuts, douts, leaves, maps, kept, outgoing, strict=True):
-            for total, grad in zip(found, segment.at_edges(*of_piece), strict=True):
+        for cut, each, *of_piece in zip(cuts, maps, douts, kept, outgoing, strict=True):
+            for total, grad in zip(found, each.at_edges(*of_piece), strict=True):
                 total[cut.start : cut.stop] += grad  # add
         return found
 
@@ -81,7 +82,7 @@ class Placed:
         if not most:
             return Pending.done(())
         b, g, d, e = *x.k.shape[1:], x.v.size(3)
-        columns = e, 1 if x.beta is None else d
+        columns = e, d if rule_of(x).matrix else 1
         message = x.k.new_zeros((most, b, g, d, sum(columns)), dtype=accumulation_dtype(x.q.dtype))
         for slot, state, kept in zip(message, states, through, strict=False):
             slot[..., :e] = state

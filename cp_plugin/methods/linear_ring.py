@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cp_plugin.comm import Mesh, sums
+from cp_plugin.comm import sums
 from cp_plugin.comm.shards import shift
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -19,23 +19,19 @@ from cp_plugin.core.values import KeyValues
 from cp_plugin.linear import segment
 from cp_plugin.linear.tokens import Tokens, by_group
 from cp_plugin.methods.gradient_dtype import with_gradient_dtype
-from cp_plugin.methods.lasp2 import AXIS, LASP2, causal_only
-from cp_plugin.methods.protocol import Parts
+from cp_plugin.methods.lasp2 import AXIS, LASP2, Lasp2, causal_only
 from cp_plugin.methods.ring import RING
 
 _ROWS = 1024  # queries whose scores with a segment's keys are in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
-class LinearRing:
-    """A ``Scan`` without states: all keys and values pass by every rank."""
-
-    mesh: Mesh
-    parts: Parts
+class LinearRing(Lasp2):
+    """A ``Scan`` without states, but in generation: all keys and values pass by every rank."""
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
         n, kv = self.mesh.axes[AXIS], KeyValues(x.k, x.v)
-        out = self.parts.forward(x)
+        out = self.parts.kernel.forward(x)
         for step in range(n):
             arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None  # post
             out = out + self._product(x, kv, out)  # compute, add
@@ -43,7 +39,7 @@ class LinearRing:
         return out, ()
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        dq, *own = self.parts.backward(dout, x)
+        dq, *own = self.parts.kernel.backward(dout, x)
         n, kv, home = self.mesh.axes[AXIS], KeyValues(x.k, x.v), None
         for step in range(n):
             arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None  # post
@@ -62,7 +58,7 @@ class LinearRing:
 
     def _product(self, x: Tokens, kv: KeyValues, like: Tensor) -> Tensor:
         """This rank's queries times a rank's earlier keys, segment by segment."""
-        segments = len(self.parts.order) // self.mesh.axes[AXIS]
+        segments = self._segments
         (source,) = kv.owners(self.mesh.index)
         q, k, v = (y.to(like.dtype).unflatten(1, (segments, -1)) for y in (by_group(x), *kv.tensors))
         outs = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,9 +17,7 @@ from cp_plugin.comm import Mesh
 from cp_plugin.core.options import Option, Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
-from cp_plugin.linear.passes import Pass
 from cp_plugin.linear.tokens import Tokens
-from cp_plugin.placement.documents import Cut
 
 Kind = Literal["softmax", "linear"]
 
@@ -46,28 +44,6 @@ class Attend(Protocol):
         ...
 
 
-class Parts(Protocol):
-    """The segments of all ranks and the kernel for this rank's, around which a method for linear attention is built."""
-
-    order: tuple[int, ...]
-    """Segment numbers, counted rank by rank, in token order."""
-    directions: int
-    """1: causal. 2: also from the last token back; each rank's segments then occur twice."""
-    uniform: bool
-    """All segments have the same ``through``, so it need not travel."""
-    cuts: tuple[tuple[Cut, ...], ...] | None
-    """On placed tokens, the pieces of the documents that are cut; None on other layouts. A rank then has one segment of
-    all its pieces, each of which starts from a zero state."""
-    pieces: Tensor | None
-    """bool ``[t]``: the tokens of this rank that start a piece; None as above."""
-    forward: Callable[[Tokens], Tensor]
-    """Outputs of every segment from a zero state."""
-    backward: Callable[[Tensor, Tokens], tuple[Tensor, ...]]
-    """dout and the tokens -> gradients of ``Tokens.differentiable``."""
-    segment: Callable[..., Pass]
-    """The tokens, and in a backward what the forward's pass kept -> the segment by this kernel, in one pass."""
-
-
 class Scan(Protocol):
     """Linear attention of this rank's segments, which are folded into the batch: b = directions * segments * batch."""
 
@@ -77,6 +53,22 @@ class Scan(Protocol):
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Gradients of ``Tokens.differentiable``."""
+        ...
+
+
+@runtime_checkable
+class Continued(Scan, Protocol):
+    """A scan that also has the state after the last token, for generation."""
+
+    def final(self, x: Tokens) -> Tensor:
+        """The state after the last token, on every rank, ``[b, g, d, e]``."""
+        ...
+
+    def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Outputs of causal tokens, and the state after the last one on every rank.
+
+        initial: the state before the first token, ``[b, g, d, e]``; None: zero.
+        """
         ...
 
 

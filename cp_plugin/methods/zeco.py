@@ -23,12 +23,12 @@ from cp_plugin.comm import Pending
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear import segment
-from cp_plugin.methods.lasp2 import AXIS, LASP2, States, causal_only, segments_of, state_rows
+from cp_plugin.methods.lasp2 import AXIS, LASP2, Lasp2, causal_only, segments_of, state_rows
 from cp_plugin.methods.protocol import Formula
 
 
 @dataclass(frozen=True, slots=True)
-class InTurn(States):
+class InTurn(Lasp2):
     """A ``Scan`` that passes one state through all segments."""
 
     blocks: int = 1

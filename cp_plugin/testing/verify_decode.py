@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.attention import linear as linear_attention
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.setups import Setup
@@ -31,8 +30,8 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.inference import Session, slots_for, tree
 from cp_plugin.kernels import blocks
-from cp_plugin.linear import chunked
-from cp_plugin.linear.tokens import Tokens
+from cp_plugin.linear import rules
+from cp_plugin.linear.tokens import Tokens, tokens_of
 from cp_plugin.methods import fp8
 from cp_plugin.methods.protocol import Kind, Provider
 from cp_plugin.placement.documents import DOCUMENTS, get_layout
@@ -184,7 +183,8 @@ def _softmax(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int
 
 def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]) -> Attended:
     x, n, state = case.inputs, parts[-1], None
-    decay = None if x.log_decay is None else linear_attention.of_tokens(x.k, x.log_decay)
+    whole = tokens_of(*x[:3], *x[4:])
+    decay = None if whole.log_decay is None else whole.log_decay.squeeze(3)
     prompt, decoded, ends = [], [], torch.tensor(case.lengths, device=x.q.device)
     for first, stop in pairwise(parts):
         q, k, v = (cp.shard(y[first:stop]) for y in x[:3])
@@ -192,11 +192,10 @@ def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]
         passing, beta = (None if y is None else cp.shard(y[first:stop]) for y in (decay, x.beta))
         out, state = cp.extend_linear(q, k, v, passing, beta=beta, state=state, kept=kept)
         prompt.append(cp.unshard(out))
-    wide = decay.unsqueeze(3) if decay is not None and decay.dim() == 3 else decay
     with cp.mesh.ledger.phase("decode"):
         for first, stop in pairwise(accumulate(case.steps, initial=n)):
-            tokens = Tokens(*(None if y is None else y[first:stop] for y in (*x[:3], wide, x.beta)))
-            out, state = chunked.extend(tokens, state)
+            tokens = Tokens(*(None if y is None else y[first:stop] for y in whole))
+            out, state = rules.run(tokens, state)
             decoded.append(out.to(x.q.dtype))
     return torch.cat(prompt), torch.cat(decoded), []
 

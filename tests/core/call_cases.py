@@ -195,12 +195,9 @@ def _kept(t: Trial, b: Batch) -> Tensor:
 
 
 def _extended_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    q, k, v, log_decay, beta = _five(x, t.asked["scale"])
-    kept = _kept(t, b)[..., None]
-    if log_decay is not None:
-        log_decay = log_decay.expand(k.shape[:3]) if log_decay.dim() == 1 else log_decay
-        log_decay = log_decay * kept.view(*kept.shape, *(1,) * (log_decay.dim() - 3))
-    out, state = recurrence.run(_linear_case(t, b).tokens(q, k * kept[..., None], v, log_decay, beta))
+    given, kept = _linear_case(t, b).tokens(*_five(x, t.asked["scale"])), _kept(t, b)[..., None, None]
+    decay = None if given.log_decay is None else given.log_decay * kept
+    out, state = recurrence.run(given._replace(k=given.k * kept, log_decay=decay))
     return torch.cat((out.flatten(), state.flatten()))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_plugin.core.problem import Decay
 from cp_plugin.linear import recurrence
-from cp_plugin.linear.tokens import Tokens
+from cp_plugin.linear.tokens import Tokens, tokens_of
 
 DECAYS: tuple[Decay, ...] = ("none", "head", "token", "key")
 BOUNDARIES = (0.05, 0.3, 0.31, 0.7)
@@ -105,10 +105,7 @@ class LinearCase:
 
     def tokens(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None) -> Tokens:
         """The whole sequence as one segment."""
-        if log_decay is not None:
-            log_decay = log_decay.expand(k.shape[:3]) if log_decay.dim() == 1 else log_decay
-            log_decay = log_decay.unsqueeze(3) if log_decay.dim() == 3 else log_decay
-        return Tokens(q, k, v, log_decay, beta, self._marks(0, (0, -1)))
+        return tokens_of(q, k, v, log_decay, beta)._replace(starts=self._marks(0, (0, -1)))
 
     def _marks(self, offset: int, part: tuple[int, int | None]) -> Tensor | None:
         """bool ``[s, b]``: first tokens of documents; for offset -1 last tokens, in reverse order."""

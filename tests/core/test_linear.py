@@ -19,7 +19,7 @@ from torch import Tensor
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
-from cp_plugin.linear import chunked, kernels, recurrence, scan
+from cp_plugin.linear import kernels, recurrence, rules
 from cp_plugin.linear.segment import recomputed
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods import registry as providers
@@ -30,10 +30,11 @@ from cp_plugin.testing.traffic import by_phase_and_axis
 
 METHODS = [(name, layout) for name in providers.names("linear") for layout in providers.get(name).layouts]
 SIZES = (1, 2, 4, 8)
+by = ContextParallel
 methods = pytest.mark.parametrize(("provider", "layout"), METHODS, ids=["-".join(m) for m in METHODS])
 decays = pytest.mark.parametrize("decay", DECAYS)
 documents = pytest.mark.parametrize("documents", [False, True], ids=["one", "packed"])
-rules = pytest.mark.parametrize("delta", [False, True], ids=["added", "delta"])
+both_rules = pytest.mark.parametrize("delta", [False, True], ids=["added", "delta"])
 masks = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 
 
@@ -94,14 +95,14 @@ def summed(ranks: list[list[Tensor]], case: LinearCase) -> list[list[Tensor]]:
 
 
 @decays
-@rules
+@both_rules
 @documents
 @pytest.mark.parametrize("tokens", [1, 64, 150])
 def test_chunked_equals_recurrence(decay: Any, delta: bool, documents: bool, tokens: int) -> None:
     case = LinearCase(decay=decay, delta=delta, documents=documents, seq_length=tokens)
     *inputs, dout = case.inputs()
     x = case.tokens(*inputs)
-    found, want = ((f(x), *recomputed(f, dout, x)) for f in (chunked.forward, recurrence.forward))
+    found, want = ((f(x), *recomputed(f, dout, x)) for f in (rules.forward, recurrence.forward))
     assert len(found) == len(want) == 4 + (decay != "none") + delta
     assert max(map(distance, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
 
@@ -109,7 +110,7 @@ def test_chunked_equals_recurrence(decay: Any, delta: bool, documents: bool, tok
 @each_pair
 @methods
 @decays
-@rules
+@both_rules
 @documents
 @masks
 def test_float64(provider: str, layout: str, decay: Any, delta: bool, documents: bool, causal: bool) -> None:
@@ -149,7 +150,7 @@ def test_bytes_of_every_call(provider: str, layout: str) -> None:
 
 
 @decays
-@rules
+@both_rules
 @pytest.mark.parametrize("size", [2, 4])
 def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
     """Two documents are longer than a rank's share, the others whole; ledger = formula, to the byte."""
@@ -176,7 +177,7 @@ def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
 @decays
 @pytest.mark.parametrize(("provider", "layout"), [("lasp2", "zigzag"), ("zeco", "contiguous"), ("lasp1", "zigzag")])
 def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: str, decay: Any) -> None:
-    """As fla's, which run only on GPUs: by ``passes.Widened``, here around the recurrence."""
+    """As fla's, which run only on GPUs: by ``delta.Widened``, here around the recurrence."""
     case = LinearCase(decay=decay, delta=True)
     for size in (1, 2, 4):
         for got in on_threads(provider, size, case, layout=layout, backend="reference"):
@@ -245,7 +246,7 @@ def test_without_mask_and_decay_states_are_summed(layout: str) -> None:
 @each_value
 @methods
 @decays
-@rules
+@both_rules
 def test_float32_and_half(provider: str, layout: str, decay: Any, delta: bool) -> None:
     """Float32 within 1e-4; bfloat16 at most twice the error of one rank."""
     for causal in (True, False):
@@ -263,7 +264,7 @@ def test_float32_and_half(provider: str, layout: str, decay: Any, delta: bool) -
 
 @each_pair
 @decays
-@rules
+@both_rules
 @documents
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_the_final_state(decay: Any, delta: bool, documents: bool, layout: str) -> None:
@@ -338,7 +339,7 @@ def test_all_gather_overlaps_computation(back: bool, monkeypatch: pytest.MonkeyP
 
     def forward(x: Tokens) -> Tensor:
         events.append("compute")
-        return chunked.forward(x)
+        return rules.forward(x)
 
     monkeypatch.setitem(kernels.KERNELS, "chunked", kernels.Kernel("watched", forward, partial(recomputed, forward)))
     x = torch.randn(64, 1, 2, 4).requires_grad_()
@@ -349,62 +350,34 @@ def test_all_gather_overlaps_computation(back: bool, monkeypatch: pytest.MonkeyP
     assert events == ["post", "compute", "wait"]
 
 
-def test_a_fault_in_the_scan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above detect states added without their decay."""
-    case = LinearCase(decay="key")
-    states = scan.states
-    monkeypatch.setattr(scan, "states", lambda left, through=None, initial=None: states(left, None, initial))
-    got = on_threads("lasp2", 4, case)[0]
-    assert max(map(distance, got, case.want())) > 1e-3
+def linear(provider: str) -> Any:
+    return by(provider).linear_attention
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda q: ContextParallel("lasp2").attention(q, q, q), "'lasp2' is for linear attention: for softmax.* ring"),
-        (lambda q: ContextParallel("ring").linear_attention(q, q, q), "'ring' is for softmax attention: .* lasp2"),
-        (
-            lambda q: ContextParallel("lasp2", layout="striped"),
-            "does not run on the striped layout.*contiguous', 'zigzag'",
-        ),
-        (lambda q: ContextParallel("lasp2", head_parallel=2), "^head_parallel=2 has no effect with lasp2"),
-        (
-            lambda q: ContextParallel("lasp2", backend="sdpa"),
-            "backend='sdpa': choose one of auto, fla, ch",
-        ),
-        (lambda q: ContextParallel("lasp2").linear_attention(q, q, q, q[0, 0]), r"log_decay has shape \(2, 4\)"),
-        (
-            lambda q: ContextParallel("lasp2").linear_attention(q, q, q, q.sigmoid()),
-            "log_decay must be at most 0, got 0.",
-        ),
-        (lambda q: ContextParallel("lasp2").extend_linear(q, q, q, q.abs()), "log_decay must be at most 0"),
-        (
-            lambda q: ContextParallel("lasp2").refuse(Problem(size=1, heads=2, kv_heads=2, sink=True)),
-            "no softmax for a si",
-        ),
-        (
-            lambda q: ContextParallel("zeco").refuse(Problem(size=1, window=(4, 0))),
-            "linear attention has no sliding wind",
-        ),
-        (
-            lambda q: ContextParallel("lasp2", fp8="comm"),
-            "has no effect with lasp2: linear attention sends its states in",
-        ),
-        (lambda q: ContextParallel("lasp1").linear_attention(q, q, q, causal=False), "with a causal mask: use lasp2"),
-        (
-            lambda q: ContextParallel("linear_ring").linear_attention(q, q, q, -q[0, 0, :, 0].abs()),
-            "neither decays nor packed documents: use lasp2",
-        ),
-        (
-            lambda q: ContextParallel("lasp2").linear_attention(q, q, q, beta=q[..., 0], causal=False),
-            "the delta rule is only defined with a causal mask",
-        ),
-        (
-            lambda q: ContextParallel("lasp2").linear_attention(q, q, q, beta=q[:, :, :1, 0]),
-            r"beta has shape \(16, 1, 1\); for k \(16, 1, 2, 4\) it must be \(16, 1, 2\)",
-        ),
-    ],
-)
-def test_refusals(call: Any, message: str) -> None:
+REFUSED = {
+    "'lasp2' is for linear attention: for softmax.* ring": lambda q: by("lasp2").attention(q, q, q),
+    "'ring' is for softmax attention: .* lasp2": lambda q: linear("ring")(q, q, q),
+    "does not run on the striped layout.*contiguous', 'zigzag'": lambda q: by("lasp2", layout="striped"),
+    "^head_parallel=2 has no effect with lasp2": lambda q: by("lasp2", head_parallel=2),
+    "backend='sdpa': choose one of auto, fla, ch": lambda q: by("lasp2", backend="sdpa"),
+    r"log_decay has shape \(2, 4\)": lambda q: linear("lasp2")(q, q, q, q[0, 0]),
+    "log_decay must be at most 0, got 0.": lambda q: linear("lasp2")(q, q, q, q.sigmoid()),
+    "log_decay must be at most 0": lambda q: by("lasp2").extend_linear(q, q, q, q.abs()),
+    "no softmax for a si": lambda q: by("lasp2").refuse(Problem(size=1, heads=2, kv_heads=2, sink=True)),
+    "linear attention has no sliding wind": lambda q: by("zeco").refuse(Problem(size=1, window=(4, 0))),
+    "has no effect with lasp2: linear attention sends its states in": lambda q: by("lasp2", fp8="comm"),
+    "with a causal mask: use lasp2": lambda q: linear("lasp1")(q, q, q, causal=False),
+    "neither decays nor packed documents: use lasp2": lambda q: linear("linear_ring")(q, q, q, -q[0, 0, :, 0].abs()),
+    "the delta rule is only defined with a causal mask": lambda q: linear("lasp2")(
+        q, q, q, beta=q[..., 0], causal=False
+    ),
+    r"beta has shape \(16, 1, 1\); for k \(16, 1, 2, 4\) it must be \(16, 1, 2\)": lambda q: linear("lasp2")(
+        q, q, q, beta=q[:, :, :1, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call(torch.randn(16, 1, 2, 4))
+        REFUSED[message](torch.randn(16, 1, 2, 4))

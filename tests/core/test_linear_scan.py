@@ -11,7 +11,7 @@ from nightly import nightly
 from torch import Tensor
 
 from cp_plugin import ContextParallel
-from cp_plugin.linear import chunked, decayed, products, recurrence, scan, segment
+from cp_plugin.linear import decayed, products, recurrence, rules, scan, segment
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.planner.trace.memory import Meter
 
@@ -101,43 +101,16 @@ def test_float64_inputs_keep_float64(kind: str) -> None:
         torch.testing.assert_close(got, want.exp(), rtol=1e-9, atol=1e-9)
 
 
-def test_one_running_sum_in_float32_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "_BLOCK", LONG)
-    assert error(log_decays("nearly none"), monkeypatch) > 1e-5
-
-
-def test_differences_of_sums_in_float32_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum from a token to the end as total minus prefix."""
-    real = scan.sums
-
-    def subtracted(y: Tensor) -> Tensor:
-        return y.sum(0) - torch.cat((real(y.flip(0)).flip(0)[1:], torch.zeros_like(y[:1])))
-
-    monkeypatch.setattr(scan, "sums", subtracted)
-    assert error(log_decays("strong between weak"), monkeypatch) > 1e-4
-
-
-def chunk_error(monkeypatch: pytest.MonkeyPatch, x: int) -> float:
-    """Float32 chunks against the float64 recurrence: 256 tokens, strong decays between weak ones."""
+@pytest.mark.parametrize("x", [1, 8])
+def test_chunks_in_float32(x: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the float64 recurrence: 256 tokens, strong decays between weak ones."""
     g = torch.Generator().manual_seed(0)
     q, k, v, noise = (torch.randn(256, 1, 2, 8, generator=g) for _ in range(4))
     decay = torch.where(noise > 1, -1e4, -noise.abs() * 1e-2)[..., :x]
     want = recurrence.forward(Tokens(q.double(), k.double(), v.double(), decay.double()))
     with monkeypatch.context() as patched:
         patched.setattr(Tensor, "cumsum", in_turn)
-        return distance(chunked.forward(Tokens(q, k, v, decay)), want)
-
-
-@pytest.mark.parametrize("x", [1, 8])
-def test_chunks_in_float32(x: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chunk_error(monkeypatch, x) <= 1e-6
-
-    def subtracted(decay: Tensor) -> Tensor:
-        total = in_turn(decay, 0)
-        return (total.unsqueeze(3) - total.permute(1, 2, 0, 3)).clamp(max=0)
-
-    monkeypatch.setattr(products, "_sums_between", subtracted)
-    assert chunk_error(monkeypatch, x) > 1e-5, "a difference of sums would not do"
+        assert distance(rules.forward(Tokens(q, k, v, decay)), want) <= 1e-6
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -147,9 +120,9 @@ def test_slabs_change_nothing(decay: Any, delta: bool, documents: bool, monkeypa
     case = LinearCase(decay=decay, delta=delta, documents=documents, seq_length=300)
     *inputs, dout = case.inputs()
     x = case.tokens(*inputs)
-    want = (chunked.forward(x), *segment.recomputed(chunked.forward, dout, x))
+    want = (rules.forward(x), *segment.recomputed(rules.forward, dout, x))
     monkeypatch.setattr(products, "HELD", 3 * 4 * 64**2)  # of the ten chunks, three at one time
-    for a, b in zip((chunked.forward(x), *segment.recomputed(chunked.forward, dout, x)), want, strict=True):
+    for a, b in zip((rules.forward(x), *segment.recomputed(rules.forward, dout, x)), want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
@@ -161,7 +134,7 @@ def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         """Bytes at the peak."""
         x = Tokens(*(torch.zeros(tokens, 1, 2, 32, device="meta") for _ in range(4)))
         with Meter() as meter:
-            segment.recomputed(chunked.forward, x.v, x)
+            segment.recomputed(rules.forward, x.v, x)
         return meter.peak
 
     tokens, of_token = 2**14, 2 * 32 * 16 * 4  # bytes of the products of one token, in float32

@@ -19,7 +19,7 @@ from cp_plugin import ContextParallel
 from cp_plugin.linear import fla, recurrence
 from cp_plugin.linear.segment import detached, of_run
 from cp_plugin.linear.tokens import Tokens
-from cp_plugin.linear.variants import EPSILON, Heads, LinearAttention, feature_dim, get, variants
+from cp_plugin.linear.variants import EPSILON, Heads, LinearAttention, get, variants
 
 S, B, H, G, D = 12, 2, 4, 2, 8
 
@@ -41,8 +41,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def apply(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Tensor:
-    x = layer.prepare(q, k, v, gate)
-    return layer.finish(ContextParallel("lasp2").linear_attention(x.q, x.k, x.v, x.log_decay, scale=x.scale))
+    return layer(q, k, v, gate, ContextParallel("lasp2").linear_attention)
 
 
 def weighted(weights: Callable[[Tensor, Tensor, int], Tensor], q: Tensor, k: Tensor, v: Tensor, divide: bool) -> Tensor:
@@ -123,7 +122,7 @@ def test_unknown_names_are_refused() -> None:
 def test_all_parameters_and_inputs_have_gradients(name: str) -> None:
     layer, (q, k, v, gate) = module(name), (x.requires_grad_() for x in inputs())
     out = apply(layer, q, k, v, gate if layer.variant.gated else None)
-    assert out.shape == (S, B, H, D) and layer.q_features(q).size(3) == feature_dim(layer.variant, D)
+    assert out.shape == (S, B, H, D) and layer.q_features(q).size(3) == layer.variant.features.size(D)
     out.square().sum().backward()
     given = [q, k, v, *([gate] if layer.variant.gated else []), *layer.parameters()]
     assert all(x.grad is not None and x.grad.abs().max() > 0 for x in given)

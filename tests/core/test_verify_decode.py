@@ -17,7 +17,7 @@ from cp_plugin.core.values import Partial
 from cp_plugin.inference import shard, slots, tree
 from cp_plugin.kernels import merge
 from cp_plugin.kernels.backends import reference
-from cp_plugin.linear import chunked
+from cp_plugin.linear import decayed
 from cp_plugin.testing import verify, verify_decode
 
 SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
@@ -96,7 +96,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "below": (slots, "_below", _one_more(slots._below)),
     "bytes": (tree, "messages", lambda size, index: 1),
     "scale": (shard, "reference", SimpleNamespace(attend=_scaled)),
-    "state": (chunked.segment, "after", lambda incoming, left, through=None: left),
+    "state": (decayed, "after", lambda incoming, left, through=None: left),
 }
 
 

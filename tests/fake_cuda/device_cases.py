@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -183,10 +184,8 @@ class Linear:
         cp, layer = cp or self.context_parallel(), layer or self.layer()
         q, k, v = leaf(self.tokens, 1, 4, 16), leaf(self.tokens, 1, 2, 16), leaf(self.tokens, 1, 2, 16)
         gate = leaf(self.tokens, 1, 2, 16) if layer.variant.gated else None
-        x = layer.prepare(q, k, v, gate)
         bounds = read_before(0, 1, 7, 9, self.tokens * cp.size) if self.packed else None
-        found = cp.linear_attention(x.q, x.k, x.v, x.log_decay, causal=self.causal, scale=x.scale, cu_seqlens=bounds)
-        out = layer.finish(found)
+        out = layer(q, k, v, gate, partial(cp.linear_attention, causal=self.causal, cu_seqlens=bounds))
         inputs = tuple(y for y in (q, k, v, gate, *layer.parameters()) if y is not None)
         return Result(out, torch.autograd.grad(out, inputs, torch.empty_like(out)), inputs)
 

@@ -59,7 +59,7 @@ def _module(config: Any = None, *, layer: int = 1, kind: Any = None) -> Any:
     )
 
 
-def test_the_specs_build_one_kind_or_choose_by_the_layers_number(adapter: None) -> None:
+def test_the_specs_choose_by_the_layers_number(adapter: None) -> None:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.spec_utils import build_module
@@ -74,8 +74,6 @@ def test_the_specs_build_one_kind_or_choose_by_the_layers_number(adapter: None) 
         assert [type(module) for module in made] == 2 * [LinearCoreAttention, LinearCoreAttention, CoreAttention]
         named = {"layer_number": 3, "attn_mask_type": made[0].attn_mask_type, "attention_type": "self"}
         assert type(build_module(kind, config=_config(), **named)) is CoreAttention
-    _start("lightning")
-    assert LocalSpecProvider().core_attention() is LinearCoreAttention
 
 
 @pytest.mark.parametrize("variant", variants())

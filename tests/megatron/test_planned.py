@@ -14,7 +14,7 @@ from warm import before_forking
 
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.planned import command as planned
-from cp_plugin.planner.training import operations, weights
+from cp_plugin.planner.training import operations
 from cp_plugin.planner.training.footprint import footprint, whole
 from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel
@@ -118,9 +118,6 @@ def words_of(planned_flags: str) -> list[str]:
     ],
 )
 def test_parameters_match_built_models(flags: str) -> None:
-    from cp_plugin.megatron.layers.gate import RANK
-
-    assert weights.GATE_RANK == RANK
     (record,) = training.train(1, flags)
     found = planned.read(words_of(flags), 1).model
     padding = 128 - found.vocab

@@ -60,14 +60,8 @@ class Linear:
 
     def problem(self, model: Problem) -> Problem:
         """A call of a linear layer in a model whose softmax layers have calls of ``model``."""
-        from cp_plugin.linear.variants import feature_dim
-
-        kind = self.kind
         return replace(
-            model,
-            head_dim=feature_dim(kind, model.head_dim),
-            v_head_dim=model.v_head_dim + kind.normalised,
-            decay=kind.decay,
+            self.kind.problem(model),
             window=None if self.hybrid else model.window,  # a hybrid's window and sink belong to its softmax layers
             sink=model.sink and not self.hybrid,
         )

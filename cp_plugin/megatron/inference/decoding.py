@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -131,10 +132,8 @@ class Decoding:
         """A step of a linear layer."""
         state = self.states.get(layer.layer_number)
         v, gate = v.chunk(2, 3) if layer.gate is not None else (v, None)
-        if self._output.open:
-            out, state = layer.linear.prefill(q, k, v, gate, layer.context_parallel, state, self._kept(q))
-        else:
-            out, state = layer.linear.extend(q, k, v, gate, state)
+        attend = partial(layer.context_parallel.extend_linear, kept=self._kept(q)) if self._output.open else None
+        out, state = layer.linear.extend(q, k, v, gate, state, attend)
         self.states[layer.layer_number] = state
         return out
 

@@ -8,7 +8,6 @@ the hidden state: ``replace_get_query_key_value`` appends the gate to the values
 
 from __future__ import annotations
 
-from math import sqrt
 from typing import Any
 
 import torch
@@ -22,10 +21,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, rms_norm
 
-from cp_plugin.linear.variants import Heads
+from cp_plugin.linear.features import initial
+from cp_plugin.linear.variants import GATE_RANK, Heads
 from cp_plugin.megatron.patches.patching import Call, wraps
-
-RANK = 16
 
 
 class Gate(nn.Module):
@@ -36,8 +34,8 @@ class Gate(nn.Module):
         self._sequence_parallel = config.sequence_parallel and tp_group.size() > 1
         self._tp_group = tp_group
         numbers = range(heads.first_kv_head, heads.first_kv_head + heads.kv_heads)
-        down = _initial((RANK, config.hidden_size), heads.layer)
-        up = torch.stack([_initial((heads.head_dim, RANK), heads.layer, head + 1) for head in numbers])
+        down = initial((GATE_RANK, config.hidden_size), config.hidden_size, heads.layer)
+        up = torch.stack([initial((heads.head_dim, GATE_RANK), GATE_RANK, heads.layer, head + 1) for head in numbers])
         self.down = nn.Parameter(down.to(config.params_dtype))
         self.up = nn.Parameter(up.to(config.params_dtype))
         self.bias = nn.Parameter(torch.zeros(heads.kv_heads, heads.head_dim, dtype=config.params_dtype))
@@ -84,8 +82,3 @@ def _normalised(hidden_states: Tensor, linear_qkv: Any) -> Tensor:
         return rms_norm(x, weight.shape, weight, linear_qkv.eps).to(hidden_states.dtype)
     bias = linear_qkv.layer_norm_bias.float()
     return layer_norm(x, weight.shape, weight, bias, linear_qkv.eps).to(hidden_states.dtype)
-
-
-def _initial(shape: tuple[int, int], layer: int, head: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(layer * 1_000_003 + head)
-    return torch.randn(shape, generator=generator) / sqrt(shape[1])

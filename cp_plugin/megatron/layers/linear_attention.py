@@ -10,51 +10,22 @@ layer's number, since not all layers of a hybrid model have them.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from cp_plugin.attention.api import ContextParallel
 from cp_plugin.core.problem import Problem
-from cp_plugin.linear.features import PROJECTED
 from cp_plugin.linear.variants import Heads, LinearAttention
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags.linear_flags import Linear
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
-from cp_plugin.megatron.layers.gate import RANK, Gate
+from cp_plugin.megatron.layers.gate import Gate
 from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.rules import layers as rules
-
-
-class Layer(LinearAttention):
-    """A variant including its attention, so that ``--overlap-param-gather`` has its weights before ``forward``."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, cp: ContextParallel, cu_seqlens: Tensor | None
-    ) -> Tensor:
-        x = self.prepare(q, k, v, gate)
-        return self.finish(cp.linear_attention(x.q, x.k, x.v, x.log_decay, scale=x.scale, cu_seqlens=cu_seqlens))
-
-    def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate: Tensor | None,
-        cp: ContextParallel,
-        state: Tensor | None,
-        kept: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of this rank's tokens of a prompt's chunk, and the state after the chunk, on every rank.
-
-        kept: bool ``[s, b]``: False for padding, which leaves no trace in the state.
-        """
-        x = self.prepare(q, k, v, gate)
-        out, state = cp.extend_linear(x.q, x.k, x.v, x.log_decay, scale=x.scale, state=state, kept=kept)
-        return self.finish(out), state
 
 
 class LinearCoreAttention(AnyCoreAttention):
@@ -69,7 +40,7 @@ class LinearCoreAttention(AnyCoreAttention):
         layer = rules.Layer(args=config, settings=runtime.settings(), scale=self.softmax_scale)
         rules.check_layer(rules.LINEAR_LAYER, layer)
         heads = _heads(config, layer_number, self.tp_group.size(), self.tp_group.rank())
-        self.linear = Layer(linear.kind, heads).to(config.params_dtype)
+        self.linear = LinearAttention(linear.kind, heads).to(config.params_dtype)
         for weight in self.linear.parameters():
             set_tensor_model_parallel_attributes(weight, True, 0, 1)
         self.gate = Gate(config, heads, self.tp_group) if linear.kind.gated else None
@@ -85,7 +56,8 @@ class LinearCoreAttention(AnyCoreAttention):
                     "get_query_key_value_tensors of Megatron's SelfAttention, which the --spec must use for this layer"
                 )
             value, gate = value.chunk(2, 3)
-        return self.linear(query, key, value, gate, batch.cp, batch.bounds)
+        attend = partial(batch.cp.linear_attention, cu_seqlens=batch.bounds)
+        return self.linear(query, key, value, gate, attend)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
@@ -144,11 +116,6 @@ def per_token(args: argparse.Namespace, linear: Linear) -> int:
     """
     heads, size = args.num_attention_heads, args.kv_channels
     groups = args.num_query_groups if args.group_query_attention else heads
-    model = Problem(size=1, heads=heads, kv_heads=groups, head_dim=size)
-    features = linear.problem(model)
-    projections = 0
-    if linear.kind.features.projected:
-        projections += (heads + groups) * size * PROJECTED
-    if linear.kind.gated:
-        projections += args.hidden_size * RANK + RANK * groups * size
-    return 2 * ((heads + groups) * features.head_dim * features.v_head_dim + projections)
+    call = linear.problem(Problem(size=1, heads=heads, kv_heads=groups, head_dim=size))
+    own = linear.kind.learned(heads, groups, size, size, args.hidden_size)
+    return 2 * ((heads + groups) * call.head_dim * call.v_head_dim + own.matrices + own.replicated)

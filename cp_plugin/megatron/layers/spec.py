@@ -42,10 +42,7 @@ def with_core_attention(spec: Any) -> Any:
 
 def core_attention() -> type:
     """The class that a spec uses for all layers."""
-    linear = runtime.settings().linear
-    if linear is None:
-        return CoreAttention
-    return ByLayerNumber if linear.hybrid else LinearCoreAttention
+    return CoreAttention if runtime.settings().linear is None else ByLayerNumber
 
 
 @registers(

@@ -33,9 +33,8 @@ from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.linear import of_tokens
-from cp_plugin.linear import chunked, recurrence
-from cp_plugin.linear.tokens import Tokens
+from cp_plugin.linear import recurrence, rules
+from cp_plugin.linear.tokens import tokens_of
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
@@ -287,14 +286,12 @@ def linear_reference(module: LinearCoreAttention, mine: Tensor) -> Reference:
     layer, gated = copy.deepcopy(module.linear).double(), module.gate is not None
 
     def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Sequence[Tensor]:
-        forward = (recurrence if q.device.type == "cpu" else chunked).forward
+        forward = (recurrence if q.device.type == "cpu" else rules).forward
         with torch.enable_grad():
             leaves = [x.double().requires_grad_() for x in (q, k, v)]
             values, gate = leaves[2].chunk(2, 3) if gated else (leaves[2], None)
             x = layer.prepare(leaves[0], leaves[1], values, gate)
-            decay = None if x.log_decay is None else of_tokens(x.k, x.log_decay)
-            decay = decay.unsqueeze(3) if decay is not None and decay.dim() == 3 else decay
-            out = layer.finish(x.scale * forward(Tokens(x.q, x.k, x.v, decay)))
+            out = layer.finish(x.scale * forward(tokens_of(x.q, x.k, x.v, x.log_decay)))
             grads = torch.autograd.grad(out, leaves, dout.double())
         return [x.detach()[mine] for x in (out, *grads)]
 

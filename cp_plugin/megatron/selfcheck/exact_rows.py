@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.linear import chunked
+from cp_plugin.linear import rules
 from cp_plugin.linear.tokens import Tokens
 
 _CHUNK = 1 << 22
@@ -171,7 +171,7 @@ def _states(x: Tokens, at: Sequence[int]) -> Tensor:
     ends = sorted({0, *(token + 1 for token in at), *range(_SLAB, max(at), _SLAB)})
     found = {}
     for start, stop in pairwise(ends):
-        _, state = chunked.extend(Tokens(*(None if y is None else y[start:stop] for y in x)), state)
+        _, state = rules.run(Tokens(*(None if y is None else y[start:stop] for y in x)), state)
         found[stop] = state[0, 0]
     return torch.stack([found[token + 1] for token in at])
 

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from cp_plugin.attention import convolution
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.linear import of_tokens
 from cp_plugin.comm.group import pack, unpack
-from cp_plugin.linear.tokens import Tokens
+from cp_plugin.linear.tokens import Tokens, tokens_of
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
@@ -145,9 +144,8 @@ class _Watch:
             identities.watch({"mixed": x, "convolved": out}, CONVOLUTION, 1, bias)
         if not self._rows:
             return
-        decay = None if call.log_decay is None else of_tokens(call.k, call.log_decay)
-        beside = {"log_decay": decay, "beta": call.beta}
-        beside = {name: x for name, x in beside.items() if x is not None}
+        _, _, _, decay, beta, _ = tokens_of(call.q, call.k, call.v, call.log_decay, call.beta)
+        beside = {name: x for name, x in (("log_decay", decay), ("beta", beta)) if x is not None}
         rows = Rows(place, call.q, call.k, call.v, call.out, *beside.values())
 
         def exact(*of_keys: Tensor) -> Linear:
@@ -155,10 +153,7 @@ class _Watch:
             starts = None
             if call.cu_seqlens is not None:
                 starts = torch.isin(torch.arange(len(k)), call.cu_seqlens[:-1].cpu())[:, None].to(k.device)
-            named = dict(zip(beside, more, strict=True))
-            decay = named.get("log_decay")
-            decay = decay[..., None] if decay is not None and decay.dim() == 3 else decay
-            x = Tokens(k, k, v, decay, named.get("beta"), starts)
+            x = Tokens(k, k, v, starts=starts, **dict(zip(beside, more, strict=True)))
             return Linear(x, rows.q, rows.tokens, scale=call.scale, rounding=rows.rounding)
 
         rows.check(call.q, call.out, exact)

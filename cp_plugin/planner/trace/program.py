@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from cp_plugin.attention import calls
-from cp_plugin.attention import linear as linear_attention
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.setups import Setup
 from cp_plugin.comm import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
@@ -33,6 +32,7 @@ from cp_plugin.kernels.fused import observed
 from cp_plugin.kernels.recording import results
 from cp_plugin.linear import kernels
 from cp_plugin.linear.tokens import CHUNK, Tokens
+from cp_plugin.methods.parts import Parts
 from cp_plugin.methods.protocol import Formula, Provider, Scan
 from cp_plugin.planner.machine.events import Attention, Auto, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.trace.memory import Meter, Peaks
@@ -139,9 +139,9 @@ class _Traced(ContextParallel):
         own = blocks.InOrder(blocks.Whole(planned), enough=blocks.LONG)
         return blocks.InOrder(library) if self._tiled else blocks.Either(library, own)
 
-    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, linear_attention.Segmented]:
+    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Parts]:
         segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
-        parts = linear_attention.parts_of(problem, segments, _linear_kernel(self._events, problem))
+        parts = Parts.of_segments(problem, segments, _linear_kernel(self._events, problem))
         return self.provider.build(self.mesh, parts, problem, self.options), parts
 
 

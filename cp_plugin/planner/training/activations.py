@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cp_plugin.linear.features import IDENTITY
-from cp_plugin.linear.variants import feature_dim, variants
+from cp_plugin.linear.variants import variants
 from cp_plugin.planner.training.model import EXPERTS, LINEAR, Model
 from cp_plugin.planner.training.parallel import Parallel
 
@@ -82,7 +82,7 @@ def _attention(model: Model, parallel: Parallel, number: int) -> list[Kept]:
     if model.attention_of(number) == LINEAR:
         kind = variants()[model.linear]
         if kind.features is not IDENTITY:
-            features = feature_dim(kind, model.head_dim)
+            features = kind.features.size(model.head_dim)
             found.append(Kept("features of q and k", rows * (heads + kv_heads) * features * b))
         if kind.gated:
             found.append(Kept("log decays", rows * kv_heads * model.head_dim * LSE))

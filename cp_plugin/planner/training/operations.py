@@ -5,7 +5,7 @@ Megatron counts in the same way (``num_floating_point_operations``), without win
 
 from __future__ import annotations
 
-from cp_plugin.linear.variants import feature_dim, variants
+from cp_plugin.linear.variants import variants
 from cp_plugin.planner.training import weights
 from cp_plugin.planner.training.model import EXPERTS, LINEAR, WINDOW, Model
 
@@ -58,7 +58,7 @@ def core(model: Model, layer: int, seq_length: int) -> float:
     letter = model.attention_of(layer)
     if letter == LINEAR:
         kind = variants()[model.linear]
-        state = feature_dim(kind, model.head_dim) * (model.v_head_dim + kind.normalised)
+        state = kind.features.size(model.head_dim) * (model.v_head_dim + kind.normalised)
         return 2 * (model.heads + model.kv_heads) * state * seq_length
     pairs = seq_length * seq_length / 2
     if letter == WINDOW and model.window is not None and 0 <= model.window[0] < seq_length:

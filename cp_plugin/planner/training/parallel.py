@@ -11,7 +11,7 @@ import torch
 
 from cp_plugin.common.names import one_of
 from cp_plugin.core.problem import Problem
-from cp_plugin.linear.variants import feature_dim, variants
+from cp_plugin.linear.variants import variants
 from cp_plugin.planner.training.model import LINEAR, SOFTMAX, WINDOW, Model
 
 Recompute = Literal["none", "selective", "full"]
@@ -167,13 +167,7 @@ def problem(model: Model, parallel: Parallel, letter: str = SOFTMAX) -> Problem:
     if letter == WINDOW:
         return replace(found, window=model.window)
     if letter == LINEAR:
-        kind = variants()[model.linear]
-        return replace(
-            found,
-            head_dim=feature_dim(kind, found.head_dim),
-            v_head_dim=found.v_head_dim + kind.normalised,
-            decay=kind.decay,
-        )
+        return variants()[model.linear].problem(found)
     return found
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cp_plugin.linear.features import PROJECTED
-from cp_plugin.linear.variants import variants
+from cp_plugin.linear.variants import Learned, variants
 from cp_plugin.planner.training.model import EXPERTS, LINEAR, Model
-
-GATE_RANK = 16
-"""Rank of the gate of gated linear attention (``cp_plugin.megatron.layers.gate``)."""
 
 
 class Weights(NamedTuple):
@@ -46,8 +42,8 @@ def attention(model: Model, layer: int) -> Weights:
         return summed([projections(model, layer), Weights(replicated=norms)])
     made = model.heads * model.head_dim + model.kv_heads * (model.head_dim + model.v_head_dim)
     biases = Weights(sharded=made * (model.bias or model.qkv_bias), replicated=model.hidden * model.bias)
-    beside = _beside_linear(model) if model.attention_of(layer) == LINEAR else Weights()
-    return summed([projections(model, layer), Weights(replicated=norms), biases, beside])
+    beside = _linear(model).vectors if model.attention_of(layer) == LINEAR else 0
+    return summed([projections(model, layer), Weights(beside, norms), biases])
 
 
 def projections(model: Model, layer: int) -> Weights:
@@ -61,10 +57,8 @@ def projections(model: Model, layer: int) -> Weights:
     made = h * (model.heads * d + model.kv_heads * (d + e))
     if model.attention_of(layer) != LINEAR:
         return Weights(sharded=made + out)
-    kind = variants()[model.linear]
-    mapped = (model.heads + model.kv_heads) * d * PROJECTED if kind.features.projected else 0
-    gate = GATE_RANK * kind.gated  # down projection replicated, up projection sharded
-    return Weights(sharded=made + out + mapped + gate * model.kv_heads * d, replicated=gate * h)
+    own = _linear(model)
+    return Weights(sharded=made + out + own.matrices, replicated=own.replicated)
 
 
 def ffn(model: Model, layer: int) -> Weights:
@@ -92,13 +86,9 @@ def summed(parts: Iterable[Weights]) -> Weights:
     return Weights(*(sum(column) for column in zip(Weights(), *parts, strict=True)))
 
 
-def _beside_linear(model: Model) -> Weights:
-    """Linear attention's norms of features and outputs, and gate bias."""
+def _linear(model: Model) -> Learned:
     kind = variants()[model.linear]
-    learned = 2 * PROJECTED * (model.heads + model.kv_heads) if kind.features.learned_norm else 0
-    gains = model.heads * model.v_head_dim if kind.norm != "none" else 0
-    bias = model.kv_heads * model.head_dim if kind.gated else 0
-    return Weights(sharded=learned + gains + bias)
+    return kind.learned(model.heads, model.kv_heads, model.head_dim, model.v_head_dim, model.hidden)
 
 
 def _norm(model: Model, size: int) -> int:
