@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from package_sources import PACKAGE, SOURCES
 
 EXPLAINED = {
+    "core/options.py: _DECLARED": "names of all options, filled where they are declared",
     "megatron/state.py: STATE": "the one State",
     "attention/recompute.py: _local": "of the thread: autograd repeats a forward in threads of its own",
     "comm/threads.py: _idle": "threads that outlive a call, since libraries keep what they build per thread",
