@@ -6,8 +6,9 @@ import argparse
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import training
 import typer
@@ -92,9 +93,11 @@ def commands() -> dict[str, Flags]:
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         found[name] = {}
         for option in command.load().params:
+            annotation = option.type_descriptor.annotation
+            (kind,) = get_args(annotation) or (annotation,)
+            usual = NUMBERS if kind in (int, float) or option.metavar == "N" else ("x.json", "x", "/none/x.toml")
             listed = re.fullmatch(r"\[(.*\|.*)\]", option.metavar or "")
-            usual = NUMBERS if option.metavar in ("N", "X") else ("x.json", "x", "/none/x.toml")
-            choices = listed[1].split("|") if listed else ()
+            choices = [*kind] if issubclass(kind, StrEnum) else listed[1].split("|") if listed else ()
             if option.opts[0].startswith("--"):
                 switch = getattr(option, "is_flag", False)
                 found[name][option.opts[0]] = st.none() if switch else value(option.opts[0], choices, usual)
