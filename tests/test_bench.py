@@ -213,7 +213,7 @@ def test_ranks_are_not_started_twice(rank: str, flags: tuple[str, ...], monkeypa
         ),
         ("--provider ring --decay key", "is for linear attention"),
         ("--seq-length 8388608", "of memory, but"),
-        ("--window 0 --mask causal-window", "--window 0: write a whole number, 1 or more"),
+        ("--window 0 --mask causal-window", "--window 0: Input should be greater than or equal to 1"),
         ("--documents chat --mask causal", "has no effect with --mask causal"),
         ("--json /nowhere/a.json", "cannot be written: name a file in an existing folder"),
         ("--cluster dgx-h100 --dtype float64", "no attention rate for float64"),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cp_plugin.cli import flags, output
+from cp_plugin.cli import flags
 from cp_plugin.cli.terminal import new_console
 
 
@@ -24,7 +23,6 @@ def dataset(
     max_bytes: Annotated[
         int | None, typer.Option(min=1, help="stop before the file that would exceed this many bytes")
     ] = None,
-    as_json: output.AsJson = None,
 ) -> None:
     """Build a Megatron dataset from text and .jsonl files, and print the flags to train on it.
 
@@ -38,15 +36,12 @@ def dataset(
                 f"{prefix}: the first argument is the prefix of the files to write, the sources follow it: write "
                 f"cp-plugin dataset {prefix.name.partition('.')[0] or 'text'} {prefix}"
             )
-        console = None if output.only_json(as_json) else new_console(stderr=True)
         try:
-            done = build(prefix, paths or (), tokenizer=tokenizer, max_bytes=max_bytes, console=console)
+            done = build(
+                prefix, paths or (), tokenizer=tokenizer, max_bytes=max_bytes, console=new_console(stderr=True)
+            )
         except OSError as error:
             raise ValueError(f"{error.filename or prefix}: cannot be read or written: {error.strerror}") from None
-
-    def show() -> None:
-        counts = f"{done.documents:,} documents, {done.tokens:,} tokens from {done.files:,} files"
-        typer.echo(f"{done.flags[1]}.bin, .idx, .json: {counts}; {done.skipped:,} skipped")
-        typer.echo(f"To train on it:\n    {shlex.join(done.flags)}")
-
-    output.show(as_json, lambda: asdict(done), show)
+    counts = f"{done.documents:,} documents, {done.tokens:,} tokens from {done.files:,} files"
+    typer.echo(f"{done.flags[1]}.bin, .idx, .json: {counts}; {done.skipped:,} skipped")
+    typer.echo(f"To train on it:\n    {shlex.join(done.flags)}")

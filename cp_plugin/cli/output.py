@@ -34,12 +34,15 @@ def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), f
 
 
 def json_file(text: str) -> Path:
-    """A file that can be written by the reporting process, or ``STDOUT``; ValueError for another."""
+    """A file that can be written by the reporting process, or ``STDOUT``; BadParameter for another."""
     from cp_plugin.testing.ranks import is_first  # it imports torch
 
     path = Path(text)
     if text != STDOUT and is_first():
-        check_output(path, "file", (".json",), "--json")
+        try:
+            check_output(path, "file", (".json",), "--json")
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
     return path
 
 

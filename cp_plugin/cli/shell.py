@@ -1,62 +1,43 @@
-"""How every command reads its words: placeholders, ``--json [FILE]``, and errors in one line.
+"""How every command reads its words: by typer, but errors are one line, and ``--json`` may go without a value.
 
-typer's own help shows ``<int range> [x>=1]`` and ``<bool>``, its errors are boxes, and an option's value is never
-optional. ``register`` gives a command what typer lacks, from the annotations that it has anyway. A program imports a
-command when it runs it: torch alone takes longer than printing the help.
+A program imports a command when it runs it: torch alone takes longer than printing the help.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import errno
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from enum import StrEnum
-from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
-from typer.models import ArgumentInfo, OptionInfo
 
 from cp_plugin.cli import output
-from cp_plugin.common.names import one_of
 
 PROGRAM = "cp-plugin"
 JSON = "--json"
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_SHORT = 24
-"""Columns of a placeholder; choices that take more are listed in the help text."""
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])  # click's, or that of the copy within typer
 
 
 class _Main:
     """``main`` of a command and of the whole program: one line for an error of usage, and exit status 2."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """All parameters; that a switch takes no value, and which Python type an argument has, is noise in the help."""
-        found = super().get_params(ctx)  # type: ignore[misc]
-        for param in found:
-            if param.param_type_name == "argument":
-                param.display_type_rich = lambda ctx: None
-            elif param.is_flag:
-                param.metavar = ""
-        return found
-
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **settings: Any) -> Any:
         """Run a command line; its prefix in messages is the program's name, however it was started."""
         settings["standalone_mode"] = False
+        words = list(sys.argv[1:] if args is None else args)
         try:
             status = super().main(args, PROGRAM, **settings)  # type: ignore[misc]
             sys.stdout.flush()
         except _UsageError as error:
-            output.error(_describe_error(error))
+            output.error(_describe_error(error, words))
             status = 2
         except OSError as error:
             if error.errno not in _UNWRITABLE:
@@ -131,7 +112,7 @@ def program_of(command: Callable[..., Any]) -> typer.Typer:
     """A program of this command alone."""
     app = new_app(add_completion=False)
     settings = getattr(command, "context_settings", None)
-    app.command(cls=Command, help=_help(command.__doc__), context_settings=settings)(_plain(command))
+    app.command(cls=Command, help=_help(command.__doc__), context_settings=settings)(command)
     return app
 
 
@@ -141,84 +122,14 @@ def _help(docstring: str | None) -> str:
     return "\n\n".join(" ".join(text.split()) for text in paragraphs)
 
 
-def _plain(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with placeholders and checks of its own in place of typer's."""
-    signature = inspect.signature(command, eval_str=True)
-    parameters = [_parameter(one) for one in signature.parameters.values()]
-
-    def called(**arguments: Any) -> Any:
-        return command(**arguments)
-
-    called.__name__, called.__doc__ = command.__name__, command.__doc__
-    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return called
-
-
-def _parameter(parameter: inspect.Parameter) -> inspect.Parameter:
-    if parameter.annotation is typer.Context:
-        return parameter
-    of, info = get_args(parameter.annotation)
-    info, item = copy.copy(info), _item(of)  # commands share the first
-    if isinstance(info, ArgumentInfo):
-        info.metavar = info.metavar or parameter.name.upper()
-    elif item is bool:
-        info.show_default = "/" in str(info.default)
-    else:
-        words = (info.default, *(info.param_decls or ()), f"--{parameter.name.replace('_', '-')}")
-        flag = next(word for word in words if isinstance(word, str) and word.startswith("--"))
-        _read_by(info, flag, item)
-    return parameter.replace(annotation=Annotated[of, info])
-
-
-def _item(annotation: Any) -> Any:
-    """The type of one value: that of ``list[int] | None`` is int."""
-    inside = [_item(one) for one in get_args(annotation) if one is not NoneType]
-    return inside[0] if inside else annotation
-
-
-def _read_by(info: OptionInfo, flag: str, item: Any) -> None:
-    """Give an option its placeholder, and let its value be read here, so that a wrong one is refused as all else is."""
-    parse = info.parser
-    placeholder = {int: "N", float: "X", Path: "FILE"}.get(item, "TEXT")
-    if issubclass(item, StrEnum):
-        parse = partial(_one_of, flag, item)
-        placeholder = f"[{'|'.join(item)}]"
-        if len(placeholder) > _SHORT:
-            info.help, placeholder = f"{', '.join(item)}; {info.help}", "NAME"
-    elif issubclass(item, int | float):
-        parse = partial(_number, flag, item, info.min, info.max)
-        info.min = info.max = None
-    info.metavar = info.metavar or placeholder
-    if parse is not None:
-        info.parser = partial(_read, parse)
-
-
-def _read(parse: Callable[[Any], Any], text: Any) -> Any:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _one_of(flag: str, known: type[StrEnum], text: str) -> StrEnum:
-    one_of(flag, text, known)
-    return known(text)
-
-
-def _number(flag: str, kind: type[int | float], least: float | None, most: float | None, text: Any) -> int | float:
-    with suppress(ValueError):
-        found = kind(text)
-        if str(text).isascii() and (least is None or found >= least) and (most is None or found <= most):
-            return found
-    what = "a whole number" if kind is int else "a number"
-    limits = "" if least is None else f", {least:g} or more" if most is None else f" from {least:g} to {most:g}"
-    raise ValueError(f"{flag} {text}: write {what}{limits}")
-
-
-def _describe_error(error: Any) -> str:
-    """An error of usage: ours as it is, typer's with the command whose help says what is right."""
+def _describe_error(error: Any, words: Sequence[str]) -> str:
+    """An error of usage, with the refused value, which typer leaves out, or where the right one is found."""
     if type(error) is typer.BadParameter:
-        return str(error.message)
+        flags = error.param.opts if error.param is not None else ()
+        given = [f"{word} {value}" for word, value in pairwise(words) if word in flags]
+        given += [word.replace("=", " ", 1) for word in words if word.partition("=")[0] in flags and "=" in word]
+        message = str(error.message).removeprefix("Value error, ")
+        return f"{', '.join(given)}: {message}" if given and not message.startswith("--") else message
     text = " ".join(error.format_message().split())
     where = f" {error.ctx.command_path} -h shows what it takes" if error.ctx is not None else ""
     return f"{text}{'' if text[-1] in '.?' else '.'}{where}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sysconfig
@@ -10,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -154,20 +154,16 @@ def _open_tokenizer(tokenizer: str, eod: int) -> tuple[list[str], int, int, Call
         return flags, eod + 1, eod, lambda text: list(text.encode())
     if kind != "huggingface" or not model:
         raise ValueError(f"--tokenizer {tokenizer}: choose bytes, or huggingface:NAME_OR_PATH")
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    from megatron.training.arguments import _add_tokenizer_args
-
     path = Path(model).expanduser()
-    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
-    flags.append(str(path.absolute()) if path.exists() else model)
-    _add_tokenizer_args(parser := argparse.ArgumentParser())
-    args = parser.parse_args(flags)
-    args.rank, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size = 0, 1, 1
+    model = str(path.absolute()) if path.exists() else model
     try:
-        opened = build_tokenizer(args)
+        from transformers import AutoTokenizer
+
+        opened = AutoTokenizer.from_pretrained(model)
     except Exception as error:  # the libraries raise all kinds of errors for invalid files
         said = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"--tokenizer {tokenizer}: Megatron cannot open it: {said[:400]}") from error
-    if opened.eod is None or not 0 <= opened.eod < opened.vocab_size:
+        raise ValueError(f"--tokenizer {tokenizer}: transformers cannot open it: {said[:400]}") from error
+    if opened.eos_token_id is None:
         raise ValueError(f"--tokenizer {tokenizer}: it has no end-of-document token: choose another")
-    return flags, opened.vocab_size, opened.eod, opened.tokenize
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model]
+    return flags, len(opened), opened.eos_token_id, partial(opened.encode, add_special_tokens=False)

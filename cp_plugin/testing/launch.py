@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import pickle
 import re
-import selectors
 import signal
 import socket
 import sys
@@ -29,6 +29,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -268,26 +269,14 @@ def _fork(rank: int, job: Job, wait_end: int, *, unwanted: Sequence[int]) -> _Ra
 
 def _await_messages(ranks: Sequence[_Rank], job: Job) -> None:
     """Return when every rank has sent a result; raise when one has failed or time is up."""
-    limits = [] if job.timeout is None else [time.monotonic() + job.timeout]
+    limits = [math.inf if job.timeout is None else time.monotonic() + job.timeout]
     failing = False
-    with selectors.DefaultSelector() as selector:
-        for rank in ranks:
-            selector.register(rank.done, selectors.EVENT_READ, (rank, rank.read_message))
-            selector.register(rank.pidfd, selectors.EVENT_READ, (rank, rank.collect))
-        while any(r.message is None for r in ranks):
-            now = time.monotonic()
-            if any(now >= limit for limit in limits):
-                break
-            for key, _ in selector.select(min((limit - now for limit in limits), default=None)):
-                rank, action = key.data
-                action()
-                if key.fd == rank.pidfd or rank.message is not None:
-                    selector.unregister(key.fd)
-            if not failing and any(r.failed for r in ranks):
-                failing = True
-                limits.append(time.monotonic() + _GRACE_S)
+    while any(r.message is None for r in ranks) and _read_next(ranks, min(limits)):
+        if not failing and any(r.failed for r in ranks):
+            failing = True
+            limits.append(time.monotonic() + _GRACE_S)
     running = [r for r in ranks if r.message is None]
-    if running or failing:
+    if running or any(r.failed for r in ranks):
         _dump_stacks([r for r in running if not frozen(r.pid)])
         for rank in running:
             rank.kill()
@@ -297,16 +286,20 @@ def _await_messages(ranks: Sequence[_Rank], job: Job) -> None:
 def _await_exit(ranks: Sequence[_Rank], job: Job) -> None:
     """Collect the processes after all results are in, and notice one that dies on its way out."""
     deadline = time.monotonic() + _EXIT_S
-    with selectors.DefaultSelector() as selector:
-        for rank in ranks:
-            if rank.status is None:
-                selector.register(rank.pidfd, selectors.EVENT_READ, rank)
-        while selector.get_map() and time.monotonic() < deadline:
-            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                key.data.collect()
-                selector.unregister(key.fd)
+    while any(r.status is None for r in ranks) and _read_next(ranks, deadline):
+        pass
     if any(r.failed for r in ranks):
         raise _error(ranks, job)
+
+
+def _read_next(ranks: Sequence[_Rank], deadline: float) -> bool:
+    """Wait for messages and ends of processes, and read and collect them; False when time is up."""
+    waiting = {r.done: r.read_message for r in ranks if r.message is None}
+    waiting |= {r.pidfd: r.collect for r in ranks if r.status is None}
+    left = deadline - time.monotonic()
+    for fd in connection.wait(waiting, None if left == math.inf else max(0.0, left)):
+        waiting[fd]()
+    return time.monotonic() < deadline
 
 
 def _result(rank: _Rank, job: Job) -> Any:

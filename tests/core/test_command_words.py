@@ -8,8 +8,9 @@ import os
 import re
 import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -24,9 +25,6 @@ from cp_plugin.methods import registry as providers
 PROGRAM: Any = typer.main.get_command(app)
 COMMANDS: dict[str, Any] = {name: command.load() for name, command in PROGRAM.commands.items()}
 EVERY = [(name, param) for name, command in COMMANDS.items() for param in command.params]
-PLACEHOLDERS = re.compile(
-    r"|[A-Z]|NAME|FILE|FOLDER|TEXT|GB|RxC|PAPER|LENGTHS|KIND|KEY|DIR|SUFFIXES|\[FILE\]|\[[\w|]+\]"
-)
 
 
 def run(*words: str) -> tuple[int, str, str]:
@@ -34,27 +32,27 @@ def run(*words: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def kind(param: Any) -> type:
+    """What a value is read as."""
+    annotation = param.type_descriptor.annotation
+    return (get_args(annotation) or (annotation,))[0]
+
+
 @pytest.mark.parametrize(("command", "param"), EVERY, ids=lambda x: x if isinstance(x, str) else str(x.name))
-def test_a_parameter_has_a_help_text_and_a_short_placeholder(command: str, param: Any) -> None:
+def test_a_parameter_has_a_help_text(command: str, param: Any) -> None:
     assert param.help and not param.help.endswith(".") and "``" not in param.help, param.help
-    if param.param_type_name == "argument":
-        assert param.metavar == param.name.upper()
-    elif not param.is_flag:
-        assert PLACEHOLDERS.fullmatch(param.metavar or ""), param.metavar
-        assert param.min is None and param.max is None, "typer would print [x>=1] and box its own error"
 
 
 @pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 @pytest.mark.parametrize("command", [*COMMANDS, ""])
-def test_the_help_fits_and_has_no_noise(command: str, flag: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_fits(command: str, flag: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", width)  # read once, when the module is imported
     status, text, _ = run(*filter(None, [command]), flag)
     assert status == 0 and f"Usage: cp-plugin {command}".strip() in text
     assert max(map(len, text.splitlines())) <= width and "…" not in text
-    noise = re.findall(r"<\w+[^>]*>|\[x?[<>]=?|``|x>=|\bNone\b|list\[", text)
-    assert not noise, noise
+    assert "``" not in text
 
 
 def test_the_version() -> None:
@@ -97,11 +95,11 @@ def test_errors_of_usage_look_like_all_others(command: str) -> None:
         cases.append(([*required, "--rankss", "3"], "No such option: --rankss"))
     valued = [p for p in params if p.param_type_name == "option" and not p.is_flag and "--json" not in p.opts]
     cases += [([*required, p.opts[0]], f"Option '{p.opts[0]}' requires an argument.") for p in valued[:2]]
-    cases += [([*required, p.opts[0], "x"], f"{p.opts[0]} x: ") for p in valued if p.metavar in ("N", "X", "GB")]
-    cases += [([*required, p.opts[0], "x!"], f"{p.opts[0]} x!: ") for p in valued if (p.metavar or "")[0] == "["]
+    refused = [p for p in valued if issubclass(kind(p), (int, float, StrEnum))]
+    cases += [([*required, p.opts[0], "x!"], f"{p.opts[0]} x!: ") for p in refused]
     for first in [p for p in params if p.required][:1]:
         option = first.opts[0][0] == "-"
-        cases.append(([], f"Missing option '{first.opts[0]}'." if option else f"Missing argument '{first.metavar}'."))
+        cases.append(([], f"Missing option '{first.opts[0]}'." if option else f"Missing argument '{first.name}'."))
     if any("--json" in p.opts for p in params):
         cases.append(([*required, "--json", "x.txt"], "--json x.txt"))
     for words, message in cases:

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import training
 import typer
@@ -29,7 +29,6 @@ NAMES: Mapping[str, Sequence[str]] = {
     "model": ("llama3.2-1b", "linear-llama3-1b", "llama3-8b"),
     "cluster": ("dgx-h100", "dgx-a100", "none.toml"),
     "documents": ("chat", "24,14,10", "x"),
-    "recompute": ("none", "selective", "full"),
     "linear-attention": ("basic", "gla", "rebased"),
     "layer-pattern": ("L", "LLN", "N"),
     "fp8": ("off", "comm", "compute"),
@@ -92,9 +91,10 @@ def commands() -> dict[str, Flags]:
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         found[name] = {}
         for option in command.load().params:
+            (kind,) = get_args(of := option.type_descriptor.annotation) or (of,)
+            usual = NUMBERS if kind in (int, float) or option.metavar == "N" else ("x.json", "x", "/none/x.toml")
             listed = re.fullmatch(r"\[(.*\|.*)\]", option.metavar or "")
-            usual = NUMBERS if option.metavar in ("N", "X") else ("x.json", "x", "/none/x.toml")
-            choices = listed[1].split("|") if listed else ()
+            choices = listed[1].split("|") if listed else [*getattr(kind, "__members__", ())]
             if option.opts[0].startswith("--"):
                 switch = getattr(option, "is_flag", False)
                 found[name][option.opts[0]] = st.none() if switch else value(option.opts[0], choices, usual)

@@ -359,7 +359,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--seq-length", "1000001"], "--seq-length 1000001"),
         (["--model", "llama3-405b", "--cluster", "dgx-h100", "--seq-length", "4194304"], "nothing fits"),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--", "--num-layers", "2"], "give only one of the two"),
-        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "0"], "--devices 0: write a whole number, 1"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "0"], "--devices 0: Input should be"),
         (
             ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "16", "--global-batch", "3",
              "--context", "1", "--tensor", "8", "--pipeline", "1"],

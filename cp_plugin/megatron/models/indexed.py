@@ -9,20 +9,12 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 EOD = 256
 """End-of-document token where tokens are bytes."""
-LONGEST = 2**31 - 1
-"""Maximum tokens of a document: the ``.idx`` stores lengths as 32-bit integers."""
 
 
 def write(prefix: str, documents: Iterable[Sequence[int]], vocabulary: int) -> None:
-    """Write documents, one sequence each; elements have 2 bytes if the vocabulary allows, else 4.
-
-    Raises:
-        ValueError: for a document that the format cannot hold.
-    """
+    """Write documents, one sequence each; elements have 2 bytes if the vocabulary allows, else 4."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocabulary))
     with closing(builder.data_file):
         for ids in documents:
-            if len(ids) > LONGEST:
-                raise ValueError(f"a document of {len(ids):,} tokens; Megatron's format allows {LONGEST:,}: split it")
             builder.add_document(ids, [len(ids)])
         builder.finalize(f"{prefix}.idx")
