@@ -73,13 +73,11 @@ def log_decays(x: Tokens) -> Tensor:
     return x.log_decay.to(dtype).clamp(min=_STRONGEST)
 
 
-def in_chunks(x: Tokens) -> Tokens:
-    """Every tensor by ``fold``; missing tokens have no key, no decay, and begin no document."""
-    return x.each(fold)
-
-
 def fold(y: Tensor) -> Tensor:
-    """``[t, b, ...]`` as n chunks, chunk by chunk in the batch: ``[CHUNK, n * b, ...]``, padded with zeros."""
+    """``[t, b, ...]`` as n chunks, chunk by chunk in the batch: ``[CHUNK, n * b, ...]``, padded with zeros.
+
+    Tokens that are missing have no key and no decay, and begin no document.
+    """
     n = -(-y.size(0) // CHUNK)
     missing = n * CHUNK - y.size(0)
     y = pad(y, (0, 0) * (y.dim() - 1) + (0, missing)) if missing else y
