@@ -24,7 +24,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import recurrence
 from cp_plugin.linear.decayed import edges, times
 from cp_plugin.linear.products import scores
-from cp_plugin.linear.tokens import Tokens, by_group, in_chunks, slabs
+from cp_plugin.linear.tokens import Tokens, by_group, fold, slabs
 
 NEWEST = "0.6.0"
 GIVEN = ("q", "k", "v", "g", "beta", "initial_state")
@@ -81,7 +81,7 @@ def rounded(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tuple
     x = Tokens(*(None if y is None else y.transpose(0, 1) for y in (q, k, v, g, beta)))
     state = torch.zeros(q.size(0), q.size(2), q.size(3), v.size(3)) if state is None else state
     outs = []
-    for chunk in slabs(in_chunks(x), q.size(0)):
+    for chunk in slabs(x.each(fold), q.size(0)):
         q32, k32, v32, b32 = by_group(chunk).float(), chunk.k.float(), chunk.v.float(), chunk.beta.float().unsqueeze(3)
         read, write, through = edges(chunk)
         pairs = scores(torch.cat((k32.unsqueeze(3), q32), 3), k32 * b32, chunk)

@@ -327,17 +327,16 @@ def _at_linear(step: int, happen: Callable[..., None]) -> None:
     """Pass q, k, v, decays and beta of linear attention, and where its documents begin and end."""
     from cp_plugin.attention import linear
 
-    tokens = linear._tokens
+    fold = linear.fold
 
-    def given_to(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, parts: Any, documents: Any) -> Any:
-        given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
-        given |= {} if documents is None else documents._asdict()
+    def changed(x: Any, parts: Any, documents: Any) -> Any:
+        given = x._asdict() | ({} if documents is None else documents._asdict())
         if _step() == step:
             happen(given)
-        documents = documents and documents._replace(starts=given.pop("starts"), ends=given.pop("ends"))
-        return tokens(*given.values(), parts, documents)
+        documents = documents and documents._replace(starts=given["starts"], ends=given.pop("ends"))
+        return fold(x._replace(**given | {"starts": None}), parts, documents)
 
-    linear._tokens = given_to
+    linear.fold = changed
 
 
 def _at_optimizer(step: int, happen: Callable[..., None]) -> None:

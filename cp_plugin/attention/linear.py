@@ -114,7 +114,7 @@ def directly(inputs: tuple[Tensor | None, ...], dout: Tensor, scan: Scan, parts:
     autograd, which on CUDA would deadlock ranks that are threads of one process."""
     x, given = tokens_of(*inputs), [y for y in inputs if y is not None]
     folded = fold(x, parts, None)
-    values = Tokens(*(None if y is None else y.detach() for y in folded))
+    values = folded.each(Tensor.detach)
     with torch.no_grad():
         found, kept = scan.forward(values)
     found = found.to(x.q.dtype).detach().requires_grad_()

@@ -20,7 +20,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import scan
 from cp_plugin.linear.products import chunks_at_a_time, scores
 from cp_plugin.linear.segment import Segment, after, recomputed
-from cp_plugin.linear.tokens import Tokens, by_group, in_chunks, log_decays, slabs, unfold
+from cp_plugin.linear.tokens import Tokens, by_group, fold, log_decays, slabs, unfold
 
 
 class Edges(NamedTuple):
@@ -85,7 +85,7 @@ def times(y: Tensor, weight: Tensor | None) -> Tensor:
 def forward(x: Tokens) -> Tensor:
     """Causal linear attention of each segment from a zero state, chunk by chunk; as ``segment.Forward``."""
     t, b = x.q.shape[:2]
-    chunks = in_chunks(x)
+    chunks = x.each(fold)
     n = chunks.q.size(1) // b
     each = Decayed(chunks)
     through = None if each.through is None else each.through.unflatten(0, (n, -1))

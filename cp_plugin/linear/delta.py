@@ -32,7 +32,7 @@ from cp_plugin.linear import scan
 from cp_plugin.linear.decayed import edges, times
 from cp_plugin.linear.products import chunks_at_a_time, scores
 from cp_plugin.linear.segment import Backward, Forward, Run, Segment, of_run
-from cp_plugin.linear.tokens import Tokens, by_group, fold, in_chunks, slabs, unfold
+from cp_plugin.linear.tokens import Tokens, by_group, fold, slabs, unfold
 
 
 class Chunks(NamedTuple):
@@ -52,7 +52,7 @@ class Delta(Segment):
     """A segment under the delta rule, chunk by chunk, of which each has a map of the state and outputs."""
 
     def _build(self) -> None:
-        folded = in_chunks(self.x)
+        folded = self.x.each(fold)
         self._number = folded.q.size(1) // self.x.q.size(1)
         self._chunks = _in_slabs(folded)
 
@@ -150,16 +150,6 @@ class Widened(Segment):
         self, backward: Backward, dout: Tensor, incoming: Tensor, outgoing: Callable[[], Tensor]
     ) -> tuple[Tensor, ...]:
         return of_run(self._run, self.x, dout, incoming, outgoing())
-
-
-def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Outputs and the state after the segment, as ``segment.Run``."""
-    return Delta(x).run(initial)
-
-
-def forward(x: Tokens) -> Tensor:
-    """The delta rule on each segment from a zero state, chunk by chunk; as ``segment.Forward``."""
-    return run(x)[0]
 
 
 def _in_slabs(x: Tokens) -> Chunks:

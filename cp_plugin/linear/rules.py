@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cp_plugin.linear import decayed, delta
+from cp_plugin.linear import decayed
+from cp_plugin.linear.delta import Delta
 from cp_plugin.linear.segment import Forward, Run, Segment
 from cp_plugin.linear.tokens import Tokens
 
@@ -26,11 +27,12 @@ class Rule(NamedTuple):
     fla: tuple[str, str, str]
     """Kernels of flash-linear-attention (``fla.ops``): without decay, with one per head, with one per key dimension."""
     matrix: bool = False
-    """``Segment.through`` is a matrix, of which kernels that take an initial state have an own way (``Widened``)."""
+    """``Segment.through`` is a matrix, which a kernel that takes an initial state computes, too (``Widened``)."""
 
 
 ADDED = Rule(decayed.Decayed, decayed.forward, decayed.run, ("simple_gla", "simple_gla", "gla"))
-DELTA = Rule(delta.Delta, delta.forward, delta.run, ("delta_rule", "gated_delta_rule", "kda"), matrix=True)
+_FLA = "delta_rule", "gated_delta_rule", "kda"
+DELTA = Rule(Delta, lambda x: Delta(x).run()[0], lambda x, before: Delta(x).run(before), _FLA, matrix=True)
 
 
 def rule_of(x: Tokens) -> Rule:

@@ -7,6 +7,8 @@ dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -41,6 +43,14 @@ class Tokens(NamedTuple):
         """All that have a gradient: q, k, v, then the log decay and beta, if any."""
         return tuple(y for y in self[:5] if y is not None)
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Tokens:
+        """The same with every tensor changed."""
+        return Tokens(*(None if y is None else change(y) for y in self))
+
+    def at(self, places: slice) -> Tokens:
+        """Some of the tokens."""
+        return self.each(itemgetter(places))
+
 
 def tokens_of(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None) -> Tokens:
     """Tokens from the arguments of a call, whose log decay is ``[g]``, ``[t, b, g]`` or ``[t, b, g, d]``."""
@@ -63,13 +73,11 @@ def log_decays(x: Tokens) -> Tensor:
     return x.log_decay.to(dtype).clamp(min=_STRONGEST)
 
 
-def in_chunks(x: Tokens) -> Tokens:
-    """Every tensor by ``fold``; missing tokens have no key, no decay, and begin no document."""
-    return Tokens(*(None if y is None else fold(y) for y in x))
-
-
 def fold(y: Tensor) -> Tensor:
-    """``[t, b, ...]`` as n chunks, chunk by chunk in the batch: ``[CHUNK, n * b, ...]``, padded with zeros."""
+    """``[t, b, ...]`` as n chunks, chunk by chunk in the batch: ``[CHUNK, n * b, ...]``, padded with zeros.
+
+    Tokens that are missing have no key and no decay, and begin no document.
+    """
     n = -(-y.size(0) // CHUNK)
     missing = n * CHUNK - y.size(0)
     y = pad(y, (0, 0) * (y.dim() - 1) + (0, missing)) if missing else y
@@ -79,7 +87,7 @@ def fold(y: Tensor) -> Tensor:
 def slabs(x: Tokens, size: int) -> list[Tokens]:
     """The tokens, ``size`` segments at a time."""
     starts = range(0, x.q.size(1), size)
-    return [Tokens(*(None if y is None else y[:, start : start + size] for y in x)) for start in starts]
+    return [x.each(itemgetter((slice(None), slice(start, start + size)))) for start in starts]
 
 
 def unfold(y: Tensor, n: int) -> Tensor:

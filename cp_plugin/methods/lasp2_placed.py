@@ -37,7 +37,7 @@ class Placed:
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
         cuts = self._mine()
-        pieces = [_rows(x, cut) for cut in cuts]
+        pieces = self._pieces(x)
         maps = [rule_of(piece).segment(piece) for piece in pieces]
         gathering = self._gather([each.left for each in maps], [each.through for each in maps], x)  # post
         out = self.parts.kernel.forward(self._apart(x))  # compute
@@ -48,7 +48,7 @@ class Placed:
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         cuts = self._mine()
-        pieces, douts = [_rows(x, cut) for cut in cuts], [dout[cut.start : cut.stop] for cut in cuts]
+        pieces, douts = self._pieces(x), [dout[cut.start : cut.stop] for cut in cuts]
         maps = [rule_of(piece).segment(piece, ()) for piece in pieces]
         read_back = [each.read_back(dout) for each, dout in zip(maps, douts, strict=True)]
         gathering = self._gather(read_back, [scan.transposed(each.through) for each in maps], x)  # post
@@ -58,6 +58,9 @@ class Placed:
             for total, grad in zip(found, each.at_edges(*of_piece), strict=True):
                 total[cut.start : cut.stop] += grad  # add
         return found
+
+    def _pieces(self, x: Tokens) -> list[Tokens]:
+        return [x.at(slice(cut.start, cut.stop)) for cut in self._mine()]
 
     def _mine(self) -> list[Cut]:
         """This rank's pieces of cut documents, by number."""
@@ -109,7 +112,3 @@ class Placed:
 def most_cuts(cuts: tuple[tuple[Cut, ...], ...]) -> int:
     """The largest number of pieces of cut documents on one rank."""
     return max((cut.number + 1 for cut in chain(*cuts)), default=0)
-
-
-def _rows(x: Tokens, cut: Cut) -> Tokens:
-    return Tokens(*(None if y is None else y[cut.start : cut.stop] for y in x))

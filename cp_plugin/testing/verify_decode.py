@@ -31,7 +31,7 @@ from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.inference import Session, slots_for, tree
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import rules
-from cp_plugin.linear.tokens import Tokens, tokens_of
+from cp_plugin.linear.tokens import tokens_of
 from cp_plugin.methods import fp8
 from cp_plugin.methods.protocol import Kind, Provider
 from cp_plugin.placement.documents import DOCUMENTS, get_layout
@@ -194,8 +194,7 @@ def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]
         prompt.append(cp.unshard(out))
     with cp.mesh.ledger.phase("decode"):
         for first, stop in pairwise(accumulate(case.steps, initial=n)):
-            tokens = Tokens(*(None if y is None else y[first:stop] for y in whole))
-            out, state = rules.run(tokens, state)
+            out, state = rules.run(whole.at(slice(first, stop)), state)
             decoded.append(out.to(x.q.dtype))
     return torch.cat(prompt), torch.cat(decoded), []
 

@@ -195,7 +195,7 @@ def _kept(t: Trial, b: Batch) -> Tensor:
 
 
 def _extended_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    given, kept = _linear_case(t, b).tokens(*_five(x, t.asked["scale"])), _kept(t, b)[..., None, None]
+    given, kept = _linear_case(t, b).make_tokens(*_five(x, t.asked["scale"])), _kept(t, b)[..., None, None]
     decay = None if given.log_decay is None else given.log_decay * kept
     out, state = recurrence.run(given._replace(k=given.k * kept, log_decay=decay))
     return torch.cat((out.flatten(), state.flatten()))
@@ -261,7 +261,7 @@ CALLS = {
         _attention_inputs, _session, lambda t, b, x: _case(t, b).outputs(**x, scale=t.asked["scale"]), whole=True
     ),
     "linear_state": Call(
-        _linear_inputs, _state, lambda t, b, x: recurrence.run(_linear_case(t, b).tokens(*_five(x)))[1], whole=True
+        _linear_inputs, _state, lambda t, b, x: recurrence.run(_linear_case(t, b).make_tokens(*_five(x)))[1], whole=True
     ),
     "extend_linear": Call(_linear_inputs, _extended, _extended_alone, whole=True),
 }

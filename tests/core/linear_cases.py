@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.core.problem import Decay
+from cp_plugin.core.problem import Decay, Problem
 from cp_plugin.linear import recurrence
 from cp_plugin.linear.tokens import Tokens, tokens_of
 
@@ -30,24 +30,18 @@ class Values(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearCase:
-    """One problem. Decays range from 1 - 1e-6 to exp(-50)."""
+class LinearCase(Problem):
+    """One problem. Decays range from 1 - 1e-6 to exp(-50); keys of the delta rule have a norm of 1."""
 
-    decay: Decay = "none"
-    delta: bool = False
-    """By the delta rule, with keys of norm 1."""
+    size: int = 1
     beta: float = 2.0
     """The largest; the smallest is 0."""
-    causal: bool = True
-    documents: bool = False
     seq_length: int = 96
     batch: int = 2
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 8
     v_head_dim: int = 6
-    bounds: tuple[int, ...] = ()
-    """Of the documents; empty: some."""
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -90,11 +84,11 @@ class LinearCase:
 
     def final_state(self) -> Tensor:
         """After the last token, from the first one on."""
-        return recurrence.run(self.tokens(*self.inputs()[:5]))[1]
+        return recurrence.run(self.make_tokens(*self.inputs()[:5]))[1]
 
     def outputs(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None) -> Tensor:
         """The recurrence; without a causal mask also in reverse, counting each token itself once."""
-        x = self.tokens(q, k, v, log_decay, beta)
+        x = self.make_tokens(q, k, v, log_decay, beta)
         out = recurrence.run(x)[0]
         if self.causal:
             return out
@@ -103,7 +97,7 @@ class LinearCase:
         itself = torch.einsum("sbhd,sbhd->sbh", q, k.repeat_interleave(repeat, 2)).unsqueeze(3)
         return out + recurrence.run(back)[0].flip(0) - itself * v.repeat_interleave(repeat, 2)
 
-    def tokens(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None) -> Tokens:
+    def make_tokens(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None) -> Tokens:
         """The whole sequence as one segment."""
         return tokens_of(q, k, v, log_decay, beta)._replace(starts=self._marks(0, (0, -1)))
 

@@ -44,12 +44,8 @@ def hops_that_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zeco, "_HOP_BYTES", {"nccl": 200, "gloo": 200})
 
 
-def described(case: LinearCase, size: int, dtype: torch.dtype = torch.float64) -> Problem:
-    return Problem(
-        size=size, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, v_head_dim=case.v_head_dim,
-        seq_length=case.seq_length, batch=case.batch, dtype=dtype, causal=case.causal, decay=case.decay,
-        delta=case.delta, documents=case.documents,
-    )  # fmt: skip
+def described(case: LinearCase, size: int, **more: Any) -> Problem:
+    return replace(case, size=size, dtype=torch.float64, bounds=(), **more)
 
 
 def refused(provider: str, case: LinearCase, layout: str) -> bool:
@@ -101,7 +97,7 @@ def summed(ranks: list[list[Tensor]], case: LinearCase) -> list[list[Tensor]]:
 def test_chunked_equals_recurrence(decay: Any, delta: bool, documents: bool, tokens: int) -> None:
     case = LinearCase(decay=decay, delta=delta, documents=documents, seq_length=tokens)
     *inputs, dout = case.inputs()
-    x = case.tokens(*inputs)
+    x = case.make_tokens(*inputs)
     found, want = ((f(x), *recomputed(f, dout, x)) for f in (rules.forward, recurrence.forward))
     assert len(found) == len(want) == 4 + (decay != "none") + delta
     assert max(map(distance, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
@@ -168,7 +164,7 @@ def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
     for got in summed(list(ranks), case):
         assert max(map(distance, got, case.want())) <= 1e-9
     placed = place([3, 47, 3, 7, 36], size).layout
-    formula = providers.get("lasp2").traffic(replace(described(case, size), placed=placed), Options(), 0)
+    formula = providers.get("lasp2").traffic(described(case, size, placed=placed), Options(), 0)
     assert set(ledgers[0]) == {("forward", "cp"), ("backward", "cp")}
     assert all(sent == formula for sent in ledgers)
 

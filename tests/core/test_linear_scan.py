@@ -119,7 +119,7 @@ def test_chunks_in_float32(x: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slabs_change_nothing(decay: Any, delta: bool, documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = LinearCase(decay=decay, delta=delta, documents=documents, seq_length=300)
     *inputs, dout = case.inputs()
-    x = case.tokens(*inputs)
+    x = case.make_tokens(*inputs)
     want = (rules.forward(x), *segment.recomputed(rules.forward, dout, x))
     monkeypatch.setattr(products, "HELD", 3 * 4 * 64**2)  # of the ten chunks, three at one time
     for a, b in zip((rules.forward(x), *segment.recomputed(rules.forward, dout, x)), want, strict=True):

@@ -162,7 +162,7 @@ def delta_net_from(args: argparse.Namespace, provider: str | None, options: Opti
             "share one token layout, which a softmax provider must support. Add --cp-provider with one of "
             f"{', '.join(declared().names())}"
         )
-    layout = _layout(Linear(variant="", provider=name), provider, options.layout)
+    layout = _layout(name, provider, options.layout)
     return DeltaNet(
         provider=name,
         options=Options(layout=layout),
@@ -191,9 +191,9 @@ def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Lin
     linear, options = replace(linear, options=Options(**own)), replace(options, **dict.fromkeys(alone))
     if provider == AUTO:
         if options.layout is not None:
-            check_layout(linear, options.layout)
+            check_layout(linear.provider, options.layout)
         return linear, options
-    layout, name = _layout(linear, provider, options.layout), options.backend
+    layout, name = _layout(linear.provider, provider, options.layout), options.backend
     for_linear, for_softmax = (name in (AUTO, *of) for of in (declared().linear_kernels, declared().kernels))
     if provider is None:
         one_of("--cp-backend", name, (AUTO, *declared().linear_kernels))
@@ -228,20 +228,20 @@ def _pattern(text: str) -> str:
     return text
 
 
-def check_layout(linear: Linear, layout: str) -> None:
-    """ValueError for a layout on which the linear layers' provider does not run."""
+def check_layout(linear: str, layout: str) -> None:
+    """ValueError for a layout on which this provider of linear layers does not run."""
     declared().check_layout(layout)
-    has = declared().methods[linear.provider].layouts
+    has = declared().methods[linear].layouts
     if layout not in has:
         raise ValueError(
             f"--cp-layout {layout} does not suit linear attention, which needs neighbouring tokens on the same rank: "
-            f"--cp-linear-provider {linear.provider} runs on {', '.join(has)}; use one of these"
+            f"--cp-linear-provider {linear} runs on {', '.join(has)}; use one of these"
         )
 
 
-def _layout(linear: Linear, provider: str | None, asked: str | None) -> str:
+def _layout(linear: str, provider: str | None, asked: str | None) -> str:
     methods = declared().methods
-    has = methods[linear.provider].layouts
+    has = methods[linear].layouts
     if asked is not None:
         check_layout(linear, asked)
         return asked
@@ -252,7 +252,7 @@ def _layout(linear: Linear, provider: str | None, asked: str | None) -> str:
         fits = [name for name in declared().names() if set(methods[name].layouts) & set(has)]
         raise ValueError(
             f"--cp-provider {provider} runs only on the layout {', '.join(methods[provider].layouts)}, but "
-            f"--cp-linear-provider {linear.provider} on {', '.join(has)}; a model has a single layout: use "
+            f"--cp-linear-provider {linear} on {', '.join(has)}; a model has a single layout: use "
             f"--cp-provider with one of {', '.join(fits)}"
         )
     return common[0]

@@ -87,7 +87,7 @@ def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
         trial.calculate_per_token_loss |= layout.needs_counting(run, get_layout(name))
         try:
             if settings.linear is not None:
-                linear_flags.check_layout(settings.linear, name)
+                linear_flags.check_layout(settings.linear.provider, name)
             refuse(layout.RULES, run)
             found.append(name)
         except ValueError as error:

@@ -166,12 +166,12 @@ class Linear:
 
 def _states(x: Tokens, at: Sequence[int]) -> Tensor:
     """The states of one head, in float64, after these tokens: ``[r, d, e]``."""
-    x = Tokens(*(None if y is None else y if y.dtype == torch.bool else y.double() for y in x))
+    x = x.each(lambda y: y if y.dtype == torch.bool else y.double())
     state = x.k.new_zeros(1, 1, x.k.size(3), x.v.size(3))
     ends = sorted({0, *(token + 1 for token in at), *range(_SLAB, max(at), _SLAB)})
     found = {}
     for start, stop in pairwise(ends):
-        _, state = rules.run(Tokens(*(None if y is None else y[start:stop] for y in x)), state)
+        _, state = rules.run(x.at(slice(start, stop)), state)
         found[stop] = state[0, 0]
     return torch.stack([found[token + 1] for token in at])
 
