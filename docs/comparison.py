@@ -117,7 +117,7 @@ def states_table() -> str:
 def largest_call(name: str, problem: Problem) -> int:
     """Largest q, k, v bytes that the first rank passes to the kernel at once, traced without data."""
     given: list[int] = []
-    kernel = RecordingKernel(lambda *block: given.append(sum(t.numel() * t.element_size() for t in block[:3])))
+    kernel = RecordingKernel(lambda q, kv, block: given.append(sum(t.nbytes for t in (q.q, *kv.tensors))))
     q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
     without_peers(name, problem, Options(), 0, kernel).forward(Queries(q), KeyValues(k, v))
     return max(given)

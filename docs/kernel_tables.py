@@ -17,6 +17,7 @@ from cp_plugin import Options, Problem
 from cp_plugin.attention.setups import settled
 from cp_plugin.attention.traced_blocks import asked_of
 from cp_plugin.common.text import in_bytes
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends import devices, flash, te
 from cp_plugin.kernels.backends.flash_libraries import Library
@@ -131,13 +132,12 @@ def _shortened(reason: str) -> str:
 
 def refusals(capability: tuple[int, int], call: Call) -> dict[str, str | None]:
     """Candidate of ``auto``, in its order -> why it does not take such tensors, if all libraries are installed."""
+    info, found = CallInfo(CUDA, call.dtype, call.head_dim, call.v_head_dim), {}
     with everything_installed(capability, call.deterministic):
-        found = {}
         for title, backend in backends.candidates(CUDA)[1]:
             plans = call.varies and backend.name in devices.PLANS_EACH_SHAPE
-            reason = backend.unsupported(CUDA, call.dtype, call.head_dim, call.v_head_dim)
-            found[title] = backends.A_PLAN_EACH if plans and reason is None else reason
-        chosen, _ = backends.choose("auto", CUDA, call.dtype, call.head_dim, call.v_head_dim, plans=not call.varies)
+            found[title] = backend.unsupported(info) or (backends.A_PLAN_EACH if plans else None)
+        chosen, _ = backends.choose("auto", info, plans=not call.varies)
     first = next(title for title, reason in found.items() if reason is None)
     assert first.partition(" ")[0] == chosen.name, "the table is not what auto does"
     del found["reference"]

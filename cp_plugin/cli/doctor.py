@@ -26,7 +26,7 @@ from cp_plugin.common.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_su
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.problem import CallInfo, Problem
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.backends import AnyBackend
 from cp_plugin.testing import oracle
@@ -198,7 +198,7 @@ def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> 
         "dtype": dtype_name(dtype),
         "needed": backend.name in ("reference", *_auto(device, dtype, 64, 64).backends),
     }
-    reason = backend.unsupported(device, dtype, 64, 64)
+    reason = backend.unsupported(CallInfo(device, dtype, 64, 64))
     if reason is not None:
         return KernelCheck(**where, result=f"cannot run here: {reason}", works=None)
     case = oracle.make_case(Problem(size=1, heads=4, kv_heads=2, head_dim=64, seq_length=128, dtype=dtype))

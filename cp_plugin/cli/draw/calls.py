@@ -118,7 +118,7 @@ def record(
         cp = ContextParallel(settled, mesh=mesh)
         q, k = (cp.shard(_marked(seq_length, n)) for n in (heads, typical.kv_heads))
         calls: list[Call] = []
-        kernel = RecordingKernel(lambda q, k, v, block: calls.append(_call(mesh.index, calls, q, k, causal)))
+        kernel = RecordingKernel(lambda q, kv, block: calls.append(_call(mesh.index, calls, q.q, kv.k, causal)))
         cp.around(kernel, cp.problem(q, k, k, causal=causal)).forward(Queries(q), KeyValues(k, k))
         return cp.layout.name, cp.positions(seq_length), calls
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from cp_plugin.core.block import Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.backends.flash_libraries import LOAD, Library
-from cp_plugin.kernels.backends.sdpa import TakesOut, is_causal, minus_infinity
+from cp_plugin.kernels.backends.sdpa import TakesOut, is_causal, minus_infinity, no_half_on_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,10 @@ class Flash(TakesOut):
     generation: int | None = None
     """None: the first in the order of ``devices`` that is installed and runs here."""
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        if device.type != "cuda":
-            return "flash-attn runs on CUDA devices only"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"flash-attn takes bfloat16 and float16, not {dtype}"
-        chosen = self._chosen(device, head_dim, v_head_dim)
+    def unsupported(self, call: CallInfo) -> str | None:
+        if reason := no_half_on_cuda("flash-attn", call):
+            return reason
+        chosen = self._chosen(call.device, call.head_dim, call.v_head_dim)
         return chosen if isinstance(chosen, str) else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
