@@ -72,7 +72,10 @@ class BlockKernel(Protocol):
 
 
 class BlockBackend(BlockKernel, Protocol):
-    """Attention of a whole block: any positions, any mask but a tree. A running ``onto`` has float32 out and lse."""
+    """Attention of a whole block: any positions, any mask but a tree.
+
+    A running ``onto`` has out in the dtype of lse, and both may be updated in place.
+    """
 
     name: str
 
