@@ -17,7 +17,7 @@ from cp_plugin.attention.setups import Setup, settled_or_reason
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.core.block import Scores
 from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.problem import CallInfo, Problem
 from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.methods import registry as providers
@@ -98,8 +98,7 @@ def lacking(backend: str, device: torch.device, problem: Problem = USUAL) -> str
         return ""
     if backend == "reference":
         return ONLY_A_REFERENCE
-    sizes = problem.head_dim, problem.v_head_dim
-    return backends.get(backend).unsupported(device, problem.dtype, *sizes) or ""
+    return backends.get(backend).unsupported(CallInfo.of(problem, device)) or ""
 
 
 def cannot(setup: Setup, device: torch.device) -> str:

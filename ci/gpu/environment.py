@@ -14,6 +14,7 @@ import torch
 from pack import described
 from record import Step
 
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.kernels import backends
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ def main() -> None:
         step.note(machine=machine(step.smoke), versions=versions(), made=made(), **described())
         for name in backends.names():
             if name != "auto":
-                reason = backends.get(name).unsupported(step.device, torch.bfloat16, 128, 128)
+                reason = backends.get(name).unsupported(CallInfo(step.device, torch.bfloat16, 128, 128))
                 if reason is not None:
                     step.not_run(f"backend {name}", reason)
 

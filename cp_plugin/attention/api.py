@@ -47,7 +47,7 @@ from cp_plugin.core.spelling import as_called
 from cp_plugin.core.tree import Tree
 from cp_plugin.core.values import Owners
 from cp_plugin.kernels import backends, blocks
-from cp_plugin.kernels.blocks import BlockKernel
+from cp_plugin.kernels.backends import BlockKernel
 from cp_plugin.linear import kernels
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.gradient_dtype import float32_unless_told

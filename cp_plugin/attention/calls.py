@@ -17,7 +17,7 @@ from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.kernels.blocks import BlockKernel
+from cp_plugin.kernels.backends import BlockKernel
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.moves import no_gradients, nothing_seen
 from cp_plugin.methods.protocol import Attend, Provider

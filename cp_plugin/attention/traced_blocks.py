@@ -13,12 +13,11 @@ from cp_plugin.attention.calls import shapes, without_peers
 from cp_plugin.core.block import Block
 from cp_plugin.core.layout import sort_positions
 from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.problem import CallInfo, Problem
 from cp_plugin.core.spelling import spelled
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.kernels.backends import fp8_kernels
-from cp_plugin.kernels.backends.te_fp8 import TransformerEngineFp8
+from cp_plugin.kernels.backends import fp8_kernels, te_fp8
 from cp_plugin.kernels.cost import Sizes
 from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.methods.protocol import Provider
@@ -36,7 +35,7 @@ def asked_of(provider: str | Provider, problem: Problem, options: Options, index
     """Kernel calls of rank ``index`` in one forward; ValueError for options that do not fit, or a problem that the
     provider does not support."""
     found: list[Asked] = []
-    kernel = RecordingKernel(lambda q, k, v, block: found.append(Asked(block, Sizes.of(q, k, v), q.size(1))))
+    kernel = RecordingKernel(lambda q, kv, block: found.append(Asked(block, Sizes.of(q.q, *kv.tensors), q.q.size(1))))
     q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
     without_peers(provider, problem, options, index, kernel).forward(Queries(q), KeyValues(k, v))
     return found
@@ -49,17 +48,17 @@ def refuse_tiles(provider: str | Provider, problem: Problem, options: Options, d
     packed documents are known in training only.
     """
     backend = fp8_kernels()[0] if options.backend == "auto" else options.backend
-    if options.fp8 != "compute" or backend != TransformerEngineFp8().name or problem.documents:
+    if options.fp8 != "compute" or backend != te_fp8.BACKEND.name or problem.documents:
         return
-    kernel, last = TransformerEngineFp8(), problem.size - 1
+    last = problem.size - 1
     for index in sorted({0, min(1, last), problem.size // 2, last}):
         for block, sizes, batch in asked_of(provider, problem, options, index):
             rows, keys = (sort_positions(side, torch.device("cpu"))[0] for side in (block.rows, block.keys))
             for tile in (part for whole in tiles(rows, keys, block.mask) for part in whole.cut()):
                 heads = (batch, sizes.heads // batch, sizes.kv_heads // batch)
                 tokens = (len(tile.q), len(tile.k))
-                head_sizes = (sizes.head_dim, sizes.v_head_dim)
-                reason = kernel.unsupported_tile(device, problem.dtype, *head_sizes, not tile.full, (*heads, *tokens))
+                call = CallInfo(device, problem.dtype, sizes.head_dim, sizes.v_head_dim)
+                reason = te_fp8.unsupported_tile(call, not tile.full, (*heads, *tokens))
                 if reason is not None:
                     name = getattr(provider, "name", provider)
                     raise ValueError(

@@ -25,7 +25,7 @@ from cp_plugin.common.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_su
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.problem import CallInfo, Problem
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.backends import AnyBackend
 from cp_plugin.testing import oracle
@@ -155,7 +155,7 @@ def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> 
         found = f"{device.type} {dtype_name(dtype)}"
         return Fact(name=backend.name, found=found, result=result, works=works, needed=needed)
 
-    reason = backend.unsupported(device, dtype, 64, 64)
+    reason = backend.unsupported(CallInfo(device, dtype, 64, 64))
     if reason is not None:
         return fact(f"not here: {reason}", None)
     case = oracle.make_case(problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -16,6 +16,19 @@ from cp_plugin.core.mask import Mask, Window
 Decay = Literal["none", "head", "token", "key"]
 Fp8 = Literal["comm", "compute"]
 Network = Literal["nccl", "gloo"]
+
+
+class CallInfo(NamedTuple):
+    """What decides whether a kernel can run a call."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, problem: Problem, device: torch.device) -> CallInfo:
+        return cls(device, problem.dtype, problem.head_dim, problem.v_head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

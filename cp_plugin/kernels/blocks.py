@@ -1,7 +1,7 @@
 """Attention of a block: queries and keys at known positions, under a mask.
 
 library kernels   support full and causal tiles: the block is cut into these and the results merged (``Tiled``)
-own kernels       take positions and mask directly, in one launch (``Whole``), a tree in one per depth (``ByDepth``)
+own kernels       take positions and mask directly, in one launch, a tree in one per depth (``Whole``)
 auto on CUDA      a library for one tile or a few large ones, otherwise our kernels (``Either``)
 """
 
@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,23 +21,15 @@ from cp_plugin.core.block import Block
 from cp_plugin.core.layout import KEPT_BYTES, Segments, join_adjacent, sort_positions, take
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.problem import CallInfo, Problem
 from cp_plugin.core.scaling import Scaling
 from cp_plugin.core.spelling import spelled
 from cp_plugin.core.tiles import Tile, may_meet, square_tiles, tiles
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Shard, Sums
 from cp_plugin.kernels import backends, fused
-from cp_plugin.kernels.backends import AnyBackend, Backend, BlockBackend
+from cp_plugin.kernels.backends import AnyBackend, Backend, BlockBackend, BlockKernel
 from cp_plugin.kernels.cost import Cost, Sizes, Speeds, cost, speeds
 from cp_plugin.kernels.merge import accumulator, add, add_rows, add_sums, merge, merge_rows
-
-
-class BlockKernel(Protocol):
-    """Attention of one block on one device, as in ``methods.protocol.Attend``."""
-
-    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None: ...
-
-    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None: ...
 
 
 class Chosen(NamedTuple):
@@ -85,10 +77,10 @@ def choose(
         scaling: scales of an FP8 kernel; None: current scaling.
         plans: False: ``auto`` takes no library that builds a plan per shape, as for packed documents.
     """
-    sizes = (problem.head_dim, problem.v_head_dim)
+    call = CallInfo.of(problem, device)
     if options.fp8 == "compute" and options.backend == "auto":
         backend, why = backends.get(backends.fp8_kernels()[0]), spelled("fp8", "compute")
-        reason = backend.unsupported(device, problem.dtype, *sizes)
+        reason = backend.unsupported(call)
         if reason is not None:
             raise ValueError(
                 f"{spelled('fp8', 'compute')} cannot run here: {reason}; use {spelled('fp8', 'comm')}, which sends in "
@@ -97,7 +89,7 @@ def choose(
             )
         return Chosen(kernel(_scaled(backend, scaling), problem, device, auto=False), (backend.name,), why)
     plans = plans and not problem.documents
-    backend, why = backends.choose(options.backend, device, problem.dtype, *sizes, plans=plans)
+    backend, why = backends.choose(options.backend, call, plans=plans)
     backend = _scaled(backend, scaling)
     found = kernel(backend, problem, device, auto=options.backend == "auto")
     second = (backends.OURS,) if isinstance(found, Either) else ()
@@ -112,13 +104,12 @@ def _scaled(backend: AnyBackend, scaling: Scaling | None) -> AnyBackend:
 
 def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto: bool) -> BlockKernel:
     """The block kernel of a backend; with ``auto`` on CUDA also our own beside it."""
-    if isinstance(backend, BlockBackend):
-        return InOrder(ByDepth(Whole(backend)), enough=LONG)
+    if not isinstance(backend, Backend):
+        return InOrder(Whole(backend), enough=LONG)
     library = Tiled(backend)
     own = backends.get(backends.OURS)
-    sizes = (problem.head_dim, problem.v_head_dim)
-    if auto and device.type == "cuda" and own.unsupported(device, problem.dtype, *sizes) is None:
-        return Either(library, InOrder(ByDepth(Whole(own)), enough=LONG), speeds(backend, device))
+    if auto and device.type == "cuda" and own.unsupported(CallInfo.of(problem, device)) is None:
+        return Either(library, InOrder(Whole(own), enough=LONG), speeds(backend, device))
     return InOrder(library)
 
 
@@ -239,24 +230,6 @@ class Tiled:
         return tiles(*block.area) if self.backend.any_diagonal else square_tiles(*block.area)
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Block attention by a block kernel."""
-
-    backend: BlockBackend
-
-    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
-        if not may_meet(*block.area):
-            return onto
-        running = None if onto is None else Partial(accumulator(onto.out), onto.lse)
-        return self.backend.attend(queries, kv, block, running)
-
-    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
-        if not may_meet(*block.area):
-            return None
-        return add_sums(onto, self.backend.gradients(queries, kv, block))
-
-
 class Level(NamedTuple):
     """Keys at one depth of a tree, and the packed documents formed by their subtrees."""
 
@@ -267,31 +240,36 @@ class Level(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ByDepth:
-    """A tree for a kernel that supports packed documents: one pack per depth, with subtrees as documents."""
+class Whole:
+    """Block attention by a block backend: in one call, or for a tree one per depth, with subtrees as documents."""
 
-    inner: Whole
+    backend: BlockBackend
 
     def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
+        if not may_meet(*block.area):
+            return onto
         if not block.mask.stops:
-            return self.inner.forward(queries, kv, block, onto)
+            running = None if onto is None else Partial(accumulator(onto.out), onto.lse)
+            return self.backend.forward(queries, kv, block, running)
         order, levels = _by_depth(block.keys, block.mask, queries.q.device)
         kv = Sorted(block.keys, order).sort(kv)
         for place, keys, mask in levels:
             there = KeyValues(kv.k[place], kv.v[place], owners=kv.owners)
-            onto = self.inner.forward(queries, there, block._replace(keys=keys, mask=mask), onto)
+            onto = self.forward(queries, there, block._replace(keys=keys, mask=mask), onto)
         return onto
 
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
+        if not may_meet(*block.area):
+            return None
         if not block.mask.stops:
-            return self.inner.backward(queries, kv, block, onto)
+            return self.backend.backward(queries, kv, block, onto)
         order, levels = _by_depth(block.keys, block.mask, queries.q.device)
         by_depth = Sorted(block.keys, order)
         kv = by_depth.sort(kv)
         dq, dkv, met = onto.dq, [], False
         for place, keys, mask in levels:
             there = KeyValues(kv.k[place], kv.v[place], owners=kv.owners)
-            grads = self.inner.backward(queries, there, block._replace(keys=keys, mask=mask), Sums(dq=dq))
+            grads = self.backward(queries, there, block._replace(keys=keys, mask=mask), Sums(dq=dq))
             if grads is not None:
                 dq, met = grads.dq, True
             dkv.append(tuple(map(torch.zeros_like, there.tensors)) if grads is None else grads[1:])

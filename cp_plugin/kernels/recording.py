@@ -22,17 +22,17 @@ from cp_plugin.kernels.merge import accumulator, add_sums
 class RecordingKernel:
     """A ``BlockKernel`` without attention; results are uninitialised."""
 
-    asked: Callable[[Tensor, Tensor, Tensor, Block], object] = lambda q, k, v, block: None
-    """Called at every forward."""
+    asked: Callable[[Queries, KeyValues, Block], object] = lambda queries, kv, block: None
+    """Called in both directions; in the backward queries carry a dout."""
 
     def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
-        q, (k, v) = queries.q, kv.tensors
-        self.asked(q, k, v, block)
+        self.asked(queries, kv, block)
         if not may_meet(*block.area):
             return onto
-        return Partial(accumulator(onto.out), onto.lse) if onto is not None else Partial(*results(q, v))
+        return Partial(accumulator(onto.out), onto.lse) if onto is not None else Partial(*results(queries.q, kv.v))
 
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
+        self.asked(queries, kv, block)
         if not may_meet(*block.area):
             return None
         return add_sums(onto, Gradients(*map(torch.empty_like, (queries.q, *kv.tensors))))

@@ -12,7 +12,7 @@ from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Owners, Partial, Queries, Sums
-from cp_plugin.kernels.blocks import BlockKernel
+from cp_plugin.kernels.backends import BlockKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

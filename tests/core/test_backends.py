@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import Case, Result, assert_close, errors, relative_error
+from library_tiles import run
+from oracle import Case, Result, assert_close, errors
 
 from cp_plugin.core.block import Scores
-from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.reference import Reference
 from cp_plugin.kernels.fused import out_from_delta
 
 CPU = torch.device("cpu")
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-
-
-HERE = [
-    name
-    for name in backends.names()[1:]
-    if name not in backends.fp8_kernels() and backends.get(name).unsupported(CPU, torch.float32, 16, 16) is None
-]
-
-
-def run(backend: backends.Backend, case: Case) -> Result:
-    q, k, v, dout = case.inputs()
-    diagonal = 0 if case.causal else case.seq_length
-    scale = case.head_dim**-0.5
-    out, lse = backend.forward(q, k, v, diagonal, Scores(scale))
-    wide = accumulation_dtype(case.dtype)
-    assert out.dtype == case.dtype and lse.dtype == wide
-    want = backends.get("reference").forward(q, k, v, diagonal, Scores(scale))[1]
-    assert relative_error(lse, want) <= DTYPES[case.dtype]
-    delta = (dout.to(wide) * out.to(wide)).sum(-1)
-    grads = backend.backward(dout, q, k, v, lse, backend.row_term(dout, delta), diagonal, Scores(scale))
-    assert all(x.stride(-1) == 1 for x in (out, *grads))
-    return Result(out, *grads)
+PLAIN = [name for name in backends.names()[1:] if name not in backends.fp8_kernels()]
+HERE = [name for name in PLAIN if backends.get(name).unsupported(CallInfo(CPU, torch.float32, 16, 16)) is None]
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -45,13 +26,13 @@ def run(backend: backends.Backend, case: Case) -> Result:
 def test_kernel_equals_oracle(name: str, dtype: torch.dtype, kv_heads: int, causal: bool) -> None:
     """Equal and different head sizes of keys and values, as in multi-latent attention."""
     backend = backends.get(name)
-    reason = backend.unsupported(CPU, dtype, 16, 16)
+    reason = backend.unsupported(CallInfo(CPU, dtype, 16, 16))
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
     for d, e in ((16, 16), (24, 16), (16, 24)):
         sizes = {"kv_heads": kv_heads, "head_dim": d, "v_head_dim": e}
         case = Case(seq_length=48, heads=8, causal=causal, dtype=dtype, **sizes)
-        assert_close(run(backend, case), case.reference(), DTYPES[dtype], (name, case))
+        assert_close(run(backend, case, limit=DTYPES[dtype]), case.reference(), DTYPES[dtype], (name, case))
 
 
 @pytest.mark.parametrize("diagonal", [-7, -3, -1, 0, 2, 4, 9])
@@ -111,8 +92,8 @@ def test_stand_in_for_tiny_huge_and_zero_gradients() -> None:
 
 def test_auto_chooses_the_first_that_can_run() -> None:
     for sizes in ((64, 64), (192, 128), (128, 192)):
-        assert backends.choose("auto", CPU, torch.bfloat16, *sizes)[0].name == "sdpa"
-    chosen, reason = backends.choose("auto", torch.device("meta"), torch.bfloat16, 192, 128)
+        assert backends.choose("auto", CallInfo(CPU, torch.bfloat16, *sizes))[0].name == "sdpa"
+    chosen, reason = backends.choose("auto", CallInfo(torch.device("meta"), torch.bfloat16, 192, 128))
     assert chosen.name == "reference" and "sdpa: torch has no flash attention for meta" in reason
 
 
@@ -120,13 +101,14 @@ def test_bad_backends_are_refused_with_the_fix() -> None:
     with pytest.raises(ValueError, match=r"--cp-backend fast: choose one of auto, cudnn, flash, sdpa, .*reference"):
         backends.get("fast")
     with pytest.raises(ValueError, match=r"--cp-backend cudnn cannot run here: .*CUDA.*use --cp-backend sdpa or auto"):
-        backends.choose("cudnn", CPU, torch.float32, 64, 64)
+        backends.choose("cudnn", CallInfo(CPU, torch.float32, 64, 64))
     with pytest.raises(ValueError, match=r"no attention kernel for torch.int32"):
-        backends.choose("auto", CPU, torch.int32, 64, 64)
+        backends.choose("auto", CallInfo(CPU, torch.int32, 64, 64))
     cuda = torch.device("cuda")
     sdpa = backends.get("sdpa")
-    assert "not torch.float32" in str(sdpa.unsupported(cuda, torch.float32, 64, 64))
+    assert "not torch.float32" in str(sdpa.unsupported(CallInfo(cuda, torch.float32, 64, 64)))
     for sizes in ((60, 60), (60, 36), (128, 260)):
-        assert f"multiples of 8 up to 256, not {max(sizes)}" in str(sdpa.unsupported(cuda, torch.bfloat16, *sizes))
-    assert sdpa.unsupported(cuda, torch.bfloat16, 192, 128) is None
-    assert sdpa.unsupported(cuda, torch.bfloat16, 128, 128) is None
+        reason = sdpa.unsupported(CallInfo(cuda, torch.bfloat16, *sizes))
+        assert f"multiples of 8 up to 256, not {max(sizes)}" in str(reason)
+    assert sdpa.unsupported(CallInfo(cuda, torch.bfloat16, 192, 128)) is None
+    assert sdpa.unsupported(CallInfo(cuda, torch.bfloat16, 128, 128)) is None

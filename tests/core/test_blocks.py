@@ -14,12 +14,12 @@ from cp_plugin.core.mask import CAUSAL, Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.tree import Tree
-from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.reference import _probabilities, attend
 from cp_plugin.kernels.backends.sdpa import Sdpa
-from cp_plugin.kernels.blocks import ByDepth, Either, InOrder, Tiled, Whole, kernel
-from cp_plugin.kernels.merge import merge
+from cp_plugin.kernels.blocks import Either, InOrder, Tiled, Whole, kernel
+from cp_plugin.kernels.merge import add_sums, merge
 from cp_plugin.placement.documents import get_layout
 
 
@@ -33,14 +33,14 @@ class ByPositions:
     def unsupported(self, *_: object) -> None:
         return None
 
-    def attend(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None) -> Partial:
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial:
         assert not block.mask.stops, "kernels know documents, not trees"
         self.asked.append((len(block.rows), len(block.keys)))
         merged = merge(onto, _attention(queries.q, *kv.tensors, block))
         assert merged is not None
         return merged
 
-    def gradients(self, queries: Queries, kv: KeyValues, block: Block) -> Gradients:
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients:
         (q, dout, lse, delta), (k, v), scale = queries.tensors, kv.tensors, block.scores.scale
         self.asked.append((len(block.rows), len(block.keys)))
         scores = (torch.einsum("qbhd,kbhd->bhqk", q, k) * scale).masked_fill(~_seen(*block.area), -torch.inf)
@@ -48,7 +48,7 @@ class ByPositions:
         dp = torch.einsum("qbhe,kbhe->bhqk", dout, v)
         ds = p * (dp - delta.permute(1, 2, 0).unsqueeze(-1)) * scale
         dq, dk = torch.einsum("bhqk,kbhd->qbhd", ds, k), torch.einsum("bhqk,qbhd->kbhd", ds, q)
-        return Gradients(dq, dk, torch.einsum("bhqk,qbhe->kbhe", p, dout))
+        return add_sums(onto, Gradients(dq, dk, torch.einsum("bhqk,qbhe->kbhe", p, dout)))
 
 
 def _seen(rows: Segments, keys: Segments, mask: Mask) -> Tensor:
@@ -102,8 +102,8 @@ def test_kernel_choice_and_agreement_of_all_paths(block: Block, goes_to: str) ->
     block = block._replace(scores=SCORES)
     q, k, v, dout = tensors(block)
     mine, tiled = ByPositions(), Tiled(Sdpa())
-    either = Either(tiled, InOrder(ByDepth(Whole(mine)), enough=3))
-    ways = (either, InOrder(tiled), InOrder(ByDepth(Whole(ByPositions()))), ByDepth(Whole(ByPositions())))
+    either = Either(tiled, InOrder(Whole(mine), enough=3))
+    ways = (either, InOrder(tiled), InOrder(Whole(ByPositions())), Whole(ByPositions()))
     want = _attention(q, k, v, block)
     for way in ways:
         found = way.forward(Queries(q), KeyValues(k, v), block)
@@ -154,4 +154,4 @@ def test_kernels_on_the_cpu() -> None:
     problem, cpu = Problem(size=1), torch.device("cpu")
     chosen = kernel(backends.get("sdpa"), problem, cpu, auto=True)
     assert chosen == InOrder(Tiled(Sdpa()))
-    assert isinstance(kernel(backends.get("triton"), problem, cpu, auto=False).inner, ByDepth)
+    assert isinstance(kernel(backends.get("triton"), problem, cpu, auto=False).inner, Whole)

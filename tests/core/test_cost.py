@@ -16,7 +16,7 @@ from cp_plugin.core.tiles import Tile
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import backends, cost
 from cp_plugin.kernels.backends import devices
-from cp_plugin.kernels.blocks import ByDepth, Either, InOrder, Tiled, kernel
+from cp_plugin.kernels.blocks import Either, InOrder, Tiled, Whole, kernel
 from cp_plugin.kernels.cost import MOST, Cost, Sizes, Speeds
 from cp_plugin.placement.documents import get_layout
 
@@ -163,6 +163,6 @@ def test_auto_weighs_kernels_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     problem, cuda = Problem(size=1), torch.device("cuda")
     found = kernel(backends.get("cudnn"), problem, cuda, auto=True)
-    assert isinstance(found, Either) and found.speeds == HOPPER["cudnn"] and isinstance(found.own.inner, ByDepth)
+    assert isinstance(found, Either) and found.speeds == HOPPER["cudnn"] and isinstance(found.own.inner, Whole)
     assert kernel(backends.get("cudnn"), problem, cuda, auto=False) == InOrder(Tiled(backends.get("cudnn")))
     assert kernel(backends.get("sdpa"), problem, torch.device("cpu"), auto=True) == InOrder(Tiled(backends.get("sdpa")))

@@ -11,6 +11,7 @@ import torch
 from fake_flash import FA3_2_8, FA3_LATER, Machine
 
 from cp_plugin import Options, Problem
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.backends import devices, flash
 from cp_plugin.kernels.backends.flash import Flash
@@ -71,7 +72,7 @@ def test_auto_choice(
     for library in installed.split():
         INSTALL[library](machine)
     machine.gpu(capability)
-    chosen, reason = backends.choose("auto", CUDA, torch.bfloat16, *sizes)
+    chosen, reason = backends.choose("auto", CallInfo(CUDA, torch.bfloat16, *sizes))
     assert (chosen.name, getattr(chosen, "generation", None)) == (name, generation), reason
     assert f"compute capability {capability[0]}.{capability[1]}" in reason
 
@@ -89,16 +90,16 @@ def test_our_kernels_by_name_where_they_do_not_run(
 ) -> None:
     machine.gpu(capability)
     with pytest.raises(ValueError) as refused:
-        backends.choose("triton", CUDA, dtype, *sizes)
+        backends.choose("triton", CallInfo(CUDA, dtype, *sizes))
     assert reason in str(refused.value)
 
 
 def test_reason_names_rejected_candidates(machine: Machine) -> None:
-    _, reason = backends.choose("auto", CUDA, torch.bfloat16, 128, 128)
+    _, reason = backends.choose("auto", CallInfo(CUDA, torch.bfloat16, 128, 128))
     assert reason.startswith("cudnn on Hopper (compute capability 9.0); not flash 3: flash-attn 3 is not installed: ")
     assert "; not te: Transformer Engine is not installed" in reason
     INSTALL["3"](machine)
-    assert backends.choose("auto", CUDA, torch.bfloat16, 128, 128)[1] == (
+    assert backends.choose("auto", CallInfo(CUDA, torch.bfloat16, 128, 128))[1] == (
         "first choice for torch.bfloat16 on Hopper (compute capability 9.0)"
     )
 
@@ -116,15 +117,15 @@ def test_no_plans_for_packs_and_where_lengths_vary(machine: Machine) -> None:
 
 
 def test_other_dtypes_and_deterministic_mode(machine: Machine) -> None:
-    assert backends.choose("auto", CUDA, torch.float16, 128, 128)[0].name == "cudnn"
-    assert backends.choose("auto", CUDA, torch.float32, 128, 128)[0].name == "triton"
-    assert backends.choose("auto", CUDA, torch.float64, 128, 128)[0].name == "reference"
+    assert backends.choose("auto", CallInfo(CUDA, torch.float16, 128, 128))[0].name == "cudnn"
+    assert backends.choose("auto", CallInfo(CUDA, torch.float32, 128, 128))[0].name == "triton"
+    assert backends.choose("auto", CallInfo(CUDA, torch.float64, 128, 128))[0].name == "reference"
     torch.use_deterministic_algorithms(True)
     try:
-        chosen, reason = backends.choose("auto", CUDA, torch.bfloat16, 128, 128)
+        chosen, reason = backends.choose("auto", CallInfo(CUDA, torch.bfloat16, 128, 128))
         assert chosen.name == "sdpa" and "cudnn: torch does not consider cuDNN's attention deterministic" in reason
         machine.flash3(FA3_2_8)
-        assert backends.choose("auto", CUDA, torch.bfloat16, 128, 128)[0] == Flash(generation=3)
+        assert backends.choose("auto", CallInfo(CUDA, torch.bfloat16, 128, 128))[0] == Flash(generation=3)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -132,13 +133,13 @@ def test_other_dtypes_and_deterministic_mode(machine: Machine) -> None:
 def test_head_sizes_of_older_cudnn(machine: Machine) -> None:
     machine.patch.setattr(torch.backends.cudnn, "version", lambda: 90900)
     for sizes in ((256, 256), (192, 128)):
-        assert backends.choose("auto", CUDA, torch.bfloat16, *sizes)[0].name == "sdpa"
+        assert backends.choose("auto", CallInfo(CUDA, torch.bfloat16, *sizes))[0].name == "sdpa"
     machine.gpu((10, 0))
-    assert backends.choose("auto", CUDA, torch.bfloat16, 192, 128)[0].name == "sdpa"
+    assert backends.choose("auto", CallInfo(CUDA, torch.bfloat16, 192, 128))[0].name == "sdpa"
     machine.patch.setattr(torch.backends.cudnn, "version", lambda: 91100)
-    assert backends.choose("auto", CUDA, torch.bfloat16, 192, 128)[0].name == "cudnn"
+    assert backends.choose("auto", CallInfo(CUDA, torch.bfloat16, 192, 128))[0].name == "cudnn"
     machine.patch.setattr(torch.backends.cudnn, "is_available", lambda: False)
-    assert backends.choose("auto", CUDA, torch.bfloat16, 128, 128)[0].name == "sdpa"
+    assert backends.choose("auto", CallInfo(CUDA, torch.bfloat16, 128, 128))[0].name == "sdpa"
 
 
 def test_every_line_of_the_table_has_a_kernel_and_a_source() -> None:

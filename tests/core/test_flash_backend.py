@@ -16,6 +16,7 @@ from library_signatures import function, versions
 from oracle import Case, Result, assert_close
 
 from cp_plugin.core.block import Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.kernels.backends import flash
 from cp_plugin.kernels.backends.flash import Flash
 
@@ -34,7 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def run(case: Case) -> Result:
-    return library_tiles.run(Flash(), case)
+    return library_tiles.run(Flash(), case, strided=True)
 
 
 GENERATIONS = {
@@ -65,13 +66,13 @@ FLASH = [(library, v) for library in ("flash-attn 2", "flash-attn 3", "flash-att
 def test_recorded_versions_of_flash_attn(machine: Machine, library: str, version: str) -> None:
     install(machine, library, version)
     kernel = Flash(generation=int(library[-1]))
-    reason = kernel.unsupported(CUDA, torch.bfloat16, 64, 64)
+    reason = kernel.unsupported(CallInfo(CUDA, torch.bfloat16, 64, 64))
     if (library, version) in TOO_OLD:
         assert reason is not None and TOO_OLD[library, version] in reason
         return
     assert reason is None
     case = Case(seq_length=8, heads=2, kv_heads=1, causal=True, dtype=torch.bfloat16)
-    assert_close(library_tiles.run(kernel, case), case.reference(), 1e-2, (library, version))
+    assert_close(library_tiles.run(kernel, case, strided=True), case.reference(), 1e-2, (library, version))
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -111,7 +112,7 @@ def test_generation_per_gpu(machine: Machine) -> None:
         run(case)
         assert [k for k in before if len(k.head_sizes) > before[k]] == [taken], capability
     machine.gpu((10, 0))
-    reason = Flash(generation=3).unsupported(CUDA, torch.bfloat16, 64, 64)
+    reason = Flash(generation=3).unsupported(CallInfo(CUDA, torch.bfloat16, 64, 64))
     assert reason == "flash-attn-3 of unknown version needs Hopper, not compute capability 10.0"
 
 
@@ -119,7 +120,7 @@ def test_limits_of_version_4(machine: Machine) -> None:
     machine.flash4()
 
     def reason(head_dim: int, v_head_dim: int) -> str | None:
-        return Flash(generation=4).unsupported(CUDA, torch.bfloat16, head_dim, v_head_dim)
+        return Flash(generation=4).unsupported(CallInfo(CUDA, torch.bfloat16, head_dim, v_head_dim))
 
     assert reason(128, 128) is None and reason(64, 128) is None
     assert "up to 128 on compute capability 9.x, not 192 with 128" in str(reason(192, 128))
@@ -150,22 +151,23 @@ def test_torchs_deterministic_mode_reaches_the_backward(machine: Machine) -> Non
         assert "no deterministic backward for head size 256" in refused(256, 256)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert kernel.deterministic == [False, True] and Flash().unsupported(CUDA, torch.bfloat16, 256, 256) is None
+    reason = Flash().unsupported(CallInfo(CUDA, torch.bfloat16, 256, 256))
+    assert kernel.deterministic == [False, True] and reason is None
 
 
 def refused(head_dim: int = 64, v_head_dim: int = 64) -> str:
-    reason = Flash().unsupported(CUDA, torch.bfloat16, head_dim, v_head_dim)
+    reason = Flash().unsupported(CallInfo(CUDA, torch.bfloat16, head_dim, v_head_dim))
     assert reason is not None
     return reason
 
 
 def test_missing_libraries_are_named_with_install_advice(machine: Machine) -> None:
-    assert "CUDA" in str(Flash().unsupported(torch.device("cpu"), torch.bfloat16, 64, 64))
-    assert "not torch.float32" in str(Flash().unsupported(CUDA, torch.float32, 64, 64))
+    assert "CUDA" in str(Flash().unsupported(CallInfo(torch.device("cpu"), torch.bfloat16, 64, 64)))
+    assert "not torch.float32" in str(Flash().unsupported(CallInfo(CUDA, torch.float32, 64, 64)))
     assert "flash-attn 2 is not installed: pip install" in refused() and "build the folder hopper" in refused()
     assert "flash-attn 4 is not installed: pip install --pre flash-attn-4" in refused()
     machine.flash2()
-    assert Flash().unsupported(CUDA, torch.float16, 256, 8) is None
+    assert Flash().unsupported(CallInfo(CUDA, torch.float16, 256, 8)) is None
     assert "multiples of 8 up to 256, not 60" in refused(60, 64) and "not 264" in refused(128, 264)
     machine.gpu((7, 5))
     assert "needs Ampere or newer, not compute capability 7.5" in refused()
@@ -207,4 +209,5 @@ def test_uncut_tiles_are_refused() -> None:
 def test_flash_attention_4_is_not_taken_for_version_2(machine: Machine) -> None:
     machine.flash4()
     machine.gpu((8, 0))
-    assert "flash-attn 2 is not installed" in str(Flash(generation=2).unsupported(CUDA, torch.bfloat16, 64, 64))
+    reason = Flash(generation=2).unsupported(CallInfo(CUDA, torch.bfloat16, 64, 64))
+    assert "flash-attn 2 is not installed" in str(reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from library_tiles import run
 from oracle import Case, Result, errors
 from thread_ranks import on_threads
 
@@ -12,6 +13,7 @@ from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.core import scaling
 from cp_plugin.core.block import Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed, Scaling
 from cp_plugin.kernels import backends, blocks
 from cp_plugin.kernels.backends import float8
@@ -38,19 +40,6 @@ CASES = [
 ]
 
 
-def run(case: Case, scaled: Scaling | None = None, size: float = 1.0) -> Result:
-    """``size``: factor on dout; gradients are divided by it."""
-    q, k, v, dout = case.inputs()
-    dout = dout * size
-    diagonal, scale, kernel = 0 if case.causal else case.seq_length, case.head_dim**-0.5, Float8()
-    kernel = kernel if scaled is None else Float8(scaling=scaled)
-    out, lse = kernel.forward(q, k, v, diagonal, Scores(scale))
-    assert out.dtype == case.dtype and lse.dtype == torch.float32
-    delta = (dout.float() * out.float()).sum(-1)
-    grads = kernel.backward(dout, q, k, v, lse, kernel.row_term(dout, delta), diagonal, Scores(scale))
-    return Result(out, *(grad.float() / size for grad in grads))
-
-
 def outside(found: tuple[float, ...], factor: float = 1.25) -> list[str]:
     """Tensors whose error exceeds what their roundings imply."""
     limits = zip(Result._fields, found, IMPLIED, strict=False)
@@ -59,7 +48,9 @@ def outside(found: tuple[float, ...], factor: float = 1.25) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.seq_length}-{c.kv_heads}-{c.causal}-{c.dtype}")
 def test_errors_match_the_roundings(case: Case) -> None:
-    for name, found, implied in zip(Result._fields, errors(run(case), case.reference()), IMPLIED, strict=False):
+    for name, found, implied in zip(
+        Result._fields, errors(run(Float8(), case), case.reference()), IMPLIED, strict=False
+    ):
         assert 0.7 * implied <= found <= 1.25 * implied, (name, found, implied)
 
 
@@ -75,7 +66,7 @@ def test_planted_faults_are_outside(fault: str, monkeypatch: pytest.MonkeyPatch)
     if fault == "gradients unscaled":  # in a training they are this small
         q, k, v, dout = case.inputs()
         monkeypatch.setattr(Case, "inputs", lambda self: (q, k, v, dout * 1e-6))
-    found = errors(run(case), case.reference())
+    found = errors(run(Float8(), case), case.reference())
     assert any(not e <= 1.25 * implied for e, implied in zip(found, IMPLIED, strict=False)), found
 
 
@@ -99,7 +90,7 @@ def test_scales_are_the_largest_powers_of_two_in_range(dtype: torch.dtype) -> No
 def test_nonfinite_values_propagate(bad: float, scaled: Scaling) -> None:
     case = CASES[0]
     if isinstance(scaled, Delayed):
-        run(case, scaled)
+        run(Float8(scaling=scaled), case)
         scaled.update()
     q, k, v, _ = case.inputs()
     v[3, 0, 0, 0] = bad
@@ -142,7 +133,7 @@ def test_refused(options: Options, device: str, message: str) -> None:
 
 def test_auto_never_takes_an_fp8_kernel() -> None:
     for device in ("cpu", "meta"):
-        chosen, _ = backends.choose("auto", torch.device(device), torch.bfloat16, 128, 128)
+        chosen, _ = backends.choose("auto", CallInfo(torch.device(device), torch.bfloat16, 128, 128))
         assert chosen.name not in backends.fp8_kernels()
     sends = blocks.choose(Options(fp8="comm"), Problem(size=1), torch.device("cpu"))
     assert sends.name == "sdpa"
@@ -151,13 +142,13 @@ def test_auto_never_takes_an_fp8_kernel() -> None:
 def test_fp8_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     kernel = backends.get("te_fp8")
-    assert "takes bfloat16 and float16" in str(kernel.unsupported(cuda, torch.float32, 128, 128))
+    assert "takes bfloat16 and float16" in str(kernel.unsupported(CallInfo(cuda, torch.float32, 128, 128)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "needs compute capability 9.0 (Hopper), and cuda has 8.0" in str(
-        kernel.unsupported(cuda, torch.bfloat16, 128, 128)
+        kernel.unsupported(CallInfo(cuda, torch.bfloat16, 128, 128))
     )
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert "deterministic" in str(kernel.unsupported(cuda, torch.bfloat16, 128, 128))
+    assert "deterministic" in str(kernel.unsupported(CallInfo(cuda, torch.bfloat16, 128, 128)))
 
 
 # -- delayed scaling
@@ -178,7 +169,7 @@ def test_errors_of_delayed_scaling_match_the_roundings(kind: str, case: Case) ->
     make, growth = KINDS[kind]
     scaled, want = make(), case.reference()
     for size in (1e-6, 1e-6, growth * 1e-6, 1e-6):
-        found = errors(run(case, scaled, size), want)
+        found = errors(run(Float8(scaling=scaled), case, size), want)
         assert not outside(found), (size, found)
         scaled.update()
 
@@ -187,14 +178,14 @@ def test_delayed_scales_lag_one_step() -> None:
     """Gradients that grow by 64 saturate at first, and then what is computed from them."""
     case, scaled = CASES[0], Delayed()
     want = case.reference()
-    run(case, scaled, 1.0)
+    run(Float8(scaling=scaled), case, 1.0)
     assert not scaled.history.any()
     scaled.update()
     assert (scaled.history > 0).all()
     for _ in range(2):  # dout has its scale in the second step, and what is computed from it in the third
-        assert outside(errors(run(case, scaled, 64.0), want), 2)
+        assert outside(errors(run(Float8(scaling=scaled), case, 64.0), want), 2)
         scaled.update()
-    assert not outside(errors(run(case, scaled, 64.0), want))
+    assert not outside(errors(run(Float8(scaling=scaled), case, 64.0), want))
 
 
 def test_histories() -> None:

@@ -13,6 +13,7 @@ import torch
 from oracle import Case, assert_close
 
 from cp_plugin.core.block import Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.kernels.backends import te
 from cp_plugin.kernels.backends.te import TransformerEngine
 
@@ -35,7 +36,7 @@ def test_out_and_gradients(patch: pytest.MonkeyPatch, sizes: tuple[int, int], ca
     dims = {"head_dim": sizes[0], "v_head_dim": sizes[1]}
     for kv_heads in (4, 2, 1):
         case = Case(seq_length=24, heads=4, kv_heads=kv_heads, causal=causal, dtype=torch.bfloat16, **dims)
-        assert_close(library_tiles.run(TransformerEngine(), case), case.reference(), 1e-2, case)
+        assert_close(library_tiles.run(TransformerEngine(), case, strided=True), case.reference(), 1e-2, case)
 
 
 def test_gradients_of_tiles_add_up(patch: pytest.MonkeyPatch) -> None:
@@ -47,42 +48,41 @@ def test_gradients_of_tiles_add_up(patch: pytest.MonkeyPatch) -> None:
 def test_own_random_generator(patch: pytest.MonkeyPatch) -> None:
     fake_te.install(patch)
     q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
-    given = te.forward_arguments(te.load(), q, k, v, True, 0.25)
-    assert isinstance(given["rng_gen"], torch.Generator) and given["rng_gen"] is not torch.default_generator
-    assert given["rng_gen"] is te.forward_arguments(te.load(), q, k, v, True, 0.25)["rng_gen"]
+    first, second = (te.forward_arguments(te.tile_arguments(q, k, v, 0, Scores(0.25)))["rng_gen"] for _ in range(2))
+    assert isinstance(first, torch.Generator) and first is second is not torch.default_generator
 
 
 def test_queries_both_masks(patch: pytest.MonkeyPatch) -> None:
     asked = fake_te.install(patch)
-    assert TransformerEngine().unsupported(CUDA, torch.bfloat16, 192, 128) is None
+    assert TransformerEngine().unsupported(CallInfo(CUDA, torch.bfloat16, 192, 128)) is None
     assert [(a["attn_mask_type"], a["head_dim_qk"], a["head_dim_v"]) for a in asked] == [
         ("no_mask", 192, 128),
         ("causal", 192, 128),
     ]
     assert "has no kernel for no_mask, torch.bfloat16, head sizes 512, 512: too large" in refused(512)
     patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    assert TransformerEngine().unsupported(CUDA, torch.bfloat16, 64, 64) is None
+    assert TransformerEngine().unsupported(CallInfo(CUDA, torch.bfloat16, 64, 64)) is None
     assert [a["deterministic"] for a in asked] == [False] * 3 + [True] * 2
 
 
 def test_deterministic_backwards(patch: pytest.MonkeyPatch) -> None:
     fake_te.install(patch)
     q, k, v, dout = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
-    lse = torch.zeros(q.shape[:3])
-    assert te.backward_arguments(te.load(), dout, q, k, v, lse, dout, True, 0.25)["deterministic"] is False
+    tile, lse = te.tile_arguments(q, k, v, 0, Scores(0.25)), torch.zeros(q.shape[:3])
+    assert te.backward_arguments(tile, dout, lse, dout)["deterministic"] is False
     patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert te.backward_arguments(te.load(), dout, q, k, v, lse, dout, True, 0.25)["deterministic"] is True
+    assert te.backward_arguments(tile, dout, lse, dout)["deterministic"] is True
 
 
 def refused(head_dim: int = 64) -> str:
-    reason = TransformerEngine().unsupported(CUDA, torch.bfloat16, head_dim, head_dim)
+    reason = TransformerEngine().unsupported(CallInfo(CUDA, torch.bfloat16, head_dim, head_dim))
     assert reason is not None
     return reason
 
 
 def test_missing_libraries_are_named_with_install_advice(patch: pytest.MonkeyPatch) -> None:
-    assert "CUDA" in str(TransformerEngine().unsupported(torch.device("cpu"), torch.bfloat16, 64, 64))
-    assert "not torch.float32" in str(TransformerEngine().unsupported(CUDA, torch.float32, 64, 64))
+    assert "CUDA" in str(TransformerEngine().unsupported(CallInfo(torch.device("cpu"), torch.bfloat16, 64, 64)))
+    assert "not torch.float32" in str(TransformerEngine().unsupported(CallInfo(CUDA, torch.float32, 64, 64)))
     assert refused() == "Transformer Engine is not installed: ci/gpu/build_te.sh builds it"
     fake_te.install(patch)
     patch.setitem(sys.modules, "transformer_engine_torch", None)

@@ -23,11 +23,11 @@ def old_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """cuDNN before 9.7, as Transformer Engine asks it; yields what it was asked."""
     asked: list[tuple[int, ...]] = []
 
-    def no_kernel(device: object, dtype: object, d: int, e: int, causal: bool, sizes: tuple[int, ...]) -> str | None:
+    def no_kernel(call: object, causal: bool, sizes: tuple[int, ...]) -> str | None:
         asked.append((*sizes, causal))
         return "sequence lengths must be multiples of 128" if any(n % 128 for n in sizes[3:]) else None
 
-    monkeypatch.setattr(te_fp8, "_no_kernel", no_kernel)
+    monkeypatch.setattr(te_fp8, "unsupported_tile", no_kernel)
     return asked
 
 
@@ -66,9 +66,9 @@ def test_supported_tiles_are_accepted(old_cudnn: list[tuple[int, ...]]) -> None:
 
 
 def test_other_kernels_and_newer_cudnn_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_fp8, "_no_kernel", lambda *given: None)
+    monkeypatch.setattr(te_fp8, "unsupported_tile", lambda *given: None)
     refuse_tiles("striped", PROBLEM, FP8, CUDA)
-    monkeypatch.setattr(te_fp8, "_no_kernel", lambda *given: pytest.fail("it was asked"))
+    monkeypatch.setattr(te_fp8, "unsupported_tile", lambda *given: pytest.fail("it was asked"))
     refuse_tiles("striped", PROBLEM, Options(fp8="compute", backend="float8"), CUDA)
     refuse_tiles("striped", PROBLEM, Options(fp8="comm"), CUDA)
     refuse_tiles("striped", Problem(size=4, documents=True), FP8, CUDA)

@@ -7,6 +7,7 @@ import torch
 from cp_kernels import interpreter
 from triton.runtime.errors import InterpreterError
 
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.kernels import backends
 
 
@@ -21,7 +22,7 @@ def test_one_that_does_not_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(interpreter, "_count", {(1,): refuse})
     interpreter.broken.cache_clear()
     try:
-        reason = backends.get("triton").unsupported(torch.device("cpu"), torch.float32, 16, 16)
+        reason = backends.get("triton").unsupported(CallInfo(torch.device("cpu"), torch.float32, 16, 16))
         assert "does not work with NumPy" in reason and 'pip install "numpy<2.4"' in reason
     finally:
         interpreter.broken.cache_clear()

@@ -17,6 +17,7 @@ from cp_plugin.attention import calls
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.block import Scores
 from cp_plugin.core.mask import Mask
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.triton import Triton
 from cp_plugin.methods import registry as providers
@@ -81,8 +82,8 @@ def test_a_tree_equals_one_device() -> None:
 
 
 def test_requested_by_name_and_refusals() -> None:
-    chosen, reason = backends.choose("triton", CPU, torch.bfloat16, 192, 128)
+    chosen, reason = backends.choose("triton", CallInfo(CPU, torch.bfloat16, 192, 128))
     assert isinstance(chosen, Triton) and reason == "requested"
     for dtype, size, why in ((torch.float64, 64, "not torch.float64"), (torch.bfloat16, 512, "up to 256, not 512")):
         with pytest.raises(ValueError, match=rf"--cp-backend triton cannot run here: .*{why}.*use --cp-backend"):
-            backends.choose("triton", CPU, dtype, size, size)
+            backends.choose("triton", CallInfo(CPU, dtype, size, size))

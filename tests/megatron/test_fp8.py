@@ -217,8 +217,8 @@ def test_tiles_that_old_cudnn_lacks_are_refused_at_startup(
     settings = runtime.settings()
     settings = replace(settings, options=replace(settings.options, backend="te_fp8"))
     monkeypatch.setattr(blocks, "choose", lambda *given: None)  # the backend takes large tiles
-    monkeypatch.setattr(te_fp8, "_no_kernel", lambda *given: "not of this size")
+    monkeypatch.setattr(te_fp8, "unsupported_tile", lambda *given: "not of this size")
     with pytest.raises(ValueError, match=r"--cp-provider striped has in every step, .* keys: not of this size"):
         checks.after(args, settings, torch.device("cuda"))
-    monkeypatch.setattr(te_fp8, "_no_kernel", lambda *given: None)
+    monkeypatch.setattr(te_fp8, "unsupported_tile", lambda *given: None)
     checks.after(args, settings, torch.device("cuda"))

@@ -13,9 +13,11 @@ from typing import Any
 import fake_te
 import pytest
 import torch
-from oracle import Case, Result, assert_close
+from library_tiles import run
+from oracle import Case, assert_close
 
 from cp_plugin.core.block import Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.kernels.backends import te
 from cp_plugin.kernels.backends.signatures import parameters
 from cp_plugin.kernels.backends.te import TransformerEngine
@@ -54,9 +56,9 @@ def tile(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("causal", [True, False])
 def test_arguments_bind_to_the_real_functions(library: te.Library, causal: bool) -> None:
     q, k, v, dout = tile()
-    forward = te.forward_arguments(library, q, k, v, causal, 0.1)
-    backward = te.backward_arguments(library, dout, q, k, v, torch.zeros(q.shape[:3]), dout, causal, 0.1)
-    for call, given in ((library.forward, forward), (library.backward, backward)):
+    one = te.tile_arguments(q, k, v, 0 if causal else 7, Scores(0.1))
+    backward = te.backward_arguments(one, dout, torch.zeros(q.shape[:3]), dout)
+    for call, given in ((library.forward, te.forward_arguments(one)), (library.backward, backward)):
         bound = inspect.signature(call.function).bind(**given, **call.fixed).arguments
         tables = library.tables
         assert tables.AttnMaskType[bound["attn_mask_type"]].name == f"NVTE_{'CAUSAL' if causal else 'NO'}_MASK"
@@ -81,7 +83,7 @@ def test_the_stand_in_of_other_tests_has_the_real_parameters(library: te.Library
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_question_for_a_kernel_is_made_of_real_types(library: te.Library, dtype: torch.dtype) -> None:
     for causal in (True, False):
-        asked = library.parameters(**te.query_arguments(library, dtype, 192, 128, causal, True))
+        asked = library.parameters(**te.query_arguments(CallInfo(torch.device("cuda"), dtype, 192, 128), causal, True))
         for name, annotation in inspect.get_annotations(type(asked), eval_str=True).items():
             value = getattr(asked, name)
             assert isinstance(value, annotation), f"{name} is {value!r}, not a {annotation}"
@@ -99,9 +101,9 @@ def test_the_compiled_functions_accept_every_argument(library: te.Library) -> No
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: cp-plugin doctor runs these calls to the end")
     with pytest.raises(RuntimeError, match="non-CUDA DeviceType"):
-        TransformerEngine().forward(q, k, v, 0, 0.1)
+        TransformerEngine().forward(q, k, v, 0, Scores(0.1))
     with pytest.raises(RuntimeError, match=r"(?i)cuda.*driver"):
-        TransformerEngine().backward(dout, q, k, v, torch.zeros(q.shape[:3]), dout, 0, 0.1)
+        TransformerEngine().backward(dout, q, k, v, torch.zeros(q.shape[:3]), dout, 0, Scores(0.1))
 
 
 class Kernels:
@@ -138,9 +140,4 @@ def test_numbers_through_the_real_python_functions(
 ) -> None:
     monkeypatch.setattr(library.tables, "tex", Kernels())
     case = Case(seq_length=24, heads=4, kv_heads=2, causal=causal, dtype=dtype, head_dim=24)
-    (q, k, v, dout), kernel = case.inputs(), TransformerEngine()
-    diagonal = 0 if causal else 24
-    out, lse = kernel.forward(q, k, v, diagonal, Scores(24**-0.5))
-    term = kernel.row_term(dout, (dout.float() * out.float()).sum(-1))
-    got = Result(out, *kernel.backward(dout, q, k, v, lse, term, diagonal, Scores(24**-0.5)))
-    assert_close(got, case.reference(), 1e-2, case)
+    assert_close(run(TransformerEngine(), case), case.reference(), 1e-2, case)

@@ -15,13 +15,15 @@ from typing import Any
 import fake_te
 import pytest
 import torch
-from oracle import Case, Result, errors
+from library_tiles import run
+from oracle import Case, errors
 from test_te_calls import CUDA_ORDER
 from torch import Tensor
 
 from cp_plugin.core.block import Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.core.scaling import IN_BACKWARD, Delayed, Scaling, largest, scale_for
-from cp_plugin.kernels.backends import te_fp8
+from cp_plugin.kernels.backends import te, te_fp8
 from cp_plugin.kernels.backends.float8 import E4M3, E5M2, Float8
 from cp_plugin.kernels.backends.te_fp8 import TransformerEngineFp8
 
@@ -46,8 +48,9 @@ def tile(causal: bool = True, dtype: torch.dtype = torch.bfloat16) -> Case:
 @pytest.mark.parametrize("causal", [True, False])
 def test_arguments_bind_to_the_real_functions(library: te_fp8.Library, causal: bool) -> None:
     q, k, v, dout = tile().inputs()
-    forward = te_fp8.forward_arguments(library, Scaling(), q, k, v, causal, 0.1)
-    backward = te_fp8.backward_arguments(library, Scaling(), dout, q, k, v, torch.zeros(q.shape[:3]), dout, causal, 0.1)
+    one = te.tile_arguments(q, k, v, 0 if causal else 63, Scores(0.1))
+    forward = te_fp8.forward_arguments(Scaling(), one)
+    backward = te_fp8.backward_arguments(Scaling(), one, dout, torch.zeros(q.shape[:3]), dout)
     assert {f"{role}_quantizer" for role in IN_BACKWARD} < backward.keys()
     tables = library.te.tables
     for call, given in ((library.te.forward, forward), (library.te.backward, backward)):
@@ -67,14 +70,15 @@ def test_its_float8_tensors_have_our_numbers(library: te_fp8.Library, dtype: tor
     from cp_plugin.kernels.backends.float8 import rounded
 
     x = (torch.randn(16, 2, 3, 8) * size).to(torch.bfloat16)
-    tensor = te_fp8.quantized(library, x, dtype, scale_for(largest(x), dtype))
+    tensor = te_fp8.quantized(x, dtype, scale_for(largest(x), dtype))
     assert tensor.shape == x.shape and tensor.dtype == x.dtype and tensor._data.dtype == torch.uint8
     assert torch.equal(te_fp8._plain(tensor, torch.float32), rounded(x, dtype))
 
 
 def test_the_question_for_a_kernel_is_made_of_real_types(library: te_fp8.Library) -> None:
     for causal in (True, False):
-        given = te_fp8.query_arguments(library, torch.bfloat16, 128, 128, causal, (2, 8, 4, 96, 160))
+        call = CallInfo(torch.device("cuda"), torch.bfloat16, 128, 128)
+        given = te_fp8.query_arguments(call, causal, (2, 8, 4, 96, 160))
         asked = library.te.parameters(**given)
         for name, annotation in inspect.get_annotations(type(asked), eval_str=True).items():
             assert isinstance(getattr(asked, name), annotation), name
@@ -138,17 +142,6 @@ def _backward(given: dict[str, Any]) -> list[Any]:
     return [_out(given["dqkv_quantizer"], grad, E5M2) for grad in grads]
 
 
-def run(kernel: TransformerEngineFp8 | Float8, case: Case, size: float = 1.0) -> Result:
-    q, k, v, dout = case.inputs()
-    diagonal, scale = 0 if case.causal else case.seq_length, case.head_dim**-0.5
-    out, lse = kernel.forward(q, k, v, diagonal, Scores(scale))
-    assert out.dtype == case.dtype and lse.dtype == torch.float32
-    dout = dout * size
-    term = kernel.row_term(dout, (dout.float() * out.float()).sum(-1))
-    grads = kernel.backward(dout, q, k, v, lse, term, diagonal, Scores(scale))
-    return Result(out, *(grad.float() / size for grad in grads))
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_numbers_through_the_real_python_functions(
@@ -200,7 +193,8 @@ def test_delayed_scales_are_those_of_transformer_engine(
 
 
 def test_it_is_refused_without_a_device(library: te_fp8.Library) -> None:
-    assert "CUDA devices only" in str(TransformerEngineFp8().unsupported(torch.device("cpu"), torch.bfloat16, 128, 128))
+    reason = TransformerEngineFp8().unsupported(CallInfo(torch.device("cpu"), torch.bfloat16, 128, 128))
+    assert "CUDA devices only" in str(reason)
 
 
 def test_the_compiled_functions_accept_every_argument(library: te_fp8.Library) -> None:

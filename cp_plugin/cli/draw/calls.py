@@ -134,7 +134,7 @@ def record(
         cp = ContextParallel(settled, mesh=mesh)
         q, k = (cp.shard(_marked(seq_length, n)) for n in (heads, typical.kv_heads))
         calls: list[Call] = []
-        kernel = RecordingKernel(lambda q, k, v, block: calls.append(_call(mesh.index, calls, q, k, mask)))
+        kernel = RecordingKernel(lambda q, kv, block: calls.append(_call(mesh.index, calls, q.q, kv.k, mask)))
         cp.around(kernel, cp.problem(q, k, k, causal=causal), mask=mask).forward(Queries(q), KeyValues(k, k))
         return cp.layout.name, cp.positions(seq_length), calls
 

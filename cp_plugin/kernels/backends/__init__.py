@@ -23,11 +23,13 @@ from torch import Tensor
 from cp_plugin.common.names import not_one_of
 from cp_plugin.common.plugins import with_entry_points
 from cp_plugin.core.block import Block, Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.core.spelling import spelled
-from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.kernels.backends import devices
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Attention of one tile. Shapes as in ``methods.protocol``; inputs may be strided views with a dense last
     dimension.
@@ -39,8 +41,8 @@ class Backend(Protocol):
     any_diagonal: bool
     """False: only full tiles, and square ones with diagonal 0."""
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        """Why it cannot run such tensors here, or None."""
+    def unsupported(self, call: CallInfo) -> str | None:
+        """Why it cannot run such a call here, or None."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -61,25 +63,24 @@ class Backend(Protocol):
         ...
 
 
-@runtime_checkable
-class BlockBackend(Protocol):
-    """Attention of a whole block: any positions, any mask. Shapes as in ``Backend``."""
+class BlockKernel(Protocol):
+    """Attention of one block on one device, as in ``methods.protocol.Attend``."""
+
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None: ...
+
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None: ...
+
+
+class BlockBackend(BlockKernel, Protocol):
+    """Attention of a whole block: any positions, any mask but a tree.
+
+    A running ``onto`` has out in the dtype of lse, and both may be updated in place.
+    """
 
     name: str
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        """Why it cannot run such tensors here, or None."""
-        ...
-
-    def attend(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None) -> Partial:
-        """Out and lse over these keys and those of ``onto``, whose float32 out and lse are updated in place.
-
-        Without ``onto`` as ``Backend.forward``.
-        """
-        ...
-
-    def gradients(self, queries: Queries, kv: KeyValues, block: Block) -> Gradients:
-        """Gradients of the block, given each row's lse and delta over *all* its keys."""
+    def unsupported(self, call: CallInfo) -> str | None:
+        """Why it cannot run such a call here, or None."""
         ...
 
 
@@ -129,31 +130,30 @@ def check_name(name: str) -> None:
         get(name)
 
 
-def choose(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *, plans: bool = True
-) -> tuple[AnyBackend, str]:
-    """The backend for such tensors, and why it was chosen; ValueError, with those that can, if the one requested cannot
+def choose(name: str, call: CallInfo, *, plans: bool = True) -> tuple[AnyBackend, str]:
+    """The backend for such a call, and why it was chosen; ValueError, with those that can, if the one requested cannot
     run them. plans: False: ``auto`` takes none of ``devices.PLANS_EACH_SHAPE``."""
     if name != "auto":
         backend = get(name)
-        reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
+        reason = backend.unsupported(call)
         if reason is not None:
-            other, _ = choose("auto", device, dtype, head_dim, v_head_dim)
+            other, _ = choose("auto", call)
             raise ValueError(
                 f"{spelled('backend', name)} cannot run here: {reason}; use {spelled('backend', other.name, 'auto')}"
             )
         return backend, "requested"
     reasons: list[str] = []
-    where, in_order = candidates(device)
+    where, in_order = candidates(call.device)
     for title, backend in in_order:
-        reason = backend.unsupported(device, dtype, head_dim, v_head_dim)
+        reason = backend.unsupported(call)
         if reason is None and not plans and backend.name in devices.PLANS_EACH_SHAPE:
             reason = A_PLAN_EACH
         if reason is None:
-            first = f"first choice for {dtype} on {where}"
+            first = f"first choice for {call.dtype} on {where}"
             return backend, f"{title} on {where}; not {'; not '.join(reasons)}" if reasons else first
         reasons.append(f"{title}: {reason}")
-    raise ValueError(f"no attention kernel for {dtype}, head size {head_dim}, on {device}: {'; '.join(reasons)}")
+    what = f"{call.dtype}, head size {call.head_dim}, on {call.device}"
+    raise ValueError(f"no attention kernel for {what}: {'; '.join(reasons)}")
 
 
 def candidates(device: torch.device) -> tuple[str, list[tuple[str, AnyBackend]]]:
@@ -179,7 +179,7 @@ def _backends() -> dict[str, AnyBackend]:
     return with_entry_points(
         ENTRY_POINTS,
         sorted(built_in, key=lambda b: (about(b).oracle, b.name)),
-        fits=lambda b: hasattr(b, "unsupported") and (hasattr(b, "forward") or hasattr(b, "attend")),
+        fits=lambda b: hasattr(b, "unsupported") and hasattr(b, "forward"),
         one="a cp_plugin attention kernel",
         many="attention kernels",
         reserved=("auto",),

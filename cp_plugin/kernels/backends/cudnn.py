@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cp_plugin.core.block import Scores
-from cp_plugin.kernels.backends.sdpa import TakesOut, heads_first, is_causal, rows_first
+from cp_plugin.core.problem import CallInfo
+from cp_plugin.kernels.backends.sdpa import TakesOut, heads_first, is_causal, no_half_on_cuda, rows_first
 
 _aten = torch.ops.aten
 
@@ -28,23 +29,19 @@ class Cudnn(TakesOut):
     name: str = "cudnn"
     packages: ClassVar = ("torch",)
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        if device.type != "cuda":
-            return "cuDNN runs on CUDA devices only"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"cuDNN's attention takes bfloat16 and float16, not {dtype}"
+    def unsupported(self, call: CallInfo) -> str | None:
+        if reason := no_half_on_cuda("cuDNN's attention", call):
+            return reason
         if not torch.backends.cudnn.is_available():
             return "this torch was built without cuDNN"
         if torch.are_deterministic_algorithms_enabled():
             return "torch does not consider cuDNN's attention deterministic"
-        largest = _largest(device)
-        if (head_dim, v_head_dim) == (192, 128) and _takes_192_with_128(device):
+        sizes, largest = (call.head_dim, call.v_head_dim), _largest(call.device)
+        if sizes == (192, 128) and _takes_192_with_128(call.device):
             return None
-        if max(head_dim, v_head_dim) > largest or head_dim % 8 or v_head_dim % 8:
-            return (
-                f"cuDNN's attention takes head sizes that are multiples of 8 up to {largest} here, "
-                f"not {head_dim}, {v_head_dim}"
-            )
+        if any(size > largest or size % 8 for size in sizes):
+            many = f"head sizes that are multiples of 8 up to {largest}"
+            return f"cuDNN's attention takes {many} here, not {sizes[0]}, {sizes[1]}"
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:

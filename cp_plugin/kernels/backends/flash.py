@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from cp_plugin.core.block import Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.backends.flash_libraries import LOAD, Library
-from cp_plugin.kernels.backends.sdpa import TakesOut, is_causal, minus_infinity
+from cp_plugin.kernels.backends.sdpa import TakesOut, is_causal, minus_infinity, no_half_on_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +33,15 @@ class Flash(TakesOut):
     generation: int | None = None
     """None: the first in the order of ``devices`` that is installed and runs here."""
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        if device.type != "cuda":
-            return "flash-attn runs on CUDA devices only"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"flash-attn takes bfloat16 and float16, not {dtype}"
-        chosen = self._chosen(device, head_dim, v_head_dim)
+    def unsupported(self, call: CallInfo) -> str | None:
+        if reason := no_half_on_cuda("flash-attn", call):
+            return reason
+        chosen = self._chosen(call)
         return chosen if isinstance(chosen, str) else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
-        sizes, causal = (q.size(3), v.size(3)), is_causal(q, k, diagonal)
-        library = self.library(q.device, *sizes)
-        q, k, v = map(_batch_first, library.fit(*sizes, q, k, v))
+        causal, size, library = is_causal(q, k, diagonal), v.size(3), self._library(q, v)
+        q, k, v = map(_batch_first, library.fit(q, k, v))
         out, lse, *_ = library.forward(q=q, k=k, v=v, softmax_scale=scores.scale, causal=causal)
         batch, rows, heads, _ = q.shape
         if out.shape != (batch, rows, heads, v.size(3)) or lse.shape != (batch, heads, rows):
@@ -51,14 +49,13 @@ class Flash(TakesOut):
                 f"{library.title} returned an out {tuple(out.shape)} and a log-sum-exp {tuple(lse.shape)} for a q "
                 f"{tuple(q.shape)}: this version is not supported; use {spelled('backend', 'sdpa')}"
             )
-        return _batch_first(out)[..., : sizes[1]], minus_infinity(lse).permute(2, 0, 1)
+        return _batch_first(out)[..., :size], minus_infinity(lse).permute(2, 0, 1)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sizes, causal = (q.size(3), k.size(3), v.size(3)), is_causal(q, k, diagonal)
-        library = self.library(q.device, q.size(3), v.size(3))
-        dout, q, k, v, out = library.fit(q.size(3), v.size(3), dout, q, k, v, term)
+        causal, sizes, library = is_causal(q, k, diagonal), (q.size(3), k.size(3), v.size(3)), self._library(q, v)
+        q, k, v, dout, out = library.fit(q, k, v, dout, term)
         grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v) if library.writes]
         written = dict(zip(("dq", "dk", "dv"), map(_batch_first, grads), strict=False))
         dout, q, k, v, out = map(_batch_first, (dout, q, k, v, out))
@@ -77,24 +74,21 @@ class Flash(TakesOut):
         dq, dk, dv = (grad[..., :size] for grad, size in zip(found, sizes, strict=True))
         return dq, dk, dv
 
-    def library(self, device: torch.device, head_dim: int, v_head_dim: int) -> Library:
+    def _library(self, q: Tensor, v: Tensor) -> Library:
         """The library that runs such heads; ValueError if none can, with the reason."""
-        chosen = self._chosen(device, head_dim, v_head_dim)
+        chosen = self._chosen(CallInfo(q.device, q.dtype, q.size(3), v.size(3)))
         if isinstance(chosen, str):
             raise ValueError(chosen)
         return chosen
 
-    def _chosen(self, device: torch.device, head_dim: int, v_head_dim: int) -> Library | str:
-        always_equal = torch.are_deterministic_algorithms_enabled()
-        return _chosen(self.generation, device, head_dim, v_head_dim, always_equal)
+    def _chosen(self, call: CallInfo) -> Library | str:
+        return _chosen(self.generation, call, torch.are_deterministic_algorithms_enabled())
 
 
 @lru_cache
-def _chosen(
-    generation: int | None, device: torch.device, head_dim: int, v_head_dim: int, always_equal: bool
-) -> Library | str:
+def _chosen(generation: int | None, call: CallInfo, always_equal: bool) -> Library | str:
     """The generation that runs such heads, or why none does."""
-    here, reasons = torch.cuda.get_device_capability(device), []
+    here, reasons = torch.cuda.get_device_capability(call.device), []
     preferred = [c.generation for c in devices.family(here).order if c.backend == "flash"]
     for number in sorted(LOAD, key=[*preferred, *LOAD].index) if generation is None else (generation,):
         try:
@@ -102,7 +96,7 @@ def _chosen(
         except (ImportError, TypeError) as wrong:
             reasons.append(str(wrong))
             continue
-        reason = library.unsupported(here, head_dim, v_head_dim, always_equal)
+        reason = library.unsupported(here, call, always_equal)
         if reason is None:
             return library
         reasons.append(reason)

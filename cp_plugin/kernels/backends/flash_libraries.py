@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.kernels.backends.sdpa import one_head_size
 from cp_plugin.kernels.backends.signatures import Bound, bind, parameters
 
@@ -61,22 +62,19 @@ class Library:
     two_sizes: bool = False
     """Whether query/key heads of 136 to 192 with value heads of 104 to 128 are supported."""
 
-    def unsupported(
-        self, capability: tuple[int, int], head_dim: int, v_head_dim: int, always_equal: bool
-    ) -> str | None:
+    def unsupported(self, capability: tuple[int, int], call: CallInfo, always_equal: bool) -> str | None:
         """always_equal: whether results must be deterministic."""
-        major, minor = capability
+        (major, minor), sizes = capability, (call.head_dim, call.v_head_dim)
         majors, which = _RUNS_ON[self.generation]
         if major not in majors:
             return f"{self.title} needs {which}, not compute capability {major}.{minor}"
         if self.generation == 4:
-            return self._unsupported_by_4(major, head_dim, v_head_dim, always_equal)
-        size = max(head_dim, v_head_dim)
-        if head_dim % 8 or v_head_dim % 8 or size > self.largest:
-            wrong = head_dim if head_dim % 8 else v_head_dim if v_head_dim % 8 else size
+            return self._unsupported_by_4(major, *sizes, always_equal)
+        wrong = next((n for n in sizes if n % 8), max(sizes))
+        if wrong % 8 or wrong > self.largest:
             return f"{self.title} takes head sizes that are multiples of 8 up to {self.largest}, not {wrong}"
-        if always_equal and size > 192 and self.generation == 3:
-            return f"{self.title} has no deterministic backward for head size {size}"
+        if always_equal and max(sizes) > 192 and self.generation == 3:
+            return f"{self.title} has no deterministic backward for head size {max(sizes)}"
         return None
 
     def _unsupported_by_4(self, major: int, head_dim: int, v_head_dim: int, always_equal: bool) -> str | None:
@@ -96,10 +94,10 @@ class Library:
             f"not {head_dim} with {v_head_dim}"
         )
 
-    def fit(self, head_dim: int, v_head_dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def fit(self, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         """Zero-pad the smaller heads, unless there are kernels for two head sizes."""
-        as_they_are = self.two_sizes and 128 < head_dim <= 192 and 96 < v_head_dim <= 128
-        return tensors if as_they_are else one_head_size(*tensors)
+        as_they_are = self.two_sizes and 128 < q.size(3) <= 192 and 96 < v.size(3) <= 128
+        return (q, k, v, *rows) if as_they_are else one_head_size(q, k, v, *rows)
 
 
 _RUNS_ON = {2: (range(8, 99), "Ampere or newer"), 3: ((9,), "Hopper"), 4: ((9, 10, 11), "Hopper or Blackwell's 10.x")}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.core.block import Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.core.scaling import (
     E4M3,
     E5M2,
@@ -47,10 +48,10 @@ class Float8:
     any_diagonal: bool = False
     scaling: Scaling = field(default_factory=Scaling, compare=False)
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        if dtype in (torch.float32, torch.bfloat16, torch.float16):
+    def unsupported(self, call: CallInfo) -> str | None:
+        if call.dtype in (torch.float32, torch.bfloat16, torch.float16):
             return None
-        return f"it accumulates in float32, which is not enough for {dtype}"
+        return f"it accumulates in float32, which is not enough for {call.dtype}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         dtype, bound = q.dtype, bound_of_out(extent(v))

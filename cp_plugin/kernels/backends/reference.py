@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cp_plugin.core.block import Scores
 from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.core.problem import CallInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,8 @@ class Reference:
     oracle: ClassVar = True
     any_diagonal: bool = True
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        return None if dtype.is_floating_point else f"{dtype} is not a floating-point type"
+    def unsupported(self, call: CallInfo) -> str | None:
+        return None if call.dtype.is_floating_point else f"{call.dtype} is not a floating-point type"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         out, lse = attend(q, k, v, _hidden_above(diagonal, q, k), scores)

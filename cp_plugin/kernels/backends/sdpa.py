@@ -16,9 +16,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cp_plugin.core.block import Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.kernels.fused import out_from_delta
 
 _aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+
+
+def no_half_on_cuda(title: str, call: CallInfo) -> str | None:
+    """Why a kernel for bfloat16 and float16 on CUDA cannot run the call, or None."""
+    if call.device.type != "cuda":
+        return f"{title} runs on CUDA devices only"
+    return None if call.dtype in HALF else f"{title} takes bfloat16 and float16, not {call.dtype}"
 
 
 class TakesOut:
@@ -38,15 +47,15 @@ class Sdpa(TakesOut):
     name: str = "sdpa"
     packages: ClassVar = ("torch",)
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        if device.type not in ("cpu", "cuda"):
-            return f"torch has no flash attention for {device.type}"
-        half = (torch.bfloat16, torch.float16)
-        if device.type == "cpu":
-            return None if dtype in (*half, torch.float32, torch.float64) else f"torch has no CPU kernel for {dtype}"
-        if dtype not in half:
-            return f"torch's flash attention on CUDA takes bfloat16 and float16, not {dtype}"
-        size = max(head_dim, v_head_dim)
+    def unsupported(self, call: CallInfo) -> str | None:
+        device, dtype = call.device.type, call.dtype
+        if device not in ("cpu", "cuda"):
+            return f"torch has no flash attention for {device}"
+        if device == "cpu":
+            return None if dtype in (*HALF, torch.float32, torch.float64) else f"torch has no CPU kernel for {dtype}"
+        if reason := no_half_on_cuda("torch's flash attention on CUDA", call):
+            return reason
+        size = max(call.head_dim, call.v_head_dim)
         if size % 8 or size > 256:
             return f"torch's flash attention on CUDA takes head sizes that are multiples of 8 up to 256, not {size}"
         return None

@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 
 from cp_plugin.core.block import Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.core.spelling import spelled
-from cp_plugin.kernels.backends.sdpa import TakesOut, is_causal
+from cp_plugin.kernels.backends.sdpa import TakesOut, is_causal, no_half_on_cuda
 from cp_plugin.kernels.backends.signatures import Bound, bind
 
+Arguments = dict[str, Any]
 LAYOUT = "sbhd_sbhd_sbhd"
 _SHARED = ("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "q", "k", "v", "fake_dtype")
 _SHARED = (*_SHARED, "fused_attention_backend", "attn_scale", "attn_mask_type")
@@ -65,26 +67,19 @@ class TransformerEngine(TakesOut):
     name: str = "te"
     packages: ClassVar = ("transformer-engine",)
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        if device.type != "cuda":
-            return "Transformer Engine's attention runs on CUDA devices only"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"Transformer Engine's attention takes bfloat16 and float16, not {dtype}"
-        return _refusal(device, dtype, head_dim, v_head_dim, must_be_deterministic())
+    def unsupported(self, call: CallInfo) -> str | None:
+        reason = no_half_on_cuda("Transformer Engine's attention", call)
+        return reason or _refusal(call, must_be_deterministic())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
-        library = load()
-        out, statistics = library.forward(
-            **forward_arguments(library, q, k, v, is_causal(q, k, diagonal), scores.scale)
-        )[:2]
-        return out, log_sum_exp(library, out, statistics[0], q, v, spelled("backend", "sdpa"))
+        out, statistics = load().forward(**forward_arguments(tile_arguments(q, k, v, diagonal, scores)))[:2]
+        return out, log_sum_exp(out, statistics[0], q, v, spelled("backend", "sdpa"))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        library, causal = load(), is_causal(q, k, diagonal)
-        given = backward_arguments(library, dout, q, k, v, lse, term, causal, scores.scale)
-        dq, dk, dv, *_ = library.backward(**given)
+        tile = tile_arguments(q, k, v, diagonal, scores)
+        dq, dk, dv, *_ = load().backward(**backward_arguments(tile, dout, lse, term))
         return dq, dk, dv
 
 
@@ -118,12 +113,12 @@ def load() -> Library:
         raise TypeError(f"{title} is not a version that this plugin can call (2.20 is): {wrong}") from None
 
 
-def log_sum_exp(library: Library, out: Any, statistics: Tensor, q: Tensor, v: Tensor, instead: str) -> Tensor:
+def log_sum_exp(out: Any, statistics: Tensor, q: Tensor, v: Tensor, instead: str) -> Tensor:
     """``[s, b, h]`` of a forward's statistics; RuntimeError for results of unexpected shapes."""
     rows, batch, heads, _ = q.shape
     if statistics.shape != (batch, heads, rows, 1) or out.shape != (rows, batch, heads, v.size(3)):
         raise RuntimeError(
-            f"Transformer Engine {library.version} returned an out {tuple(out.shape)} and statistics "
+            f"Transformer Engine {load().version} returned an out {tuple(out.shape)} and statistics "
             f"{tuple(statistics.shape)} for a q {tuple(q.shape)}: not supported; use {instead}"
         )
     return statistics.squeeze(-1).permute(2, 0, 1)
@@ -134,27 +129,17 @@ def must_be_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
 
 
-def forward_arguments(library: Library, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> dict[str, Any]:
+def forward_arguments(tile: Arguments) -> Arguments:
     """Arguments of ``fused_attn_fwd`` that differ between tiles."""
-    return {**_tile(library, q, k, v, causal, scale), "is_training": True, "rng_gen": _generator(q.device)}
+    return {**tile, "is_training": True, "rng_gen": _generator(tile["q"].device)}
 
 
-def backward_arguments(
-    library: Library,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    out: Tensor,
-    causal: bool,
-    scale: float,
-) -> dict[str, Any]:
+def backward_arguments(tile: Arguments, dout: Tensor, lse: Tensor, out: Tensor) -> Arguments:
     """Arguments of ``fused_attn_bwd`` that differ between tiles."""
     statistics = lse.permute(1, 2, 0).unsqueeze(-1).contiguous()
-    rng_state = torch.empty(2, dtype=torch.int64, device=q.device)  # unused without dropout
+    rng_state = torch.empty(2, dtype=torch.int64, device=lse.device)  # unused without dropout
     return {
-        **_tile(library, q, k, v, causal, scale),
+        **tile,
         "o": out.contiguous(),
         "d_o": dout.contiguous(),
         "aux_ctx_tensors": [statistics, rng_state],
@@ -162,24 +147,22 @@ def backward_arguments(
     }
 
 
-def query_arguments(
-    library: Library, dtype: torch.dtype, head_dim: int, v_head_dim: int, causal: bool, deterministic: bool
-) -> dict[str, Any]:
+def query_arguments(call: CallInfo, causal: bool, deterministic: bool) -> Arguments:
     """``FusedAttentionParams`` that ask TE for a kernel for such tiles."""
-    tables, te_dtype = library.tables, library.dtypes[dtype]
+    tables, te_dtype = load().tables, load().dtypes[call.dtype]
     return {
         "is_training": True,
         "deterministic": deterministic,
         "attn_mask_type": tables.AttnMaskType[_mask(causal)],
         "bottom_right_diagonal": False,
-        "attn_scale": head_dim**-0.5,
+        "attn_scale": call.head_dim**-0.5,
         **dict.fromkeys(("qkv_dtype", "o_dtype", "do_dtype", "dqkv_dtype"), te_dtype),
         **dict.fromkeys(("qkv_layout", "dqkv_layout"), tables.QKVLayout[LAYOUT]),
         **dict.fromkeys(("o_format", "do_format"), tables.QKVFormat["sbhd"]),
         "batch_size": 1,
         **dict.fromkeys(("num_attn_heads", "num_gqa_groups"), 8),
-        "head_dim_qk": head_dim,
-        "head_dim_v": v_head_dim,
+        "head_dim_qk": call.head_dim,
+        "head_dim_v": call.v_head_dim,
         **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), 2048),
     }
 
@@ -190,27 +173,26 @@ def row_offsets(batch: int, rows: int, device: torch.device) -> Tensor:
 
 
 @lru_cache
-def _refusal(
-    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, deterministic: bool
-) -> str | None:
+def _refusal(call: CallInfo, deterministic: bool) -> str | None:
     try:
         library = load()
     except (ImportError, TypeError) as wrong:
         return str(wrong)
     for causal in (False, True):
-        asked = query_arguments(library, dtype, head_dim, v_head_dim, causal, deterministic)
+        asked = query_arguments(call, causal, deterministic)
         try:
-            with torch.cuda.device(device):
+            with torch.cuda.device(call.device):
                 found, reason = library.query(library.parameters(**asked))
         except RuntimeError as wrong:
             return f"Transformer Engine {library.version} fails to select a kernel: {wrong}"
         if found != library.tables.FusedAttnBackend["F16_arbitrary_seqlen"]:
-            what = f"{_mask(causal)}, {dtype}, head sizes {head_dim}, {v_head_dim}"
+            what = f"{_mask(causal)}, {call.dtype}, head sizes {call.head_dim}, {call.v_head_dim}"
             return f"Transformer Engine {library.version} has no kernel for {what}: {reason or 'no reason given'}"
     return None
 
 
-def _tile(library: Library, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> dict[str, Any]:
+def tile_arguments(q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> Arguments:
+    """Arguments of both directions."""
     return {
         "max_seqlen_q": q.size(0),
         "max_seqlen_kv": k.size(0),
@@ -220,9 +202,9 @@ def _tile(library: Library, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale
         "k": k.contiguous(),
         "v": v.contiguous(),
         "fake_dtype": q.dtype,
-        "fused_attention_backend": library.tables.FusedAttnBackend["F16_arbitrary_seqlen"],
-        "attn_scale": scale,
-        "attn_mask_type": _mask(causal),
+        "fused_attention_backend": load().tables.FusedAttnBackend["F16_arbitrary_seqlen"],
+        "attn_scale": scores.scale,
+        "attn_mask_type": _mask(is_causal(q, k, diagonal)),
     }
 
 

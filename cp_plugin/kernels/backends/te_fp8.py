@@ -24,14 +24,16 @@ import torch
 from torch import Tensor
 
 from cp_plugin.core.block import Scores
+from cp_plugin.core.problem import CallInfo
 from cp_plugin.core.scaling import E4M3, E5M2, IN_BACKWARD, P_SCALE, Extent, Scaling, bound_of_out, bounds, scale_for
 from cp_plugin.core.spelling import spelled
 from cp_plugin.kernels import fused
 from cp_plugin.kernels.backends import te
-from cp_plugin.kernels.backends.sdpa import is_causal
+from cp_plugin.kernels.backends.sdpa import is_causal, no_half_on_cuda
 from cp_plugin.kernels.backends.signatures import parameters
 
 HOPPER = (9, 0)
+_QKV = ("q", "k", "v")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,49 +57,28 @@ class TransformerEngineFp8:
     any_diagonal: bool = False
     scaling: Scaling = field(default_factory=Scaling, compare=False)
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-        if device.type != "cuda":
-            return "Transformer Engine's FP8 attention runs on CUDA devices only"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"Transformer Engine's FP8 attention takes bfloat16 and float16, not {dtype}"
+    def unsupported(self, call: CallInfo) -> str | None:
+        if reason := no_half_on_cuda("Transformer Engine's FP8 attention", call):
+            return reason
         if te.must_be_deterministic():
             return "Transformer Engine's FP8 attention is not tested with deterministic algorithms"
-        capability = torch.cuda.get_device_capability(device)
+        capability = torch.cuda.get_device_capability(call.device)
         if capability < HOPPER:
             shown, needed = (".".join(map(str, c)) for c in (capability, HOPPER))
-            return f"FP8 attention needs compute capability {needed} (Hopper), and {device} has {shown}"
-        return _refusal(device, dtype, head_dim, v_head_dim)
+            return f"FP8 attention needs compute capability {needed} (Hopper), and {call.device} has {shown}"
+        try:
+            load()
+        except (ImportError, TypeError) as wrong:
+            return str(wrong)
+        return unsupported_tile(call, False) or unsupported_tile(call, True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
-        library, causal = load(), is_causal(q, k, diagonal)
         if q.is_cuda:
-            self._check_tile(q, k, v, causal)
-        given = forward_arguments(library, self.scaling, q, k, v, causal, scores.scale)
-        out, aux = library.te.forward(**given)[:2]
+            _check_tile(q, k, v, is_causal(q, k, diagonal))
+        given = forward_arguments(self.scaling, te.tile_arguments(q, k, v, diagonal, scores))
+        out, aux = load().te.forward(**given)[:2]
         self.scaling.record("out", given["o_quantizer"].amax)
-        lse = te.log_sum_exp(library.te, out, aux[0], q, v, spelled("fp8", "comm"))
-        return _plain(out, q.dtype), lse
-
-    def _check_tile(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-        sizes = (q.size(1), q.size(2), k.size(2), q.size(0), k.size(0))
-        reason = self.unsupported_tile(q.device, q.dtype, q.size(3), v.size(3), causal, sizes)
-        if reason is not None:
-            raise ValueError(
-                f"{spelled('fp8', 'compute')} cannot compute this tile: {reason}; use cuDNN 9.7 or newer, tiles of "
-                f"multiples of 128 tokens ({spelled('layout', 'zigzag')}), or {spelled('fp8', 'comm')}"
-            )
-
-    def unsupported_tile(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        head_dim: int,
-        v_head_dim: int,
-        causal: bool,
-        sizes: tuple[int, int, int, int, int],
-    ) -> str | None:
-        """Why it cannot run such a tile, or None. sizes: batch, query heads, key heads, rows, keys."""
-        return _no_kernel(device, dtype, head_dim, v_head_dim, causal, sizes)
+        return _plain(out, q.dtype), te.log_sum_exp(out, aux[0], q, v, spelled("fp8", "comm"))
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
         (found,) = fused.extents((dout,))
@@ -107,9 +88,8 @@ class TransformerEngineFp8:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        library, causal = load(), is_causal(q, k, diagonal)
-        given = backward_arguments(library, self.scaling, dout, q, k, v, lse, term, causal, scores.scale)
-        found = library.te.backward(**given)[:3]
+        given = backward_arguments(self.scaling, te.tile_arguments(q, k, v, diagonal, scores), dout, lse, term)
+        found = load().te.backward(**given)[:3]
         for role in IN_BACKWARD:
             self.scaling.record(role, given[f"{role}_quantizer"].amax)
         dq, dk, dv = (_plain(x, q.dtype) for x in found)
@@ -138,110 +118,94 @@ def load() -> Library:
         ) from None
 
 
-def quantizer(library: Library, scale: Tensor, dtype: torch.dtype) -> Any:
+def quantizer(scale: Tensor, dtype: torch.dtype) -> Any:
     """TE's quantizer of one tensor with that scale."""
     amax = torch.zeros(1, dtype=torch.float32, device=scale.device)
-    return library.quantizer(
-        scale=scale.reshape(1), amax=amax, fp8_dtype=library.types[dtype], rowwise=True, columnwise=False
-    )
+    made, types = load().quantizer, load().types
+    return made(scale=scale.reshape(1), amax=amax, fp8_dtype=types[dtype], rowwise=True, columnwise=False)
 
 
-def quantized(library: Library, x: Tensor, dtype: torch.dtype, scale: Tensor) -> Any:
+def quantized(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Any:
     """``x`` as TE's float8 tensor with that scale."""
     data = fused.quantize(x, scale, dtype).view(torch.uint8)
-    return quantizer(library, scale, dtype).create_tensor_from_data(data, fake_dtype=x.dtype)
+    return quantizer(scale, dtype).create_tensor_from_data(data, fake_dtype=x.dtype)
 
 
-def forward_arguments(
-    library: Library, scaling: Scaling, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> dict[str, Any]:
+def forward_arguments(scaling: Scaling, tile: te.Arguments) -> te.Arguments:
     """Arguments of ``fused_attn_fwd`` that differ between tiles; records q, k and v."""
-    found = fused.extents((q, k, v))
-    for role, extent in zip(("q", "k", "v"), found, strict=True):
+    found = fused.extents([tile[role] for role in _QKV])
+    for role, extent in zip(_QKV, found, strict=True):
         scaling.record(role, extent.largest)
     return {
-        **te.forward_arguments(library.te, q, k, v, causal, scale),
-        **_in_fp8(library, scaling, (q, k, v), found),
-        "o_quantizer": quantizer(library, scaling.scale("out", bound_of_out(found[2]), E4M3), E4M3),
+        **te.forward_arguments(tile),
+        **_in_fp8(scaling, tile, found),
+        "o_quantizer": quantizer(scaling.scale("out", bound_of_out(found[2]), E4M3), E4M3),
     }
 
 
-def backward_arguments(
-    library: Library,
-    scaling: Scaling,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    out: Tensor,
-    causal: bool,
-    scale: float,
-) -> dict[str, Any]:
+def backward_arguments(scaling: Scaling, tile: te.Arguments, dout: Tensor, lse: Tensor, out: Tensor) -> te.Arguments:
     """Arguments of ``fused_attn_bwd`` that differ between tiles; records dout."""
+    q, k, v = (tile[role] for role in _QKV)
     found = fused.extents((dout, q, k, v, out))
     of_dout, *of_qkv, of_out = found
     scaling.record("dout", of_dout.largest)
     rows = q.size(0) * (q.size(2) // k.size(2))
-    limits = zip(IN_BACKWARD, bounds(*found, rows, scale), strict=True)
+    limits = zip(IN_BACKWARD, bounds(*found, rows, tile["attn_scale"]), strict=True)
     return {
-        **te.backward_arguments(library.te, dout, q, k, v, lse, out, causal, scale),
-        **_in_fp8(library, scaling, (q, k, v), of_qkv),
-        "o": quantized(library, out, E4M3, scale_for(of_out.largest, E4M3)),
-        "d_o": quantized(library, dout, E5M2, scaling.scale("dout", of_dout.largest, E5M2)),
-        **{f"{role}_quantizer": quantizer(library, scaling.scale(role, limit, E5M2), E5M2) for role, limit in limits},
+        **te.backward_arguments(tile, dout, lse, out),
+        **_in_fp8(scaling, tile, of_qkv),
+        "o": quantized(out, E4M3, scale_for(of_out.largest, E4M3)),
+        "d_o": quantized(dout, E5M2, scaling.scale("dout", of_dout.largest, E5M2)),
+        **{f"{role}_quantizer": quantizer(scaling.scale(role, limit, E5M2), E5M2) for role, limit in limits},
     }
 
 
-def query_arguments(
-    library: Library, dtype: torch.dtype, head_dim: int, v_head_dim: int, causal: bool, sizes: tuple[int, ...] = ()
-) -> dict[str, Any]:
+def query_arguments(call: CallInfo, causal: bool, sizes: tuple[int, ...] = ()) -> te.Arguments:
     """``FusedAttentionParams`` that ask TE for an FP8 kernel for such tiles.
 
     sizes: batch, query heads, key heads, rows and keys; default: a large tile.
     """
     names = ("batch_size", "num_attn_heads", "num_gqa_groups", "max_seqlen_q", "max_seqlen_kv")
-    forward, backward = (library.types[t] for t in (E4M3, E5M2))
+    forward, backward = (load().types[t] for t in (E4M3, E5M2))
     return {
-        **te.query_arguments(library.te, dtype, head_dim, v_head_dim, causal, deterministic=False),
+        **te.query_arguments(call, causal, deterministic=False),
         **dict.fromkeys(("qkv_dtype", "o_dtype"), forward),
         **dict.fromkeys(("do_dtype", "dqkv_dtype"), backward),
         **dict(zip(names, sizes, strict=False)),
     }
 
 
-def _refusal(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    try:
-        load()
-    except (ImportError, TypeError) as wrong:
-        return str(wrong)
-    found = (_no_kernel(device, dtype, head_dim, v_head_dim, causal) for causal in (False, True))
-    return next((reason for reason in found if reason is not None), None)
+def _check_tile(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    sizes = (q.size(1), q.size(2), k.size(2), q.size(0), k.size(0))
+    reason = unsupported_tile(CallInfo(q.device, q.dtype, q.size(3), v.size(3)), causal, sizes)
+    if reason is not None:
+        raise ValueError(
+            f"{spelled('fp8', 'compute')} cannot compute this tile: {reason}; use cuDNN 9.7 or newer, tiles of "
+            f"multiples of 128 tokens ({spelled('layout', 'zigzag')}), or {spelled('fp8', 'comm')}"
+        )
 
 
 @lru_cache(maxsize=1024)
-def _no_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, causal: bool, sizes: tuple[int, ...] = ()
-) -> str | None:
-    library = load()
-    asked = library.te.parameters(**query_arguments(library, dtype, head_dim, v_head_dim, causal, sizes))
-    with torch.cuda.device(device):
-        found, reason = library.te.query(asked)
-    if found == library.te.tables.FusedAttnBackend["FP8"]:
+def unsupported_tile(call: CallInfo, causal: bool, sizes: tuple[int, ...] = ()) -> str | None:
+    """Why it cannot run such a tile, or None. sizes: batch, query heads, key heads, rows, keys; default: large."""
+    library = load().te
+    with torch.cuda.device(call.device):
+        found, reason = library.query(library.parameters(**query_arguments(call, causal, sizes)))
+    if found == library.tables.FusedAttnBackend["FP8"]:
         return None
     tile = f"{'causal' if causal else 'full'} tiles" + (f" of {sizes[3]} rows and {sizes[4]} keys" if sizes else "")
     return (
-        f"Transformer Engine {library.te.version} has no FP8 kernel for {tile}, head sizes {head_dim}, {v_head_dim}: "
-        f"{reason or 'no reason given'}"
+        f"Transformer Engine {library.version} has no FP8 kernel for {tile}, head sizes {call.head_dim}, "
+        f"{call.v_head_dim}: {reason or 'no reason given'}"
     )
 
 
-def _in_fp8(library: Library, scaling: Scaling, qkv: Sequence[Tensor], found: Sequence[Extent]) -> dict[str, Any]:
-    given = zip(("q", "k", "v"), qkv, found, strict=True)
+def _in_fp8(scaling: Scaling, tile: te.Arguments, found: Sequence[Extent]) -> te.Arguments:
+    given = ((role, tile[role], of.largest) for role, of in zip(_QKV, found, strict=True))
     return {
-        **{role: quantized(library, x, E4M3, scaling.scale(role, of.largest, E4M3)) for role, x, of in given},
-        "s_quantizer": quantizer(library, torch.full((), P_SCALE, device=qkv[0].device), E4M3),
-        "fused_attention_backend": library.te.tables.FusedAttnBackend["FP8"],
+        **{role: quantized(x, E4M3, scaling.scale(role, largest, E4M3)) for role, x, largest in given},
+        "s_quantizer": quantizer(torch.full((), P_SCALE, device=tile["q"].device), E4M3),
+        "fused_attention_backend": load().te.tables.FusedAttnBackend["FP8"],
     }
 
 

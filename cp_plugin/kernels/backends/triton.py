@@ -14,7 +14,9 @@ import torch
 
 from cp_plugin.core.block import Block
 from cp_plugin.core.mask import Mask
-from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
+from cp_plugin.core.problem import CallInfo
+from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
+from cp_plugin.kernels.merge import add_sums
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST = 256
@@ -27,41 +29,42 @@ class Triton:
     name: str = "triton"
     packages: ClassVar = ("triton",)
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    def unsupported(self, call: CallInfo) -> str | None:
         for module, advice in (
             ("triton", "pip install triton"),
             ("cp_kernels", "it is part of cp-plugin: reinstall it"),
         ):
             if importlib.util.find_spec(module) is None:
                 return f"{module} is not installed ({advice})"
-        if device.type == "cpu":
+        if call.device.type == "cpu":
             if os.environ.get("TRITON_INTERPRET") != "1":
                 return "Triton's kernels run on CUDA devices; on the CPU only for tests, under TRITON_INTERPRET=1"
             from cp_kernels.interpreter import broken
 
             if reason := broken():
                 return reason
-        if device.type not in ("cpu", "cuda"):
-            return f"Triton's kernels do not run on {device.type}"
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        if call.device.type not in ("cpu", "cuda"):
+            return f"Triton's kernels do not run on {call.device.type}"
+        if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device) < (8, 0):
             return "the kernels need a GPU of compute capability 8.0 (Ampere) or newer"
-        if dtype not in _DTYPES:
-            return f"the kernels take bfloat16, float16 and float32, not {dtype}"
-        if max(head_dim, v_head_dim) > _LARGEST:
-            return f"the kernels take head sizes up to {_LARGEST}, not {max(head_dim, v_head_dim)}"
+        if call.dtype not in _DTYPES:
+            return f"the kernels take bfloat16, float16 and float32, not {call.dtype}"
+        if max(call.head_dim, call.v_head_dim) > _LARGEST:
+            return f"the kernels take head sizes up to {_LARGEST}, not {max(call.head_dim, call.v_head_dim)}"
         return None
 
-    def attend(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None) -> Partial:
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial:
         from cp_kernels.forward import forward
 
         rows, keys, mask, scores = block
         return Partial(*forward(queries.q, kv.k, kv.v, rows, keys, _view(mask), scores.scale, onto))
 
-    def gradients(self, queries: Queries, kv: KeyValues, block: Block) -> Gradients:
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients:
         from cp_kernels.backward import backward
 
         (q, dout, lse, delta), (rows, keys, mask, scores) = queries.tensors, block
-        return Gradients(*backward(dout, q, kv.k, kv.v, lse, delta, rows, keys, _view(mask), scores.scale))
+        grads = backward(dout, q, kv.k, kv.v, lse, delta, rows, keys, _view(mask), scores.scale)
+        return add_sums(onto, Gradients(*grads))
 
 
 def _view(mask: Mask) -> tuple[int | None, int | None, tuple[int, ...]]:

@@ -23,6 +23,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import blocks, fused
+from cp_plugin.kernels.backends import BlockKernel
 from cp_plugin.kernels.fused import observed
 from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.machine.events import Attention, Direction, Shape
@@ -112,7 +113,7 @@ def as_kernel(forward: Sequence[Timed], backward: Sequence[Timed], source: str) 
 
 
 def _calls(
-    kernel: blocks.BlockKernel, shape: Shape, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    kernel: BlockKernel, shape: Shape, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> dict[Direction, Callable[[], Any]]:
     def random(tokens: int) -> Tensor:
         return torch.randn(tokens, 1, heads, head_dim, dtype=dtype, device=device)

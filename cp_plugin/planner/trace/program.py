@@ -25,11 +25,12 @@ from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.core.layout import Segments, sort_positions
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem
-from cp_plugin.core.tiles import Tile, tiles
-from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
+from cp_plugin.core.tiles import Tile, may_meet, tiles
+from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import blocks
+from cp_plugin.kernels.backends import BlockKernel
 from cp_plugin.kernels.fused import observed
-from cp_plugin.kernels.recording import results
+from cp_plugin.kernels.recording import RecordingKernel, results
 from cp_plugin.linear import kernels
 from cp_plugin.linear.tokens import CHUNK, Tokens
 from cp_plugin.methods.parts import Parts
@@ -133,10 +134,10 @@ class _Traced(ContextParallel):
         super().__init__(setup, mesh=mesh)
         self._events, self._tiled = events, tiled
 
-    def kernel(self, problem: Problem, *_: Any, **__: Any) -> blocks.BlockKernel:
+    def kernel(self, problem: Problem, *_: Any, **__: Any) -> BlockKernel:
         planned = _Planned(self._events, problem)
         library = blocks.Tiled(planned)
-        own = blocks.InOrder(blocks.Whole(planned), enough=blocks.LONG)
+        own = blocks.InOrder(RecordingKernel(planned.add_block), enough=blocks.LONG)
         return blocks.InOrder(library) if self._tiled else blocks.Either(library, own)
 
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Parts]:
@@ -219,7 +220,7 @@ class _Recorded(TraceMesh):
 
 
 class _Planned:
-    """A ``Backend`` and ``BlockBackend`` that only record launches."""
+    """A ``Backend`` that only records launches, of blocks as well."""
 
     name, any_diagonal = "planned", False
 
@@ -230,12 +231,15 @@ class _Planned:
         p, heads, kind = self._problem, q.size(1) * q.size(2), dtype_name(q.dtype)
         self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind, auto))
 
-    def _block(self, direction: Direction, block: Block, queries: Queries, kv: KeyValues) -> None:
+    def add_block(self, queries: Queries, kv: KeyValues, block: Block) -> None:
+        """Record the launch of our kernel for a block, unless it is empty."""
+        if not may_meet(*block.area):
+            return
         (rows, keys, mask), q, k = block.area, queries.q, kv.k
         (in_order, q_order), (k_in_order, k_order) = (sort_positions(side, _CPU) for side in (rows, keys))
         unsorted = tuple(0 if order is None else x.size(0) for x, order in ((q, q_order), (k, k_order)))
         auto = Auto(_shapes(in_order, k_in_order, mask), k.size(0), k.size(1) * k.size(2), *unsorted)
-        self._asked(direction, _shapes(rows, keys, mask), q, auto)
+        self._asked("forward" if queries.dout is None else "backward", _shapes(rows, keys, mask), q, auto)
 
     def unsupported(self, *_: Any) -> None:
         return None
@@ -252,14 +256,6 @@ class _Planned:
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._asked("backward", (Shape(q.size(0), k.size(0), diagonal),), q)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-    def attend(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None) -> Partial:
-        self._block("forward", block, queries, kv)
-        return onto if onto is not None else Partial(*results(queries.q, kv.v))
-
-    def gradients(self, queries: Queries, kv: KeyValues, block: Block) -> Gradients:
-        self._block("backward", block, queries, kv)
-        return Gradients(*map(torch.empty_like, (queries.q, *kv.tensors)))
 
 
 def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:
