@@ -146,7 +146,7 @@ masks_shifted_by_one = planted("cp_plugin.core.mask:Mask.of", "masks_shifted_by_
 log_sum_exp_ignored = planted("cp_plugin.kernels.fused:_weight", "log_sum_exp_ignored_in_merging")(
     lambda _: lambda part, _: torch.full_like(part, 0.5).unsqueeze(-1)
 )
-sinks_of_other_heads = planted("cp_plugin.attention.softmax:apply", "sinks_of_other_heads")(
+sinks_of_other_heads = planted("cp_plugin.attention.softmax:apply_sink", "sinks_of_other_heads")(
     lambda apply: lambda out, lse, sink: apply(out, lse, sink.roll(1) + 0.5)
 )
 rounded_in_transit = in_transit("rounded_in_transit", lambda t: t.bfloat16().to(t.dtype))
