@@ -25,7 +25,7 @@ from cp_plugin.comm.ledger import Ledger
 from cp_plugin.comm.mesh import WHOLE, Mesh, Pending, Tensors, sum_of_parts
 from cp_plugin.common import background
 
-_EXIT_S = 5.0  # longest wait for the native exit of threads that have returned
+_EXIT_S = 5.0  # longest wait for the native exit of a thread that has returned
 
 
 def run_threads[T](fn: Callable[[ThreadMesh], T], axes: Mapping[str, int], *, patience: float = 60.0) -> list[T]:
@@ -55,7 +55,9 @@ def in_turns[T](ranks: Sequence[Callable[[], T]], hub: Hub) -> list[T]:
     ended = [thread.call(partial(run, i)) for i, thread in enumerate(threads)]
     for each in ended:
         each.wait()
-    _await_native_exit([thread.native_id for thread in threads if not thread.lives])
+    for thread in threads:
+        if not thread.lives:
+            thread.end()
     if hub.failure is not None:
         index, error = hub.failure
         raise RuntimeError(f"rank {index} of {len(ranks)} failed: {error!r}") from error
@@ -71,8 +73,8 @@ class _RankThread:
 
     def __init__(self, index: int) -> None:
         self._index, self._calls = index, SimpleQueue[tuple[Callable[[], bool], threading.Event]]()
-        self.lives = True
-        self.native_id = background.start(self._serve, f"rank-{index}").native_id
+        self.lives, self._may_end = True, threading.Event()
+        self._native_id = background.start(self._serve, f"rank-{index}").native_id
 
     def call(self, run: Callable[[], bool]) -> threading.Event:
         """Set the event after ``run``, which returns whether the thread is fit for another one."""
@@ -88,6 +90,20 @@ class _RankThread:
             if self.lives:
                 _idle[self._index].append(self)
             ended.set()
+        self._may_end.wait()
+
+    def end(self) -> None:
+        """Let the thread end, and wait until the operating system's is gone, too.
+
+        Two that ended at once could wait for each other: what torch keeps of compiled code per thread is freed under a
+        lock of its own, and runs Python meanwhile. A Python thread ends before its native clean-up has run. A process
+        forked in between inherits the locks it holds and hangs in its first matrix product (seen in 2 of 400 forks
+        right after eight threads).
+        """
+        self._may_end.set()
+        task, deadline = f"/proc/self/task/{self._native_id}", time.monotonic() + _EXIT_S
+        while os.path.isdir(task) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 _idle: dict[int, list[_RankThread]] = defaultdict(list)
@@ -107,19 +123,6 @@ def _as_in_a_new_thread() -> bool:
     modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
     cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     return torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or cast or modes)
-
-
-def _await_native_exit(native_ids: Sequence[int | None]) -> None:
-    """Wait until the operating system's threads are gone, too.
-
-    A Python thread ends before its native clean-up has run. A process forked in between inherits the locks it holds and
-    hangs in its first matrix product (seen in 2 of 400 forks right after eight threads).
-    """
-    ours = set(map(str, native_ids))
-    tasks = "/proc/self/task"
-    deadline = time.monotonic() + _EXIT_S
-    while os.path.isdir(tasks) and not ours.isdisjoint(os.listdir(tasks)) and time.monotonic() < deadline:
-        time.sleep(0.001)
 
 
 @dataclass(slots=True)

@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import typer
 from typer.testing import CliRunner
+from warm import in_a_fork
 
 import cp_plugin
 from cp_plugin.cli.app import app
@@ -148,13 +150,12 @@ def test_flags_after_two_dashes_are_named_as_written() -> None:
     """They are Megatron's, which the command's own are not."""
     folder = Path(importlib.util.find_spec("megatron.core").origin).parents[2]
     for words in (["plan", "--cluster", "dgx-h100"], ["doctor", "--megatron", str(folder)]):
-        command = [sys.executable, "-m", "cp_plugin.cli", *words, "--", "--cp-provider", "rnig"]
-        done = subprocess.run([*command, "--context-parallel-size", "2"], capture_output=True, text=True, check=False)
+        flags = ["--cp-provider", "rnig", "--context-parallel-size", "2"]
+        done = in_a_fork(partial(PROGRAM.main, [*words, "--", *flags]))
         assert done.returncode == 2 and "--cp-provider rnig: did you mean ring?" in done.stderr
 
 
 def test_the_doctor_examines_a_megatron() -> None:
     folder = Path(importlib.util.find_spec("megatron.core").origin).parents[2]
-    command = [sys.executable, "-m", "cp_plugin.cli", "doctor", "--megatron", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = in_a_fork(partial(PROGRAM.main, ["doctor", "--megatron", str(folder)]))
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS: a run would start", done.stderr
