@@ -158,11 +158,11 @@ class Hub:
 
     def post(self, key: Hashable, tensors: Tensors, readers: int) -> None:
         self._messages[key] = _Message(tensors, _recorded(tensors), readers)
-        self.came(key)
+        self._wake(key)
 
     def take(self, key: Hashable) -> Tensors:
         if key not in self._messages:
-            self.wait_for(key, self.patience)
+            self._wait_for(key)
         if key not in self._messages:
             if self.failure is not None:
                 raise RuntimeError(f"another rank failed before it sent {key}")
@@ -178,18 +178,18 @@ class Hub:
                 t.record_stream(stream)
         return message.tensors
 
-    def wait_for(self, key: Hashable, patience: float) -> None:
-        """Yield the turn until ``came(key)``, a rank's failure, or ``patience`` seconds."""
+    def _wait_for(self, key: Hashable) -> None:
+        """Yield the turn until there is a message under the key, a rank's failure, or ``patience`` seconds."""
         if self.failure is not None:
             return
         event = self._awaited.setdefault(key, threading.Event())
         self.turn.release()
         try:
-            event.wait(patience)
+            event.wait(self.patience)
         finally:
             self.turn.acquire()
 
-    def came(self, key: Hashable) -> None:
+    def _wake(self, key: Hashable) -> None:
         """Wake those waiting for the key."""
         if key in self._awaited:
             self._awaited.pop(key).set()
@@ -198,7 +198,7 @@ class Hub:
         if self.failure is None:
             self.failure = (index, error)
         for key in list(self._awaited):
-            self.came(key)
+            self._wake(key)
 
 
 class ThreadMesh(Mesh):
