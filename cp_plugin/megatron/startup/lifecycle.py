@@ -30,7 +30,6 @@ def replace_initialize_model_parallel(call: Call) -> None:
     call.original()
     if runtime.settings().active:
         options = groups.options_from(call.arguments)
-        agreement.check_groups(call.arguments)
         groups.create(runtime.settings(), options, runtime.model())
         checkpoint.note()
 
