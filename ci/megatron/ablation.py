@@ -13,46 +13,35 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PARTS = {
-    "attention_problems": "attention",
-    "own_attention_problems": "Megatron's own attention",
-    "packed_problems": "attention of packs",
-    "delta_net_problems": "gated delta net",
-}
-"""Function of ``first_batch`` -> the part that it is."""
+OWN, ATTENTION = "Megatron's own attention", "attention's calls in this step"
 STEP, LATER, STOPS = "a step of the run", "the rest of the first step", "a refusal by name"
-_LATER = ("learning rates", "gradients between", "the loss that is logged", "weights")
+_STARTS = {
+    OWN: ("the plugin reads",),
+    ATTENTION: ("layer ",),
+    LATER: ("learning rates", "gradients between", "the loss that is logged", "weights"),
+}
+"""Part of the check -> how its texts begin; others are of the step."""
 
 
 def prepare(found: Path) -> None:
     """Note in a file of this folder, for each rank, which parts find something."""
-    from cp_plugin.megatron.selfcheck import first_batch, first_step
+    from cp_plugin.megatron.selfcheck import checked_call, first_step
 
-    def note(part: str, problems: Sequence[str]) -> None:
-        if problems:
-            with (found / f"parts.{first_step.dist.get_rank()}").open("a", encoding="utf-8") as file:
-                file.write(f"{part}\n")
+    def note(texts: list[str]) -> None:
+        with (found / f"parts.{first_step.dist.get_rank()}").open("a", encoding="utf-8") as file:
+            for text in texts:
+                file.write(next((part for part, starts in _STARTS.items() if text.startswith(starts)), STEP) + "\n")
 
-    def noting(name: str, look: Callable[..., list[str]]) -> Callable[..., list[str]]:
-        def noted(*args: Any) -> list[str]:
-            note(PARTS[name], look(*args))
-            return []
+    def silent(calls: Any) -> list[str]:
+        note(calls.problems)
+        return []
 
-        return noted
-
-    for name in PARTS:
-        setattr(first_batch, name, noting(name, getattr(first_batch, name)))
-
-    def stop(texts: list[str]) -> None:
-        for text in texts:
-            note(LATER if text.startswith(_LATER) else STEP, [text])
-
-    first_step.stop_if_any = stop
+    checked_call.Every.found, first_step.stop_if_any = property(silent), note
 
 
 def parts(edit: Any, folder: Path) -> list[str]:
@@ -97,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
                 continue
             known[edit.name] = ", ".join(parts(edit, Path(folder))) or "nothing"
             print(f"ABLATION {edit.name}: {known[edit.name]}", flush=True)
-            found = {"parts": [*PARTS.values(), STEP, LATER, STOPS], "edits": known}
+            found = {"parts": [STEP, ATTENTION, OWN, LATER, STOPS], "edits": known}
             given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -23,7 +23,7 @@ def configure(settings: Settings, model: Model | None = None) -> None:
     """Set the settings and the model, and reset the state of an earlier run."""
     STATE.settings, STATE.model, STATE.cut = settings, model, Cut()
     STATE.compared = STATE.slices = STATE.first_batch = None
-    STATE.complete = lambda _: None
+    STATE.complete, STATE.owed = lambda _: None, 0
     STATE.by_ranks.clear()
     STATE.alone.clear()
 

@@ -88,6 +88,8 @@ class State:
     """Compares the first batch between the ranks."""
     unchecked: tuple[Any, Any] | None = None
     """Optimizer and schedule of learning rates of a training whose first step is still to be checked."""
+    owed: int = 0
+    """Step in which attention is checked since the start-up check could not be run; -1: the next one."""
     loaded: Mapping[str, str] = field(default_factory=dict)  # settings of the last checkpoint that was read
     losses: dict[str, tuple[float, float]] | None = None  # of the first step, to be compared with those logged
     trial: bool = False  # while the start-up check runs a step

@@ -30,7 +30,6 @@ from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.selfcheck import audit, recheck, step
-from cp_plugin.megatron.selfcheck import first_batch as selfcheck
 from cp_plugin.megatron.state import STATE
 from cp_plugin.nemo import arguments, cpu, refusals
 
@@ -126,7 +125,6 @@ def _setup(call: Call) -> Any:
         result = call.original()
         audit.run(result.model)
         if settings.selfcheck:
-            selfcheck.run(result.model)
             step.expect(result.optimizer, result.scheduler)
         recheck.watch(result.model, lambda: state.train_state.step)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from cp_plugin import ContextParallel
 from cp_plugin.core.block import Scores
 
 STEP = "differs from the step on one rank"
+OUT = r"layer \d, head \d: out of \d+ of \d+ rows"
 CP = "--context-parallel-size 2 --cp-provider"
 STRIPED = f"{CP} striped"
 ZIGZAG = f"{CP} ring --cp-layout zigzag"
@@ -40,11 +42,7 @@ next_of_another_document = planted("cp_plugin.megatron.patches.mtp:_rolled", "ne
     lambda rolled: lambda cp, x, dim, by, packed, fill=0: rolled(cp, x, dim, by, None, fill)
 )
 delta_net_runs_on = planted("cp_plugin.megatron.patches.delta_net:attend", "delta_net_runs_on")(
-    lambda attend: (
-        lambda layer, batch, projected, unit=None: attend(
-            layer, batch if unit else replace(batch, documents=None), projected, unit
-        )
-    )
+    lambda attend: lambda layer, batch, projected: attend(layer, replace(batch, documents=None), projected)
 )
 
 
@@ -130,17 +128,9 @@ def linear_layers_in_another_layout(_: Any) -> property:
 
 @planted(f"{ATTENTION}.linear_attention")
 def wrong_decay_on_rank_1(attend: Any) -> Any:
+    @functools.wraps(attend)
     def wrong(self: ContextParallel, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **kwargs: Any) -> Tensor:
         return attend(self, q, k, v, log_decay * (1.01 if dist.get_rank() == 1 else 1.0), **kwargs)
-
-    return wrong
-
-
-@planted("cp_plugin.linear.variants:LinearAttention.prepare")
-def half_of_the_gates_gradient(prepare: Any) -> Any:
-    def wrong(self: Any, q: Any, k: Any, v: Any, gate: Tensor) -> Any:
-        ours = gate.dtype == torch.float32  # the module's own, not the reference's
-        return prepare(self, q, k, v, gate / 2 + gate.detach() / 2 if ours else gate)
 
     return wrong
 
@@ -301,7 +291,6 @@ LOSSES = (  # Bridge 2055, verl 6609: too large, or too small, by the number of 
     ),
     Fault(loss("a report of this rank", lambda x, n, _: (x, n, {"lm loss": x.detach() / n})), ZIGZAG, REPORTS, True),
 )
-OFF = r"gated delta net's {} are off by \d"
 FEATURES = (
     *LOSSES,
     Fault(stock_roll, f"{STRIPED} --mtp-num-layers 1", STEP),
@@ -310,7 +299,7 @@ FEATURES = (
     Fault(next_of_another_document, f"{STRIPED} --mtp-num-layers 1 {PACKS}", STEP, True),
     Fault(states_go_on, f"{STRIPED} --hybrid-layer-pattern M* {STATES} {PACKS}", STEP, True),
     Fault(reversed_order_of_a_pack, f"{STRIPED} --hybrid-layer-pattern G* {STATES} {PACKS}", STEP, True),
-    Fault(unplaced("attention", "attended"), PLACED, "packed out is off by", True),
+    Fault(unplaced("attention", "attended"), PLACED, STEP, True),
     Fault(unplaced("batch", "cut"), PLACED, STEP, True),
     Fault(unplaced("rope", "replace_apply_rotary_thd"), PLACED, STEP, True),
     Fault(unplaced("prediction", "_rolled"), f"{PLACED} --mtp-num-layers 1", STEP, True),
@@ -319,24 +308,16 @@ FEATURES = (
         no_documents, f"{STRIPED} {PACKS}", "layer 1 was called without packed_seq_params, though the flags pack"
     ),
     Fault(padding_counts, f"{STRIPED} --seq-length 57 --cp-pad-sequence", STEP),
-    Fault(own_tokens_alone, f"{DELTA_NET} --cp-layout contiguous", f"rank 1: {OFF.format('outputs')}", True),
-    Fault(gradients_as_states, f"{DELTA_NET} --cp-layout zigzag", f"rank 0: {OFF.format('gradients')}"),
-    Fault(delta_net_runs_on, f"{DELTA_NET} {PACKS}", f"packed {OFF.format('outputs')}", True),
+    Fault(own_tokens_alone, f"{DELTA_NET} --cp-layout contiguous", STEP, True),
+    Fault(gradients_as_states, f"{DELTA_NET} --cp-layout zigzag", STEP),
+    Fault(delta_net_runs_on, f"{DELTA_NET} {PACKS}", STEP, True),
     Fault(another_delta_net, f"{DELTA_NET} --cp-layout contiguous", r"Not replaced: .*self_attention", True),
-    Fault(linear_layers_in_another_layout, GLA, "rank 0: linear out is off by .*; linear dq is off by", True),
-    Fault(linear_layers_with_the_tokens_of_other_ranks, GLA, "rank 0: linear out is off by", True),
-    Fault(wrong_decay_on_rank_1, GLA, "attention gla on the zigzag layout failed.* rank 1: linear out is off by"),
-    Fault(
-        half_of_the_gates_gradient,
-        GLA,
-        r"failed. rank 0: linear dv is off by \S+ \(relative; allowed 1e-03\) \| rank 1",
-        True,
-    ),
-    Fault(softmax_layers_wrong, GLA, "rank 0: out is off by", True),
-    Fault(wrong_exponents, FP8, r"with --cp-fp8 comm out is off by .* \(relative; allowed"),
-    Fault(
-        scores_a_tenth_too_large, FP8, r"failed. rank 0: out is off by [3-9].\de-02 \(relative; allowed 3e-02\)", True
-    ),
+    Fault(linear_layers_in_another_layout, GLA, STEP, True),
+    Fault(linear_layers_with_the_tokens_of_other_ranks, GLA, STEP, True),
+    Fault(wrong_decay_on_rank_1, GLA, f"rank 1: {OUT}"),
+    Fault(softmax_layers_wrong, GLA, "rank 0: layer 2, head 3: out", True),
+    Fault(wrong_exponents, FP8, f"rank 0: {OUT}"),
+    Fault(scores_a_tenth_too_large, FP8, f"rank 0: {OUT}", True),
     Fault(after_slicing(generated, "labels shifted by generated code"), STRIPED, STEP, True),
     Fault(after_slicing(shift_labels, "labels shifted after slicing"), STRIPED, STEP),
     Fault(

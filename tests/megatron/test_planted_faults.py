@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fault_rows import Fault, Plant, planted, ranks_of, replace_slicer, rows
-from feature_faults import FEATURES
+from feature_faults import FEATURES, OUT, STEP
 from torch import Tensor
 from training import SHORT, check, train
 
@@ -32,7 +32,6 @@ LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-e
 YARN = f"{STRIPED} {LATENT} --rope-type yarn --rotary-scaling-factor 4"
 PACKED = f"{STRIPED} --dataloader-inter-document-masking"
 LINEAR = "--context-parallel-size 2 --cp-linear-attention basic"
-SECOND = "in the second call only"
 
 SLICER = "megatron.core.utils:get_batch_on_this_cp_rank"
 BATCH = "cp_plugin.megatron.patches.batch:slice_batch"
@@ -223,8 +222,8 @@ def bounds_of_the_first_pack(bounds: Any) -> Any:
     return property(wrong)
 
 
-OUT = "out is off by"
-STEP = "differs from the step on one rank"
+DQ = OUT.replace("out of", "dq of")
+GRADIENTS = r"layer \d, gradients: head \d"
 FAULTS = (
     Fault(stock_batch, STRIPED, "without slicing its batch"),
     Fault(batch_by_rank_number, HEAD_AXIS, STEP),
@@ -236,30 +235,30 @@ FAULTS = (
     Fault(rope_by_rank_number, HEAD_AXIS, STEP, True),
     Fault(rope_begins_at_1, STRIPED, STEP, True),
     Fault(packed_rope_goes_on, PACKED, STEP),
-    Fault(zigzag_attention, STRIPED, f"rank 0: {OUT}", True),
-    Fault(called_with("wrong_scale", scale=1.01 / 4), STRIPED, f"rank 0: {OUT} .*dq is off by .*dk is off by"),
-    Fault(wrong_key_gradient_on_rank_1, STRIPED, r"failed. rank 1: dk is off by 1.0e-03 \(relative; allowed 1e-05\)"),
-    Fault(attention_by_rank_number, HEAD_AXIS, rf"rank 1: {OUT} .*; dq is off by .* \| rank 2: {OUT}", True),
+    Fault(zigzag_attention, STRIPED, STEP, True),
+    Fault(called_with("wrong_scale", scale=1.01 / 4), STRIPED, f"rank 0: {OUT}"),
+    Fault(wrong_key_gradient_on_rank_1, STRIPED, GRADIENTS),
+    Fault(attention_by_rank_number, HEAD_AXIS, f"rank 1: {OUT}", True),
     Fault(called_with("without causal", causal=False), STRIPED, f"rank 0: {OUT}", True),
     Fault(called_with("without window", window=None), WINDOW, f"rank 0: {OUT}", True),
     Fault(called_with("without sink", sink=None), SINK, f"rank 0: {OUT}", True),
-    Fault(called_with("without cu_seqlens", cu_seqlens=None), PACKED, f"packed {OUT}"),
+    Fault(called_with("without cu_seqlens", cu_seqlens=None), PACKED, OUT),
     Fault(last_tile_dropped, STRIPED, OUT, True),
     Fault(masks_shifted_by_one, STRIPED, OUT, True),
-    Fault(gradient("value_gradient_doubled", "dv", 2), STRIPED, r"failed. rank 0: dv is off by 1.0e\+00", True),
-    Fault(gradient("query_gradient_negated", "dq", -1), STRIPED, r"failed. rank 0: dq is off by \d.\de\+00", True),
+    Fault(gradient("value_gradient_doubled", "dv", 2), STRIPED, GRADIENTS, True),
+    Fault(gradient("query_gradient_negated", "dq", -1), STRIPED, f"rank 0: {DQ}", True),
     Fault(log_sum_exp_ignored, STRIPED, OUT, True),
     Fault(in_transit("halves_swapped_in_transit", lambda t: t.roll(t.size(0) // 2, 0)), STRIPED, OUT, True),
-    Fault(rounded_in_transit, STRIPED, f"{OUT} .*e-03", True),
-    Fault(rounded_in_transit, BURST, "dq is off by .*e-03", True),
+    Fault(rounded_in_transit, STRIPED, OUT, True),
+    Fault(rounded_in_transit, BURST, DQ, True),
     Fault(gathered_in_the_wrong_order, GRID, OUT, True),
-    Fault(sums_of_one_rank_lost, GRID, "dk is off by"),
+    Fault(sums_of_one_rank_lost, GRID, GRADIENTS),
     Fault(sinks_of_other_heads, SINK, OUT, True),
-    Fault(received_in_the_call_before, STRIPED, rf"rank 1: {OUT} \S+ {SECOND}"),
-    Fault(received_in_the_call_before, PACKED, rf"rank 1: out .*; packed {OUT} \S+ {SECOND}", True),
-    Fault(states_of_the_call_before, LINEAR, rf"rank 1: linear {OUT} \S+ {SECOND}"),
-    Fault(saved_for_the_backward_in_one_buffer, STRIPED, r"failed. rank 0: dq is off by \S+ \(relative"),
-    Fault(bounds_of_the_first_pack, PACKED, rf"failed. rank 0: packed {OUT} \S+ {SECOND}"),
+    Fault(received_in_the_call_before, STRIPED, f"rank 0: {GRADIENTS}.*rank 1: {OUT}"),
+    Fault(received_in_the_call_before, PACKED, f"rank 0: {GRADIENTS}.*rank 1: {OUT}", True),
+    Fault(states_of_the_call_before, LINEAR, f"rank 0: {GRADIENTS}.*rank 1: {OUT}"),
+    Fault(saved_for_the_backward_in_one_buffer, STRIPED, f"rank 0: {DQ}"),
+    Fault(bounds_of_the_first_pack, PACKED, f"rank 0: {OUT}"),
 )
 
 

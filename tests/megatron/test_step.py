@@ -33,15 +33,16 @@ RUNS = {
     "prediction": f"{CP} --mtp-num-layers 1",
     "packs": f"{CP} --dataloader-inter-document-masking",
     "linear layers": "--context-parallel-size 2 --cp-linear-attention gla",
+    "kept attention": f"{CP} --recompute-granularity selective --recompute-modules core_attn --cp-recompute-attention",
 }
-OFF = "--cp-selfcheck off --cp-check-every 0"
+CHECKED, OFF = "--cp-selfcheck strict --cp-check-every 1", "--cp-selfcheck off --cp-check-every 0"
 
 
 @one_case
 @pytest.mark.parametrize("name", RUNS)
 def test_the_checks_leave_nothing_behind(name: str) -> None:
     """With the start-up check and checks of every step, a run has the results of one without any, to the bit."""
-    checked, without = (train(2, f"{RUNS[name]} {more}", steps=3) for more in ("--cp-check-every 1", OFF))
+    checked, without = (train(2, f"{RUNS[name]} {more}", steps=3) for more in (CHECKED, OFF))
     assert_same_bits(checked, without)
     for one, other in zip(checked, without, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.mtp_losses, other.mtp_losses, strict=True))

@@ -6,8 +6,6 @@ run with a provider where nvidia-modelopt is installed. The quantised class is i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module, metadata, util
 from typing import Any
 
@@ -54,19 +52,6 @@ def version() -> str:
 def quantizes(module: torch.nn.Module) -> bool:
     """Whether the module has an enabled quantiser."""
     return any(_is_quantizer(part) and part.is_enabled for part in module.modules())
-
-
-@contextmanager
-def unquantized(module: torch.nn.Module) -> Iterator[None]:
-    """Disable the module's quantisers, and their calibration, inside the block."""
-    enabled = [part for part in module.modules() if _is_quantizer(part) and part.is_enabled]
-    for quantizer in enabled:
-        quantizer.disable()
-    try:
-        yield
-    finally:
-        for quantizer in enabled:
-            quantizer.enable()
 
 
 @wraps(

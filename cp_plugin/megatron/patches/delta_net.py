@@ -9,12 +9,11 @@ Every rank keeps its tokens and has all heads, so there may be more ranks than h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, softplus
+from torch.nn.functional import softplus
 
 from cp_plugin.attention.convolution import short_convolution
 from cp_plugin.core.dtypes import accumulation_dtype
@@ -59,24 +58,16 @@ def replace_forward(call: Call) -> tuple[Tensor, Tensor | None]:
     return layer.out_proj(layer._apply_gated_norm(out, gate).view(*out.shape[:2], -1))
 
 
-def unit(y: Tensor) -> Tensor:
-    """Scaled to a norm of 1 along the last dimension, as by Megatron's kernel."""
-    return normalize(y, dim=-1, eps=1e-6)
-
-
 def replaced(module: torch.nn.Module) -> bool:
     """Whether a provider of ours runs this layer."""
     return FORWARD in installed() and type(module).__name__ == "GatedDeltaNet"
 
 
-def attend(
-    layer: Any, batch: MicroBatch, projected: Tensor, unit: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def attend(layer: Any, batch: MicroBatch, projected: Tensor) -> tuple[Tensor, Tensor]:
     """Convolution and delta rule of one layer.
 
     Args:
         projected: of this rank's tokens: ``[s/cp, b, q + k + v + z + beta + alpha]``.
-        unit: scales queries and keys to a norm of 1; None: Megatron's kernel.
 
     Returns:
         The rule's outputs and their gate z, both ``[s/cp, b, heads, value size]``.
@@ -88,7 +79,7 @@ def attend(
     both, v = mixed.split((2 * keys, values), 2)
     both = both.unflatten(2, (-1, layer.key_head_dim))
     if layer.use_qk_l2norm:
-        both = (unit or compat.find(NORM)[1])(both.contiguous())
+        both = compat.find(NORM)[1](both.contiguous())
     repeat = layer.num_value_heads // layer.num_key_heads
     q, k = (y.repeat_interleave(repeat, 2) for y in both.chunk(2, 2))
     v, gate = (y.unflatten(2, (heads, -1)) for y in (v, gate))

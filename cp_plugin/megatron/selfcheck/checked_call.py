@@ -17,6 +17,8 @@ from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import WHOLE
+from cp_plugin.megatron import runtime
+from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.state import STATE
 
@@ -38,7 +40,11 @@ class Steps:
     def due(self) -> int:
         """The current step; 0 if it is not checked."""
         step = self.iterations() + 1
-        return 0 if STATE.trial or step % self.every else step
+        if STATE.trial:
+            return 0
+        if STATE.owed < 0:
+            STATE.owed = step
+        return 0 if step % self.every and step != STATE.owed else step
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,7 @@ class Place:
     group: dist.ProcessGroup | None
     draw: random.Random  # in the same state on all ranks of the group
     tp_rank: int = 0
+    problems: list[str] | None = None  # of this rank, in the start-up check; None: what is wrong is an error at once
 
     @property
     def ranks(self) -> list[int]:
@@ -86,8 +93,15 @@ class Drawn:
     def __init__(self, steps: Steps, salt: str = "") -> None:
         self.steps, self._salt = steps, salt
         self.step = self.earlier = 0  # the current one; calls of the layer before the drawn one
-        self.layer: Any = None
+        self.layer: Any = None  # until it is checked
         self.draw = random.Random()
+        self.problems: list[str] | None = None  # see ``Place``
+        self._without_gradients = 0  # step in which a call without them was checked; the one with them is awaited
+
+    @property
+    def rows(self) -> bool:
+        """Whether rows are compared, beside the identities."""
+        return runtime.settings().check_every > 0 or self.step == STATE.owed
 
     def begin(self, training: bool, layers: Iterable[Any] = (None,)) -> bool:
         """Draw in a checked step that is new; return True if this step is checked."""
@@ -105,8 +119,60 @@ class Drawn:
         self.earlier -= 1
         return self.earlier == -1
 
+    def is_next(self, layer: Any) -> bool:
+        """Return True if this layer's next call is the drawn one."""
+        return layer is self.layer and self.earlier == 0
+
+    def take(self, layer: Any) -> bool:
+        """Count a call of a layer; return True if it is the drawn one, or its recomputation."""
+        if layer is not self.layer or not layer.training:
+            return False
+        if self.earlier > 0:
+            self.earlier -= 1
+            return False
+        if torch.is_grad_enabled():
+            self.layer = None
+        elif self._without_gradients == self.step:
+            return False
+        self._without_gradients = self.step
+        return True
+
     def place(self, cp: ContextParallel, group: dist.ProcessGroup | None, layer: Any = None) -> Place:
         """Return the checked call: of this layer, or of none."""
         tensor, number = getattr(layer, "tp_group", None), getattr(layer, "layer_number", 0)
         rank = 0 if tensor is None else tensor.rank()
-        return Place(self.step, layer=number, cp=cp, group=group, draw=self.draw, tp_rank=rank)
+        return Place(self.step, layer=number, cp=cp, group=group, draw=self.draw, tp_rank=rank, problems=self.problems)
+
+
+class Every(Drawn):
+    """Every call of the start-up check's step that nvidia-modelopt does not quantise."""
+
+    rows = True
+
+    def __init__(self) -> None:
+        super().__init__(Steps(1, lambda: 0))
+        self.draw, self.problems = random.Random("start-up"), list[str]()
+        self.calls, self._readings = 0, set[Any]()
+
+    def begin(self, training: bool, layers: Iterable[Any] = (None,)) -> bool:
+        return training
+
+    def is_next(self, layer: Any) -> bool:
+        return not modelopt.quantizes(layer)
+
+    def take(self, layer: Any) -> bool:
+        taken = layer.training and self.is_next(layer)
+        self.calls += taken
+        return taken
+
+    @property
+    def found(self) -> list[str]:
+        """What is wrong on this rank, in short."""
+        texts = self.problems or []
+        return [*texts[:2], f"and {len(texts) - 2} more"] if len(texts) > 3 else texts
+
+    def reads(self, layer: Any) -> bool:
+        """Return True for the first of the softmax layers whose configuration is read alike."""
+        before, reading = len(self._readings), (layer.window, layer.attn_mask_type, layer.softmax_scale)
+        self._readings.add(reading)
+        return len(self._readings) > before

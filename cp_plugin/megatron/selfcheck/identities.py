@@ -123,7 +123,9 @@ class Identities:
                 number = place.tp_rank * len(beyond) + head
                 what = "short convolution" if (one, other) in CONVOLUTION else f"head {number}"
                 wrong.append(f"{what}: {both}, where rounding allows {allowed[head]:.1e} between them")
-        if wrong:
+        if wrong and place.problems is not None:
+            place.problems.append(f"layer {place.layer}, gradients: {'; '.join(wrong[:3])}")
+        elif wrong:
             raise AttentionError(self._message(wrong))
 
     def _message(self, wrong: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
-"""``--cp-check-every N``: check one call of one layer's attention in every N-th iteration.
+"""Attention's calls compared with their own inputs: all calls of the start-up check's step, and one call in some steps.
 
-By default, every 100 iterations: the ``identities`` of its gradients. With N, every N iterations, these and a few rows:
+By default, every 100 iterations: the ``identities`` of its gradients. With ``--cp-check-every N``, every N iterations,
+these and a few rows:
 
     step 300: layer 7, third call, batch entry 1, head 5              drawn by step from a separate generator
     all-gather of that head's keys and values over the context-parallel group, recorded under the phase "check"
@@ -12,13 +13,17 @@ recomputation a layer is called twice per micro-batch: if the first call is draw
 call with gradients, too. Tensor-parallel ranks draw alike, so that none waits for another, and check their own heads;
 data-parallel replicas draw independently. Keys travel by torch.distributed's all-gather, independently of provider and
 mesh. All ranks of the group share the verdict, and stop.
+
+In the step of the start-up check every call is compared, softmax attention in all rows of the drawn head. A rank that
+attends with what an earlier call left in a buffer is right in the first call and wrong in the second.
 """
 
 from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,13 +39,15 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.patches import delta_net, patching
-from cp_plugin.megatron.selfcheck import rotation, slices
-from cp_plugin.megatron.selfcheck.attention_pass import TOLERANCE_FP8
-from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Place, Steps
+from cp_plugin.megatron.selfcheck import own_attention, rotation, slices
+from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Every, Place, Steps
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Softmax, compare
 from cp_plugin.megatron.selfcheck.identities import CONVOLUTION, DELTA_RULE, LINEAR, SOFTMAX, Identities
 from cp_plugin.testing.oracle import not_seen
 
+TOLERANCE_FP8 = {"comm": 0.15, "compute": 0.25}
+"""Allowed relative error of a norm: e4m3 rounds by 2.6 % of an element on average, a call with it is off by 3 to 7 %,
+and by up to 12 % with e5m2 in the kernel."""
 _ROWS, _SCORES = 8, 1 << 22
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _DELTA_NET = "delta net"
@@ -58,53 +65,59 @@ def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> N
     steps = Steps(every, iterations)
     slices.watch(chunks, steps)
     rotation.watch(chunks, steps)
+    for kind, layers in _by_kind(chunks).items():
+        _Watch(kind, Drawn(steps)).follow(layers)
+
+
+@contextmanager
+def every_call(chunks: Sequence[torch.nn.Module]) -> Iterator[Every]:
+    """In the block, compare each call of the attention layers."""
+    every = Every()
+    hooks = [hook for kind, layers in _by_kind(chunks).items() for hook in _Watch(kind, every).follow(layers)]
+    try:
+        yield every
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _by_kind(chunks: Sequence[torch.nn.Module]) -> dict[str, list[Any]]:
     kinds: dict[str, list[Any]] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, AnyCoreAttention):
             kinds.setdefault(module.kind, []).append(module)
         elif delta_net.replaced(module):
             kinds.setdefault(_DELTA_NET, []).append(module)
-    for kind, layers in kinds.items():
-        watching = _Watch(layers, steps, kind, rows=settings.check_every > 0)
-        for layer in layers:
-            layer.register_forward_pre_hook(watching.before)
-            layer.register_forward_hook(watching.after, with_kwargs=True)
+    return kinds
 
 
 class _Watch:
-    """Draw one call of a step among the layers of a kind, and check its identities and some of its rows."""
+    """Check the identities, and some rows, of the drawn calls among the layers of a kind."""
 
-    def __init__(self, layers: Sequence[Any], steps: Steps, kind: str, *, rows: bool) -> None:
-        self._layers, self._kind, self._rows = layers, kind, rows
-        self._drawn = Drawn(steps)  # its layer until it is checked
-        self._without_gradients = 0  # step in which a call without them was checked; the one with them is awaited
+    def __init__(self, kind: str, drawn: Drawn) -> None:
+        self._kind, self._drawn = kind, drawn
         self._inside: Inside | None = None
 
-    def before(self, module: Any, _: Any) -> None:
-        """Forward pre-hook."""
-        drawn, able = self._drawn, (layer for layer in self._layers if not modelopt.quantizes(layer))
-        if drawn.begin(module.training, able) and module is drawn.layer and drawn.earlier == 0:
-            self._inside = None if self._kind == "softmax" else Inside()
+    def follow(self, layers: Sequence[Any]) -> list[Any]:
+        """Attach to these layers; return the hooks."""
+        self._layers = layers
+        before = [layer.register_forward_pre_hook(self._before) for layer in layers]
+        return before + [layer.register_forward_hook(self._after, with_kwargs=True) for layer in layers]
 
-    def after(self, module: Any, args: Any, named: dict[str, Any], out: Tensor) -> None:
-        """Forward hook."""
-        drawn = self._drawn
-        if module is not drawn.layer or not module.training:
-            return
+    def _before(self, module: Any, _: Any) -> None:
+        able = (layer for layer in self._layers if not modelopt.quantizes(layer))
+        if self._drawn.begin(module.training, able) and self._drawn.is_next(module) and self._kind != "softmax":
+            self._inside = Inside()
+
+    def _after(self, module: Any, args: Any, named: dict[str, Any], out: Tensor) -> None:
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.close()
-        if drawn.earlier > 0:
-            drawn.earlier -= 1
+        if not self._drawn.take(module):
             return
-        if torch.is_grad_enabled():
-            drawn.layer = None
-        elif self._without_gradients == drawn.step:
-            return
-        self._without_gradients = drawn.step
-        if inside is None:
+        if self._kind == "softmax":
             self._softmax(module, CALL.bind(module, *args, **named).arguments, out)
-        elif inside.call is not None:
+        elif inside is not None and inside.call is not None:
             self._linear(module, inside, inside.call)
 
     def _softmax(self, module: CoreAttention, call: Mapping[str, Any], out: Tensor) -> None:
@@ -114,24 +127,26 @@ class _Watch:
         shape = (k.size(0), 1, k.size(1)) if documents is not None and k.dim() == 3 else k.shape
         identities = Identities(place, q, shape, documents)
         identities.watch({"q": q, "k": k, "v": v, "out": out}, SOFTMAX, shape[2])
-        if not self._rows:
+        if not self._drawn.rows:
             return
         causal = (call.get("attn_mask_type") or module.attn_mask_type) in _CAUSAL
         scale = q.size(-1) ** -0.5 if module.softmax_scale is None else module.softmax_scale
-        rows = Rows(place, *((q, k, v) if documents is None else (x.unsqueeze(1) for x in (q, k, v))), out)
+        count = _ROWS if place.problems is None else q.size(0)
+        rows = Rows(place, count, *((q, k, v) if documents is None else (x.unsqueeze(1) for x in (q, k, v))), out)
         sink = None if module.softmax_offset is None else module.softmax_offset[rows.head].detach().clone()
         if (fp8 := place.cp.options.fp8) is not None:
             rows.rounding = Rounding.of(q.dtype, cuda=q.is_cuda, of_norm=TOLERANCE_FP8[fp8], hops=place.hops)
 
         def exact(keys: Tensor, values: Tensor) -> Softmax:
             hidden = not_seen(rows.at_rows, rows.at, causal, module.window)
-            if documents is not None:
-                bounds = documents.to(rows.at.device)
-                of_rows, of_keys = (torch.bucketize(at, bounds, right=True) for at in (rows.at_rows, rows.at))
+            if batch.documents is not None:
+                of_rows, of_keys = (batch.documents.number_of(at) for at in (rows.at_rows, rows.at))
                 hidden = hidden | (of_rows[:, None] != of_keys)
             return Softmax(rows.q, keys, values, hidden, scale=scale, sink=sink, rounding=rows.rounding)
 
         rows.check(q, out, exact)
+        if isinstance(self._drawn, Every) and self._drawn.reads(module):
+            self._drawn.problems += own_attention.problems(module, q.device)
 
     def _linear(self, module: Any, inside: Inside, call: Any) -> None:
         group = module.cp_group if isinstance(module, AnyCoreAttention) else module.pg_collection.cp
@@ -142,11 +157,11 @@ class _Watch:
         if inside.convolution:
             x, bias, out = inside.convolution
             identities.watch({"mixed": x, "convolved": out}, CONVOLUTION, 1, bias)
-        if not self._rows:
+        if not self._drawn.rows:
             return
         _, _, _, decay, beta, _ = tokens_of(call.q, call.k, call.v, call.log_decay, call.beta)
         beside = {name: x for name, x in (("log_decay", decay), ("beta", beta)) if x is not None}
-        rows = Rows(place, call.q, call.k, call.v, call.out, *beside.values())
+        rows = Rows(place, _ROWS, call.q, call.k, call.v, call.out, *beside.values())
 
         def exact(*of_keys: Tensor) -> Linear:
             k, v, *more = (x[rows.at.argsort()][:, None, None] for x in of_keys)
@@ -196,9 +211,10 @@ class Inside:
 class Rows:
     """A few rows of one head on each rank."""
 
-    def __init__(self, place: Place, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *beside: Tensor) -> None:
+    def __init__(self, place: Place, count: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *beside: Tensor) -> None:
         """
         Args:
+            count: of rows, at most.
             q, k, v, out: this rank's ``[s, b, h, d]``, ``[s, b, g, d]``, ``[s, b, g, e]`` and ``[s, b, h, e]``.
             beside: what else is to be exchanged, ``[s, b, g, ...]``.
         """
@@ -207,7 +223,7 @@ class Rows:
         self.batch, self.head = place.draw.randrange(b), place.draw.randrange(h)
         kv_head = self.head * k.size(2) // h
         cp, tokens = place.cp, s * place.cp.size
-        count = min(s, max(1, min(_ROWS, _SCORES // tokens)))
+        count = min(s, max(1, min(count, _SCORES // tokens)))
         self.rows = random.Random(f"{place.draw.random()} {cp.index}").sample(range(s), count)
         everyone = [cp.layout.positions(tokens, cp.size, number) for number in cp.numbers]
         self.tokens = everyone[cp.index][self.rows].tolist()
@@ -254,26 +270,38 @@ class Rows:
         return [torch.cat(x) for x in zip(*(unpack(one, shapes, dtypes, 1) for one in everyone), strict=True)]
 
     def _judge(self, name: str, got: Tensor, want: Exact) -> None:
-        verdict = compare(got, want, self.rounding)
+        place, verdict = self.place, compare(got, want, self.rounding)
         rows = torch.where(verdict.wrong, self.at_rows, -1)
         mine = torch.cat((torch.stack((verdict.error, verdict.allowed)), rows.double()))
-        everyone, found = torch.stack(self.place.of_all_ranks(mine)).tolist(), []
-        for rank, (error, allowed, *at) in zip(self.place.ranks, everyone, strict=True):
-            wrong = sorted(int(token) for token in at if token >= 0)
-            if wrong:
-                tokens = f"{len(wrong)} of {len(at)} rows (tokens {', '.join(map(str, wrong))})"
-                found.append(f"rank {rank}: {name} of {tokens} off by {error:.1e}, where rounding allows {allowed:.1e}")
+        if place.problems is not None:
+            if wrong := self._wrong(name, *mine.tolist()):
+                place.problems.append(f"layer {place.layer}, head {self._head}: {wrong}")
+            return
+        everyone = torch.stack(place.of_all_ranks(mine)).tolist()
+        by_rank = {rank: self._wrong(name, *one) for rank, one in zip(place.ranks, everyone, strict=True)}
+        found = [f"rank {rank}: {wrong}" for rank, wrong in by_rank.items() if wrong]
         if found:
             raise AttentionError(self._message(found))
 
+    @staticmethod
+    def _wrong(name: str, error: float, allowed: float, *at: float) -> str:
+        """What is off, or nothing; at: wrong tokens, and -1 for each right one."""
+        wrong = sorted(int(token) for token in at if token >= 0)
+        tokens = ", ".join(map(str, wrong[:_ROWS])) + (", ..." if len(wrong) > _ROWS else "")
+        rows = f"{name} of {len(wrong)} of {len(at)} rows (tokens {tokens})"
+        return f"{rows} off by {error:.1e}, where rounding allows {allowed:.1e}" if wrong else ""
+
+    @property
+    def _head(self) -> int:
+        return self.place.tp_rank * self.shape[2] + self.head
+
     def _message(self, found: Sequence[str]) -> str:
         place, settings = self.place, runtime.settings()
-        head = place.tp_rank * self.shape[2] + self.head
         more = f" (and {len(found) - 4} more ranks)" if len(found) > 4 else ""
         return (
-            f"--cp-check-every {settings.check_every}: in step {place.step}, layer {place.layer}, head {head} of batch "
-            f"entry {self.batch}, the {place.cp.provider.name} attention on the {place.cp.layout.name} layout does not "
-            f"match its queries, keys and values. {'; '.join(found[:4])}{more}. A rank attended to data other than "
-            "what was sent: a device, a link or a buffer is at fault. Resume from an earlier checkpoint, and watch "
-            "whether the same rank fails again"
+            f"--cp-check-every {settings.check_every}: in step {place.step}, layer {place.layer}, head {self._head} "
+            f"of batch entry {self.batch}, the {place.cp.provider.name} attention on the {place.cp.layout.name} layout "
+            f"does not match its queries, keys and values. {'; '.join(found[:4])}{more}. A rank attended to data other "
+            "than what was sent: a device, a link or a buffer is at fault. Resume from an earlier checkpoint, and "
+            "watch whether the same rank fails again"
         )

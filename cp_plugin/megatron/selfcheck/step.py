@@ -2,6 +2,7 @@
 
     the first call of Megatron's schedule in training, and before it, with a few tokens for each rank:
         schedule --> the script's get_batch, model and loss --> finalize_model_grads --> what the optimizer would read
+        each call of attention in it                                                 --> ``recheck``
         the same, each rank alone with the whole sequence (``one_rank``)             --> the same gradients and losses
         once more, its embeddings moved by a rounding error                          --> how far rounding moves them
 
@@ -32,14 +33,14 @@ from megatron.training import global_vars
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import CoreAttention
-from cp_plugin.megatron.patches import padding, patching, rope
+from cp_plugin.megatron.patches import delta_net, padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
-from cp_plugin.megatron.selfcheck import first_step
-from cp_plugin.megatron.selfcheck.first_batch import tokens_for
+from cp_plugin.megatron.selfcheck import first_step, recheck
 from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
 from cp_plugin.megatron.selfcheck.one_rank import Choices, OneRank
 from cp_plugin.megatron.selfcheck.readings import (
@@ -56,7 +57,7 @@ from cp_plugin.megatron.selfcheck.readings import (
     saved_buffers,
 )
 from cp_plugin.megatron.selfcheck.restored import restored
-from cp_plugin.megatron.selfcheck.tiny_batch import Looked, Strong, Tiny, noisy, owners, quiet
+from cp_plugin.megatron.selfcheck.tiny_batch import Looked, Strong, Tiny, lasting, noisy, owners, quiet, tokens_for
 from cp_plugin.megatron.state import STATE, Model
 
 _FLOOR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -88,13 +89,15 @@ def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def checked(**named: Any) -> Any:
-        if STATE.unchecked is None or named.get("forward_only") or _size() == 1:
+        alone = _size() == 1
+        if STATE.unchecked is None or named.get("forward_only") or (alone and not runtime.settings().active):
             return schedule(**named)
         (optimizer, rates), STATE.unchecked = STATE.unchecked, None
         chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
         named["data_iterator"] = check(schedule, named, chunks, optimizer)
         reports = schedule(**named)
-        first_step.watch(named, chunks, optimizer, rates, reports)
+        if not alone:
+            first_step.watch(named, chunks, optimizer, rates, reports)
         return reports
 
     return checked
@@ -190,15 +193,25 @@ class _Step:
             back.enter_context(self._lent(scalers))
             sizes = self.padded, self.tokens, self.named["micro_batch_size"]
             choices = Choices(self.config, layout_of_run(between=True), *sizes)
-            with choices.recorded():
+            found: list[str] = []
+            if self._fp8():
+                with ExitStack() as exact, recheck.every_call(self.chunks) as calls:
+                    for cp in self._fp8():
+                        exact.enter_context(cp.without_fp8())
+                    self._run()
+                found += calls.found
+            with choices.recorded(), recheck.every_call(self.chunks) as calls:
                 many = self._run()
+            found += calls.found
+            attention = f"{calls.calls} calls of attention are right within rounding"
+            if self.size == 1 or any(gather_objects(bool(found))):
+                return found, attention
             names = parameter_names(self.chunks, self.optimizer)
             before = one.used()
             with one.alone(roots, self.args), patching.lent(STATE, model=self._model(0)):  # as without padding
                 with choices.replayed():
                     alone = self._run()
                 moved: list[Result] = []
-                found: list[str] = []
                 for salt in range(1, 1 + _OPINIONS):  # near a tie of experts, not each rounding error turns it
                     with choices.replayed():
                         moved.append(self._run(salt))
@@ -226,9 +239,16 @@ class _Step:
         line = (
             f"a step of {self.tokens} tokens on {self.size} context-parallel ranks equals the step on one rank: "
             f"{len(names)} gradients within {worst:.0e} of their norm, {', '.join(logged) or 'no losses here'}"
-            f"{'' if any(one > 0 for one in changes) else '; what rounding changes was not measured'}"
+            f"{'' if any(one > 0 for one in changes) else '; what rounding changes was not measured'}; {attention}"
         )
         return found, line
+
+    def _fp8(self) -> list[ContextParallel]:
+        """What of the run's attention travels, or is computed, in FP8."""
+        all_kinds = (
+            [runtime.context_parallel(kind=kind) for kind in runtime.kinds()] if runtime.settings().active else []
+        )
+        return [cp for cp in all_kinds if cp.options.fp8 is not None]
 
     def _run(self, noise: int = 0) -> Result:
         with restored(self.chunks, [self.script]):
@@ -319,6 +339,8 @@ class _Step:
                 if isinstance(module, CoreAttention):
                     back.enter_context(patching.lent(module, scaling=fp8_scaling.of_layer(module.config)))
                     back.callback(module.register_forward_pre_hook(Strong(), with_kwargs=True, prepend=True).remove)
+                elif delta_net.replaced(module):
+                    back.callback(module.in_proj.register_forward_hook(lasting(module)).remove)
             yield
 
 
@@ -345,6 +367,7 @@ def _not_compared(why: str) -> None:
         f"the check of a training step could not be run: {why}. Whether context-parallel ranks train as one rank does "
         "was not compared"
     )
+    STATE.owed = -1
     if runtime.settings().strict:
         raise StepError(f"--cp-selfcheck strict: {text}. Use --cp-selfcheck once to train all the same")
     runtime.print_notice(text)

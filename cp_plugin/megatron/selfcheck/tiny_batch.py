@@ -11,8 +11,9 @@ The batch that was looked at is handed to the run afterwards.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import ceil
 from typing import Any
 
 import torch
@@ -20,14 +21,32 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from cp_plugin.core.layout import Layout
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.rules.experts import RANDOM
 from cp_plugin.megatron.selfcheck.readings import signs
 
 _BOUNDS = "cu_seqlens"
 _GAIN = 1.5  # of queries and keys: a score has a standard deviation of its square
-_PARTS = (0.3, 0.45)
-"""Where the documents of a pack end, in parts of its tokens."""
+_PARTS = ((0.3, 0.45), (0.2, 0.6))
+"""Where the documents of a pack end, in parts of its tokens: by turns, as bounds of an earlier pack may be kept."""
+_WEAKER = 6.0  # taken from alpha
+_TOKENS = 32
+_TOKENS_PER_RANK = 2  # under a causal mask the gradient of the first query alone is zero
+_TILES = (16, 128, 2048)  # tokens of a tile: least, most, and of all ranks' together
+
+
+def tokens_for(layout: Layout, size: int, *, cuda: bool) -> int:
+    """Length of the check's whole sequence.
+
+    On CUDA a rank of up to 16 has at least 256 tokens, in multiples of 128, as libraries' kernels like them; of more
+    ranks each has fewer, down to 32, since every rank computes all tokens once.
+    """
+    least, most, together = _TILES
+    tile = max(least, min(most, together // size // least * least))
+    unit = layout.divisor(size) * (tile if cuda else 1)
+    least = 2 * tile * size if cuda else max(_TOKENS, _TOKENS_PER_RANK * size)
+    return unit * ceil(least / unit)
 
 
 class _InPlace:
@@ -89,7 +108,7 @@ def batches(
         drawn = _drawn(rows, tokens, vocabulary, torch.Generator().manual_seed(number))
         if even:
             drawn["loss_mask"].fill_(1)
-        bounds = [0, *(int(part * tokens) for part in _PARTS), tokens]
+        bounds = [0, *(int(part * tokens) for part in _PARTS[number % 2]), tokens]
         if any(key.startswith(_BOUNDS) for key in like):
             starts = torch.tensor(bounds)[torch.bucketize(torch.arange(tokens), torch.tensor(bounds), right=True) - 1]
             drawn["position_ids"] = (torch.arange(tokens) - starts).expand(rows, tokens)
@@ -174,6 +193,16 @@ class Strong:
         if len(args) >= 2:
             return (given["query"], given["key"], *args[2:]), named
         return args, named | {name: given[name] for name in named}
+
+
+def lasting(layer: Any) -> Callable[..., Any]:
+    """A hook of gated delta net's projection by which decays are weak, so that states reach over several ranks."""
+
+    def weaken(_: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        *others, alpha = output[0].tensor_split((-layer.num_v_heads_local_tp,), -1)
+        return torch.cat((*others, alpha - _WEAKER), -1), output[1]
+
+    return weaken
 
 
 def owners(modules: Sequence[Any]) -> list[Any]:

@@ -49,7 +49,7 @@ _DOING = {  # Megatron's function -> activity; the innermost counts
     "finalize_model_grads": "reduction of gradients",
     "training_log": "logging",
 }
-_SELFCHECK = "cp_plugin.megatron.selfcheck.first_batch"
+_SELFCHECK = "cp_plugin.megatron.selfcheck.step"
 ENDS = (Exception, CheckpointException)
 """Errors that end a run; torch's checkpoint error is not an ``Exception``."""
 _PART_OF_TIMEOUT = 0.9  # a message is overdue after this part of the timeout, before NCCL's watchdog acts

@@ -9,7 +9,7 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import groups
 from cp_plugin.megatron.patches import rope
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
-from cp_plugin.megatron.selfcheck import audit, first_batch, recheck, slices, step
+from cp_plugin.megatron.selfcheck import audit, recheck, slices, step
 from cp_plugin.megatron.startup import agreement, checkpoint, failures
 from cp_plugin.megatron.state import STATE
 
@@ -42,7 +42,7 @@ def replace_initialize_model_parallel(call: Call) -> None:
     when=Run.is_compared,
 )
 def replace_setup_model_and_optimizer(call: Call) -> Any:
-    """Replacement for ``setup_model_and_optimizer``: audit and self-check before training."""
+    """Replacement for ``setup_model_and_optimizer``: audit before training, and the self-check of its first step."""
     result = call.original()
     chunks, optimizer, rates = _parts(result)
     if not runtime.settings().active:
@@ -51,7 +51,6 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     STATE.complete(chunks)
     audit.run(chunks)
     if runtime.settings().selfcheck:
-        first_batch.run(chunks)
         step.expect(optimizer, rates)
     STATE.first_batch = slices.require_one_batch
     recheck.watch(chunks, _iterations)
