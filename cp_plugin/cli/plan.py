@@ -62,10 +62,6 @@ _Provider = Annotated[
 _EveryRank = Annotated[
     bool, typer.Option("--every-rank", help="with --explain: simulate every rank instead of three representative ones")
 ]
-_Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="with --explain: draw the timeline to this .png, .svg or .pdf file"),
-]
 _WITHOUT = "has no effect without --explain"
 _ALWAYS = ("gradient_dtype",)
 """Options that a search takes, too."""
@@ -170,7 +166,6 @@ def plan(
     *,
     options: Options,
     every_rank: _EveryRank = False,
-    plot: _Plot = None,
     as_json: output.AsJson = None,
 ) -> None:
     """Find the fastest context-parallel method for a model on a cluster, and the flags that enable it.
@@ -185,11 +180,9 @@ def plan(
         if reproduce:
             if as_json:
                 raise ValueError("--json has no effect with --reproduce, which prints tables: leave --json out")
-            flags.refuse({"--plot": plot}, _WITHOUT)
             raise typer.Exit(not _reproduced(reproduce))
         if explain:
-            raise typer.Exit(not _explained(given, provider, options, every_rank, plot, as_json))
-        flags.refuse({"--plot": plot}, _WITHOUT)
+            raise typer.Exit(not _explained(given, provider, options, every_rank, as_json))
         if every_rank:
             raise ValueError("--every-rank has no effect without --explain: leave it out")
         chosen = {"provider": provider, "layout": options.layout, **options.chosen}
@@ -215,12 +208,8 @@ def _reproduced(names: list[str]) -> bool:
     return reproduce_and_show(names, new_console())
 
 
-def _explained(
-    given: _Given, provider: str | None, options: Options, every: bool, plot: Path | None, as_json: Path | None
-) -> bool:
+def _explained(given: _Given, provider: str | None, options: Options, every: bool, as_json: Path | None) -> bool:
     """Explain one configuration; return whether it fits. Context parallelism takes the remaining devices by default."""
-    if plot is not None:
-        output.check_output(plot, "picture", output.PICTURES, "--plot")
     given.check()
     if given.megatron:
         raise ValueError(f"--explain with Megatron's flags ({given.megatron[0]} ...): give --model and sizes instead")
@@ -239,15 +228,11 @@ def _explained(
     asked = packs.packed(replace(asked, shapes=[least], free=False), given.documents)
     setup = _chosen(asked) if provider is None else _settled(asked, provider, options)
     found = explaining.explain(asked.model, asked.shapes[0], setup, asked.cluster, every=every)
-    if plot is not None:
-        show_explained.draw(plot, found)
     output.show(
         as_json,
         lambda: show_explained.as_json(found),
         lambda: show_explained.print_explanation(new_console(), found),
     )
-    if plot is not None and not output.only_json(as_json):
-        typer.echo(f"wrote {plot}")
     return found.fits
 
 

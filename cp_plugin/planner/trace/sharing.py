@@ -15,7 +15,7 @@ from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.machine.events import Event, Post, Wait
 from cp_plugin.planner.machine.hardware import Device
 from cp_plugin.planner.machine.links import Links
-from cp_plugin.planner.trace.simulation import KERNELS, WAITING, Message, Simulation, Span
+from cp_plugin.planner.trace.simulation import KERNELS, Message, Simulation
 
 _PROCESSORS = "processors"
 _NOTHING = 1e-12
@@ -39,17 +39,13 @@ class SharedSimulation(Simulation):
     def __init__(self, programs: Mapping[int, tuple[Event, ...]], device: Device, links: Links) -> None:
         super().__init__(programs, device, links)
         self._now, self._works = 0.0, list[_Work]()
-        self._ends: dict[int, float] = {}
-        self._waits: dict[int, tuple[Message, float]] = {}
         self._started: set[int] = set()
 
-    def run(self) -> tuple[dict[int, list[Span]], dict[int, float]]:
+    def _execute(self) -> None:
         for index in self._ranks:
             self._go_on(index)
         while self._works:
             self._advance()
-        self._complain({i: message.post for i, (message, _) in self._waits.items()})
-        return {i: r.spans for i, r in self._ranks.items()}, self._ends
 
     def _advance(self) -> None:
         """Advance to the next completion."""
@@ -76,24 +72,21 @@ class SharedSimulation(Simulation):
         """Run a rank until it blocks."""
         rank = self._ranks[index]
         for event in rank.events:
-            rank.clock = self._now
             match event:
                 case Post():
                     self._settle(self._affected(self._posted(rank, index, event)))
                 case Wait():
-                    message = rank.posted[event.number]
-                    if message.end is None:
-                        self._waits[index] = (message, self._now)
+                    rank.waits_for = rank.posted[event.number]
+                    if not self._woken(rank):
                         return
                 case _:
                     seconds = kernel_time.seconds(event, self._device)
-                    done = partial(self._computed, index, KERNELS[type(event)], self._now)
+                    done = partial(self._computed, index, KERNELS[type(event)])
                     self._works.append(_Work(seconds, _PROCESSORS, done))
                     return
-        self._ends[index] = self._now
 
-    def _computed(self, index: int, what: str, start: float) -> None:
-        self._ranks[index].spans.append(Span(what, start, self._now))
+    def _computed(self, index: int, what: str) -> None:
+        self._ranks[index].advance(what, self._now)
         self._go_on(index)
 
     def _settle(self, candidates: list[Message]) -> None:
@@ -110,27 +103,23 @@ class SharedSimulation(Simulation):
     def _start(self, message: Message) -> None:
         """Schedule its latency, then its share of each link in parallel."""
         cost = self._links.cost(message.post, message.rank)
-        start, parts = self._now, list(cost.busy)
+        parts = list(cost.busy)
 
         def one_done() -> None:
             parts.pop()
             if not parts:
-                self._arrived(message, start)
+                self._arrived(message)
 
         def begin() -> None:
             self._works.extend(_Work(seconds, (message.rank, level), one_done) for level, seconds in cost.busy)
 
         latency = cost.seconds - max((seconds for _, seconds in parts), default=0.0)
-        self._works.append(_Work(latency, None, begin if parts else partial(self._arrived, message, start)))
+        self._works.append(_Work(latency, None, begin if parts else partial(self._arrived, message)))
 
-    def _arrived(self, message: Message, start: float) -> None:
+    def _arrived(self, message: Message) -> None:
         message.end = self._now
-        rank, post = self._ranks[message.rank], message.post
-        rank.spans.append(Span(f"{post.verb} {post.axis}", start, self._now))
+        rank = self._ranks[message.rank]
         if message.after is not None:
             self._settle(self._affected(message.after))
-        waited = self._waits.get(message.rank)
-        if waited is not None and waited[0] is message:
-            del self._waits[message.rank]
-            rank.spans.append(Span(WAITING, waited[1], self._now))
+        if rank.waits_for is message and self._woken(rank):
             self._go_on(message.rank)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Self
 
 from cp_plugin.comm import coordinates
 from cp_plugin.planner.machine import kernel_time
@@ -23,16 +23,9 @@ HOST = "host"
 KERNELS = {Attention: "attention", Products: "products", Memory: "memory"}
 
 
-class Span(NamedTuple):
-    """An interval on a rank, in seconds."""
-
-    what: str
-    """``attention``, ``products``, ``memory``; ``host``: waiting for a launch; ``waiting``: for a message; or a
-    message's verb and axis."""
-    start: float
-    end: float
-
-
+Spent = Mapping[str, Sequence[float]]
+"""``attention``, ``products``, ``memory``; ``host``: waiting for a launch; ``waiting``: for a message -> the seconds of
+each."""
 Page = tuple[object, ...]
 
 
@@ -68,7 +61,12 @@ class _Rank:
     """Stream -> its latest message."""
     free: dict[Level, float] = field(default_factory=lambda: {"intra": 0.0, "inter": 0.0})
     """When its share of the links is free."""
-    spans: list[Span] = field(default_factory=list)
+    spent: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def advance(self, what: str, end: float) -> None:
+        """Spend the time until ``end`` on this."""
+        self.spent[what].append(end - self.clock)
+        self.clock = end
 
 
 class Simulation:
@@ -81,21 +79,21 @@ class Simulation:
         self._book: dict[Page, list[Message]] = defaultdict(list)
         self._turns = [(0.0, index) for index in self._ranks]
 
-    def run(self) -> tuple[dict[int, list[Span]], dict[int, float]]:
-        """Spans and end of every rank; RuntimeError on a deadlock."""
+    def run(self) -> tuple[dict[int, Spent], dict[int, float]]:
+        """What every rank spends, and its end; RuntimeError on a deadlock, naming the ranks that still wait."""
+        self._execute()
+        if stuck := {i: r.waits_for.post for i, r in self._ranks.items() if r.waits_for is not None}:
+            named = ", ".join(f"rank {i} for {post.verb} along {post.axis}" for i, post in list(stuck.items())[:4])
+            raise RuntimeError(f"deadlock: these ranks wait for each other: {named}")
+        return {i: r.spent for i, r in self._ranks.items()}, {i: r.clock for i, r in self._ranks.items()}
+
+    def _execute(self) -> None:
+        """Run all ranks until each has ended or waits for good."""
         heapq.heapify(self._turns)
         while self._turns:
             _, index = heapq.heappop(self._turns)
             if self._step(self._ranks[index], index):
                 heapq.heappush(self._turns, (self._ranks[index].clock, index))
-        self._complain({i: r.waits_for.post for i, r in self._ranks.items() if r.waits_for is not None})
-        return {i: r.spans for i, r in self._ranks.items()}, {i: r.clock for i, r in self._ranks.items()}
-
-    def _complain(self, stuck: Mapping[int, Post]) -> None:
-        """RuntimeError naming the ranks that still wait at the end."""
-        if stuck:
-            named = ", ".join(f"rank {i} for {post.verb} along {post.axis}" for i, post in list(stuck.items())[:4])
-            raise RuntimeError(f"deadlock: these ranks wait for each other: {named}")
 
     def _step(self, rank: _Rank, index: int) -> bool:
         """Execute a rank's next event; False if it has to wait for a peer, or is done."""
@@ -112,11 +110,8 @@ class Simulation:
             case _:
                 rank.host += kernel_time.launches(event) * self._device.host_launch_s
                 if rank.host > rank.clock:
-                    rank.spans.append(Span(HOST, rank.clock, rank.host))
-                    rank.clock = rank.host
-                seconds = kernel_time.seconds(event, self._device)
-                rank.spans.append(Span(KERNELS[type(event)], rank.clock, rank.clock + seconds))
-                rank.clock += seconds
+                    rank.advance(HOST, rank.host)
+                rank.advance(KERNELS[type(event)], rank.clock + kernel_time.seconds(event, self._device))
         return True
 
     def _posted(self, rank: _Rank, index: int, post: Post) -> Message:
@@ -135,8 +130,7 @@ class Simulation:
         if end is None:
             return False
         if end > rank.clock:
-            rank.spans.append(Span(WAITING, rank.clock, end))
-            rank.clock = end
+            rank.advance(WAITING, end)
         rank.waits_for = None
         return True
 
@@ -201,6 +195,5 @@ class Simulation:
         for level, seconds in cost.busy:
             rank.free[level] = start + seconds
         message.end = start + cost.seconds
-        rank.spans.append(Span(f"{message.post.verb} {message.post.axis}", start, message.end))
         if rank.waits_for is message and self._woken(rank):
             heapq.heappush(self._turns, (rank.clock, message.rank))
