@@ -21,7 +21,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import explain as explaining
 from cp_plugin.planner import search
-from cp_plugin.planner.asked import Asked, Fixed, fitting, of_flags, of_name
+from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name, of_whole_nodes
 from cp_plugin.planner.machine import hardware, inferred
 from cp_plugin.planner.price import on
 from cp_plugin.planner.training.footprint import footprint
@@ -135,7 +135,10 @@ class _Given(NamedTuple):
         if self.megatron:
             from cp_plugin.megatron.planned.command import question
 
-            return of_flags(self.megatron, self.devices or self.needs, machine, question, **self.changes)
+            devices = self.devices or self.needs
+            model, parallel, allowed = question(self.megatron, devices)
+            cluster = of_whole_nodes(machine, devices, self.changes)
+            return Asked(model=model, cluster=cluster, shapes=[parallel], allowed=allowed)
         again = None if self.recompute is None else self.recompute.value
         fixed = Fixed(tensor=self.tensor, pipeline=self.pipeline, context=self.context, recompute=again)
         devices = self.devices or max(self.needs, self.changes.get("per_node") or machine.per_node)
