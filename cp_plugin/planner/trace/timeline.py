@@ -20,8 +20,7 @@ from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import Links, place
 from cp_plugin.planner.packs import work
 from cp_plugin.planner.trace.program import Program, program
-from cp_plugin.planner.trace.sharing import SharedSimulation
-from cp_plugin.planner.trace.simulation import WAITING, Simulation, Spent
+from cp_plugin.planner.trace.simulation import WAITING, SharedSimulation, Simulation, Spent
 
 Ranks = Literal["busiest", "few", "all"]
 Trace = Callable[..., Program]
