@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from evidence import data
@@ -29,7 +28,7 @@ EXAMPLES = {one.name: one for one in examples()}
 VARIANTS = [(name, variant) for name, one in EXAMPLES.items() for variant in one.variants]
 EACH = pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=[f"{name}-{variant}" for name, variant in VARIANTS])
 LASP2, MEMORY = ("lasp2-64xa100", "without-recomputation"), (1048576, 2097152)
-type Read = dict[tuple[str, ...], Any]
+type Read = dict[tuple[str, ...], tuple | Refused]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def read() -> Read:
     return dict(zip(asked, found, strict=True))
 
 
-def _read(jobs: list[tuple[list[str], int]]) -> list[Any]:
+def _read(jobs: list[tuple[list[str], int]]) -> list[tuple | Refused]:
     found = []
     for flags, devices in jobs:
         os.environ["WORLD_SIZE"] = str(devices)
@@ -52,7 +51,7 @@ def _read(jobs: list[tuple[list[str], int]]) -> list[Any]:
     return found
 
 
-def planned(read: Read, *key: str) -> Any:
+def planned(read: Read, *key: str) -> tuple:
     """The model, parallel sizes and settings of a command that was accepted."""
     found = read[key]
     assert not isinstance(found, Refused), (key, found)

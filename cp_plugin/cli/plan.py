@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -78,10 +78,7 @@ class _Given(NamedTuple):
     """Overrides of the cluster's nodes."""
     devices: int | None
     seq_length: int | None
-    tensor: int | None
-    pipeline: int | None
-    context: int | None
-    recompute: Recompute | None
+    fixed: Fixed
     global_batch: int | None
     memory: float | None
     """GB per device."""
@@ -90,7 +87,6 @@ class _Given(NamedTuple):
 
     def check(self) -> None:
         """ValueError for a memory below 0, or unless either a model or Megatron's flags were given."""
-        parallel = {"--tensor": self.tensor, "--pipeline": self.pipeline, "--context": self.context}
         if self.memory is not None and not 0 < self.memory < math.inf:
             raise ValueError(f"--memory {self.memory}: write GB per device, such as 80")
         if self.model is not None and self.megatron:
@@ -100,13 +96,14 @@ class _Given(NamedTuple):
         if self.model is None and not self.megatron:
             raise ValueError("--model is missing: give a name, such as llama3-8b, or Megatron's flags after --")
         if self.megatron:
-            flags.refuse(parallel | {"--seq-length": self.seq_length, "--recompute": self.recompute}, _OWN)
+            flags.refuse({f"--{name}": size for name, size in asdict(self.fixed).items()}, _OWN)
+            flags.refuse({"--seq-length": self.seq_length}, _OWN)
 
     @property
     def needs(self) -> int:
         """Devices of one data-parallel replica."""
         if not self.megatron:
-            return (self.tensor or 1) * (self.pipeline or 1) * (self.context or 1)
+            return math.prod(size or 1 for size in (self.fixed.tensor, self.fixed.pipeline, self.fixed.context))
         from cp_plugin.megatron.flags.args import peek
 
         axes = ("tensor-model", "pipeline-model", "context")
@@ -139,10 +136,8 @@ class _Given(NamedTuple):
             model, parallel, allowed = question(self.megatron, devices)
             cluster = of_whole_nodes(machine, devices, self.changes)
             return Asked(model=model, cluster=cluster, shapes=[parallel], allowed=allowed)
-        again = None if self.recompute is None else self.recompute.value
-        fixed = Fixed(tensor=self.tensor, pipeline=self.pipeline, context=self.context, recompute=again)
         devices = self.devices or max(self.needs, self.changes.get("per_node") or machine.per_node)
-        return of_name(str(self.model), devices, self.seq_length or _TOKENS, machine, fixed, **self.changes)
+        return of_name(str(self.model), devices, self.seq_length or _TOKENS, machine, self.fixed, **self.changes)
 
 
 @shell.context(allow_extra_args=True)
@@ -175,9 +170,12 @@ def plan(
 
     Name a model (--model llama3-8b), or write your Megatron flags after ``--``; Megatron parses and checks them.
     """
+    changes = {name: n for name, n in (("per_node", per_node), ("nics", nics)) if n is not None}
+    again = None if recompute is None else recompute.value
     given = _Given(
-        *(model, context.args, cluster, flags.changes(per_node, nics), devices, seq_length),
-        *(tensor, pipeline, context_parallel, recompute, global_batch, memory, fp8, documents),
+        *(model, context.args, cluster, changes, devices, seq_length),
+        Fixed(tensor=tensor, pipeline=pipeline, context=context_parallel, recompute=again),
+        *(global_batch, memory, fp8, documents),
     )
     with flags.errors_in_one_line("--context", translated=not context.args):
         if reproduce:
@@ -217,10 +215,11 @@ def _explained(given: _Given, provider: str | None, options: Options, every: boo
     if given.megatron:
         raise ValueError(f"--explain with Megatron's flags ({given.megatron[0]} ...): give --model and sizes instead")
     flags.refuse({"--memory": given.memory}, "has no effect with --explain")
-    tensor, pipeline = given.tensor or 1, given.pipeline or 1
+    tensor, pipeline = given.fixed.tensor or 1, given.fixed.pipeline or 1
     devices = given.devices or max(given.needs, given.changes.get("per_node") or given.machine.per_node)
-    context = given.context or max(1, devices // (tensor * pipeline))
-    given = given._replace(tensor=tensor, pipeline=pipeline, context=context, devices=devices)
+    context = given.fixed.context or max(1, devices // (tensor * pipeline))
+    fixed = replace(given.fixed, tensor=tensor, pipeline=pipeline, context=context)
+    given = given._replace(fixed=fixed, devices=devices)
     options = replace(options, fp8="comm") if given.fp8 else options
     asked = fitting(given.ask(), given.global_batch)
     if provider is None and options != Options():
