@@ -22,7 +22,7 @@ import support
 import wins_page
 from evidence.regimes import CANONICAL, sentence
 
-from cp_plugin.cli.draw.method import draw_method
+from cp_plugin.cli.draw.cli import draw_method
 from cp_plugin.common.text import in_words
 from cp_plugin.core.problem import Problem
 from cp_plugin.linear.variants import variants

@@ -11,7 +11,7 @@ from evidence import data
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.examples.config import BASE, Experiment, examples, words
-from cp_plugin.megatron.planned.command import SECONDS, Planned, Refused, with_arguments
+from cp_plugin.megatron.planned.command import SECONDS, Refused, with_arguments
 from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.candidates import Candidate
@@ -28,7 +28,7 @@ EXAMPLES = {one.name: one for one in examples()}
 VARIANTS = [(name, variant) for name, one in EXAMPLES.items() for variant in one.variants]
 EACH = pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=[f"{name}-{variant}" for name, variant in VARIANTS])
 LASP2, MEMORY = ("lasp2-64xa100", "without-recomputation"), (1048576, 2097152)
-type Read = dict[tuple[str, ...], Planned | Refused]
+type Read = dict[tuple[str, ...], tuple | Refused]
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +43,16 @@ def read() -> Read:
     return dict(zip(asked, found, strict=True))
 
 
-def _read(jobs: list[tuple[list[str], int]]) -> list[Planned | Refused]:
+def _read(jobs: list[tuple[list[str], int]]) -> list[tuple | Refused]:
     found = []
     for flags, devices in jobs:
         os.environ["WORLD_SIZE"] = str(devices)
-        found.append(with_arguments(flags, lambda args, settings: Planned(*from_args(args, settings), settings)))
+        found.append(with_arguments(flags, lambda args, settings: (*from_args(args, settings), settings)))
     return found
 
 
-def planned(read: Read, *key: str) -> Planned:
-    """A command that was accepted."""
+def planned(read: Read, *key: str) -> tuple:
+    """The model, parallel sizes and settings of a command that was accepted."""
     found = read[key]
     assert not isinstance(found, Refused), (key, found)
     return found
@@ -65,7 +65,7 @@ def experiment(name: str, variant: str = BASE) -> Experiment:
 @EACH
 def test_the_flags_describe_the_model_of_the_catalogue(name: str, variant: str, read: Read) -> None:
     """Except positions, which GPT-3 learns up to 2048, and layers with other attention, which a variant names."""
-    found, of = planned(read, name, variant).model, experiment(name, variant)
+    found, of = planned(read, name, variant)[0], experiment(name, variant)
     wanted = model(of.planner_model)
     changes = {"name": found.name, "source": found.source, "positions": 0, "qkv_bias": wanted.bias}
     changes["attention_pattern"] = str(of.flags.get("cp-layer-pattern", wanted.attention_pattern))
@@ -101,13 +101,13 @@ def test_cluster_and_memory(name: str, variant: str, read: Read) -> None:
     """The memory is that without attention's working memory; the page has the numbers of devices."""
     base = experiment(name)
     assert f"/{name}/config.yaml): {base.title} | {base.devices} |" in PAGE.read_text()
-    of, found = experiment(name, variant), planned(read, name, variant)
-    parallel, profile = found.parallel, hardware.cluster(of.cluster.profile)
+    of, (found, parallel, _) = experiment(name, variant), planned(read, name, variant)
+    profile = hardware.cluster(of.cluster.profile)
     assert profile.per_node == of.cluster.per_node
     assert parallel.devices == of.devices == parallel.context * parallel.tensor
     assert parallel.global_batch == 1
     longest = replace(parallel, seq_length=max(of.lengths))
-    assert footprint(found.model, longest).total <= profile.device.memory_bytes
+    assert footprint(found, longest).total <= profile.device.memory_bytes
 
 
 def test_lasp2_without_recomputation_runs_out_of_memory_where_table_6_does(read: Read) -> None:

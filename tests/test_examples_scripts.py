@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
 from cp_plugin.cli.examples import config
+from cp_plugin.cli.examples.cli import render
 from cp_plugin.cli.examples.config import Experiment, load, words
-from cp_plugin.cli.examples.show import render
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAME = "attention2d-64xa100"

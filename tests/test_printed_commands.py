@@ -199,7 +199,7 @@ def _torchrun(command: Printed, here: Path) -> None:
     devices = int(parsed.nnodes.rpartition(":")[2]) * int(parsed.nproc_per_node)
     if not parsed.module:
         assert Path(parsed.training_script).is_file(), parsed.training_script
-        planned.read(parsed.training_script_args, devices)
+        planned.question(parsed.training_script_args, devices)
     else:
         _module(parsed.training_script, parsed.training_script_args, devices)
 
@@ -217,11 +217,11 @@ def _module(module: str, words: list[str], devices: int) -> None:
         _, words = run.split(words)
     elif words[:1] == ["--nproc"]:
         words = words[2:]
-    planned.read(words, devices)
+    planned.question(words, devices)
 
 
 def _flags(command: Printed, here: Path) -> None:
-    planned.read([*TRAINING, "--cp-provider", "ring", *(word for word in command.words if word != "...")], 8)
+    planned.question([*TRAINING, "--cp-provider", "ring", *(word for word in command.words if word != "...")], 8)
 
 
 def _script(command: Printed, here: Path) -> None:

@@ -27,7 +27,7 @@ from cp_plugin.attention.calls import Inputs
 from cp_plugin.cli.bench.cases import make_case
 from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
 from cp_plugin.cli.bench.ideal import random_parts
-from cp_plugin.cli.bench.measure import errors, question
+from cp_plugin.cli.bench.run import question, relative_errors
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import oracle
 from cp_plugin.testing.clock import Both, Call, Taken, take_turns
@@ -144,7 +144,7 @@ def yield_to_network() -> None:
 def _check(contestant: Contestant, asked: oracle.Case) -> dict[str, float]:
     """Relative error (norm) of every tensor over all ranks."""
     parts = Inputs(*(None if x is None else contestant.shard(x) for x in asked.inputs))
-    found = errors(contestant.step(parts), map(contestant.shard, asked.want))
+    found = relative_errors(contestant.step(parts), map(contestant.shard, asked.want))
     return dict(zip(oracle.tensors(asked.problem), found, strict=False))
 
 

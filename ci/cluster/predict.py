@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from scenarios import DTYPES, Scenario, parse_rate
 
-from cp_plugin.cli.bench.measure import Processors
-from cp_plugin.cli.bench.report import print_notes
+from cp_plugin.cli.bench.report import Processors, print_notes
 from cp_plugin.planner.calibration.calibrate import calibrate
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import place

@@ -21,7 +21,7 @@ from report import Report
 from rich.console import Console
 from scenarios import SCENARIOS, Scenario, parse_rate
 
-from cp_plugin.cli.bench.measure import Processors
+from cp_plugin.cli.bench.report import Processors
 
 app = typer.Typer(add_completion=False)
 

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from cp_plugin import ContextParallel
 from cp_plugin.attention.calls import Inputs
-from cp_plugin.cli.bench.measure import Processors
+from cp_plugin.cli.bench.report import Processors
 from cp_plugin.cli.bench.torch_ring import TorchRing
 from cp_plugin.testing.clock import once
 from cp_plugin.testing.launch import run_ranks

@@ -154,11 +154,6 @@ def refuse(given: Mapping[str, object], reason: str) -> None:
             raise ValueError(f"{flag} {shown} {reason}: leave it out")
 
 
-def changes(per_node: int | None, nics: int | None) -> dict[str, int]:
-    """The given overrides of a cluster's fields."""
-    return {name: n for name, n in (("per_node", per_node), ("nics", nics)) if n is not None}
-
-
 def torch_dtype(name: Dtype) -> torch.dtype:
     return getattr(torch, name.value)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -21,7 +21,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner import explain as explaining
 from cp_plugin.planner import search
-from cp_plugin.planner.asked import Asked, Fixed, fitting, of_flags, of_name
+from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name, of_whole_nodes
 from cp_plugin.planner.machine import hardware, inferred
 from cp_plugin.planner.price import on
 from cp_plugin.planner.training.footprint import footprint
@@ -62,10 +62,6 @@ _Provider = Annotated[
 _EveryRank = Annotated[
     bool, typer.Option("--every-rank", help="with --explain: simulate every rank instead of three representative ones")
 ]
-_Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="with --explain: draw the timeline to this .png, .svg or .pdf file"),
-]
 _WITHOUT = "has no effect without --explain"
 _ALWAYS = ("gradient_dtype",)
 """Options that a search takes, too."""
@@ -82,10 +78,7 @@ class _Given(NamedTuple):
     """Overrides of the cluster's nodes."""
     devices: int | None
     seq_length: int | None
-    tensor: int | None
-    pipeline: int | None
-    context: int | None
-    recompute: Recompute | None
+    fixed: Fixed
     global_batch: int | None
     memory: float | None
     """GB per device."""
@@ -94,7 +87,6 @@ class _Given(NamedTuple):
 
     def check(self) -> None:
         """ValueError for a memory below 0, or unless either a model or Megatron's flags were given."""
-        parallel = {"--tensor": self.tensor, "--pipeline": self.pipeline, "--context": self.context}
         if self.memory is not None and not 0 < self.memory < math.inf:
             raise ValueError(f"--memory {self.memory}: write GB per device, such as 80")
         if self.model is not None and self.megatron:
@@ -104,13 +96,14 @@ class _Given(NamedTuple):
         if self.model is None and not self.megatron:
             raise ValueError("--model is missing: give a name, such as llama3-8b, or Megatron's flags after --")
         if self.megatron:
-            flags.refuse(parallel | {"--seq-length": self.seq_length, "--recompute": self.recompute}, _OWN)
+            flags.refuse({f"--{name}": size for name, size in asdict(self.fixed).items()}, _OWN)
+            flags.refuse({"--seq-length": self.seq_length}, _OWN)
 
     @property
     def needs(self) -> int:
         """Devices of one data-parallel replica."""
         if not self.megatron:
-            return (self.tensor or 1) * (self.pipeline or 1) * (self.context or 1)
+            return math.prod(size or 1 for size in (self.fixed.tensor, self.fixed.pipeline, self.fixed.context))
         from cp_plugin.megatron.flags.args import peek
 
         axes = ("tensor-model", "pipeline-model", "context")
@@ -139,11 +132,12 @@ class _Given(NamedTuple):
         if self.megatron:
             from cp_plugin.megatron.planned.command import question
 
-            return of_flags(self.megatron, self.devices or self.needs, machine, question, **self.changes)
-        again = None if self.recompute is None else self.recompute.value
-        fixed = Fixed(tensor=self.tensor, pipeline=self.pipeline, context=self.context, recompute=again)
+            devices = self.devices or self.needs
+            model, parallel, allowed = question(self.megatron, devices)
+            cluster = of_whole_nodes(machine, devices, self.changes)
+            return Asked(model=model, cluster=cluster, shapes=[parallel], allowed=allowed)
         devices = self.devices or max(self.needs, self.changes.get("per_node") or machine.per_node)
-        return of_name(str(self.model), devices, self.seq_length or _TOKENS, machine, fixed, **self.changes)
+        return of_name(str(self.model), devices, self.seq_length or _TOKENS, machine, self.fixed, **self.changes)
 
 
 @shell.context(allow_extra_args=True)
@@ -170,26 +164,26 @@ def plan(
     *,
     options: Options,
     every_rank: _EveryRank = False,
-    plot: _Plot = None,
     as_json: output.AsJson = None,
 ) -> None:
     """Find the fastest context-parallel method for a model on a cluster, and the flags that enable it.
 
     Name a model (--model llama3-8b), or write your Megatron flags after ``--``; Megatron parses and checks them.
     """
+    changes = {name: n for name, n in (("per_node", per_node), ("nics", nics)) if n is not None}
+    again = None if recompute is None else recompute.value
     given = _Given(
-        *(model, context.args, cluster, flags.changes(per_node, nics), devices, seq_length),
-        *(tensor, pipeline, context_parallel, recompute, global_batch, memory, fp8, documents),
+        *(model, context.args, cluster, changes, devices, seq_length),
+        Fixed(tensor=tensor, pipeline=pipeline, context=context_parallel, recompute=again),
+        *(global_batch, memory, fp8, documents),
     )
     with flags.errors_in_one_line("--context", translated=not context.args):
         if reproduce:
             if as_json:
                 raise ValueError("--json has no effect with --reproduce, which prints tables: leave --json out")
-            flags.refuse({"--plot": plot}, _WITHOUT)
             raise typer.Exit(not _reproduced(reproduce))
         if explain:
-            raise typer.Exit(not _explained(given, provider, options, every_rank, plot, as_json))
-        flags.refuse({"--plot": plot}, _WITHOUT)
+            raise typer.Exit(not _explained(given, provider, options, every_rank, as_json))
         if every_rank:
             raise ValueError("--every-rank has no effect without --explain: leave it out")
         chosen = {"provider": provider, "layout": options.layout, **options.chosen}
@@ -215,20 +209,17 @@ def _reproduced(names: list[str]) -> bool:
     return reproduce_and_show(names, new_console())
 
 
-def _explained(
-    given: _Given, provider: str | None, options: Options, every: bool, plot: Path | None, as_json: Path | None
-) -> bool:
+def _explained(given: _Given, provider: str | None, options: Options, every: bool, as_json: Path | None) -> bool:
     """Explain one configuration; return whether it fits. Context parallelism takes the remaining devices by default."""
-    if plot is not None:
-        output.check_output(plot, "picture", output.PICTURES, "--plot")
     given.check()
     if given.megatron:
         raise ValueError(f"--explain with Megatron's flags ({given.megatron[0]} ...): give --model and sizes instead")
     flags.refuse({"--memory": given.memory}, "has no effect with --explain")
-    tensor, pipeline = given.tensor or 1, given.pipeline or 1
+    tensor, pipeline = given.fixed.tensor or 1, given.fixed.pipeline or 1
     devices = given.devices or max(given.needs, given.changes.get("per_node") or given.machine.per_node)
-    context = given.context or max(1, devices // (tensor * pipeline))
-    given = given._replace(tensor=tensor, pipeline=pipeline, context=context, devices=devices)
+    context = given.fixed.context or max(1, devices // (tensor * pipeline))
+    fixed = replace(given.fixed, tensor=tensor, pipeline=pipeline, context=context)
+    given = given._replace(fixed=fixed, devices=devices)
     options = replace(options, fp8="comm") if given.fp8 else options
     asked = fitting(given.ask(), given.global_batch)
     if provider is None and options != Options():
@@ -239,15 +230,11 @@ def _explained(
     asked = packs.packed(replace(asked, shapes=[least], free=False), given.documents)
     setup = _chosen(asked) if provider is None else _settled(asked, provider, options)
     found = explaining.explain(asked.model, asked.shapes[0], setup, asked.cluster, every=every)
-    if plot is not None:
-        show_explained.draw(plot, found)
     output.show(
         as_json,
         lambda: show_explained.as_json(found),
         lambda: show_explained.print_explanation(new_console(), found),
     )
-    if plot is not None and not output.only_json(as_json):
-        typer.echo(f"wrote {plot}")
     return found.fits
 
 

@@ -1,18 +1,15 @@
-"""The result of ``cp-plugin plan --explain``, as tables, a picture and JSON."""
+"""The result of ``cp-plugin plan --explain``, as tables and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.cli.draw.gantt import draw_gantt
 from cp_plugin.cli.show_plan import packed
-from cp_plugin.cli.tables import settings
 from cp_plugin.cli.terminal import print_flags, print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
@@ -56,18 +53,6 @@ def print_explanation(console: Console, e: Explanation) -> None:
     console.print()
     memory = [((name, in_bytes(n)), "") for name, n in e.footprint.parts.items()]
     print_table(console, f"Memory per device: {_memory(e)}", ("part", "bytes"), memory)
-
-
-def draw(path: Path, found: Explanation) -> None:
-    """Draw the timeline of an attention call."""
-    setup = found.timeline.setup
-    passes = {name: of.spans for name, of in found.passes.items()}
-    title = (
-        f"{found.model.name}, {setup.problem.seq_length:,} tokens on {found.parallel.devices} x "
-        f"{found.timeline.cluster.name}; one attention call of {setup.provider.name}, {settings(setup)}: "
-        f"{in_seconds(found.timeline.seconds)}, predicted"
-    )
-    draw_gantt(path, title, passes)
 
 
 def as_json(e: Explanation) -> dict[str, Any]:

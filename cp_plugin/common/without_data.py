@@ -5,7 +5,7 @@ Results of elementwise operations are computed here: torch's meta kernels take a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import zip_longest
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-_FREE = ("empty", "empty_strided", "new_empty_strided", "detach", "scalar_tensor")
+_FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "scalar_tensor")
 _META = torch.device("meta")
 
 
@@ -35,7 +35,7 @@ class WithoutData(Mode):
         kind, named = kind_of(func), kwargs or {}
         if not _concerns(args, named):
             return func(*args, **named)
-        result = _RESULTS[kind](func, args, named) if kind in _RESULTS else func(*args, **named)
+        result = _elementwise(func, args, named) if kind == "elementwise" else func(*args, **named)
         self.seen(func, kind, args, named, result)
         return result
 
@@ -43,17 +43,13 @@ class WithoutData(Mode):
         """Called for every operation; for subclasses."""
 
 
-Kind = Literal["view", "made", "product", "in place", "elementwise", "like", "zeros", "index", "other"]
+Kind = Literal["view", "made", "product", "in place", "elementwise", "other"]
 
 
 @cache
 def kind_of(func: Any) -> Kind:
     """Classify an operation by its result."""
     name = func.overloadpacket.__name__
-    if name in ("new_empty", "empty_like"):
-        return "like"
-    if name in ("zeros_like", "new_zeros"):
-        return "zeros"
     if func.is_view:
         return "view"
     if name in _FREE:
@@ -62,7 +58,7 @@ def kind_of(func: Any) -> Kind:
         return "product"
     if torch.Tag.pointwise in func.tags or name in ("index_copy_", "copy_"):
         return "in place" if name.endswith("_") else "elementwise"
-    return "index" if name == "index" else "other"
+    return "other"
 
 
 def _concerns(args: Any, named: Any) -> bool:
@@ -92,10 +88,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
 
 
-def _first(func: Any, args: Any, named: Any) -> Tensor:
-    return args[0]
-
-
 def _elementwise(func: Any, args: Any, named: Any) -> Tensor:
     if named or not all(isinstance(x, Tensor | int | float) for x in args):
         return func(*args, **named)
@@ -104,25 +96,3 @@ def _elementwise(func: Any, args: Any, named: Any) -> Tensor:
     widest = max((x.dtype for x in tensors), key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
     compares = func.overloadpacket.__name__ in ("eq", "ne", "lt", "le", "gt", "ge")
     return empty(shape, torch.bool if compares else widest)
-
-
-def _like(func: Any, args: Any, named: Any) -> Tensor:
-    x, *shape = args
-    return empty(shape[0] if shape else x.shape, named.get("dtype") or x.dtype)
-
-
-def _index(func: Any, args: Any, named: Any) -> Tensor:
-    x, indices = args
-    if len(indices) == 1 and indices[0].dim() == 1 and indices[0].dtype != torch.bool:
-        return empty((indices[0].size(0), *x.shape[1:]), x.dtype)
-    return func(*args, **named)
-
-
-_RESULTS: dict[Kind, Callable[[Any, Any, Any], Any]] = {
-    "in place": _first,
-    "elementwise": _elementwise,
-    "like": _like,
-    "zeros": _like,
-    "index": _index,
-}
-"""Kinds for which torch's own way is slower."""

@@ -70,7 +70,7 @@ class Session:
         self.device = torch.device("cpu") if device is None else device
         self.slots = Slots(cp.size, cp.index, batch, capacity, self.device)
         self._layers: dict[Hashable, Cache] = {}
-        self._step: Chunk | Dealt | None = None
+        self.step: Chunk | Dealt | None = None  # of prefill or decode
 
     @property
     def lengths(self) -> list[int]:
@@ -154,10 +154,10 @@ class Session:
             ValueError: outside of a step, for other shapes, or a problem that the provider does not support.
         """
         with agreement.of_call(self.cp, "attend", (q, k, v, sink)) as settings:
-            if self._step is None:
+            if self.step is None:
                 raise ValueError("attend() is for use inside `with session.prefill(...)` or `with session.decode(...)`")
-            prefill = isinstance(self._step, Chunk)
-            tokens = self._step.stop - self._step.first if prefill else self._step.positions.size(0)
+            prefill = isinstance(self.step, Chunk)
+            tokens = self.step.stop - self.step.first if prefill else self.step.positions.size(0)
             check_numbers(scale, window)
             self._check(tokens, q, k, v)
             settings |= {"scale": scale, "window": window, "documents": tuple(self.lengths)}
@@ -165,16 +165,16 @@ class Session:
         cache = self.reserve(layer, k, v, latent)
         scores = Scores(q.size(-1) ** -0.5 if scale is None else scale)
         kept = (k, v) if latent is None else (latent.rows,)
-        if isinstance(self._step, Chunk):
-            cache.put(slice(self._step.first, self._step.stop), *kept)
-            k, v = cache.get(0, self._step.stop)
+        if isinstance(self.step, Chunk):
+            cache.put(slice(self.step.first, self.step.stop), *kept)
+            k, v = cache.get(0, self.step.stop)
             k, v = (k, v) if latent is None else latent.heads(k)
-            return self._prefill(self._step, q, k, v, scores, window, sink)
-        tokens, sequences = self._step.tokens, self._step.sequences
-        cache.put((self._step.slots, sequences), *(x[tokens, sequences] for x in kept))
-        held = self.slots.positions[: self._step.used]
+            return self._prefill(self.step, q, k, v, scores, window, sink)
+        tokens, sequences = self.step.tokens, self.step.sequences
+        cache.put((self.step.slots, sequences), *(x[tokens, sequences] for x in kept))
+        held = self.slots.positions[: self.step.used]
         asked = q if latent is None else latent.queries(q)
-        out, lse = shard.attend(asked, cache, held, self._step.positions, scores, window)
+        out, lse = shard.attend(asked, cache, held, self.step.positions, scores, window)
         out, lse = tree.merged(self.mesh, Partial(out if latent is None else latent.outputs(out), lse))
         if sink is not None:
             out, lse = softmax.apply_sink(out, lse, sink)
@@ -213,8 +213,8 @@ class Session:
 
     @contextmanager
     def _as(self, step: Chunk | Dealt) -> Iterator[None]:
-        self._step = step
+        self.step = step
         try:
             yield
         finally:
-            self._step = None
+            self.step = None

@@ -10,8 +10,6 @@ outputs with their lse merge in one pass).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -27,22 +25,17 @@ def merged(mesh: Mesh, partial: Partial) -> Partial:
 
     partial: over this rank's keys; out and lse have the same dtype.
     """
-    if mesh.axes[AXIS] == 1:
+    size, index = mesh.axes[AXIS], mesh.coordinates[AXIS]
+    if size == 1:
         return partial
 
     def both(lower: Tensor, upper: Tensor) -> Tensor:
         return _packed(_merge(_unpacked(lower), _unpacked(upper)))
 
-    return _unpacked(along(mesh, _packed(partial), both))
-
-
-def along(mesh: Mesh, message: Tensor, both: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Reduce every rank's message along the tree; ``both`` merges a lower with a higher rank's."""
-    size, index = mesh.axes[AXIS], mesh.coordinates[AXIS]
-    whole = 1 << (size.bit_length() - 1)
+    message, whole = _packed(partial), 1 << (size.bit_length() - 1)
     if index >= whole:
         mesh.send(AXIS, (message,), index - whole).wait()
-        return mesh.receive(AXIS, (message,), index - whole).wait()[0]
+        return _unpacked(mesh.receive(AXIS, (message,), index - whole).wait()[0])
     helped = index + whole < size
     if helped:
         message = both(message, mesh.receive(AXIS, (message,), index + whole).wait()[0])
@@ -54,7 +47,7 @@ def along(mesh: Mesh, message: Tensor, both: Callable[[Tensor, Tensor], Tensor])
         step *= 2
     if helped:
         mesh.send(AXIS, (message,), index + whole).wait()
-    return message
+    return _unpacked(message)
 
 
 def messages(size: int, index: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,6 @@ from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.planner.training.parallel import RECOMPUTE, Parallel, Recompute, check
 
-FromFlags = Callable[[list[str], int], tuple[Model, Parallel, Allowed]]
-"""Parses Megatron's flags for a number of devices; ValueError with Megatron's own message."""
 _PIPELINES = (1, 2, 4, 8, 16)
 MOST = 2**24
 """Tokens of an iteration where no batch is given: no published long-context training takes more at once."""
@@ -57,17 +55,10 @@ class Asked:
         return needs.total <= self.memory
 
 
-def of_flags(flags: list[str], devices: int, machine: str | Cluster, from_flags: FromFlags, **changes: int) -> Asked:
-    """Query from Megatron's flags, which leave only the method open; ValueError for what Megatron refuses, in its
-    words, and an unknown cluster."""
-    found, parallel, allowed = from_flags(flags, devices)
-    return Asked(model=found, cluster=_cluster(machine, devices, changes), shapes=[parallel], allowed=allowed)
-
-
 def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fixed: Fixed, **changes: int) -> Asked:
     """Query for a catalogue model, with every division that is consistent with ``fixed``; ValueError for an unknown
     model or cluster, and sizes that fit nothing."""
-    found, there = model(name), _cluster(machine, devices, changes)
+    found, there = model(name), of_whole_nodes(machine, devices, changes)
     shapes: list[Parallel] = []
     reasons: dict[str, None] = {}
     for sizes in _sizes(there, devices, fixed):
@@ -111,7 +102,8 @@ def _batch(shapes: Sequence[Parallel]) -> int:
     return max((n for n in every if n * shapes[0].seq_length <= MOST), default=min(every))
 
 
-def _cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:
+def of_whole_nodes(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:
+    """The cluster with these changes; ValueError for an unknown one, and for devices that are not whole nodes."""
     found = cluster(machine) if isinstance(machine, str) else machine
     if changes:
         found = override(found, **changes)

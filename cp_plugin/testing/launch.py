@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import math
 import os
 import pickle
@@ -243,8 +244,7 @@ def exit_status(nproc: int, run: Callable[[], object], flag: str = "--nproc") ->
 def _fork(rank: int, job: Job, wait_end: int, *, unwanted: Sequence[int]) -> _Rank:
     done, outbox = os.eventfd(0, os.EFD_NONBLOCK), os.memfd_create("outbox")
     log, stacks = _scratch_file(), _scratch_file()
-    collecting = gc.isenabled()
-    gc.disable()
+    gc.freeze()  # this process's garbage may own threads that do not exist in the rank
     with warnings.catch_warnings():
         # Python warns of threads in the parent: usually torch's idle pools, which ranks do not use.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
@@ -252,18 +252,14 @@ def _fork(rank: int, job: Job, wait_end: int, *, unwanted: Sequence[int]) -> _Ra
     if pid == 0:
         status = 1
         try:
-            gc.freeze()  # the parent's garbage may own threads that do not exist here
             for fd in unwanted:
                 os.close(fd)
-            if collecting:
-                gc.enable()
             status = live(rank, job, log=log, stacks=stacks, outbox=outbox, done=done)
             if status == 0:
                 os.read(wait_end, 1)  # keep connections open until all ranks are done
         finally:
             os._exit(status)
-    if collecting:
-        gc.enable()
+    gc.unfreeze()
     return _Rank(rank=rank, pid=pid, pidfd=os.pidfd_open(pid), done=done, outbox=outbox, log=log, stacks=stacks)
 
 
@@ -304,7 +300,7 @@ def _read_next(ranks: Sequence[_Rank], deadline: float) -> bool:
 
 def _result(rank: _Rank, job: Job) -> Any:
     try:
-        return pickle.loads(rank.message.result)
+        return torch.load(io.BytesIO(rank.message.result), weights_only=False)
     except Exception as error:
         text = "".join(traceback.format_exception(error))
         message = f"the result of rank {rank.rank} of {job.world_size} cannot be unpickled\n\n{text}"

@@ -97,31 +97,15 @@ def live(rank: int, job: Job, *, log: int, stacks: int, outbox: int, done: int) 
 def _pickled(result: Any) -> bytes:
     found = io.BytesIO()
     try:
-        _Pickler(found, pickle.HIGHEST_PROTOCOL).dump(result)
+        torch.save(result, found, pickle_protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise TypeError(f"the rank's result, a {type(result).__name__}, cannot be pickled: {error}") from error
     return found.getvalue()
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles plain tensors as bytes: torch's own way, and Megatron's check of what it loads, take longer than many a
-    test's training."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor or obj.requires_grad or obj.device.type != "cpu" or vars(obj):
-            return NotImplemented
-        if obj.layout is not torch.strided or obj.is_quantized or obj.is_conj() or obj.is_neg():
-            return NotImplemented
-        return _tensor, (bytearray(obj.contiguous().view(-1).view(torch.uint8).numpy()), obj.dtype, tuple(obj.shape))
-
-
-def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
-
-
 def _exit_message(leave: SystemExit) -> Message:
     if leave.code is None or leave.code == 0:
-        return Message(result=pickle.dumps(None))
+        return Message(result=_pickled(None))
     status = leave.code & 0xFF or 1 if isinstance(leave.code, int) else 1
     text = f"sys.exit({leave.code!r}) was called\n" + "".join(traceback.format_exception(leave))
     return Message(error=text, note=_note(leave), time=time.monotonic(), status=status)

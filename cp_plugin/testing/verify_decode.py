@@ -10,7 +10,7 @@ passes a state on (``ContextParallel.extend_linear``) and sends nothing in decod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -57,12 +57,15 @@ class Texts(NamedTuple):
     """Of the prompts."""
     steps: tuple[int, ...]
     """Tokens of each decode step."""
-    want: tuple[Tensor, ...]
+    want: tuple[Tensor, ...] = ()
     """For each sequence: float64 ``[length + m, 1, h, e]``."""
 
-
-Outs = tuple[tuple[Tensor, Tensor], ...]
-"""Outputs of padded prompts ``[n, b, h, e]`` and decoded tokens ``[m, b, h, e]``: at once, and in two chunks."""
+    def texts(self) -> Iterator[Inputs]:
+        """Each sequence without padding."""
+        whole = self.inputs.q.size(0)
+        for i, length in enumerate(self.lengths):
+            rows = [*range(length), *range(whole - sum(self.steps), whole)]
+            yield Inputs(*(y if y is None or y.dim() == 1 else y[rows, i : i + 1] for y in self.inputs))
 
 
 class Found(NamedTuple):
@@ -103,16 +106,13 @@ def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options:
 
 def make_texts(problem: Problem, kind: Kind) -> Texts:
     """Deterministic random inputs and their reference."""
-    n, extra = problem.seq_length, sum(steps(problem.size))
-    inputs = make_inputs(replace(problem, seq_length=n + extra))
-    lengths, want = _lengths(problem), []
-    for i, length in enumerate(lengths):
-        rows = [*range(length), *range(n, n + extra)]
-        text = Inputs(*(y if y is None or y.dim() == 1 else y[rows, i : i + 1] for y in inputs))
-        whole = replace(problem, seq_length=len(rows), batch=1, size=1)
+    inputs = make_inputs(replace(problem, seq_length=problem.seq_length + sum(steps(problem.size))))
+    case, want = Texts(inputs, _lengths(problem), steps(problem.size)), []
+    for text in case.texts():
+        whole = replace(problem, seq_length=text.q.size(0), batch=1, size=1)
         found = reference(*text[:4], causal=True) if kind == "softmax" else linear_reference(text, whole)
         want.append(found[0])
-    return Texts(inputs, lengths, steps(problem.size), tuple(want))
+    return case._replace(want=tuple(want))
 
 
 def _lengths(problem: Problem) -> tuple[int, ...]:
@@ -135,22 +135,8 @@ def _in_two(setup: Setup) -> Setup:
     return replace(setup, reason=reason)
 
 
-def _run(
-    setup: Setup, cp: ContextParallel, case: Texts, here: torch.device
-) -> tuple[Outs, tuple[list[list[int]], ...], int]:
-    n, divisor = setup.problem.seq_length, cp.layout.divisor(cp.size)
-    x = Inputs(*(None if y is None else y.to(here) for y in case.inputs))
-    attend = _softmax if setup.provider.kind == "softmax" else _linear
-    before = cp.mesh.ledger.bytes(phase="decode")
-    outs, held = [], []
-    for parts in ((0, n), (0, -(-n // (2 * divisor)) * divisor, n)):
-        prompt, decoded, books = attend(cp, setup, case._replace(inputs=x), parts)
-        outs.append((prompt, decoded))
-        held += books
-    return tuple(outs), tuple(held), cp.mesh.ledger.bytes(phase="decode") - before
-
-
 Attended = tuple[Tensor, Tensor, list[list[list[int]]]]
+"""Outputs of padded prompts ``[n, b, h, e]``, of decoded tokens ``[m, b, h, e]``, and ``Found.held``."""
 
 
 def _softmax(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]) -> Attended:
@@ -199,88 +185,74 @@ def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]
     return torch.cat(prompt), torch.cat(decoded), []
 
 
-def _errors(outs: Outs, case: Texts) -> dict[str, float]:
-    found = {}
-    for (prompt, decoded), *names in zip(outs, PREFILL, DECODE, strict=True):
-        found |= zip(names, _distances(case, prompt, decoded), strict=True)
-    return found
-
-
-def _distances(case: Texts, prompt: Tensor, decoded: Tensor) -> tuple[float, float]:
-    """Relative errors of all prompts' outputs, without padding, and of all decoded tokens."""
-    m = decoded.size(0)
-    want = [torch.cat([w[:-m].flatten() for w in case.want]), torch.cat([w[-m:].flatten() for w in case.want])]
-    of_prompts = torch.cat([prompt[:length, i].flatten() for i, length in enumerate(case.lengths)])
-    of_decoded = torch.cat([decoded[:, i].flatten() for i in range(len(case.lengths))])
-    first, second = relative_errors((of_prompts, of_decoded), want).values()
+def _distances(case: Texts, texts: Sequence[Tensor]) -> tuple[float, float]:
+    """Relative errors of the outputs of all prompts, and of all decoded tokens; texts: of each sequence, both."""
+    m = sum(case.steps)
+    found, want = (
+        [torch.cat([x[part].flatten() for x in some]) for part in (slice(-m), slice(-m, None))]
+        for some in (texts, case.want)
+    )
+    first, second = relative_errors(found, want).values()
     return first, second
 
 
-def _limits(setup: Setup, case: Texts, here: torch.device) -> dict[str, float]:
-    """The largest allowed errors: see ``verify``."""
+def _limits(setup: Setup, case: Texts, here: torch.device) -> tuple[float, float]:
+    """The largest allowed errors of prompts and of decoded tokens: see ``verify``."""
     if setup.problem.dtype in LIMITS:
-        return dict.fromkeys((*PREFILL, *DECODE), LIMITS[setup.problem.dtype])
+        return (LIMITS[setup.problem.dtype],) * 2
     if setup.provider.kind == "linear":
-        of_prompts, of_decoded = _distances(case, *_texts_of(case, _linear_on_one_rank(setup, case, here)))
+        of_prompts, of_decoded = _distances(case, [_linear_on_one_rank(setup, text, here) for text in case.texts()])
     else:
         rounded = fp8.four_bits if setup.options.fp8 is not None else torch.clone
-        of_prompts = _distances(case, *_by_one_call(setup, case, here, rounded, rounded))[0]
-        of_decoded = _distances(case, *_by_one_call(setup, case, here, torch.clone, rounded))[1]
-    return dict.fromkeys(PREFILL, HALF_FACTOR * of_prompts) | dict.fromkeys(DECODE, HALF_FACTOR * of_decoded)
+        of_prompts, of_decoded = (
+            _distances(case, [_by_one_call(setup, text, here, sent, rounded) for text in case.texts()])[number]
+            for number, sent in enumerate((rounded, torch.clone))
+        )
+    return HALF_FACTOR * of_prompts, HALF_FACTOR * of_decoded
 
 
 def _by_one_call(
-    setup: Setup, case: Texts, here: torch.device, sent: Callable[[Tensor], Tensor], kept: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Outputs of prompts, padded with zeros, and of decoded tokens, where one kernel call computes a text.
+    setup: Setup, text: Inputs, here: torch.device, sent: Callable[[Tensor], Tensor], kept: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Outputs of one kernel call for a text.
 
     Args:
         sent: applied to queries and outputs.
         kept: applied to keys and values.
     """
     kernel = blocks.choose(setup.options, setup.problem, here).kernel
-
-    def attend(rows: list[int], i: int) -> Tensor:
-        q, k, v = (f(x[rows, i : i + 1].to(here)) for f, x in zip((sent, kept, kept), case.inputs[:3], strict=True))
-        whole = (range(len(rows)),)
-        block = Block(whole, whole, CAUSAL, Scores(q.size(3) ** -0.5))
-        found = kernel.forward(Queries(q), KeyValues(k, v), block)
-        assert found is not None, "it finds the block empty"
-        return sent(found.out.to(q.dtype))
-
-    return _texts_of(case, attend)
+    q, k, v = (f(x.to(here)) for f, x in zip((sent, kept, kept), text[:3], strict=True))
+    whole = (range(q.size(0)),)
+    found = kernel.forward(Queries(q), KeyValues(k, v), Block(whole, whole, CAUSAL, Scores(q.size(3) ** -0.5)))
+    assert found is not None, "it finds the block empty"
+    return sent(found.out.to(q.dtype))
 
 
-def _linear_on_one_rank(setup: Setup, case: Texts, here: torch.device) -> Callable[[list[int], int], Tensor]:
+def _linear_on_one_rank(setup: Setup, text: Inputs, here: torch.device) -> Tensor:
     """Linear attention of a whole text as in training, without the generation state under test."""
     cp = ContextParallel(setup.provider, group=None, backend=setup.options.backend)
-
-    def attend(rows: list[int], i: int) -> Tensor:
-        text = (y if y is None or y.dim() == 1 else y[rows, i : i + 1] for y in case.inputs)
-        q, k, v, _, decay, beta = (None if y is None else y.to(here) for y in text)
-        with torch.no_grad():
-            return cp.linear_attention(q, k, v, decay, beta=beta)
-
-    return attend
-
-
-def _texts_of(case: Texts, attend: Callable[[list[int], int], Tensor]) -> tuple[Tensor, Tensor]:
-    """Outputs of prompts, padded with zeros, and of decoded tokens. ``attend``: (a text's rows, number) -> outputs."""
-    m = sum(case.steps)
-    n = case.inputs[0].size(0) - m
-    prompts, decoded = [], []
-    for i, length in enumerate(case.lengths):
-        out = attend([*range(length), *range(n, n + m)], i)
-        prompts.append(torch.nn.functional.pad(out[:length], (0, 0, 0, 0, 0, 0, 0, n - length)))
-        decoded.append(out[length:])
-    return torch.cat(prompts, 1), torch.cat(decoded, 1)
+    q, k, v, _, decay, beta = (None if y is None else y.to(here) for y in text)
+    with torch.no_grad():
+        return cp.linear_attention(q, k, v, decay, beta=beta)
 
 
 def _measured(setup: Setup, cp: ContextParallel, case: Texts, here: torch.device) -> Found:
-    outs, held, sent = _run(setup, cp, case, here)
-    first = cp.index == 0
-    errors, limits = (_errors(outs, case), _limits(setup, case, here)) if first else ({}, {})
-    return Found(tuple(out.cpu() for _, out in outs), held, sent, errors, limits)
+    n, divisor = setup.problem.seq_length, cp.layout.divisor(cp.size)
+    on_device = case._replace(inputs=Inputs(*(None if y is None else y.to(here) for y in case.inputs)))
+    attend = _softmax if setup.provider.kind == "softmax" else _linear
+    before = cp.mesh.ledger.bytes(phase="decode")
+    runs = [attend(cp, setup, on_device, parts) for parts in ((0, n), (0, -(-n // (2 * divisor)) * divisor, n))]
+    sent = cp.mesh.ledger.bytes(phase="decode") - before
+    errors: dict[str, float] = {}
+    limits: dict[str, float] = {}
+    if cp.index == 0:
+        of_prompts, of_decoded = _limits(setup, case, here)
+        limits = dict.fromkeys(PREFILL, of_prompts) | dict.fromkeys(DECODE, of_decoded)
+        for (prompt, decoded, _), *names in zip(runs, PREFILL, DECODE, strict=True):
+            texts = [torch.cat((prompt[:length, i], decoded[:, i])) for i, length in enumerate(case.lengths)]
+            errors |= zip(names, _distances(case, texts), strict=True)
+    held = tuple(one for *_, books in runs for one in books)
+    return Found(tuple(decoded.cpu() for _, decoded, _ in runs), held, sent, errors, limits)
 
 
 def _judged(setup: Setup, found: list[Found]) -> Result:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
 from cp_plugin.cli.draw.calls import Recording, record
-from cp_plugin.cli.draw.method import draw_method
+from cp_plugin.cli.draw.cli import draw_method
 from cp_plugin.core.values import Partial
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Attend

@@ -14,9 +14,10 @@ from warm import before_forking
 
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.planned import command as planned
+from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.planner.training import operations
 from cp_plugin.planner.training.footprint import footprint, whole
-from cp_plugin.planner.training.model import model
+from cp_plugin.planner.training.model import Model, model
 from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.testing.launch import run_ranks
 
@@ -68,7 +69,7 @@ def _megatron() -> Iterator[None]:
         yield
 
 
-def counted(flags: str, devices: int) -> tuple[planned.Planned, float, float]:
+def counted(flags: str, devices: int) -> tuple[Model, Parallel, float, float]:
     """The planner's view, and Megatron's operations and bytes of parameters and optimizer."""
 
     def body() -> Any:
@@ -76,10 +77,10 @@ def counted(flags: str, devices: int) -> tuple[planned.Planned, float, float]:
         from megatron.training.training import num_floating_point_operations
 
         args, settings = planned._validated(flags.split())
-        found = planned.Planned(*planned.from_args(args, settings), settings)
-        args.padded_vocab_size = found.parallel.padded(args.vocab_size)
+        found, parallel = from_args(args, settings)
+        args.padded_vocab_size = parallel.padded(args.vocab_size)
         nbytes = theory.compute_weight_and_optimizer_memory(args)
-        return found, num_floating_point_operations(args, args.global_batch_size), nbytes
+        return found, parallel, num_floating_point_operations(args, args.global_batch_size), nbytes
 
     return run_ranks(body, 1, env={"WORLD_SIZE": str(devices)}, output="all")[0]
 
@@ -90,16 +91,15 @@ def counted(flags: str, devices: int) -> tuple[planned.Planned, float, float]:
 )
 def test_operations_and_bytes_match_megatron(flags: str, name: str) -> None:
     """Operations of an iteration, bytes of parameters and optimizer; sizes of models in the catalogue."""
-    found, flops, nbytes = counted(flags, 64)
-    p = found.parallel
-    assert operations.training(found.model, p.seq_length, p.global_batch) == pytest.approx(flops, rel=0.01)
-    first = footprint(found.model, p)
+    found, p, flops, nbytes = counted(flags, 64)
+    assert operations.training(found, p.seq_length, p.global_batch) == pytest.approx(flops, rel=0.01)
+    first = footprint(found, p)
     nbytes += 18 * LEFT_OUT.get(name, 0)
     assert first.stage == 0
     assert first.parameters + first.gradients + first.optimizer == pytest.approx(nbytes, rel=2e-3 if name else 5e-3)
     if name:
         total = whole(model(name)).total
-        assert whole(found.model).total == pytest.approx(total, rel=1e-5)
+        assert whole(found).total == pytest.approx(total, rel=1e-5)
 
 
 def words_of(planned_flags: str) -> list[str]:
@@ -119,7 +119,7 @@ def words_of(planned_flags: str) -> list[str]:
 )
 def test_parameters_match_built_models(flags: str) -> None:
     (record,) = training.train(1, flags)
-    found = planned.read(words_of(flags), 1).model
+    found, *_ = planned.question(words_of(flags), 1)
     padding = 128 - found.vocab
     got = sum(weight.numel() for weight in record.weights.values())
     assert got == whole(found).total + 2 * padding * found.hidden
@@ -164,11 +164,10 @@ READ: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("flags", READ)
 def test_divisions_and_kinds_of_layers(flags: str) -> None:
     devices, expected = READ[flags]
-    found = planned.read(f"{LLAMA} {flags}".split(), devices)
-    of = found.model if "attention_pattern" in expected else found.parallel
+    found, parallel, _ = planned.question(f"{LLAMA} {flags}".split(), devices)
+    of = found if "attention_pattern" in expected else parallel
     assert {name: getattr(of, name) for name in expected} == expected
-    if devices == 64:
-        assert found.settings.provider == "attention2d" and found.parallel == Parallel(**expected)
+    assert devices != 64 or parallel == Parallel(**expected)
 
 
 REFUSED = {
@@ -191,16 +190,16 @@ REFUSED = {
 @pytest.mark.parametrize("flags", REFUSED)
 def test_refusals_of_megatron_are_passed_on(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=REFUSED[flags]) as raised:
-        planned.read(f"{LLAMA} {flags}".split(), 64)
+        planned.question(f"{LLAMA} {flags}".split(), 64)
     assert "Traceback" not in str(raised.value)
     assert capfd.readouterr() == ("", "")
 
 
 def test_missing_sizes() -> None:
     with pytest.raises(ValueError, match=r"--devices 0: training needs at least 1"):
-        planned.read([], 0)
+        planned.question([], 0)
     with pytest.raises(ValueError, match=r"--micro-batch-size: Megatron stops at: assert args.micro_batch_size is not"):
-        planned.read([], 8)
+        planned.question([], 8)
 
 
 def test_no_side_effects(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,18 +216,18 @@ def test_no_side_effects(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.
         return [dict(os.environ), list(sys.argv), replaced, global_vars._GLOBAL_ARGS, patching.installed()]
 
     before = state()
-    found, parallel = planned.read(f"{LLAMA} --context-parallel-size 8 --cp-provider striped".split(), 64)[:2]
+    found, parallel = planned.question(f"{LLAMA} --context-parallel-size 8 --cp-provider striped".split(), 64)[:2]
     assert (found.layers, parallel.devices) == (32, 64)
     assert state() == before
     assert capfd.readouterr() == ("", "")
 
 
 def test_arguments_of_a_running_training(validated: Any) -> None:
-    """With the plugin's start-up hooks in place, which ``read`` bypasses."""
+    """With the plugin's start-up hooks in place, which ``question`` bypasses."""
     from cp_plugin.megatron import runtime
 
     args = validated("--context-parallel-size 4 --cp-provider ring")
-    found, parallel = planned.from_args(args, runtime.settings())
+    found, parallel = from_args(args, runtime.settings())
     assert (found.kv_heads, found.vocab, parallel.context, parallel.dtype) == (2, 127, 4, "float32")
-    again, same = planned.read(words_of("--context-parallel-size 4 --cp-provider ring"), 4)[:2]
+    again, same = planned.question(words_of("--context-parallel-size 4 --cp-provider ring"), 4)[:2]
     assert (again, same) == (found, parallel)

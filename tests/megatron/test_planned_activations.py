@@ -111,6 +111,6 @@ def test_saved_activations_of_a_layer(
         training.train(ranks, f"{flags} {PLUGIN}", model=words, prepare=watch(path))
         measured.append(int(path.read_text()))
     command = f"{words} {training.DATA} {training.SGD} --train-iters 1 {flags} {PLUGIN}"
-    found, parallel = planned.read(command.split(), ranks)[:2]
+    found, parallel = planned.question(command.split(), ranks)[:2]
     counted = activations.whole(found, parallel, 0) + beyond
     assert counted <= measured[1] - measured[0] <= counted + uncounted

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from typer.testing import CliRunner
 
 from cp_plugin.attention.setups import settled
 from cp_plugin.cli.app import app
-from cp_plugin.cli.draw.gantt import draw_gantt
 from cp_plugin.cli.show_plan import flags, why
 from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
@@ -23,7 +21,6 @@ from cp_plugin.planner.explain import RESOURCES, Explanation, explain, gain, spl
 from cp_plugin.planner.machine.hardware import cluster, override
 from cp_plugin.planner.price import on, priced
 from cp_plugin.planner.search import answer
-from cp_plugin.planner.trace.simulation import Span
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel, problem, selections
@@ -87,21 +84,6 @@ def test_free_kernels_and_free_links() -> None:
     hidden = sum(p.kernels + p.waiting for p in parts)  # passes that overlap messages turn into waiting
     assert hidden <= found.free["memory"] <= found.timeline.seconds
     assert found.free["intra"] == found.timeline.seconds, "one device a node"
-
-
-def test_picture(tmp_path: Path) -> None:
-    path = tmp_path / "picture.svg"
-    sizes = ("--devices", "8", "--tensor", "2", "--grid", "2x2")
-    done = cli("--provider", "attention2d", *sizes, "--plot", str(path))
-    assert done.exit_code == 0 and path.name in done.output, done.output
-    words = path.read_text()
-    assert words.startswith("<?xml")
-    assert all(part in words for part in ("rank 3", "messages along q", "messages along kv", "backward", "zigzag"))
-    passes = {"forward": {0: [Span("attention", 0.0, 1e-3), Span("waiting", 1e-3, 2e-3), Span("exchange cp", 0, 2e-3)]}}
-    paths = [tmp_path / name for name in ("a.svg", "b.svg")]
-    for path in paths:
-        draw_gantt(path, "a title", passes)
-    assert paths[0].read_bytes() == paths[1].read_bytes(), "reproducible"
 
 
 def test_memory_default_provider_and_many_ranks() -> None:

@@ -366,7 +366,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
             "--global-batch 3 must be a multiple of the data-parallel ranks, 2",
         ),
         (["--model", "llama3-8b", "--cluster", "dgx-h100", "--memory", "nan"], "--memory nan: write GB per device"),
-        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--plot", "x"], "--plot x has no effect without --expl"),
+        (["--model", "llama3-8b", "--cluster", "dgx-h100", "--provider", "x"], "--provider x has no effect without"),
         (["--cluster", "dgx-h100", "--tensor", "2", "--", "--num-layers", "2"], "--tensor 2 conflicts with Mega"),
     ],
 )  # fmt: skip

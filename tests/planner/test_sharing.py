@@ -15,7 +15,7 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.links import Links
 from cp_plugin.planner.trace.program import Post, Products, Wait, program
-from cp_plugin.planner.trace.sharing import SharedSimulation
+from cp_plugin.planner.trace.simulation import SharedSimulation
 
 _SECOND = 10**9
 """FLOPs or bytes per second."""

@@ -204,7 +204,7 @@ def test_kernels_and_messages_wait_for_the_host() -> None:
     kernel = Attention("forward", (Shape(50, 50, 49),), 50, 1, 50, 50, "bfloat16")  # 0.5e6 FLOPs: 0.5 us
     posted, waits = Post(0, "exchange", "cp", "cp", 1000, 1, 1, 1), Wait(0)
     links = Links(toy(), {"cp": 2}, (0, 1))
-    spans, ends = Simulation({0: (kernel, kernel, posted, kernel, waits, kernel)}, device, links).run()
+    spent, ends = Simulation({0: (kernel, kernel, posted, kernel, waits, kernel)}, device, links).run()
     assert ends[0] == pytest.approx(40e-6 + 0.5e-6), "2 + 4 + 1 + 1: the host's time, and the last kernel's"
-    total = {what: sum(s.end - s.start for s in spans[0] if s.what == what) for what in (HOST, "attention", WAITING)}
+    total = {what: sum(spent[0][what]) for what in (HOST, "attention", WAITING)}
     assert total == pytest.approx({HOST: 38.5e-6, "attention": 2e-6, WAITING: 0.0})

@@ -15,8 +15,7 @@ from cp_plugin.cli import flags, output, packs
 from cp_plugin.cli.bench import run
 from cp_plugin.cli.bench.cases import MASKS, PACKED, WINDOWED, Case, make_case
 from cp_plugin.cli.bench.contestants import PEERS, Entry
-from cp_plugin.cli.bench.measure import Processors
-from cp_plugin.cli.bench.report import Report
+from cp_plugin.cli.bench.report import Processors, Report
 from cp_plugin.cli.terminal import new_console
 from cp_plugin.comm import network_between
 from cp_plugin.core.problem import Problem

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 
@@ -204,3 +207,25 @@ def print_notes(console: Console, lines: Sequence[str], others: float) -> None:
     if others > BUSY:
         text = f"other programs used {others:.0%} of the processors during the run: measure again on a quiet machine"
         print_lines(console, text, style="yellow")
+
+
+class Processors:
+    """Processor time of other programs: that of all since construction, less this process and its finished children."""
+
+    def __init__(self) -> None:
+        self._start, self._busy, self._own = time.monotonic(), _busy(), _own()
+
+    def others(self) -> float:
+        """The share of processor time that other programs used."""
+        whole = (time.monotonic() - self._start) * (os.cpu_count() or 1)
+        return max(0.0, (_busy() - self._busy) - (_own() - self._own)) / whole
+
+
+def _busy() -> float:
+    """Seconds of all programs, without interrupts, which carry our packets."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system
+
+
+def _own() -> float:
+    return sum(os.times()[:4])  # user and system time of this process and of its children

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,16 +12,18 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.attention.setups import Setup
-from cp_plugin.cli.bench import ideal, measure
+from cp_plugin.cli.bench import ideal
 from cp_plugin.cli.bench.cases import Case
 from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
 from cp_plugin.cli.bench.report import CaseResult, Measured
 from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.core.options import Options
+from cp_plugin.methods.protocol import Kind
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.trace.timeline import simulate
 from cp_plugin.testing import clock, oracle, ranks
@@ -31,6 +33,8 @@ WARM_UP = {"cuda": 2, "cpu": 1}
 """Untimed calls, in which CUDA kernels are compiled and memory is reserved."""
 ALL_RANKS = 16
 """Up to this many ranks, all are simulated; beyond, the first, the middle and the last."""
+TESTED = 32
+"""Tokens of a rank in the test case."""
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 """How libraries refuse what they cannot do, on all ranks alike."""
 
@@ -83,7 +87,7 @@ def bench(
     kinds = [m.entry.kind for p in plans for m in p.possible]
     if not kinds:
         return list(plans)
-    questions = [measure.question(p.case, kinds[0]) for p in plans]
+    questions = [question(p.case, kinds[0]) for p in plans]
 
     def rank(mine: torch.device) -> list[list[dict[str, Any]]]:
         return _Rank(mine, rounds).run(plans, questions)
@@ -131,7 +135,7 @@ class _Rank:
         try:
             contestant = self._start(one, asked)
             parts = Inputs(*(None if x is None else contestant.shard(x.to(self._device)) for x in asked.inputs))
-            errors = measure.errors(contestant.step(parts), map(contestant.shard, asked.want))
+            errors = relative_errors(contestant.step(parts), map(contestant.shard, asked.want))
         except Exception as error:  # of any library
             if one.setup is None and isinstance(error, _REFUSALS):
                 return {"cannot": f"upstream refuses: {error}"}
@@ -194,3 +198,21 @@ def _kernel(one: Measured) -> tuple[str, ...]:
         return ("auto", "")
     options = one.setup.options
     return (options.backend, one.setup.provider.name if one.linear else options.fp8 or "")
+
+
+def question(case: Case, kind: Kind, tokens: int = TESTED) -> oracle.Case:
+    """The test case that every contestant must pass: a short sequence of the same kind with the expected results,
+    deterministic; ``tokens``: of a rank."""
+    short = case.small(tokens * case.problem.size)
+    return oracle.make_case(short.problem, kind, short.bounds)
+
+
+def relative_errors(got: Iterable[Tensor], want: Iterable[Tensor]) -> list[float]:
+    """Relative errors (norm) of sharded tensors; infinite if a shard is not finite or has a wrong shape. Collective."""
+    squares = []
+    for mine, wanted in zip(got, (x.double() for x in want), strict=True):
+        error = (mine.cpu().double() - wanted).square().sum().item() if mine.shape == wanted.shape else torch.inf
+        squares.append((error, wanted.square().sum().item()))
+    of_ranks = torch.tensor(gather_objects(squares), dtype=torch.float64)
+    error, norm = of_ranks.sum(0).unbind(1)
+    return (error / norm).sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf).tolist()

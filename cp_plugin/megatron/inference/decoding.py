@@ -52,8 +52,14 @@ class Decoding:
         """Layer number -> latent vectors of multi-latent attention in this step."""
         self._model = model
         self._lengths: list[int] = []
-        self._rows = torch.empty(0)
-        self._output = _Output(session)
+        self._complete = False
+        """Whether this step has the prompts' last tokens."""
+        self._last: Tensor | None = None
+        """Hidden states of the prompts' last tokens, ``[1, b, hidden]``, where this rank has them."""
+        self._owner: list[int] = []
+        """The rank that has each."""
+        self.rows = torch.empty(0)
+        """Positions of this step's tokens: ``[s]``, or ``[s, b]`` where sequences differ."""
 
     @property
     def lengths(self) -> list[int]:
@@ -84,16 +90,16 @@ class Decoding:
         lengths = [n] * tokens.size(0) if lengths is None else list(lengths)
         if n == 0 or len(lengths) != tokens.size(0) or not all(1 <= length <= n for length in lengths):
             raise ValueError(f"prompts need 1 token or more: got {tuple(tokens.shape)} with lengths {lengths}")
-        self._lengths = lengths
+        self._lengths, self._last, self._owner = lengths, None, [0] * len(lengths)
         cp = self.session.cp
         divisor = cp.layout.divisor(cp.size)
         step = slots_for(min(chunk or n, n), 1, divisor)
         tokens = torch.nn.functional.pad(tokens, (0, -n % divisor))
-        self._output.start(lengths)
         for first in range(0, tokens.size(1), step):
             part = tokens[:, first : first + step]
-            with self.session.prefill(part.size(1)) as taken, self._output.of(taken, first + step >= tokens.size(1)):
-                self._rows = taken.positions.to(tokens.device)
+            self._complete = first + step >= tokens.size(1)
+            with self.session.prefill(part.size(1)) as taken:
+                self.rows = taken.positions.to(tokens.device)
                 logits = self._forward(cp.shard(part, 1))
         self.session.close(lengths)
         return logits[:, 0]
@@ -102,19 +108,15 @@ class Decoding:
         """Logits ``[b, t, vocabulary]`` after the next tokens ``[b, t]``, on every rank; CacheFullError if full."""
         with self.session.decode(tokens.size(1)) as dealt:
             alike = len(set(self.lengths)) == 1
-            self._rows = dealt.positions[:, 0] if alike else dealt.positions
+            self.rows = dealt.positions[:, 0] if alike else dealt.positions
             return self._forward(tokens)
 
     def _forward(self, tokens: Tensor) -> Tensor:
-        positions = self._rows.long()
+        positions = self.rows.long()
         positions = positions.expand_as(tokens) if positions.dim() == 1 else positions.T
         logits = self._model(tokens, positions, None)
         parallel = utils.get_attr_wrapped_model(self._model, "parallel_output")
         return gather_from_tensor_model_parallel_region(logits) if parallel else logits
-
-    def rows(self) -> Tensor:
-        """Positions of this step's tokens: ``[s]``, or ``[s, b]`` where sequences differ."""
-        return self._rows
 
     def softmax(self, layer: CoreAttention | DotProductAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A step of a softmax layer."""
@@ -132,72 +134,40 @@ class Decoding:
         """A step of a linear layer."""
         state = self.states.get(layer.layer_number)
         v, gate = v.chunk(2, 3) if layer.gate is not None else (v, None)
-        attend = partial(layer.context_parallel.extend_linear, kept=self._kept(q)) if self._output.open else None
+        attend = None
+        if isinstance(self.session.step, Chunk):
+            kept = self.rows.unsqueeze(1) < torch.tensor(self._lengths, device=q.device)  # False for padding
+            attend = partial(layer.context_parallel.extend_linear, kept=kept)
         out, state = layer.linear.extend(q, k, v, gate, state, attend)
         self.states[layer.layer_number] = state
         return out
 
-    def _kept(self, q: Tensor) -> Tensor:
-        """False for padding among this rank's tokens: bool ``[s, b]``."""
-        return self._rows.unsqueeze(1) < torch.tensor(self._lengths, device=q.device)
-
-
-class _Output:
-    """During prefill, gives the output layer only the last token of each sequence."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._taken: Chunk | None = None
-        self._complete = False
-        self._lengths: list[int] = []
-        self._found: Tensor | None = None
-        self._owner: list[int] = []
-
-    @property
-    def open(self) -> bool:
-        """Whether prefill is running."""
-        return self._taken is not None
-
-    def start(self, lengths: Sequence[int]) -> None:
-        self._lengths, self._found, self._owner = list(lengths), None, [0] * len(lengths)
-
-    @contextmanager
-    def of(self, taken: Chunk, complete: bool) -> Iterator[None]:
-        self._taken, self._complete = taken, complete
-        try:
-            yield
-        finally:
-            self._taken = None
-
-    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The output layer's forward for this rank's hidden states ``[s / cp, b, hidden]``."""
+    def output(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The output layer's forward for this rank's hidden states ``[s / cp, b, hidden]``; of prompts, it is given the
+        last tokens only."""
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._taken is None:
+            if not isinstance(self.session.step, Chunk):
                 return original(hidden, *args, **kwargs)
-            self._collect(hidden, self._taken)
+            last = self._collect(hidden, self.session.step)
             if not self._complete:
                 return hidden[:0], None
-            return original(self._last(), *args, **kwargs)
+            everywhere = self.session.mesh.all_gather("cp", (last,)).wait()[0]
+            return original(everywhere[self._owner, range(len(self._owner))].unsqueeze(0), *args, **kwargs)
 
         return forward
 
-    def _collect(self, hidden: Tensor, taken: Chunk) -> None:
-        if self._found is None:
-            self._found = torch.zeros_like(hidden[:1])
+    def _collect(self, hidden: Tensor, taken: Chunk) -> Tensor:
+        if self._last is None:
+            self._last = torch.zeros_like(hidden[:1])
         for sequence, length in enumerate(self._lengths):
             for rank, segments in enumerate(taken.rows):
                 if any(length - 1 in segment for segment in segments):
                     self._owner[sequence] = rank
             row = (taken.positions == length - 1).nonzero()
             if len(row):
-                self._found[0, sequence] = hidden[int(row), sequence]
-
-    def _last(self) -> Tensor:
-        """The last tokens' hidden states ``[1, b, hidden]`` from the ranks that have them."""
-        assert self._found is not None
-        everywhere = self._session.mesh.all_gather("cp", (self._found,)).wait()[0]
-        return everywhere[self._owner, range(len(self._owner))].unsqueeze(0)
+                self._last[0, sequence] = hidden[int(row), sequence]
+        return self._last
 
 
 def check(model: torch.nn.Module) -> None:
@@ -259,9 +229,13 @@ def _in(model: torch.nn.Module, so_far: Decoding) -> Iterator[tuple[Any, str, An
             yield module, "attend", _attend(step, module)
         elif isinstance(module, DotProductAttention):
             yield module, "forward", _forward(so_far, module)
-        yield from changes(module, so_far.rows, so_far.compressed)
+        elif isinstance(module, RotaryEmbedding | YarnRotaryEmbedding):
+            yield module, "forward", _rotary(module, so_far)
+        up = getattr(module, "linear_kv_up_proj", None)
+        if up is not None and getattr(up, "layer_norm_weight", None) is None:
+            yield up, "forward", _noting(up.forward, module, up, so_far)
         if hasattr(module, "output_layer"):
-            yield module.output_layer, "forward", so_far._output.forward(module.output_layer.forward)
+            yield module.output_layer, "forward", so_far.output(module.output_layer.forward)
         for name, value in _without_mtp(module).items():
             yield module, name, value
 
@@ -302,38 +276,20 @@ class Compressed(NamedTuple):
         return Latent(rows, weight[:, : self.plain], weight[:, self.plain :])
 
 
-def changes(
-    module: torch.nn.Module, positions: Callable[[], Tensor], found: dict[int, Compressed]
-) -> Iterator[tuple[Any, str, Any]]:
-    """Attributes to replace in such a module: object, name, value; none in any other.
-
-    Args:
-        positions: of the step's tokens: ``[s]``, or ``[s, b]`` where sequences differ.
-        found: filled with layer number -> latent vectors of the step.
-    """
-    up = getattr(module, "linear_kv_up_proj", None)
-    if up is not None and getattr(up, "layer_norm_weight", None) is None:
-        yield up, "forward", _noting(up.forward, module, up, found)
-    if isinstance(module, RotaryEmbedding | YarnRotaryEmbedding):
-        yield module, "forward", _rotary(module, positions)
-
-
-def _noting(
-    original: Callable[..., Any], layer: Any, up: torch.nn.Module, found: dict[int, Compressed]
-) -> Callable[..., Any]:
+def _noting(original: Callable[..., Any], layer: Any, up: torch.nn.Module, so_far: Decoding) -> Callable[..., Any]:
     def forward(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
         config = layer.config
-        found[layer.layer_number] = Compressed(rows, up.weight, config.qk_head_dim, config.v_head_dim)
+        so_far.compressed[layer.layer_number] = Compressed(rows, up.weight, config.qk_head_dim, config.v_head_dim)
         return original(rows, *args, **kwargs)
 
     return forward
 
 
-def _rotary(module: RotaryEmbedding | YarnRotaryEmbedding, positions: Callable[[], Tensor]) -> Callable[..., Any]:
+def _rotary(module: RotaryEmbedding | YarnRotaryEmbedding, so_far: Decoding) -> Callable[..., Any]:
     """Angles ``[s, 1 or b, 1, d]``; YaRN's with their factor."""
 
     def forward(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, float]:
-        at = positions()
+        at = so_far.rows
         first = int(at.min())
         found = module.get_emb(int(at.max()) - first + 1, first)
         angles, *factor = found if isinstance(found, tuple) else (found,)

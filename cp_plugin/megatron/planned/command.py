@@ -21,7 +21,6 @@ from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.planned import sizes
-from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.planner.candidates import Allowed
 from cp_plugin.planner.training.model import Model
 from cp_plugin.planner.training.parallel import Parallel
@@ -39,14 +38,6 @@ TE_VERSION = Patch(
 )
 
 
-class Planned(NamedTuple):
-    """A training command as the planner sees it."""
-
-    model: Model
-    parallel: Parallel
-    settings: Settings
-
-
 class Refused(NamedTuple):
     """A refusal by Megatron or the plugin."""
 
@@ -54,12 +45,7 @@ class Refused(NamedTuple):
 
 
 def question(flags: Sequence[str], devices: int) -> tuple[Model, Parallel, Allowed]:
-    """What to ask the planner about a training; arguments and errors as for ``read``."""
-    return _in_fork(lambda args, settings: sizes.question(args, settings)[:3], flags, devices)
-
-
-def read(flags: Sequence[str], devices: int) -> Planned:
-    """The model, parallel sizes and settings of a training.
+    """What to ask the planner about a training.
 
     Args:
         flags: Megatron's and the plugin's command line without the script.
@@ -70,22 +56,17 @@ def read(flags: Sequence[str], devices: int) -> Planned:
             know.
         RankError: for any other error.
     """
-    return _in_fork(lambda args, settings: Planned(*from_args(args, settings), settings), flags, devices)
-
-
-def _in_fork[T](use: Callable[[argparse.Namespace, Settings], T], flags: Sequence[str], devices: int) -> T:
-    """``use`` of the validated arguments, in a forked process; errors as for ``read``."""
     if devices < 1:
         raise ValueError(f"--devices {devices}: training needs at least 1")
     if {"-h", "--help"} & set(flags):
         raise ValueError(
             "--help after -- would only print Megatron's flags: leave it out (cp-plugin plan -h lists plan's own)"
         )
-    environment = {"WORLD_SIZE": str(devices)}
-    (found,) = run_ranks(with_arguments, 1, args=(list(flags), use), env=environment, timeout=SECONDS)
+    arguments, environment = (list(flags), sizes.question), {"WORLD_SIZE": str(devices)}
+    (found,) = run_ranks(with_arguments, 1, args=arguments, env=environment, timeout=SECONDS)
     if isinstance(found, Refused):
         raise ValueError(found.message)
-    return found
+    return found[:3]
 
 
 def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Settings], T]) -> T | Refused:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from cp_plugin.common.without_data import Kind, WithoutData, empty, tensors_in
+from cp_plugin.common.without_data import Kind, WithoutData, tensors_in
 from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.payload import message_bytes
 from cp_plugin.planner.trace.memory import Meter
 
 
@@ -37,7 +34,7 @@ class Passes(WithoutData):
         if kind != "in place" and not self._inside:
             for x in tensors_in((result,)):
                 self._meter.count(x)
-        if self._quiet or kind in ("made", "like"):
+        if self._quiet or kind == "made":
             return
         if kind == "product":
             flops = flop_registry[func.overloadpacket](*args, **named, out_val=result)
@@ -59,7 +56,7 @@ class Passes(WithoutData):
         inside, self._inside = self._inside, True
         try:
             with self.unseen():
-                result = _FUSED[name](*args) if name in _FUSED else operation()
+                result = operation()
         finally:
             self._inside = inside
         if not inside:
@@ -69,40 +66,6 @@ class Passes(WithoutData):
             written = _nbytes(args[:2]) if result is None else _nbytes((result,))  # in place: the accumulator
             self._memory(_nbytes(args) + written, 1)
         return result
-
-
-def _merged(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    return empty(outs[0].shape, dtype or lses[0].dtype), empty(lses[0].shape, lses[0].dtype)
-
-
-def _rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
-    return tuple(empty((order.size(0), *x.shape[1:]), x.dtype) for x in tensors)
-
-
-def _message(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], block: int) -> Tensor:
-    shapes = [tuple(x.shape[1:]) for x in tensors]
-    return empty((sum(message_bytes(shapes, part, block) for part in zip(*rows, strict=True)),), torch.uint8)
-
-
-def _of_message(
-    message: Tensor,
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[torch.dtype],
-    rows: Sequence[Sequence[int]],
-    _: int,
-) -> tuple[Tensor, ...]:
-    return tuple(empty((sum(n), *shape), dtype) for n, shape, dtype in zip(rows, shapes, dtypes, strict=True))
-
-
-_FUSED: dict[str, Callable[..., Any]] = {
-    "merge": _merged,
-    "merge_into": lambda *parts: None,
-    "gather_rows": _rows,
-    "scatter_rows": _rows,
-    "pack_message": _message,
-    "unpack_message": _of_message,
-}
-"""Results of the operations of ``cp_plugin.kernels.fused``, without running them."""
 
 
 def _touched(func: Any, args: Any, named: Any, result: Any) -> int:

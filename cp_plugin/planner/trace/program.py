@@ -6,7 +6,7 @@ kernels and the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
@@ -152,6 +152,7 @@ class _Recorded(TraceMesh):
     def __init__(self, provider: Provider, axes: dict[str, int], index: int, events: list[Event]) -> None:
         super().__init__(axes, index)
         self._events, self._posted, self._groups = events, 0, provider.extra_groups
+        self._parts: tuple[tuple[int, int], ...] = ()  # of the message that is being posted
         self._streams = {sums(axis): axis for axis in axes}
         self.passes: Passes | None = None
         """Must not count the allocation of receive buffers."""
@@ -159,56 +160,19 @@ class _Recorded(TraceMesh):
     def _along(self, axis: str, group: str) -> str:
         return group if group in self._groups else axis
 
-    def _exchange(self, stream: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
-        axis = self._streams.get(stream, stream)
-        peers = (self._flat(axis, to), self._flat(axis, source))
-        result = super()._exchange(axis, tensors, to, source)
-        return self._recorded("exchange", axis, stream, _size(tensors), tensors, result, *peers)
-
-    def _flat(self, axis: str, rank: int | None) -> int | None:
-        """Rank in the whole mesh of a rank of the axis."""
-        if rank is None or axis == WHOLE:
-            return rank
-        return flat_index(self.axes, {**self.coordinates, axis: rank})
-
-    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
-        sent = (self.axes[axis] - 1) * _size(tensors)
-        return self._recorded("all_gather", axis, axis, sent, tensors, super()._all_gather(axis, tensors))
-
-    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
-        sent = self._but_own(axis, tensors)
-        return self._recorded("reduce_scatter", axis, axis, sent, tensors, super()._reduce_scatter(axis, tensors))
-
-    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
-        sent = self._but_own(axis, tensors)
-        return self._recorded("all_to_all", axis, axis, sent, tensors, super()._all_to_all(axis, tensors))
-
-    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        stream, axis = axis, self._streams.get(axis, axis)
-        of_row = sum(prod(t.shape[1:]) * t.element_size() for t in tensors)
-        parts = tuple((leaving * of_row, coming * of_row) for leaving, coming in zip(sent, received, strict=True))
-        result = super()._all_to_all_v(axis, tensors, sent, received)
-        return self._recorded("all_to_all_v", axis, stream, _size(tensors), tensors, result, parts=parts)
-
-    def _but_own(self, axis: str, tensors: Tensors) -> int:
-        """Bytes of all parts but this rank's own."""
-        n = self.axes[axis]
-        return (n - 1) * _size(tensors) // n
-
-    def _recorded(
-        self,
-        verb: str,
-        axis: str,
-        stream: str,
-        nbytes: int,
-        tensors: Tensors,
-        result: Pending,
-        to: int | None = None,
-        source: int | None = None,
-        parts: tuple[tuple[int, int], ...] = (),
+    def _named(
+        self, verb: str, axis: str, ends: tuple[int | None, ...], post: Callable[..., Pending], tensors: Tensors
     ) -> Pending:
-        number = self._posted
-        self._posted += 1
+        result = post(axis, tensors, *ends)
+        stream, axis = axis, self._streams.get(axis, axis)
+        nbytes, to, source = _size(tensors), None, None
+        if verb in ("exchange", "send", "receive"):
+            verb, (to, source) = "exchange", (self._flat(axis, rank) for rank in ends)
+        elif verb != "all_to_all_v":
+            n = self.axes[axis]
+            nbytes = (n - 1) * nbytes // (1 if verb == "all_gather" else n)
+        number, parts = self._posted, self._parts
+        self._posted, self._parts = number + 1, ()
         self._events.append(Post(number, verb, axis, stream, nbytes, len(tensors), to, source, parts))
 
         def wait() -> Tensors:
@@ -217,6 +181,17 @@ class _Recorded(TraceMesh):
                 return result.wait()
 
         return Pending(wait)
+
+    def _flat(self, axis: str, rank: int | None) -> int | None:
+        """Rank in the whole mesh of a rank of the axis."""
+        if rank is None or axis == WHOLE:
+            return rank
+        return flat_index(self.axes, {**self.coordinates, axis: rank})
+
+    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        of_row = sum(prod(t.shape[1:]) * t.element_size() for t in tensors)
+        self._parts = tuple((leaving * of_row, coming * of_row) for leaving, coming in zip(sent, received, strict=True))
+        return super()._all_to_all_v(axis, tensors, sent, received)
 
 
 class _Planned:

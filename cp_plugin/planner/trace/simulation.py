@@ -7,10 +7,11 @@ links are free; links serve messages in order of arrival.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from functools import partial
+from typing import Self
 
 from cp_plugin.comm import coordinates
 from cp_plugin.planner.machine import kernel_time
@@ -23,16 +24,9 @@ HOST = "host"
 KERNELS = {Attention: "attention", Products: "products", Memory: "memory"}
 
 
-class Span(NamedTuple):
-    """An interval on a rank, in seconds."""
-
-    what: str
-    """``attention``, ``products``, ``memory``; ``host``: waiting for a launch; ``waiting``: for a message; or a
-    message's verb and axis."""
-    start: float
-    end: float
-
-
+Spent = Mapping[str, Sequence[float]]
+"""``attention``, ``products``, ``memory``; ``host``: waiting for a launch; ``waiting``: for a message -> the seconds of
+each."""
 Page = tuple[object, ...]
 
 
@@ -68,7 +62,12 @@ class _Rank:
     """Stream -> its latest message."""
     free: dict[Level, float] = field(default_factory=lambda: {"intra": 0.0, "inter": 0.0})
     """When its share of the links is free."""
-    spans: list[Span] = field(default_factory=list)
+    spent: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def advance(self, what: str, end: float) -> None:
+        """Spend the time until ``end`` on this."""
+        self.spent[what].append(end - self.clock)
+        self.clock = end
 
 
 class Simulation:
@@ -81,21 +80,21 @@ class Simulation:
         self._book: dict[Page, list[Message]] = defaultdict(list)
         self._turns = [(0.0, index) for index in self._ranks]
 
-    def run(self) -> tuple[dict[int, list[Span]], dict[int, float]]:
-        """Spans and end of every rank; RuntimeError on a deadlock."""
+    def run(self) -> tuple[dict[int, Spent], dict[int, float]]:
+        """What every rank spends, and its end; RuntimeError on a deadlock, naming the ranks that still wait."""
+        self._execute()
+        if stuck := {i: r.waits_for.post for i, r in self._ranks.items() if r.waits_for is not None}:
+            named = ", ".join(f"rank {i} for {post.verb} along {post.axis}" for i, post in list(stuck.items())[:4])
+            raise RuntimeError(f"deadlock: these ranks wait for each other: {named}")
+        return {i: r.spent for i, r in self._ranks.items()}, {i: r.clock for i, r in self._ranks.items()}
+
+    def _execute(self) -> None:
+        """Run all ranks until each has ended or waits for good."""
         heapq.heapify(self._turns)
         while self._turns:
             _, index = heapq.heappop(self._turns)
             if self._step(self._ranks[index], index):
                 heapq.heappush(self._turns, (self._ranks[index].clock, index))
-        self._complain({i: r.waits_for.post for i, r in self._ranks.items() if r.waits_for is not None})
-        return {i: r.spans for i, r in self._ranks.items()}, {i: r.clock for i, r in self._ranks.items()}
-
-    def _complain(self, stuck: Mapping[int, Post]) -> None:
-        """RuntimeError naming the ranks that still wait at the end."""
-        if stuck:
-            named = ", ".join(f"rank {i} for {post.verb} along {post.axis}" for i, post in list(stuck.items())[:4])
-            raise RuntimeError(f"deadlock: these ranks wait for each other: {named}")
 
     def _step(self, rank: _Rank, index: int) -> bool:
         """Execute a rank's next event; False if it has to wait for a peer, or is done."""
@@ -112,11 +111,8 @@ class Simulation:
             case _:
                 rank.host += kernel_time.launches(event) * self._device.host_launch_s
                 if rank.host > rank.clock:
-                    rank.spans.append(Span(HOST, rank.clock, rank.host))
-                    rank.clock = rank.host
-                seconds = kernel_time.seconds(event, self._device)
-                rank.spans.append(Span(KERNELS[type(event)], rank.clock, rank.clock + seconds))
-                rank.clock += seconds
+                    rank.advance(HOST, rank.host)
+                rank.advance(KERNELS[type(event)], rank.clock + kernel_time.seconds(event, self._device))
         return True
 
     def _posted(self, rank: _Rank, index: int, post: Post) -> Message:
@@ -135,8 +131,7 @@ class Simulation:
         if end is None:
             return False
         if end > rank.clock:
-            rank.spans.append(Span(WAITING, rank.clock, end))
-            rank.clock = end
+            rank.advance(WAITING, end)
         rank.waits_for = None
         return True
 
@@ -201,6 +196,117 @@ class Simulation:
         for level, seconds in cost.busy:
             rank.free[level] = start + seconds
         message.end = start + cost.seconds
-        rank.spans.append(Span(f"{message.post.verb} {message.post.axis}", start, message.end))
         if rank.waits_for is message and self._woken(rank):
             heapq.heappush(self._turns, (rank.clock, message.rank))
+
+
+_PROCESSORS = "processors"
+_NOTHING = 1e-12
+"""Seconds below which work is done."""
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A kernel or message in progress."""
+
+    left: float
+    """Seconds at the profile's rate."""
+    of: Hashable
+    """The shared resource; None: a latency."""
+    done: Callable[[], object]
+
+
+class SharedSimulation(Simulation):
+    """Simulates ranks that share processors and links, such as forked CPU ranks over TCP; ``programs``: of all ranks.
+
+    A waiting rank leaves its share of the cores to the others, up to a whole core each. Concurrent messages get equal
+    parts of a link, where ``Simulation`` serves them in order.
+    """
+
+    def __init__(self, programs: Mapping[int, tuple[Event, ...]], device: Device, links: Links) -> None:
+        super().__init__(programs, device, links)
+        self._now, self._works = 0.0, list[_Work]()
+        self._started: set[int] = set()
+
+    def _execute(self) -> None:
+        for index in self._ranks:
+            self._go_on(index)
+        while self._works:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Advance to the next completion."""
+        users = Counter(work.of for work in self._works)
+        speeds = [self._speed(work.of, users[work.of]) for work in self._works]
+        passed = min(work.left / speed for work, speed in zip(self._works, speeds, strict=True))
+        self._now += passed
+        for work, speed in zip(self._works, speeds, strict=True):
+            work.left -= passed * speed
+        finished = [work for work in self._works if work.left <= _NOTHING]
+        self._works = [work for work in self._works if work.left > _NOTHING]
+        for work in finished:
+            work.done()
+
+    def _speed(self, of: Hashable, users: int) -> float:
+        """Rate relative to the profile, which was measured with all ranks at work and one message per link."""
+        if of is None:
+            return 1.0
+        if of == _PROCESSORS:
+            return min(float(self._device.shared_by), len(self._ranks) / users)
+        return 1 / users
+
+    def _go_on(self, index: int) -> None:
+        """Run a rank until it blocks."""
+        rank = self._ranks[index]
+        for event in rank.events:
+            match event:
+                case Post():
+                    self._settle(self._affected(self._posted(rank, index, event)))
+                case Wait():
+                    rank.waits_for = rank.posted[event.number]
+                    if not self._woken(rank):
+                        return
+                case _:
+                    seconds = kernel_time.seconds(event, self._device)
+                    done = partial(self._computed, index, KERNELS[type(event)])
+                    self._works.append(_Work(seconds, _PROCESSORS, done))
+                    return
+
+    def _computed(self, index: int, what: str) -> None:
+        self._ranks[index].advance(what, self._now)
+        self._go_on(index)
+
+    def _settle(self, candidates: list[Message]) -> None:
+        """Start messages whose partners and predecessors are ready."""
+        while candidates:
+            message = candidates.pop()
+            partners = self._partners(message) if id(message) not in self._started else None
+            if partners is None or any(p.before is not None and p.before.end is None for p in partners):
+                continue
+            for m in partners if message.post.verb != "exchange" else [message]:
+                self._started.add(id(m))
+                self._start(m)
+
+    def _start(self, message: Message) -> None:
+        """Schedule its latency, then its share of each link in parallel."""
+        cost = self._links.cost(message.post, message.rank)
+        parts = list(cost.busy)
+
+        def one_done() -> None:
+            parts.pop()
+            if not parts:
+                self._arrived(message)
+
+        def begin() -> None:
+            self._works.extend(_Work(seconds, (message.rank, level), one_done) for level, seconds in cost.busy)
+
+        latency = cost.seconds - max((seconds for _, seconds in parts), default=0.0)
+        self._works.append(_Work(latency, None, begin if parts else partial(self._arrived, message)))
+
+    def _arrived(self, message: Message) -> None:
+        message.end = self._now
+        rank = self._ranks[message.rank]
+        if message.after is not None:
+            self._settle(self._affected(message.after))
+        if rank.waits_for is message and self._woken(rank):
+            self._go_on(message.rank)

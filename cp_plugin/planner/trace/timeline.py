@@ -8,7 +8,7 @@ same, a few stand for all, and their peers are assumed to be in step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,8 +20,7 @@ from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import Links, place
 from cp_plugin.planner.packs import work
 from cp_plugin.planner.trace.program import Program, program
-from cp_plugin.planner.trace.sharing import SharedSimulation
-from cp_plugin.planner.trace.simulation import WAITING, Simulation, Span
+from cp_plugin.planner.trace.simulation import WAITING, SharedSimulation, Simulation, Spent
 
 Ranks = Literal["busiest", "few", "all"]
 Trace = Callable[..., Program]
@@ -30,8 +29,7 @@ Trace = Callable[..., Program]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    spans: Mapping[int, Sequence[Span]]
-    """Rank -> spans, in program order."""
+    spent: Mapping[int, Spent]
     ends: Mapping[int, float]
     """Rank -> end."""
 
@@ -40,8 +38,8 @@ class Pass:
         return max(self.ends.values())
 
     def total(self, what: str) -> dict[int, float]:
-        """Rank -> total seconds of that kind of span."""
-        return {r: sum(s.end - s.start for s in spans if s.what == what) for r, spans in self.spans.items()}
+        """Rank -> seconds that it spends on this."""
+        return {rank: sum(spent.get(what, ())) for rank, spent in self.spent.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +127,7 @@ def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, stride:
         simulation({rank: getattr(p, name) for rank, p in programs.items()}, cluster.device, links).run()
         for name in ("forward", "backward")
     ]
-    forward, backward = (Pass(spans=spans, ends=ends) for spans, ends in passes)
+    forward, backward = (Pass(spent=spent, ends=ends) for spent, ends in passes)
     return Timeline(setup=setup, cluster=cluster, forward=forward, backward=backward, programs=programs, links=links)
 
 
