@@ -10,7 +10,7 @@ import torch
 from call_cases import CALLS, LOSSES, MODES, OFTEN, PENALTIES, SHARDED, VIEWS, Batch, Trial
 from hypothesis import strategies as st
 from linear_cases import DECAYS
-from tree_cases import trees
+from mask_cases import trees
 
 from cp_plugin.methods import registry as providers
 

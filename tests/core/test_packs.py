@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mask_cases import positions, seen
 from method_cases import SETTINGS
 from nightly import each_value, nightly
 from oracle import Case, assert_close
-from test_needs import seen_rows
 from thread_ranks import run, typical
 
 from cp_plugin import ContextParallel, Options
@@ -54,14 +54,12 @@ def test_only_visible_keys_travel_and_work_is_balanced() -> None:
         cp.attention(q, k, v, cu_seqlens=CU_SEQLENS)
         return dict(by_phase_and_axis(mesh)), cp.layout.segments(192, 4, mesh.index)
 
-    ranks, mask = run_threads(rank, {"cp": 4}), Mask(right=0, documents=BOUNDS)
+    ranks, sees = run_threads(rank, {"cp": 4}), seen(Mask(right=0, documents=BOUNDS), 192)
     row = 2 * CASE.batch * CASE.kv_heads * CASE.head_dim * 8
     for index, (sent, mine) in enumerate(ranks):
-        seen = sum(len(seen_rows(other, mine, mask, 192)) for i, (_, other) in enumerate(ranks) if i != index)
-        assert sent.get(("forward", "cp"), 0) == seen * row
-    pairs = [
-        sum((mask.interval(torch.tensor([p]), 192)[0] - p - 1).abs().item() for s in m for p in s) for _, m in ranks
-    ]
+        others = [sees[positions(other)] for i, (_, other) in enumerate(ranks) if i != index]
+        assert sent.get(("forward", "cp"), 0) == row * sum(int(x[:, positions(mine)].any(0).sum()) for x in others)
+    pairs = [int(sees[positions(mine)].sum()) for _, mine in ranks]
     assert max(pairs) <= 1.05 * sum(pairs) / 4
 
 
