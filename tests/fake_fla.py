@@ -7,17 +7,14 @@ install(patch, rounded)       the delta rule as rounded on a GPU: operands of pr
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.machinery import ModuleSpec
 from inspect import signature
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from library_signatures import FLA, function, recorded
+from library_signatures import FLA, function, put, recorded
 from torch import Tensor
 
 from cp_plugin.core.dtypes import accumulation_dtype
@@ -37,13 +34,13 @@ Body = Callable[[str, dict[str, Tensor | None], bool], tuple[Tensor, Tensor | No
 def install(patch: pytest.MonkeyPatch, body: Body, version: str = NEWEST) -> None:
     """Put the functions of that version into ``sys.modules``."""
     for package in ("fla", "fla.ops"):
-        _put(patch, ModuleType(package))
+        put(patch, package)
     for package, name in FLA.items():
-        module, parameters = ModuleType(f"fla.ops.{package}"), recorded("fla", version, name)
+        parameters = recorded("fla", version, name)
         plain = function(name, parameters, dict)
         defaults = {key: one.default for key, one in signature(plain).parameters.items()}
-        setattr(module, name, function(name, parameters, partial(_checked, name, defaults, body)))
-        _put(patch, module)
+        checked = function(name, parameters, partial(_checked, name, defaults, body))
+        put(patch, f"fla.ops.{package}", **{name: checked})
 
 
 def _checked(name: str, defaults: dict[str, Any], body: Body, given: dict[str, Any]) -> Any:
@@ -99,8 +96,3 @@ def rounded(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tuple
 def _half(x: Tensor) -> Tensor:
     """Rounded; its gradient is not."""
     return x + (x.to(torch.bfloat16).float() - x).detach()
-
-
-def _put(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    module.__spec__ = ModuleSpec(module.__name__, None)
-    patch.setitem(sys.modules, module.__name__, module)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from library_signatures import function, recorded
+from library_signatures import function, put, recorded
 from torch import Tensor
 
 from cp_plugin.core.block import Scores
@@ -111,10 +109,7 @@ class Machine:
         flash._chosen.cache_clear()
 
     def module(self, name: str, **content: Any) -> None:
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        vars(module).update(content)
-        self.patch.setitem(sys.modules, name, module)
+        put(self.patch, name, **content)
         flash._chosen.cache_clear()
 
     def flash2(self, parameters: tuple[str, str] = FA2) -> Kernel:

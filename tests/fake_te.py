@@ -6,15 +6,12 @@ statistics ``[b, h, s, 1]`` in float32. ``tests/te`` holds the parameter lists e
 
 from __future__ import annotations
 
-import sys
 from enum import IntEnum
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from library_signatures import function, recorded
+from library_signatures import function, put, recorded
 from torch import Tensor
 
 from cp_plugin.core.block import Scores
@@ -106,12 +103,8 @@ def install(patch: pytest.MonkeyPatch, forward_list: str = FORWARD, **other: Any
         "transformer_engine_torch": {"get_fused_attn_backend": query},
     }
     for name, attributes in content.items():
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        vars(module).update(
-            {n: other.get(n, value) for n, value in attributes.items() if other.get(n, value) is not None}
-        )
-        patch.setitem(sys.modules, name, module)
+        there = {n: other.get(n, value) for n, value in attributes.items()}
+        put(patch, name, **{n: value for n, value in there.items() if value is not None})
     patch.setattr(te, "version", lambda name: "2.20.2")
     forget()
     return asked

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 RECORD: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 """Library -> version -> ``sources`` (a wheel or a commit, and the file) and ``functions``."""
@@ -43,6 +48,14 @@ def function(name: str, parameters: str, body: Callable[[dict[str, Any]], Any]) 
     scope: dict[str, Any] = {"body": body}
     exec(f"def {name}({parameters}):\n    return body(locals())", scope)
     return scope[name]
+
+
+def put(patch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
+    """Install a module with that content."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(content)
+    patch.setitem(sys.modules, name, module)
 
 
 def parameters_of(real: Callable[..., Any]) -> str:

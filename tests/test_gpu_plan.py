@@ -298,3 +298,46 @@ print(">", [row for row in step["not_run"] if "Duplicate" in row["reason"]], flu
     assert order == "True {'ranks as threads, not over Gloo'}"
     assert wrong.startswith("{'ring'} ['provider ")
     assert reason == f"[{{'name': 'over Gloo: 4 ranks say their first words', 'reason': '{refused}'}}]"
+
+
+@nightly
+def test_a_training_that_goes_wrong(tmp_path: Path) -> None:
+    """A wrong gradient, one too small to be seen among others, a loss of NaN or too many bytes on one rank, or no
+    self-check. In bfloat16 equal losses, by chance, of one rank in both precisions leave a limit."""
+    text = """
+import sys
+import torch, megatron_training as training
+from record import Step
+
+sizes = {"w": torch.ones(8), "q": torch.ones(8) / 1e6}
+right = training.Trained([4.0, 3.0], sizes, {("forward", "cp"): 8}, {("forward", "cp"): 8}, True)
+ranks = {
+    "right": [right] * 4,
+    "wrong": [right] * 3 + [right._replace(gradients=sizes | {"w": torch.ones(8) + torch.eye(8)[3] / 100})],
+    "small": [right] * 3 + [right._replace(gradients=sizes | {"q": -sizes["q"]})],
+    "nan": [right] * 3 + [right._replace(losses=[4.0, float("nan")])],
+    "bytes": [right] * 3 + [right._replace(sent={("forward", "cp"): 9})],
+    "unchecked": [right._replace(checked=False)] + [right] * 3,
+}
+with Step("megatron_training", ["--smoke", "--out", sys.argv[1]]) as step:
+    for name, of_ranks in ranks.items():
+        training.train = lambda n, *_: of_ranks if n > 1 else [right]
+        training.one_rank.cache_clear()
+        ok, detail = training.compared(training.Run(name, ""), step)
+        print(">", name, ok, detail.get("failure", detail["tensor"]))
+    rounded = right._replace(gradients={name: 1.01 * x for name, x in sizes.items()})
+    limits = training.limits_of(rounded, right)
+    for loss in (4.0001, 4.001):
+        print(">", loss, *training.judged([rounded._replace(losses=[loss, 3.0])], rounded, limits))
+"""
+    lines = program(text, tmp_path)
+    assert [line.split(", 'error'")[0] for line in lines] == [
+        "right True losses",
+        "wrong False w",
+        "small False q",
+        "nan False losses",
+        "bytes False rank 3 sent {('forward', 'cp'): 9} bytes instead of {('forward', 'cp'): 8}",
+        "unchecked False rank 0: no self-check",
+        "4.0001 True {'tensor': 'losses'",
+        "4.001 False {'tensor': 'losses'",
+    ]

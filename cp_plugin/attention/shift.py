@@ -116,7 +116,7 @@ def _plan(
     for number in range(size):
         at = layout.positions(seq_length, size, number)
         owner[at], place[at] = number, torch.arange(len(at))
-    goal = torch.arange(max(0, -by), min(seq_length, seq_length - by))
+    goal = torch.arange(max(0, -by), max(0, -by, min(seq_length, seq_length - by)))
     gives, gets = owner[goal + by], owner[goal]
     away = (gives - gets) % size
     take = put = goal[:0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -129,23 +130,37 @@ def _case(t: Trial, b: Batch) -> Case:
 
 
 def _session(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    """A prompt in two chunks, then the rest token by token."""
+    """Prompts in two chunks, the last tokens of each but the first padding; then the rest token by token."""
     q, k, v = (x[name] for name in "qkv")
     asked = {"window": t.asked["window"], "scale": t.asked["scale"], "sink": x.get("sink")}
     mesh = cp.mesh.beside({"cp": cp.size}) if cp.size > 1 else None
     session = Session(cp, batch=t.rows, capacity=slots_for(b.tokens, cp.size, 2), mesh=mesh)
-    unit, found, first = get_layout(cp.layout.name).divisor(t.size), [], 0
-    for stop in (unit, b.tokens - unit):
-        if stop > first:
-            part = [cp.shard(y[first:stop]) for y in (q, k, v)]
-            with session.prefill(stop - first):
-                found.append(cp.unshard(session.attend(0, *part, **asked)))
-            first = stop
-    session.close([first] * t.rows)
-    for token in range(first, b.tokens):
+    found, prompt = [], _prompt(t, b)
+    for first, stop in pairwise(sorted({0, 2 * t.size, prompt})):
+        part = [cp.shard(y[first:stop]) for y in (q, k, v)]
+        with session.prefill(stop - first):
+            found.append(cp.unshard(session.attend(0, *part, **asked)))
+    session.close([prompt - row for row in range(t.rows)])
+    for token in range(prompt, b.tokens):
         with session.decode(1):
             found.append(session.attend(0, *(y[token : token + 1] for y in (q, k, v)), **asked))
     return torch.cat(found)
+
+
+def _prompt(t: Trial, b: Batch) -> int:
+    """Tokens of the padded prompt."""
+    return max(2 * t.size, b.tokens - 2 * t.size)
+
+
+def _session_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
+    prompt = _prompt(t, b)
+    decoded = []
+    for row in range(t.rows):
+        at = [*range(prompt - row), *range(prompt, b.tokens)]
+        text = {name: y if y.dim() == 1 else y[at, row : row + 1] for name, y in x.items()}
+        whole = _case(t, replace(b, tokens=len(at))).outputs(**text, scale=t.asked["scale"])
+        decoded.append(whole[prompt - row :])
+    return torch.cat((_case(t, b).outputs(**x, scale=t.asked["scale"])[:prompt], torch.cat(decoded, 1)))
 
 
 # Linear attention
@@ -257,9 +272,7 @@ CALLS = {
     ),
     "shift": Call(_x, _shifted, _shifted_alone),
     "unshard": Call(_x, _resharded, lambda t, b, x: x["x"] * (1 + torch.arange(b.tokens)[:, None, None, None])),
-    "session": Call(
-        _attention_inputs, _session, lambda t, b, x: _case(t, b).outputs(**x, scale=t.asked["scale"]), whole=True
-    ),
+    "session": Call(_attention_inputs, _session, _session_alone, whole=True),
     "linear_state": Call(
         _linear_inputs, _state, lambda t, b, x: recurrence.run(_linear_case(t, b).make_tokens(*_five(x)))[1], whole=True
     ),
@@ -309,8 +322,8 @@ WRAPPERS: dict[str, Callable[[Function], Function]] = {
 if find_spec("cp_plugin.attention.autocast"):
     WRAPPERS["bfloat16 autocast"] = lambda f: inside(lambda: torch.autocast("cpu", torch.bfloat16), f)
     WRAPPERS["float16 autocast"] = lambda f: inside(lambda: torch.autocast("cpu", torch.float16), f)
-OFTEN = sorted([*WRAPPERS, *[name for name in WRAPPERS if "compiled" not in name] * 4])
-"""To compile takes as long as ten others."""
+OFTEN = sorted([*WRAPPERS, *[name for name in WRAPPERS if "compiled" not in name] * 20])
+"""To compile takes as long as sixty others."""
 PENALTIES: dict[str, Callable[[Tensor, list[Tensor]], object]] = {
     "penalty, grad": lambda penalty, leaves: torch.autograd.grad(penalty, leaves, materialize_grads=True),
     "penalty, backward": lambda penalty, leaves: penalty.backward(),

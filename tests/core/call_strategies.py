@@ -10,7 +10,7 @@ import torch
 from call_cases import CALLS, LOSSES, MODES, OFTEN, PENALTIES, SHARDED, VIEWS, Batch, Trial
 from hypothesis import strategies as st
 from linear_cases import DECAYS
-from tree_cases import trees
+from mask_cases import trees
 
 from cp_plugin.methods import registry as providers
 
@@ -18,9 +18,11 @@ MOST = ["attention", "linear_attention"] * 3
 
 
 @st.composite
-def trials(draw: st.DrawFn, within: Sequence[str] = ("nothing",), size: int | None = None) -> Trial:
+def trials(
+    draw: st.DrawFn, within: Sequence[str] = ("nothing",), size: int | None = None, call: str | None = None
+) -> Trial:
     forked = size is not None
-    call = draw(st.sampled_from([name for name in CALLS if not (forked and CALLS[name].whole)] + MOST))
+    call = call or draw(st.sampled_from([name for name in CALLS if not (forked and CALLS[name].whole)] + MOST))
     linear = call in ("linear_attention", "short_convolution", "linear_state", "extend_linear")
     softmax = call in ("attention", "session")
     kinds = ["linear"] if linear else ["softmax"] if softmax else ["softmax", "linear"]
@@ -54,7 +56,7 @@ def trials(draw: st.DrawFn, within: Sequence[str] = ("nothing",), size: int | No
     if call == "short_convolution":
         asked |= {"width": draw(st.integers(1, 5)), "bias": draw(st.booleans())}
     if call in ("shift", "unshard"):
-        asked |= {"dim": draw(st.integers(-4, 3)), "by": draw(st.integers(-3, 3))}
+        asked |= {"dim": draw(st.integers(-4, 3)), "by": draw(st.integers(-3, 3) | st.sampled_from([7, -30, 48]))}
     wrapping = draw(st.lists(st.sampled_from(OFTEN), max_size=2, unique=True))
     whole = CALLS[call].whole
     t = Trial(

@@ -82,10 +82,6 @@ class LinearCase(Problem):
         out = self.outputs(*wide)
         return [out.detach(), *torch.autograd.grad(out, [x for x in wide if x is not None], dout.double())]
 
-    def final_state(self) -> Tensor:
-        """After the last token, from the first one on."""
-        return recurrence.run(self.make_tokens(*self.inputs()[:5]))[1]
-
     def outputs(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None) -> Tensor:
         """The recurrence; without a causal mask also in reverse, counting each token itself once."""
         x = self.make_tokens(q, k, v, log_decay, beta)

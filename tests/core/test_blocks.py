@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from mask_cases import positions, seen
 from torch import Tensor
 
 from cp_plugin.core.block import Block, Scores
@@ -52,17 +53,7 @@ class ByPositions:
 
 
 def _seen(rows: Segments, keys: Segments, mask: Mask) -> Tensor:
-    q, k = (torch.cat([torch.arange(s.start, s.stop, s.step) for s in side]) for side in (rows, keys))
-    far = 10**9
-    left, right = (far if n is None else n for n in (mask.left, mask.right))
-    seen = (k <= q[:, None] + right) & (k >= q[:, None] - left)
-    if mask.stops:
-        return seen & (
-            q[:, None] < torch.tensor(mask.stops)[torch.bucketize(k, torch.tensor(mask.documents[1:]), right=True)]
-        )
-    for bound in mask.documents:
-        seen &= (k >= bound) == (q[:, None] >= bound)
-    return seen
+    return seen(mask, 48)[positions(rows)][:, positions(keys)]
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Partial:

@@ -24,13 +24,13 @@ METHODS = [(name, layout) for name in providers.names() for layout in providers.
 
 def times_computed(recording: Recording) -> Counter[tuple[int, int, int]]:
     """(head, query, key) -> how often a kernel was given the visible pair."""
+    seen = [set(recording.seen(query)) for query in range(recording.seq_length)]
     return Counter(
         (head, query, key)
         for call in recording.calls
-        for head in call.heads
         for query in call.queries.tolist()
-        for key in call.keys.tolist()
-        if key in recording.seen(query)
+        for key in seen[query].intersection(call.keys.tolist())
+        for head in call.heads
     )
 
 

@@ -172,9 +172,12 @@ def test_windows_documents_and_sinks(provider: str, mask: str) -> None:
 
     A sink's gradient is a sum over tokens whose terms cancel, each with a delta from the rounded out.
     """
-    problem = Case(seq_length=96, heads=4, kv_heads=2, causal=True, dtype=torch.bfloat16, **MASKS[mask])
+    problem, in_transit = (
+        of(seq_length=96, heads=4, kv_heads=2, causal=True, dtype=torch.bfloat16, **MASKS[mask])
+        for of in (Case, _Rounded)
+    )
     want = problem.reference()
-    allowed = [2 * e for e in errors(run(ContextParallel("ring"), _Rounded(problem)), want)]
+    allowed = [2 * e for e in errors(run(ContextParallel("ring"), in_transit), want)]
     got = on_threads(provider, 4, problem, fp8="comm")
     summed = Result(*got[0][:4], None if not problem.sink else sum(r.dsink for r in got))
     found = errors(summed, want)
@@ -187,17 +190,11 @@ def test_windows_documents_and_sinks(provider: str, mask: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True) if x is not None)
 
 
-class _Rounded:
-    """A case whose inputs are rounded as in transit."""
-
-    def __init__(self, case: Case) -> None:
-        self._case = case
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._case, name)
+class _Rounded(Case):
+    """Its inputs are rounded as in transit."""
 
     def inputs(self) -> tuple[Tensor, ...]:
-        return tuple(map(partial(rounded, block=8), self._case.inputs()))
+        return tuple(map(partial(rounded, block=8), Case.inputs(self)))
 
 
 def test_without_fp8() -> None:

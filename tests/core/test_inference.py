@@ -1,8 +1,8 @@
-"""Inference as a library: slots, the tree, stores, and whole sessions on threads."""
+"""Inference as a library: slots, the tree, stores, misuse. Numbers of whole sessions: ``test_fuzz_calls`` with windows
+and sinks, ``test_verify_decode`` of every provider and in FP8."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem
+from cp_plugin import ContextParallel
 from cp_plugin.comm import Mesh, ThreadMesh, run_threads
 from cp_plugin.core.block import Scores
 from cp_plugin.core.layout import LAYOUTS
@@ -19,7 +19,6 @@ from cp_plugin.core.values import Partial
 from cp_plugin.inference import CacheFullError, Session, Slots, shard, slots_for, tree
 from cp_plugin.inference.slots import NOWHERE
 from cp_plugin.inference.store import Cache, Latent, Packed, Plain
-from cp_plugin.methods import registry as providers
 from cp_plugin.placement.documents import get_layout
 
 CPU = torch.device("cpu")
@@ -176,7 +175,9 @@ def test_the_tree_merges_all_ranks(size: int, dtype: torch.dtype) -> None:
 # Stores
 
 
-def test_float64_cannot_be_packed() -> None:
+def test_a_packed_cache_has_a_byte_for_each_element_and_one_for_each_row() -> None:
+    k, v = normal(12, 2, 2, 16, dtype=torch.bfloat16), normal(12, 2, 2, 8, dtype=torch.bfloat16)
+    assert Cache(Packed, 12, 8, k, v).nbytes == 12 * 2 * 2 * (16 + 8 + 2)
     with pytest.raises(ValueError, match=r"an FP8 cache holds .* got torch.float64"):
         Packed((1, 1, 1, 16), torch.float64, CPU)
 
@@ -314,74 +315,3 @@ def test_meshes_beside_each_other_do_not_mix_their_messages() -> None:
         return [one.wait()[0].item() for one in reversed(found)][::-1]
 
     assert run_threads(rank, {"cp": 2}) == [[1, 11, 21], [0, 10, 20]]
-
-
-HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8}
-DECODED = (1, 1, 3, 1)
-
-
-def texts(n: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    sizes = ((4, 16), (2, 16), (2, 8))
-    return tuple(normal(n + sum(DECODED), 2, *size, seed=i, dtype=dtype) for i, size in enumerate(sizes))
-
-
-def run(
-    provider: str, layout: str, size: int, parts: tuple[int, ...], lengths: list[int], fp8: bool = False, **kind: Any
-) -> tuple[list[Tensor], Tensor]:
-    """For each rank the tokens that it decoded, and the outputs of the whole padded prompt."""
-    n, dtype = parts[-1], torch.bfloat16 if fp8 else torch.float32
-    x = texts(n, dtype)
-    asked = Options(layout=layout)
-    typical = Problem(size=size, seq_length=n, **HEADS)
-    settled = providers.settle(provider, typical, asked)
-
-    def rank(mesh: Mesh) -> tuple[Tensor, Tensor]:
-        cp = ContextParallel(provider, mesh=mesh, problem=typical, layout=layout)
-        capacity = slots_for(n + sum(DECODED), size)
-        one = Session(cp, batch=2, capacity=capacity, mesh=mesh.beside({"cp": size}), fp8=fp8)
-        prompt, decoded = [], []
-        for first, stop in pairwise(parts):
-            with one.prefill(stop - first):
-                out = one.attend("a", *(cp.shard(y[first:stop]) for y in x), **kind)
-            prompt.append(cp.unshard(out))
-        one.close(lengths)
-        first = n
-        for tokens in DECODED:
-            with one.decode(tokens):
-                decoded.append(one.attend("a", *(y[first : first + tokens] for y in x), **kind))
-            first += tokens
-        sent = sum(tree.bytes_sent(size, cp.index, t, 2, 4, 8) for t in DECODED)
-        assert one.mesh.ledger.bytes(phase="decode") == sent
-        assert one.nbytes == capacity * 2 * 2 * ((16 + 8) * dtype.itemsize if not fp8 else 16 + 8 + 2)
-        assert all(max(held) - min(held) <= 1 for held in one.slots.held[1:]), "the unpadded one"
-        return torch.cat(prompt), torch.cat(decoded)
-
-    found = run_threads(rank, settled.axes)
-    return [decoded for _, decoded in found], found[0][0]
-
-
-def check(n: int, lengths: list[int], decoded: list[Tensor], prompt: Tensor, limit: float, **kind: Any) -> None:
-    """Against attention of the whole sequences."""
-    assert all(torch.equal(decoded[0], other) for other in decoded[1:])
-    for i, length in enumerate(lengths):
-        at = [*range(length), *range(n, n + sum(DECODED))]
-        want = attention(*(x[at, i : i + 1] for x in texts(n, decoded[0].dtype)), **kind)
-        assert distance(prompt[:length, i : i + 1], want[:length]) < limit
-        assert distance(decoded[0][:, i : i + 1], want[length:]) < limit
-
-
-@pytest.mark.parametrize("provider", ["striped", "all_gather", "ring"])
-@pytest.mark.parametrize("kind", ["window", "sink", "both"])
-def test_three_ranks_with_windows_and_sinks(provider: str, kind: str) -> None:
-    chosen = {"window": (11, 0), "sink": torch.linspace(-2, 4, 4)}
-    chosen = {name: value for name, value in chosen.items() if kind in (name, "both")}
-    layout = providers.get(provider).layouts[0]
-    check(48, [1, 48], *run(provider, layout, 3, (0, 24, 48), [1, 48], **chosen), limit=1e-6, **chosen)
-
-
-@pytest.mark.parametrize("provider", ["striped", "attention2d"])
-def test_an_fp8_cache_is_as_far_off_as_its_bits(provider: str) -> None:
-    found = run(provider, "striped", 4, (0, 16, 48), [19, 48], fp8=True)
-    check(48, [19, 48], *found, limit=0.06)
-    with pytest.raises(AssertionError):
-        check(48, [19, 48], *found, limit=0.005)

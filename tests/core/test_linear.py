@@ -258,24 +258,6 @@ def test_float32_and_half(provider: str, layout: str, decay: Any, delta: bool) -
                 assert error <= (2 * alone if x.dtype == torch.bfloat16 else 1e-4), (size, "decays are not in half")
 
 
-@each_pair
-@decays
-@both_rules
-@documents
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_the_final_state(decay: Any, delta: bool, documents: bool, layout: str) -> None:
-    case = LinearCase(decay=decay, delta=delta, documents=documents)
-
-    def rank(mesh: Mesh) -> Tensor:
-        cp = ContextParallel("lasp2", mesh=mesh, layout=layout)
-        k, v, decay, beta = (None if x is None else sharded(cp, x) for x in case.inputs()[1:5])
-        return cp.linear_state(k, v, decay, beta=beta, cu_seqlens=case.cu_seqlens)
-
-    for size in SIZES:
-        for got in run_threads(rank, {"cp": size}):
-            assert distance(got, case.final_state()) <= 1e-9, size
-
-
 @pairs_at_night
 @pytest.mark.parametrize("log_decay", [-1e-7, -1.0, -60.0, float("-inf")])
 @pytest.mark.parametrize("dimensions", [1, 2])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tree_cases import visible
+from mask_cases import masks, positions, seen
 
 from cp_plugin import ContextParallel
 from cp_plugin.comm import Mesh, run_threads
@@ -23,19 +23,6 @@ TOKENS, RANKS = 96, 4
 BOUNDS = (0, 5, 6, 40, 41, 77, 96)
 
 
-def positions(segments: Segments) -> list[int]:
-    return [p for s in segments for p in s]
-
-
-def seen_rows(queries: Segments, keys: Segments, mask: Mask, tokens: int) -> list[int]:
-    """Key rows seen by any of the queries."""
-    if not positions(queries):
-        return []
-    first, end = mask.interval(torch.tensor(positions(queries)), tokens)
-    visible = {p for a, b in zip(first.tolist(), end.tolist(), strict=True) for p in range(a, b)}
-    return [row for row, p in enumerate(positions(keys)) if p in visible]
-
-
 @st.composite
 def divided(draw: st.DrawFn) -> list[Segments]:
     """All positions, in runs of random lengths or as every n-th, distributed over ranks."""
@@ -48,24 +35,19 @@ def divided(draw: st.DrawFn) -> list[Segments]:
     return [tuple(run for run, owner in zip(runs, owners, strict=True) if owner == rank) for rank in range(ranks)]
 
 
-bound = st.none() | st.integers(0, 40)
-bounds = st.lists(st.integers(1, TOKENS - 1), max_size=7).map(lambda inner: (0, *sorted(set(inner)), TOKENS))
-masks = st.builds(Mask, bound, bound | st.just(0), bounds | st.just(()), st.just(()))
-
-
-@given(divided(), masks, st.data())
+@given(divided(), masks(TOKENS), st.data())
 @settings(max_examples=200)
 def test_needs_against_brute_force(keys: list[Segments], mask: Mask, data: st.DataObject) -> None:
     queries = data.draw(st.just(keys) | divided().filter(lambda other: len(other) == len(keys)))
-    found = needs(queries, keys, mask)
+    found, sees = needs(queries, keys, mask), seen(mask, TOKENS)
     for reader, rows in enumerate(queries):
         for owner, held in enumerate(keys):
-            want = seen_rows(rows, held, mask, TOKENS)
+            want = sees[positions(rows)][:, positions(held)].any(0).nonzero().flatten().tolist()
             got = found.rows(reader, owner)
             assert [row for run in got for row in run] == want
             assert len(got) == len(list(groupby(enumerate(want), key=lambda at: at[1] - at[0]))), "runs that touch"
             assert found.counts(len(keys))[reader, owner] == len(want)
-            assert positions(rows_of(held, got)) == [positions(held)[row] for row in want]
+            assert torch.equal(positions(rows_of(held, got)), positions(held)[want])
 
 
 MASKS = {
@@ -87,14 +69,13 @@ def test_only_what_is_seen_travels(mask: Mask | Tree, layout: str) -> None:
     batch, kv_heads, d, e = 2, 2, 8, 4
     held = [get_layout(layout).positions(TOKENS, RANKS, rank) for rank in range(RANKS)]
     if isinstance(mask, Tree):
-        seen, call = visible(mask), {"tree": mask}
+        sees, call = seen(mask.mask, TOKENS), {"tree": mask}
     else:
-        first, end = mask.interval(torch.arange(TOKENS), TOKENS)
-        seen = (torch.arange(TOKENS) >= first[:, None]) & (torch.arange(TOKENS) < end[:, None])
+        sees = seen(mask, TOKENS)
         window = (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
         documents = torch.tensor(mask.documents, dtype=torch.int32) if mask.packed else None
         call = {"causal": mask.right == 0, "window": window, "cu_seqlens": documents}
-    rows = torch.tensor([[int(seen[q][:, k].any(0).sum()) if q is not k else 0 for k in held] for q in held])
+    rows = torch.tensor([[int(sees[q][:, k].any(0).sum()) if q is not k else 0 for k in held] for q in held])
 
     def rank(mesh: Mesh) -> dict[tuple[str, str], int]:
         cp = ContextParallel("needed", mesh=mesh, layout=layout)

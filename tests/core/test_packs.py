@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mask_cases import positions, seen
 from method_cases import SETTINGS
 from nightly import each_value, nightly
 from oracle import Case, assert_close
-from test_needs import seen_rows
 from thread_ranks import run, typical
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.attention.shift import shift
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.mask import Mask
+from cp_plugin.core.mask import Mask, document_bounds
 from cp_plugin.methods import registry as providers
 from cp_plugin.placement.documents import DOCUMENTS
 from cp_plugin.testing.traffic import by_phase_and_axis
@@ -54,14 +54,12 @@ def test_only_visible_keys_travel_and_work_is_balanced() -> None:
         cp.attention(q, k, v, cu_seqlens=CU_SEQLENS)
         return dict(by_phase_and_axis(mesh)), cp.layout.segments(192, 4, mesh.index)
 
-    ranks, mask = run_threads(rank, {"cp": 4}), Mask(right=0, documents=BOUNDS)
+    ranks, sees = run_threads(rank, {"cp": 4}), seen(Mask(right=0, documents=BOUNDS), 192)
     row = 2 * CASE.batch * CASE.kv_heads * CASE.head_dim * 8
     for index, (sent, mine) in enumerate(ranks):
-        seen = sum(len(seen_rows(other, mine, mask, 192)) for i, (_, other) in enumerate(ranks) if i != index)
-        assert sent.get(("forward", "cp"), 0) == seen * row
-    pairs = [
-        sum((mask.interval(torch.tensor([p]), 192)[0] - p - 1).abs().item() for s in m for p in s) for _, m in ranks
-    ]
+        others = [sees[positions(other)] for i, (_, other) in enumerate(ranks) if i != index]
+        assert sent.get(("forward", "cp"), 0) == row * sum(int(x[:, positions(mine)].any(0).sum()) for x in others)
+    pairs = [int(sees[positions(mine)].sum()) for _, mine in ranks]
     assert max(pairs) <= 1.05 * sum(pairs) / 4
 
 
@@ -120,3 +118,42 @@ def test_what_cannot_be_placed_is_refused() -> None:
         assert "'striped' does not run on the layout 'documents', only on striped" in striped
         assert "cu_seqlens must increase from 0" in falling
         assert "a pack of 9 tokens cannot be split evenly across 2" in uneven
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "said"),
+    [
+        (torch.tensor([0, 5, 24]), "0 to the 48 tokens"),
+        (torch.tensor([5, 48]), "0 to the 48 tokens"),
+        (torch.tensor([0, 30, 5, 48]), "must increase"),
+        (torch.tensor([0.0, 5.0, 48.0]), "int32 or int64"),
+        (torch.tensor([[0, 5, 48]]), "int32 or int64"),
+        (torch.tensor([], dtype=torch.int64), "must increase"),
+    ],
+)
+def test_bounds_that_are_none(cu_seqlens: torch.Tensor, said: str) -> None:
+    """Every public call reads them so: ``test_agreement``."""
+    with pytest.raises(ValueError, match=said):
+        document_bounds(cu_seqlens, 48)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bounds_of_another_pack_than_the_placement(dtype: torch.dtype) -> None:
+    """Fewer bounds, or none, would let a state pass between documents; more are right."""
+    placed, more = (torch.tensor(x, dtype=dtype) for x in ((0, 20, 31, 48), (0, 7, 20, 31, 40, 48)))
+    x = torch.randn(48, 1, 2, 8, dtype=torch.float64)
+    alone = ContextParallel("lasp2").linear_attention(x, x, x, cu_seqlens=more)
+
+    def rank(mesh: Mesh) -> torch.Tensor:
+        before = ContextParallel("lasp2", mesh=mesh, layout="zigzag")
+        y = before.shard(x)
+        torch.testing.assert_close(before.unshard(before.linear_attention(y, y, y, cu_seqlens=more)), alone)
+        cp = place_documents(before, placed)
+        y = cp.shard(x)
+        for fewer in (None, placed[[0, 1, 3]], placed[[0, 3]]):
+            with pytest.raises(ValueError, match=r"placed by documents with bounds 0, 20, 31, 48, and cu_seqlens"):
+                cp.linear_attention(y, y, y, cu_seqlens=fewer)
+        return cp.unshard(cp.linear_attention(y, y, y, cu_seqlens=more))
+
+    for found in run_threads(rank, {"cp": 2}):
+        torch.testing.assert_close(found, alone)

@@ -10,6 +10,7 @@ import torch
 from exact_placement import ON_EIGHT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mask_cases import positions, seen
 
 from cp_plugin.cli.bench.cases import LENGTHS
 from cp_plugin.core.layout import Layout
@@ -48,13 +49,10 @@ def of(placement: Placement) -> Mask:
 
 def needs(layout: Layout, mask: Mask, seq_length: int, size: int) -> list[int]:
     """Keys received by each rank, counted in the dense mask."""
-    first, end = mask.interval(torch.arange(seq_length), seq_length)
-    keys = torch.arange(seq_length)
-    seen = (keys >= first[:, None]) & (keys < end[:, None])
-    found = []
+    sees, found = seen(mask, seq_length), []
     for rank in range(size):
         own = layout.positions(seq_length, size, rank)
-        wanted = seen[own].any(0)
+        wanted = sees[own].any(0)
         wanted[own] = False
         found.append(int(wanted.sum()))
     return found
@@ -87,11 +85,9 @@ def test_work_and_traffic_match_the_mask(pack: tuple[list[int], int], left: int 
     traffic = placed.traffic()
     assert (traffic.diagonal() == 0).all() and (traffic >= 0).all()
     assert placed.most == max(traffic.sum(0).max(), traffic.sum(1).max()), "received or sent"
-    first, end = mask.interval(torch.arange(total), total)
     for to, source in itertools.permutations(range(size), 2):
-        queries = [q for s in segments[to] for q in s]
-        seen = {k for q in queries for k in range(int(first[q]), int(end[q]))}
-        assert traffic[to, source] == len(seen & {k for s in segments[source] for k in s})
+        keys = seen(mask, total)[positions(segments[to])][:, positions(segments[source])]
+        assert traffic[to, source] == keys.any(0).sum()
 
 
 @given(packs(300), lefts)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mask_cases import flat_masks, masks, positions, seen
 
 from cp_plugin.core.layout import LAYOUTS, Segments
 from cp_plugin.core.mask import CAUSAL, Mask
@@ -18,54 +19,41 @@ segment = st.builds(
     st.sampled_from([1, 2, 3, 4, 6]),
 )
 shards = st.lists(segment, min_size=1, max_size=3).map(tuple)
-bound = st.none() | st.integers(0, 40)
-bounds = st.lists(st.integers(1, 99), max_size=5).map(lambda inner: (0, *sorted(set(inner)), 100)) | st.just(())
-masks = st.builds(Mask, bound, bound | st.just(0), bounds, st.just(()))
+TOKENS = 100
 
 
-def seen_by_positions(q: Segments, k: Segments, mask: Mask) -> set[tuple[int, int]]:
-    qs, ks = [p for s in q for p in s], [p for s in k for p in s]
-
-    def seen(a: int, b: int) -> bool:
-        near = (mask.left is None or a - b <= mask.left) and (mask.right is None or b - a <= mask.right)
-        return near and sum(a >= start for start in mask.documents) == sum(b >= start for start in mask.documents)
-
-    return {(i, j) for i, a in enumerate(qs) for j, b in enumerate(ks) if seen(a, b)}
-
-
-def seen_by_tiles(found: tuple[Tile, ...]) -> list[tuple[int, int]]:
+def pairs_of(found: tuple[Tile, ...]) -> list[tuple[int, int]]:
     return [(i, j) for t in found for m, i in enumerate(t.q) for n, j in enumerate(t.k) if n <= m + t.diagonal]
 
 
-@given(shards, shards, masks)
+@given(shards, shards, masks(TOKENS))
 @settings(max_examples=1000)
 def test_tiles_cover_what_is_seen_exactly_once(q: Segments, k: Segments, mask: Mask) -> None:
     """Also once cut into full and square causal tiles; every row and key of a tile sees something."""
     found = tiles(q, k, mask)
-    seen = seen_by_tiles(found)
-    assert len(seen) == len(set(seen)), "a pair is in two tiles"
-    assert set(seen) == seen_by_positions(q, k, mask)
-    assert sum(t.pairs for t in found) == len(seen)
+    covered = pairs_of(found)
+    assert len(covered) == len(set(covered)), "a pair is in two tiles"
+    assert sorted(covered) == list(map(tuple, seen(mask, TOKENS)[positions(q)][:, positions(k)].nonzero().tolist()))
+    assert sum(t.pairs for t in found) == len(covered)
     for tile in found:
-        pairs, parts = sorted(seen_by_tiles((tile,))), tile.cut()
+        pairs, parts = sorted(pairs_of((tile,))), tile.cut()
         assert {i for i, _ in pairs} == set(tile.q) and {j for _, j in pairs} == set(tile.k)
-        assert sorted(seen_by_tiles(parts)) == pairs
+        assert sorted(pairs_of(parts)) == pairs
         assert all(p.full or (p.diagonal == 0 and len(p.q) == len(p.k)) for p in parts)
 
 
-@given(masks)
+@given(flat_masks(TOKENS))
 @settings(max_examples=50)
 def test_intervals_against_brute_force(mask: Mask) -> None:
-    tokens = 100
-    first, end = mask.interval(torch.arange(tokens), tokens)
-    seen = {(p, key) for p in range(tokens) for key in range(int(first[p]), int(end[p]))}
-    assert seen == seen_by_positions((range(tokens),), (range(tokens),), mask)
+    first, end = mask.interval(torch.arange(TOKENS), TOKENS)
+    keys = torch.arange(TOKENS)
+    assert torch.equal((keys >= first[:, None]) & (keys < end[:, None]), seen(mask, TOKENS))
 
 
 @pytest.mark.parametrize("diagonal", range(-5, 9))
 def test_pairs_for_any_diagonal(diagonal: int) -> None:
     tile = Tile(range(4), range(6), diagonal)
-    assert tile.pairs == len(seen_by_tiles((tile,)))
+    assert tile.pairs == len(pairs_of((tile,)))
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

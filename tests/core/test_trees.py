@@ -1,10 +1,9 @@
-"""Trees against a walk to the root: masks, tiles, needed rows, positions and predictions."""
+"""Trees against a walk to the root: masks, positions and predictions."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mask_cases import paths, positions, seen, trees, visible
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from tree_cases import paths, trees, visible
 
 import cp_plugin
 from cp_plugin import ContextParallel
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
-from cp_plugin.core.needs import needs
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.tree import Tree
 from cp_plugin.placement.documents import get_layout
@@ -31,68 +28,11 @@ TOKENS = 48
 """Divisible over 1, 2, 3, 4, 6 and 8 ranks in every layout."""
 
 
-def positions(segments: Segments) -> Tensor:
-    return torch.tensor([p for s in segments for p in s])
-
-
-def pairs(q: Segments, k: Segments, mask: Mask) -> Tensor:
-    """Number of tiles that contain each pair: int ``[queries, keys]``; every row and key of a tile sees something."""
-    found = torch.zeros(sum(map(len, q)), sum(map(len, k)), dtype=torch.int64)
-    for tile in tiles(q, k, mask):
-        seen = torch.ones(len(tile.q), len(tile.k), dtype=torch.int64).tril(tile.diagonal)
-        assert seen.any(0).all() and seen.any(1).all() and int(seen.sum()) == tile.pairs
-        rows, keys = torch.tensor(tile.q), torch.tensor(tile.k)
-        found[rows[:, None], keys] += seen
-    return found
-
-
-def check(tree: Tree, queries: list[Segments], keys: list[Segments]) -> None:
-    """Tiles cover the visible pairs exactly once, and needs are the rows with a visible pair."""
-    seen, found = visible(tree), needs(queries, keys, tree.mask)
-    for reader, q in enumerate(queries):
-        for owner, k in enumerate(keys):
-            want = seen[positions(q)][:, positions(k)]
-            assert torch.equal(pairs(q, k, tree.mask), want.long())
-            rows = [row for run in found.rows(reader, owner) for row in run]
-            assert rows == want.any(0).nonzero().flatten().tolist()
-
-
-@st.composite
-def anything(draw: st.DrawFn) -> Segments:
-    """Tokens in runs of any step, in any order."""
-    begins = draw(st.lists(st.integers(0, TOKENS - 1), min_size=1, max_size=4))
-    some = st.tuples(st.integers(1, 12), st.sampled_from([1, 1, 2, 3, 4, 6]))
-    return tuple(range(at, TOKENS, step)[:length] for at in begins for length, step in [draw(some)])
-
-
-@given(trees(TOKENS), anything(), anything() | st.none())
+@given(trees(TOKENS))
 @settings(max_examples=100)
-def test_tiles_of_any_tokens(tree: Tree, q: Segments, k: Segments | None) -> None:
-    k = q if k is None else k
-    assert torch.equal(pairs(q, k, tree.mask), visible(tree)[positions(q)][:, positions(k)].long())
-
-
-@st.composite
-def dealt(draw: st.DrawFn) -> list[Segments]:
-    """All tokens, in runs of random lengths, distributed over ranks."""
-    cuts = sorted({0, TOKENS, *draw(st.lists(st.integers(1, TOKENS - 1), max_size=9))})
-    owners = draw(st.lists(st.integers(0, 3), min_size=len(cuts), max_size=len(cuts)))
-    runs = [(owner, range(a, b)) for owner, (a, b) in zip(owners, pairwise(cuts), strict=False)]
-    held = [tuple(run for owner, run in runs if owner == rank) for rank in range(4)]
-    return [segments for segments in held if segments]
-
-
-@given(trees(TOKENS), dealt())
-@settings(max_examples=60)
-def test_tiles_and_needs_of_tokens_dealt_to_ranks(tree: Tree, held: list[Segments]) -> None:
-    check(tree, held, held)
-
-
-@given(trees(TOKENS), st.sampled_from(["contiguous", "zigzag", "striped"]), st.sampled_from([1, 2, 3, 4, 6, 8]))
-@settings(max_examples=40)
-def test_tiles_and_needs_of_every_layout(tree: Tree, layout: str, size: int) -> None:
-    held = [get_layout(layout).segments(TOKENS, size, rank) for rank in range(size)]
-    check(tree, held[: 1 + size // 2], held)
+def test_the_mask_of_a_tree(tree: Tree) -> None:
+    """Tiles and needs of such masks: ``test_tiles`` and ``test_needs``."""
+    assert torch.equal(seen(tree.mask, TOKENS), visible(tree))
 
 
 @given(trees(TOKENS), st.integers(1, 8))

@@ -11,8 +11,6 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import fake_fla
@@ -22,6 +20,7 @@ import torch
 from device_ops import all_tensors, place
 from fake_device import CUDA, FakeCuda, MixedDevicesError
 from fake_flash import FA2, FA3_LATER
+from library_signatures import function, put
 from torch import Tensor
 
 from cp_plugin import linear
@@ -124,13 +123,9 @@ def install_flash(patch: pytest.MonkeyPatch, device: FakeCuda, generation: int |
             made += [lse.new_empty(lse.shape)]
         return made[0]
 
-    module = ModuleType(name)
-    module._flash_attn_forward = fake_te.function("_flash_attn_forward", forward, attend)  # type: ignore[attr-defined]
-    module._flash_attn_backward = fake_te.function("_flash_attn_backward", backward, gradients)  # type: ignore[attr-defined]
-    package = name.partition(".")[0]
-    if package != name:
-        _put(patch, ModuleType(package))
-    _put(patch, module)
+    put(patch, name.partition(".")[0])
+    parts = {"_flash_attn_forward": (forward, attend), "_flash_attn_backward": (backward, gradients)}
+    put(patch, name, **{part: function(part, *made) for part, made in parts.items()})
 
 
 def _batch_first(given: Given, names: str) -> list[Tensor]:
@@ -170,9 +165,7 @@ def install_te(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
     fake_te.install(patch)
     constants = sys.modules["transformer_engine.pytorch.constants"]
     constants.DType = type("DType", (), {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"})  # type: ignore[attr-defined]
-    quantisers = ModuleType("transformer_engine.pytorch.tensor.float8_tensor")
-    quantisers.Float8Quantizer = _Quantizer  # type: ignore[attr-defined]
-    _put(patch, quantisers)
+    put(patch, "transformer_engine.pytorch.tensor.float8_tensor", Float8Quantizer=_Quantizer)
     patch.setattr(sys.modules["transformer_engine_torch"], "get_fused_attn_backend", _any_kernel)
     patch.setattr(te, "_generator", lambda device: torch.Generator())
 
@@ -243,11 +236,6 @@ class _Fla(torch.autograd.Function):
             grads = [None if x is None else torch.empty_like(x) for x in given]
             made += [x for x in grads if x is not None]
         return None, None, None, *grads
-
-
-def _put(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    module.__spec__ = ModuleSpec(module.__name__, None)
-    patch.setitem(sys.modules, module.__name__, module)
 
 
 def forget() -> None:

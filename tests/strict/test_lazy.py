@@ -104,7 +104,7 @@ def test_a_group_that_is_made_again_starts_again() -> None:
             dist.destroy_process_group()
             dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=here, world_size=2)
 
-    with lazy.waiting(4 * SOON), pytest.raises(RankError, match="these never did: 1"):
+    with lazy.waiting(2 * SOON), pytest.raises(RankError, match="these never did: 1"):
         run_ranks(rank, 2, init_process_group=True)
 
 
@@ -121,15 +121,12 @@ def attend(provider: str, size: int, world: int, **options: Any) -> None:
     run_ranks(rank, world, init_process_group=True, timeout=300)
 
 
-@pytest.mark.parametrize(("layout", "stay"), [("striped", "0, 3"), ("contiguous", "0, 3")])
-def test_without_connecting_its_groups_attention2d_does_not_start(
-    layout: str, stay: str, soon: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_connecting_its_groups_attention2d_does_not_start(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks on the grid's diagonal never come."""
     monkeypatch.setattr("cp_plugin.comm.group.connect", lambda groups, **_: None)
     with pytest.raises(RankError, match=r"first operation of group 'CONTEXT_PARALLEL_GROUP'") as failed:
-        attend("attention2d", 4, 4, grid=(2, 2), layout=layout)
-    assert f"these never did: {stay}" in str(failed.value)
+        attend("attention2d", 4, 4, grid=(2, 2), layout="striped")
+    assert "these never did: 0, 3" in str(failed.value)
 
 
 @pytest.mark.parametrize("layout", ["striped", "contiguous", "zigzag"])

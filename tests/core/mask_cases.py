@@ -1,4 +1,4 @@
-"""Random trees, and the tokens visible to each token by walking to the root."""
+"""Who sees whom, without tiles: by the definition of a mask, and in a tree by walking to the root; random masks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.mask import Mask
 from cp_plugin.core.tree import Tree
 
 
@@ -40,8 +42,38 @@ def paths(tree: Tree) -> list[list[int]]:
 
 
 def visible(tree: Tree) -> Tensor:
-    """bool ``[query, key]``."""
+    """bool ``[query, key]``, by ``paths``."""
     seen = torch.zeros(tree.seq_length, tree.seq_length, dtype=torch.bool)
     for token, path in enumerate(paths(tree)):
         seen[token, path] = True
     return seen
+
+
+def seen(mask: Mask, tokens: int) -> Tensor:
+    """bool ``[query, key]``, by the definition of a mask."""
+    at = torch.arange(tokens)
+    ahead = at - at[:, None]
+    before, after = (tokens if n is None else n for n in (mask.left, mask.right))
+    found = (ahead <= after) & (-ahead <= before)
+    if not mask.documents:
+        return found
+    document = torch.bucketize(at, torch.tensor(mask.documents), right=True) - 1
+    if mask.stops:
+        return found & (at[:, None] < torch.tensor(mask.stops)[document])
+    return found & (document == document[:, None])
+
+
+def positions(segments: Segments) -> Tensor:
+    return torch.tensor([p for s in segments for p in s], dtype=torch.int64)
+
+
+def flat_masks(tokens: int) -> st.SearchStrategy[Mask]:
+    """Windows and documents."""
+    bound = st.none() | st.integers(0, 40)
+    inner = st.lists(st.integers(1, tokens - 1), max_size=7)
+    bounds = inner.map(lambda inner: (0, *sorted(set(inner)), tokens)) | st.just(())
+    return st.builds(Mask, bound, bound | st.just(0), bounds, st.just(()))
+
+
+def masks(tokens: int) -> st.SearchStrategy[Mask]:
+    return flat_masks(tokens) | trees(tokens).map(lambda tree: tree.mask)
