@@ -17,7 +17,7 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     means over the unequal tokens of ranks                 Megatron 7452, 7513      test_contract
     sums and counts of another scale      Megatron 673, Bridge 2055, verl 1332, 6609      test_planted_faults
     no bounds of documents on some pipeline stages         Bridge 2952      test_planted_faults
-    packs, their padding, and prediction in them           Megatron 6912, 7238      test_packed_models, test_sft
+    packs, their padding, and prediction in them           Megatron 6912, 7238      test_packed_places, test_sft
     padding of documents taken for tokens       TE 3331, 1930      test_packed_places, test_padding, test_sft
     next tokens of packed documents with padding           Megatron 4494      test_mtp_of_dev
     several sequences in a micro-batch                     NeMo 12210 (its tests have two)      test_parity

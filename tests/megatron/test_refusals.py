@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import shutil
 import sys
@@ -214,6 +215,13 @@ def test_all_refusals_in_one_message_in_table_order() -> None:
         "--seq-length 62 cannot be split evenly across --context-parallel-size 4 in the contiguous layout",
     ]
     assert parts[1].endswith("leave it out (or use --cp-provider upstream)")
+
+
+def test_the_pages_have_every_rule_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    messages = importlib.import_module("messages")
+    rules = {rule.name for of_group in messages.RULES.values() for rule in of_group}
+    assert "".join(messages.pages().values()).count("\n| `") == len(rules)
 
 
 def test_examples_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
