@@ -16,8 +16,8 @@ tests=(
   test_bad_flags.py
   test_native.py
   "test_planted_faults.py::test_the_self_check_finds_it[own_slicing-striped]"
-  test_settings_in_checkpoint.py
-  test_packed_models.py
+  test_elastic.py
+  test_packed_places.py
   test_layout_manager.py
 )
 if [ "${1:-}" = torch ]; then

@@ -58,7 +58,7 @@ def _first_of(kind: str) -> Iterator[tuple[str, Rule]]:
 
 def _shown(rule: Rule) -> str:
     """The flags of its example, or whatever else is refused."""
-    return " or ".join(_code(_FILLED.sub(r"<\1>", line)) for line in (rule.example or rule.what).split(" | "))
+    return " or ".join(_code(_FILLED.sub(r"<\1>", line)) for line in rule.examples or [rule.what])
 
 
 def _words(text: str) -> str:

@@ -28,7 +28,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ("ci/perf/exact.json", "ci/perf/sass.json", "tests/fake_cuda/budget.json")
-TESTS = ("test_cases", "test_refusals", "test_bad_flags", "test_generation_refusals", "test_planned", "test_early")
+TESTS = ("test_cases", "test_refusals", "test_bad_flags", "test_planned", "test_early")
 NOTED: dict[str, list[str]] = defaultdict(list)
 """Test -> what it has seen."""
 

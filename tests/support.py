@@ -157,7 +157,7 @@ def _refused_in(version: str, args: Mapping[str, Any]) -> str | None:
         layout=SimpleNamespace(name="striped"),
         settings=SimpleNamespace(pad_sequence=True),
     )
-    for rule in (*models.RULES, *layout.RULES, *experts.PADDING):
+    for rule in (*models.RULES, *layout.RULES, *experts.RULES):
         if "{version}" in rule.what + rule.why and (found := rule.looks_at(run)) is not None:
             return rule.why.replace("megatron-core {version}", "this version").format(**found)
     return None

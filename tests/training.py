@@ -15,7 +15,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -243,50 +243,6 @@ def _train_rank(words: list[str], rank_flags: Sequence[str] | None, prepare: Cal
 
 stock = functools.cache(train)
 """A cached training without context parallelism."""
-
-
-def check(
-    flags: str,
-    divided: str,
-    *,
-    cp: int = 4,
-    ranks: int = 1,
-    steps: int = 2,
-    want: str | None = None,
-    documents: int | None = None,
-    prepare: Callable[[], None] | None = None,
-    alone: Callable[[], None] | None = None,
-    modules: Sequence[str] = (),
-    counted: bool = False,
-    sharded: bool = False,
-    limits: Sequence[float] = LIMITS,
-    **common: Any,
-) -> tuple[list[Record], list[Record]]:
-    """Train with and without context parallelism, and compare; return the records of both.
-
-    flags: of the model; want: those of the run without, if they differ.
-    divided: flags of context parallelism, on ``cp`` times ``ranks`` ranks.
-    documents: longest document in tokens; None: short ones for packs, else Megatron's.
-    prepare, alone: called on every rank of the run with, and without.
-    modules: of both runs (``stand_in``).
-    counted: every rank must have sent the bytes of the closed formula.
-    sharded: losses alone are compared, since a rank has parts of weights and gradients.
-    limits: of a run that rounds what it sends, instead of ``LIMITS``.
-    """
-    latent = ("textbook",) if LATENT in f"{flags} {common.get('model')}" else ()
-    documents = SHORT * (PACKED in flags) if documents is None else documents
-    common |= {"steps": steps, "documents": documents}
-    words = f"{flags} --context-parallel-size {cp} {divided}"
-    got = train(cp * ranks, words, modules=modules, prepare=prepare, **common)
-    base = stock(ranks, flags if want is None else want, modules=(*modules, *latent), prepare=alone, **common)
-    if sharded:
-        got, base = ([replace(record, weights={}, grads={}) for record in each] for each in (got, base))
-    compare(got, base, steps=steps, limits=limits)
-    if counted:
-        for record in got:
-            assert record.sent == record.formula, record.coordinates
-    assert any(record.sent for record in got)
-    return got, base
 
 
 def compare(got: Sequence[Record], want: Sequence[Record], *, steps: int, limits: Sequence[float] = LIMITS) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,3 +93,35 @@ def pad_rows(*, everywhere: bool = True) -> None:
 def pad_rows_and_tell_where_any_is() -> None:
     """``pad_rows``, but ranks on which nothing is padded pass no mask."""
     pad_rows(everywhere=False)
+
+
+def attend_once(forwards: int = 1) -> None:
+    """Fail a step unless it calls the kernel's forward ``forwards`` times as often as its backward, or not at all.
+
+    No kernel of the plugin's is called on one rank.
+    """
+    from megatron.training import training
+
+    from cp_plugin.kernels.backends.sdpa import Sdpa
+    from cp_plugin.megatron import runtime
+
+    calls, step = {"forward": 0, "backward": 0}, training.train_step
+
+    def counted(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def kernel(*args: Any) -> Any:
+            calls[name] += 1
+            return original(*args)
+
+        return kernel
+
+    for name in calls:
+        setattr(Sdpa, name, counted(getattr(Sdpa, name), name))
+
+    @functools.wraps(step)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        calls.update(forward=0, backward=0)
+        result = step(*args, **kwargs)
+        assert calls["forward"] == forwards * calls["backward"] and bool(calls["forward"]) == runtime.settings().active
+        return result
+
+    training.train_step = train_step

@@ -13,6 +13,7 @@ from oracle import Case, Result, assert_close
 from cp_plugin import Options
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.methods import registry as providers
+from cp_plugin.testing.oracle import softmax_reference
 
 
 @pytest.fixture
@@ -63,8 +64,9 @@ def test_it_computes_attention(ring: None, mask: str, scale: float | None, softm
     out = module(q, k, v, None, attn_mask_type=AttnMaskType[mask], attention_bias=None, packed_seq_params=None)
     assert out.shape == (12, 2, 64)
     grads = torch.autograd.grad(out, (q, k, v), dout.flatten(2))
-    want = case.reference() if scale is None else _scaled(case, scale, softmax)
-    assert_close(Result(out.detach().view(12, 2, 4, 16), *grads), want, 1e-5, (mask, scale))
+    sink = torch.zeros(4) if softmax == "off-by-one" else None
+    want = softmax_reference(q, k, v, dout, lambda rows: case.hidden()[rows], scale=scale, sink=sink)
+    assert_close(Result(out.detach().view(12, 2, 4, 16), *grads), Result(*want), 1e-5, (mask, scale))
 
 
 OPTIONS = {
@@ -89,18 +91,6 @@ def test_a_layer_whose_tokens_are_not_divided(adapter: None, provider: str) -> N
     out = _module()(q, k, v, None)
     grads = torch.autograd.grad(out, (q, k, v), dout.flatten(2))
     assert_close(Result(out.detach().view(8, 2, 4, 16), *grads), case.reference(), 1e-5, provider)
-
-
-def _scaled(case: Case, scale: float, softmax: str) -> Result:
-    q, k, v, dout = (x.double().requires_grad_() for x in case.inputs())
-    scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(2, 2)) * scale
-    if case.causal:
-        scores = scores + torch.full_like(scores, -torch.inf).triu(1)
-    if softmax == "off-by-one":
-        scores = torch.nn.functional.pad(scores, (0, 1))
-    p = scores.softmax(-1)[..., : k.size(0)]
-    out = torch.einsum("bhqk,kbhe->qbhe", p, v.repeat_interleave(2, 2))
-    return Result(out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
 
 
 def test_layers_and_calls_are_put_to_the_rules(ring: None) -> None:

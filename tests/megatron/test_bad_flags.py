@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 REFUSED = tomllib.loads(Path(__file__).with_name("bad_flags.toml").read_text())
-UNSUPPORTED = REFUSED.pop("unsupported")
 CASES = {f"{begin} {rest}".strip(): said for begin, table in REFUSED.items() for rest, said in table.items()}
 
 
@@ -57,10 +56,3 @@ def _instead(flags: str) -> str:
 @pytest.mark.parametrize("flags", CASES, ids=str)
 def test_bad_input(refused: Callable[[str], str], flags: str) -> None:
     assert re.search(CASES[flags], said := refused(flags)), said
-
-
-@pytest.mark.parametrize("flags", UNSUPPORTED, ids=str)
-def test_unsupported_features_are_refused_by_name(refused: Callable[[str], str], flags: str) -> None:
-    said = refused(f"--context-parallel-size 4 --cp-provider ring {flags}")
-    assert re.search(f"^--cp-provider ring does not support {UNSUPPORTED[flags]}", said), said
-    assert "or use --cp-provider upstream" in said

@@ -14,19 +14,16 @@ from state_space_kernels import STATES
 from strict import graphs
 from training import assert_same_bits, train
 
-from cp_plugin.common.versions import version_tuple
-from cp_plugin.megatron.patches.patching import megatron_version
 from cp_plugin.megatron.rules import checks, cuda_graphs, layers
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
-VERSION = version_tuple(megatron_version())
-PARTS = "--cuda-graph-modules" if VERSION >= (0, 18) else "--cuda-graph-scope"
+PARTS = "--cuda-graph-modules"
 DIVIDED = "--context-parallel-size 2 --cp-provider striped --calculate-per-token-loss"
 TE = f"--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0 {PARTS}"
 LOCAL = f"--cuda-graph-impl local {PARTS}"
-STEPS = "--cuda-graph-impl full_iteration" if VERSION >= (0, 18) else f"{LOCAL} full_iteration"
+STEPS = "--cuda-graph-impl full_iteration"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
 PADDED = f"{EXPERTS} --moe-expert-capacity-factor 2.0 --moe-pad-expert-input-to-capacity"
 DENSE = f"--hybrid-layer-pattern M*- {STATES}"
@@ -107,6 +104,6 @@ def test_refused_by_name(validated: Callable[..., object], graph: str, captured:
 def test_every_part_that_megatron_names_has_a_row() -> None:
     from megatron.core.transformer import enums
 
-    parts = {part.name for part in getattr(enums, "CudaGraphModule", enums.CudaGraphScope)}
+    parts = {part.name for part in enums.CudaGraphModule}
     rows = support.graphs_table()
     assert all(f"`{PARTS} {part}`" in rows for part in parts - {"full_iteration_inference"})

@@ -7,10 +7,10 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+from test_bad_flags import CASES as BAD
 
 from cp_plugin.common import plugins, refusals
 from cp_plugin.kernels import backends
@@ -19,8 +19,6 @@ from cp_plugin.megatron.flags import declared, early
 from cp_plugin.methods import registry
 
 HEAVY = ("torch", "torch.distributed", "megatron", "numpy")
-REFUSED = tomllib.loads(Path(__file__).with_name("bad_flags.toml").read_text())
-BAD = {f"{begin} {rest}".strip(): said for begin, table in REFUSED.items() for rest, said in table.items()}
 LATER = 30
 """Of the refused command lines, those that take more to know: the provider, the model, the device, the planner."""
 CHECK = """

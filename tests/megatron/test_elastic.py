@@ -1,15 +1,20 @@
-"""Resuming with other ranks, provider and grid from one checkpoint to the next, as if never interrupted.
+"""Checkpoints: resumed with other ranks, provider and grid as if never interrupted; differences are announced.
 
 ring on 4 ranks --2--> attention2d, grid 2x2 --4--> attention2d, grid 1x4 --6--> ulysses on 2 ranks --> step 8
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 from nightly import nightly
+from state_space_kernels import STATES
 from training import MODEL, SGD, train
+
+from cp_plugin.common.versions import version_tuple
+from cp_plugin.megatron.patches.patching import megatron_version
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -81,3 +86,52 @@ def test_megatron_fsdp_is_resumed(ranks: int, parallel: str, without: str, tmp_p
     resumed = run(f"{load} --ckpt-step 2")
     assert len(resumed) == 2 and resumed[0] == undisturbed[2]
     assert without or resumed == undisturbed[2:]
+
+
+LAYERS = "MG*-" if version_tuple(megatron_version()) >= (0, 19) else "M*-"
+OTHERS = {
+    f"--num-layers 4 --cp-linear-attention gla --cp-layer-pattern LLLN {COMMON}": (
+        "--context-parallel-size 4",
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--context-parallel-size 2 --pipeline-model-parallel-size 2",
+    ),
+    f"--hybrid-layer-pattern {LAYERS}/*- {STATES} --seq-length 32 --calculate-per-token-loss --cp-provider striped "
+    f"{COMMON}": ("--context-parallel-size 4",),
+}
+"""Models with linear or state-space layers -> the four ranks on which they are resumed."""
+
+
+@nightly
+@pytest.mark.parametrize("flags", OTHERS, ids=["gla", "hybrid"])
+def test_states_are_resumed_on_other_ranks(flags: str, tmp_path: Path) -> None:
+    run = {"steps": 4, "training": ADAM}
+    whole = train(2, f"{flags} --context-parallel-size 2 --save {tmp_path} --save-interval 2", **run)[0].losses
+    for parallel in OTHERS[flags]:
+        rest = train(4, f"{flags} {parallel} --load {tmp_path} --ckpt-step 2", **run)[-1].losses
+        assert rest == pytest.approx(whole[2:], rel=1e-5), parallel
+
+
+def test_checkpoint_of_linear_layers_is_refused_for_softmax_layers(tmp_path: Path) -> None:
+    basic = "--cp-linear-attention basic --context-parallel-size 2"
+    train(2, f"{basic} --make-vocab-size-divisible-by 64 --ckpt-format torch --save {tmp_path} --save-interval 1")
+    with pytest.raises(Exception, match="saved with --cp-linear-attention basic --cp-layer-pattern L, but this run"):
+        train(1, f"--make-vocab-size-divisible-by 64 --ckpt-format torch --load {tmp_path}", steps=2)
+
+
+def test_models_and_differences() -> None:
+    from cp_plugin.megatron.startup.checkpoint import differences, other_model, saved
+
+    def linear(kind: str, pattern: str) -> dict[str, str]:
+        return {"--cp-linear-attention": kind, "--cp-layer-pattern": pattern}
+
+    assert other_model(linear("gla", "LLLN"), linear("gla", "LLLNLLLN"), 8) is None, "the same layers"
+    assert other_model(linear("gla", "LLLN"), linear("gla", "LLLNLLLL"), 8)
+    assert other_model(linear("gla", "L"), linear("basic", "L"), 2)
+    assert other_model({}, linear("basic", "L"), 2)
+    assert other_model({"--cp-provider": "ring"}, {"--cp-provider": "upstream"}, 2) is None
+    assert differences({"--a": "1", "--b": "2"}, {"--a": "1", "--c": "3"}) == [
+        "resumes with --b 2; it was saved without",
+        "resumes without --c; it was saved with 3",
+    ]
+    stock = saved(argparse.Namespace(context_parallel_size=4))
+    assert stock == {"--cp-provider": "upstream", "--context-parallel-size": "4"}

@@ -1,4 +1,4 @@
-"""Examples in Megatron: the process groups of each, and a real step with narrow layers, against one rank."""
+"""Examples in Megatron: the process groups of each. Their methods train in ``cases.toml``."""
 
 from __future__ import annotations
 
@@ -11,33 +11,17 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import training
-from nightly import nightly, one_case
+from nightly import one_case
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from warm import before_forking
 
 from cp_plugin.cli.examples import config
-from cp_plugin.cli.examples.config import Value, changed, load, words
+from cp_plugin.cli.examples.config import load, words
 from cp_plugin.comm.mesh import WHOLE, sums
-from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.planned.command import with_arguments
 from cp_plugin.testing.launch import run_ranks
 
-RANKS, LENGTH = 4, 256
-SGD = {"optimizer": "sgd", "sgd-momentum": 0, "lr": 0.05, "min-lr": 0, "lr-decay-style": "constant"}
-SMALL: dict[str, Value] = {
-    **{"num-layers": 2, "hidden-size": 64, "ffn-hidden-size": 128, "num-attention-heads": 4, "vocab-size": 257},
-    **{"seq-length": LENGTH, "max-position-embeddings": LENGTH, "lr-warmup-iters": 0, "weight-decay": 0, **SGD},
-    **{"calculate-per-token-loss": True, "disable-gloo-process-groups": True, "num-workers": 0},
-}
-NOT_ON_CPU = (
-    *("fp8-format", "fp8-recipe", "use-megatron-fsdp", "data-parallel-sharding-strategy", "ckpt-format"),
-    *("use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather", "optimizer-cpu-offload"),
-    *("optimizer-offload-fraction", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer", "train-iters"),
-)
-SHAPE = {"cp-grid": "2x2", "cp-intra-size": 2, "cp-head-parallel": 2}
-"""On four ranks; a size of 1 stays."""
+pytestmark = pytest.mark.usefixtures("_cpu_megatron")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +34,13 @@ class Built:
     """All that the rank has made, in order."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _megatron() -> Iterator[None]:
-    """Import Megatron once for all forked processes."""
-    with cpu.cpu_mode():
-        import megatron.training.initialize
-        import megatron.training.training  # noqa: F401
-
-        before_forking()
-        yield
-
-
-def line(flags: Mapping[str, Value]) -> list[str]:
-    return [word for of_flag in words(flags) for word in of_flag]
-
-
 def build(name: str) -> list[str]:
     """Build the groups of an example on fake ranks, one after the other in a process; return what is wrong."""
     of = load(name).experiment()
 
     def in_fork() -> Any:
         os.environ["WORLD_SIZE"] = str(of.devices)
-        return with_arguments(line(of.with_length()), _wrong)
+        return with_arguments([word for flag in words(of.with_length()) for word in flag], _wrong)
 
     (found,) = run_ranks(in_fork, 1, timeout=300)
     return found
@@ -138,33 +107,3 @@ def faults(built: Sequence[Built], mine: Mapping[int, list[int]]) -> Iterator[st
 @pytest.mark.parametrize("name", config.names())
 def test_every_rank_has_the_right_groups(name: str) -> None:
     assert build(name) == []
-
-
-def narrow(name: str, variant: str | None) -> dict[str, Value]:
-    """The flags of an example on four CPU ranks with narrow layers; in float32, unless payloads are FP8."""
-    full = load(name).experiment(variant).with_length()
-    left_out = [*NOT_ON_CPU, *(["bf16"] if "cp-fp8" not in full else [])]
-    found = changed(full, {**SMALL, **dict.fromkeys(left_out)})
-    found["context-parallel-size"] = RANKS // int(str(full.get("tensor-model-parallel-size", 1)))
-    return found | {flag: value for flag, value in SHAPE.items() if full.get(flag) not in (None, 1)}
-
-
-@nightly
-@one_case
-@pytest.mark.parametrize(
-    ("name", "variant"), [*((name, None) for name in config.names()), ("attention2d-64xh100", "fp8")]
-)
-def test_a_step_with_narrow_layers(name: str, variant: str | None) -> None:
-    """Losses and gradients are those of one context-parallel rank."""
-    many = narrow(name, variant)
-    cp = int(str(many.pop("context-parallel-size")))
-    kept = ("cp-linear-attention", "cp-layer-pattern") if "cp-linear-attention" in many else ()
-    one = {flag: value for flag, value in many.items() if flag in kept or not flag.startswith("cp-")}
-    divided = {flag: value for flag, value in many.items() if flag not in one}
-    text, more, alike = " ".join(line(one)), " ".join(line(divided)), {"model": "", "training": ""}
-    if variant is None:
-        training.check(text, more, cp=cp, ranks=RANKS // cp, **alike)
-        return
-    got = training.train(RANKS, f"{text} --context-parallel-size {cp} {more}", steps=2, **alike)
-    found = training.gap(got, training.train(RANKS // cp, text, steps=2, **alike))
-    assert 0 < found.loss <= 2e-4, "payloads were rounded"

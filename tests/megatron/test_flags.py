@@ -130,27 +130,13 @@ READ: dict[str, Settings] = {
     "--cp-provider attention2d --cp-grid 2x2 --cp-head-groups 2": Settings(
         provider="attention2d", options=Options(grid=(2, 2), head_groups=2)
     ),
-    "--cp-provider attention2d --cp-grid 1x2 --cp-head-parallel 2": Settings(
-        provider="attention2d", options=Options(grid=(1, 2), head_parallel=2)
-    ),
     "--cp-provider burst --cp-intra-size 2 --cp-backward q": Settings(
         provider="burst", options=Options(intra_size=2, backward="q")
     ),
-    "--cp-provider usp --cp-head-parallel 4 --cp-layout striped": Settings(
-        provider="usp", options=Options(head_parallel=4, layout="striped")
-    ),
-    "--cp-provider ring --cp-head-parallel 1": Settings(provider="ring", options=Options(head_parallel=1)),
     **{f"--cp-provider {name} {AUTO}": Settings(provider=name) for name in providers.names()},
-    **{
-        f"--cp-provider {name} --bf16 {flag} {word}": Settings(provider=name, options=Options(**chosen))
-        for name, flag, word, chosen in (
-            ("ring", "--cp-fp8", "off", {}),
-            ("ring", "--cp-gradient-dtype", "auto", {}),
-            ("ring", "--cp-gradient-dtype", "float32", {"gradient_dtype": "float32"}),
-            ("ring", "--cp-gradient-dtype", "model", {"gradient_dtype": "model"}),
-            ("ulysses", "--cp-gradient-dtype", "auto", {}),
-        )
-    },
+    "--cp-provider usp --cp-head-parallel 4 --cp-layout striped --bf16 --cp-gradient-dtype float32": Settings(
+        provider="usp", options=Options(head_parallel=4, layout="striped", gradient_dtype="float32")
+    ),
     "--bf16 --cp-linear-attention basic --cp-layer-pattern LN --cp-fp8 comm": Settings(
         provider="all_gather",
         linear=linear("zigzag", "basic", pattern="LN"),

@@ -21,7 +21,6 @@ from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed
 pytestmark = pytest.mark.usefixtures("adapter")
 
 BF16 = "--bf16"
-COMM = f"{BF16} --context-parallel-size 4 --cp-fp8 comm --cp-provider"
 
 
 # -- scales

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +31,21 @@ MODELS = {
 """Each in another of Megatron's formats."""
 
 
-class Checkpoints(dict[str, Path]):
-    """Model -> a checkpoint of it, saved by two ranks when it is first asked for."""
-
-    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        self._tmp_path_factory = tmp_path_factory
-
-    def __missing__(self, model: str) -> Path:
-        folder = self[model] = self._tmp_path_factory.mktemp("saved")
-        saved = f"--vocab-size 300 --save {folder} --save-interval 2"
-        train(2, f"{MODELS[model]} --context-parallel-size 2 {saved}", steps=2)
-        return folder
+Checkpoints = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    return Checkpoints(tmp_path_factory)
+    """``checkpoints(model)``: saved by two ranks when it is first asked for."""
+
+    @functools.cache
+    def saved(model: str) -> Path:
+        folder = tmp_path_factory.mktemp("saved")
+        words = f"{MODELS[model]} --context-parallel-size 2 --vocab-size 300 --save {folder} --save-interval 2"
+        train(2, words, steps=2)
+        return folder
+
+    return saved
 
 
 def generate(*words: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +65,7 @@ def texts(*words: str) -> dict[str, Any]:
 @pytest.mark.parametrize("model", MODELS)
 def test_greedy_text_is_that_of_one_rank(model: str, checkpoints: Checkpoints) -> None:
     new = 256 if NIGHT else 32
-    asked = ("--load", str(checkpoints[model]), "--prompt", "def main", "--new-tokens", str(new), "--ignore-eod")
+    asked = ("--load", str(checkpoints(model)), "--prompt", "def main", "--new-tokens", str(new), "--ignore-eod")
     one = texts(*asked)
     assert len(one["tokens"][0]) == len("def main") + new and len(set(one["tokens"][0])) > 10
     provider = () if model == "hybrid" else ("--cp-provider", "attention2d")
@@ -77,7 +78,7 @@ def test_greedy_text_is_that_of_one_rank(model: str, checkpoints: Checkpoints) -
 
 @nightly
 def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: Checkpoints) -> None:
-    asked = ("--load", str(checkpoints["window"]), "--prompt", "abc", "--prompt", "import json", "--new-tokens", "12")
+    asked = ("--load", str(checkpoints("window")), "--prompt", "abc", "--prompt", "import json", "--new-tokens", "12")
     drawn = (*asked, "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9", "--sample-seed", "3")
     one = texts(*drawn)
     other = texts(*drawn, "--ranks", "4", "--tensor-model-parallel-size", "2")
@@ -86,7 +87,7 @@ def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: Checkpoin
 
 
 def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: Checkpoints) -> None:
-    done = generate("--load", str(checkpoints["window"]), "--prompt", "abc", "--bytes", "--new-tokens", "8")
+    done = generate("--load", str(checkpoints("window")), "--prompt", "abc", "--bytes", "--new-tokens", "8")
     assert done.returncode == 0 and done.stdout.startswith("abc") and "Megatron" not in done.stdout
     measured = " ".join(done.stderr.split())
     assert all(part in measured for part in ("prefill: 3 tokens in", "tokens/s; cache: ", "on each of 1 ranks"))
@@ -110,7 +111,7 @@ def test_text_streams_to_stdout_alone_and_figures_to_stderr(checkpoints: Checkpo
     ],
 )  # fmt: skip
 def test_errors_come_without_a_traceback(words: str, says: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
-    done = generate(*words.replace("SAVED", str(checkpoints["window"])).replace("EMPTY", str(tmp_path)).split())
+    done = generate(*words.replace("SAVED", str(checkpoints("window"))).replace("EMPTY", str(tmp_path)).split())
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
@@ -124,7 +125,7 @@ def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: Checkpoints) -
         prompt = "abc" if os.environ["RANK"] == "0" else "abd"
         command._preload([])
         request = Request(prompts=(prompt,), new_tokens=4, as_bytes=True)
-        folder = checkpoints["window"]
+        folder = checkpoints("window")
         more = ["--load", str(folder)]
         return command._rank(request, (folder, None), more, [], as_json=False, verbose=False)
 
@@ -133,7 +134,7 @@ def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: Checkpoints) -
 
 
 def test_an_interrupt_ends_all_ranks_and_loses_no_text(checkpoints: Checkpoints) -> None:
-    words = f"--load {checkpoints['window']} --prompt abc --bytes --new-tokens 100000 --ranks 2 --ignore-eod"
+    words = f"--load {checkpoints('window')} --prompt abc --bytes --new-tokens 100000 --ranks 2 --ignore-eod"
     with Forked([sys.executable, "-m", "cp_plugin.generate", *words.split()]) as process:
         assert process.stdout.read(3) == "abc"
         time.sleep(0.5)

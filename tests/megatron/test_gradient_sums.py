@@ -33,7 +33,6 @@ def test_start_up_says_what_the_table_chose(capfd: pytest.CaptureFixture[str]) -
         ("bfloat16", _between_hosts, "", "leave messages between hosts exposed; dk and dv are rounded at each"),
         ("float32", None, "", "on CPU ranks there is no slow network to relieve"),
         ("asked for model", None, MODEL, ""),
-        ("asked for float32", _between_hosts, "--cp-gradient-dtype float32", ""),
     ):
         sent[name] = [rank.sent for rank in train(2, f"{flags} {more}", prepare=prepare)]
         told = " ".join(line.strip("| ") for line in capfd.readouterr().out.splitlines())
@@ -41,7 +40,7 @@ def test_start_up_says_what_the_table_chose(capfd: pytest.CaptureFixture[str]) -
         assert f"sums of gradients travel in {name}" in told or not why
         assert all(word in told for word in why.split())
         assert "self-check passed" in told
-    assert sent["bfloat16"] == sent["asked for model"] != sent["float32"] == sent["asked for float32"]
+    assert sent["bfloat16"] == sent["asked for model"] != sent["float32"]
 
 
 def test_auto_may_choose_a_provider_without_sums(

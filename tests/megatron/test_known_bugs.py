@@ -13,11 +13,11 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     a missing process group taken for one of one rank      Bridge 2667      test_groups
     layers without context parallelism                     AutoModel 3507      test_startup
     dropout, lengths, dynamic groups      Megatron 4828, 1669, 5355, 3405, 6821, 6816      test_bad_flags
-    resuming with another number of ranks                  Megatron 1232, 1517      test_settings_in_checkpoint
+    resuming with another number of ranks                  Megatron 1232, 1517      test_elastic
     means over the unequal tokens of ranks                 Megatron 7452, 7513      test_contract
     sums and counts of another scale      Megatron 673, Bridge 2055, verl 1332, 6609      test_planted_faults
     no bounds of documents on some pipeline stages         Bridge 2952      test_planted_faults
-    packs, their padding, and prediction in them           Megatron 6912, 7238      test_packed_models, test_sft
+    packs, their padding, and prediction in them           Megatron 6912, 7238      test_packed_places, test_sft
     padding of documents taken for tokens       TE 3331, 1930      test_packed_places, test_padding, test_sft
     next tokens of packed documents with padding           Megatron 4494      test_mtp_of_dev
     several sequences in a micro-batch                     NeMo 12210 (its tests have two)      test_parity

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from nightly import nightly, one_case
+from scripts import attend_once
 from training import LOSS, Record, assert_same_bits, compare, differences, stock, train
 
 STEPS = 3
@@ -83,3 +85,30 @@ def test_determinism_is_not_promised_on_cuda(validated: Callable[..., argparse.N
 def test_no_fusion_without_its_kernels(validated: Callable[..., argparse.Namespace]) -> None:
     """By default Megatron accumulates weight gradients in a CUDA kernel of Apex or Transformer Engine."""
     assert validated("--context-parallel-size 4 --cp-provider striped").gradient_accumulation_fusion is False
+
+
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@nightly
+def test_attention_is_repeated_where_asked() -> None:
+    """Where it is not asked for: ``cases.toml`` (recomputed)."""
+    flags = "--context-parallel-size 4 --cp-provider striped"
+    twice = functools.partial(attend_once, 2)
+    got = train(4, f"{flags} {RECOMPUTED} --cp-recompute-attention", steps=STEPS, prepare=twice)
+    for record, base in zip(got, train(4, flags, steps=STEPS), strict=True):
+        assert all(torch.equal(record.grads[name], grad) for name, grad in base.grads.items())
+        assert record.sent == {line: sent * (1 + (line[0] == "forward")) for line, sent in base.sent.items()}
+
+
+def test_what_recomputation_replaces(validated: Callable[..., argparse.Namespace]) -> None:
+    from cp_plugin.megatron.patches import patching
+    from cp_plugin.megatron.patches.hooks import RECOMPUTE
+
+    flags = "--context-parallel-size 4 --cp-provider striped"
+    replaced = {patch.target for patch in RECOMPUTE}
+    for none in (f"{flags} {RECOMPUTED} --cp-recompute-attention", flags):
+        validated(none)
+        assert not replaced & set(patching.installed())
+    validated(f"{flags} {RECOMPUTED}")
+    assert replaced <= set(patching.installed())

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 from nightly import NIGHT
-from test_planned import COMMON, LLAMA, _megatron  # noqa: F401 (a fixture)
+from test_planned import COMMON, LLAMA
 from typer.testing import CliRunner
 
 from cp_plugin.cli import packs
@@ -31,6 +31,7 @@ from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.testing.launch import run_ranks
 
+pytestmark = pytest.mark.usefixtures("_cpu_megatron")
 PROVIDED = ("striped", "usp", "attention2d", "ulysses", "burst --cp-backward q", "ring --cp-layout contiguous")
 
 

@@ -1,4 +1,4 @@
-"""Packed documents: RoPE angles and document bounds always belong to the current micro-batch."""
+"""Packed documents: bounds belong to the current micro-batch; and of their models what ``cases.toml`` cannot say."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from feature_faults import PACKS as PACKED
+from feature_faults import STRIPED, other_bounds_for_the_model
 from torch import Tensor
+from training import SHORT, compare, short_documents, stock, train
 
 from cp_plugin import ContextParallel
 from cp_plugin.attention.packs import place_lengths
 from cp_plugin.comm import TraceMesh
+from cp_plugin.common.versions import version_tuple
+from cp_plugin.megatron.patches.patching import megatron_version, original
 
+packing = pytest.mark.skipif(version_tuple(megatron_version()) < (0, 19), reason="documents are packed since 0.19")
 TOKENS = 24
 PACKS = {
     "documents": [0, 5, 12, 24],
@@ -23,11 +29,11 @@ PACKS = {
 
 def rotary(cp: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> Any:
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.patches import patching, rope
+    from cp_plugin.megatron.patches import rope
 
     monkeypatch.setattr(runtime, "context_parallel", lambda group=None, kind=None: cp)
     patch = rope.replace_apply_rotary_thd
-    return patch(patching.original(patch.target))
+    return patch(original(patch.target))
 
 
 def pack_of(*given: Tensor) -> Any:
@@ -159,3 +165,35 @@ OTHERS = r"queries and keys are packed differently: .*\[0, 8, 24\] and \[0, 9, 2
 def test_bounds_that_contradict_each_other_are_refused(given: tuple[list[int], ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         bounds_of(pack_of(*map(torch.tensor, given)))
+
+
+@packing
+@pytest.mark.usefixtures("adapter")
+def test_experts_balance_each_sample_of_a_pack() -> None:
+    """On one rank: two samples in a pack have the losses and gradients of two packs."""
+    flags = f"{PACKED} --num-experts 4 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1"
+    packed, alone = (
+        stock(1, f"{flags} --micro-batch-size {size}", steps=2, prepare=short_documents) for size in (2, 1)
+    )
+    compare(packed, alone, steps=2)
+
+
+@packing
+@pytest.mark.usefixtures("adapter")
+def test_a_pack_of_unknown_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron then does not tell Mamba where states restart; the tokens after the last document are one more."""
+    from cp_plugin.megatron.micro_batch import MicroBatch
+    from cp_plugin.megatron.patches import hybrid
+
+    alone = ContextParallel("ring", group=None)
+    packed = pack_of(torch.tensor([0, 5, 12]))
+    assert packed.seq_idx is None
+    monkeypatch.setattr(hybrid, "_batch", lambda tokens, size, packed: MicroBatch.find(alone, packed, tokens))
+    hybrid.replace_undo(original(hybrid.REORDER))(torch.zeros(16, 1, 4), 2, packed)
+    assert packed.seq_idx.tolist() == [5 * [1] + 7 * [2] + 4 * [3]]
+
+
+@packing
+@pytest.mark.usefixtures("adapter")
+def test_layouts_that_do_not_place_documents_do_not_depend_on_their_bounds() -> None:
+    train(2, f"{STRIPED} {PACKED}", documents=SHORT, prepare=other_bounds_for_the_model)

@@ -194,19 +194,3 @@ def test_a_megatron_outside_the_range_is_refused(adapter: None, monkeypatch: pyt
     monkeypatch.setattr(package_info, "__version__", version)
     with pytest.raises(ValueError, match=rf"megatron-core {version} is not supported: .*>=0.18,<0.21"):
         activate(["--cp-device", "cpu"])
-
-
-def test_activation_is_repeatable_and_leaves_training_alone(adapter: None) -> None:
-    from megatron.core import utils
-    from megatron.core.models import backends
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    from cp_plugin.megatron import activate
-    from cp_plugin.megatron.patches import hooks, patching
-
-    before = patching.installed()
-    activate(["--cp-device", "cpu"])
-    assert patching.installed() == before == [patch.target for patch in hooks.START_UP]
-    assert utils.get_batch_on_this_cp_rank.__module__ == "megatron.core.utils"
-    assert not hasattr(utils.get_batch_on_this_cp_rank, "__wrapped__")
-    assert backends.LocalSpecProvider().core_attention() is DotProductAttention

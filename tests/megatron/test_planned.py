@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import training
 from nightly import one_case
-from warm import before_forking
 
-from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.planned import command as planned
 from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.planner.training import operations
@@ -21,6 +18,7 @@ from cp_plugin.planner.training.model import Model, model
 from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.testing.launch import run_ranks
 
+pytestmark = pytest.mark.usefixtures("_cpu_megatron")
 COMMON = (
     "--seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 64 --bf16 "
     "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --swiglu --normalization RMSNorm "
@@ -56,17 +54,6 @@ DIVIDED = (
     "--use-distributed-optimizer",
     "--mtp-num-layers 1",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _megatron() -> Iterator[None]:
-    """Import Megatron once for all forked processes."""
-    with cpu.cpu_mode():
-        import megatron.training.theoretical_memory_usage
-        import megatron.training.training  # noqa: F401
-
-        before_forking()
-        yield
 
 
 def counted(flags: str, devices: int) -> tuple[Model, Parallel, float, float]:

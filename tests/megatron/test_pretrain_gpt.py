@@ -14,8 +14,9 @@ from warm import in_a_fork
 from cp_plugin.common import refusals
 from cp_plugin.megatron.dataset import build
 
+pytestmark = pytest.mark.usefixtures("adapter")
 
-@pytest.mark.usefixtures("adapter")
+
 def test_it_trains_on_a_real_dataset_with_forked_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin import pretrain_gpt
 
@@ -45,7 +46,6 @@ LATE = {
 """Refused by Megatron's parser, before its validation, and after that: it then has printed all arguments."""
 
 
-@pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize("flags", LATE)
 def test_a_later_refusal_is_one_message_of_all_ranks(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin import pretrain_gpt
@@ -76,7 +76,6 @@ IN_SETUP = {
 """Flags, and those left out -> what stops a run after the flags are valid."""
 
 
-@pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize(("flags", "without"), IN_SETUP)
 def test_an_error_in_the_set_up_of_megatron_is_one_line(
     flags: str, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -93,7 +92,6 @@ def test_an_error_in_the_set_up_of_megatron_is_one_line(
     assert re.match(f"cp_plugin: {IN_SETUP[flags, without]}", line) and "Traceback" not in run.stderr, run.stderr
 
 
-@pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize("whose", ["a script's", "Megatron's, asked for"])
 def test_other_errors_keep_their_traceback(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin import pretrain_gpt
@@ -131,7 +129,6 @@ def test_whose_error_it_is(module: str, error: Exception, named: bool) -> None:
     assert (stops.in_setup(raised.value, None, "start", str(error)) is not None) == named
 
 
-@pytest.mark.usefixtures("adapter")
 def test_every_listed_flag_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.training import arguments
 

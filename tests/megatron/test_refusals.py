@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import shutil
 import sys
@@ -13,23 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from rule_examples import (
-    BASE,
-    CALLS,
-    CONFIGS,
-    LAYERS,
-    RING,
-    Example,
-    Q,
-    attribute,
-    check,
-    check_run,
-    example,
-    examples_of,
-    run_of,
-    run_that,
-)
-from test_generation_refusals import MODELS
+from rule_examples import CONFIGS, PLAIN, RING, SUBJECTS, Q, attribute, call, check, check_run, run_of, run_that
 
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.rules import checks, fields, layers
@@ -79,38 +64,20 @@ def training() -> tuple[Rule, ...]:
     return (*checks.TRAINING, checks.ON_CPU, *checks.LINEAR)
 
 
-def layer_of(given: Example) -> Any:
-    from cp_plugin.megatron.rules.layers import Layer
-
-    config = SimpleNamespace(**{**BASE, **given.args.get("args", {})})
-    return Layer(args=config, settings=RING, **{name: v for name, v in given.args.items() if name != "args"})
-
-
-def call_of(given: Example) -> Any:
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from cp_plugin.megatron.rules.layers import Call
-
-    plain = {"query": Q, "key": Q, "attention_mask": None, "mask_type": "causal", "attention_bias": None}
-    values = {**plain, "packed": None, **given.args}
-    return Call(**values | {"mask_type": AttnMaskType[values["mask_type"]]})
-
-
 def test_every_rule_refuses_its_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "delta_net_takes_exchange", lambda: False)  # a difference between versions
     monkeypatch.delitem(fields.KNOWN, "add_qkv_bias")
-    for rule in training():
-        for line in examples_of(rule):
-            check_run(rule, line)
-    for rule in (rule for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule is not fields.UNKNOWN):
-        if rule.name.startswith("--"):
-            name = attribute(rule.name)
-            given = example(rule.name, args={name: getattr(run_of(rule.example).args, name)})
-        else:
-            given = LAYERS[rule.name]
-        check(rule, rule.of(layer_of(given)), given.names)
-    for rule in layers.CALL:
-        check(rule, rule.of(call_of(CALLS[rule.name])), CALLS[rule.name].names)
+    assert all(rule.examples for rule in training())
+    for rule, line in [(one, line) for one in training() for line in one.examples]:
+        check_run(rule, line)
+    for group, (make, examples) in SUBJECTS.items():
+        for rule in checks.RULES[group]:
+            if rule.name in examples:
+                names, given = examples[rule.name]
+                check(rule, rule.of(make(**given)), names)
+            elif rule is not fields.UNKNOWN:  # the flag's own rule, which reads a layer's configuration, too
+                name = attribute(rule.name)
+                check(rule, rule.of(make({name: getattr(run_of(rule.example).args, name)})), rule.name)
 
 
 def test_a_machine_that_is_planned_for_may_be_a_gpu() -> None:
@@ -121,9 +88,10 @@ def test_a_machine_that_is_planned_for_may_be_a_gpu() -> None:
 def test_no_rule_crashes_on_a_number_that_makes_no_sense() -> None:
     """Each number of each example as 0 and -1, or none: the rule answers, or names the flags that it cannot look at."""
     refused = []
-    for rule, line in [(one, line) for one in training() for line in examples_of(one)]:
+    for rule, line in [(one, line) for one in training() for line in one.examples]:
         run = run_that(rule, line)
-        numbers = {name for name, x in vars(run.args).items() if type(x) in (int, float)}
+        flags = {attribute(word) for word in f"{PLAIN} {line}".split() if word.startswith("--")}
+        numbers = {name for name in flags if type(getattr(run.args, name, None)) in (int, float)}
         for name, odd in product(sorted(numbers), (0, -1, None)):
             try:
                 rule.of(replace(run, args=argparse.Namespace(**vars(run.args) | {name: odd})))
@@ -195,29 +163,26 @@ def test_rules_of_bridges_configuration(bridge_stub: None) -> None:
 
 
 def test_no_rule_applies_to_a_plain_run(bridge_stub: None) -> None:
-    plain = example("")
     for linear in (False, True):
         rules = [rule for rule in training() if linear or not rule.name.startswith("linear ")]
         assert [rule.name for rule in rules if rule.of(run_of("", linear=linear))] == []
-    assert [rule.name for rule in (*layers.LAYER, *layers.LINEAR_LAYER) if rule.of(layer_of(plain))] == []
-    assert [rule.name for rule in layers.CALL if rule.of(call_of(plain))] == []
+    for group, (make, _) in SUBJECTS.items():
+        assert [rule.name for rule in checks.RULES[group] if rule.of(make())] == []
     assert [rule.name for rule in nemo.rules_for(_Config()) if rule.of(_Config())] == []
 
 
 def test_a_pack_may_name_the_layout_of_the_provider() -> None:
     packed = SimpleNamespace(cp_partition_mode="striped", local_cp_size=None)
-    assert [rule.name for rule in layers.CALL if rule.of(call_of(example("", query=Q[:, 0], packed=packed)))] == [
-        "partition of a pack"
-    ]
-    given = call_of(example("", query=Q[:, 0], packed=packed, layout="striped"))
-    assert [rule.name for rule in layers.CALL if rule.of(given)] == []
+    for provided, refused in (({}, ["partition of a pack"]), ({"layout": "striped"}, [])):
+        given = call(query=Q[:, 0], packed=packed, **provided)
+        assert [rule.name for rule in layers.CALL if rule.of(given)] == refused
 
 
-def test_every_rule_has_a_unique_name_and_an_example() -> None:
-    rules = [*(rule for group in checks.RULES.values() for rule in group), nemo.MODEL, *nemo.RULES, *nemo.ON_CPU]
-    names = [rule.name for number, rule in enumerate(rules) if rule not in rules[:number]]
-    examples = [*(rule.name for rule in training()), *LAYERS, *CALLS, *CONFIGS, *MODELS]
-    assert sorted(names) == sorted(examples) and all(rule.example for rule in training())
+def test_every_rule_has_a_unique_name_and_every_example_a_rule() -> None:
+    rules = {id(rule): rule for group in checks.RULES.values() for rule in group}
+    names = [rule.name for rule in (*rules.values(), nemo.MODEL, *nemo.RULES, *nemo.ON_CPU)]
+    examples = [*CONFIGS, *(name for _, examples in SUBJECTS.values() for name in examples)]
+    assert len(names) == len({*names}) and {*examples} < {*names}
 
 
 def test_refused_flags_exist_in_megatron() -> None:
@@ -240,11 +205,8 @@ def test_refused_flags_exist_in_megatron() -> None:
 
 
 def test_all_refusals_in_one_message_in_table_order() -> None:
-    from cp_plugin.megatron.rules import checks
-
-    wrong = {"seq_length": 62, "qk_clip": True, "reset_position_ids": True, "spec": ["local"]}
     with pytest.raises(ValueError) as raised:
-        checks.before(argparse.Namespace(**BASE | {"calculate_per_token_loss": True} | wrong), RING)
+        checks.before(run_of("--reset-position-ids --qk-clip --spec local --seq-length 62").args, RING)
     parts = str(raised.value).split(" | ")
     assert [part.split(":")[0] for part in parts] == [
         "--cp-provider ring does not support --reset-position-ids",
@@ -255,27 +217,25 @@ def test_all_refusals_in_one_message_in_table_order() -> None:
     assert parts[1].endswith("leave it out (or use --cp-provider upstream)")
 
 
+def test_the_pages_have_every_rule_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    messages = importlib.import_module("messages")
+    rules = {rule.name for of_group in messages.RULES.values() for rule in of_group}
+    assert "".join(messages.pages().values()).count("\n| `") == len(rules)
+
+
 def test_examples_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Append both code blocks of docs/rules.md to the checks."""
-    from cp_plugin.megatron.rules import checks
-
     found: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rules.md").read_text(), re.DOTALL):
         exec(block, found)
     for rule in (added := (found["FLAG"], found["COMBINATION"])):
         check_run(rule, rule.example)
     monkeypatch.setattr(checks, "TRAINING", (*checks.TRAINING, *added))
-    plain = BASE | {
-        "calculate_per_token_loss": True,
-        "rank": 0,
-        "softmax_type": "vanilla",
-        "recompute_granularity": "full",
-    }
-    checks.before(argparse.Namespace(**plain), RING)
+    plain = "--recompute-granularity full --calculate-per-token-loss"
+    checks.before(run_of(plain).args, RING)
     with pytest.raises(ValueError) as raised:
-        checks.before(
-            argparse.Namespace(**plain | {"moe_shared_expert_overlap": True, "softmax_type": "learnable"}), RING
-        )
+        checks.before(run_of(f"{plain} --moe-shared-expert-overlap --softmax-type learnable").args, RING)
     assert str(raised.value) == (
         "--cp-provider ring does not support --moe-shared-expert-overlap: its stream would wait for the provider's; "
         "leave it out | --softmax-type learnable with --recompute-granularity full: the offset would be drawn twice; "

@@ -107,20 +107,6 @@ def test_packed_documents() -> None:
     assert "documents in each sequence" in done.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--provider", "attention2d", "--grid", "3x2"], "--grid 3x2 does not hold 8 context-parallel ranks"),
-        (["--layout", "zigzag"], "--layout: a method's options need --provider"),
-        (["--provider", "ring", "--context", "3"], "--context 3 does not divide the number of devices"),
-        (["--provider", "ulysses", "--devices", "64"], "--context 64: 32 query and"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
-    done = cli(*arguments)
-    assert done.exit_code == 2 and said in done.output and done.output.count("\n") == 1, done.output
-
-
 def test_a_gain_is_named_by_its_causes() -> None:
     """In one shape stock loses by the attention it repeats, which is told, and its best method says so by a factor."""
     shape = Parallel(devices=16, context=16, seq_length=2**17, recompute="full")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -112,20 +110,6 @@ def test_bad_sizes_are_refused(change: dict[str, object], message: str) -> None:
         replace(SMALL, **change)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"tensor": 4, "heads": 12, "kv_heads": 6}, "has 6 key/value heads; use a divisor or a multiple of that"),
-        ({"tensor": 4}, ""),  # a multiple of 2 key/value heads
-        ({"documents": (100, 0, 28)}, "documents of 128 tokens cannot fill a sequence of 128"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(sizes: dict[str, Any], message: str) -> None:
-    heads = {name: sizes.pop(name) for name in ("heads", "kv_heads") if name in sizes}
-    with pytest.raises(ValueError, match=message) if message else nullcontext():
-        check(replace(SMALL, **heads), Parallel(**{"devices": 4, "tensor": 4, "seq_length": 128} | sizes))
-
-
 def test_the_problem_of_an_attention_layer() -> None:
     found = problem(model("llama3-8b"), Parallel(devices=16, tensor=4, context=4, seq_length=8192, micro_batch=2))
     assert (found.size, found.heads, found.kv_heads, found.head_dim) == (4, 8, 2, 128)
@@ -152,11 +136,19 @@ def test_the_problem_of_an_attention_layer() -> None:
         ({"devices": 3, "tensor": 3}, r"--tensor-model-parallel-size 3 does not divide the 8 query heads.*2 or 4"),
         ({"devices": 8, "expert": 2}, r"--expert-model-parallel-size 2: small has no experts"),
         ({"devices": 8, "pipeline": 8}, r"--pipeline-model-parallel-size 8 .*only 4 layers"),
+        ({"seq_length": 128, "documents": (100, 0, 28)}, "documents of 128 tokens cannot fill a sequence of 128"),
     ],
 )
 def test_bad_divisions_are_refused(sizes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         problem(SMALL, Parallel(**sizes))
+
+
+def test_key_heads_of_tensor_parallel_ranks() -> None:
+    four = Parallel(devices=4, tensor=4)
+    check(SMALL, four)  # a multiple of 2
+    with pytest.raises(ValueError, match="has 6 key/value heads; use a divisor or a multiple of that"):
+        check(replace(SMALL, heads=12, kv_heads=6), four)
 
 
 @given(

@@ -103,13 +103,8 @@ def test_all_gather_crosses_nodes_once() -> None:
     assert max(found.forward.total("waiting").values()) == pytest.approx(7 * kv / (4 * 1e7), rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("dgx-h100", marks=nightly),
-        *(pytest.param(name, marks=nightly) for name in ("a100-4-per-node", "h100-1-per-node")),
-    ],
-)
+@nightly
+@pytest.mark.parametrize("name", ["dgx-h100", "a100-4-per-node", "h100-1-per-node"])
 def test_few_ranks_stand_for_all_and_faster_links_never_cost_time(name: str) -> None:
     problem, slow_links = Problem(size=16, heads=16, kv_heads=16, seq_length=2**17), cluster(name)
     inter = slow_links.inter

@@ -62,7 +62,7 @@ def question(args: argparse.Namespace, settings: Settings) -> Question:
     packing = copy.copy(args)
     if settings.options.layout is None:
         packing.dataloader_inter_document_masking = True  # the planner looks at layouts of documents where it has any
-    real = checks.padded_problem(args, settings)
+    real = checks.run_of(args, settings).problem
     allowed = Allowed(options=settings.options, real=real, stock=settings.linear is None)
     try:
         checks.refuse_all(args, settings)
@@ -218,7 +218,7 @@ def _parallel(args: argparse.Namespace, settings: Settings) -> Parallel:
         recompute_attention=settings.recompute_attention,
         micro_batch=args.micro_batch_size,
         global_batch=args.global_batch_size,
-        seq_length=checks.padded(args, settings, args.seq_length),
+        seq_length=checks.run_of(args, settings).padded(args.seq_length),
         dtype=dtype_name(args.params_dtype),
         gemm_dtype="float8" if args.fp8 else "",
         vocab_multiple=args.make_vocab_size_divisible_by if args.vocab_size else 1,

@@ -24,14 +24,14 @@ from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.megatron.rules import experts, flags, inference, layers, layout, linear, models, precision
 from cp_plugin.megatron.rules.rule import Rule, adjust, refuse, when
-from cp_plugin.megatron.rules.run import Run, problem_of
+from cp_plugin.megatron.rules.run import Run
 from cp_plugin.megatron.state import Model
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.methods.registry import Resolved
 from cp_plugin.placement.documents import ALL, get_layout
 
-TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES, *experts.RULES, *experts.PADDING)
+TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES, *experts.RULES)
 """For every training with the plugin, in reporting order."""
 LINEAR = linear.RULES
 ON_CPU = Rule(
@@ -67,7 +67,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 def before(args: argparse.Namespace, settings: Settings) -> None:
     """Check and adjust the parsed namespace; ValueError for everything unsupported."""
-    run = _run(args, settings)
+    run = run_of(args, settings)
     _refuse(run, late=False)
     say(args, adjust(TRAINING, run, "warn"))
     say(args, adjust(TRAINING, run))
@@ -75,7 +75,7 @@ def before(args: argparse.Namespace, settings: Settings) -> None:
 
 def count_tokens(args: argparse.Namespace, settings: Settings) -> None:
     """Switch on per-token losses where the layout needs them, and print that."""
-    say(args, adjust(layout.RULES, _run(args, settings)))
+    say(args, adjust(layout.RULES, run_of(args, settings)))
 
 
 def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
@@ -83,7 +83,7 @@ def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
     found, reasons = [], []
     for name in ALL if settings.options.layout is None else [settings.options.layout]:
         trial, told = copy.copy(args), replace(settings, options=replace(settings.options, layout=name), linear=None)
-        run = _run(trial, told)
+        run = run_of(trial, told)
         trial.calculate_per_token_loss |= layout.needs_counting(run, get_layout(name))
         try:
             if settings.linear is not None:
@@ -102,7 +102,7 @@ def refuse_all(args: argparse.Namespace, settings: Settings) -> None:
 
     Stock's own exchange is left out: a provider replaces it.
     """
-    run = _run(copy.copy(args), settings)
+    run = run_of(copy.copy(args), settings)
     vars(run.args).update(cp_comm_type=None, hierarchical_context_parallel_sizes=None)
     adjust(TRAINING, run)
     _refuse(run, late=True)
@@ -116,28 +116,17 @@ def after(args: argparse.Namespace, settings: Settings, device: torch.device | N
     Raises:
         ValueError: for what the plugin, the provider or the attention kernel does not support.
     """
-    _refuse(_run(args, settings, device), late=True)
+    _refuse(run_of(args, settings, device), late=True)
     model = model_of(args, settings)
     if device is not None:
         _check_kernels(settings, model, device)
     return model
 
 
-def padded(args: argparse.Namespace, settings: Settings, seq_length: int) -> int:
-    """Sequence length including ``--cp-pad-sequence`` padding."""
-    return _run(args, settings).padded(seq_length)
-
-
-def padded_problem(args: argparse.Namespace, settings: Settings) -> Problem:
-    """``problem_of`` including ``--cp-pad-sequence`` padding."""
-    problem = problem_of(args)
-    return replace(problem, seq_length=padded(args, settings, problem.seq_length))
-
-
 def model_of(args: argparse.Namespace, settings: Settings) -> Model:
     """The model's resolved attention, with its padding."""
-    run = _run(args, settings)
-    model = resolve(settings, padded_problem(args, settings))
+    run = run_of(args, settings)
+    model = resolve(settings, run.problem)
     return replace(
         model,
         padding=run.padding,
@@ -183,7 +172,7 @@ def _check_kernels(settings: Settings, model: Model, device: torch.device) -> No
 
 def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:
     """ValueError for context parallelism without a provider in CPU mode, where stock Megatron has none."""
-    refuse([ON_CPU], _run(args, settings))
+    refuse([ON_CPU], run_of(args, settings))
 
 
 @contextmanager
@@ -198,14 +187,15 @@ def lift_divisor(args: argparse.Namespace, settings: Settings) -> Iterator[None]
         length is not None
         and args.encoder_seq_length is None
         and length % (2 * cp)
-        and (settings.pad_sequence or length % _run(args, settings).layout.divisor(cp) == 0)
+        and (settings.pad_sequence or length % run_of(args, settings).layout.divisor(cp) == 0)
     ):
         args.seq_length, args.encoder_seq_length = None, length
     yield
     assert length is None or args.seq_length == args.encoder_seq_length == length
 
 
-def _run(args: argparse.Namespace, settings: Settings, device: torch.device | None = None) -> Run:
+def run_of(args: argparse.Namespace, settings: Settings, device: torch.device | None = None) -> Run:
+    """What the training rules look at."""
     return Run(args=args, settings=settings, version=megatron_version(), device=device)
 
 

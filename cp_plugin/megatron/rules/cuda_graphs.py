@@ -39,12 +39,8 @@ def _captured(subject: Any) -> Found:
     inside = [part for part in parts if part not in OUTSIDE.get(impl, ())]
     if not inside:
         return None
-    flag = "--cuda-graph-modules" if hasattr(args, "cuda_graph_modules") else "--cuda-graph-scope"
-    return {
-        "asked": " ".join([impl, flag, *named] if named else [impl]),
-        "captured": " and ".join(_CAPTURED.get(part, part) for part in inside),
-        "flag": flag,
-    }
+    asked = " ".join([impl, "--cuda-graph-modules", *named] if named else [impl])
+    return {"asked": asked, "captured": " and ".join(_CAPTURED.get(part, part) for part in inside)}
 
 
 def captures_experts(args: Any) -> bool:
@@ -68,6 +64,6 @@ CUDA_GRAPH = Rule(
     example="--cuda-graph-impl local",
     what="--cuda-graph-impl {asked}",
     why="it captures {captured}, and context parallelism cannot communicate in a CUDA graph yet",
-    fix="use --cuda-graph-impl transformer_engine {flag} with mlp, moe or moe_router, or leave it out",
+    fix="use --cuda-graph-impl transformer_engine --cuda-graph-modules with mlp, moe or moe_router, or leave it out",
     looks_at=_captured,
 )

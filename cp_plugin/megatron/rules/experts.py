@@ -1,8 +1,8 @@
 """Rules of experts whose router decides from the tokens of one rank: statistics and limits over a sequence.
 
 Auxiliary losses, their logged values, the expert bias and quantile balancing are reduced over all ranks of a sequence
-by Megatron. What is in ``RULES`` is not: with context parallelism each rank would decide from its own part. What is in
-``PADDING`` would count padding (``--cp-pad-sequence``), or ignore the padded length.
+by Megatron. What these rules refuse is not: with context parallelism each rank would decide from its own part, or count
+padding (``--cp-pad-sequence``), or ignore the padded length.
 """
 
 from __future__ import annotations
@@ -47,6 +47,33 @@ def _sequences_of_packs(run: Run) -> Found:
     return when(lossy, packed=run.packed, batch=args.micro_batch_size)
 
 
+_UNMASKED = ("quantile_balancing",)  # load balancing without padding masks
+_FIX = "leave it out, or use a --seq-length that needs no padding"
+
+
+def _with_experts(found: Callable[[Run], Found]) -> Callable[[Run], Found]:
+    """Apply only to models with experts and padded sequences."""
+    return lambda run: found(run) if run.args.num_experts and run.padding else None
+
+
+@_with_experts
+def _balancing(run: Run) -> Found:
+    unmasked = [kind for kind in balancing(run.args) if kind in _UNMASKED]
+    return when(unmasked, kind=" ".join(unmasked), padding=run.padding)
+
+
+@_with_experts
+def _expert_bias(run: Run) -> Found:
+    wrong = run.args.moe_router_enable_expert_bias and not masks_expert_bias(run.version)
+    return when(wrong, version=run.version, padding=run.padding)
+
+
+@_with_experts
+def _packed_experts(run: Run) -> Found:
+    batch = run.args.micro_batch_size
+    return when(run.packed and batch > 1, packed=run.packed, batch=batch, padding=run.padding)
+
+
 RULES = (
     Rule(
         name="capacity of experts",
@@ -79,37 +106,6 @@ RULES = (
         looks_at=_sequences_of_packs,
         late=True,
     ),
-)
-
-
-_UNMASKED = ("quantile_balancing",)  # load balancing without padding masks
-_FIX = "leave it out, or use a --seq-length that needs no padding"
-
-
-def _with_experts(found: Callable[[Run], Found]) -> Callable[[Run], Found]:
-    """Apply only to models with experts and padded sequences."""
-    return lambda run: found(run) if run.args.num_experts and run.padding else None
-
-
-@_with_experts
-def _balancing(run: Run) -> Found:
-    unmasked = [kind for kind in balancing(run.args) if kind in _UNMASKED]
-    return when(unmasked, kind=" ".join(unmasked), padding=run.padding)
-
-
-@_with_experts
-def _expert_bias(run: Run) -> Found:
-    wrong = run.args.moe_router_enable_expert_bias and not masks_expert_bias(run.version)
-    return when(wrong, version=run.version, padding=run.padding)
-
-
-@_with_experts
-def _packed_experts(run: Run) -> Found:
-    batch = run.args.micro_batch_size
-    return when(run.packed and batch > 1, packed=run.packed, batch=batch, padding=run.padding)
-
-
-PADDING = (
     Rule(
         name="balancing of padding",
         example="--moe-router-load-balancing-type quantile_balancing --num-experts 4 --seq-length 62 --cp-pad-sequence",

@@ -21,18 +21,6 @@ def pattern_of(run: Run) -> str:
     return run.args.hybrid_layer_pattern or run.args.hybrid_override_pattern or ""
 
 
-def _hybrid(symbol: str, why: str, fix: str) -> Rule:
-    """Refuse a symbol in hybrid patterns."""
-    return Rule(
-        name=f"hybrid {symbol}",
-        example=f"--hybrid-layer-pattern {symbol}*",
-        what=f"{symbol} in --hybrid-layer-pattern {{pattern}}",
-        why=why,
-        fix=fix,
-        looks_at=lambda run: when(symbol in pattern_of(run), pattern=pattern_of(run)),
-    )
-
-
 def _divides_delta_net(run: Run) -> bool:
     """Whether gated delta net layers run on several context-parallel ranks."""
     return run.args.context_parallel_size > 1 and "G" in pattern_of(run)
@@ -101,7 +89,14 @@ RULES = (
             packed=run.packed,
         ),
     ),
-    _hybrid("D", "DeepSeek's sparse attention chooses its keys in Megatron's own layout", "use *"),
+    Rule(
+        name="hybrid D",
+        example="--hybrid-layer-pattern D*",
+        what="D in --hybrid-layer-pattern {pattern}",
+        why="DeepSeek's sparse attention chooses its keys in Megatron's own layout",
+        fix="use *",
+        looks_at=lambda run: when("D" in pattern_of(run), pattern=pattern_of(run)),
+    ),
     Rule(
         name="hybrid without attention",
         example="--hybrid-layer-pattern M-",

@@ -40,6 +40,11 @@ class Rule:
         NAMES.add(self.name)
 
     @property
+    def examples(self) -> list[str]:
+        """The command lines of ``example``."""
+        return self.example.split(" | ") if self.example else []
+
+    @property
     def text(self) -> str:
         """The unformatted message."""
         because = "; ".join(part for part in (self.why, self.fix) if part)

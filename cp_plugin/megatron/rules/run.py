@@ -67,6 +67,29 @@ class Run:
         tokens = self.args.seq_length * joined(self.args)
         return self.padded(tokens) - tokens
 
+    @property
+    def problem(self) -> Problem:
+        """One attention call of the model on one rank, with padding."""
+        args = self.args
+        tp = args.tensor_model_parallel_size
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        head_dim, v_head_dim = head_sizes(args)
+        return Problem(
+            seq_length=self.padded(args.seq_length * joined(args)),
+            size=args.context_parallel_size,
+            heads=args.num_attention_heads // tp,
+            kv_heads=max(1, groups // tp),
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            batch=args.micro_batch_size // joined(args),
+            dtype=args.params_dtype,
+            causal=True,
+            window=None if args.window_size is None else tuple(args.window_size),
+            documents=bool(packed_by(args)),
+            sink=args.softmax_type != "vanilla",
+            network=network_between("cpu" if cpu.active() else "cuda"),
+        )
+
 
 def packed_by(args: argparse.Namespace) -> list[str]:
     """The given flags that pack documents."""
@@ -83,25 +106,3 @@ def head_sizes(args: argparse.Namespace) -> tuple[int, int]:
     if args.multi_latent_attention:
         return args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
     return args.kv_channels, args.kv_channels
-
-
-def problem_of(args: argparse.Namespace) -> Problem:
-    """One attention call of the model on one rank."""
-    tp = args.tensor_model_parallel_size
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    head_dim, v_head_dim = head_sizes(args)
-    return Problem(
-        seq_length=args.seq_length * joined(args),
-        size=args.context_parallel_size,
-        heads=args.num_attention_heads // tp,
-        kv_heads=max(1, groups // tp),
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        batch=args.micro_batch_size // joined(args),
-        dtype=args.params_dtype,
-        causal=True,
-        window=None if args.window_size is None else tuple(args.window_size),
-        documents=bool(packed_by(args)),
-        sink=args.softmax_type != "vanilla",
-        network=network_between("cpu" if cpu.active() else "cuda"),
-    )
