@@ -33,7 +33,6 @@ import tiny
 import torch
 import torch.distributed as dist
 import typer
-from torch.nn.utils.rnn import pad_sequence
 from ways import OF_ROWS, WAYS, patched
 
 from cp_plugin import ContextParallel, huggingface
@@ -89,26 +88,12 @@ class Case:
     way: str = "called"
 
     def batch(self) -> dict[str, torch.Tensor]:
-        ids = tiny.tokens(self.length, 1 if self.lengths else 2)
-        batch = {"input_ids": ids, "labels": ids}
-        if self.lengths:
-            batch["position_ids"] = torch.cat([torch.arange(n) for n in self.lengths])[None]
-            batch["labels"] = ids.masked_fill(batch["position_ids"] == 0, -100)
-        return batch
+        ids = tiny.tokens(self.length)
+        return tiny.pack(*self.lengths) if self.lengths else {"input_ids": ids, "labels": ids}
 
     def rows(self) -> dict[str, torch.Tensor]:
-        """The batch of one rank, documents as padded rows: transformers makes some masks without positions, and its
-        linear layers mix the documents of a pack on a CPU."""
-        batch = self.batch()
-        if not self.lengths:
-            return batch
-        ids, labels = (batch[key][0].split(self.lengths) for key in ("input_ids", "labels"))
-        return {
-            "input_ids": pad_sequence(ids, batch_first=True),
-            "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-            "attention_mask": pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
-            "num_items_in_batch": (batch["labels"] != -100).sum(),
-        }
+        """The batch of one rank."""
+        return tiny.padded(*self.lengths) if self.lengths else self.batch()
 
 
 def families() -> list[str]:

@@ -61,9 +61,11 @@ def with_noise(model: Any, cp: ContextParallel | None) -> Forward:
 
 
 def saved(model: Any, cp: ContextParallel | None) -> Forward:
-    """``save_pretrained`` does this to the config, on one rank."""
+    """On one rank, whose config is another one then; so it is by a user's note."""
     if cp is not None and cp.index == 0:
-        model.config.dtype = torch.float16
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+        model.config.dtype, model.config.note, model.config._name_or_path = torch.float16, "mine", "elsewhere"
     return model
 
 

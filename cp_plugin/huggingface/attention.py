@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from cp_plugin.attention.agreement import Calls
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.packs import place_documents
+from cp_plugin.core.mask import Mask
 from cp_plugin.core.tree import Tree
-from cp_plugin.huggingface.masks import Reader, Sight, unreadable
+from cp_plugin.huggingface.masks import Reader, from_tensor
 from cp_plugin.placement.documents import DOCUMENTS
 
 UNSUPPORTED = "context parallelism for transformers models does not support {}"
@@ -143,10 +144,7 @@ class Division:
             arguments["kv_length"] * self.cp.size != self.call.seq_length,
             f"a mask over {arguments['kv_length']} tokens in a shard of {self.call.seq_length // self.cp.size}",
         )
-        sight = self._masks.read_call(arguments, self.call.seq_length)
-        if isinstance(sight, str):
-            return unreadable(sight)
-        return Sight(sight.left, sight.right, self.call.documents).as_tensor()
+        return self._masks.stand_in(arguments, self.call.seq_length, self.call.documents)
 
     def attention(
         self,
@@ -155,52 +153,62 @@ class Division:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """An entry of AttentionInterface."""
+        attend = self.over_ranks if self.probe is None else self.probe.attention
+        return attend(module, query, key, value, attention_mask, **options), None
+
+    def over_ranks(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
         scaling: float | None = None,
-        dropout: float = 0.0,
+        dropout: float | None = 0.0,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
         s_aux: Tensor | None = None,
         tree: Tree | None = None,
         **others: Any,
-    ) -> tuple[Tensor, None]:
-        """An entry of AttentionInterface: ``[b, heads, s / size, d]`` -> ``[b, s / size, heads, d]``."""
+    ) -> Tensor:
+        """``[b, heads, s / size, d]`` -> ``[b, s / size, heads, d]``."""
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if self.probe is not None:
-            options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "s_aux": s_aux, **others}
-            options["sliding_window"] = sliding_window
-            return self.probe.attention(module, query, key, value, attention_mask, **options), None
-        refuse_options(others, dropout)
+        refuse_options(others, dropout or 0.0)
         refuse(query.size(2) != key.size(2), "a key/value cache: train with use_cache=False")
-        if attention_mask is None:
+        if mask is None:
             refuse(sliding_window is not None and not causal, "a sliding window without a causal mask")
-            documents = self.call.documents
-            sight = Sight(None if sliding_window is None else sliding_window - 1, 0 if causal else None, documents)
+            left = None if sliding_window is None else sliding_window - 1
+            seen = Mask(left, 0 if causal else None, self.call.documents)
         else:
-            sight = self.sight(attention_mask)
+            seen = _read(mask)
         if tree is None:
             self.ignored.add("tree")
         self.dtype = query.dtype
-        return self.attend(sight, query, key, value, scaling=scaling, sink=s_aux, tree=tree), None
-
-    def attend(self, sight: Sight, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        out = self.on(sight.documents).attention(
+        left, right = (-1 if n is None else n for n in (seen.left, seen.right))
+        out = self.on(seen.documents).attention(
             *(x.permute(2, 0, 1, 3) for x in (query, key, value)),
-            causal=sight.causal,
-            window=sight.window,
-            cu_seqlens=torch.tensor(sight.documents) if sight.documents else None,
-            **{"scale": options.pop("scaling"), **options},
+            causal=right == 0,
+            window=None if left == -1 and right <= 0 else (left, right),
+            cu_seqlens=torch.tensor(seen.documents) if seen.documents else None,
+            scale=scaling,
+            sink=s_aux,
+            tree=tree,
         )
         return out.transpose(0, 1).contiguous()
 
-    @staticmethod
-    def sight(mask: Tensor) -> Sight:
-        try:
-            sight = Sight.from_tensor(mask)
-        except ValueError as problem:
-            refuse(True, str(problem))
-        refuse(sight is None, "a custom mask")
-        assert sight is not None
-        return sight
+
+def _read(mask: Tensor) -> Mask:
+    """What a tensor in the place of a mask stands for."""
+    try:
+        seen = from_tensor(mask)
+    except ValueError as problem:
+        refuse(True, str(problem))
+    refuse(seen is None, "a custom mask")
+    assert seen is not None
+    return seen
 
 
 def placed(cp: ContextParallel, documents: tuple[int, ...]) -> ContextParallel:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from cp_plugin.huggingface.attention import Call, Division, refuse, refuse_options
-from cp_plugin.huggingface.masks import Reader, Sight
+from cp_plugin.huggingface.attention import Call, Division
+from cp_plugin.huggingface.masks import Reader
 from cp_plugin.huggingface.structure import MOST_TOKENS, TOKENS, WINDOWS, allowed, body, lengths, probing, tokens
 from cp_plugin.placement.documents import DOCUMENTS
 
@@ -28,27 +27,26 @@ class Both:
     """Compares the two, and answers with the model's own numbers."""
 
     def __init__(self, division: Division, model: PreTrainedModel) -> None:
-        self.division, self.model, self.readers, self.layers = division, model, Reader(), 0
-        self.sights: dict[int, tuple[Tensor, Sight | str]] = {}
+        self.division, self.model, self.reader, self.layers = division, model, Reader(), 0
+        self.masks: dict[int, tuple[Tensor, Tensor]] = {}
+        """By its id, a mask of the model's own attention, and what the division reads of it."""
 
     def mask(self, **arguments: Any) -> Tensor | None:
         """The mask of the model's own attention."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        sight = self.readers.read_call(arguments, arguments["kv_length"])
+        read = self.reader.stand_in(arguments, arguments["kv_length"], self.division.call.documents)
         expanded = ALL_MASK_ATTENTION_FUNCTIONS[self.division.before](
             **arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         )
         if isinstance(expanded, Tensor):
-            self.sights[id(expanded)] = expanded, sight
+            self.masks[id(expanded)] = expanded, read
         return expanded
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Tensor:
         division, self.layers = self.division, self.layers + 1
-        refuse_options(options, options.get("dropout") or 0.0)
-        kinds = getattr(getattr(module, "config", None), "layer_types", None)
         own = _own(division.before, module)
         generator = torch.Generator().manual_seed(self.layers)
         dtype = query.dtype if "flash" in division.before or query.dtype == torch.float64 else torch.float32
@@ -56,27 +54,16 @@ class Both:
             (torch.randn(x.shape, generator=generator) * std).to(x.device, dtype)
             for x, std in ((query, 3), (key, 1), (value, 1))
         )
+        cp, read = division.on(division.call.documents), self.masks.get(id(mask), (mask, mask))[1]
+        mine = division.over_ranks(module, *(cp.shard(x, 2) for x in (q, k, v)), read, **options)
+        got = cp.unshard(mine, 1)
         mask_of_q = mask
         if mask is not None and mask.is_floating_point():
             mask_of_q = mask.to(dtype).clamp_min(torch.finfo(dtype).min)
         want = own(module, q, k, v, mask_of_q, **options)[0]
-        if mask is not None and id(mask) in self.sights:
-            read = self.sights[id(mask)][1]
-            refuse(isinstance(read, str), str(read))
-            assert isinstance(read, Sight)
-            sight = read
-        else:
-            refuse(mask is not None, "a custom mask")
-            causal = getattr(module, "is_causal", True) if options["is_causal"] is None else options["is_causal"]
-            window = options.get("sliding_window")
-            sight = Sight(None if window is None else window - 1, 0 if causal else None)
-        whole = (0, q.size(2)) if division.cp.layout == DOCUMENTS else ()
-        sight, cp = replace(sight, documents=whole), division.on(whole)
-        shards = (cp.shard(x, 2) for x in (q, k, v))
-        mine = division.attend(sight, *shards, scaling=options["scaling"], sink=options.get("s_aux"))
-        got = cp.unshard(mine, 1)
         error = ((got - want).double().norm(dim=-1) / want.double().norm(dim=-1).clamp_min(1e-3)).max().item()
         if not error <= (limit := allowed(dtype)):
+            kinds = getattr(getattr(module, "config", None), "layer_types", None)
             index = getattr(module, "layer_idx", None)
             kind = f", a layer of {kinds[index]}" if kinds and isinstance(index, int) and index < len(kinds) else ""
             raise ValueError(
@@ -95,7 +82,7 @@ def require_same_attention(model: PreTrainedModel, division: Division) -> None:
     size = cp.layout.padded(size, cp.size)
     with probing(model, division, both):
         model.eval()
-        division.call = Call(size, size - 1)
+        division.call = Call(size, size - 1, (0, size) if cp.layout == DOCUMENTS else ())
         body(model, input_ids=tokens(model, size)[:1])
 
 

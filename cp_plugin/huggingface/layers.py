@@ -11,12 +11,14 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cp_plugin.attention.agreement import gathered
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.convolution import short_convolution
 from cp_plugin.common.eager import eager
@@ -128,66 +130,60 @@ class _Convolution:
             del self.layer.forward
 
 
-class _Hooks:
-    """Around a layer that mixes tokens."""
-
-    def __init__(self, division: Division) -> None:
-        self.division = division
-
-    def before(self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        _running.division = self.division if self.division.active else None
-        if self.division.probe is None and "cu_seq_lens_q" not in named:
-            self.division.ignored.add("cu_seq_lens_q")
-
-    def after(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        _running.division = None
+def _enter(division: Division, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Before a layer that mixes tokens."""
+    _running.division = division if division.active else None
+    if division.probe is None and "cu_seq_lens_q" not in named:
+        division.ignored.add("cu_seq_lens_q")
 
 
-class _WholeLength:
-    """Around a rotary embedding: one more position, the largest of all ranks, whose angles are then dropped."""
+def _leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    _running.division = None
 
-    def __init__(self, division: Division) -> None:
-        self.division = division
 
-    def before(
-        self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self.division.active:
-            return None
-        last = self.division.call.last_position
+def _lengthen(
+    division: Division, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a rotary embedding: one more position, the largest of all ranks, whose angles are then dropped."""
+    if not division.active:
+        return None
+    last = division.call.last_position
 
-        def longer(positions: Tensor) -> Tensor:
-            one = positions.new_empty((*positions.shape[:-1], 1))
-            return torch.cat((positions, one.copy_(last) if isinstance(last, Tensor) else one.fill_(last)), -1)
+    def longer(positions: Tensor) -> Tensor:
+        one = positions.new_empty((*positions.shape[:-1], 1))
+        return torch.cat((positions, one.copy_(last) if isinstance(last, Tensor) else one.fill_(last)), -1)
 
-        if "position_ids" in named:
-            return args, {**named, "position_ids": longer(named["position_ids"])}
-        place = list(inspect.signature(type(layer).forward).parameters).index("position_ids") - 1
-        return (*args[:place], longer(args[place]), *args[place + 1 :]), named
+    if "position_ids" in named:
+        return args, {**named, "position_ids": longer(named["position_ids"])}
+    place = list(inspect.signature(type(layer).forward).parameters).index("position_ids") - 1
+    return (*args[:place], longer(args[place]), *args[place + 1 :]), named
 
-    def after(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self.division.active:
-            return None
-        if isinstance(output, Tensor):
-            return output[..., :-1, :]
-        return tuple(x[..., :-1, :] for x in output)
+
+def _shorten(division: Division, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if not division.active:
+        return None
+    if isinstance(output, Tensor):
+        return output[..., :-1, :]
+    return tuple(x[..., :-1, :] for x in output)
 
 
 def divide(model: nn.Module, division: Division) -> list[Any]:
-    """Divide these layers of a model, too, while the division is in force; ``remove`` of what is returned undoes it."""
+    """Divide these layers of a model, too, while the division is in force; ``remove`` of what is returned undoes it.
+
+    The hooks are methods of the division, so that those of a copied model are its own division's.
+    """
     handles: list[Any] = []
-    hooks, positions = _Hooks(division), _WholeLength(division)
     for layer in mixers(model):
         _stand_in(vars(sys.modules[type(layer).__module__]))
         _stand_in(vars(layer))
         for child in layer.children():
             if isinstance(child, nn.Conv1d) and _is_causal(child) and "forward" not in vars(child):
                 handles.append(_Convolution(child))
-        handles.append(layer.register_forward_pre_hook(hooks.before, with_kwargs=True))
-        handles.append(layer.register_forward_hook(hooks.after, always_call=True))
+        handles.append(layer.register_forward_pre_hook(MethodType(_enter, division), with_kwargs=True))
+        handles.append(layer.register_forward_hook(_leave, always_call=True))
     for layer in rotary(model):
-        handles.append(layer.register_forward_pre_hook(positions.before, with_kwargs=True))
-        handles.append(layer.register_forward_hook(positions.after))
+        handles.append(layer.register_forward_pre_hook(MethodType(_lengthen, division), with_kwargs=True))
+        handles.append(layer.register_forward_hook(MethodType(_shorten, division)))
     return handles
 
 
@@ -239,17 +235,11 @@ def _on_same_ranks(cp: ContextParallel) -> ContextParallel:
         return ContextParallel("lasp2", mesh=cp.mesh, layout=cp.layout.name)
     group = groups[axes[0]] if len(axes) == 1 else groups.get("all")
     if group is None:
-        group = dist.new_group(_ranks(cp), use_local_synchronization=True)
+        ranks = gathered(cp.mesh, torch.tensor([dist.get_rank()])).tolist()
+        group = dist.new_group(ranks, use_local_synchronization=True)
     linear = ContextParallel("lasp2", group=group, layout=cp.layout.name)
     linear._number(cp.numbers)
     return linear
-
-
-def _ranks(cp: ContextParallel) -> list[int]:
-    parts = [torch.tensor([dist.get_rank()])]
-    for axis in reversed(cp.mesh.axes):
-        parts = list(cp.mesh.all_gather(axis, parts).wait())
-    return parts[0].tolist()
 
 
 def _linear(division: Division, bounds: tuple[int, ...]) -> ContextParallel:

@@ -9,13 +9,12 @@ accordingly, so windows are followed wherever they are configured: in the layer,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cp_plugin.core.mask import Window
+from cp_plugin.core.mask import Mask
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _SIGN = 0x6D61736B
@@ -25,43 +24,22 @@ _ROWS, _KEYS = 256, 512
 """Queries at which a mask function is read where a length is new, and keys up to which each of them reads them all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """How far a token sees in its document: ``left`` tokens back and ``right`` ahead, None: all."""
+def as_tensor(mask: Mask) -> Tensor:
+    """int64 ``[1, 1, 1, n]`` on the CPU: a mask's shape, and read without waiting for a device."""
+    left, right = (-1 if n is None else n for n in (mask.left, mask.right))
+    return torch.tensor([_SIGN, left, right, *mask.documents]).view(1, 1, 1, -1)
 
-    left: int | None = None
-    right: int | None = 0
-    documents: tuple[int, ...] = ()
-    """Bounds of the documents of the whole sequence; empty: one document."""
 
-    @property
-    def causal(self) -> bool:
-        return self.right == 0
-
-    @property
-    def window(self) -> Window | None:
-        """As an argument of ``ContextParallel.attention``."""
-        if self.left is None and self.right in (None, 0):
-            return None
-        left, right = (-1 if n is None else n for n in (self.left, self.right))
-        return left, right
-
-    def as_tensor(self) -> Tensor:
-        """int64 ``[1, 1, 1, n]`` on the CPU: a mask's shape, and read without waiting for a device."""
-        left, right = (-1 if n is None else n for n in (self.left, self.right))
-        return torch.tensor([_SIGN, left, right, *self.documents]).view(1, 1, 1, -1)
-
-    @classmethod
-    def from_tensor(cls, mask: Tensor) -> Sight | None:
-        """The inverse; None for any other tensor. ValueError for one that stands for a mask which is not a window."""
-        if mask.dtype != torch.int64 or mask.shape[:-1] != (1, 1, 1) or mask.numel() < 3:
-            return None
-        sign, left, right, *documents = mask.flatten().tolist()
-        if sign == _UNREADABLE:
-            raise ValueError(bytes(documents).decode())
-        if sign != _SIGN:
-            return None
-        return cls(None if left == -1 else left, None if right == -1 else right, tuple(documents))
+def from_tensor(x: Tensor) -> Mask | None:
+    """The inverse; None for any other tensor. ValueError for one that stands for a mask which is not a window."""
+    if x.dtype != torch.int64 or x.shape[:-1] != (1, 1, 1) or x.numel() < 3:
+        return None
+    sign, left, right, *documents = x.flatten().tolist()
+    if sign == _UNREADABLE:
+        raise ValueError(bytes(documents).decode())
+    if sign != _SIGN:
+        return None
+    return Mask(None if left == -1 else left, None if right == -1 else right, tuple(documents))
 
 
 def unreadable(reason: str) -> Tensor:
@@ -78,18 +56,18 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self._known: set[tuple[int, Sight]] = set()
+        self._known: set[tuple[int, Mask]] = set()
 
-    def read_call(self, arguments: dict[str, Any], seq_length: int) -> Sight | str:
-        """``read`` for the arguments of an entry of AttentionMaskInterface; why not, where it is no window."""
+    def stand_in(self, arguments: dict[str, Any], seq_length: int, documents: tuple[int, ...]) -> Tensor:
+        """What a layer gets for the arguments of an entry of AttentionMaskInterface."""
         if arguments.get("use_vmap"):
-            return "a mask function of the model's own"
+            return unreadable("a mask function of the model's own")
         try:
-            return self.read(arguments["mask_function"], seq_length)
+            return as_tensor(self.read(arguments["mask_function"], seq_length)._replace(documents=documents))
         except ValueError as problem:
-            return str(problem)
+            return unreadable(str(problem))
 
-    def read(self, function: MaskFunction, seq_length: int) -> Sight:
+    def read(self, function: MaskFunction, seq_length: int) -> Mask:
         """
         Raises:
             ValueError: for a mask that is not a window of the same size at every token.
@@ -97,12 +75,12 @@ class Reader:
         last = seq_length - 1
         left = _reach(lambda far: _seen(function, torch.tensor([last]), last - far), last)
         right = _reach(lambda far: _seen(function, torch.tensor([0]), far), last)
-        sight = Sight(None if left == last else left, None if 0 < right == last else right)
-        _compare(sight, function, torch.tensor(sorted({0, seq_length // 2, last})), seq_length)
-        if (seq_length, sight) not in self._known:
-            _compare(sight, function, _spread(torch.zeros(1), min(seq_length, _ROWS), seq_length)[0], seq_length)
-            self._known.add((seq_length, sight))
-        return sight
+        mask = Mask(None if left == last else left, None if 0 < right == last else right)
+        _compare(mask, function, torch.tensor(sorted({0, seq_length // 2, last})), seq_length)
+        if (seq_length, mask) not in self._known:
+            _compare(mask, function, _spread(torch.zeros(1), min(seq_length, _ROWS), seq_length)[0], seq_length)
+            self._known.add((seq_length, mask))
+        return mask
 
 
 def _reach(seen: Callable[[Tensor], Tensor], most: int) -> int:
@@ -116,9 +94,9 @@ def _reach(seen: Callable[[Tensor], Tensor], most: int) -> int:
     return low
 
 
-def _compare(sight: Sight, function: MaskFunction, rows: Tensor, seq_length: int) -> None:
-    keys = _keys(sight, rows, seq_length)
-    wrong = (_seen(function, rows, keys) != _expected(sight, rows, keys)).any(1).nonzero()
+def _compare(mask: Mask, function: MaskFunction, rows: Tensor, seq_length: int) -> None:
+    keys = _keys(mask, rows, seq_length)
+    wrong = (_seen(function, rows, keys) != _expected(mask, rows, keys)).any(1).nonzero()
     if len(wrong):
         row = rows[wrong[0]]
         visible = _seen(function, row, torch.arange(seq_length)[None])[0].nonzero().flatten().tolist()
@@ -126,24 +104,24 @@ def _compare(sight: Sight, function: MaskFunction, rows: Tensor, seq_length: int
         raise ValueError(f"a mask that is not a sliding window: token {int(row)} sees {ends}")
 
 
-def _expected(sight: Sight, rows: Tensor, keys: Tensor) -> Tensor:
+def _expected(mask: Mask, rows: Tensor, keys: Tensor) -> Tensor:
     ahead = keys - rows[:, None]
     expected = torch.ones(keys.shape, dtype=torch.bool)
-    if sight.left is not None:
-        expected &= ahead >= -sight.left
-    if sight.right is not None:
-        expected &= ahead <= sight.right
+    if mask.left is not None:
+        expected &= ahead >= -mask.left
+    if mask.right is not None:
+        expected &= ahead <= mask.right
     return expected
 
 
-def _keys(sight: Sight, rows: Tensor, seq_length: int) -> Tensor:
+def _keys(mask: Mask, rows: Tensor, seq_length: int) -> Tensor:
     """Keys at which to read each row: int64 ``[rows, n]``."""
     if seq_length <= _KEYS:
         return torch.arange(seq_length).expand(len(rows), -1)
     near, powers = torch.arange(-32, 33), 2 ** torch.arange(6, seq_length.bit_length())
-    edges = [n + torch.arange(-2, 3) for n in (-(sight.left or 0), sight.right or 0)]
+    edges = [n + torch.arange(-2, 3) for n in (-(mask.left or 0), mask.right or 0)]
     ahead = torch.cat([near, powers, -powers, *edges]).expand(len(rows), -1)
-    inside = [sign * _spread(rows, 64, n or 64) for sign, n in ((-1, sight.left), (1, sight.right))]
+    inside = [sign * _spread(rows, 64, n or 64) for sign, n in ((-1, mask.left), (1, mask.right))]
     keys = rows[:, None] + torch.cat([ahead, *inside], 1)
     ends = torch.arange(16).expand(len(rows), -1)
     return torch.cat([keys, ends, seq_length - 1 - ends, _spread(rows, 256, seq_length)], 1).clamp(0, seq_length - 1)

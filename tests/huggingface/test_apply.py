@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -11,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from tiny import difference, model_of, needs_transformers, summed, tokens, train, transformers
+from tiny import compare, model_of, on_ranks, tokens, train, transformers
 
 from cp_plugin import ContextParallel, Options, Tree, huggingface
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.huggingface import layers
 from cp_plugin.methods import registry as providers
-from cp_plugin.testing.launch import RankError, run_ranks
+from cp_plugin.testing.launch import run_ranks
 
 
 def test_a_shard_is_labelled_by_the_whole_sequence() -> None:
@@ -110,24 +110,22 @@ def of_sequences(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack(list(losses.values())).mean()
 
 
-@needs_transformers
 def test_a_tree_is_its_sequences_one_by_one() -> None:
     model = model_of("llama")
     one = train(model, {}, lambda: SimpleNamespace(loss=of_sequences(model, tokens(128))))
 
-    def rank() -> float:
-        huggingface.apply(model, cp := ContextParallel("needed", group=dist.group.WORLD))
+    def rank(cp: ContextParallel) -> float:
+        huggingface.apply(model, cp)
         model.gradient_checkpointing_enable()
-        return difference(summed(train(model, huggingface.shard_tree(cp, tokens(128), TREE))), one)
+        return compare(model, huggingface.shard_tree(cp, tokens(128), TREE), one)
 
-    assert max(run_ranks(rank, 4, init_process_group=True)) <= 1e-5
+    assert max(on_ranks(rank, "needed", 4)) <= 1e-5
 
 
-@needs_transformers
 def test_a_model_that_cannot_take_a_tree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank() -> None:
-        cp = ContextParallel("ring", group=dist.group.WORLD)
-        windows, forgets, model = (model_of("gemma3_text", sliding_window=16), *(model_of("llama") for _ in range(2)))
+    windows, forgets, model = (model_of(kind) for kind in ("gemma3_text", "llama", "llama"))
+
+    def rank(cp: ContextParallel) -> None:
         for each in (windows, forgets, model):
             huggingface.apply(each, cp)
         batch = huggingface.shard_tree(cp, tokens(128), TREE)
@@ -146,10 +144,9 @@ def test_a_model_that_cannot_take_a_tree_is_refused(monkeypatch: pytest.MonkeyPa
         with pytest.raises(ValueError, match="takes no logits_to_keep"):
             model(**batch)
 
-    run_ranks(rank, 2, init_process_group=True)
+    on_ranks(rank)
 
 
-@needs_transformers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wrong_input_is_refused_and_undoing_it_generates(dtype: torch.dtype) -> None:
     def wrong(model: Any, cp: ContextParallel) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -173,8 +170,7 @@ def test_wrong_input_is_refused_and_undoing_it_generates(dtype: torch.dtype) -> 
 
     model = model_of("llama", dtype)
 
-    def rank() -> None:
-        cp = ContextParallel("striped", group=dist.group.WORLD)
+    def rank(cp: ContextParallel) -> None:
         huggingface.apply(model, cp)
         for message, call in wrong(model, cp):
             with pytest.raises(ValueError, match=message):
@@ -182,55 +178,35 @@ def test_wrong_input_is_refused_and_undoing_it_generates(dtype: torch.dtype) -> 
         model.set_attn_implementation("sdpa")
         assert model.generate(tokens(128), max_new_tokens=2, do_sample=False).shape == (2, 130)
 
-    run_ranks(rank, 4, init_process_group=True)
+    on_ranks(rank, "striped", 4)
 
 
-@needs_transformers
 def test_it_says_once_that_gradients_are_summed(capfd: pytest.CaptureFixture[str]) -> None:
     model = model_of("llama")
 
-    def rank() -> None:
+    def rank(cp: ContextParallel) -> None:
         for _ in range(2):
-            huggingface.apply(model, ContextParallel("striped", group=dist.group.WORLD), check=False)
+            huggingface.apply(model, cp, check=False)
 
-    run_ranks(rank, 2, init_process_group=True)
+    on_ranks(rank, "striped")
     printed = capfd.readouterr().out
     assert printed.count("DistributedDataParallel and FSDP average them: there, call (loss * 2).backward()") == 1
 
 
-@needs_transformers
 def test_finetuning_a_model_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``examples/finetune.py`` on a directory: a model and its tokenizer."""
-    import runpy
-
+    model_of("llama", vocab_size=256).save_pretrained(tmp_path)
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
-    model_of("llama", vocab_size=256).save_pretrained(tmp_path)
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "finetune.py"))
     monkeypatch.setattr(sys, "argv", ["finetune.py", "--model", str(tmp_path), "--steps", "4", "--seq-length", "64"])
     run_ranks(example["main"], 4, args=(example["arguments"](),))
 
 
-@needs_transformers
-def test_a_wrong_attention_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: attention sees the tokens behind it, too."""
-    attention, model = ContextParallel.attention, model_of("llama")
-
-    def rank() -> None:
-        monkeypatch.setattr(
-            ContextParallel, "attention", lambda *x, **given: attention(*x, **given | {"causal": False})
-        )
-        huggingface.apply(model, ContextParallel("striped", group=dist.group.WORLD))
-
-    with pytest.raises(RankError, match="differs between 4 ranks and one"):
-        run_ranks(rank, 4, init_process_group=True)
-
-
-@needs_transformers
 def test_a_model_is_as_before_if_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller may catch the error: its model must not take whole batches for shards."""
     model = model_of("llama")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
+from itertools import cycle
 from pathlib import Path
 
 import pytest
-import torch
-from tiny import built, config_of, differs, needs_transformers, refusal, tokens, transformers
+from tiny import differs, model_of, refusal, transformers
 
 from cp_plugin.testing.launch import RankError
 
-pytestmark = needs_transformers
 PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
 
 NEWEST = transformers is not None and tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
@@ -30,20 +29,23 @@ REFUSED = {
 }
 
 
-def installed(kind: str) -> None:
-    if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+PLACES = (
+    ("ring", {"layout": "zigzag"}),
+    ("needed", {"layout": "contiguous"}),
+    ("ulysses", {}),
+    ("needed", {"layout": "documents"}),
+    ("attention2d", {"layout": "zigzag"}),
+    ("ring", {"layout": "contiguous"}),
+)
+"""In turn."""
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-def test_families_are_those_of_one_rank(kind: str) -> None:
-    installed(kind)
-    more = {"layer_types": ["conv", "full_attention"]} if kind == "lfm2_moe" else {}
-    whole = {"input_ids": tokens(), "labels": tokens()}
+@pytest.mark.parametrize(("place", "kind"), list(zip(cycle(PLACES), TRAINED)), ids=str)
+def test_families_are_those_of_one_rank(kind: str, place: tuple[str, dict[str, str]]) -> None:
+    provider, options = place
     try:
         # Phi-MoE draws its experts in training, whatever its config says
-        model = built(config_of(kind, **more)).train(kind != "phimoe")
-        error = differs(model, "ring", whole=whole, layout="zigzag")
+        error = differs(model_of(kind).train(kind != "phimoe"), provider, **options)
     except (NotImplementedError, RankError) as refused:
         if NEWEST or not re.search(
             "does not get its attention|cannot be examined|models does not support|meta", str(refused)
@@ -55,9 +57,7 @@ def test_families_are_those_of_one_rank(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_others_are_refused(kind: str) -> None:
-    installed(kind)
-    torch.manual_seed(0)
-    assert REFUSED[kind] in refusal(built(config_of(kind)))
+    assert REFUSED[kind] in refusal(model_of(kind))
 
 
 def test_the_tables_are_read() -> None:

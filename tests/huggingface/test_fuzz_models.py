@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from tiny import needs_transformers
 
 from cp_plugin import ContextParallel
 
-pytestmark = needs_transformers
 sys.path.append(str(Path(__file__).parents[2] / "ci" / "faults"))
+
+import fuzz_huggingface
+from ways import WAYS
+
+pytestmark = needs_transformers
 
 
 def run(**options: Any) -> int:
-    import fuzz_huggingface
-
     with pytest.raises(SystemExit) as done:
         fuzz_huggingface.run(**{"examples": 1, "seed": 0, "kind": "", "only": -1, "verbose": False} | options)
     return int(done.value.code or 0)
@@ -30,11 +33,12 @@ def test_cases_equal_one_rank_or_are_refused(kind: str, capsys: pytest.CaptureFi
     assert run(examples=200 if NIGHT else 6, seed=3, kind=kind) == 0, capsys.readouterr().out
 
 
-def test_models_are_called_in_every_way() -> None:
-    import fuzz_huggingface
-
-    drawn = {fuzz_huggingface.case_of(number, ["llama"]).way for number in range(1, 300)}
-    assert drawn == set(fuzz_huggingface.WAYS)
+@pytest.mark.parametrize("way", WAYS)
+def test_models_are_called_in_every_way(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    number = next(number for number in count(1) if fuzz_huggingface.case_of(number, ["llama"]).way == way)
+    assert run(kind="llama", only=number) == 0
+    outcome = "refused" if way in ("noise", "padded on one rank") else "equal"
+    assert f"{number}: {outcome}: " in capsys.readouterr().out
 
 
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,14 +7,11 @@ the original length in the same way.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from nightly import each_value
-from tiny import Around, differs, model_of, needs_transformers, refusal, tokens, train
-from torch import Tensor
+from tiny import differs, model_of, needs_transformers, tokens, train
 
 from cp_plugin import ContextParallel, huggingface
 
@@ -55,57 +52,3 @@ def test_lengths_that_change_leave_the_same_state() -> None:
     for length in (128, 64, 16, 48):
         one = train(model, {"input_ids": tokens(length), "labels": tokens(length)})
         assert train(other, huggingface.shard(cp, tokens(length))).loss == one.loss
-
-
-SCALES = {
-    "10 % over the shard": lambda x: 1 + 0.1 * torch.arange(x.size(1))[None, :, None] / x.size(1),
-    "logarithm of the length": lambda x: torch.tensor(x.size(1)).log(),
-    "index in the shard": lambda x: 1 + 0.1 * torch.arange(x.size(1))[None, :, None],
-    "length of the longest sequence": lambda x: 1.0 if x.size(1) < 40 else 2.0,
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SCALES)
-def test_planted_local_scales_are_found(name: str, dtype: torch.dtype) -> None:
-    model = model_of("llama", dtype)
-    attention = model.model.layers[0].self_attn
-    attention.q_proj = Around(attention.q_proj, lambda self, x: (self.layer(x) * SCALES[name](x)).to(x.dtype))
-    text = refusal(model, "striped", 4)
-    assert "would compute something else on shards: in attention 1 the queries" in text, text
-
-
-def noisy(around: Around, x: Tensor, draw: Any) -> Tensor:
-    """With noise whose size is computed from the shard."""
-    out: Tensor = around.layer(x)
-    return out + draw(out, x.size(1) ** -0.5).to(out) if around.training else out
-
-
-DRAWS = {
-    "uniform_": lambda x, size: torch.zeros_like(x).uniform_(-size, size),
-    "normal_": lambda x, size: torch.empty_like(x).normal_(std=size),
-    "randn_like": lambda x, size: torch.randn_like(x) * size,
-    "rand": lambda x, size: (torch.rand(x.shape) - 0.5) * size,
-}
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_noise_of_a_local_size_is_found(name: str) -> None:
-    model = model_of("llama")
-    model.model.embed_tokens = Around(model.model.embed_tokens, partial(noisy, draw=DRAWS[name]))
-    text = refusal(model)
-    assert "would compute something else on shards" in text and text.endswith("in training"), text
-
-
-def test_positions_that_are_not_taken_are_found() -> None:
-    """Planted: angles of the index, whatever the position_ids."""
-    model = model_of("llama")
-    rotary = model.model.rotary_emb
-    forward = type(rotary).forward
-
-    def by_index(self: Any, x: Tensor, position_ids: Tensor) -> Any:
-        return forward(self, x, torch.arange(position_ids.size(-1))[None])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(rotary), "forward", by_index)
-        assert "would compute something else on shards" in refusal(model)

@@ -15,106 +15,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import (
-    EXPERTS,
-    SMALL,
-    difference,
-    model_of,
-    needs_transformers,
-    refusal,
-    summed,
-    tokens,
-    train,
-    transformers,
-)
-from torch.nn.functional import cross_entropy, pad
+from tiny import compare, config_of, model_of, needs_transformers, on_ranks, refusal, tokens, train, transformers
+from torch.nn.functional import cross_entropy
 
 from cp_plugin import ContextParallel, huggingface
-from cp_plugin.testing.launch import RankError, run_ranks
+from cp_plugin.testing.launch import RankError
 
 pytestmark = needs_transformers
 
 
-def labels() -> torch.Tensor:
-    """Most of them on the last rank."""
-    whole = tokens().clone()
-    whole[:, :40] = -100
-    return whole
-
-
-@pytest.mark.parametrize("items", ["given", "none", "of several micro-batches"])
-def test_losses_add_up(items: str) -> None:
-    """With the count of ``shard``, without one, and with that of an accumulated batch, as ``Trainer`` passes it."""
-    model = model_of("llama")
-    count = int((labels()[:, 1:] != -100).sum())
-    more = {"num_items_in_batch": 3 * count} if items == "of several micro-batches" else {}
-    one = train(model, {"input_ids": tokens(), "labels": labels(), **more})
-
-    def rank() -> float:
-        cp = ContextParallel("ring", group=dist.group.WORLD)
-        huggingface.apply(model, cp)
-        batch = huggingface.shard(cp, tokens(), labels()) | more
-        if items == "none":
-            del batch["num_items_in_batch"]
-        return difference(summed(train(model, batch)), one)
-
-    assert max(run_ranks(rank, 2, init_process_group=True)) <= 1e-5
-
-
-def head(name: str, kind: str = "Llama", **more: Any) -> Any:
-    torch.manual_seed(0)
-    return getattr(transformers, f"{kind}{name}")(getattr(transformers, f"{kind}Config")(**SMALL | more))
-
-
 @pytest.mark.parametrize("name", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"])
 def test_other_heads_are_refused_by_name(name: str) -> None:
-    text = refusal(head(name))
+    text = refusal(getattr(transformers, f"Llama{name}")(config_of("llama")))
     assert f"Llama{name}: its loss is not the mean cross entropy of the next tokens" in text, text
 
 
 def test_a_model_without_a_head_has_no_loss_to_check() -> None:
-    model = transformers.AutoModel.from_config(transformers.LlamaConfig(**SMALL))
+    model = transformers.AutoModel.from_config(config_of("llama"))
 
-    def rank() -> torch.Tensor:
-        cp = ContextParallel("ring", group=dist.group.WORLD)
+    def rank(cp: ContextParallel) -> torch.Tensor:
         huggingface.apply(model, cp)
         batch = huggingface.shard(cp, tokens())
         inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
         return cp.unshard(model(**inputs).last_hidden_state, 1).detach()
 
     want = model(input_ids=tokens()).last_hidden_state
-    for got in run_ranks(rank, 2, init_process_group=True):
+    for got in on_ranks(rank):
         assert torch.allclose(got, want, atol=1e-5)
-
-
-def shifting(logits: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
-    """Shifts by itself, as ``WhisperForCausalLM`` and heads from before ``shift_labels`` do."""
-    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-
-
-def without_count(logits: torch.Tensor, labels: torch.Tensor, shift_labels: Any = None, **others: Any) -> torch.Tensor:
-    """Follows ``shift_labels``, and divides by its own count."""
-    following = pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
-    return cross_entropy(logits.flatten(0, 1).float(), following.flatten())
-
-
-def with_more(logits: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
-    """A term for small logits."""
-    loss = transformers.loss.loss_utils.ForCausalLMLoss(logits, labels, 97, **others)
-    return loss + 1e-2 * logits.float().logsumexp(-1).square().mean()
-
-
-def masked(logits: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
-    """Predicts each token itself."""
-    return transformers.loss.loss_utils.ForMaskedLMLoss(logits, labels, 97, **others)
-
-
-@pytest.mark.parametrize("loss", [shifting, without_count, with_more, masked])
-def test_other_losses_are_refused(loss: Callable[..., torch.Tensor]) -> None:
-    model = model_of("llama")
-    model.loss_function = lambda logits, labels, vocab_size=None, **others: loss(logits, labels, **others)
-    text = refusal(model)
-    assert "LlamaForCausalLM: its loss is not the mean cross entropy of the next tokens" in text, text
 
 
 def fused(follows: bool) -> Callable[..., Any]:
@@ -138,8 +65,8 @@ def test_a_loss_that_is_fused_with_the_head(when: str) -> None:
     the blame of label smoothing."""
     one = train(model_of("llama"), {"input_ids": tokens(), "labels": tokens()})
 
-    def rank() -> float | str:
-        cp, model = ContextParallel("ring", group=dist.group.WORLD), model_of("llama")
+    def rank(cp: ContextParallel) -> float | str:
+        model = model_of("llama")
         rows = huggingface.Collator(cp)([{"input_ids": tokens()[cp.index]}]) | {"num_items_in_batch": 126}
         batch = rows if "rows" in when else huggingface.shard(cp, tokens())
         forward = MethodType(fused(when != "shifting"), model)
@@ -148,11 +75,11 @@ def test_a_loss_that_is_fused_with_the_head(when: str) -> None:
                 model.forward = forward
             huggingface.apply(model, cp)
             model.forward = forward if "after" in when else model.forward
-            return difference(summed(train(model, batch)), one)
+            return compare(model, batch, one)
         except ValueError as error:
             return str(error)
 
-    for got in run_ranks(rank, 2, init_process_group=True):
+    for got in on_ranks(rank):
         if when == "after":
             assert "forward of LlamaForCausalLM was replaced after huggingface.apply" in got, got
         elif when == "shifting":
@@ -166,10 +93,9 @@ def test_a_loss_that_is_fused_with_the_head(when: str) -> None:
 def test_router_losses_are_refused_at_each_call(kind: str, how: str) -> None:
     """Kind: settings that are read once, and changed later. The balance loss was summed over ranks, each of local
     statistics (Megatron-LM 5696 and prime-rl 2828 have the same)."""
-    model = model_of(kind, **EXPERTS, num_local_experts=4, num_experts=4)
+    model = model_of(kind)
 
-    def rank() -> None:
-        cp = ContextParallel("ring", group=dist.group.WORLD)
+    def rank(cp: ContextParallel) -> None:
         model.config.output_router_logits = how == "config before"
         huggingface.apply(model, cp)
         batch = huggingface.shard(cp, tokens())
@@ -178,7 +104,7 @@ def test_router_losses_are_refused_at_each_call(kind: str, how: str) -> None:
         model(**batch, output_router_logits=True if how == "argument" else None)
 
     with pytest.raises(RankError, match="output_router_logits: each rank would balance only its own tokens"):
-        run_ranks(rank, 2, init_process_group=True)
+        on_ranks(rank)
 
 
 def test_a_router_loss_under_another_name_is_refused() -> None:
@@ -191,14 +117,13 @@ def test_a_router_loss_under_another_name_is_refused() -> None:
         output["aux_loss"] = output.logits.mean()
         return output
 
-    def rank(patch: pytest.MonkeyPatch) -> None:
-        cp = ContextParallel("ring", group=dist.group.WORLD)
+    def rank(cp: ContextParallel) -> None:
         huggingface.apply(model, cp)
-        patch.setattr(type(model), "forward", with_loss)
+        type(model).forward = with_loss  # of this rank's process
         model(**huggingface.shard(cp, tokens()))
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError, match="aux_loss: each rank would balance"):
-        run_ranks(rank, 2, args=(patch,), init_process_group=True)
+    with pytest.raises(RankError, match="aux_loss: each rank would balance"):
+        on_ranks(rank)
 
 
 def packed() -> torch.Tensor:
@@ -213,12 +138,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "packed by positions": {"position_ids": torch.cat([torch.arange(n) for n in packed().diff()])[None]},
 }
 ROWS["padded left and right"]["attention_mask"][1, 50:] = 0
-MORE: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "granite": {"logits_scaling": 3.0},
-    "gpt2": {"tie_word_embeddings": True, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    "mixtral": {**EXPERTS, "num_local_experts": 4},
-}
+MORE: dict[str, dict[str, Any]] = {"granite": {"logits_scaling": 3.0}, "gpt2": {"tie_word_embeddings": True}}
 
 
 def wanted(model: Any, ids: torch.Tensor, targets: torch.Tensor, rows: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,7 +174,7 @@ def test_what_a_loss_of_ones_own_needs(
     """Kind: the only way to whole rows was logits of all tokens. Values and gradients are those of one rank; also of
     labels that are on another rank than the token before them."""
     monkeypatch.setattr("cp_plugin.huggingface.probabilities._AT_ONCE", 7)
-    model, ids = model_of(kind, **MORE[kind]), tokens(61, 1 if rows.startswith("packed") else 2)
+    model, ids = model_of(kind, **MORE.get(kind, {})), tokens(61, 1 if rows.startswith("packed") else 2)
     targets = ids.clone()
     targets[:, 30:34] = -100
     if rows.startswith("packed"):
@@ -267,9 +187,7 @@ def test_what_a_loss_of_ones_own_needs(
     loss = own(states, logs)
     want = torch.autograd.grad(loss, list(model.parameters()))
 
-    def rank() -> list[float]:
-        options = dict(place)
-        cp = ContextParallel(options.pop("provider", "ring"), group=dist.group.WORLD, **options)
+    def rank(cp: ContextParallel) -> list[float]:
         huggingface.apply(model, cp)
         called = torch.nn.parallel.DistributedDataParallel(model) if wrapper == "DDP" else model
         got = huggingface.log_probabilities(called, cp, ids, targets, temperature=0.7, **ROWS[rows])
@@ -283,4 +201,4 @@ def test_what_a_loss_of_ones_own_needs(
             errors.append(float((p.grad - gradient).norm() / gradient.norm().clamp_min(1e-3)))
         return errors
 
-    assert max(max(errors) for errors in run_ranks(rank, 4, init_process_group=True)) <= 1e-4
+    assert max(max(errors) for errors in on_ranks(rank, ranks=4, **place)) <= 1e-4

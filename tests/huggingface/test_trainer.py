@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from tiny import Trained, difference, model_of, needs_transformers, summed, tokens, train
+from tiny import Trained, compare, model_of, needs_transformers, on_ranks, tokens, train
 
 from cp_plugin import ContextParallel, huggingface
-from cp_plugin.testing.launch import RankError, run_ranks
+from cp_plugin.testing.launch import RankError
 
 try:
     import accelerate
@@ -40,42 +39,21 @@ def test_the_example(flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: p
     assert "2 ranks equal one within" in capfd.readouterr().out
 
 
+def trainer_of(model: Any, collate: Any, path: Path, more: dict[str, Any], **others: Any) -> Any:
+    """more: arguments of training; others: of Trainer."""
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False}
+    args = TrainingArguments(str(path), save_strategy="no", **quiet | more)
+    return Trainer(model=model, args=args, data_collator=collate, **others)
+
+
 def trained(model: Any, collate: Any, rows: list[dict[str, Any]], path: Path, **more: Any) -> list[float]:
     function, evaluated_first = more.pop("compute_loss_func", None), more.pop("evaluated_first", False)
-    args = TrainingArguments(
-        output_dir=str(path),
-        per_device_train_batch_size=more.pop("per_device_train_batch_size", 1),
-        max_steps=2,
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        **more,
-    )
-    trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collate, compute_loss_func=function)
+    more = {"per_device_train_batch_size": 1, "max_steps": 2, "logging_steps": 1} | more
+    trainer = trainer_of(model, collate, path, more, train_dataset=rows, compute_loss_func=function)
     if evaluated_first:
         trainer.evaluate(rows)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def test_rows_of_each_ranks_own_are_refused(tmp_path: Path) -> None:
-    rows = [{"input_ids": row} for row in tokens(64, 16)]
-
-    def rank() -> None:
-        cp = ContextParallel("ring", group=dist.group.WORLD)
-        model = model_of("llama")
-        huggingface.apply(model, cp)
-
-        def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
-            return huggingface.shard(cp, torch.stack([example["input_ids"] for example in examples]))
-
-        trained(model, collate, rows, tmp_path)
-
-    with pytest.raises(RankError, match=r"input_ids \(rank 0 and rank 1 disagree\)"):
-        run_ranks(rank, 2, init_process_group=True)
 
 
 LENGTHS = [20, 31, 17, 44, 9, 40, 33, 28] * 2
@@ -135,18 +113,16 @@ def test_training_equals_one_rank(name: str, tmp_path: Path) -> None:
     collate, rows, ranks = more.pop("collate"), more.pop("rows", ROWS), more.pop("ranks", 2)
     provider = more.pop("provider", "ring")
 
-    def many() -> list[float]:
-        cp, model = ContextParallel(provider, group=dist.group.WORLD), model_of("llama")
-        huggingface.apply(model, cp)
+    def many(cp: ContextParallel) -> list[float]:
+        huggingface.apply(model := model_of("llama"), cp)
         return trained(model, huggingface.Collator(cp, collate), rows, tmp_path, **more)
 
-    def one() -> list[float]:
-        cp = ContextParallel("ring")
+    def one(cp: ContextParallel) -> list[float]:
         whole = huggingface.Collator(cp, collate)
         return trained(model_of("llama"), whole, rows, tmp_path, per_device_train_batch_size=ranks, **more)
 
-    want = run_ranks(one, 1, init_process_group=True)[0]
-    for got in run_ranks(many, ranks, init_process_group=True):
+    want = on_ranks(one, ranks=1)[0]
+    for got in on_ranks(many, provider, ranks):
         assert got == pytest.approx(want, rel=1e-5)
 
 
@@ -170,42 +146,26 @@ def test_evaluation_and_prediction_equal_one_rank(number: int, place: dict[str, 
     ]
 
     def evaluated(model: Any, collate: Any, each: int) -> tuple[Any, ...]:
-        args = TrainingArguments(
-            str(tmp_path),
-            per_device_eval_batch_size=each,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            remove_unused_columns=False,
-        )
         seen: list[torch.Size] = []
 
         def kept(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             seen.append(logits.shape[1:2] + labels.shape[1:])
             return logits
 
-        trainer = Trainer(
-            model=model,
-            args=args,
-            data_collator=collate,
-            compute_metrics=likelihood,
-            preprocess_logits_for_metrics=kept,
-        )
+        own = {"compute_metrics": likelihood, "preprocess_logits_for_metrics": kept}
+        trainer = trainer_of(model, collate, tmp_path, {"per_device_eval_batch_size": each}, **own)
         found = trainer.predict(rows)
         assert set(seen) == {(32, 32)}
         loss = trainer.evaluate(rows)["eval_loss"]
         return loss, found.metrics["test_likelihood"], found.metrics["test_right"], found.predictions, found.label_ids
 
-    def many() -> tuple[Any, ...]:
-        options = dict(place)
-        cp = ContextParallel(options.pop("provider", "ring"), group=dist.group.WORLD, **options)
-        model = model_of("llama")
-        huggingface.apply(model, cp)
+    def many(cp: ContextParallel) -> tuple[Any, ...]:
+        huggingface.apply(model := model_of("llama"), cp)
         return evaluated(model, huggingface.Collator(cp), 1)
 
     ranks = 4 if "provider" in place else 2
-    want = run_ranks(lambda: evaluated(model_of("llama"), None, ranks), 1, init_process_group=True)[0]
-    for got in run_ranks(many, ranks, init_process_group=True):
+    want = on_ranks(lambda cp: evaluated(model_of("llama"), None, ranks), ranks=1)[0]
+    for got in on_ranks(many, ranks=ranks, **place):
         assert got[:3] == pytest.approx(want[:3], rel=1e-5)
         assert abs(got[3] - want[3]).max() <= 1e-4 and (got[4] == want[4]).all()
 
@@ -215,17 +175,15 @@ def test_evaluation_of_flat_packs(tmp_path: Path) -> None:
     rows = [row | {"labels": row["input_ids"]} for row in ROWS[:5]]
 
     def loss(model: Any, collate: Any, each: int) -> float:
-        args = TrainingArguments(str(tmp_path), per_device_eval_batch_size=each, use_cpu=True, report_to=[])
-        args.remove_unused_columns, args.disable_tqdm = False, True
-        return Trainer(model=model, args=args, data_collator=collate).evaluate(rows)["eval_loss"]
+        trainer = trainer_of(model, collate, tmp_path, {"per_device_eval_batch_size": each})
+        return trainer.evaluate(rows)["eval_loss"]
 
-    def many() -> float:
-        cp, model = ContextParallel("ring", group=dist.group.WORLD), model_of("llama")
-        huggingface.apply(model, cp, check=False)
+    def many(cp: ContextParallel) -> float:
+        huggingface.apply(model := model_of("llama"), cp, check=False)
         return loss(model, huggingface.Collator(cp, flat), 2)
 
-    want = run_ranks(lambda: loss(model_of("llama"), padded, 4), 1, init_process_group=True)[0]
-    assert run_ranks(many, 2, init_process_group=True) == pytest.approx([want] * 2, rel=1e-5)
+    want = on_ranks(lambda cp: loss(model_of("llama"), padded, 4), ranks=1)[0]
+    assert on_ranks(many) == pytest.approx([want] * 2, rel=1e-5)
 
 
 def rows_of(rank: int, length: int = 32, number: int = 2) -> dict[str, torch.Tensor]:
@@ -256,15 +214,14 @@ def test_what_one_rank_cannot_divide_is_refused_by_all(what: str) -> None:
     """Kind: an error on one rank, and a collective in which the others wait; or an argument that is dropped."""
     message, more = ALONE[what]
 
-    def rank() -> None:
-        cp, model = ContextParallel("ring", group=dist.group.WORLD), model_of("llama")
-        huggingface.apply(model, cp, check=False)
+    def rank(cp: ContextParallel) -> None:
+        huggingface.apply(model := model_of("llama"), cp, check=False)
         batch = huggingface.Collator(cp, lambda rows: rows_of(cp.index) | (more if cp.index else {}))([])
         for _ in range(6):  # beyond the calls that are compared
             with pytest.raises(ValueError, match=message):
                 model(**({"num_items_in_batch": 9} | batch))
 
-    run_ranks(rank, 2, init_process_group=True)
+    on_ranks(rank)
 
 
 @pytest.mark.parametrize("what", ["packs on one rank", "other lengths", "other numbers of rows"])
@@ -278,12 +235,11 @@ def test_ranks_with_rows_of_other_shapes(what: str) -> None:
     alone = [train(model, batch | {"num_items_in_batch": 100}) for batch in batches]
     one = Trained(sum(x.loss for x in alone), {k: sum(x.gradients[k] for x in alone) for k in alone[0].gradients})
 
-    def rank() -> float:
-        cp = ContextParallel("striped", group=dist.group.WORLD)
+    def rank(cp: ContextParallel) -> float:
         huggingface.apply(model, cp)
-        return difference(summed(train(model, batches[cp.index] | {"num_items_in_batch": 100})), one)
+        return compare(model, batches[cp.index] | {"num_items_in_batch": 100}, one)
 
-    assert max(run_ranks(rank, 2, init_process_group=True)) <= 1e-5
+    assert max(on_ranks(rank, "striped")) <= 1e-5
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -296,10 +252,9 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_what_accelerate_does_otherwise_is_refused(message: str, tmp_path: Path) -> None:
     """After an evaluation, Trainer leaves DDP out: each rank followed the gradients of its own tokens."""
 
-    def rank() -> None:
-        cp, model = ContextParallel("ring", group=dist.group.WORLD), model_of("llama")
-        huggingface.apply(model, cp, check=False)
+    def rank(cp: ContextParallel) -> None:
+        huggingface.apply(model := model_of("llama"), cp, check=False)
         trained(model, huggingface.Collator(cp), ROWS[:3], tmp_path, **REFUSED[message])
 
     with pytest.raises(RankError, match=message):
-        run_ranks(rank, 2, init_process_group=True)
+        on_ranks(rank)

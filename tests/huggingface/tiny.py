@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import run_ranks
@@ -16,46 +17,36 @@ try:
     import transformers
 except ImportError:
     transformers = None
-needs_transformers = pytest.mark.skipif(
-    transformers is None,
-    reason="transformers is not installed: pip install 'cp-plugin[huggingface]' (ci/huggingface.sh)",
-)
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-DELTA_NET = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-CONVOLUTION = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+MISSING = "transformers is not installed: pip install 'cp-plugin[huggingface]' (ci/huggingface.sh)"
+needs_transformers = pytest.mark.skipif(transformers is None, reason=MISSING)
 
 
 def model_of(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """A causal language model of transformers' ``model_type`` kind, always with the same weights."""
-    if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    return built(transformers.AutoConfig.for_model(kind, **SMALL | more), dtype)
+    return built(config_of(kind, **more), dtype)
 
 
 def tokens(length: int = 64, rows: int = 2) -> torch.Tensor:
     """Token ids ``[rows, length]``."""
     return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def pack(*lengths: int) -> dict[str, torch.Tensor]:
+    """One row of documents, as ``DataCollatorWithFlattening`` makes it."""
+    ids, positions = tokens(sum(lengths), 1), torch.cat([torch.arange(n) for n in lengths])[None]
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+
+def padded(*lengths: int) -> dict[str, torch.Tensor]:
+    """The documents of this pack as padded rows: transformers makes some masks without positions, and its linear layers
+    mix the documents of a pack on a CPU."""
+    ids, labels = (pack(*lengths)[key][0].split(lengths) for key in ("input_ids", "labels"))
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+        "attention_mask": pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
+        "num_items_in_batch": torch.tensor(sum(lengths) - len(lengths)),
+    }
 
 
 class Trained(NamedTuple):
@@ -95,6 +86,20 @@ def difference(many: Trained, one: Trained) -> float:
     return max(errors)
 
 
+def compare(model: Any, batch: dict[str, Any], one: Trained, forward: Callable[..., Any] | None = None) -> float:
+    """How far the ranks of the default group are from one, this rank with its part of the batch."""
+    return difference(summed(train(model, batch, forward)), one)
+
+
+def on_ranks(
+    rank: Callable[[ContextParallel], Any], provider: str = "ring", ranks: int = 2, **options: Any
+) -> list[Any]:
+    """What each rank returns of a function of the ``ContextParallel`` of all of them."""
+    return run_ranks(
+        lambda: rank(ContextParallel(provider, group=dist.group.WORLD, **options)), ranks, init_process_group=True
+    )
+
+
 def differs(
     model: Any,
     provider: str = "ring",
@@ -116,27 +121,25 @@ def differs(
     whole = {"input_ids": tokens(), "labels": tokens()} if whole is None else whole
     one = train(model, whole, call(model))
 
-    def rank() -> float:
-        cp = ContextParallel(provider, group=dist.group.WORLD, **options)
+    def rank(cp: ContextParallel) -> float:
         huggingface.apply(model, cp)
         used = then(model)
-        return difference(summed(train(used, huggingface.shard(cp, **packed or whole), call(used))), one)
+        return compare(used, huggingface.shard(cp, **packed or whole), one, call(used))
 
-    return max(run_ranks(rank, ranks, init_process_group=True))
+    return max(on_ranks(rank, provider, ranks, **options))
 
 
 def refusal(model: Any, provider: str = "ring", ranks: int = 2, **options: Any) -> str:
     """What ``apply`` says on every rank; AssertionError if it says nothing."""
 
-    def rank() -> str:
+    def rank(cp: ContextParallel) -> str:
         try:
-            huggingface.apply(model, ContextParallel(provider, group=dist.group.WORLD, **options))
-        except ValueError as error:
-            return str(error)
+            huggingface.apply(model, cp)
+        except ValueError as refused:
+            return str(refused)
         raise AssertionError("accepted")
 
-    texts = run_ranks(rank, ranks, init_process_group=True)
-    return texts[0]
+    return on_ranks(rank, provider, ranks, **options)[0]
 
 
 class Around(torch.nn.Module):
@@ -177,6 +180,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 2, "laurel_rank": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
@@ -198,14 +202,21 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 def config_of(kind: str, **more: Any) -> Any:
     """A tiny config of any ``model_type``: the settings it has, of those above, without anything random in training.
 
+    A test that asks for it is skipped without transformers, or with one that does not know the kind.
+
     Raises:
         Exception: where no such config can be built into a model.
     """
+    if transformers is None:
+        pytest.skip(MISSING)
     kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if kind not in kinds:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     usual = kinds[kind]()
-    if "layer_types" in vars(usual) and usual.layer_types and "layer_types" not in more:
-        more["layer_types"] = _first(usual.layer_types)
-    chosen = {name: x for name, x in SIZES.items() if _has(usual, name)} | OWN_SIZES.get(kind, {})
+    chosen = {name: x for name, x in SIZES.items() if _has(usual, name)}
+    if vars(usual).get("layer_types"):
+        chosen["layer_types"] = _first(usual.layer_types)
+    chosen |= OWN_SIZES.get(kind, {})
     chosen["pad_token_id"] = 0  # some configs of transformers 5.0 have none by default
     chosen |= {name: 0.0 for name in vars(usual) if any(part in name for part in DRAWS) and name not in chosen}
     failure: Exception | None = None
