@@ -1,7 +1,7 @@
 """The oracle: plain attention on one device in float64 by torch's autograd, and distances from it.
 
-It shares no kernel, tile or layout with the package, only the description of a problem and its inputs. Training's
-self-check uses it too, so scores are computed in chunks: 64 GPUs with 256 tokens each need no gigabytes.
+It shares no kernel, tile or layout with the package, only the description of a problem and its inputs. Scores are
+computed in chunks, so that long sequences need no gigabytes.
 """
 
 from __future__ import annotations
@@ -128,9 +128,8 @@ def softmax_reference(
     *,
     scale: float | None = None,
     sink: Tensor | None = None,
-    wanted: Tensor | slice = slice(None),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, dq, dk, dv of the wanted tokens in float64, one key/value head and one chunk of queries at a time.
+    """out, dq, dk, dv in float64, one key/value head and one chunk of queries at a time.
 
     Args:
         q, k, v, dout: the whole sequence; shapes as in ``cp_plugin.methods.protocol``.
@@ -145,7 +144,7 @@ def softmax_reference(
     by_head = []
     for *tensors, its_sink in heads:
         attend = partial(_attend, scale=scale, sink=its_sink)
-        by_head.append([x[wanted] for x in _differentiated(attend, hidden, *(x.double() for x in tensors))])
+        by_head.append(_differentiated(attend, hidden, *(x.double() for x in tensors)))
     out, dq, dk, dv = zip(*by_head, strict=True)
     return torch.cat(out, 2), torch.cat(dq, 2), torch.stack(dk, 2), torch.stack(dv, 2)
 

@@ -21,6 +21,7 @@ from cp_plugin.core.problem import Decay
 from cp_plugin.kernels import merge as merging
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.ring import STRIPED, Ring
+from cp_plugin.testing import oracle
 from cp_plugin.testing.oracle import TENSORS, make_case, reference, relative_errors, tensors
 from cp_plugin.testing.verify import plan, verify
 
@@ -35,8 +36,10 @@ def command(*args: str) -> Result:
     return CliRunner().invoke(app, ["verify", "--device", "cpu", *args])
 
 
+@pytest.mark.parametrize("elements", [oracle.ELEMENTS, 200], ids=["whole", "in chunks"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_its_oracle_agrees_with_the_tests_own(causal: bool) -> None:
+def test_its_oracle_agrees_with_the_tests_own(causal: bool, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oracle, "ELEMENTS", elements)
     case = independent.Case(seq_length=24, heads=6, kv_heads=2, causal=causal, head_dim=8, v_head_dim=4)
     errors = relative_errors(reference(*case.inputs(), causal=causal), case.reference()[:4])
     assert max(errors.values()) < 1e-14

@@ -11,7 +11,7 @@ import torch
 from fault_rows import Fault, Plant, planted, ranks_of, replace_slicer, rows
 from feature_faults import FEATURES, OUT, STEP
 from torch import Tensor
-from training import SHORT, check, train
+from training import SHORT, compare, stock, train
 
 from cp_plugin import ContextParallel
 from cp_plugin.attention.tokens import segments_of
@@ -271,4 +271,6 @@ def test_the_self_check_finds_it(fault: Fault) -> None:
 
 def test_without_the_self_check_such_a_fault_trains_and_is_seen_in_gradients() -> None:
     with pytest.raises(AssertionError, match="gradient of"):
-        check("", "--cp-provider striped --cp-selfcheck off", cp=2, steps=1, prepare=zigzag_attention)
+        compare(
+            train(2, f"{STRIPED} --cp-selfcheck off", steps=1, prepare=zigzag_attention), stock(1, steps=1), steps=1
+        )
