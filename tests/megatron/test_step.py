@@ -10,6 +10,7 @@ import torch
 from feature_faults import after_slicing
 from nightly import one_case
 from state_space_kernels import STATES
+from test_planted_faults import called_with
 from torch import Tensor
 from training import assert_same_bits, train
 
@@ -62,6 +63,13 @@ def test_a_step_that_cannot_be_run_is_reported_and_the_run_starts(capfd: pytest.
     got = train(2, CP, prepare=after_slicing(_fail_in_trial, ""))
     assert "the check of a training step could not be run: KeyError: 'a name of this fork'" in capfd.readouterr().out
     assert [record.losses for record in got] == [record.losses for record in train(2, f"{CP} {OFF}")]
+
+    def with_a_fault() -> None:
+        after_slicing(_fail_in_trial, "")()
+        called_with("wrong scale", scale=1.01 / 4)()
+
+    with pytest.raises(RankError, match="AttentionError: --cp-check-every: in step 1, layer"):
+        train(2, CP, steps=2, prepare=with_a_fault)
 
 
 def test_stock_context_parallelism_of_states_is_compared_too(capfd: pytest.CaptureFixture[str]) -> None:

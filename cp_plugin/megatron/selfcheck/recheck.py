@@ -296,10 +296,10 @@ class Rows:
         return self.place.tp_rank * self.shape[2] + self.head
 
     def _message(self, found: Sequence[str]) -> str:
-        place, settings = self.place, runtime.settings()
+        place, every = self.place, f" {runtime.settings().check_every or ''}".rstrip()
         more = f" (and {len(found) - 4} more ranks)" if len(found) > 4 else ""
         return (
-            f"--cp-check-every {settings.check_every}: in step {place.step}, layer {place.layer}, head {self._head} "
+            f"--cp-check-every{every}: in step {place.step}, layer {place.layer}, head {self._head} "
             f"of batch entry {self.batch}, the {place.cp.provider.name} attention on the {place.cp.layout.name} layout "
             f"does not match its queries, keys and values. {'; '.join(found[:4])}{more}. A rank attended to data other "
             "than what was sent: a device, a link or a buffer is at fault. Resume from an earlier checkpoint, and "

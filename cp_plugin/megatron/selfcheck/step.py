@@ -363,11 +363,12 @@ def _all_met(error: Exception | None) -> tuple[bool, str]:
 
 def _not_compared(why: str) -> None:
     """Say so; ValueError with ``--cp-selfcheck strict``."""
+    settings, STATE.owed = runtime.settings(), -1
+    but = ", but for attention, in the next step" if settings.check_every or settings.identities_every else ""
     text = (
         f"the check of a training step could not be run: {why}. Whether context-parallel ranks train as one rank does "
-        "was not compared"
+        f"is not compared{but * settings.active}"
     )
-    STATE.owed = -1
     if runtime.settings().strict:
         raise StepError(f"--cp-selfcheck strict: {text}. Use --cp-selfcheck once to train all the same")
     runtime.print_notice(text)
