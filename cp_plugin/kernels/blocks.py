@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_plugin.common.recent import Recent
 from cp_plugin.core.block import Block
@@ -171,26 +172,15 @@ class RowTerms:
     """Caches the row term of the last query block, which a ring uses in every step, while its ``dout`` is alive."""
 
     def __init__(self) -> None:
-        self._of: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int] | None = None
-        self._term: Tensor | None = None
+        self._terms = WeakTensorKeyDictionary()
 
     def of(self, dout: Tensor, delta: Tensor, backend: Backend) -> Tensor:
         """``backend.row_term(dout, delta)``, computed once per version of these tensors."""
-        if self._of is not None and self._term is not None:
-            dout_ref, dout_version, delta_ref, delta_version = self._of
-            same = dout_ref() is dout and delta_ref() is delta
-            if same and (dout._version, delta._version) == (dout_version, delta_version):
-                return self._term
-        term = backend.row_term(dout, delta)
-        self._term, self._of = (
-            term,
-            (weakref.ref(dout, self._forget), dout._version, weakref.ref(delta), delta._version),
-        )
-        return term
-
-    def _forget(self, gone: weakref.ref[Tensor]) -> None:
-        if self._of is not None and self._of[0] is gone:
-            self._of = self._term = None
+        kept, versions = self._terms.get(dout), (dout._version, delta._version)
+        if kept is None or kept[0]() is not delta or kept[1] != versions:
+            kept = weakref.ref(delta), versions, backend.row_term(dout, delta)
+            self._terms = WeakTensorKeyDictionary({dout: kept})
+        return kept[2]
 
 
 @dataclass(frozen=True, slots=True)

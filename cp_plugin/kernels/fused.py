@@ -95,34 +95,10 @@ def scatter_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]
     return tuple(x.new_empty(x.shape).index_copy_(0, order, x) for x in tensors)
 
 
-@_one_kernel("payload")
-def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """See ``cp_plugin.core.payload.pack``."""
-    return payload.pack(x, block)
-
-
-@_one_kernel("payload")
-def unpack(packed: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """See ``cp_plugin.core.payload.unpack``."""
-    return payload.unpack(packed, exponents, block, dtype)
-
-
-@_one_kernel("payload")
-def pack_message(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], block: int) -> Tensor:
-    """See ``cp_plugin.core.payload.pack_message``."""
-    return payload.pack_message(tensors, rows, block)
-
-
-@_one_kernel("payload")
-def unpack_message(
-    message: Tensor,
-    shapes: Sequence[tuple[int, int, int]],
-    dtypes: Sequence[torch.dtype],
-    rows: Sequence[Sequence[int]],
-    block: int,
-) -> tuple[Tensor, ...]:
-    """See ``cp_plugin.core.payload.unpack_message``."""
-    return payload.unpack_message(message, shapes, dtypes, rows, block)
+pack = _one_kernel("payload")(payload.pack)
+unpack = _one_kernel("payload")(payload.unpack)
+pack_message = _one_kernel("payload")(payload.pack_message)
+unpack_message = _one_kernel("payload")(payload.unpack_message)
 
 
 def _in_pieces(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

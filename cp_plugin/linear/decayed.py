@@ -10,17 +10,17 @@ nothing overflows. They are 0 across a document boundary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import scan
-from cp_plugin.linear.products import chunks_at_a_time, scores
-from cp_plugin.linear.segment import Segment, after, recomputed
-from cp_plugin.linear.tokens import Tokens, by_group, fold, log_decays, slabs, unfold
+from cp_plugin.linear.products import in_slabs, scores
+from cp_plugin.linear.segment import Segment, after
+from cp_plugin.linear.tokens import Tokens, by_group, fold, log_decays, unfold
 
 
 class Edges(NamedTuple):
@@ -90,7 +90,7 @@ def forward(x: Tokens) -> Tensor:
     each = Decayed(chunks)
     through = None if each.through is None else each.through.unflatten(0, (n, -1))
     incoming = scan.states(each.left.unflatten(0, (n, -1)), through)[:-1]
-    return unfold(_in_slabs(chunks) + each.read(incoming.flatten(0, 1)), n)[:t]
+    return unfold(in_slabs(_within, chunks, partial(torch.cat, dim=1)) + each.read(incoming.flatten(0, 1)), n)[:t]
 
 
 def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -99,31 +99,6 @@ def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if initial is None:
         return out, here.left
     return out + here.read(initial), after(initial, here.left, here.through)
-
-
-def _in_slabs(x: Tokens) -> Tensor:
-    """``_within`` for a limited number of chunks at a time."""
-    size = chunks_at_a_time(x)
-    return _within(x) if size >= x.q.size(1) else _Slabs.apply(size, *x)
-
-
-class _Slabs(torch.autograd.Function):
-    """Saves only the tokens; the backward recomputes each slab."""
-
-    @staticmethod
-    def forward(ctx: Any, size: int, *tokens: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*tokens)
-        ctx.size = size
-        return torch.cat([_within(slab) for slab in slabs(Tokens(*tokens), size)], 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x = Tokens(*ctx.saved_tensors)
-        each = zip(dout.split(ctx.size, 1), slabs(x, ctx.size), strict=True)
-        found = [recomputed(_within, *slab) for slab in each]
-        grads = [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
-        return None, *grads, *(None,) * (len(x) - len(grads))
 
 
 def _within(x: Tokens) -> Tensor:

@@ -19,20 +19,19 @@ with ``read``, ``write`` and ``through`` as in ``decayed``. So a chunk is an aff
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
 
 from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import scan
 from cp_plugin.linear.decayed import edges, times
-from cp_plugin.linear.products import chunks_at_a_time, scores
+from cp_plugin.linear.products import in_slabs, scores
 from cp_plugin.linear.segment import Backward, Forward, Run, Segment, of_run
-from cp_plugin.linear.tokens import Tokens, by_group, fold, slabs, unfold
+from cp_plugin.linear.tokens import Tokens, by_group, fold, unfold
 
 
 class Chunks(NamedTuple):
@@ -54,7 +53,7 @@ class Delta(Segment):
     def _build(self) -> None:
         folded = self.x.each(fold)
         self._number = folded.q.size(1) // self.x.q.size(1)
-        self._chunks = _in_slabs(folded)
+        self._chunks = in_slabs(_of_chunks, folded, _joined)
 
     @property
     def left(self) -> Tensor:
@@ -152,14 +151,8 @@ class Widened(Segment):
         return of_run(self._run, self.x, dout, incoming, outgoing())
 
 
-def _in_slabs(x: Tokens) -> Chunks:
-    """``_of_chunks`` for a limited number of chunks at a time; a backward recomputes each slab."""
-    size = chunks_at_a_time(x)
-    if size >= x.q.size(1):
-        return _of_chunks(x)
-    again = partial(checkpoint, _of_chunks, use_reentrant=False, preserve_rng_state=False)
-    found = [again(slab) for slab in slabs(x, size)]
-    own, queries, left, through = zip(*found, strict=True)
+def _joined(slabs: list[Chunks]) -> Chunks:
+    own, queries, left, through = zip(*slabs, strict=True)
     return Chunks(torch.cat(own, 1), torch.cat(queries, 1), torch.cat(left), torch.cat(through))
 
 

@@ -7,10 +7,14 @@ section 4) chunks are split into blocks: keys decay to the start of the query's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from cp_plugin.linear.tokens import Tokens, log_decays
+from cp_plugin.linear.tokens import Tokens, log_decays, slabs
 
 BLOCK = 16
 HELD = 2**24
@@ -18,11 +22,16 @@ HELD = 2**24
 each in float32)."""
 
 
-def chunks_at_a_time(x: Tokens) -> int:
-    """How many chunks have products of at most ``HELD`` elements."""
+def in_slabs[T](of_chunks: Callable[[Tokens], T], x: Tokens, join: Callable[[list[T]], T]) -> T:
+    """``of_chunks`` for as many chunks at a time as have products of at most ``HELD`` elements; a backward recomputes
+    each slab."""
     t, _, g, d = x.k.shape
     by_key = x.log_decay is not None and x.log_decay.size(3) > 1
-    return max(1, HELD // max(x.q.size(2) * t**2, g * d * BLOCK**2 if by_key else 0))
+    size = max(1, HELD // max(x.q.size(2) * t**2, g * d * BLOCK**2 if by_key else 0))
+    if size >= x.q.size(1):
+        return of_chunks(x)
+    again = partial(checkpoint, of_chunks, use_reentrant=False, preserve_rng_state=False)
+    return join([again(slab) for slab in slabs(x, size)])
 
 
 def scores(q: Tensor, k: Tensor, x: Tokens) -> Tensor:

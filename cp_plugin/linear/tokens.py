@@ -8,6 +8,7 @@ dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -86,8 +87,8 @@ def fold(y: Tensor) -> Tensor:
 
 def slabs(x: Tokens, size: int) -> list[Tokens]:
     """The tokens, ``size`` segments at a time."""
-    starts = range(0, x.q.size(1), size)
-    return [x.each(itemgetter((slice(None), slice(start, start + size)))) for start in starts]
+    parts = (repeat(None) if y is None else y.split(size, 1) for y in x)
+    return [Tokens(*of_slab) for of_slab in zip(*parts, strict=False)]
 
 
 def unfold(y: Tensor, n: int) -> Tensor:

@@ -26,7 +26,7 @@ from cp_plugin.core.spelling import spelled
 from cp_plugin.core.values import KeyValues
 from cp_plugin.methods.gather import GatherKV, GatherQ
 from cp_plugin.methods.gradient_dtype import REDUCE_SCATTER, with_gradient_dtype
-from cp_plugin.methods.moves import HEAD_GROUPS, Move, Moved, best_groups, groups_do_not_divide, in_head_groups
+from cp_plugin.methods.moves import HEAD_GROUPS, Move, Moved, best_groups, groups_do_not_divide
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
 
 Q, KV = "q", "kv"
@@ -70,7 +70,7 @@ def _axes(size: int, options: Options) -> dict[str, int]:
 
 
 def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
-    grid = in_head_groups(options.head_groups, Moved((GatherQ(mesh, Q), GatherKV(mesh, KV)), local))
+    grid = Moved((GatherQ(mesh, Q), GatherKV(mesh, KV)), local, groups=options.head_groups or 1)
     return grid if _even(problem, options) else Moved((Transpose(mesh),), grid, kept=True)
 
 

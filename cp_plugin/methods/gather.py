@@ -21,7 +21,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels.merge import merge_all
 from cp_plugin.methods.gradient_dtype import REDUCE_SCATTER, with_gradient_dtype
-from cp_plugin.methods.moves import HEAD_GROUPS, Move, Moved, groups_do_not_divide, in_head_groups
+from cp_plugin.methods.moves import HEAD_GROUPS, Move, Moved, groups_do_not_divide
 from cp_plugin.methods.protocol import Attend, Formula, Provider
 
 
@@ -67,7 +67,7 @@ class GatherQ(Move):
 
 
 def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
-    return in_head_groups(options.head_groups, Moved((GatherKV(mesh, "cp"),), local))
+    return Moved((GatherKV(mesh, "cp"),), local, groups=options.head_groups or 1)
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:

@@ -25,7 +25,7 @@ Kernel calls stay whole and collectives stay library collectives, which ATTENTIO
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -174,11 +174,6 @@ HEAD_GROUPS = Option(
     write="a number of groups, such as 2",
     near=lambda ranks, groups: (1, 2, 4, 8),
 )
-
-
-def in_head_groups(groups: int | None, method: Moved) -> Moved:
-    """The method, pipelined over this number of head groups; None: one."""
-    return replace(method, groups=groups or 1)
 
 
 def groups_do_not_divide(problem: Problem, options: Options) -> str | None:

@@ -28,14 +28,8 @@ _INSIDE, _ROOM, _WORK, _RECEIVED, _SENT = range(5)
 keys that it receives and sends.
 """
 _FACTORS = np.array(
-    [
-        [[0x1E3779B97F4A7C15]],
-        [[0x42B2AE3D27D4EB4F]],
-        [[0x165667B19E3779F9]],
-        [[0x27D4EB2F165667C5]],
-        [[0x05EBCA77C2B2AE63]],
-    ]
-)
+    [0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5, 0x05EBCA77C2B2AE63]
+).reshape(5, 1, 1)
 """Large odd hash multipliers that tell states apart."""
 
 

@@ -130,12 +130,12 @@ def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[Exchange]:
     received, sent = traffic.sum(1), traffic.sum(0)
     rank = int(np.maximum(received, sent).argmax())
     now = max(received[rank], sent[rank])
-    mine, theirs = _Ends(ranks, [rank]), _Ends(ranks, [r for r in range(len(ranks.held)) if r != rank])
+    mine, theirs = _Ends(ranks, [rank], 1), _Ends(ranks, [r for r in range(len(ranks.held)) if r != rank])
     if not len(mine.stop) or not len(theirs.stop):
         return
-    longest = np.minimum((mine.stop - mine.start)[:, None], theirs.stop - theirs.start)
+    longest = np.minimum(mine.stop - mine.start, theirs.stop - theirs.start)
     n = np.stack([longest, longest // 2, longest // 4])
-    given, taken = mine.first(n, 1), theirs.first(n, 2)
+    given, taken = mine.first(n), theirs.first(n)
     many = ranks.pairs.many
     moved = many(given + n) - many(given) - many(taken + n) + many(taken)
     allowed = (n > 0) & (ranks.work[rank] + moved >= -limit) & (np.array(ranks.work)[theirs.rank] - moved >= -limit)
@@ -144,23 +144,23 @@ def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[Exchange]:
     for of in (mine, theirs):  # 0: holds nothing of the document
         np.maximum.at(ends, (of.rank, of.document), of.stop)
     of_mine, of_theirs = ends[:, mine.document], ends[:, theirs.document]
-    wanted = _wanted(of_mine[:, :, None], given, n) - _wanted(of_theirs[:, None], taken, n)
+    wanted = _wanted(of_mine, given, n) - _wanted(of_theirs[:, None], taken, n)
     most = np.maximum(sent[rank] - wanted, sent[theirs.rank] + wanted)
-    need = received[rank] + mine.without(n, 1) + _with(of_theirs[rank], taken, n)
-    others = received[theirs.rank] + theirs.without(n, 2) + _with(of_mine[theirs.rank].T, given, n)
+    need = received[rank] + mine.without(n) + _with(of_theirs[rank], taken, n)
+    others = received[theirs.rank] + theirs.without(n) + _with(of_mine[theirs.rank, :, 0].T, given, n)
     most = np.maximum(most, np.maximum(need, others))
     allowed &= most < now * 5 // 4
     order = most[allowed].argsort(kind="stable")[:PROMISING]
     for length, i, j in np.argwhere(allowed)[order].tolist():
         tokens, a, b = int(n[length, i, j]), int(given[length, i, j]), int(taken[length, i, j])
-        give, take = (int(mine.document[i]), a, a + tokens), (int(theirs.document[j]), b, b + tokens)
+        give, take = (int(mine.document[i, 0]), a, a + tokens), (int(theirs.document[j]), b, b + tokens)
         yield Exchange(rank, int(theirs.rank[j]), give, take)
 
 
 class _Ends:
-    """Both ends of every part held by some ranks."""
+    """Both ends of every part held by some ranks: ``[ends]``, with ``further`` dimensions of size 1 behind."""
 
-    def __init__(self, ranks: Ranks, of: list[int]) -> None:
+    def __init__(self, ranks: Ranks, of: list[int], further: int = 0) -> None:
         found = [
             (rank, d, start, stop, parts[i - 1][1] if i else 0, stop == parts[-1][1], tail)
             for rank in of
@@ -168,22 +168,19 @@ class _Ends:
             for i, (start, stop) in enumerate(parts)
             for tail in (False, True)
         ]
-        columns = np.array(found, np.int64).reshape(-1, 7).T
+        columns = np.array(found, np.int64).reshape(-1, 7).T.reshape(7, -1, *(1,) * further)
         self.rank, self.document, self.start, self.stop, self.before, last, tail = columns
         self.last, self.tail = last.astype(bool), tail.astype(bool)
 
-    def first(self, n: Ints, axis: int) -> Ints:
+    def first(self, n: Ints) -> Ints:
         """First of the n tokens at each end."""
-        start, stop, tail = (_along(x, axis) for x in (self.start, self.stop, self.tail))
-        return np.where(tail, stop - n, start)
+        return np.where(self.tail, self.stop - n, self.start)
 
-    def without(self, n: Ints, axis: int) -> Ints:
+    def without(self, n: Ints) -> Ints:
         """Additional keys its rank needs of the document after giving up n tokens at each end."""
-        columns = (self.start, self.stop, self.before, self.last, self.tail)
-        start, stop, before, last, tail = (_along(x, axis) for x in columns)
-        whole = n == stop - start
-        end = np.where(whole, before, np.where(tail, stop - n, stop))
-        return np.where(last, end - stop, 0) + n
+        whole = n == self.stop - self.start
+        end = np.where(whole, self.before, np.where(self.tail, self.stop - n, self.stop))
+        return np.where(self.last, end - self.stop, 0) + n
 
 
 def _with(end: Ints, first: Ints, n: Ints) -> Ints:
@@ -194,7 +191,3 @@ def _with(end: Ints, first: Ints, n: Ints) -> Ints:
 def _wanted(ends: Ints, first: Ints, n: Ints) -> Ints:
     """How often n tokens are needed by ranks that hold their document up to these ends: ``[rank, ...]``."""
     return sum(np.minimum(np.maximum(end - first, 0), n) for end in ends)
-
-
-def _along(x: Ints, axis: int) -> Ints:
-    return x[:, None] if axis == 1 else x

@@ -123,9 +123,7 @@ def _trial(pack: Pack, size: int, pairs: Pairs, style: Style, limit: int) -> Ran
             fitting = [r for r in range(size) if ranks.tokens[r] >= length and work <= ranks.work[r] + slack]
             rank = max(fitting, key=ranks.work.__getitem__, default=-1)
         if light and rank >= 0:
-            ranks.held[rank][d] = [(0, length)]
-            ranks.tokens[rank] -= length
-            ranks.work[rank] -= work
+            ranks.hold(rank, (d, 0, length))
             heapq.heappush(idle, (-ranks.work[rank], rank))
             continue
         if light:  # only tokens are scarce

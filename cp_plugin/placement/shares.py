@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -86,23 +86,31 @@ class Ranks:
             if not n:
                 continue
             x = n if n == rest else pairs.heads(head, tail, n, work)
-            parts = [(head, tail)] if n == rest else [(head, head + x), (tail - n + x, tail)]
-            parts = [part for part in parts if part[0] < part[1]]
+            for start, stop in [(head, tail)] if n == rest else [(head, head + x), (tail - n + x, tail)]:
+                if start < stop:
+                    self.hold(rank, (document, start, stop))
             head, tail = head + x, tail - n + x
-            to_head, to_tail, before = pairs(head), pairs(tail), to_tail - to_head
-            self.held[rank][document] = parts
-            self.tokens[rank] -= n
-            self.work[rank] -= before - (to_tail - to_head)
-            self.need[rank] += pairs.missing(parts)
+            to_head, to_tail = pairs(head), pairs(tail)
 
     def hold(self, rank: int, part: Part) -> None:
         """Add part of a document to what a rank holds."""
+        self._change(rank, part, _with, 1)
+
+    def swap(self, a: int, b: int, of_a: Part, of_b: Part) -> None:
+        for rank, given, taken in ((a, of_a, of_b), (b, of_b, of_a)):
+            self._change(rank, taken, _with, 1)
+            self._change(rank, given, _without, -1)
+
+    def _change(self, rank: int, part: Part, change: Callable[[Intervals, int, int], Intervals], sign: int) -> None:
         document, start, stop = part
-        before = self.held[rank].get(document, [])
-        after = self.held[rank][document] = _with(before, start, stop)
-        self.tokens[rank] -= stop - start
-        self.work[rank] -= self.pairs(stop) - self.pairs(start)
+        held = self.held[rank]
+        before = held.get(document, [])
+        after = held[document] = change(before, start, stop)
+        self.tokens[rank] -= sign * (stop - start)
+        self.work[rank] -= sign * (self.pairs(stop) - self.pairs(start))
         self.need[rank] += self.pairs.missing(after) - self.pairs.missing(before)
+        if not after:
+            del held[document]
 
     def share(self, rank: int, density: int, reserve: int) -> int:
         """Work that a rank can take from a document while keeping enough for the documents that fill it up.
@@ -133,23 +141,6 @@ class Ranks:
         work = np.array(self.work)
         np.subtract.at(work, rank, self.pairs.many(stops - before) - self.pairs.many(starts - before))
         self.work, self.tokens = work.tolist(), [0] * len(work)
-
-    def _after(self, rank: int, given: Part, taken: Part) -> dict[int, Intervals]:
-        """What the rank holds of the two documents after an exchange."""
-        held = self.held[rank]
-        after = {given[0]: _without(held[given[0]], given[1], given[2])}
-        after[taken[0]] = _with(after.get(taken[0], held.get(taken[0], [])), taken[1], taken[2])
-        return after
-
-    def swap(self, a: int, b: int, of_a: Part, of_b: Part) -> None:
-        for rank, given, taken in ((a, of_a, of_b), (b, of_b, of_a)):
-            after = self._after(rank, given, taken)
-            before = (self.pairs.missing(self.held[rank].get(document, [])) for document in after)
-            self.need[rank] += sum(map(self.pairs.missing, after.values())) - sum(before)
-            self.work[rank] += self.pairs.of([given[1:]]) - self.pairs.of([taken[1:]])
-            self.held[rank].update(after)
-            if not self.held[rank][given[0]]:
-                del self.held[rank][given[0]]
 
     def over(self, limit: int) -> int:
         """Work of the busiest rank beyond ``limit`` above the mean."""

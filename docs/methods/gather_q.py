@@ -17,7 +17,7 @@ from cp_plugin.comm import Mesh
 from cp_plugin.core.options import Option, whole_number
 from cp_plugin.core.spelling import spelled
 from cp_plugin.methods.gather import GatherQ
-from cp_plugin.methods.moves import Moved, in_head_groups
+from cp_plugin.methods.moves import Moved
 from cp_plugin.methods.protocol import Attend, Choice, Formula
 
 
@@ -26,7 +26,7 @@ def _axes(size: int, options: Options) -> dict[str, int]:
 
 
 def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
-    return in_head_groups(options.q_groups, Moved((GatherQ(mesh, "cp"),), local))
+    return Moved((GatherQ(mesh, "cp"),), local, groups=options.q_groups or 1)
 
 
 def _choose(problem: Problem, options: Options) -> Choice:

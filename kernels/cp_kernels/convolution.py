@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cp_kernels.offsets import check_dense, index_type, reach, triton_type
+from cp_kernels.offsets import accumulation_dtype, check_dense, index_type, reach, triton_type
 from cp_kernels.rows import bits, read
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -75,7 +75,7 @@ def convolve_back(
     width = weight.size(1)
     dx = torch.empty((n, b, c), dtype=x.dtype, device=x.device)
     programs = triton.cdiv(n * b, CHUNK)
-    sums = torch.empty((programs, width + 1, c), dtype=_wide(x), device=x.device)
+    sums = torch.empty((programs, width + 1, c), dtype=accumulation_dtype(x), device=x.device)
     if not dx.numel():
         return dx, sums.sum(0)
     if returned is None or home is None:
@@ -89,10 +89,6 @@ def convolve_back(
     return dx, sums[0] if programs == 1 else sums.sum(0)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _sizes(x: Tensor, weight: Tensor, *reached: Tensor) -> dict[str, object]:
     """Constants of the kernels. reached: tensors of which offsets are computed."""
     width, (rows, c) = weight.size(1), (x.size(0) * x.size(1), x.size(2))
@@ -101,7 +97,7 @@ def _sizes(x: Tensor, weight: Tensor, *reached: Tensor) -> dict[str, object]:
     block = max(1, min(ELEMENTS // (taps * columns), triton.next_power_of_2(rows), CHUNK))
     largest = max(x.numel(), *(reach(t.shape, t.stride()) for t in reached))
     sizes = {"W": width, "TAPS": taps, "ROWS": block, "COLUMNS": columns, "num_warps": 4}
-    return sizes | {"SUM": triton_type(_wide(x)), "INDEX": index_type(largest)}
+    return sizes | {"SUM": triton_type(accumulation_dtype(x)), "INDEX": index_type(largest)}
 
 
 def _check(x: Tensor, table: Tensor, weight: Tensor, **others: Tensor | None) -> None:

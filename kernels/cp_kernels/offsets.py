@@ -34,6 +34,11 @@ def check_rows_apart(**tensors: Tensor) -> None:
             raise ValueError(f"rows of {name} {tuple(t.shape)} share memory: its strides are {t.stride()}")
 
 
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """In which sums of its numbers are kept."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def triton_type(dtype: torch.dtype) -> tl.dtype:
     """Triton's accumulation type."""
     return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cp_kernels.offsets import triton_type
+from cp_kernels.offsets import accumulation_dtype, triton_type
 from cp_kernels.rows import bits, block_of_rows, blocks, offsets, read
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -30,7 +30,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
         ValueError: for tensors that do not fit together, or of other dtypes.
     """
     _check(dout, out)
-    found = torch.empty(dout.shape[:3], dtype=_sums(dout), device=dout.device)
+    found = torch.empty(dout.shape[:3], dtype=accumulation_dtype(dout), device=dout.device)
     if found.numel() and not dout.size(3):
         return found.zero_()
     if found.numel():
@@ -49,9 +49,9 @@ def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
         ValueError: for tensors that do not fit together, or of other dtypes.
     """
     _check(dout)
-    if delta.shape != dout.shape[:3] or delta.dtype != _sums(dout) or delta.device != dout.device:
+    if delta.shape != dout.shape[:3] or delta.dtype != accumulation_dtype(dout) or delta.device != dout.device:
         raise ValueError(
-            f"delta must be {_sums(dout)} {tuple(dout.shape[:3])} on {dout.device}, got {delta.dtype} "
+            f"delta must be {accumulation_dtype(dout)} {tuple(dout.shape[:3])} on {dout.device}, got {delta.dtype} "
             f"{tuple(delta.shape)} on {delta.device}"
         )
     out = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
@@ -64,10 +64,6 @@ def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
     return out
 
 
-def _sums(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _check(dout: Tensor, *others: Tensor) -> None:
     for x in (dout, *others):
         if x.dim() != 4 or x.shape != dout.shape or x.dtype not in DTYPES or x.device != dout.device:
@@ -75,7 +71,7 @@ def _check(dout: Tensor, *others: Tensor) -> None:
                 f"the tensors must be [s, b, h, e] of one shape and device, in {DTYPES}: got {x.dtype} "
                 f"{tuple(x.shape)} on {x.device} beside {tuple(dout.shape)} on {dout.device}"
             )
-    if any(_sums(x) != _sums(dout) for x in others):
+    if any(accumulation_dtype(x) != accumulation_dtype(dout) for x in others):
         raise ValueError(f"float64 goes with float64 only: got {[x.dtype for x in (dout, *others)]}")
 
 

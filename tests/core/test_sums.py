@@ -47,7 +47,7 @@ def test_row_term_is_cached_while_its_block_lives() -> None:
     terms.of(dout, other, backend)
     del dout
     gc.collect()
-    assert terms._term is None, "memory goes with the block"
+    assert not terms._terms, "memory goes with the block"
 
 
 def test_positions_of_another_length_are_refused() -> None:

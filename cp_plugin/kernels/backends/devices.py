@@ -8,7 +8,7 @@ is required. Speeds, whose ratios alone matter, decide between a library in tile
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -132,12 +132,8 @@ _BLACKWELL = Family(
         bytes_per_s=7.35e12,
     ),
 )
-_BLACKWELL_12 = Family(
-    title="Blackwell without tensor memory",
-    since=(12, 0),
-    order=_AMPERE.order,
-    order_source="no figure found: as on 8.0",
-    scale=_AMPERE.scale,
+_BLACKWELL_12 = replace(
+    _AMPERE, title="Blackwell without tensor memory", since=(12, 0), order_source="no figure found: as on 8.0"
 )
 _OLDER = Family(
     title="older than Ampere", since=(0, 0), order=_OURS[1:], order_source="every fused kernel needs 8.0", scale=None
