@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import wait_until
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
@@ -72,13 +73,6 @@ def recorded(tools: dict[str, str], name: str) -> tuple[list[str], dict[str, str
     folder = Path(tools["RECORDS"])
     lines = (folder / f"{name}.env").read_text().splitlines()
     return (folder / f"{name}.args").read_text().splitlines(), dict(line.split("=", 1) for line in lines if "=" in line)
-
-
-def until(path: Path) -> None:
-    end = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path}"
-        time.sleep(0.02)
 
 
 def flags_of(experiment: Experiment, seq_length: int) -> list[str]:
@@ -158,7 +152,7 @@ def test_usr1_becomes_sigterm_for_the_ranks(tools: dict[str, str], folder: Path)
     append(tools, "torchrun", WAITS)
     env = {**tools, "NODE_RANK": "0", "MASTER_ADDR": "n0"}
     with subprocess.Popen(["bash", folder / NAME / "train.sh"], env=env) as script:
-        until(Path(tools["RECORDS"]) / "torchrun.up")
+        wait_until((Path(tools["RECORDS"]) / "torchrun.up").exists)
         time.sleep(0.2)
         script.send_signal(signal.SIGUSR1)
         assert script.wait(30) == 0
@@ -195,7 +189,7 @@ def test_a_job_out_of_time_is_requeued_unless_it_failed(
     records = Path(tools["RECORDS"])
     line = ["bash", EXAMPLES / "launch.sbatch", NAME]
     with subprocess.Popen(line, env={**tools, **slurm}, stderr=subprocess.DEVNULL) as job:
-        until(records / "srun.up")
+        wait_until((records / "srun.up").exists)
         job.send_signal(signal.SIGUSR1)
         assert job.wait(30) == status
     assert (records / "forwarded").exists()
