@@ -100,12 +100,18 @@ def test_bad_input_is_one_clear_line_and_nothing_is_built(
 
 
 def test_the_command_prints_the_flags_and_the_description_has_them(source: Path, tmp_path: Path) -> None:
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
     code, output = invoke(tmp_path / "d", source)
     flags = f"--data-path {tmp_path}/d_text_document --tokenizer-type NullTokenizer --vocab-size 257"
     assert code == 0 and output.splitlines()[-1].strip() == flags
     assert "; 2 skipped" in output
     described = json.loads((tmp_path / "d_text_document.json").read_bytes())
     assert described["flags"] == flags.split()
+    args = argparse.Namespace(
+        tokenizer_type="NullTokenizer", vocab_size=257, pad_vocab_size=True, padded_vocab_size=257
+    )
+    assert build_tokenizer(args).eod == EOD
 
 
 def hugging_face(folder: Path) -> str:
@@ -141,16 +147,6 @@ def test_documents_are_tokenized_as_the_training_does(source: Path, tmp_path: Pa
     for document, text in zip(IndexedDataset(f"{tmp_path}/d_text_document"), IN_ORDER, strict=True):
         *ids, end = document.tolist()
         assert end == trained.eod and ids == trained.tokenize(text) and trained.detokenize(ids).strip() == text.strip()
-
-
-def test_a_training_on_bytes_has_257_ids(source: Path, tmp_path: Path) -> None:
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-
-    flags = build(tmp_path / "d", [source]).flags
-    words = dict(zip(flags[::2], flags[1::2], strict=True))
-    args = {"tokenizer_type": words["--tokenizer-type"], "vocab_size": int(words["--vocab-size"])}
-    trained = build_tokenizer(argparse.Namespace(**args, pad_vocab_size=True, padded_vocab_size=257))
-    assert (trained.vocab_size, trained.eod) == (257, EOD)
 
 
 def test_a_tokenizer_without_an_end_of_document(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ METHODS = DOCS / "methods"
 WORDS, OF_A_PAGE, OF_THE_README = 50_000, 2_500, 700
 """The most there may be."""
 _LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+_FILE = re.compile(r"(?<![\w/.<-])((?:ci|tests|docs|examples|patches|cp_plugin)/[\w./-]+\w)")
 _FENCE = re.compile(r"```.*?```", re.DOTALL)
 
 
@@ -106,7 +107,9 @@ def test_handwritten_figures() -> None:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page(page: Path) -> None:
     """Its lists follow an empty line: a code host renders others, mkdocs appends them to the paragraph. Its links lead
-    somewhere."""
+    somewhere, and files that it names exist."""
+    named = set(_FILE.findall(page.read_text())) - {"examples/post_training"}  # Megatron-LM's
+    assert {name for name in named if not (ROOT / name).exists()} == set()
     text = _FENCE.sub("```", page.read_text())
     item = re.compile(r"\s*([-*]|\d+\.) ")
     for before, line in itertools.pairwise(text.splitlines()):

@@ -267,18 +267,13 @@ def test_invalid_arguments_are_refused(module: object) -> None:
         kernel.pack(x[..., ::2], 2)
 
 
-TABLES = {"rows": slice(0, 1), "elements": slice(2, 3), "exponents": slice(3, 4)}
-"""Of another block."""
-
-
-@pytest.mark.parametrize("fault", TABLES)
-def test_planted_faults_of_a_message_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elements_of_another_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = kernel._planned
 
     def faulty(*asked: Any) -> Any:
         plan = planned(*asked)
         table = plan.table.clone()
-        table[:, :2, TABLES[fault]] = table[:, :2, TABLES[fault]].flip(1)  # two full ones
+        table[:, :2, 2] = table[:, :2, 2].flip(1)  # two full ones
         return plan._replace(table=table)
 
     monkeypatch.setattr(kernel, "_planned", faulty)
