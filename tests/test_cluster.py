@@ -41,9 +41,8 @@ _TINY = ("--nodes", "2", "--ranks-per-node", "2", "--rate", "20mbit", "--seq", "
 def test_scenarios_are_runnable_and_their_targets_are_run(name: str):
     scenario = SCENARIOS[name]
     assert [str(entry) for entry in scenario.entries()] == list(scenario.runs)
-    assert scenario.targets and {t.fast for t in scenario.targets} | {t.slow for t in scenario.targets} <= set(
-        scenario.runs
-    )
+    compared = {run for target in scenario.targets for run in (target.fast, target.slow)}
+    assert compared and compared <= set(scenario.runs)
 
 
 def test_who_reaches_whom():
