@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -79,3 +83,20 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for (test, reason), number in config.stash[LEFT_OUT].items():
         terminalreporter.write_line(f"LEFT OUT [{number}] {test}: {reason}")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Import a script of ci or docs, such as ``ci/perf/ratios``; afterwards its folder's modules are forgotten."""
+    folders: list[Path] = []
+
+    def load(path: str) -> ModuleType:
+        file = Path(__file__).parents[1] / path
+        folders.append(file.parent)
+        monkeypatch.syspath_prepend(str(file.parent))
+        sys.modules.pop(file.name, None)  # another folder's
+        return import_module(file.name)
+
+    yield load
+    for path in (path for folder in folders for path in folder.glob("*.py")):
+        sys.modules.pop(path.stem, None)

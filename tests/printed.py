@@ -43,9 +43,9 @@ class Printed:
 
 
 def pages() -> list[Path]:
-    """All Markdown files of the repository root, docs, examples and patches; the README first."""
+    """All Markdown files; the README first."""
     found = [ROOT / "README.md"]
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "patches/**/*.md"):
+    for pattern in ("*.md", *(f"{folder}/**/*.md" for folder in ("docs", "examples", "patches", "ci", "tests"))):
         found += sorted(ROOT.glob(pattern))
     return list(dict.fromkeys(found))
 

@@ -97,26 +97,18 @@ def _with_reasons(head: Sequence[str], rows: Mapping[str, Iterable[str | None]])
     return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))])
 
 
-_PARTS = {
-    "0.18, 0.19, 0.20": ("cuda_graph_modules", ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")),
-}
-"""Versions of megatron-core -> the argument naming the parts of a layer to capture, and its values."""
-
-
 def graphs_table() -> str:
-    """Megatron's CUDA graphs that are allowed, in Markdown: a row per part and group of versions."""
+    """Megatron's CUDA graphs that are allowed, in Markdown: a row per part of a layer to capture."""
     lines = ["| megatron-core | parts | `transformer_engine` | `local` |", "|---|---|---|---|"]
-    for versions, (name, parts) in _PARTS.items():
-        flag = f"--{name.replace('_', '-')}"
-        for part in (None, *parts):
-            shown = f"`{flag} {part}`" if part else f"no `{flag}`"
-            cells = " | ".join(_graph(impl, name, part) for impl in cuda_graphs.OUTSIDE)
-            lines.append(f"| {versions} | {shown} | {cells} |")
+    for part in (None, "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"):
+        shown = f"`--cuda-graph-modules {part}`" if part else "no `--cuda-graph-modules`"
+        cells = " | ".join(_graph(impl, part) for impl in cuda_graphs.OUTSIDE)
+        lines.append(f"| {', '.join(VERSIONS)} | {shown} | {cells} |")
     return "\n".join(lines)
 
 
-def _graph(impl: str, name: str, part: str | None) -> str:
-    args = SimpleNamespace(cuda_graph_impl=impl, **{name: [part] if part else []})
+def _graph(impl: str, part: str | None) -> str:
+    args = SimpleNamespace(cuda_graph_impl=impl, cuda_graph_modules=[part] if part else [])
     found = cuda_graphs.CUDA_GRAPH.looks_at(SimpleNamespace(args=args))
     return "yes" if found is None else f"no: {found['captured']}"
 

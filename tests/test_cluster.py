@@ -1,4 +1,4 @@
-"""The virtual cluster of ci/cluster: its command line, the speed of its links, and its clean-up."""
+"""The virtual cluster of ci/cluster: its contestants, its command line, the speed of its links, and its clean-up."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from nightly import nightly
+from processes import alive, interruptible, wait_until
 from typer.testing import CliRunner
 
 _CLUSTER = Path(__file__).parent.parent / "ci" / "cluster"
@@ -19,11 +19,18 @@ sys.path.insert(0, str(_CLUSTER))
 
 import bench  # noqa: E402
 import network as networks  # noqa: E402
+import packs  # noqa: E402
 import ranks  # noqa: E402
 import run as cli  # noqa: E402
 from iproute import missing  # noqa: E402
 from network import Network, Topology  # noqa: E402
 from scenarios import SCENARIOS, Scenario, parse_rate  # noqa: E402
+
+from cp_plugin import ContextParallel, Problem  # noqa: E402
+from cp_plugin.attention.calls import Inputs  # noqa: E402
+from cp_plugin.comm import Mesh, run_threads  # noqa: E402
+from cp_plugin.planner.packs import each_by_itself  # noqa: E402
+from cp_plugin.testing import oracle  # noqa: E402
 
 _LACKING = missing()
 needs_cluster = pytest.mark.skipif(_LACKING is not None, reason=str(_LACKING))
@@ -34,9 +41,8 @@ _TINY = ("--nodes", "2", "--ranks-per-node", "2", "--rate", "20mbit", "--seq", "
 def test_scenarios_are_runnable_and_their_targets_are_run(name: str):
     scenario = SCENARIOS[name]
     assert [str(entry) for entry in scenario.entries()] == list(scenario.runs)
-    assert scenario.targets and {t.fast for t in scenario.targets} | {t.slow for t in scenario.targets} <= set(
-        scenario.runs
-    )
+    compared = {run for target in scenario.targets for run in (target.fast, target.slow)}
+    assert compared and compared <= set(scenario.runs)
 
 
 def test_who_reaches_whom():
@@ -45,6 +51,35 @@ def test_who_reaches_whom():
     assert [per_node.station(r) for r in range(4)] == [(0, 0), (0, 0), (1, 0), (1, 0)]
     assert per_rank.hosts() == ("node0", "node0", "node1", "node1")
     assert (per_rank.address(3), per_node.address(3)) == ("10.77.1.2", "10.77.1.1")
+
+
+def test_documents_cut_by_themselves_are_whole_and_balanced() -> None:
+    bounds = packs.small(4)
+    layout = each_by_itself(bounds)
+    held = [layout.positions(bounds[-1], 4, index) for index in range(4)]
+    assert torch.equal(torch.cat(held).sort().values, torch.arange(bounds[-1]))
+    first, last = Problem(size=4).mask(bounds).interval(torch.arange(bounds[-1]), bounds[-1])
+    assert len({int((last - first)[mine].sum()) for mine in held}) == 1
+    with pytest.raises(ValueError, match="must be a multiple of 8"):
+        each_by_itself((0, 8, 20)).segments(20, 4, 0)
+
+
+@pytest.mark.parametrize("run", ["needed@placed", "needed@zigzag", "ring@each", "all_gather@each"])
+def test_a_pack_is_attended_as_on_one_device(run: str) -> None:
+    bounds = packs.small(4)
+    problem = Problem(
+        size=4, heads=2, head_dim=8, seq_length=bounds[-1], dtype=torch.float64, documents=True, network="gloo"
+    )
+    case, entry = oracle.make_case(problem, "softmax", bounds), packs.OnPack.parse(run)
+    setup = entry.setup(problem)
+
+    def rank(mesh: Mesh) -> list[bool]:
+        contestant = packs.Contestant(entry, ContextParallel(setup, mesh=mesh), setup, (bounds, packs.small(2)))
+        parts = Inputs(*(None if x is None else contestant.shard(x) for x in case.inputs))
+        wanted = map(contestant.shard, case.want)
+        return [bool((x - y).abs().max() <= 1e-10) for x, y in zip(contestant.step(parts), wanted, strict=True)]
+
+    assert all(all(found) for found in run_threads(rank, setup.axes))
 
 
 @needs_cluster
@@ -109,7 +144,7 @@ def test_nothing_is_left_behind():
     for number, run in runs.items():
         run.send_signal(number)
         assert run.wait(timeout=30) == ends[number]
-        _await(lambda number=number: not any(map(_alive, pids[number])))
+        wait_until(lambda number=number: not any(map(alive, pids[number])))
         assert len(_namespaces(run.pid)) == (5 if number == signal.SIGKILL else 0)
     killed = runs[signal.SIGKILL].pid
     assert set(_namespaces(killed)) <= set(networks.remove_stale())
@@ -122,7 +157,7 @@ def _start() -> subprocess.Popen[bytes]:
         env={**os.environ, "PYTHONPATH": str(_CLUSTER.parent.parent), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells start background jobs without it
+        preexec_fn=interruptible,
     )
 
 
@@ -135,24 +170,9 @@ def _await_ranks(run: subprocess.Popen[bytes]) -> list[int]:
         found[:] = map(int, Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
         return len(found) == 4 and all(len(os.listdir(f"/proc/{rank}/task")) > 2 for rank in found)
 
-    _await(there)
+    wait_until(there)
     assert len(_namespaces(run.pid)) == 5  # two nodes of two cards, and the core
     return found
-
-
-def _await(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited for a minute"
-        time.sleep(0.02)
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process runs and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def _namespaces(pid: int) -> list[str]:

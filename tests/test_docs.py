@@ -6,10 +6,10 @@ import argparse
 import inspect
 import itertools
 import re
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import third_party
 import torch
 from nightly import nightly
 from oracle import Case, errors
+from printed import ROOT, pages
 from thread_ranks import run
 from warm import python
 
@@ -35,23 +36,18 @@ from cp_plugin.methods.protocol import Provider
 from cp_plugin.planner import candidates
 from cp_plugin.testing.traffic import by_phase_and_axis
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = ROOT / "docs"
 METHODS = DOCS / "methods"
-PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+WORDS, OF_A_PAGE, OF_THE_README = 50_000, 2_500, 700
+"""The most there may be."""
 _LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+_FILE = re.compile(r"(?<![\w/.<-])((?:ci|tests|docs|examples|patches|cp_plugin)/[\w./-]+\w)")
 _FENCE = re.compile(r"```.*?```", re.DOTALL)
 
 
 @pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """``docs/generate.py`` as a module."""
-    monkeypatch.syspath_prepend(str(DOCS))
-    import generate
-
-    yield generate
-    for path in DOCS.glob("*.py"):
-        sys.modules.pop(path.stem, None)
+def generate(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("docs/generate")
 
 
 @pytest.mark.parametrize("name", [*providers.names(), "lasp2"])
@@ -66,7 +62,7 @@ def test_every_method_has_a_complete_page(name: str) -> None:
     assert wanted <= set(blocks)
     assert any(block.startswith("sketch ") for block in blocks)
     formula = re.search(r"`(_?traffic\w*)` in \[(\S+)\]\(\S+\) is the formula of its bytes", page)
-    assert formula and f"def {formula[1]}(" in (DOCS.parent / formula[2]).read_text(), "no formula"
+    assert formula and f"def {formula[1]}(" in (ROOT / formula[2]).read_text(), "no formula"
     sections = re.findall(r"^## (.+)$", page, re.MULTILINE)
     order = [
         title
@@ -79,13 +75,13 @@ def test_every_method_has_a_complete_page(name: str) -> None:
     assert len(page.split("##")[0].split()) > 40, "no idea"
 
 
-def test_the_pages_are_what_the_code_gives_now(generate: Any) -> None:
+def test_the_pages_are_what_the_code_gives_now(generate: ModuleType) -> None:
     stale = generate.stale_pages()
     assert not stale, "\n".join(["run python docs/generate.py", *stale.values()])
 
 
 @nightly
-def test_drawings_are_up_to_date(generate: Any) -> None:
+def test_drawings_are_up_to_date(generate: ModuleType) -> None:
     stale, reason = generate.stale_drawings()
     if reason:
         print(reason)
@@ -93,10 +89,10 @@ def test_drawings_are_up_to_date(generate: Any) -> None:
 
 
 def test_the_list_of_packages_follows_the_import_contract() -> None:
-    contracts = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract for contract in contracts if contract["type"] == "layers")["layers"]
     top = [name.strip(" ()").removeprefix("cp_plugin.") for layer in layers for name in layer.split("|")]
-    inside = {name: sorted((DOCS.parent / "cp_plugin" / name).glob("*/__init__.py")) for name in top}
+    inside = {name: sorted((ROOT / "cp_plugin" / name).glob("*/__init__.py")) for name in top}
     packages = [part for name in top for part in (name, *(f"{name}/{path.parent.name}" for path in inside[name]))]
     text = (DOCS / "design.md").read_text().partition("## Every package")[2]
     assert re.findall(r"^\| `([\w/]+)` \|", text, re.MULTILINE) == packages
@@ -108,19 +104,18 @@ def test_handwritten_figures() -> None:
     assert all(share in (DOCS / name).read_text() for name in ("choose.md", "troubleshooting.md"))
 
 
-@each_page
-def test_lists_follow_an_empty_line(page: Path) -> None:
-    """A code host renders a list without one; mkdocs appends it to the paragraph."""
-    lines = _FENCE.sub("```", page.read_text()).splitlines()
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page(page: Path) -> None:
+    """Its lists follow an empty line: a code host renders others, mkdocs appends them to the paragraph. Its links lead
+    somewhere, and files that it names exist."""
+    named = set(_FILE.findall(page.read_text())) - {"examples/post_training"}  # Megatron-LM's
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+    text = _FENCE.sub("```", page.read_text())
     item = re.compile(r"\s*([-*]|\d+\.) ")
-    for before, line in itertools.pairwise(lines):
+    for before, line in itertools.pairwise(text.splitlines()):
         starts = item.match(line) and not line.startswith(" ")
         assert not starts or not before or item.match(before) or before.startswith((" ", "<!--")), line
-
-
-@each_page
-def test_links_lead_somewhere(page: Path) -> None:
-    for target, heading in _LINK.findall(_FENCE.sub("", page.read_text())):
+    for target, heading in _LINK.findall(text):
         if target.startswith("http"):
             continue
         path = (page.parent / target).resolve() if target else page
@@ -130,27 +125,32 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, heading
 
 
+def test_pages_can_be_read(script: Callable[[str], ModuleType]) -> None:
+    """They are short, and so are those of messages, which only the site has."""
+    messages = script("docs/messages")
+
+    def words(text: str) -> int:
+        return sum(any(letter.isalnum() for letter in word) for word in text.split())
+
+    found = {page.relative_to(ROOT).as_posix(): words(page.read_text()) for page in pages()}
+    of_messages = {name: words(text) for name, text in messages.pages().items()}
+    long = {name: n for name, n in (found | of_messages).items() if n > OF_A_PAGE}
+    assert not long, "split it, or move evidence into a record"
+    assert sum(found.values()) <= WORDS, sorted(found.items(), key=lambda item: -item[1])[:5]
+    assert found["README.md"] <= OF_THE_README, "more than two screens"
+
+
+def block(what: str) -> str:
+    """The code block of adding.md that defines ``what``."""
+    blocks = re.findall(r"```python\n(.*?)```", (METHODS / "adding.md").read_text(), re.DOTALL)
+    return next(block for block in blocks if f"\n{what} = " in block)
+
+
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
-    """Install the code block of adding.md that defines ``what``, as a third-party distribution."""
-
-    def install(group: str, name: str, what: str) -> None:
-        blocks = re.findall(r"```python\n(.*?)```", (METHODS / "adding.md").read_text(), re.DOTALL)
-        source = next(block for block in blocks if f"\n{what} = " in block)
-        third_party.install(tmp_path, name, source, group, **{name: what})
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(sys.modules, name, raising=False)
-
-    return install
-
-
-@pytest.fixture
-def example(install: Callable[[str, str, str], None]) -> Iterator[Provider]:
+def example(tmp_path: Path) -> Iterator[Provider]:
     """The method of adding.md, installed."""
-    install(providers.ENTRY_POINTS, "gather_q", "PROVIDER")
-    with third_party.looked_for_anew():
+    with third_party.installed(tmp_path, "gather_q", block("PROVIDER"), providers.ENTRY_POINTS, gather_q="PROVIDER"):
         yield providers.get("gather_q")
-    sys.modules.pop("gather_q", None)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -212,24 +212,16 @@ def test_the_example_method_can_be_drawn(example: Provider) -> None:
     assert all(len(call.queries) == 32 and len(call.keys) == 8 for call in got.calls)
 
 
-@pytest.fixture
-def kernel(install: Callable[[str, str, str], None]) -> Iterator[str]:
-    """The kernel of adding.md, installed; its name."""
-    install(backends.ENTRY_POINTS, "widened", "BACKEND")
-    with third_party.looked_for_anew():
-        yield "widened"
-    sys.modules.pop("widened", None)
-
-
-def test_the_example_kernel_attends(kernel: str) -> None:
+def test_the_example_kernel_attends(tmp_path: Path) -> None:
     case = Case(seq_length=64, heads=4, kv_heads=2, causal=True, dtype=torch.float32)
 
     def rank(mesh: Mesh) -> float:
-        return max(errors(run(ContextParallel("striped", mesh=mesh, backend=kernel), case), case.reference()))
+        return max(errors(run(ContextParallel("striped", mesh=mesh, backend="widened"), case), case.reference()))
 
-    assert max(run_threads(rank, {"cp": 2})) <= 1e-6
-    assert backends.names()[-1] == kernel
-    assert {check.works for check in doctor.kernel_checks() if check.name == kernel} == {True}
+    with third_party.installed(tmp_path, "widened", block("BACKEND"), backends.ENTRY_POINTS, widened="BACKEND"):
+        assert max(run_threads(rank, {"cp": 2})) <= 1e-6
+        assert backends.names()[-1] == "widened"
+        assert {check.works for check in doctor.kernel_checks() if check.name == "widened"} == {True}
 
 
 _KIND = """
@@ -257,8 +249,8 @@ assert max(run_threads(rank, {"cp": 2})) < 1e-9
 """
 
 
-def test_the_example_kind_of_linear_attention(tmp_path: Path, install: Callable[[str, str, str], None]) -> None:
+def test_the_example_kind_of_linear_attention(tmp_path: Path) -> None:
     """In a fork, which looks for kinds anew."""
-    install(variants.ENTRY_POINTS, "relu_squared", "KIND")
+    third_party.install(tmp_path, "relu_squared", block("KIND"), variants.ENTRY_POINTS, relu_squared="KIND")
     done = python(_KIND, tmp_path)
     assert done.returncode == 0, done.stderr

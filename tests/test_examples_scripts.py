@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import wait_until
 from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
@@ -74,13 +75,6 @@ def recorded(tools: dict[str, str], name: str) -> tuple[list[str], dict[str, str
     return (folder / f"{name}.args").read_text().splitlines(), dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-def until(path: Path) -> None:
-    end = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path}"
-        time.sleep(0.02)
-
-
 def flags_of(experiment: Experiment, seq_length: int) -> list[str]:
     return [word for line in words(experiment.with_length(seq_length)) for word in line]
 
@@ -138,27 +132,12 @@ def test_checkpoints_and_a_checkout(tools: dict[str, str], tmp_path: Path, folde
     assert recorded(tools, "torchrun")[0][-2:] == ["--load", str(tmp_path)]
 
 
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ({"NODE_RANK": ""}, "NODE_RANK is not set: the number of this node, 0 to 15"),
-        ({"DATA_PREFIX": "/none"}, "there is no /none.idx; cp-plugin dataset writes one"),
-        ({"PATH": "/usr/bin:/bin"}, "torchrun is not on the PATH"),
-    ],
-)
-def test_refusals_of_a_node(tools: dict[str, str], named: dict[str, str], message: str, folder: Path) -> None:
-    env = {**tools, "NODE_RANK": "1", "MASTER_ADDR": "n0", **named}
-    done = run(folder / NAME / "train.sh", env=env)
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-    assert not (Path(tools["RECORDS"]) / "torchrun.args").exists()
-
-
 def test_usr1_becomes_sigterm_for_the_ranks(tools: dict[str, str], folder: Path) -> None:
     """torchrun is left alone and ends with them."""
     append(tools, "torchrun", WAITS)
     env = {**tools, "NODE_RANK": "0", "MASTER_ADDR": "n0"}
     with subprocess.Popen(["bash", folder / NAME / "train.sh"], env=env) as script:
-        until(Path(tools["RECORDS"]) / "torchrun.up")
+        wait_until((Path(tools["RECORDS"]) / "torchrun.up").exists)
         time.sleep(0.2)
         script.send_signal(signal.SIGUSR1)
         assert script.wait(30) == 0
@@ -180,11 +159,22 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {**SLURM, "SLURM_SUBMIT_DIR": str(tmp_path), "TRAIN": str(tmp_path / "train.sh")}
 
 
-@pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_SUBMIT_DIR"])
-def test_missing_slurm_variables(tools: dict[str, str], missing: str, slurm: dict[str, str]) -> None:
-    del slurm[missing]
-    done = run(EXAMPLES / "launch.sbatch", NAME, env={**tools, **slurm})
-    assert done.returncode == 2 and f"launch.sbatch: {missing} is not set: " in done.stderr
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"NODE_RANK": ""}, "NODE_RANK is not set: the number of this node, 0 to 15"),
+        ({"DATA_PREFIX": "/none"}, "there is no /none.idx; cp-plugin dataset writes one"),
+        ({"PATH": "/usr/bin:/bin"}, "torchrun is not on the PATH"),
+        *(({name: ""}, f"launch.sbatch: {name} is not set: ") for name in (*list(SLURM)[:3], "SLURM_SUBMIT_DIR")),
+    ],
+)
+def test_refusals_of_scripts(
+    tools: dict[str, str], slurm: dict[str, str], named: dict[str, str], message: str, folder: Path
+) -> None:
+    job = [EXAMPLES / "launch.sbatch", NAME] if "launch" in message else [folder / NAME / "train.sh"]
+    done = run(*job, env={**tools, **slurm, "NODE_RANK": "1", "MASTER_ADDR": "n0", **named})
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert not (Path(tools["RECORDS"]) / "torchrun.args").exists()
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(0, "requeue 42\n"), (3, None)], ids=["it ended", "it failed"])
@@ -195,7 +185,7 @@ def test_a_job_out_of_time_is_requeued_unless_it_failed(
     records = Path(tools["RECORDS"])
     line = ["bash", EXAMPLES / "launch.sbatch", NAME]
     with subprocess.Popen(line, env={**tools, **slurm}, stderr=subprocess.DEVNULL) as job:
-        until(records / "srun.up")
+        wait_until((records / "srun.up").exists)
         job.send_signal(signal.SIGUSR1)
         assert job.wait(30) == status
     assert (records / "forwarded").exists()

@@ -1,6 +1,5 @@
 """The fork launcher: results come back, and no failure of a rank is lost or waited for forever."""
 
-import contextlib
 import gc
 import os
 import re
@@ -9,11 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import alive, interruptible, wait_until
 
 from cp_plugin.testing.launch import RankError, RankTimeout, main_with_nproc, run_ranks
 
@@ -124,6 +123,7 @@ def test_ranks_with_the_same_story_share_one_paragraph(quiet):
     """What rank 0 said on the console is not repeated; where it was quiet, another rank's words are told once."""
 
     def body():
+        dist.barrier()  # all are connected: a rank that fails before would end others in another way
         if quiet and not _rank():
             dist.barrier()
         print("told by", _rank())
@@ -167,44 +167,35 @@ def test_output_modes(capfd):
     assert sorted(out.split("\n")) == ["", "out of 0", "out of 1"] and "err of 1" in err
 
 
-def _alive(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    return False
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_ranks_and_what_they_started_die_with_the_parent(how, tmp_path):
+def test_ranks_and_what_they_started_die_with_the_parent(tmp_path):
     code = (
         "import os, subprocess, sys, time\n"
         "from cp_plugin.testing.launch import run_ranks\n"
         "def body():\n"
         "    rank = os.environ['RANK']\n"
         "    helper = subprocess.Popen(['sleep', '300']) if rank == '0' and sys.argv[2] == 'helper' else None\n"
-        "    open(f'{sys.argv[1]}/{rank}.tmp', 'w').write(f'{os.getpid()} {helper.pid if helper else os.getpid()}')\n"
-        "    os.rename(f'{sys.argv[1]}/{rank}.tmp', f'{sys.argv[1]}/{rank}')\n"
+        "    open(f'{sys.argv[1]}{rank}.tmp', 'w').write(f'{os.getpid()} {helper.pid if helper else os.getpid()}')\n"
+        "    os.rename(f'{sys.argv[1]}{rank}.tmp', f'{sys.argv[1]}{rank}')\n"
         "    time.sleep(300)\n"
         "run_ranks(body, 2, timeout=None)\n"
     )
-    with_helper = "helper" if how == signal.SIGINT else "alone"  # nothing can clean up after SIGKILL but the kernel
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path, with_helper],
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells start background jobs without it
-    )
-    _wait_until(lambda: all((tmp_path / f"{r}").exists() for r in (0, 1)))
-    pids = [int(p) for r in (0, 1) for p in (tmp_path / f"{r}").read_text().split()]
-    assert all(_alive(p) for p in pids)
-    parent.send_signal(how)
-    parent.wait(timeout=30)
-    _wait_until(lambda: not any(_alive(p) for p in pids))
-
-
-def _wait_until(condition, limit=30.0):
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.05)
+    ends = {signal.SIGINT: "helper", signal.SIGKILL: "alone"}  # after SIGKILL nothing can clean up but the kernel
+    parents = {
+        how: subprocess.Popen(
+            [sys.executable, "-c", code, tmp_path / how.name, helper],
+            stderr=subprocess.DEVNULL,
+            preexec_fn=interruptible,
+        )
+        for how, helper in ends.items()
+    }
+    for how, parent in parents.items():
+        files = [tmp_path / f"{how.name}{rank}" for rank in (0, 1)]
+        wait_until(lambda files=files: all(file.exists() for file in files))
+        pids = [int(pid) for file in files for pid in file.read_text().split()]
+        assert all(map(alive, pids))
+        parent.send_signal(how)
+        parent.wait(timeout=30)
+        wait_until(lambda pids=pids: not any(map(alive, pids)))
 
 
 def test_no_file_descriptor_or_process_is_left_behind():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
-import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -14,16 +13,12 @@ import pytest
 from nightly import nightly
 
 ROOT = Path(__file__).parent.parent
-RUN = ROOT / "ci/mutants/run.py"
+MUTANTS = ROOT / "ci/mutants"
 
 
-@pytest.fixture(scope="module")
-def mutants() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutants_run", RUN)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def mutants(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("ci/mutants/run")
 
 
 @functools.cache
@@ -36,7 +31,7 @@ def defined_in(file: str) -> set[str]:
 
 def test_every_mutant_can_be_planted_and_has_its_tests(mutants: ModuleType) -> None:
     known = mutants.load().values()
-    assert len(known) == (RUN.parent / "mutants.toml").read_text().count("[[mutant]]"), "two have the same name"
+    assert len(known) == (MUTANTS / "mutants.toml").read_text().count("[[mutant]]"), "two have the same name"
     for mutant in known:
         source = (ROOT / mutant.file).read_text()
         planted = mutant.planted_in(source)
@@ -51,7 +46,7 @@ def test_every_mutant_can_be_planted_and_has_its_tests(mutants: ModuleType) -> N
 
 
 def test_the_tests_that_plant_a_fault_are_there() -> None:
-    planted = tomllib.loads((ROOT / "ci/mutants/faults.toml").read_text())
+    planted = tomllib.loads((MUTANTS / "faults.toml").read_text())
     listed = [(file, name) for file, tests in planted.items() for name in tests]
     assert not [f"{file}::{name}" for file, name in listed if name not in defined_in(file)]
 

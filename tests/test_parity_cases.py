@@ -39,24 +39,7 @@ class OnePercentMissing:
         return grads and grads._replace(dv=(0.99 if dist.get_rank() == 1 else 1) * grads.dv)
 
 
-def planted(plant):
-    plant = cache(plant)  # a method is built several times in a training
-    return lambda *args: (plant(), ring.build(*args))[1]
-
-
-def no_rope():
-    from megatron.core.transformer import attention
-
-    attention.apply_rotary_pos_emb = lambda x, *rest, **named: x
-
-
-def shifted_rope():
-    from megatron.core.transformer import attention
-
-    rotate, by = attention.apply_rotary_pos_emb, int(dist.get_rank() == 1)
-    attention.apply_rotary_pos_emb = lambda x, freqs, *rest, **named: rotate(x, freqs.roll(by, 0), *rest, **named)
-
-
+@cache  # a method is built several times in a training
 def token_count():
     from cp_plugin.megatron.models import gpt
 
@@ -70,11 +53,9 @@ def token_count():
 
 
 ONE_PERCENT = replace(ring, name="one_percent", build=lambda *args: OnePercentMissing(ring.build(*args)))
-NO_ROPE, SHIFTED_ROPE, TOKEN_COUNT = (
-    replace(ring, name=f.__name__, build=planted(f)) for f in (no_rope, shifted_rope, token_count)
-)
+TOKEN_COUNT = replace(ring, name="token_count", build=lambda *args: (token_count(), ring.build(*args))[1])
 """
-FOUND_BY = {"one_percent": "grad", "no_rope": "grad", "shifted_rope": "grad", "token_count": "loss"}
+FOUND_BY = {"one_percent": "grad", "token_count": "loss"}
 CASE = "dense/cp2/{}/causal/float32"
 
 
@@ -107,9 +88,9 @@ def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     done = in_a_fork(parity)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "FAIL: 4 of 5" in done.stdout
+    assert "FAIL: 2 of 3" in done.stdout
     found = {case["case"].split("/")[2]: case for case in json.loads((tmp_path / "parity.json").read_text())["cases"]}
-    assert [case["result"] for case in found.values()] == ["PASS", *["FAIL"] * 4], done.stdout
+    assert [case["result"] for case in found.values()] == ["PASS", "FAIL", "FAIL"], done.stdout
     for name, by in FOUND_BY.items():
         assert found[name]["plugin"][by] > 100 * found[name]["limit"][by]
     assert list(found["ring"]["upstream"]) == ["PyTorch's ring"]

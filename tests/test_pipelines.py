@@ -11,7 +11,9 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 GITHUB = sorted((ROOT / ".github/workflows").glob("*.yml"))
-SHELL = sorted([*(ROOT / "ci").rglob("*.sh"), ROOT / "ci/parity/parity.sbatch"])
+SHELL = sorted(
+    path for kind in ("sh", "sbatch") for top in ("ci", "examples") for path in (ROOT / top).rglob(f"*.{kind}")
+)
 SCRIPT = re.compile(r"\bci/[\w/]+\.(?:sh|py)\b")
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,8 +18,7 @@ from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.gradient_dtype import KEY_HOPS, ONE_HOP, QUERY_HOPS, REDUCE_SCATTER, TOKENS
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGE = DOCS / "precision.md"
+PAGE = Path(__file__).parents[1] / "docs/precision.md"
 WAYS = (KEY_HOPS, QUERY_HOPS, REDUCE_SCATTER, ONE_HOP)
 MODEL = {"gradient_dtype": "model"}
 TENTH = 0.1
@@ -28,13 +27,8 @@ both = pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=nightly)])
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """``docs/precision_tables.py`` as a module."""
-    monkeypatch.syspath_prepend(str(DOCS))
-    import precision_tables
-
-    yield precision_tables
-    sys.modules.pop("precision_tables")
+def tables(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("docs/precision_tables")
 
 
 def shown() -> dict[tuple[str, str], dict[str, list[float]]]:
@@ -52,7 +46,7 @@ def shown() -> dict[tuple[str, str], dict[str, list[float]]]:
 
 
 @both
-def test_the_figures_are_those_of_the_code(tables: Any, ranks: int) -> None:
+def test_the_figures_are_those_of_the_code(tables: ModuleType, ranks: int) -> None:
     page = shown()
     rows = list(tables.rows())
     assert list(page) == [(row.name, row.sums) for row in rows]
@@ -77,7 +71,7 @@ def test_claims_about_the_figures() -> None:
                 assert dk > shown()[name, "model"][column][1]
 
 
-def test_nccl_adds_from_rank_to_rank_in_the_dtype_that_travels(tables: Any) -> None:
+def test_nccl_adds_from_rank_to_rank_in_the_dtype_that_travels(tables: ModuleType) -> None:
     parts = [torch.tensor([256.0, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0])]
 
     def rank(mesh: Mesh) -> torch.Tensor:
@@ -103,7 +97,7 @@ def test_nccl_adds_from_rank_to_rank_in_the_dtype_that_travels(tables: Any) -> N
     ],
 )
 def test_what_the_table_allows_has_at_most_twice_the_error_of_one_device(
-    tables: Any, name: str, options: dict[str, Any], ranks: int, kv_heads: int
+    tables: ModuleType, name: str, options: dict[str, Any], ranks: int, kv_heads: int
 ) -> None:
     """Without what ``verify`` grants to roundings of sums, and with NCCL's additions emulated."""
     assert {1, 2} == set(TOKENS) and {8, 64} == {way.ranks for way in WAYS}

@@ -13,7 +13,6 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,10 +53,11 @@ COVERED = {
     r"python examples/hybrid\.py": (
         "tests/test_quickstart.py::test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot"
     ),
-    r"ci/\w+\.sh\b": "tests/test_printed_commands.py::test_scripts_can_be_read_by_bash_and_run_what_they_say",
-    r"(ruff|lint-imports)\b": "tests/test_printed_commands.py::test_scripts_can_be_read_by_bash_and_run_what_they_say",
+    r"ci/\w+\.sh\b": "tests/test_printed_commands.py::test_scripts_run_what_they_say",
+    r"(ruff|lint-imports)\b": "tests/test_printed_commands.py::test_scripts_run_what_they_say",
     r"mkdocs build\b": "tests/test_site.py::test_every_page_is_on_it",
     r"pip install (--dry-run )?\.$": "tests/test_container.py::test_nothing_of_the_image_is_replaced",
+    r"(PYTHON=\S+ )?(bash|sbatch) ci/parity/\w+\.": "tests/test_parity_cases.py::test_planted_faults_fail",
     r"bash ci/faults/run\.sh\b": "tests/test_faults.py::test_an_unknown_fault_is_refused",
     r"python ci/faults/soak\.py\b": "tests/test_faults.py::test_a_leak_is_found",
     r"ci/gpu/pack\.sh\b": "tests/test_gpu_pack.py::test_a_kernel_is_found_in_another_folder_by_another_install",
@@ -151,10 +151,7 @@ def test_the_tests_that_are_named_exist(pattern: str) -> None:
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_scripts_can_be_read_by_bash_and_run_what_they_say() -> None:
-    scripts = [path for pattern in ("ci/**/*.sh", "examples/**/*.sh") for path in ROOT.glob(pattern)]
-    for path in scripts:
-        subprocess.run(["bash", "-n", str(path)], check=True)
+def test_scripts_run_what_they_say() -> None:
     for name in {command.words[0] for command in fenced() if not command.script}:
         assert not name.endswith(".sh") or os.access(ROOT / name, os.X_OK), f"{name} is printed, and not executable"
     text = (ROOT / "ci" / "test.sh").read_text()
@@ -304,11 +301,8 @@ def _pairs(options: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def worked_example(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def worked_example(here: Path) -> Iterator[None]:
     """Installs the provider of the page on adding a method."""
     source = (ROOT / "docs" / "methods" / "gather_q.py").read_text()
-    third_party.install(here, GATHER_Q, source, providers.ENTRY_POINTS, gather_q="PROVIDER")
-    monkeypatch.syspath_prepend(str(here))
-    with third_party.looked_for_anew():
+    with third_party.installed(here, GATHER_Q, source, providers.ENTRY_POINTS, gather_q="PROVIDER"):
         yield
-    sys.modules.pop(GATHER_Q, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -12,9 +11,8 @@ import pytest
 
 
 @pytest.fixture
-def ratios(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "ci/perf"))
-    return import_module("ratios")
+def ratios(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("ci/perf/ratios")
 
 
 class Host:

@@ -185,10 +185,3 @@ def test_without_megatron(tmp_path: Path) -> None:
         assert f"COMMAND 0 {line}" in done.stdout, done.stdout
     assert re.search(rf"COMMAND 2 {re.escape(refused)}.*{re.escape(NO_MEGATRON)}", done.stdout), done.stdout
     assert f"ACTIVATE {NO_MEGATRON}" in done.stdout
-
-
-def test_the_commands_of_contributing_exist() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = set(re.findall(r"\b((?:ci|tests|docs|examples|patches|cp_plugin)/[\w./-]+\w)", text))
-    assert {"ci/test.sh", "ci/environment.sh"} <= named
-    assert sorted(name for name in named if not (ROOT / name).exists()) == []

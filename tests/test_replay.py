@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -37,11 +38,8 @@ FILES = {
 
 
 @pytest.fixture
-def replay(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(FOLDER)
-    import replay
-
-    return replay
+def replay(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("ci/megatron/replay")
 
 
 @pytest.fixture(scope="module")

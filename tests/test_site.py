@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from nightly import nightly
@@ -68,9 +69,6 @@ def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
     ],
 )
 def test_links_out_of_the_pages(
-    page: str, link: str, repo_url: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    page: str, link: str, repo_url: str | None, expected: str, script: Callable[[str], ModuleType]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    from site_links import rewritten
-
-    assert rewritten(link, page, repo_url) == expected
+    assert script("docs/site_links").rewritten(link, page, repo_url) == expected

@@ -70,9 +70,10 @@ def mutable(source: str) -> set[str]:
     found = {name for name, value in bound.items() if _class_of(value) in STATEFUL}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            own = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-            own |= {argument.arg for argument in ast.walk(function) if isinstance(argument, ast.arg)}
-            for node in ast.walk(function):
+            parts = list(ast.walk(function))
+            own = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            own |= {n.arg for n in parts if isinstance(n, ast.arg)}
+            for node in parts:
                 found |= set(node.names) if isinstance(node, ast.Global) else set()
                 for owner in _changed(node):
                     if isinstance(owner, ast.Name) and owner.id in bound.keys() - own:
@@ -82,18 +83,18 @@ def mutable(source: str) -> set[str]:
 
 def modules_changed(source: str) -> set[str]:
     """What a source file sets or changes in the package's modules: ``module.name = ``, ``module.name.clear()``."""
-    tree = ast.parse(source)
+    parts = list(ast.walk(ast.parse(source)))
     modules = {
         (alias.asname or alias.name).rpartition(".")[2]
-        for node in ast.walk(tree)
+        for node in parts
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cp_plugin")
         for alias in node.names
         if PACKAGE.parent.joinpath(*f"{node.module}.{alias.name}".split(".")).with_suffix(".py").exists()
     }
-    modules -= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    modules -= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    modules -= {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    modules -= {n.arg for n in parts if isinstance(n, ast.arg)}
     found = set()
-    for node in ast.walk(tree):
+    for node in parts:
         for owner in _changed(node):
             inside = isinstance(owner, ast.Attribute)  # else a function of the module may be called
             module = owner.value if inside else owner

@@ -46,16 +46,15 @@ def test_characters_of_several_bytes(prompt: str, new: str) -> None:
     assert sum(map(bool, parts[1:-2])) == len(of_bytes(then)) and not any("\ufffd" in part for part in parts)
 
 
-@given(st.lists(st.integers(0, 255), min_size=1), st.lists(st.integers(0, 255)))
-def test_bytes_that_are_no_characters(prompt: list[int], new: list[int]) -> None:
-    whole = of_bytes([*prompt, *new])
-    if not of_bytes(prompt).endswith("\ufffd"):
-        assert "".join(shown(of_bytes, prompt, new)) == f"{whole}\n"
-
-
-@given(st.lists(st.integers(0, len(WORDS) - 1), min_size=1), st.lists(st.integers(0, len(WORDS) - 1)))
-def test_words_with_their_space_in_front(prompt: list[int], new: list[int]) -> None:
-    assert "".join(shown(of_words, prompt, new)) == f"{of_words([*prompt, *new])}\n"
+@pytest.mark.parametrize(("decode", "ids"), [(of_bytes, 256), (of_words, len(WORDS))])
+@given(st.data())
+def test_bytes_that_are_no_characters_and_words_with_their_space_in_front(
+    decode: Callable[[Sequence[int]], str], ids: int, data: st.DataObject
+) -> None:
+    texts = st.lists(st.integers(0, ids - 1))
+    prompt, new = data.draw(texts.filter(len)), data.draw(texts)
+    if not decode(prompt).endswith("\ufffd"):
+        assert "".join(shown(decode, prompt, new)) == f"{decode([*prompt, *new])}\n"
 
 
 def test_a_long_text_is_decoded_once() -> None:

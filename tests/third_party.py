@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from cp_plugin.kernels import backends
 from cp_plugin.linear.variants import variants
@@ -37,3 +40,14 @@ def looked_for_anew() -> Iterator[None]:
     finally:
         for registry in registries:
             registry.cache_clear()
+
+
+@contextmanager
+def installed(folder: Path, module: str, source: str, group: str, **points: str) -> Iterator[None]:
+    """As ``install``, in this process: every registry has it within."""
+    install(folder, module, source, group, **points)
+    with pytest.MonkeyPatch.context() as patch, looked_for_anew():
+        patch.syspath_prepend(str(folder))
+        sys.modules.pop(module, None)
+        yield
+    sys.modules.pop(module, None)

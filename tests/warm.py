@@ -85,29 +85,40 @@ def _program(command: Callable[[], object]) -> int:
     return status if isinstance(status, int) else 0
 
 
+def _fork(command: Callable[[], object], out: int, err: int, limit: int = 0) -> int:
+    """The process id of a fork that does this as a program of its own; out, err: where it writes to."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            signal.alarm(limit)
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            sys.stdout, sys.stderr = (os.fdopen(end, "w", buffering=1, closefd=False) for end in (1, 2))
+            status = _program(command)
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    return pid
+
+
 class Forked:
     """As ``subprocess.Popen``, for ``python -m cp_plugin...``, without importing it all again; errors are in stdout."""
 
     def __init__(self, command: list[str], **_: Any) -> None:
         python, option, module, *words = command
         assert (python, option) == (sys.executable, "-m") and module.startswith("cp_plugin.")
+
+        def program() -> object:
+            os.environ["OMP_NUM_THREADS"] = "1"
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.argv = [module, *words]
+            sys.modules.pop(module, None)
+            return runpy.run_module(module, run_name="__main__", alter_sys=True)
+
         self.returncode = -1
         reading, writing = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                os.dup2(writing, 1)
-                os.dup2(writing, 2)
-                sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
-                os.environ["OMP_NUM_THREADS"] = "1"
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                sys.argv = [module, *words]
-                sys.modules.pop(module, None)
-                status = _program(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
+        self.pid = _fork(program, writing, writing)
         os.close(writing)
         self.stdout = os.fdopen(reading)
 
@@ -125,18 +136,7 @@ def in_a_fork(command: Callable[[], object], limit: int = 300) -> subprocess.Com
     limit: seconds after which it is killed.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                signal.alarm(limit)
-                os.dup2(out.fileno(), 1)
-                os.dup2(err.fileno(), 2)
-                sys.stdout, sys.stderr = (os.fdopen(end, "w", buffering=1, closefd=False) for end in (1, 2))
-                status = _program(command)
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
+        pid = _fork(command, out.fileno(), err.fileno(), limit)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         out.seek(0)
         err.seek(0)

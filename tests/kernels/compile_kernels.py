@@ -23,7 +23,7 @@ from typing import Any
 import launch_cases
 import triton
 from launches import Launch, launches
-from ptx import stores_in_place, unordered
+from ptx import unordered
 
 NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(r"^\s*(?:@%p\d+ )?((?:ld|st)\.global\S*|cvt\.\S*e[45]m[23]\S*)", re.MULTILINE)
@@ -39,7 +39,7 @@ def described(name: str, launch: Launch) -> dict[str, Any]:
         "shared": launch.shared,
         "matrix products": len(PRODUCT.findall(launch.ptx)),
         "instructions": Counter(INSTRUCTION.findall(launch.ptx)),
-        "in place": stores_in_place(launch.ptx, launch.memory),
+        "in place": bool(unordered(launch.ptx, launch.memory, barriers=False)),
         "unordered": unordered(launch.ptx, launch.memory),
     }
 

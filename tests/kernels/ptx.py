@@ -46,12 +46,13 @@ class Access:
     """The register, or the parameter's name."""
 
 
-def unordered(ptx: str, memory: Sequence[int | None]) -> list[str]:
+def unordered(ptx: str, memory: Sequence[int | None], *, barriers: bool = True) -> list[str]:
     """In-place stores of a kernel that may overtake another thread's read of the same memory.
 
     Args:
         ptx: the text of one kernel.
         memory: for each parameter the id of the storage it points into, None for non-pointers. Equal ids may overlap.
+        barriers: False: as if there were none, for all stores to what was read.
 
     Returns:
         A sentence for each such store.
@@ -70,7 +71,7 @@ def unordered(ptx: str, memory: Sequence[int | None]) -> list[str]:
     while work:
         i = work.pop()
         after = pending[i]
-        if _is_barrier(statements[i], threads):
+        if barriers and _is_barrier(statements[i], threads):
             after = frozenset()
         elif (access := accesses[i]) is not None and access.reads:
             after |= {(storage, statements[i].line) for storage in reached.get(access.address, ())}
@@ -91,18 +92,6 @@ def unordered(ptx: str, memory: Sequence[int | None]) -> list[str]:
                     "and no barrier lies between"
                 )
     return found
-
-
-def stores_in_place(ptx: str, memory: Sequence[int | None]) -> bool:
-    """Whether the kernel reads and writes the same memory."""
-    statements, _ = _flow(ptx)
-    reached = _storages(statements, _pointers(ptx, memory))
-    read, written = set[int](), set[int]()
-    for access in filter(None, map(_access, statements)):
-        storages = reached.get(access.address, frozenset())
-        read |= storages if access.reads else set()
-        written |= storages if access.writes else set()
-    return bool(read & written)
 
 
 def _pointers(ptx: str, memory: Sequence[int | None]) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from cp_plugin.core.values import Partial
@@ -109,23 +108,6 @@ def test_merging_uses_them(kernels: list[str]) -> None:
         return merge_rows(Partial(*(x.clone() for x in parts[0])), range(0, 4, 2), rows, half[0].out)
 
     both(some_rows, kernels, "merge_into")
-
-
-def test_offsets_of_64_bits_change_nothing(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_kernels import payload, permute, rows
-
-    for module in (rows, payload, permute):
-        monkeypatch.setattr(module, "index_type", lambda largest: tl.int64)
-    outs, lses = zip(*partials(3), strict=True)
-    order = torch.tensor([2, 0, 3, 1])
-    both(lambda: fused.merge(outs, lses), kernels, "merge")
-    kernels.clear()
-    both(lambda: fused.gather_rows(outs, order), kernels, "gather_rows")
-    kernels.clear()
-    both(lambda: [x.float() for x in fused.pack(outs[0], 2)], kernels, "pack")
-    packed = fused.pack(outs[0], 2)
-    kernels.clear()
-    both(lambda: (fused.unpack(*packed, 2, torch.float32),), kernels, "unpack")
 
 
 def test_partials_that_saw_nothing_are_left_out() -> None:

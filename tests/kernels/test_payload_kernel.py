@@ -215,24 +215,6 @@ def test_a_message_of_many_parts(name: str, block: int) -> None:
     check_message(*message(name), block)
 
 
-def test_a_message_is_one_launch_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, rows = message("of one row each")
-    for name in ("_pack_message_kernel", "_unpack_message_kernel"):
-        launched, run = [], getattr(kernel, name)
-        monkeypatch.setattr(kernel, name, LaunchCounter(run, launched))
-        check_message(tensors, rows, 4)
-        assert launched == [(9, 2)], "a program for each block and head, along one axis; the tensors along the other"
-
-
-class LaunchCounter:
-    def __init__(self, kernel: object, launched: list[tuple[int, ...]]) -> None:
-        self.kernel, self.launched = kernel, launched
-
-    def __getitem__(self, grid: tuple[int, ...]) -> object:
-        self.launched.append(grid)
-        return self.kernel[grid]
-
-
 @pytest.mark.parametrize(("heads", "rows", "aligned"), [(16, (64, 128), 16), (1, (64, 64, 64), 1), (2, (20, 80), 2)])
 def test_elements_begin_where_the_kernel_is_told(heads: int, rows: tuple[int, ...], aligned: int) -> None:
     """A promise of 16 bytes that does not hold would be a misaligned address on a GPU: the interpreter keeps silent."""
@@ -285,37 +267,15 @@ def test_invalid_arguments_are_refused(module: object) -> None:
         kernel.pack(x[..., ::2], 2)
 
 
-FAULTS = {
-    "float16 read as bfloat16": ("bits", lambda x: x.view(torch.int16)),
-    "half of a head": ("_blocks", lambda block, d: {"BLOCK": block, "D": d, "ROWS": 4, "WIDTH": d // 2}),
-    "a scale for half a block": ("_blocks", lambda block, d: {"BLOCK": 2, "D": d, "ROWS": 2, "WIDTH": 8}),
-}
-
-
-TABLES = {"rows": slice(0, 1), "elements": slice(2, 3), "exponents": slice(3, 4)}
-"""Of another block."""
-
-
-@pytest.mark.parametrize("fault", TABLES)
-def test_planted_faults_of_a_message_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elements_of_another_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = kernel._planned
 
     def faulty(*asked: Any) -> Any:
         plan = planned(*asked)
         table = plan.table.clone()
-        table[:, :2, TABLES[fault]] = table[:, :2, TABLES[fault]].flip(1)  # two full ones
+        table[:, :2, 2] = table[:, :2, 2].flip(1)  # two full ones
         return plan._replace(table=table)
 
     monkeypatch.setattr(kernel, "_planned", faulty)
     with pytest.raises(AssertionError):
         check_message(*message("k and v"), 4)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = randn(8, 1, 2, 8).half()
-    x[::2] *= 100
-    check_same(x, 4)
-    monkeypatch.setattr(kernel, *FAULTS[fault])
-    with pytest.raises(AssertionError):
-        check_same(x, 4)
