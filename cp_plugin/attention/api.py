@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention import agreement, autocast, softmax
@@ -89,18 +88,17 @@ class ContextParallel(LinearAttention):
                 no group where there are several ranks, or other settings than other ranks have.
         """
         self.from_python = not isinstance(provider, providers.Resolved)
-        self._open: Callable[[Problem], None] | None = None
+        self._undecided: Problem | None = None
         self._calls = agreement.Calls(compared=self.from_python)
         self._planned = blocks.Planned()
         self.group = None if mesh is not None and group is UNSET else process_group(group)
-        self._resolve(provider, self.group, mesh, problem, options)
+        self._resolve(provider, mesh, problem, options)
         self._forget()
 
     @as_called
     def _resolve(
         self,
         provider: str | Provider | providers.Resolved,
-        group: dist.ProcessGroup | None,
         mesh: Mesh | None,
         problem: Problem | None,
         options: dict[str, Any],
@@ -108,27 +106,26 @@ class ContextParallel(LinearAttention):
         if isinstance(provider, providers.Resolved):
             if options or problem not in (None, provider.problem):
                 raise ValueError("a Resolved already has options and a problem: pass neither")
-            self._take(provider, group, mesh)
+            self._take(provider, mesh)
         else:
-            with agreement.of_group(group if mesh is None else None) as settings:
+            with agreement.of_group(self.group if mesh is None else None) as settings:
                 found = providers.get(provider)
                 asked = float32_unless_told(found, Options(**options))
                 (kernels if found.kind == "linear" else backends).check_name(asked.backend)
                 settings |= {"provider": found.name, "layout": asked.layout, "options": asked.given, "problem": problem}
-            typical = typical_call(found, asked, group, mesh, problem)
-            if typical.size > 1 and group is not None and problem is None and found.asks_heads(asked):
-                self._wait_for_heads(found, typical, asked, group)
+            typical = typical_call(found, asked, self.group, mesh, problem)
+            if typical.size > 1 and self.group is not None and problem is None and found.asks_heads(asked):
+                self._wait_for_heads(found, typical, asked)
             else:
-                self._take(providers.settle(found, typical, asked), group, mesh)
+                self._take(providers.settle(found, typical, asked), mesh)
 
     def __repr__(self) -> str:
         """The provider, ranks, layout and options, and a line for each choice that was made for the user."""
         chosen = {option: value for option, value in providers.in_order(self.options).items() if option != "layout"}
         ranks = f"rank {self.index} of {self.size}" if self.size > 1 else "one rank"
         parts = [repr(self.provider.name), ranks, f"layout={self.layout.name!r}"]
-        why = ("decides in the first attention call, when it knows the heads",) if self._open is not None else self.why
         lines = [f"ContextParallel({', '.join([*parts, *(f'{name}={value!r}' for name, value in chosen.items())])})"]
-        return "\n    ".join([*lines, *why])
+        return "\n    ".join([*lines, *self.why])
 
     def _forget(self) -> None:
         """Drop all cached plans."""
@@ -136,41 +133,38 @@ class ContextParallel(LinearAttention):
         self._scans: Recent[Hashable, tuple[Scan, Parts]] = Recent(_PLANS)
         self._others: Recent[tuple[Layout, Options], ContextParallel] = Recent(_OTHERS)
 
-    def _take(self, resolved: providers.Resolved, group: dist.ProcessGroup | None, mesh: Mesh | None) -> None:
+    def _take(self, resolved: providers.Resolved, mesh: Mesh | None = None) -> None:
         """Adopt resolved options and create the process groups."""
         self.provider, self.options, self.why = resolved.provider, resolved.options, resolved.why
         self.layout = resolved.problem.placed or providers.layout_for(self.provider, self.options)
         if mesh is None:
-            mesh = GroupMesh.from_group(resolved.axes, group, self.provider.extra_groups, self.provider.collective_axes)
+            found = self.provider
+            mesh = GroupMesh.from_group(resolved.axes, self.group, found.extra_groups, found.collective_axes)
         elif mesh.axes != resolved.axes:
             raise ValueError(f"provider {self.provider.name!r} needs the mesh axes {resolved.axes}, got {mesh.axes}")
-        self.mesh, self.per_host, self._open = mesh, resolved.problem.per_host, None
+        self.mesh, self.per_host, self._undecided = mesh, resolved.problem.per_host, None
         self._number(token_order(resolved.axes, self.provider.beside, self.layout))
 
-    def _wait_for_heads(self, found: Provider, typical: Problem, asked: Options, group: dist.ProcessGroup) -> None:
+    def _wait_for_heads(self, found: Provider, typical: Problem, asked: Options) -> None:
         """Defer the choice to the first call. The axes are unknown until then, so the token order must not depend on
         them."""
-        self.provider, self.options, self.why = found, asked, ()
+        self.provider, self.options = found, asked
+        self.why = ("decides in the first attention call, when it knows the heads",)
         self.layout = providers.layout_for(found, asked)
         if self.layout.cyclic:
             raise ValueError(
                 f"provider {found.name!r} on {self.layout.name} tokens: the token order depends on the heads; give "
                 f"problem=Problem(size={typical.size}, heads=..., kv_heads=...), or head_parallel"
             )
-        self.mesh, self.per_host = GroupMesh.from_group({"cp": typical.size}, group), typical.per_host
+        self.mesh, self.per_host = GroupMesh.from_group({"cp": typical.size}, self.group), typical.per_host
+        self._undecided = typical
         self._number(tuple(range(typical.size)))
-
-        def choose(call: Problem) -> None:
-            call = replace(call, hosts=typical.hosts, network=typical.network)
-            self._take(providers.settle(found, call, asked), group, None)
-
-        self._open = choose
 
     @as_called
     def with_layout(self, layout: Layout) -> ContextParallel:
         """The same on another layout, such as one made for a pack of documents; ValueError if the provider still waits
         for the heads of its first call."""
-        if self._open is not None:
+        if self._undecided is not None:
             raise ValueError(
                 f"provider {self.provider.name!r} chooses its axes from the heads, but the layout is being changed "
                 f"before they are known: give problem=Problem(size={self.size}, heads=..., kv_heads=...)"
@@ -266,8 +260,9 @@ class ContextParallel(LinearAttention):
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
         """Describe an attention call; ValueError if the three tensors do not fit together."""
         problem = problem_of(q, k, v, self.size, causal)
-        if self._open is not None:
-            self._open(problem)
+        if (known := self._undecided) is not None:
+            call = replace(problem, hosts=known.hosts, network=known.network)
+            self._take(providers.settle(self.provider, call, self.options))
         return problem
 
     @as_called

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_plugin.comm import Mesh, device_of, network_between
-from cp_plugin.core.hosts import hosts_of
+from cp_plugin.comm.every_rank import gather_hosts
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
@@ -130,5 +130,5 @@ def typical_call(
     if typical.size != size:
         raise ValueError(f"problem is for {typical.size} context-parallel ranks, but there are {size}")
     if (found.asks_hosts(asked) or asked.layout == DOCUMENTS.name) and group is not None and not typical.hosts:
-        typical = replace(typical, hosts=hosts_of(group))
+        typical = replace(typical, hosts=gather_hosts(group))
     return typical

@@ -10,9 +10,8 @@ tokens sent, and their destinations):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,9 +69,8 @@ class _Shift(torch.autograd.Function):
         return _Shift.apply(grad, ctx.dim, -ctx.by, ctx.cp, "backward"), None, None, None, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """What every rank sends to the rank some places below it in the layout, at the same time."""
+class _Message(NamedTuple):
+    """What every rank sends to the rank some places below it in the layout, at the same time; or keeps to itself."""
 
     to: int
     source: int
@@ -82,22 +80,12 @@ class _Message:
     """Destinations of the received tokens; the rest of the message is padding."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    take: Tensor
-    """Indices of the tokens that stay on this rank,"""
-    put: Tensor
-    """and their destinations."""
-    messages: tuple[_Message, ...]
-
-
 def _shifted(cp: ContextParallel, x: Tensor, dim: int, by: int) -> Tensor:
     rows = x.movedim(dim, 0)
-    plan = _plan(cp.layout, cp.numbers, cp.index, rows.size(0) * cp.size, by, x.device)
-    under_way = [cp.mesh.permute((rows[m.send],), to=m.to, source=m.source) for m in plan.messages]
+    messages = _plan(cp.layout, cp.numbers, cp.index, rows.size(0) * cp.size, by, x.device)
+    under_way = [cp.mesh.permute((rows[m.send],), to=m.to, source=m.source) for m in messages]
     shifted = torch.zeros_like(rows, memory_format=torch.contiguous_format)
-    shifted[plan.put] = rows[plan.take]
-    for message, pending in zip(plan.messages, under_way, strict=True):
+    for message, pending in zip(messages, under_way, strict=True):
         shifted[message.put] = pending.wait()[0][: len(message.put)]
     return shifted.movedim(0, dim).contiguous()
 
@@ -105,8 +93,8 @@ def _shifted(cp: ContextParallel, x: Tensor, dim: int, by: int) -> Tensor:
 @lru_cache(maxsize=32)
 def _plan(
     layout: Layout, numbers: tuple[int, ...], index: int, seq_length: int, by: int, device: torch.device
-) -> _Plan:
-    """Device-resident indices, 16 bytes per token of this rank, computed once per length.
+) -> tuple[_Message, ...]:
+    """Messages with device-resident indices, 16 bytes per token of this rank, computed once per length.
 
     numbers: rank -> its number in the layout. Every rank finds the same messages.
     """
@@ -119,14 +107,10 @@ def _plan(
     goal = torch.arange(max(0, -by), max(0, -by, min(seq_length, seq_length - by)))
     gives, gets = owner[goal + by], owner[goal]
     away = (gives - gets) % size
-    take = put = goal[:0]
     messages = []
     for places in away.unique().tolist():
         pairs = away == places
         given, got = place[(goal + by)[pairs & (gives == mine)]], place[goal[pairs & (gets == mine)]]
-        if places == 0:
-            take, put = given, got
-            continue
         longest = int(gives[pairs].bincount().max())
         messages.append(
             _Message(
@@ -136,4 +120,4 @@ def _plan(
                 put=got.to(device),
             )
         )
-    return _Plan(take.to(device), put.to(device), tuple(messages))
+    return tuple(messages)

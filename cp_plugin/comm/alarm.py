@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from cp_plugin.common import background
-from cp_plugin.common.text import ranks_named
+from cp_plugin.common.text import group_ranks, ranks_named
 
 EXIT_STATUS = 70
 """Exit status of a rank that another rank's failure ended."""
@@ -118,11 +118,9 @@ class Alarm:
 
 def report(who: str, story: str, said: Mapping[int, str], silent: Mapping[int, str]) -> str:
     """A message of several lines: who failed and how, what the others said, who did not answer (rank -> host)."""
-    lines = [f"{who}: {story}"]
-    stories: dict[str, list[int]] = {}
-    for rank, text in sorted(said.items()):
-        stories.setdefault(text, []).append(rank)
-    lines += [f"{ranks_named(ranks)}: {text}" for text, ranks in stories.items()]
+    ranks = sorted(said)
+    stories = group_ranks([said[rank] for rank in ranks], ranks)
+    lines = [f"{who}: {story}", *(f"{ranks_named(ranks)}: {text}" for text, ranks in stories.items())]
     lines += [
         f"no response from rank {rank} on {host} (killed, suspended, unreachable, or holding the GIL)"
         for rank, host in sorted(silent.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,11 @@ def gather_objects[T](x: T, group: dist.ProcessGroup | None = None) -> list[T]:
     everyone = [x] * dist.get_world_size(group)
     dist.all_gather_object(everyone, x, group=group)
     return everyone
+
+
+def gather_hosts(group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
+    """Return every rank's host, in rank order. Collective over the group; None: over all ranks."""
+    return tuple(gather_objects(socket.gethostname(), group))
 
 
 def gather_findings(found: Sequence[str]) -> dict[int, str]:

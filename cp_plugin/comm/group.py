@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cp_plugin.comm.connect import connect
 from cp_plugin.comm.ledger import Ledger
-from cp_plugin.comm.mesh import Mesh, Pending, Tensors, axis_groups, sum_of_parts
+from cp_plugin.comm.mesh import Mesh, Pending, Tensors, axis_groups
 from cp_plugin.comm.watch import Watch
 from cp_plugin.common.text import ranks_named
 
@@ -180,10 +180,9 @@ class GroupMesh(Mesh):
         return _when_done([_together(_all_gather_single, group, _bytes(received), _bytes(tensors))], tensors, received)
 
     def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
+        if self._is_gloo(axis):  # whose own reduce-scatter is an all-reduce: twice the bytes
+            return super()._reduce_scatter(axis, tensors)
         group, n = self._group(axis), self.axes[axis]
-        if self._is_gloo(axis):  # Gloo's own reduce-scatter is an all-reduce: twice the bytes
-            parts = self._all_to_all(axis, tensors)
-            return parts.then(lambda t: sum_of_parts(t, n))
         received = tuple(t.new_empty((t.size(0) // n, *t.shape[1:])) for t in tensors)
         return _when_done([_together(_reduce_scatter_single, group, received, tensors)], tensors, received)
 

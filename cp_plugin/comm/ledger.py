@@ -27,27 +27,23 @@ class Ledger:
     """Totals per (phase, verb, axis); its size does not grow with the number of steps."""
 
     def __init__(self) -> None:
-        self._phase = "forward"
-        self._counts: dict[tuple[str, str, str], tuple[int, int]] = {}
-
-    @property
-    def current_phase(self) -> str:
+        self.current_phase = "forward"
         """The phase under which traffic is recorded now."""
-        return self._phase
+        self._counts: dict[tuple[str, str, str], tuple[int, int]] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record everything sent inside the ``with`` block under ``name``."""
-        outer, self._phase = self._phase, name
+        outer, self.current_phase = self.current_phase, name
         try:
             yield
         finally:
-            self._phase = outer
+            self.current_phase = outer
 
     def record(self, op: str, axis: str, nbytes: int) -> None:
         """Record one call of a verb."""
-        calls, sent = self._counts.get((self._phase, op, axis), (0, 0))
-        self._counts[self._phase, op, axis] = calls + 1, sent + nbytes
+        calls, sent = self._counts.get((self.current_phase, op, axis), (0, 0))
+        self._counts[self.current_phase, op, axis] = calls + 1, sent + nbytes
 
     def entries(self) -> list[Traffic]:
         """All lines, sorted by phase, verb and axis."""

@@ -207,8 +207,9 @@ class Mesh(ABC):
     @abstractmethod
     def _all_gather(self, axis: str, tensors: Tensors) -> Pending: ...
 
-    @abstractmethod
-    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending: ...
+    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
+        n = self.axes[axis]
+        return self._all_to_all(axis, tensors).then(lambda t: sum_of_parts(t, n))
 
     @abstractmethod
     def _all_to_all(self, axis: str, tensors: Tensors) -> Pending: ...

@@ -13,16 +13,16 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import prod
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cp_plugin.comm.ledger import Ledger
-from cp_plugin.comm.mesh import WHOLE, Mesh, Pending, Tensors, sum_of_parts
+from cp_plugin.comm.mesh import WHOLE, Mesh, Pending, Tensors
 from cp_plugin.common import background
 
 _EXIT_S = 5.0  # longest wait for the native exit of a thread that has returned
@@ -125,13 +125,10 @@ def _as_in_a_new_thread() -> bool:
     return torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or cast or modes)
 
 
-@dataclass(slots=True)
-class _Message:
+class _Message(NamedTuple):
     tensors: Tensors
     written: torch.cuda.Event | None
-    """On CUDA, when the tensors are written; readers' streams wait for it, no thread does."""
-    readers: int
-    """How many have yet to take it."""
+    """On CUDA, when the tensors are written; the reader's stream waits for it, no thread does."""
 
 
 def _recorded(tensors: Tensors) -> torch.cuda.Event | None:
@@ -143,7 +140,7 @@ def _recorded(tensors: Tensors) -> torch.cuda.Event | None:
 
 
 class Hub:
-    """A mailbox shared by all ranks: messages are posted under a key and taken by a known number of readers.
+    """A mailbox shared by all ranks: each message is posted under a key of its own, and taken once.
 
     Ranks take turns. Threads that all ran would spend as long on passing the interpreter's lock at every torch
     operation as on computing.
@@ -156,8 +153,8 @@ class Hub:
         self._messages: dict[Hashable, _Message] = {}
         self._awaited: dict[Hashable, threading.Event] = {}
 
-    def post(self, key: Hashable, tensors: Tensors, readers: int) -> None:
-        self._messages[key] = _Message(tensors, _recorded(tensors), readers)
+    def post(self, key: Hashable, tensors: Tensors) -> None:
+        self._messages[key] = _Message(tensors, _recorded(tensors))
         self._wake(key)
 
     def take(self, key: Hashable) -> Tensors:
@@ -167,10 +164,7 @@ class Hub:
             if self.failure is not None:
                 raise RuntimeError(f"another rank failed before it sent {key}")
             raise RuntimeError(f"no peer sent {key} within {self.patience:g} s: the ranks disagree on what to send")
-        message = self._messages[key]
-        message.readers -= 1
-        if message.readers == 0:
-            del self._messages[key]
+        message = self._messages.pop(key)
         if message.written is not None:
             stream = torch.cuda.current_stream(message.tensors[0].device)
             stream.wait_event(message.written)
@@ -225,55 +219,34 @@ class ThreadMesh(Mesh):
         return ThreadMesh(axes, self.index, self._hub, self.ledger, (*self._name, self._beside))
 
     def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
-        here = self._place(axis)
-        if to is not None:
-            self._post((axis, "exchange", here, to), tensors, readers=1)
-        if source is None:
-            return Pending.done(())
-        key = self._numbered("take", (axis, "exchange", source, here))
-        return Pending(lambda: self._hub.take(key))
+        leaving = {} if to is None else {to: _copies(tensors)}
+        arriving = self._pass(axis, "exchange", leaving, () if source is None else (source,))
+        return Pending(lambda: tuple(chain(*arriving.wait())))
 
     def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
-        everyone = self._share(axis, "all_gather", tensors)
-        return Pending(lambda: tuple(torch.cat(parts) for parts in zip(*everyone(), strict=True)))
-
-    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
-        parts = self._all_to_all(axis, tensors)
-        n = self.axes[axis]
-        return parts.then(lambda t: sum_of_parts(t, n))
+        everyone = range(self.axes[axis])
+        return _joined(self._pass(axis, "all_gather", dict.fromkeys(everyone, _copies(tensors)), everyone))
 
     def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
-        everyone = self._share(axis, "all_to_all", tensors)
-        n, here = self.axes[axis], self.coordinates[axis]
-
-        def finish() -> Tensors:
-            return tuple(torch.cat([part.chunk(n)[here] for part in parts]) for parts in zip(*everyone(), strict=True))
-
-        return Pending(finish)
+        n = self.axes[axis]
+        parts = zip(*(t.chunk(n) for t in _copies(tensors)), strict=True)
+        return _joined(self._pass(axis, "all_to_all", dict(enumerate(parts)), range(n)))
 
     def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        here = self.coordinates[axis]
-        for peer, parts in enumerate(zip(*(t.split(list(sent)) for t in tensors), strict=True)):
-            if sent[peer]:
-                self._post((axis, "all_to_all_v", here, peer), parts, readers=1)
-        keys = [self._numbered("take", (axis, "all_to_all_v", i, here)) for i, rows in enumerate(received) if rows]
+        parts = zip(*(t.split(list(sent)) for t in _copies(tensors)), strict=True)
+        leaving = {peer: part for peer, part in enumerate(parts) if sent[peer]}
+        arriving = self._pass(axis, "all_to_all_v", leaving, [peer for peer, rows in enumerate(received) if rows])
+        return _joined(arriving) if any(received) else Pending.done(tuple(t[:0] for t in tensors))
 
-        def finish() -> Tensors:
-            arrived = zip(*(self._hub.take(key) for key in keys), strict=True)
-            return tuple(map(torch.cat, arrived)) if keys else tuple(t[:0] for t in tensors)
-
-        return Pending(finish)
-
-    def _share(self, axis: str, op: str, tensors: Tensors) -> Callable[[], list[Tensors]]:
-        """Post for every rank of the axis; the result waits for all ranks' messages, in axis order."""
-        n = self.axes[axis]
-        self._post((axis, op, self.coordinates[axis], None), tensors, readers=n)
-        keys = [self._numbered("take", (axis, op, peer, None)) for peer in range(n)]
-        return lambda: [self._hub.take(key) for key in keys]
-
-    def _post(self, route: tuple[Hashable, ...], tensors: Tensors, readers: int) -> None:
-        copies = tuple(t.detach().clone() for t in tensors)
-        self._hub.post(self._numbered("post", route), copies, readers)
+    def _pass(
+        self, axis: str, verb: str, leaving: Mapping[int, Tensors], sources: Sequence[int]
+    ) -> Pending[list[Tensors]]:
+        """Post tensors for places of the axis, and wait for those from the sources, in that order."""
+        here = self._place(axis)
+        for peer, tensors in leaving.items():
+            self._hub.post(self._numbered("post", (axis, verb, here, peer)), tensors)
+        keys = [self._numbered("take", (axis, verb, peer, here)) for peer in sources]
+        return Pending(lambda: [self._hub.take(key) for key in keys])
 
     def _numbered(self, role: str, route: tuple[Hashable, ...]) -> Hashable:
         """The key of the next message on this route: the n-th one posted is the n-th one taken."""
@@ -282,3 +255,12 @@ class ThreadMesh(Mesh):
         line = (self._name, others, *route)
         self._calls[role, line] += 1
         return (*line, self._calls[role, line])
+
+
+def _copies(tensors: Tensors) -> Tensors:
+    return tuple(t.detach().clone() for t in tensors)
+
+
+def _joined(arriving: Pending[list[Tensors]]) -> Pending:
+    """The sources' tensors one after the other."""
+    return Pending(lambda: tuple(map(torch.cat, zip(*arriving.wait(), strict=True))))

@@ -1,23 +1,13 @@
 """Host of each context-parallel rank.
 
 Context-parallel ranks are strided by tensor parallelism, so ranks per host cannot be derived from devices per node; the
-ranks are asked.
+ranks are asked (``comm.every_rank.gather_hosts``).
 """
 
 from __future__ import annotations
 
 import itertools
-import socket
 from collections.abc import Sequence
-
-import torch.distributed as dist
-
-
-def hosts_of(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Host of every rank, in group order; collective over the group."""
-    names = [""] * group.size()
-    dist.all_gather_object(names, socket.gethostname(), group=group)
-    return tuple(names)
 
 
 def neighbours_per_host(hosts: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from cp_plugin.common.text import divisors, either, in_words
@@ -19,52 +19,40 @@ _DECLARED: set[str] = set()
 """Names of all options that were declared."""
 
 
+@dataclass(eq=False, repr=False)
 class Option(str):
     """The name of an option, a field of ``Options``, and its declaration."""
 
-    metavar: str
-    meaning: str
+    name: str
+    _: KW_ONLY
+    metavar: str = "VALUE"
+    meaning: str = ""
     """A phrase for help texts."""
-    default: str
+    default: str = "the provider's choice"
     """What happens if it is not given."""
-    unset: str
+    unset: str = AUTO
     """The text for "not given"."""
-    read: Callable[[str], Any]
-    """Parses a text; None if it is invalid."""
-    write: str
+    read: Callable[[str], Any] = str
+    """Parses a text; None if it is invalid, as any other than the choices is, where there are some."""
+    write: str = ""
     """What to write instead, for error messages."""
-    choices: tuple[str, ...]
+    choices: Sequence[str] = ()
     """The valid words; empty if it is not a word."""
-    every: Callable[[int], Sequence[Any]] | None
+    every: Callable[[int], Sequence[Any]] | None = None
     """Ranks -> all values, each priced by the planner. None: the provider chooses."""
-    near: Callable[[int, Any], Sequence[Any]]
+    near: Callable[[int, Any], Sequence[Any]] = lambda ranks, value: ()
     """Ranks and a value -> values that the planner tries once the large choices are made."""
-    misfit: Callable[[Any, int], str | None]
+    misfit: Callable[[Any, int], str | None] = lambda value, ranks: None
     """Why a value does not fit a number of ranks; None if it does."""
 
-    def __new__(
-        cls,
-        name: str,
-        *,
-        metavar: str = "VALUE",
-        meaning: str = "",
-        default: str = "the provider's choice",
-        unset: str = AUTO,
-        read: Callable[[str], Any] = str,
-        write: str = "",
-        choices: Sequence[str] = (),
-        every: Callable[[int], Sequence[Any]] | None = None,
-        near: Callable[[int, Any], Sequence[Any]] = lambda ranks, value: (),
-        misfit: Callable[[Any, int], str | None] = lambda value, ranks: None,
-    ) -> Option:
-        made = super().__new__(cls, name)
-        _DECLARED.add(name)
-        made.metavar, made.meaning, made.default, made.unset = metavar, meaning, default, unset
-        made.choices, made.every, made.near = tuple(choices), every, near
-        made.misfit = misfit
-        made.read = (lambda text: text if text in choices else None) if choices else read
-        made.write = write or " or ".join(choices)
-        return made
+    def __new__(cls, name: str, **declared: Any) -> Option:
+        return super().__new__(cls, name)
+
+    def __post_init__(self) -> None:
+        _DECLARED.add(self.name)
+        if self.choices:
+            self.read = lambda text: text if text in self.choices else None
+        self.write = self.write or " or ".join(self.choices)
 
     @property
     def flag(self) -> str:

@@ -5,7 +5,6 @@ Shapes: s = tokens, b = batch, h = query heads, g = key/value heads (g divides h
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,15 +29,16 @@ def dense(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shard(ABC):
+class Shard:
     """Tensors of the same tokens that travel together. ``kind(*shard.tensors, owners=...)`` rebuilds one."""
 
     owners: Owners = field(default=own, kw_only=True)
 
     @property
-    @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, with tokens in dimension 0 and heads in dimension 2."""
+        held = (getattr(self, name) for name in self.__slots__)  # of its own class: without owners
+        return tuple(t for t in held if t is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,10 +54,6 @@ class Queries(Shard):
     delta: Tensor | None = None
     """rowsum(dout * out) with the output over all keys; shape and dtype as ``lse``."""
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(t for t in (self.q, self.dout, self.lse, self.delta) if t is not None)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyValues(Shard):
@@ -67,10 +63,6 @@ class KeyValues(Shard):
     """``[s, b, g, d]``"""
     v: Tensor
     """``[s, b, g, e]``"""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.k, self.v)
 
 
 class Partial(NamedTuple):

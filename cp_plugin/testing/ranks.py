@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from cp_plugin.comm.every_rank import gather_hosts
 from cp_plugin.common.text import in_bytes
-from cp_plugin.core.hosts import hosts_of
 from cp_plugin.core.problem import Problem
 from cp_plugin.testing.launch import run_ranks
 
@@ -95,7 +95,7 @@ def join(device: str) -> torch.device:
 
 def hosts(size: int) -> tuple[str, ...]:
     """The host of every rank: gathered if they have joined, else this one, where they will be forked."""
-    return hosts_of(dist.group.WORLD) if dist.is_initialized() else (socket.gethostname(),) * size
+    return gather_hosts() if dist.is_initialized() else (socket.gethostname(),) * size
 
 
 _FLOPS = 2e9

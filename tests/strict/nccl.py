@@ -130,10 +130,10 @@ def batch_isend_irecv(operations: Sequence[P2POp]) -> list[Work]:
         key = (communicator, *route, rank.count((communicator, *route)))
         if one.op == "send":
             sent.append(one.tensor)
-            _post(key, (one.tensor,), readers=1)
+            _post(key, (one.tensor,))
         else:
             received.append(one.tensor)
-            arriving.append(partial(_taken, key))
+            arriving.append(partial(_Received([key], one.op, 0), 0))
     if rank.hub is None:
         for t, like in zip(received, sent, strict=False):
             if t.shape == like.shape:
@@ -176,16 +176,17 @@ def _coalescing_manager(group: Group, async_ops: bool) -> Iterator[_Coalesced]:
 
 def _collectives(group: Group, asked: Sequence[tuple[str, Tensor, Tensor]]) -> Work:
     communicator, rank = group.communicator, _rank()
-    key = (communicator, rank.count(communicator))
+    key = ("collective", communicator, rank.count(communicator))
     verbs, received, sent = zip(*asked, strict=True)
-    _post((*key, group.here), sent, readers=group.size())
-    combined = _Combined([(*key, place) for place in range(group.size())], verbs[0], group.here)
+    for place in range(group.size()):
+        _post((*key, group.here, place), sent)
+    combined = _Received([(*key, place, group.here) for place in range(group.size())], verbs[0], group.here)
     arriving = [partial(combined, place) for place in range(len(asked))]
     return _launch(communicator, [_piece(*one) for one in zip(verbs, sent, strict=True)], sent, received, arriving)
 
 
-class _Combined:
-    """What a rank receives of a collective, from all ranks' tensors, taken once."""
+class _Received:
+    """What a rank receives from the ranks whose messages have these keys: of a collective, or from one of them."""
 
     def __init__(self, keys: Sequence[Any], verb: str, here: int) -> None:
         self._keys, self._verb, self._here = keys, verb, here
@@ -226,13 +227,9 @@ def _hub() -> Hub:
     return hub
 
 
-def _post(key: Any, tensors: Sequence[Tensor], readers: int) -> None:
+def _post(key: Any, tensors: Sequence[Tensor]) -> None:
     if _rank().hub is not None:
-        _hub().post(key, tuple(t.detach().clone() for t in tensors), readers)
-
-
-def _taken(key: Any) -> Tensor:
-    return _hub().take(key)[0]
+        _hub().post(key, tuple(t.detach().clone() for t in tensors))
 
 
 _DIST = SimpleNamespace(

@@ -82,7 +82,7 @@ def imported() -> Declared:
     from cp_plugin.placement.documents import ALL
 
     options = registry.registry().options
-    others = [name for name in options if name not in (LAYOUT, KERNEL)]
+    others = [str(name) for name in options if name not in (LAYOUT, KERNEL)]
     methods = {
         name: Method(
             kind=provider.kind,

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from cp_plugin.comm import network_between
+from cp_plugin.comm.every_rank import gather_hosts
 from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.hosts import hosts_of
 from cp_plugin.planner.calibration import kernel_rates
 from cp_plugin.planner.calibration.link_rates import Measured
 from cp_plugin.planner.machine.hardware import Cluster, Device, Link
@@ -39,7 +39,7 @@ def calibrate(
         shown: progress callback.
     """
     size = dist.get_world_size()
-    sharing = hosts_of(dist.group.WORLD)
+    sharing = gather_hosts()
     links = Measured(hosts or sharing, device, shown)
     sizes = kernel_rates.ON_CUDA if device.type == "cuda" else kernel_rates.ON_CPU
     sizes = sizes._replace(head_dim=head_dim or sizes.head_dim)
