@@ -109,7 +109,7 @@ def _drawing(name: str) -> str:
     chosen = " ".join(f"--{key.replace('_', '-')} {in_words(value)}" for key, value in options.items())
     command = f"cp-plugin draw --provider {provider} --plot {name}.svg --ranks {size} {chosen}".strip()
     return (
-        f"![{provider} on {size} ranks: who holds which tokens, who computes which block of the attention matrix, and "
+        f"![{provider} on {size} ranks: who holds which tokens, who computes which part of the attention matrix, and "
         f"the work of each step](../images/methods/{name}.svg)\n\n`{command}`"
     )
 

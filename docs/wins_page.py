@@ -119,8 +119,8 @@ def front() -> str:
 
 
 def _with_flag(method: str) -> str:
-    """``heads over 4`` as its flag."""
-    return re.sub(r" heads over (\d+)", r" and `--cp-head-parallel \1`", method)
+    """``head parallel 4`` as its flag."""
+    return re.sub(r" head parallel (\d+)", r" and `--cp-head-parallel \1`", method)
 
 
 def _rows(page: str) -> list[list[str]]:

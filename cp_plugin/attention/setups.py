@@ -21,9 +21,6 @@ from cp_plugin.methods.protocol import Provider
 from cp_plugin.methods.registry import Resolved
 from cp_plugin.placement.documents import DOCUMENTS, place
 
-HEAD_AXES = (2, 4, 8)
-"""Sizes of the head axis shown beside a provider's own choice."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup(Resolved):
@@ -111,22 +108,6 @@ def _all(backend: str) -> list[str]:
 def options_of(provider: Provider, options: Options) -> Options:
     """The options that the provider has."""
     return replace(options, **{name: None for name in options.chosen if not _has(provider, name)})
-
-
-def squarest(problem: Problem, options: Options) -> tuple[int, int]:
-    """Rows and columns of the grid nearest to a square behind ``options.head_parallel``."""
-    ranks = problem.size // (options.head_parallel or 1)
-    rows = max(r for r in range(1, ranks + 1) if r * r <= ranks and ranks % r == 0)
-    return rows, ranks // rows
-
-
-def with_head_axes(provider: Provider, problem: Problem, options: Options) -> list[Setup]:
-    """The provider behind each possible head axis; none if the user chose one."""
-    if options.head_parallel is not None:
-        return []
-    asked = [replace(options, head_parallel=ranks) for ranks in HEAD_AXES if ranks <= problem.size]
-    found = [settled_or_reason(provider, problem, options_of(provider, o)) for o in asked]
-    return [setup for setup in found if setup.reason is None]
 
 
 def _has(provider: Provider, name: str) -> bool:

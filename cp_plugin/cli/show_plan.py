@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.attention.setups import Setup
+from cp_plugin.cli.tables import settings
 from cp_plugin.cli.terminal import print_flags, print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
-from cp_plugin.common.text import in_words as words
-from cp_plugin.core.options import Options
-from cp_plugin.methods import registry as providers
 from cp_plugin.planner.candidates import DEFAULT
 from cp_plugin.planner.errors import KNOWN_ERROR, off_by, typical_error
 from cp_plugin.planner.errors import legend as legend_of_errors
@@ -28,19 +24,6 @@ from cp_plugin.planner.training.model import LINEAR
 from cp_plugin.planner.training.parallel import Parallel, problem
 
 _COLUMNS = ("method", "chosen", "takes", "x best", "sends", "memory")
-_WORDS = {
-    "grid": "{} grid",
-    "intra_size": "inner rings of {}",
-    "head_parallel": "heads over {}",
-    "head_groups": "{} groups of heads",
-    "fp8": "FP8 messages",
-    "gradient_dtype": "sums in the {}'s dtype",
-    "backward": "{} sent back",
-}
-"""Option -> what choosing a value means."""
-_USUAL = {"grid": (1, 1), "intra_size": 1, "head_parallel": 1, "head_groups": 1, "backward": "kv"}
-"""Option -> the value that adds nothing."""
-
 NOT_SEARCHED = (
     "recomputation searched: none, core_attn, layernorm, mlp, both, moe, and as few whole layers of each stage as fit; "
     "not searched: other modules, offloading activations to the host"
@@ -257,10 +240,10 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
 def _cells(plan: Plan, priced: Priced, first: Priced) -> tuple[str, ...]:
     """A row of a table whose first row is ``first``."""
     again = recomputes(priced.parallel)
-    seconds, sends = priced.iteration.seconds, " fp8" if priced.candidate.setup.options.fp8 else ""
+    seconds = priced.iteration.seconds
     return (
-        priced.candidate.name + sends,
-        chosen(priced.candidate.setup) + (f", {again}" if again != recomputes(first.parallel) else ""),
+        priced.candidate.name,
+        settings(priced.candidate.setup) + (f", {again}" if again != recomputes(first.parallel) else ""),
         in_seconds(seconds),
         over(seconds, plan.fastest, plan.found.index(priced), plan.tied),
         in_bytes(priced.sent),
@@ -278,18 +261,3 @@ def over(seconds: float, fastest: float, number: int, tied: int) -> str:
     if number >= tied or tied == 1:
         return f"{seconds / fastest:.2f}x"
     return "tie" if number else "tie, simplest"
-
-
-def chosen(setup: Setup) -> str:
-    """``zigzag, 8x2 grid, heads over 4``: for a terminal; the flags are complete."""
-    return ", ".join(filter(None, [setup.layout, options(replace(setup.options, fp8=None, gradient_dtype=None))]))
-
-
-def options(given: Options) -> str:
-    """``8x2 grid, heads over 4``, without values that add nothing."""
-    found = providers.in_order(replace(given, layout=None, backend="auto"))
-    return ", ".join(
-        _WORDS.get(name, f"{name.replace('_', ' ')} {{}}").format(words(value))
-        for name, value in found.items()
-        if value != _USUAL.get(name)
-    )

@@ -7,9 +7,6 @@ from typing import Any
 
 import yaml
 
-_STUMBLES = (TypeError, LookupError, AttributeError, ArithmeticError)
-"""Raised by PyYAML's constructors for a value that does not fit its tag, such as ``!!bool x``."""
-
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader that rejects duplicate keys."""
@@ -31,11 +28,10 @@ def read(path: Path) -> Any:
     message has the path."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
-    except RecursionError:
-        raise ValueError(f"{path} is not valid YAML: it is nested too deeply") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except _STUMBLES:
-        raise ValueError(f"{path} is not valid YAML: a value does not fit its tag, the word behind !!") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except Exception:  # PyYAML's constructors stumble over ``!!bool x`` in several ways
+        why = "it is nested too deeply, or a value does not fit its tag, the word behind !!"
+        raise ValueError(f"{path} is not valid YAML: {why}") from None

@@ -19,15 +19,7 @@ import torch.distributed as dist
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import (
-    Setup,
-    can_place,
-    settled_or_reason,
-    setups,
-    squarest,
-    with_float32_sums,
-    with_head_axes,
-)
+from cp_plugin.attention.setups import Setup, can_place, settled_or_reason, setups, with_float32_sums
 from cp_plugin.comm import Mesh, TraceMesh
 from cp_plugin.common.without_data import WithoutData
 from cp_plugin.core.options import Options
@@ -70,12 +62,9 @@ class Row:
 
 
 def price(chosen: Sequence[str], problem: Problem, options: Options) -> list[Row]:
-    """The traffic of the providers chosen; of all, and of telling variants of ATTENTION2D, where none is. Of packed
-    documents on placed tokens, too, where that changes it. ValueError for an unknown provider, or options that do not
-    fit it."""
-    found = []
-    for setup in setups(chosen, problem, options):
-        found += [setup, *_placed(setup), *([] if chosen else _variants(setup, options))]
+    """The traffic of the providers chosen, or of all; of packed documents on placed tokens, too, where that changes it.
+    ValueError for an unknown provider, or options that do not fit it."""
+    found = [one for setup in setups(chosen, problem, options) for one in (setup, *_placed(setup))]
     ring = price_one(settled_or_reason(providers.get("ring"), problem, Options()))
     return [price_one(setup, ring) for setup in found]
 
@@ -135,18 +124,6 @@ def compare(rows: Sequence[Row]) -> list[Row]:
     by_rank = run_ranks(rank, possible[0].problem.size, init_process_group=True, timeout=300 + 2 * seconds)
     ledgers = iter(zip(*by_rank, strict=True))
     return [row if row.setup.reason is not None else _measured(row, next(ledgers)) for row in rows]
-
-
-def _variants(setup: Setup, options: Options) -> list[Setup]:
-    """Further rows for ATTENTION2D: the paper's square grid, if that was not chosen, and head axes in front."""
-    if setup.provider.name != "attention2d" or setup.reason is not None:
-        return []
-    provider, problem = setup.provider, setup.problem
-    square = squarest(problem, options)
-    found = []
-    if options.grid is None and setup.options.grid != square:
-        found.append(settled_or_reason(provider, problem, replace(setup.options, grid=square)))
-    return found + with_head_axes(provider, problem, options)
 
 
 def _placed(setup: Setup) -> list[Setup]:

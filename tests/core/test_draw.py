@@ -93,13 +93,6 @@ def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
     assert "usp, 4 ranks (zigzag tokens, head parallel 2)" in words and "rank 2" in words and "head 3" in words
 
 
-def test_invisible_blocks_are_labelled_masked(tmp_path: Path) -> None:
-    draw_method(tmp_path / "causal.svg", "ring", 4, timed_tokens=64, layout="contiguous")
-    draw_method(tmp_path / "full.svg", "ring", 4, timed_tokens=64, causal=False)
-    assert (tmp_path / "causal.svg").read_text().count(">masked<") == 6
-    assert ">masked<" not in (tmp_path / "full.svg").read_text()
-
-
 def test_refusals(tmp_path: Path) -> None:
     for provider, size, options, message in (
         ("ring", 16, {}, "16 ranks have no distinct colours"),

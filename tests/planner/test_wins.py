@@ -47,7 +47,7 @@ def test_readme_quotes_the_page(page: ModuleType) -> None:
         name = line.removeprefix("- ").partition(" (")[0]
         row = next(row for row in page.PAGE.read_text().splitlines() if row.startswith(f"| {name} |"))
         cells = [cell.strip() for cell in row.split("|")[1:-1]]
-        method = re.sub(r" heads over (\d+)", r" and `--cp-head-parallel \1`", cells[2])
+        method = re.sub(r" head parallel (\d+)", r" and `--cp-head-parallel \1`", cells[2])
         assert line.partition("): ")[2] == f"{cells[3]} with {method}, from: {cells[4]}; typical error {cells[-1]}"
 
 

@@ -13,8 +13,8 @@ from math import ceil, sqrt
 
 import torch
 
-from cp_plugin.attention.setups import Setup, settled, squarest
-from cp_plugin.core.options import Options
+from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.core.options import Options, grids
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.machine import hardware
@@ -126,7 +126,7 @@ class Run:
             return settled(providers.get("all_gather"), problem, Options(layout=m.layout, head_groups=1))
         options = Options(
             layout=m.layout,
-            grid=squarest(problem, Options()) if m.grid == "square" else None,
+            grid=min(grids(problem.size), key=lambda grid: abs(grid[0] - grid[1])) if m.grid == "square" else None,
             head_groups=m.head_groups,
             head_parallel=min(m.head_parallel, problem.size) if m.head_parallel else None,
             intra_size=min(m.intra_size, problem.size // (m.head_parallel or 1)) if m.intra_size else None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from cp_plugin.cli.packs import packed
-from cp_plugin.cli.show_plan import options, recomputes, sizes
+from cp_plugin.cli.show_plan import recomputes, sizes
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8
 from cp_plugin.planner import search
@@ -188,7 +188,7 @@ def named(priced: Priced) -> str:
     one = priced.candidate
     if one.name == STOCK:
         return "stock, without context parallelism"
-    chosen = options(replace(one.setup.options, layout=None))
+    chosen = str(one.setup)
     words = f"`{one.name.removeprefix(STOCK).strip()}`" + (f" {chosen}" if chosen else "")
     return f"stock {words}" if one.upstream else words
 

@@ -1,4 +1,4 @@
-"""``cp-plugin draw``: which rank computes which block of a method, in which step, and the time of each step.
+"""``cp-plugin draw``: which rank computes which part of a method, in which step, and the time of each step.
 
     cp-plugin draw --provider attention2d --plot grid.svg --ranks 4 --grid 2x2
 
@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from torch import Tensor
 
 from cp_plugin.cli import flags, output, packs
 from cp_plugin.cli.draw import canvas
-from cp_plugin.cli.draw.calls import Recording, record, visible
+from cp_plugin.cli.draw.calls import Recording, record
 from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
 from cp_plugin.methods.protocol import Provider
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 MOST = 256
 """Tokens that are distinguishable in a picture."""
-_LEFT_OUT = "#cccccc"
-"""Pairs of a block that no rank computes."""
 
 
 @flags.provider_options(without=("backend", "fp8", "gradient_dtype"))
@@ -65,7 +62,7 @@ def draw_method(
     bounds: tuple[int, ...] = (),
     **options: Any,
 ) -> None:
-    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix), of one head per rank; the matrices show head 0.
+    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix), of one head per rank; the matrix shows head 0.
     ValueError if matplotlib is missing, there are more ranks than colours, or the provider refuses the problem.
 
     Args:
@@ -84,9 +81,9 @@ def draw_method(
     shown, timed = (record(provider, size, seq_length=n, causal=causal, bounds=bounds, **options) for n in lengths)
     divided = len(shown.ranks_of(0)) < size
     time = 1.3 + 0.3 * size
-    heights = (0.75, 0.75 if divided else 0.01, 4.3, 4.3, time)
+    heights = (0.75, 0.75 if divided else 0.01, 4.3, time)
     figure = canvas.new_figure(canvas.WIDTH, sum(heights) + 1)
-    rows = figure.add_gridspec(5, 1, height_ratios=heights)
+    rows = figure.add_gridspec(4, 1, height_ratios=heights)
     canvas.draw_holders(
         figure.add_subplot(rows[0]),
         shown.holders(),
@@ -94,9 +91,8 @@ def draw_method(
     )
     if divided:
         _draw_heads(figure.add_subplot(rows[1]), shown)
-    _draw_blocks(figure.add_subplot(rows[2]), shown, divided)
-    _draw_matrix(figure.add_subplot(rows[3]), shown, divided)
-    _draw_time(figure.add_subplot(rows[4]), timed)
+    _draw_matrix(figure.add_subplot(rows[2]), shown, divided)
+    _draw_time(figure.add_subplot(rows[3]), timed)
     canvas.save(figure, path)
 
 
@@ -119,51 +115,6 @@ def _draw_heads(axes: Axes, recording: Recording) -> None:
     axes.set_xticklabels([f"head {h}" if recording.heads <= 4 else str(h) for h in range(recording.heads)])
     axes.set_title("which ranks compute each query head", fontsize=canvas.POINTS, loc="left")
     canvas.plain(axes)
-
-
-def _draw_blocks(axes: Axes, recording: Recording, divided: bool) -> None:
-    """The attention matrix with tokens sorted by the rank that holds them."""
-    size, n = recording.size, recording.seq_length
-    place = {int(p): i for i, p in enumerate(p for held in recording.held for p in held)}
-    work = [[0] * size for _ in range(size)]
-    seen: list[list[set[tuple[int, int]]]] = [[set() for _ in range(size)] for _ in range(size)]
-    width = n // size
-    for i, j in itertools.product(range(size), range(size)):
-        if _visible_between(recording, i, j):
-            axes.add_patch(canvas.box(j * width, i * width, width, width, _LEFT_OUT))
-    for call in (c for c in recording.calls if 0 in c.heads):
-        rows, columns = _places(call.queries, place), _places(call.keys, place)
-        shapes: list[canvas.Box] = []
-        for i, j in itertools.product({r // width for r in rows}, {c // width for c in columns}):
-            visible = _visible_between(recording, i, j)
-            work[i][j] += visible
-            seen[i][j].add((call.rank, call.step))
-            inside = (_runs([at for at in places if at // width == k]) for places, k in ((rows, i), (columns, j)))
-            shapes += [(x.start, y.start, len(x), len(y)) for y, x in itertools.product(*inside) if visible]
-        canvas.fill(axes, shapes, _colour(call.rank, call.step, recording))
-    for i, j in itertools.product(range(size), range(size)):
-        _label_block(axes, recording, i, j, seen[i][j] if work[i][j] else set())
-    ticks = [(i + 0.5) * n / size for i in range(size)]
-    axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal", xticks=ticks, yticks=ticks)
-    axes.set_xticklabels([str(i) for i in range(size)])
-    axes.set_yticklabels([str(i) for i in range(size)])
-    axes.set(xlabel="keys of the tokens held by rank", ylabel="queries of the tokens held by rank")
-    axes.set_title(f"Who computes each block{', head 0' if divided else ''}", fontsize=canvas.POINTS, loc="left")
-    canvas.plain(axes)
-
-
-def _label_block(axes: Axes, recording: Recording, i: int, j: int, by: set[tuple[int, int]]) -> None:
-    width = recording.seq_length / recording.size
-    x, y = j * width, i * width
-    axes.add_patch(canvas.box(x, y, width, width, "none" if by else canvas.IDLE, line="white"))
-    if not by:
-        if recording.size <= 4:
-            axes.text(x + width / 2, y + width / 2, "masked", ha="center", va="center", color="#888888")
-    elif len(by) == 1:
-        ((rank, step),) = by
-        ink = canvas.ink_on(_colour(rank, step, recording))
-        words = f"rank {rank}\nstep {step}" if recording.size <= 4 else str(rank)
-        axes.text(x + width / 2, y + width / 2, words, ha="center", va="center", color=ink, fontsize=canvas.POINTS)
 
 
 def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
@@ -207,17 +158,9 @@ def _draw_time(axes: Axes, timed: Recording) -> None:
     axes.set_xlabel("time of attention, without communication;\n1 (dotted): perfectly divided", fontsize=canvas.POINTS)
 
 
-def _visible_between(recording: Recording, i: int, j: int) -> int:
-    return visible(recording.mask, recording.held[i], recording.held[j])
-
-
 def _colour(rank: int, step: int, recording: Recording) -> tuple[float, float, float]:
     steps = 1 + max(call.step for call in recording.calls)
     return canvas.paler(canvas.RANK_COLOURS[rank], 0.75 * step / steps)
-
-
-def _places(positions: Tensor, place: dict[int, int]) -> list[int]:
-    return sorted(place[int(p)] for p in positions)
 
 
 def _runs(increasing: Sequence[int]) -> Iterator[range]:
