@@ -62,11 +62,6 @@ class Decoding:
         """Positions of this step's tokens: ``[s]``, or ``[s, b]`` where sequences differ."""
 
     @property
-    def lengths(self) -> list[int]:
-        """Current length of each sequence."""
-        return self.session.lengths
-
-    @property
     def nbytes(self) -> int:
         """Bytes of this rank's caches."""
         return self.session.nbytes + sum(state.nbytes for state in self.states.values())
@@ -107,7 +102,7 @@ class Decoding:
     def extend(self, tokens: Tensor) -> Tensor:
         """Logits ``[b, t, vocabulary]`` after the next tokens ``[b, t]``, on every rank; CacheFullError if full."""
         with self.session.decode(tokens.size(1)) as dealt:
-            alike = len(set(self.lengths)) == 1
+            alike = len(set(self.session.lengths)) == 1
             self.rows = dealt.positions[:, 0] if alike else dealt.positions
             return self._forward(tokens)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,12 +73,11 @@ def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> N
 def every_call(chunks: Sequence[torch.nn.Module]) -> Iterator[Every]:
     """In the block, compare each call of the attention layers."""
     every = Every()
-    hooks = [hook for kind, layers in _by_kind(chunks).items() for hook in _Watch(kind, every).follow(layers)]
-    try:
+    with ExitStack() as back:
+        for kind, layers in _by_kind(chunks).items():
+            for hook in _Watch(kind, every).follow(layers):
+                back.callback(hook.remove)
         yield every
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _by_kind(chunks: Sequence[torch.nn.Module]) -> dict[str, list[Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import ceil
 from typing import Any
 
@@ -49,19 +49,23 @@ def tokens_for(layout: Layout, size: int, *, cuda: bool) -> int:
     return unit * ceil(least / unit)
 
 
-class _InPlace:
-    """In the place of the run's iterator: what else it has than batches is the run's."""
+class InPlace:
+    """Batches in the place of the run's iterator: what else it has is the run's."""
 
-    _iterator: Iterator[Any]
+    def __init__(self, iterator: Iterator[Any], batches: Iterator[Any]) -> None:
+        self._iterator, self._batches = iterator, batches
 
     def __iter__(self) -> Iterator[Any]:
         return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
 
 
-class Looked(_InPlace):
+class Looked(InPlace):
     """The run's iterator, of which the first batch has been looked at."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -69,23 +73,14 @@ class Looked(_InPlace):
             self.first = next(iterator)
         except StopIteration:
             self.first = None
-        self._iterator, self._given = iterator, self.first is None
+        self._given = self.first is None
+        super().__init__(iterator, iterator)
 
     def __next__(self) -> Any:
         if self._given:
-            return next(self._iterator)
+            return super().__next__()
         self._given = True
         return self.first
-
-
-class Tiny(_InPlace):
-    """Other batches in the place of the run's; see ``batches``."""
-
-    def __init__(self, looked: Looked, *sizes: int, even: bool) -> None:
-        self._iterator, self._batches = looked, batches(looked.first, *sizes, even=even)
-
-    def __next__(self) -> Any:
-        return next(self._batches)
 
 
 def batches(
@@ -157,16 +152,12 @@ def noisy(chunks: Sequence[Any], noise: int, size: float) -> Iterator[None]:
         numbers = torch.arange(output.numel(), device=output.device).view_as(output)
         return (output.float() * (1 + size * signs(numbers, noise - 1))).to(output.dtype)
 
-    hooks = [
-        embedding.register_forward_hook(move)
-        for chunk in chunks
-        if noise and isinstance(embedding := getattr(patching.inner_model(chunk), "embedding", None), torch.nn.Module)
-    ]
-    try:
+    embeddings = [getattr(patching.inner_model(chunk), "embedding", None) for chunk in chunks if noise]
+    with ExitStack() as back:
+        for embedding in embeddings:
+            if isinstance(embedding, torch.nn.Module):
+                back.callback(embedding.register_forward_hook(move).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Strong:
