@@ -73,12 +73,11 @@ def _with_values(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 def shorten_errors(parser: argparse.ArgumentParser) -> None:
     """Let a parser raise its errors as ValueErrors: Megatron's would print the usage of hundreds of flags before."""
-    known = args.flags_of(parser)
     unknown = "unrecognized arguments: "
 
     def error(message: str) -> NoReturn:
         if message.startswith(unknown):
-            refuse_misspelt(message.removeprefix(unknown).split(), known)
+            refuse_misspelt(message.removeprefix(unknown).split(), args.flags_of(parser))
         _Parser.error(parser, message)
 
     parser.error = error  # type: ignore[method-assign]

@@ -23,7 +23,6 @@ from cp_plugin.core.options import whole_number
 from cp_plugin.inference.request import Report, Request, Sampler
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
-from cp_plugin.megatron.cpu.mode import use_compiled_helper
 from cp_plugin.megatron.flags.args import peek
 from cp_plugin.megatron.inference import decoding, saved_model
 from cp_plugin.megatron.models import gpt
@@ -198,7 +197,7 @@ def load() -> torch.nn.Module:
         ValueError: for flags that ``gpt`` refuses, and for several model chunks on a rank.
     """
     gpt.refuse(arguments.parse_args())
-    use_compiled_helper()
+    cpu.use_compiled_helper()
     try:
         arguments.parse_and_validate_args()
         initialize.initialize_megatron()

@@ -195,16 +195,11 @@ class Inside:
             self.convolution = x, bias, out
             return out
 
-        self._undo = [
-            patching.lend(ContextParallel, "linear_attention", attending),
-            patching.lend(delta_net, "short_convolution", convolving),
-            patching.lend(convolution, "told", self.exchanged),
-        ]
-
-    def close(self) -> None:
-        """Watch no further calls; a backward still appends to ``exchanged``."""
-        for undo in self._undo:
-            undo()
+        back = ExitStack()
+        back.enter_context(patching.lent(ContextParallel, linear_attention=attending))
+        back.enter_context(patching.lent(delta_net, short_convolution=convolving))
+        back.enter_context(patching.lent(convolution, told=self.exchanged))
+        self.close = back.close  # a backward still appends to ``exchanged``
 
 
 class Rows:

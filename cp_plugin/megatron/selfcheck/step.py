@@ -120,15 +120,11 @@ def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequen
     Raises:
         StepError: on every rank, if the steps differ.
     """
-    began, given = time.monotonic(), named["data_iterator"]
-    looked = [
-        None if one is None else tiny_batch.Looked(one) for one in (given if isinstance(given, list) else [given])
-    ]
-    iterators = looked if isinstance(given, list) else looked[0]
+    began, iterators = time.monotonic(), tiny_batch.each(named["data_iterator"], tiny_batch.Looked)
     found: list[str] = []
     line, failure = "", None
     try:
-        step = _Step(schedule, {**named, "data_iterator": iterators}, chunks, looked, optimizer)
+        step = _Step(schedule, {**named, "data_iterator": iterators}, chunks, optimizer)
         found, line = step.compare()
     except Exception as error:
         failure = error
@@ -149,10 +145,9 @@ class _Step:
         schedule: Callable[..., Any],
         named: Mapping[str, Any],
         chunks: Sequence[Any],
-        looked: Sequence[tiny_batch.Looked | None],
         optimizer: Any,
     ) -> None:
-        self.schedule, self.named, self.chunks, self.looked, self.optimizer = schedule, named, chunks, looked, optimizer
+        self.schedule, self.named, self.chunks, self.optimizer = schedule, named, chunks, optimizer
         self.args, self.size, self.config = global_vars._GLOBAL_ARGS, _size(), patching.inner_model(chunks[0]).config
         if getattr(self.config, "moe_flex_dispatcher_backend", None) == "hybridep":
             raise RuntimeError("HybridEP sizes its buffer by the first batch, which would be a tiny one")
@@ -233,10 +228,8 @@ class _Step:
 
     def _fp8(self) -> list[ContextParallel]:
         """What of the run's attention travels, or is computed, in FP8."""
-        all_kinds = (
-            [runtime.context_parallel(kind=kind) for kind in runtime.kinds()] if runtime.settings().active else []
-        )
-        return [cp for cp in all_kinds if cp.options.fp8 is not None]
+        found = (runtime.context_parallel(kind=kind) for kind in runtime.kinds())
+        return [cp for cp in found if cp.options.fp8 is not None]
 
     def _run(self, noise: int = 0) -> readings.Result:
         with restored(self.chunks, [self.script]):
@@ -251,13 +244,13 @@ class _Step:
         sizes = self.tokens, self.named["seq_length"], rows, self._vocabulary(), seed
         # Stock Megatron averages the means of ranks, which is one rank's where all have as many tokens.
         even = runtime.settings().of_stock and not self.config.calculate_per_token_loss
-        data = [
-            None if one is None else tiny_batch.InPlace(one, tiny_batch.batches(one.first, *sizes, even=even))
-            for one in self.looked
-        ]
+
+        def tiny(one: tiny_batch.Looked) -> Iterator[Any]:
+            return tiny_batch.InPlace(one, tiny_batch.batches(one.first, *sizes, even=even))
+
         lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
         count = max(2, stages) if len(self.chunks) > 1 else 1 + (self.size <= 64)  # each rank computes whole sequences
-        iterators = data if isinstance(self.named["data_iterator"], list) else data[0]
+        iterators = tiny_batch.each(self.named["data_iterator"], tiny)
         with tiny_batch.noisy(self.chunks, noise, torch.finfo(self.dtype).eps), self._finalizing():
             reports = self.schedule(**{**self.named, **lengths, "data_iterator": iterators, "num_microbatches": count})
         self.optimizer.prepare_grads()

@@ -49,6 +49,13 @@ def tokens_for(layout: Layout, size: int, *, cuda: bool) -> int:
     return unit * ceil(least / unit)
 
 
+def each(iterators: Any, made: Callable[[Any], Any]) -> Any:
+    """What is made of the run's iterator, or of each in its list of them; None stays: other ranks have one."""
+    if isinstance(iterators, list):
+        return [each(one, made) for one in iterators]
+    return None if iterators is None else made(iterators)
+
+
 class InPlace:
     """Batches in the place of the run's iterator: what else it has is the run's."""
 
