@@ -158,12 +158,12 @@ class _Step:
         layout = layout_of_run()
         self.padded = tiny_batch.tokens_for(layout, self.size, cuda=self.device.type == "cuda")
         self.tokens = self.padded - (0 if STATE.model is None else STATE.model.padding % layout.divisor(self.size))
+        self.lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
 
     def compare(self) -> tuple[list[str], str]:
         """Differences on this rank, and a line on what was compared."""
         one = OneRank()
-        roots = [*self.chunks, *(self.named.get(name) for name in ("pg_collection", "p2p_communicator"))]
-        roots.append(self.script)
+        roots = [*self.chunks, *(self.named.get(name) for name in ("pg_collection", "p2p_communicator")), self.script]
         floor = _FLOOR.get(self.dtype, _FLOOR[torch.bfloat16])
         if self.device.type == "cuda":
             floor = max(floor, _TF32)
@@ -248,11 +248,12 @@ class _Step:
         def tiny(one: tiny_batch.Looked) -> Iterator[Any]:
             return tiny_batch.InPlace(one, tiny_batch.batches(one.first, *sizes, even=even))
 
-        lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
         count = max(2, stages) if len(self.chunks) > 1 else 1 + (self.size <= 64)  # each rank computes whole sequences
         iterators = tiny_batch.each(self.named["data_iterator"], tiny)
         with tiny_batch.noisy(self.chunks, noise, torch.finfo(self.dtype).eps), self._finalizing():
-            reports = self.schedule(**{**self.named, **lengths, "data_iterator": iterators, "num_microbatches": count})
+            reports = self.schedule(
+                **{**self.named, **self.lengths, "data_iterator": iterators, "num_microbatches": count}
+            )
         self.optimizer.prepare_grads()
         values = readings.logged_losses(reports)
         if any(getattr(getattr(one, "config", None), "clip_grad", 0) for one in readings.optimizers(self.optimizer)):
@@ -312,9 +313,8 @@ class _Step:
         with ExitStack() as back:
             apart = {"slices": None, "first_batch": None, "cut": replace(STATE.cut), "trial": True}
             back.enter_context(patching.lent(STATE, model=self._model(self.padded - self.tokens), **apart))
-            lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
             if self.args is not None:  # of other loops: their batches tell the length
-                back.enter_context(patching.lent(self.args, **lengths))
+                back.enter_context(patching.lent(self.args, **self.lengths))
             for scaler in scalers:
                 if isinstance(getattr(scaler, "_scale", None), Tensor):
                     back.enter_context(patching.lent(scaler, _scale=torch.full_like(scaler._scale, _SCALE)))

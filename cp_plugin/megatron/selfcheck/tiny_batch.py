@@ -24,6 +24,7 @@ from torch import Tensor
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.rules.experts import RANDOM
+from cp_plugin.megatron.selfcheck.checked_call import CALL
 from cp_plugin.megatron.selfcheck.readings import signs
 
 _BOUNDS = "cu_seqlens"
@@ -180,17 +181,16 @@ class Strong:
     def __call__(
         self, module: Any, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = dict(zip(("query", "key"), args, strict=False)) | named
+        bound = CALL.bind(module, *args, **named)
+        given = bound.arguments
         if not self.factors:
             squares = torch.stack([given[name].detach().float().square().mean() for name in ("query", "key")])
             dist.all_reduce(squares, group=parallel_state.get_context_parallel_group())
             sizes = (squares / parallel_state.get_context_parallel_world_size()).sqrt().clamp(min=1e-9)
             self.factors = (_GAIN / sizes).tolist()
-        scale = dict(zip(("query", "key"), self.factors, strict=True))
-        given = {name: x * scale[name] if name in scale else x for name, x in given.items()}
-        if len(args) >= 2:
-            return (given["query"], given["key"], *args[2:]), named
-        return args, named | {name: given[name] for name in named}
+        for name, factor in zip(("query", "key"), self.factors, strict=True):
+            given[name] = given[name] * factor
+        return bound.args[1:], bound.kwargs
 
 
 def lasting(layer: Any) -> Callable[..., Any]:
