@@ -77,10 +77,7 @@ class Looked(InPlace):
     """The run's iterator, of which the first batch has been looked at."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        try:
-            self.first = next(iterator)
-        except StopIteration:
-            self.first = None
+        self.first = next(iterator, None)
         self._given = self.first is None
         super().__init__(iterator, iterator)
 
