@@ -39,8 +39,8 @@ MOVED: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Module -> where any version has it, newest first, since later ones (Megatron-LM #7239) warn of the others."""
-RENAMED: Mapping[str, str] = {"_GDNBase": "GatedDeltaNet"}
-"""Class -> its name in other versions."""
+RENAMED = "_GDNBase", "GatedDeltaNet"
+"""A class, and its name in other versions."""
 STATE_SPACES = ("megatron.core.ssm", "megatron.core.ops.ssm")
 """Packages with the layers of Mamba and gated delta net."""
 
@@ -76,8 +76,7 @@ def find(target: str) -> tuple[Any, Any]:
 def places(target: str) -> list[str]:
     """Where any version has a symbol, in the form of ``target``."""
     module, _, qualname = target.partition(":")
-    first, dot, rest = qualname.partition(".")
-    names = (qualname, *(f"{name}{dot}{rest}" for name in filter(None, [RENAMED.get(first)])))
+    names = dict.fromkeys((qualname, qualname.replace(*RENAMED)))
     return [f"{place}:{name}" for place, name in product(MOVED.get(module, (module,)), names)]
 
 

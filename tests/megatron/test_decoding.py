@@ -115,7 +115,7 @@ def stepwise(model: torch.nn.Module) -> tuple[Tensor, Tensor, int]:
         first = so_far.prefill(tokens[:, :TOKENS], LENGTHS, chunk=10)
         for part in (slice(0, 1), slice(1, 2), slice(2, 4), slice(4, 7)):
             after.append(so_far.extend(tokens[:, TOKENS:][:, part]))
-        assert so_far.lengths == [length + NEW for length in LENGTHS]
+        assert so_far.session.lengths == [length + NEW for length in LENGTHS]
         kept = so_far.nbytes
     return first, torch.cat(after, 1), kept
 

@@ -225,13 +225,13 @@ def test_a_pack_in_the_layouts_that_a_script_asks_for(
 
 def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin.megatron.patches import batch, patching
-    from cp_plugin.megatron.patches.hooks import PROVIDER
+    from cp_plugin.megatron.patches.hooks import OF_RUN
 
     name = "megatron.core.context_parallel.utils"
     newer = ModuleType(name)
     newer.get_batches_on_this_cp_rank = lambda batch, layouts: {name: dict(batch) for name in layouts}
     monkeypatch.setitem(sys.modules, name, newer)
-    (patch,) = [patch for patch in PROVIDER if patch is batch.replace_get_batches]
+    (patch,) = [patch for patch in OF_RUN if patch is batch.replace_get_batches]
     with pytest.raises(ValueError, match="it has no parameter cp_group, boundary_layout, additional_layouts"):
         patching.install([patch])
     known = functools.partial(context_parallel_batch.get_batches_on_this_cp_rank)  # another object than that module's

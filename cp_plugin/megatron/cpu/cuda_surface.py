@@ -173,26 +173,6 @@ def _same_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return self
 
 
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _seed_all(seed: int) -> None:
-    _seed(seed)
-
-
-def _get_rng_state(device: Any = None) -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    torch.default_generator.set_state(state)
-
-
-def _call_now(callback: Callable[[], object], **kwargs: Any) -> None:
-    callback()
-
-
 def _as_written(model: Callable | None = None, **kwargs: Any) -> Callable:
     """torch.compile without a compiler; also halves the time of importing Megatron."""
     return (lambda function: function) if model is None else model
@@ -240,7 +220,7 @@ def surface() -> dict[str, Any]:
         "cuda.default_stream": lambda device=None: Stream(),
         "cuda.stream": lambda stream: contextlib.nullcontext(),
         "cuda.device": lambda device: contextlib.nullcontext(),
-        "cuda._lazy_call": _call_now,
+        "cuda._lazy_call": lambda callback, **_: callback(),
         "cuda.default_generators": (torch.default_generator,),
         "Generator": Generator,
         "compile": _as_written,
@@ -257,8 +237,13 @@ def surface() -> dict[str, Any]:
         "distributed.all_to_all_single": sizes_as_numbers(dist.all_to_all_single),
         "distributed.DeviceMesh.from_group": mesh_on_cpu(dist.DeviceMesh.from_group),
     }
-    generator = {"manual_seed": _seed, "manual_seed_all": _seed_all}
-    generator |= {"get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state}
+    own = torch.default_generator
+    generator = {
+        "manual_seed": lambda seed: own.manual_seed(int(seed)),
+        "manual_seed_all": lambda seed: own.manual_seed(int(seed)),
+        "get_rng_state": lambda device=None: own.get_state(),
+        "set_rng_state": lambda state, device=None: own.set_state(state),
+    }
     table |= {f"cuda.{module}{name}": f for name, f in generator.items() for module in ("", "random.")}
     names = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Bool", "Byte")
     table |= {f"cuda.{n}Tensor": getattr(torch, f"{n}Tensor") for n in names}

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from cp_plugin.common.names import one_of
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
 from cp_plugin.megatron.flags.args import DEVICES
 from cp_plugin.megatron.patches import patching
@@ -70,8 +71,7 @@ def decide(requested: str) -> bool:
     Does not initialize CUDA, so that ranks can still be forked. Raises ValueError for another value, and for "cuda"
     without a CUDA device.
     """
-    if requested not in DEVICES:
-        raise ValueError(f"--cp-device {requested}: choose one of {', '.join(DEVICES)}")
+    one_of("--cp-device", requested, DEVICES, suggest=False)
     found = _cuda_found()
     if requested == "cuda" and not found:
         raise ValueError(
@@ -106,9 +106,7 @@ def activate() -> None:
     with contextlib.ExitStack() as undo:
         _hide_libraries(undo)
         _replace_surface(undo)
-        mode = OnCpu()
-        mode.__enter__()
-        undo.callback(mode.__exit__, None, None, None)
+        undo.enter_context(OnCpu())
         _compile_nothing(undo)
         _set_item(os.environ, _CONNECTIONS, os.environ.get(_CONNECTIONS, "1"), undo)
         undo.enter_context(warnings.catch_warnings())
@@ -209,21 +207,13 @@ def _hide_libraries(undo: contextlib.ExitStack) -> None:
 def _replace_surface(undo: contextlib.ExitStack) -> None:
     replaced: list[tuple[Any, Any]] = []
     for path, stand_in in surface().items():
-        owner: Any = torch
         *parents, name = path.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
-        before = vars(owner).get(name, _ABSENT)
-        if before is _ABSENT:
-            undo.callback(delattr, owner, name)
-        else:
-            undo.callback(setattr, owner, name, before)
-            if type(torch.FloatTensor) not in (
-                type(before),
-                type(stand_in),
-            ):  # stand-ins of tensor types are torch's own
-                replaced.append((before, stand_in))
-        setattr(owner, name, stand_in)
+        owner: Any = functools.reduce(getattr, parents, torch)
+        before = vars(owner).get(name)
+        undo.callback(patching.lend(owner, name, stand_in))
+        of_torch = type(torch.FloatTensor) in (type(before), type(stand_in))  # stand-ins of tensor types
+        if before is not None and not of_torch:
+            replaced.append((before, stand_in))
     _rebind(replaced)
     undo.callback(_rebind, [(new, old) for old, new in replaced])  # also in modules imported in CPU mode
 
@@ -333,9 +323,7 @@ PATCHES = (
 def _compile_nothing(undo: contextlib.ExitStack) -> None:
     """Also run functions uncompiled that were passed to torch.compile before."""
     if "torch._dynamo" in sys.modules:
-        config = sys.modules["torch._dynamo"].config
-        undo.callback(setattr, config, "disable", config.disable)
-        config.disable = True
+        undo.callback(patching.lend(sys.modules["torch._dynamo"].config, "disable", True))
 
 
 COMPILE = Patch(

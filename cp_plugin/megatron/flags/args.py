@@ -147,6 +147,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the flags that a parser knows."""
+    return [flag for action in parser._actions for flag in action.option_strings]
+
+
 def repair_help(parser: argparse.ArgumentParser) -> None:
     """Escape per cent signs in help texts that argparse cannot format; Megatron-Core 0.19's ``--help`` fails on one."""
     formatter = argparse.HelpFormatter(parser.prog)
@@ -227,7 +232,8 @@ def peek(argv: Sequence[str], flag: str) -> str | None:
 
 def refuse_yaml(argv: Sequence[str]) -> None:
     """ValueError for plugin flags beside ``--yaml-cfg``, with which Megatron ignores the command line."""
-    given = sorted({word.partition("=")[0] for word in argv} & _flags())
+    own = flags_of(add_arguments(argparse.ArgumentParser(add_help=False)))
+    given = sorted({word.partition("=")[0] for word in argv} & set(own))
     yaml_cfg = peek(argv, "--yaml-cfg")
     if given and yaml_cfg is not None:
         raise ValueError(
@@ -243,11 +249,6 @@ _OWN_FLAGS = (
     "--cp-verbose",
     "--cp-recompute-attention",
 )
-
-
-def _flags() -> set[str]:
-    parser = add_arguments(argparse.ArgumentParser(add_help=False))
-    return {flag for action in parser._actions for flag in action.option_strings}
 
 
 def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace) -> str | None:

@@ -22,8 +22,6 @@ from cp_plugin.core.options import AUTO, Option
 FILE = Path(__file__).with_suffix(".json")
 LAYOUT, KERNEL = "layout", "backend"
 _TEXTS = ("metavar", "meaning", "default", "unset", "write", "choices")
-_FUNCTIONS = ("read",)
-"""Parts of an option that are functions of ``core.options``, or the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +113,7 @@ def from_json(found: Mapping[str, Any]) -> Declared:
     """Read what ``as_json`` writes."""
     options = {}
     for name, parts in found["options"].items():
-        named = {part: getattr(functions, parts[part]) for part in _FUNCTIONS if part in parts}
+        named = {"read": getattr(functions, parts["read"])} if "read" in parts else {}
         options[name] = Option(name, **{part: parts[part] for part in _TEXTS}, **named)
     methods = {
         name: Method(kind=m["kind"], layouts=tuple(m["layouts"]), options=tuple(m["options"]))
@@ -126,9 +124,9 @@ def from_json(found: Mapping[str, Any]) -> Declared:
 
 
 def _option(option: Option) -> dict[str, Any]:
-    """The texts of an option, and the names of its functions where they are those of ``core.options``."""
-    named = {part: getattr(getattr(option, part), "__name__", "") for part in _FUNCTIONS}
-    own = {part: name for part, name in named.items() if getattr(functions, name, None) is getattr(option, part)}
+    """The texts of an option, and the name of its parser if it is one of ``core.options``, or else the default."""
+    name = getattr(option.read, "__name__", "")
+    own = {"read": name} if getattr(functions, name, None) is option.read else {}
     return {**{part: getattr(option, part) for part in _TEXTS}, **own}
 
 

@@ -49,7 +49,7 @@ def check(words: Sequence[str], ranks: int | None = None, start: str = "") -> No
         return
     args.refuse_yaml(words)
     parser = args.add_arguments(_Parser(add_help=False, allow_abbrev=False))
-    known = [flag for action in parser._actions for flag in action.option_strings]
+    known = args.flags_of(parser)
     for flag, kind in _OF_MEGATRON.items():
         parser.add_argument(flag, type=kind, default=1 if kind is int else None)
     parser.add_argument("--fake-process-group", action="store_true")
@@ -73,12 +73,11 @@ def _with_values(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 def shorten_errors(parser: argparse.ArgumentParser) -> None:
     """Let a parser raise its errors as ValueErrors: Megatron's would print the usage of hundreds of flags before."""
-    known = [flag for action in parser._actions for flag in action.option_strings]
     unknown = "unrecognized arguments: "
 
     def error(message: str) -> NoReturn:
         if message.startswith(unknown):
-            refuse_misspelt(message.removeprefix(unknown).split(), known)
+            refuse_misspelt(message.removeprefix(unknown).split(), args.flags_of(parser))
         _Parser.error(parser, message)
 
     parser.error = error  # type: ignore[method-assign]

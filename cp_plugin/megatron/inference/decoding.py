@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, utils
@@ -48,8 +48,8 @@ class Decoding:
         self.session = session
         self.states: dict[int, Tensor] = {}
         """Layer number -> state of a linear layer: ``[b, g, d, e]``."""
-        self.compressed: dict[int, Compressed] = {}
-        """Layer number -> latent vectors of multi-latent attention in this step."""
+        self.compressed: dict[int, Callable[[Tensor], Latent]] = {}
+        """Layer number -> cache entry of multi-latent attention in this step, by its keys."""
         self._model = model
         self._lengths: list[int] = []
         self._complete = False
@@ -60,11 +60,6 @@ class Decoding:
         """The rank that has each."""
         self.rows = torch.empty(0)
         """Positions of this step's tokens: ``[s]``, or ``[s, b]`` where sequences differ."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Current length of each sequence."""
-        return self.session.lengths
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +102,7 @@ class Decoding:
     def extend(self, tokens: Tensor) -> Tensor:
         """Logits ``[b, t, vocabulary]`` after the next tokens ``[b, t]``, on every rank; CacheFullError if full."""
         with self.session.decode(tokens.size(1)) as dealt:
-            alike = len(set(self.lengths)) == 1
+            alike = len(set(self.session.lengths)) == 1
             self.rows = dealt.positions[:, 0] if alike else dealt.positions
             return self._forward(tokens)
 
@@ -127,7 +122,7 @@ class Decoding:
         if isinstance(layer, DotProductAttention) and config.apply_query_key_layer_scaling:
             scale = layer.softmax_scale * layer.layer_number  # Megatron's softmax multiplies by it, in float32
         compressed = self.compressed.pop(layer.layer_number, None)
-        latent = None if compressed is None else compressed.latent(k)
+        latent = None if compressed is None else compressed(k)
         return self.session.attend(layer.layer_number, q, k, v, scale=scale, window=window, sink=sink, latent=latent)
 
     def linear(self, layer: LinearCoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -258,31 +253,26 @@ def _forward(so_far: Decoding, layer: DotProductAttention) -> Callable[..., Tens
     return lambda query, key, value, *_, **__: so_far.softmax(layer, query, key, value).flatten(2)
 
 
-class Compressed(NamedTuple):
-    """The latent vectors of a layer of multi-latent attention in one step."""
-
-    rows: Tensor
-    """``[s, b, r]``, after the norm."""
-    weight: Tensor
-    """The up-projection's: ``[h * (d - p + e), r]``."""
-    plain: int
-    """d - p: size of the part of a key without RoPE."""
-    v_head_dim: int
-
-    def latent(self, k: Tensor) -> Latent:
-        """The cache entry; k ``[s, b, h, d]`` has the part with RoPE, the same in every head."""
-        weight = self.weight.unflatten(0, (-1, self.plain + self.v_head_dim))
-        rows = torch.cat((self.rows, k[:, :, 0, self.plain :]), 2).unsqueeze(2)
-        return Latent(rows, weight[:, : self.plain], weight[:, self.plain :])
-
-
 def _noting(original: Callable[..., Any], layer: Any, up: torch.nn.Module, so_far: Decoding) -> Callable[..., Any]:
     def forward(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-        config = layer.config
-        so_far.compressed[layer.layer_number] = Compressed(rows, up.weight, config.qk_head_dim, config.v_head_dim)
+        so_far.compressed[layer.layer_number] = partial(_latent, rows, up.weight, layer.config)
         return original(rows, *args, **kwargs)
 
     return forward
+
+
+def _latent(rows: Tensor, weight: Tensor, config: Any, k: Tensor) -> Latent:
+    """The cache entry of a layer of multi-latent attention in one step.
+
+    Args:
+        rows: latent vectors after the norm: ``[s, b, r]``.
+        weight: the up-projection's: ``[h * (d - p + e), r]``.
+        k: ``[s, b, h, d]``; the p elements with RoPE are the same in every head.
+    """
+    plain = config.qk_head_dim  # d - p
+    weight = weight.unflatten(0, (-1, plain + config.v_head_dim))
+    rows = torch.cat((rows, k[:, :, 0, plain:]), 2).unsqueeze(2)
+    return Latent(rows, weight[:, :plain], weight[:, plain:])
 
 
 def _rotary(module: RotaryEmbedding | YarnRotaryEmbedding, so_far: Decoding) -> Callable[..., Any]:

@@ -40,16 +40,11 @@ def with_core_attention(spec: Any) -> Any:
     return replace(spec, **{field.name: with_core_attention(getattr(spec, field.name)) for field in fields(spec)})
 
 
-def core_attention() -> type:
-    """The class that a spec uses for all layers."""
-    return CoreAttention if runtime.settings().linear is None else ByLayerNumber
-
-
 @registers(
     "megatron.core.models.backends:LocalSpecProvider.core_attention",
     "attention of the local spec",
     otherwise="attention would not match a single rank's",
 )
 def replace_core_attention(call: Call) -> type:
-    """Replaces ``BackendSpecProvider.core_attention``."""
-    return core_attention()
+    """Replaces ``BackendSpecProvider.core_attention``: the class that a spec uses for all layers."""
+    return CoreAttention if runtime.settings().linear is None else ByLayerNumber

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.common.text import ranks_named
+from cp_plugin.core.options import whole_number
 from cp_plugin.inference.request import Report, Request, Sampler
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
-from cp_plugin.megatron.cpu.mode import use_compiled_helper
+from cp_plugin.megatron.flags.args import peek
 from cp_plugin.megatron.inference import decoding, saved_model
 from cp_plugin.megatron.models import gpt
 from cp_plugin.megatron.models.indexed import EOD
@@ -181,9 +182,8 @@ def flags(saved: tuple[Path, int | None] | None, rest: list[str]) -> list[str]:
     given = {word.partition("=")[0] for word in rest}
     ranks: list[str] = []
     if saved is not None and "--context-parallel-size" not in given:
-        tensor = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-        tensor.add_argument("--tensor-model-parallel-size", type=int, default=1)
-        size = int(os.environ["WORLD_SIZE"]) // max(1, tensor.parse_known_args(rest)[0].tensor_model_parallel_size)
+        tensor = whole_number(peek(rest, "--tensor-model-parallel-size") or "") or 1
+        size = int(os.environ["WORLD_SIZE"]) // tensor
         ranks = ["--context-parallel-size", str(size)]
         if size > 1 and "--cp-provider" not in given and "--cp-linear-attention" not in model:
             ranks += ["--cp-provider", DEFAULT_PROVIDER]
@@ -197,7 +197,7 @@ def load() -> torch.nn.Module:
         ValueError: for flags that ``gpt`` refuses, and for several model chunks on a rank.
     """
     gpt.refuse(arguments.parse_args())
-    use_compiled_helper()
+    cpu.use_compiled_helper()
     try:
         arguments.parse_and_validate_args()
         initialize.initialize_megatron()

@@ -58,13 +58,10 @@ def _run(words: Sequence[str]) -> Any:
     from megatron.training import arguments
 
     from cp_plugin.megatron.flags import args
-    from cp_plugin.megatron.patches.patching import Run
+    from cp_plugin.megatron.patches.patching import Run, lent
 
-    before, sys.argv = sys.argv, ["doctor", *words]
-    try:
+    with lent(sys, argv=["doctor", *words]):
         parsed: argparse.Namespace = arguments.parse_args(args.add_arguments)
-    finally:
-        sys.argv = before
     return Run(settings=args.settings_from(parsed), args=parsed)
 
 

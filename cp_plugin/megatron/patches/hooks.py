@@ -174,7 +174,7 @@ COMMAND_LINE = (_add_arguments, _validate_args)
 """Not needed where Megatron has a hook for extensions: see ``native``."""
 
 START_UP = (*COMMAND_LINE, lifecycle.replace_initialize_model_parallel, checkpoint.replace_load_base_checkpoint)
-PROVIDER = (
+OF_RUN = (
     batch.replace_get_batch,
     batch.replace_get_thd_batch,
     batch.replace_get_batches,
@@ -194,22 +194,19 @@ PROVIDER = (
     lifecycle.replace_setup_model_and_optimizer,
     step.replace_get_forward_backward_func,
     first_step.replace_training_log,
-)
-RECOMPUTE = (
     replace_checkpoint,
     replace(replace_checkpoint, target="megatron.core.extensions.transformer_engine:te_checkpoint"),
-)
-PADDING = (padding.replace_router_forward, padding.replace_token_counts)
-SCALING = (fp8_scaling.replace_finalize_model_grads,)
-LINEAR = (gate.replace_get_query_key_value, linear_attention.replace_num_floating_point_operations)
-HYBRID = (
+    padding.replace_router_forward,
+    padding.replace_token_counts,
+    fp8_scaling.replace_finalize_model_grads,
+    gate.replace_get_query_key_value,
+    linear_attention.replace_num_floating_point_operations,
     hybrid.replace_undo,
     hybrid.replace_redo,
     hybrid.replace_packed_order,
     hybrid.replace_resolve_cu_seqlens,
     replace_hybrid_model,
+    delta_net.replace_forward,
+    batch.replace_dataset_builder,
 )
-DELTA_NET = (delta_net.replace_forward,)
-PACKS = (batch.replace_dataset_builder,)
-OF_RUN = (*PROVIDER, *RECOMPUTE, *PADDING, *SCALING, *LINEAR, *HYBRID, *DELTA_NET, *PACKS)
 """Installed once the flags are valid: those whose ``when`` is true of the run."""

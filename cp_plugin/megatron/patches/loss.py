@@ -58,7 +58,8 @@ def _of_all_ranks(compute: Callable[..., Any], per_token: bool, output: Tensor) 
     if STATE.slices is not None:
         STATE.slices.lost(loss, output)
     if not torch.is_grad_enabled():
-        report = _summed_report(report, group)
+        pairs = {name: x for name, x in report.items() if isinstance(x, Tensor) and x.numel() == 2}  # sum, tokens
+        report = report | {name: _summed(x, group) for name, x in pairs.items()}
     if tokens and not per_token:
         loss *= group.size() / _summed(tokens[0], group).clamp(min=1)  # in place, as Megatron divides it
         tokens = [torch.ones_like(tokens[0])]
@@ -69,8 +70,3 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.detach().clone()
     dist.all_reduce(x, group=group)
     return x
-
-
-def _summed_report(report: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """Pairs (sum, number of tokens) summed over the ranks."""
-    return {name: _summed(x, group) if isinstance(x, Tensor) and x.numel() == 2 else x for name, x in report.items()}

@@ -330,8 +330,9 @@ def installed(scope: Scope = "run") -> list[str]:
 
 
 def lend(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of Megatron's for the length of a check; returns what sets it back, or the class's free."""
-    before, own = getattr(owner, name), name in vars(owner)
+    """Set an attribute for a while; returns what sets it back, or the class's free, or deletes it if there was none."""
+    own = name in vars(owner)
+    before = vars(owner)[name] if own else getattr(owner, name, None)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, before) if own or name not in vars(owner) else delattr(owner, name)
 

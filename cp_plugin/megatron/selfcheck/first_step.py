@@ -74,15 +74,14 @@ def watch(named: Mapping[str, Any], chunks: Sequence[Any], optimizer: Any, rates
 )
 def replace_training_log(call: Call) -> Any:
     """Replacement for ``training_log``, which is called after every iteration: the first losses are compared."""
-    _compare_log(call.arguments.get("loss_dict"))
+    if STATE.losses is not None:
+        expected, STATE.losses = STATE.losses, None
+        stop_if_any(_logged_otherwise(expected, call.arguments.get("loss_dict")))
     return call.original()
 
 
-def _compare_log(logged: Any) -> None:
-    """Compare the losses that are logged after the first step; collective over all ranks, once."""
-    if STATE.losses is None:
-        return
-    expected, STATE.losses = STATE.losses, None
+def _logged_otherwise(expected: Mapping[str, tuple[float, float]], logged: Any) -> list[str]:
+    """Losses that are logged after the first step as multiples, or of one rank's part alone."""
     size, found = parallel_state.get_context_parallel_world_size(), []
     for key, (right, part) in expected.items() if isinstance(logged, Mapping) else ():
         if key not in logged or not isinstance(logged[key], Tensor | float) or isclose(right, 0):
@@ -94,7 +93,7 @@ def _compare_log(logged: Any) -> None:
         for other, why in wrong.items():
             if isclose(value, other, rel_tol=1e-5) and not isclose(value, right, rel_tol=1e-5):
                 found.append(f"the loss that is logged as {key!r} is {value:.6g} instead of {right:.6g}, {why}")
-    stop_if_any(found)
+    return found
 
 
 def once(owner: Any, name: str, look: Callable[..., None]) -> None:

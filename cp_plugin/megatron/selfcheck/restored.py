@@ -103,7 +103,7 @@ def namespaces(roots: Iterable[Any]) -> list[MutableMapping[str, Any]]:
         elif isinstance(owner, FunctionType):
             add(owner, vars(owner))
             if owner.__closure__:
-                add(owner.__closure__, _Closure(owner))
+                add(owner.__closure__, _closure(owner))
             if _is_of_script(owner.__module__):
                 stack.append(sys.modules.get(owner.__module__))
         elif isinstance(owner, MethodType):
@@ -116,7 +116,7 @@ def namespaces(roots: Iterable[Any]) -> list[MutableMapping[str, Any]]:
                 add(owner, vars(owner))
         elif isinstance(owner, type):
             if _is_of_script(owner.__module__):
-                add(owner, _OfClass(owner))
+                add(owner, _Names(lambda owner=owner: vars(owner), partial(setattr, owner), partial(delattr, owner)))
         elif hasattr(owner, "__dict__") and _holds_state(owner):
             add(owner, vars(owner))
             stack.append(type(owner))
@@ -136,51 +136,46 @@ def _is_of_script(module: object) -> bool:
     return first not in patching._WITHOUT_MEGATRON | _ELSEWHERE | {"megatron"} or module.startswith(_OWN_SCRIPTS)
 
 
-class _Closure(MutableMapping[str, Any]):
+class _Names(MutableMapping[str, Any]):
+    """Names and values that are not kept in a dictionary of their owner."""
+
+    def __init__(
+        self, read: Callable[[], Mapping[str, Any]], put: Callable[[str, Any], None], drop: Callable[[str], None]
+    ) -> None:
+        self._read, self._put, self._drop = read, put, drop
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._put(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._drop(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._read()))
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
+def _closure(function: FunctionType) -> _Names:
     """The variables of a function that belong to those around it."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
-    def __init__(self, function: FunctionType) -> None:
-        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._cells[name].cell_contents
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._cells[name].cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        for name, cell in self._cells.items():
+    def read() -> dict[str, Any]:
+        found = {}
+        for name, cell in cells.items():
             with suppress(ValueError):  # it has no value yet
-                cell.cell_contents  # noqa: B018
-                yield name
+                found[name] = cell.cell_contents
+        return found
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class _OfClass(MutableMapping[str, Any]):
-    """The attributes of a class."""
-
-    def __init__(self, owner: type) -> None:
-        self._owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self._owner)[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._owner, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        delattr(self._owner, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(vars(self._owner)))
-
-    def __len__(self) -> int:
-        return len(vars(self._owner))
+    return _Names(
+        read,
+        lambda name, value: setattr(cells[name], "cell_contents", value),
+        lambda name: delattr(cells[name], "cell_contents"),
+    )
 
 
 def _timers() -> list[Any]:
@@ -239,13 +234,10 @@ def _put_back(owner: MutableMapping[str, Any], values: dict[str, tuple[Any, Any]
         if isinstance(x, Tensor):
             with torch.no_grad():
                 x.copy_(before)
-        elif isinstance(x, dict):
+        elif isinstance(x, dict | set):
             x.clear()
             x.update(before)
         elif isinstance(x, list):
             x[:] = before
-        elif isinstance(x, set):
-            x.clear()
-            x.update(before)
         if owner.get(name, owner) is not x:
             owner[name] = x

@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,12 +59,10 @@ class Angles:
         if self.regrouped:
             turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), -1)
         a, b = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
-        both = [a * cos - b * sin, b * cos + a * sin]
         size = (a.abs() + b.abs()) * max(1.0, self.scale)
-        if self.interleaved:
-            found, sizes = torch.stack(both, -1).flatten(-2), torch.stack((size, size), -1).flatten(-2)
-        else:
-            found, sizes = torch.cat(both, -1), torch.cat((size, size), -1)
+        pairs = (a * cos - b * sin, b * cos + a * sin), (size, size)
+        join = (lambda pair: torch.stack(pair, -1).flatten(-2)) if self.interleaved else partial(torch.cat, dim=-1)
+        found, sizes = map(join, pairs)
         info = torch.finfo(x.dtype)
         allowed = _UNITS * (info.eps * sizes + info.smallest_normal * info.eps)
         return torch.cat((found, rest), -1), torch.cat((allowed, torch.zeros_like(rest)), -1)
@@ -161,7 +160,7 @@ class _Watch:
         for rank, (rows, token, error, allowed) in zip(place.ranks, everyone, strict=True):
             if rows:
                 found.append(
-                    f"rank {rank}: {rows:.0f} of {call.count} rows of q or k, such as token {token:.0f}, off by "
+                    f"rank {rank}: {rows:.0f} of {2 * len(call.at)} rows of q or k, such as token {token:.0f}, off by "
                     f"{error:.1e}, where rounding allows {allowed:.1e}"
                 )
         if found:
@@ -198,10 +197,6 @@ class _Call:
             return rotate(t, *args, **named)
 
         self.close = (lambda: None) if rotate is None else patching.lend(owner, _ROTATES, rotating)
-
-    @property
-    def count(self) -> int:
-        return 2 * len(self.at)
 
     def _keep(self, x: Tensor) -> None:
         if not self.at:

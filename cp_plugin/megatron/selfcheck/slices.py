@@ -71,7 +71,7 @@ def require_one_batch(batch: Mapping[str, Any], group: dist.ProcessGroup | None)
         BatchError: on every rank, naming the entries and ranks that differ.
     """
     group = group or parallel_state.get_context_parallel_group()
-    whole = {key: x for key in _KEYS if isinstance(x := batch.get(key), Tensor) and x.dim() == 2}
+    whole = _entries(batch)
     if group.size() == 1 or not whole:
         return
     mine = [int(digest(x, torch.arange(x.size(1), device=x.device))) for x in whole.values()]
@@ -85,6 +85,10 @@ def require_one_batch(batch: Mapping[str, Any], group: dist.ProcessGroup | None)
             f"other batches than the rest of the context-parallel ranks {ranks}. All must read the same samples: build "
             "data loaders per data-parallel rank, without context-parallel ranks"
         )
+
+
+def _entries(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: x for key in _KEYS if isinstance(x := batch.get(key), Tensor) and x.dim() == 2}
 
 
 class Slices:
@@ -113,7 +117,7 @@ class Slices:
         training = cp.size > 1 and any(model.training for model in self._models)
         if not self._drawn.begin(training) or not self._drawn.is_due():
             return
-        whole = {key: x for key in _KEYS if isinstance(x := batch.get(key), Tensor) and x.dim() == 2}
+        whole = _entries(batch)
         if not whole:
             return
         first = next(iter(whole.values()))

@@ -40,24 +40,10 @@ from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import delta_net, padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
-from cp_plugin.megatron.selfcheck import first_step, recheck
+from cp_plugin.megatron.selfcheck import first_step, readings, recheck, tiny_batch
 from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
 from cp_plugin.megatron.selfcheck.one_rank import Choices, OneRank
-from cp_plugin.megatron.selfcheck.readings import (
-    Result,
-    differences,
-    gradients,
-    growth,
-    largest,
-    logged_losses,
-    optimizers,
-    parameter_names,
-    projections,
-    reduced_ones,
-    saved_buffers,
-)
 from cp_plugin.megatron.selfcheck.restored import restored
-from cp_plugin.megatron.selfcheck.tiny_batch import Looked, Strong, Tiny, lasting, noisy, owners, quiet, tokens_for
 from cp_plugin.megatron.state import STATE, Model
 
 _FLOOR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -134,13 +120,11 @@ def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequen
     Raises:
         StepError: on every rank, if the steps differ.
     """
-    began, given = time.monotonic(), named["data_iterator"]
-    looked = [None if one is None else Looked(one) for one in (given if isinstance(given, list) else [given])]
-    iterators = looked if isinstance(given, list) else looked[0]
+    began, iterators = time.monotonic(), tiny_batch.each(named["data_iterator"], tiny_batch.Looked)
     found: list[str] = []
     line, failure = "", None
     try:
-        step = _Step(schedule, {**named, "data_iterator": iterators}, chunks, looked, optimizer)
+        step = _Step(schedule, {**named, "data_iterator": iterators}, chunks, optimizer)
         found, line = step.compare()
     except Exception as error:
         failure = error
@@ -161,10 +145,9 @@ class _Step:
         schedule: Callable[..., Any],
         named: Mapping[str, Any],
         chunks: Sequence[Any],
-        looked: Sequence[Looked | None],
         optimizer: Any,
     ) -> None:
-        self.schedule, self.named, self.chunks, self.looked, self.optimizer = schedule, named, chunks, looked, optimizer
+        self.schedule, self.named, self.chunks, self.optimizer = schedule, named, chunks, optimizer
         self.args, self.size, self.config = global_vars._GLOBAL_ARGS, _size(), patching.inner_model(chunks[0]).config
         if getattr(self.config, "moe_flex_dispatcher_backend", None) == "hybridep":
             raise RuntimeError("HybridEP sizes its buffer by the first batch, which would be a tiny one")
@@ -173,18 +156,18 @@ class _Step:
         self.finalized: Any = None
         self.script = named["forward_step_func"]
         layout = layout_of_run()
-        self.padded = tokens_for(layout, self.size, cuda=self.device.type == "cuda")
+        self.padded = tiny_batch.tokens_for(layout, self.size, cuda=self.device.type == "cuda")
         self.tokens = self.padded - (0 if STATE.model is None else STATE.model.padding % layout.divisor(self.size))
+        self.lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
 
     def compare(self) -> tuple[list[str], str]:
         """Differences on this rank, and a line on what was compared."""
         one = OneRank()
-        roots = [*self.chunks, *(self.named.get(name) for name in ("pg_collection", "p2p_communicator"))]
-        roots.append(self.script)
+        roots = [*self.chunks, *(self.named.get(name) for name in ("pg_collection", "p2p_communicator")), self.script]
         floor = _FLOOR.get(self.dtype, _FLOOR[torch.bfloat16])
         if self.device.type == "cuda":
             floor = max(floor, _TF32)
-        scalers = [s for o in optimizers(self.optimizer) if (s := getattr(o, "grad_scaler", None)) is not None]
+        scalers = [s for o in readings.optimizers(self.optimizer) if (s := getattr(o, "grad_scaler", None)) is not None]
         with ExitStack() as back:
             if runtime.settings().active:
                 back.callback(runtime.context_parallel().mesh.ledger.reset)
@@ -206,23 +189,23 @@ class _Step:
             attention = f"{calls.calls} calls of attention are right within rounding"
             if self.size == 1 or any(gather_objects(bool(found))):
                 return found, attention
-            names = parameter_names(self.chunks, self.optimizer)
+            names = readings.parameter_names(self.chunks, self.optimizer)
             before = one.used()
             with one.alone(roots, self.args), patching.lent(STATE, model=self._model(0)):  # as without padding
                 with choices.replayed():
                     alone = self._run()
-                moved: list[Result] = []
+                moved: list[readings.Result] = []
                 for salt in range(1, 1 + _OPINIONS):  # near a tie of experts, not each rounding error turns it
                     with choices.replayed():
                         moved.append(self._run(salt))
-                    change = growth(moved, alone)
+                    change = readings.growth(moved, alone)
                     changes = gather_objects(change)
                     if any(one > min(_UNSTEADY, 500 * floor) for one in changes):
                         raise RuntimeError(
                             "repeated, the step on one rank is another one: it draws random numbers of its own, or "
                             f"counts calls ({change:.1e} in half of the gradients here)"
                         )
-                    found = differences(many, alone, moved, names, floor, self.size)
+                    found = readings.differences(many, alone, moved, names, floor, self.size)
                     if choices.apart > 5 * floor:
                         found.append(f"routers choose other experts, whose scores differ by {choices.apart:.1e}")
                     if not any(gather_objects(bool(found))):
@@ -234,7 +217,7 @@ class _Step:
                 f"the step on one rank still used groups of context-parallel ranks ({leaked + own} times), so it is no "
                 f"reference{''.join(f'; {text}' for text in found)}"
             )
-        worst = largest(many, alone, moved)
+        worst = readings.largest(many, alone, moved)
         logged = [name for name in many.values if " of " not in name or "norm" in name]
         line = (
             f"a step of {self.tokens} tokens on {self.size} context-parallel ranks equals the step on one rank: "
@@ -245,16 +228,14 @@ class _Step:
 
     def _fp8(self) -> list[ContextParallel]:
         """What of the run's attention travels, or is computed, in FP8."""
-        all_kinds = (
-            [runtime.context_parallel(kind=kind) for kind in runtime.kinds()] if runtime.settings().active else []
-        )
-        return [cp for cp in all_kinds if cp.options.fp8 is not None]
+        found = (runtime.context_parallel(kind=kind) for kind in runtime.kinds())
+        return [cp for cp in found if cp.options.fp8 is not None]
 
-    def _run(self, noise: int = 0) -> Result:
+    def _run(self, noise: int = 0) -> readings.Result:
         with restored(self.chunks, [self.script]):
             return self._run_once(noise)
 
-    def _run_once(self, noise: int) -> Result:
+    def _run_once(self, noise: int) -> readings.Result:
         self._clear()
         rope.forget_cached_embeddings()
         stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -263,18 +244,22 @@ class _Step:
         sizes = self.tokens, self.named["seq_length"], rows, self._vocabulary(), seed
         # Stock Megatron averages the means of ranks, which is one rank's where all have as many tokens.
         even = runtime.settings().of_stock and not self.config.calculate_per_token_loss
-        data = [None if one is None else Tiny(one, *sizes, even=even) for one in self.looked]
-        lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
+
+        def tiny(one: tiny_batch.Looked) -> Iterator[Any]:
+            return tiny_batch.InPlace(one, tiny_batch.batches(one.first, *sizes, even=even))
+
         count = max(2, stages) if len(self.chunks) > 1 else 1 + (self.size <= 64)  # each rank computes whole sequences
-        iterators = data if isinstance(self.named["data_iterator"], list) else data[0]
-        with noisy(self.chunks, noise, torch.finfo(self.dtype).eps), self._finalizing():
-            reports = self.schedule(**{**self.named, **lengths, "data_iterator": iterators, "num_microbatches": count})
+        iterators = tiny_batch.each(self.named["data_iterator"], tiny)
+        with tiny_batch.noisy(self.chunks, noise, torch.finfo(self.dtype).eps), self._finalizing():
+            reports = self.schedule(
+                **{**self.named, **self.lengths, "data_iterator": iterators, "num_microbatches": count}
+            )
         self.optimizer.prepare_grads()
-        values = logged_losses(reports)
-        if any(getattr(getattr(one, "config", None), "clip_grad", 0) for one in optimizers(self.optimizer)):
+        values = readings.logged_losses(reports)
+        if any(getattr(getattr(one, "config", None), "clip_grad", 0) for one in readings.optimizers(self.optimizer)):
             values["the norm of gradients"] = float(self.optimizer.get_grad_norm())
-        values |= saved_buffers(self.chunks)
-        return Result(projections(gradients(self.optimizer), self.device), values)
+        values |= readings.saved_buffers(self.chunks)
+        return readings.Result(readings.projections(readings.gradients(self.optimizer), self.device), values)
 
     def _vocabulary(self) -> int:
         sizes = (getattr(patching.inner_model(chunk), "vocab_size", None) for chunk in self.chunks)
@@ -306,7 +291,9 @@ class _Step:
         named = {key: torch.ones_like(x) if isinstance(x, Tensor) else x for key, x in named.items()}
         scale = _SCALE if scalers else 1.0
         with restored(self.chunks):
-            return reduced_ones(self.chunks, self.optimizer, partial(finalize, *one, **named), self._clear, scale)
+            return readings.reduced_ones(
+                self.chunks, self.optimizer, partial(finalize, *one, **named), self._clear, scale
+            )
 
     def _model(self, padding: int) -> Model | None:
         """The run's model with the tiny batch's length."""
@@ -326,21 +313,22 @@ class _Step:
         with ExitStack() as back:
             apart = {"slices": None, "first_batch": None, "cut": replace(STATE.cut), "trial": True}
             back.enter_context(patching.lent(STATE, model=self._model(self.padded - self.tokens), **apart))
-            lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
             if self.args is not None:  # of other loops: their batches tell the length
-                back.enter_context(patching.lent(self.args, **lengths))
+                back.enter_context(patching.lent(self.args, **self.lengths))
             for scaler in scalers:
                 if isinstance(getattr(scaler, "_scale", None), Tensor):
                     back.enter_context(patching.lent(scaler, _scale=torch.full_like(scaler._scale, _SCALE)))
             modules = [module for chunk in self.chunks for module in chunk.modules()]
-            for owner in owners([*modules, *optimizers(self.optimizer)]):
-                back.enter_context(patching.lent(owner, **quiet(owner)))
+            for owner in tiny_batch.owners([*modules, *readings.optimizers(self.optimizer)]):
+                back.enter_context(patching.lent(owner, **tiny_batch.quiet(owner)))
             for module in modules:
                 if isinstance(module, CoreAttention):
                     back.enter_context(patching.lent(module, scaling=fp8_scaling.of_layer(module.config)))
-                    back.callback(module.register_forward_pre_hook(Strong(), with_kwargs=True, prepend=True).remove)
+                    back.callback(
+                        module.register_forward_pre_hook(tiny_batch.Strong(), with_kwargs=True, prepend=True).remove
+                    )
                 elif delta_net.replaced(module):
-                    back.callback(module.in_proj.register_forward_hook(lasting(module)).remove)
+                    back.callback(module.in_proj.register_forward_hook(tiny_batch.lasting(module)).remove)
             yield
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import ceil
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from cp_plugin.core.layout import Layout
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.rules.experts import RANDOM
+from cp_plugin.megatron.selfcheck.checked_call import CALL
 from cp_plugin.megatron.selfcheck.readings import signs
 
 _BOUNDS = "cu_seqlens"
@@ -49,43 +50,42 @@ def tokens_for(layout: Layout, size: int, *, cuda: bool) -> int:
     return unit * ceil(least / unit)
 
 
-class _InPlace:
-    """In the place of the run's iterator: what else it has than batches is the run's."""
+def each(iterators: Any, made: Callable[[Any], Any]) -> Any:
+    """What is made of the run's iterator, or of each in its list of them; None stays: other ranks have one."""
+    if isinstance(iterators, list):
+        return [each(one, made) for one in iterators]
+    return None if iterators is None else made(iterators)
 
-    _iterator: Iterator[Any]
+
+class InPlace:
+    """Batches in the place of the run's iterator: what else it has is the run's."""
+
+    def __init__(self, iterator: Iterator[Any], batches: Iterator[Any]) -> None:
+        self._iterator, self._batches = iterator, batches
 
     def __iter__(self) -> Iterator[Any]:
         return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
 
 
-class Looked(_InPlace):
+class Looked(InPlace):
     """The run's iterator, of which the first batch has been looked at."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        try:
-            self.first = next(iterator)
-        except StopIteration:
-            self.first = None
-        self._iterator, self._given = iterator, self.first is None
+        self.first = next(iterator, None)
+        self._given = self.first is None
+        super().__init__(iterator, iterator)
 
     def __next__(self) -> Any:
         if self._given:
-            return next(self._iterator)
+            return super().__next__()
         self._given = True
         return self.first
-
-
-class Tiny(_InPlace):
-    """Other batches in the place of the run's; see ``batches``."""
-
-    def __init__(self, looked: Looked, *sizes: int, even: bool) -> None:
-        self._iterator, self._batches = looked, batches(looked.first, *sizes, even=even)
-
-    def __next__(self) -> Any:
-        return next(self._batches)
 
 
 def batches(
@@ -157,16 +157,12 @@ def noisy(chunks: Sequence[Any], noise: int, size: float) -> Iterator[None]:
         numbers = torch.arange(output.numel(), device=output.device).view_as(output)
         return (output.float() * (1 + size * signs(numbers, noise - 1))).to(output.dtype)
 
-    hooks = [
-        embedding.register_forward_hook(move)
-        for chunk in chunks
-        if noise and isinstance(embedding := getattr(patching.inner_model(chunk), "embedding", None), torch.nn.Module)
-    ]
-    try:
+    embeddings = [getattr(patching.inner_model(chunk), "embedding", None) for chunk in chunks if noise]
+    with ExitStack() as back:
+        for embedding in embeddings:
+            if isinstance(embedding, torch.nn.Module):
+                back.callback(embedding.register_forward_hook(move).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Strong:
@@ -182,17 +178,16 @@ class Strong:
     def __call__(
         self, module: Any, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = dict(zip(("query", "key"), args, strict=False)) | named
+        bound = CALL.bind(module, *args, **named)
+        given = bound.arguments
         if not self.factors:
             squares = torch.stack([given[name].detach().float().square().mean() for name in ("query", "key")])
             dist.all_reduce(squares, group=parallel_state.get_context_parallel_group())
             sizes = (squares / parallel_state.get_context_parallel_world_size()).sqrt().clamp(min=1e-9)
             self.factors = (_GAIN / sizes).tolist()
-        scale = dict(zip(("query", "key"), self.factors, strict=True))
-        given = {name: x * scale[name] if name in scale else x for name, x in given.items()}
-        if len(args) >= 2:
-            return (given["query"], given["key"], *args[2:]), named
-        return args, named | {name: given[name] for name in named}
+        for name, factor in zip(("query", "key"), self.factors, strict=True):
+            given[name] = given[name] * factor
+        return bound.args[1:], bound.kwargs
 
 
 def lasting(layer: Any) -> Callable[..., Any]:

@@ -85,13 +85,13 @@ def told() -> Iterator[None]:
         error = raised
         if isinstance(raised, SystemExit) and raised.code in (None, 0) and raised.__context__ is not None:
             error = raised.__context__
-        if refusals.message_of(error) is not None and not _iteration():
+        if refusals.message_of(error) is not None and not finished_steps():
             raise
         if isinstance(error, SystemExit) and error.code in (None, 0):
             raise
         frames = [f for e in dict.fromkeys((raised, error)) for f, _ in traceback.walk_tb(e.__traceback__)]
-        doing = ", ".join(_place(frames)[:2] if _iteration() is None else ["the first step", *_place(frames)[1:2]])
-        said = None if _iteration() else stops.in_setup(error, global_vars._GLOBAL_ARGS, doing, summary(error))
+        doing = ", ".join(_place(frames)[:2] if finished_steps() is None else ["the first step", *_place(frames)[1:2]])
+        said = None if finished_steps() else stops.in_setup(error, global_vars._GLOBAL_ARGS, doing, summary(error))
         if STATE.alarm is not None:
             story = described(error)
             with _sigterm_waits():  # torchrun kills the others as soon as one has failed
@@ -135,14 +135,14 @@ def _where_main_thread_is() -> str:
     return f"{', '.join(_place(frames))}, in {_collective(frames)}"
 
 
-def _iteration() -> int | None:
+def finished_steps() -> int | None:
     """Finished steps; None before the first one begins."""
     return getattr(global_vars._GLOBAL_ARGS, "curr_iteration", None)
 
 
 def _place(frames: Sequence[FrameType]) -> list[str]:
     """Step, activity and layer from the stack, outermost frame first."""
-    iteration = _iteration()
+    iteration = finished_steps()
     doing, layer = "start" if iteration is None else "between steps", ""
     for frame in frames:
         name = frame.f_code.co_name

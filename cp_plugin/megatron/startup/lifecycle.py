@@ -53,7 +53,7 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     if runtime.settings().selfcheck:
         step.expect(optimizer, rates)
     STATE.first_batch = slices.require_one_batch
-    recheck.watch(chunks, _iterations)
+    recheck.watch(chunks, lambda: failures.finished_steps() or 0)
     STATE.cut.packed = runtime.packs()
     return result
 
@@ -61,10 +61,3 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
 def _parts(made: Any) -> Sequence[Any]:
     """Model, optimizer and learning rates, in this order, of a tuple or an object with these attributes."""
     return made if isinstance(made, tuple) else list(vars(made).values())
-
-
-def _iterations() -> int:
-    """Finished iterations of Megatron's loop."""
-    from megatron.training import get_args
-
-    return getattr(get_args(), "curr_iteration", 0)
