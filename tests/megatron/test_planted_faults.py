@@ -250,7 +250,7 @@ FAULTS = (
     Fault(log_sum_exp_ignored, STRIPED, OUT, True),
     Fault(in_transit("halves_swapped_in_transit", lambda t: t.roll(t.size(0) // 2, 0)), STRIPED, OUT, True),
     Fault(rounded_in_transit, STRIPED, OUT, True),
-    Fault(rounded_in_transit, BURST, DQ, True),
+    Fault(rounded_in_transit, BURST, OUT, True),
     Fault(gathered_in_the_wrong_order, GRID, OUT, True),
     Fault(sums_of_one_rank_lost, GRID, GRADIENTS),
     Fault(sinks_of_other_heads, SINK, OUT, True),
