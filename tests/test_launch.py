@@ -264,8 +264,8 @@ def test_ranks_are_not_forked_from_a_process_that_has_initialised_cuda(monkeypat
 
 def test_cpu_mode_forks(capfd: pytest.CaptureFixture[str]) -> None:
     """There torch.cuda says that it is initialised, as Megatron wants to hear."""
-    from cp_plugin.megatron.cpu import mode as cpu
+    from warm import cpu_mode
 
-    with cpu.cpu_mode():
+    with cpu_mode():
         assert torch.cuda.is_initialized()
         assert main_with_nproc(["--nproc", "2"], lambda words: None, preload=lambda: None) == 0, capfd.readouterr().err

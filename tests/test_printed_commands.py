@@ -23,11 +23,10 @@ import typer
 from nightly import NIGHT, nightly
 from printed import FLAGS, ROOT, Printed, fenced, inline
 from typer.testing import CliRunner
-from warm import before_forking
+from warm import before_forking, cpu_mode
 
 from cp_plugin import run
 from cp_plugin.cli.app import app
-from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.planned import command as planned
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.machine import hardware
@@ -99,7 +98,7 @@ _FOREIGN = ("srun", "torchrun", "pip", "python", "sbatch")
 @pytest.fixture(scope="module", autouse=True)
 def _megatron() -> Iterator[None]:
     """Megatron, imported once for the forked processes that read the flags of a training."""
-    with cpu.cpu_mode():
+    with cpu_mode():
         import megatron.training.training  # noqa: F401
 
         before_forking()

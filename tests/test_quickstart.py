@@ -15,9 +15,8 @@ import pytest
 import runs
 from nightly import nightly
 from runs import Iteration
-from warm import Forked, before_forking
+from warm import Forked, before_forking, cpu_mode
 
-from cp_plugin.megatron.cpu import mode as cpu
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -31,7 +30,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     """Run an example as its command does, its trainings forked from here; return the exit status."""
-    with cpu.cpu_mode():
+    with cpu_mode():
         import megatron.training.training  # noqa: F401
 
         before_forking()

@@ -13,9 +13,12 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from cp_plugin.megatron.cpu import mode
 
 BESIDE_MEGATRON = {
     *("_pytest", "hypothesis", "cuda", "tensorboard", "rich", "google", "setuptools", "distutils", "yaml", "packaging"),
@@ -25,6 +28,16 @@ BESIDE_MEGATRON = {
 
 
 @functools.cache
+@contextmanager
+def cpu_mode() -> Iterator[None]:
+    """CPU mode in the block."""
+    mode.activate()
+    try:
+        yield
+    finally:
+        mode.deactivate()
+
+
 def before_forking() -> None:
     """Import what a training imports late, read sources once, and make Megatron's mock data smaller.
 

@@ -90,32 +90,6 @@ class LinearAttention(Sharding):
         return linear.attend(tokens_of(q * scale, k, v, log_decay, beta), scan, parts, self.mesh, documents)
 
     @eager
-    @autocast.cast("k", "v")
-    def linear_state(
-        self,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None = None,
-        *,
-        beta: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        """The state after the last token of causal linear attention, for generation; not differentiable.
-
-        Built-in providers' ranks gather each other's states here, as ``lasp2`` does, since all of them need the result.
-
-        Args: as for ``linear_attention``.
-
-        Returns:
-            ``[b, g, d, e]`` in float32 (float64 for float64 inputs), the same on every rank.
-        """
-        problem = self._linear_problem(k, k, v, log_decay, beta, causal=True, cu_seqlens=cu_seqlens)
-        scan, parts = self._continued(problem, k.device)
-        documents = self._documents(problem.seq_length, cu_seqlens, k.device)
-        with torch.no_grad():
-            return scan.final(linear.fold(tokens_of(k, k, v, log_decay, beta), parts, documents))
-
-    @eager
     @autocast.cast("q", "k", "v")
     def extend_linear(
         self,

@@ -58,10 +58,6 @@ class Lasp2:
         arriving = self._carry(here.read_back(dout), scan.transposed(here.through), back=True)  # post
         return here.gradients(kernel.backward, dout, kept[0], arriving.wait)  # compute, wait, add
 
-    def final(self, x: Tokens) -> Tensor:
-        here = self.parts.kernel.segment(x)
-        return self._scan(self._gather(here.left, here.through).wait())[1]
-
     def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         here = self.parts.kernel.segment(x)
         gathering = self._gather(here.left, here.through)

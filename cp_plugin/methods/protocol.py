@@ -60,10 +60,6 @@ class Scan(Protocol):
 class Continued(Scan, Protocol):
     """A scan that also has the state after the last token, for generation."""
 
-    def final(self, x: Tokens) -> Tensor:
-        """The state after the last token, on every rank, ``[b, g, d, e]``."""
-        ...
-
     def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         """Outputs of causal tokens, and the state after the last one on every rank.
 

@@ -117,17 +117,26 @@ def verify(
     possible = [setup for setup in planned if setup.reason is None]
     if not possible:
         return []
-    check = check or CALL
-    ranks = place(possible, device, threads=threads)
+    check, size = check or CALL, possible[0].problem.size
+    runs = len(possible) if device == "cpu" else 1  # the oracle's, which is on the CPU
+    seconds = max(refuse_too_large(p, runs, reference=True) for p in dict.fromkeys(s.problem for s in possible))
+    one_device = threads or (device == "cuda" and torch.cuda.device_count() < size)
+    if device == "cpu" or one_device:  # CUDA must not be touched before ranks that use it are forked
+        for setup in possible:
+            check_kernel(setup, torch.device(device))
     asked = list(dict.fromkeys((s.problem, s.provider.kind) for s in possible))
     cases = {key: check.make(*key) for key in with_progress(asked, "computing references")}
 
     def each(setup: Setup, cp: ContextParallel, here: torch.device) -> Any:
         return check.run(setup, cp, cases[setup.problem, setup.provider.kind], here)
 
+    if one_device:
+        everything = _on_threads(possible, device, each)
+    else:
+        everything = _on_processes(possible, device, each, 300 + 2 * seconds)
     return [
         Result(setup=setup, failure=found) if isinstance(found, str) else check.judge(setup, found)
-        for setup, found in zip(possible, on_ranks(possible, ranks, each), strict=True)
+        for setup, found in zip(possible, everything, strict=True)
     ]
 
 
@@ -147,29 +156,6 @@ def _judged(setup: Setup, found: list[dict[str, tuple[float, float]]]) -> Result
 
 
 CALL = Check(make_case, _call, _judged)
-
-
-class Ranks(NamedTuple):
-    """Where ranks run, and their time limit."""
-
-    device: str
-    threads: bool
-    """Whether they are threads on one device instead of processes."""
-    timeout: float
-    """Seconds."""
-
-
-def place(possible: Sequence[Setup], device: str, *, threads: bool) -> Ranks:
-    """Where the ranks of these setups run; arguments and errors as for ``verify``."""
-    size = possible[0].problem.size
-    runs = len(possible) if device == "cpu" else 1  # the oracle's, which is on the CPU
-    problems = {setup.problem: None for setup in possible}
-    seconds = max(refuse_too_large(problem, runs, reference=True) for problem in problems)
-    one_device = threads or (device == "cuda" and torch.cuda.device_count() < size)
-    if device == "cpu" or one_device:  # CUDA must not be touched before ranks that use it are forked
-        for setup in possible:
-            check_kernel(setup, torch.device(device))
-    return Ranks(device, one_device, 300 + 2 * seconds)
 
 
 def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, float]:
@@ -223,20 +209,14 @@ def check_kernel(setup: Setup, device: torch.device) -> None:
         kernels.choose(options.backend, device, problem)
 
 
-def on_ranks[T](
-    planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
-) -> list[list[T] | str]:
-    """For each setup what ``each`` returns on every rank, or what stopped it."""
-    return (_on_threads if ranks.threads else _on_processes)(planned, ranks, each)
-
-
 def _on_processes[T](
-    planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
+    planned: Sequence[Setup], device: str, each: Callable[[Setup, ContextParallel, torch.device], T], timeout: float
 ) -> list[list[T] | str]:
-    """One launch for all; if a rank fails, one per provider and layout, so that the others still get results."""
+    """For each setup what ``each`` returns on every rank, or what stopped it: in one launch for all; if a rank fails,
+    one per provider and layout, so that the others still get results."""
 
     def rank() -> list[T]:
-        here, made, found = join(ranks.device), {}, []
+        here, made, found = join(device), {}, []
         for setup in with_progress(planned, "verifying"):
             key = (setup.provider.name, setup.options)
             if key not in made:
@@ -245,23 +225,23 @@ def _on_processes[T](
         return found
 
     try:
-        by_rank = run_ranks(rank, planned[0].problem.size, timeout=ranks.timeout)
+        by_rank = run_ranks(rank, planned[0].problem.size, timeout=timeout)
     except RankError as error:
         groups = [list(group) for _, group in groupby(planned, lambda s: (s.provider.name, s.layout))]
         if len(groups) == 1:
             return [error.traceback.strip().splitlines()[-1]] * len(planned)
-        return [found for group in groups for found in _on_processes(group, ranks, each)]
+        return [found for group in groups for found in _on_processes(group, device, each, timeout)]
     return [list(of_setup) for of_setup in zip(*by_rank, strict=True)]
 
 
 def _on_threads[T](
-    planned: Sequence[Setup], ranks: Ranks, each: Callable[[Setup, ContextParallel, torch.device], T]
+    planned: Sequence[Setup], device: str, each: Callable[[Setup, ContextParallel, torch.device], T]
 ) -> list[list[T] | str]:
     found: list[list[T] | str] = []
     for setup in with_progress(planned, "verifying"):
 
         def rank(mesh: Mesh, setup: Setup = setup) -> T:
-            return each(setup, ContextParallel(setup, mesh=mesh), torch.device(ranks.device))
+            return each(setup, ContextParallel(setup, mesh=mesh), torch.device(device))
 
         try:
             found.append(run_threads(rank, setup.axes))

@@ -189,11 +189,6 @@ def _five(x: dict[str, Tensor], scale: float | None = None) -> tuple[Tensor | No
     return x["q"] * (scale or 1.0), x["k"], x["v"], x.get("log_decay"), x.get("beta")
 
 
-def _state(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    of_ranks = {name: y if y.dim() == 1 else cp.shard(y) for name, y in x.items() if name != "q"}
-    return cp.linear_state(**of_ranks, cu_seqlens=b.cu_seqlens)
-
-
 def _extended(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
     """Two chunks; the last tokens of each row are padding."""
     unit, state, found = get_layout(cp.layout.name).divisor(t.size), None, []
@@ -273,9 +268,6 @@ CALLS = {
     "shift": Call(_x, _shifted, _shifted_alone),
     "unshard": Call(_x, _resharded, lambda t, b, x: x["x"] * (1 + torch.arange(b.tokens)[:, None, None, None])),
     "session": Call(_attention_inputs, _session, _session_alone, whole=True),
-    "linear_state": Call(
-        _linear_inputs, _state, lambda t, b, x: recurrence.run(_linear_case(t, b).make_tokens(*_five(x)))[1], whole=True
-    ),
     "extend_linear": Call(_linear_inputs, _extended, _extended_alone, whole=True),
 }
 

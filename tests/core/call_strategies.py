@@ -23,7 +23,7 @@ def trials(
 ) -> Trial:
     forked = size is not None
     call = call or draw(st.sampled_from([name for name in CALLS if not (forked and CALLS[name].whole)] + MOST))
-    linear = call in ("linear_attention", "short_convolution", "linear_state", "extend_linear")
+    linear = call in ("linear_attention", "short_convolution", "extend_linear")
     softmax = call in ("attention", "session")
     kinds = ["linear"] if linear else ["softmax"] if softmax else ["softmax", "linear"]
     known = [name for kind in kinds for name in providers.names(kind)]
@@ -141,7 +141,7 @@ def batches(draw: st.DrawFn, call: str, asked: dict[str, Any], size: int, layout
     decays = asked.get("decay", "none") != "none" and call != "short_convolution"
     if decays and draw(st.integers(0, 19)) == 0:
         found = replace(found, asked=found.asked | {"grows": True})
-    if call not in ("attention", "linear_attention", "short_convolution", "linear_state") or draw(st.booleans()):
+    if call not in ("attention", "linear_attention", "short_convolution") or draw(st.booleans()):
         return found
     causal = (asked | found.asked)["causal"]
     if call == "attention" and causal and asked["window"] is None and draw(st.booleans()):

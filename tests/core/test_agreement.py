@@ -55,11 +55,6 @@ def linear(cp: ContextParallel, **settings: Any) -> None:
     cp.linear_attention(q, q, q, **settings)
 
 
-def state(cp: ContextParallel, **settings: Any) -> None:
-    k = torch.ones(LENGTH // cp.size, 1, 4, 8)
-    cp.linear_state(k, k, **settings)
-
-
 def extension(cp: ContextParallel, **settings: Any) -> None:
     q = torch.ones(LENGTH // cp.size, 1, 4, 8)
     cp.extend_linear(q, q, q, **settings)
@@ -154,7 +149,6 @@ BOUNDS = {"cu_seqlens": torch.tensor([4])}
 REFUSED: Mapping[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "bounds": (softmax, BOUNDS, "cu_seqlens must increase"),
     "bounds, linear": (linear, BOUNDS, "cu_seqlens must increase"),
-    "bounds, state": (state, BOUNDS, "cu_seqlens must increase"),
     "bounds, convolution": (convolution, BOUNDS, "cu_seqlens must increase"),
     "bounds of no type": (softmax, {"cu_seqlens": [0, 32]}, "cu_seqlens must be a tensor"),
     "scale": (softmax, {"scale": float("nan")}, "scale=nan"),

@@ -223,7 +223,7 @@ def test_uncut_documents_send_no_states(layout: str) -> None:
         with pytest.raises(ValueError, match="'documents' it needs a causal mask"):
             cp.linear_attention(*found[1:4], causal=False, cu_seqlens=case.cu_seqlens)
         with pytest.raises(ValueError, match="leaves no single final state"):
-            cp.linear_state(*found[2:4])
+            cp.extend_linear(*found[1:4])
         return whole(cp, found), sent
 
     ranks, sent = zip(*run_threads(rank, {"cp": 4}), strict=True)
@@ -275,7 +275,7 @@ def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: i
         assert distance(out, (q * k).sum(3, keepdim=True) * v) <= 1e-5, "each token sees itself alone"
     elif log_decay == -1e-7:
         x = Tokens(*(y[-256:].detach() for y in leaves), decay[-256:].detach().reshape(256, 1, 1, -1))
-        before = cp.linear_state(k[:-256].detach(), v[:-256].detach(), decay[:-256].detach())
+        _, before = cp.extend_linear(*(y[:-256].detach() for y in (q, k, v, decay)))
         assert distance(out[-256:].detach(), recurrence.run(x, before)[0]) <= 1e-4
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from warm import cpu_mode
 
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.cpu.cuda_surface import surface
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at how 
 @pytest.fixture(scope="module", autouse=True)
 def _megatron() -> None:
     """Import Megatron once for all forked processes."""
-    with cpu.cpu_mode():
+    with cpu_mode():
         import megatron.training.training  # noqa: F401
 
 
@@ -61,7 +62,7 @@ def test_deactivate_restores_everything() -> None:
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     assert not cpu.active() and not torch.cuda.is_available(), "importing it does nothing"
     before = _state()
-    with cpu.cpu_mode():
+    with cpu_mode():
         assert cpu.active() and torch.cuda.is_available()
         changed = {name for name, value in _state().items() if value is not before[name] and value != before[name]}
         assert changed == before.keys()
@@ -84,7 +85,7 @@ def test_megatron_modules_are_restored() -> None:
 
     before = held()
     assert before[0] is torch.cuda._lazy_call and before[2] is torch.cuda.device
-    with cpu.cpu_mode():
+    with cpu_mode():
         assert all(a is not b for a, b in zip(held(), before, strict=True))
         random._set_cuda_rng_state(torch.Generator().manual_seed(7).get_state())
     assert held() == before and torch.initial_seed() == 7
@@ -107,7 +108,7 @@ def test_decide() -> None:
         cpu.decide("cuda")
     with pytest.raises(ValueError, match="--cp-device tpu: choose one of auto, cpu, cuda"):
         cpu.decide("tpu")
-    with cpu.cpu_mode():
+    with cpu_mode():
         assert cpu.decide("auto") and cpu.decide("cpu")
         with pytest.raises(ValueError, match="no CUDA device"):
             cpu.decide("cuda")
@@ -118,7 +119,7 @@ def test_decide() -> None:
 @forked
 def test_device_arguments_mean_the_cpu() -> None:
     x = torch.arange(4.0)
-    with cpu.cpu_mode():
+    with cpu_mode():
         index = torch.cuda.current_device()
         made = [torch.zeros(4, device=d) for d in ("cuda", "cuda:3", index, torch.device("cuda", 0), "cpu", None)]
         made += [x.to("cuda"), x.to(index), x.to(torch.device("cuda"), torch.float64), x.to(device="cuda:0")]
@@ -145,7 +146,7 @@ def fake_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @forked
 def test_transformer_engine_is_hidden(fake_transformer_engine: Path) -> None:
-    with cpu.cpu_mode():
+    with cpu_mode():
         assert importlib.util.find_spec("transformer_engine") is None
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("transformer_engine.pytorch")
@@ -165,7 +166,7 @@ def test_imported_transformer_engine_is_an_error(fake_transformer_engine: Path) 
 
 @forked
 def test_flags_get_defaults_and_contradictions_are_refused() -> None:
-    with cpu.cpu_mode():
+    with cpu_mode():
         from megatron.training.arguments import add_megatron_arguments
 
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

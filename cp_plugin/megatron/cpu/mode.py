@@ -127,16 +127,6 @@ def deactivate() -> None:
         undo.close()
 
 
-@contextlib.contextmanager
-def cpu_mode() -> Iterator[None]:
-    """CPU mode in a `with` block; raises as `activate` does."""
-    activate()
-    try:
-        yield
-    finally:
-        deactivate()
-
-
 def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
     """Set CPU mode's defaults in Megatron's parser; RuntimeError for an argument that this Megatron does not have."""
     known = {action.dest for action in parser._actions}

@@ -10,7 +10,7 @@ The providers of both kinds of layers share one token layout.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -74,24 +74,12 @@ class DeltaNet:
     provider: str
     options: Options = field(default_factory=Options)
     """The layout, which is that of attention."""
-    heads: int
-    """Value heads on one rank."""
-    head_dim: int
-    v_head_dim: int
+    sizes: Mapping[str, int]
+    """Heads on one rank, and their sizes, as a ``Problem`` names them."""
 
     def problem(self, model: Problem) -> Problem:
         """A call of such a layer in a model whose softmax layers have calls of ``model``."""
-        return replace(
-            model,
-            heads=self.heads,
-            kv_heads=self.heads,  # Megatron repeats the query and key heads
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
-            decay="token",
-            delta=True,
-            window=None,
-            sink=False,
-        )
+        return replace(model, **self.sizes, decay="token", delta=True, window=None, sink=False)
 
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
@@ -162,14 +150,10 @@ def delta_net_from(args: argparse.Namespace, provider: str | None, options: Opti
             "share one token layout, which a softmax provider must support. Add --cp-provider with one of "
             f"{', '.join(declared().names())}"
         )
+    heads = args.linear_num_value_heads // args.tensor_model_parallel_size  # Megatron repeats those of queries and keys
+    sizes = {"head_dim": args.linear_key_head_dim, "v_head_dim": args.linear_value_head_dim}
     layout = _layout(name, provider, options.layout)
-    return DeltaNet(
-        provider=name,
-        options=Options(layout=layout),
-        heads=args.linear_num_value_heads // args.tensor_model_parallel_size,
-        head_dim=args.linear_key_head_dim,
-        v_head_dim=args.linear_value_head_dim,
-    )
+    return DeltaNet(provider=name, options=Options(layout=layout), sizes={"heads": heads, "kv_heads": heads} | sizes)
 
 
 def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Linear, Options]:

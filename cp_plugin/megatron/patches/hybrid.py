@@ -14,8 +14,6 @@ zigzag tokens around attention; then everything else is contiguous (``runtime.be
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -58,7 +56,7 @@ def replace_undo(call: Call) -> Tensor:
     batch = _batch(x.size(0), call["cp_size"], packed)
     if batch.documents is not None:
         packed.seq_idx = batch.documents.numbers.to(x.device)
-    return x.index_select(0, _orders(batch, x.device).there)
+    return x.index_select(0, _orders(batch, x.device)[0])
 
 
 @replaces(
@@ -72,7 +70,7 @@ def replace_undo(call: Call) -> Tensor:
 def replace_redo(call: Call) -> Tensor:
     """Replaces ``_redo_attention_load_balancing``: from token order to concatenated shards."""
     x = call["input_"]
-    return x.index_select(0, _orders(_batch(x.size(0), call["cp_size"], call["packed_seq_params"]), x.device).back)
+    return x.index_select(0, _orders(_batch(x.size(0), call["cp_size"], call["packed_seq_params"]), x.device)[1])
 
 
 @replaces(
@@ -124,13 +122,6 @@ def converts(module: torch.nn.Module) -> bool:
     return manager is not None and manager.requires_conversion
 
 
-class _Orders(NamedTuple):
-    there: Tensor
-    """Token -> row of the concatenated shards."""
-    back: Tensor
-    """Row -> token."""
-
-
 def _batch(tokens: int, size: int, packed: PackedSeqParams | Tensor | None) -> MicroBatch:
     """The micro-batch of a layer on so many context-parallel ranks; other args as of ``MicroBatch.find``."""
     cp = runtime.between_layers(runtime.context_parallel())
@@ -138,16 +129,17 @@ def _batch(tokens: int, size: int, packed: PackedSeqParams | Tensor | None) -> M
     return MicroBatch.find(cp, packed, tokens)
 
 
-def _orders(batch: MicroBatch, device: torch.device) -> _Orders:
+def _orders(batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token -> row of the concatenated shards, and row -> token."""
     asked = batch.cp.layout, batch.cp.numbers, batch.tokens, device
     return _kept.get(asked, lambda: _of_layout(*asked))
 
 
-def _of_layout(layout: Layout, numbers: tuple[int, ...], tokens: int, device: torch.device) -> _Orders:
+def _of_layout(layout: Layout, numbers: tuple[int, ...], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     held = torch.cat([layout.positions(tokens, len(numbers), number) for number in numbers])
-    return _Orders(held.argsort().to(device), held.to(device))
+    return held.argsort().to(device), held.to(device)
 
 
-_kept: Recent[tuple[Layout, tuple[int, ...], int, torch.device], _Orders] = Recent(
-    KEPT_BYTES, lambda orders: orders.there.nbytes + orders.back.nbytes
+_kept: Recent[tuple[Layout, tuple[int, ...], int, torch.device], tuple[Tensor, Tensor]] = Recent(
+    KEPT_BYTES, lambda orders: sum(x.nbytes for x in orders)
 )

@@ -28,8 +28,7 @@ from cp_plugin.kernels.fused import observed
 from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.machine.events import Attention, Direction, Shape
 from cp_plugin.planner.machine.hardware import Kernel, Rate
-from cp_plugin.planner.trace.memory import Meter
-from cp_plugin.planner.trace.passes import Passes
+from cp_plugin.planner.trace.memory import Meter, Passes
 from cp_plugin.testing.clock import timed
 
 Shown = Callable[[str], object]

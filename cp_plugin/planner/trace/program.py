@@ -36,8 +36,7 @@ from cp_plugin.linear.tokens import CHUNK, Tokens
 from cp_plugin.methods.parts import Parts
 from cp_plugin.methods.protocol import Formula, Provider, Scan
 from cp_plugin.planner.machine.events import Attention, Auto, Direction, Event, Memory, Post, Products, Shape, Wait
-from cp_plugin.planner.trace.memory import Meter, Peaks
-from cp_plugin.planner.trace.passes import Passes
+from cp_plugin.planner.trace.memory import Meter, Passes, Peaks
 from cp_plugin.testing.traffic import by_phase_and_axis
 
 _CPU = torch.device("cpu")
