@@ -279,23 +279,23 @@ class TraceMesh(Mesh):
     """
 
     def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
-        if source is None:
-            return Pending.done(())
-        return Pending(lambda: tuple(t.new_zeros(t.shape) for t in tensors))
+        return self._arriving(() if source is None else tensors)
 
     def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
-        n = self.axes[axis]
-        return Pending(lambda: tuple(t.new_zeros((n * t.size(0), *t.shape[1:])) for t in tensors))
+        return self._arriving(tensors, lambda rows: self.axes[axis] * rows)
 
     def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
-        n = self.axes[axis]
-        return Pending(lambda: tuple(t.new_zeros((t.size(0) // n, *t.shape[1:])) for t in tensors))
+        return self._arriving(tensors, lambda rows: rows // self.axes[axis])
 
     def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
-        return Pending(lambda: tuple(t.new_zeros(t.shape) for t in tensors))
+        return self._arriving(tensors)
 
     def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        return Pending(lambda: tuple(t.new_zeros((sum(received), *t.shape[1:])) for t in tensors))
+        return self._arriving(tensors, lambda rows: sum(received))
+
+    def _arriving(self, like: Tensors, rows: Callable[[int], int] = int) -> Pending:
+        """Tensors like these; rows: of one that is sent -> of the one that arrives."""
+        return Pending(lambda: tuple(t.new_zeros((rows(t.size(0)), *t.shape[1:])) for t in like))
 
 
 def below(verb: str) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ for case in softmax_cases():
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -38,22 +38,8 @@ DOCUMENTS = (0, 5, 37, 64, 128)
 class Peerless(TraceMesh):
     """A mesh with uninitialised messages, as on a device: receiving allocates memory without a launch."""
 
-    def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
-        return Pending.done([torch.empty_like(t) for t in tensors] if source is not None else [])
-
-    def _all_gather(self, axis: str, tensors: Tensors) -> Pending:
-        n = self.axes[axis]
-        return Pending.done([t.new_empty((n * t.size(0), *t.shape[1:])) for t in tensors])
-
-    def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
-        n = self.axes[axis]
-        return Pending.done([t.new_empty((t.size(0) // n, *t.shape[1:])) for t in tensors])
-
-    def _all_to_all(self, axis: str, tensors: Tensors) -> Pending:
-        return Pending.done([torch.empty_like(t) for t in tensors])
-
-    def _all_to_all_v(self, axis: str, tensors: Tensors, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        return Pending.done([t.new_empty((sum(received), *t.shape[1:])) for t in tensors])
+    def _arriving(self, like: Tensors, rows: Callable[[int], int] = int) -> Pending:
+        return Pending.done(tuple(t.new_empty((rows(t.size(0)), *t.shape[1:])) for t in like))
 
 
 class Result(NamedTuple):
