@@ -17,7 +17,6 @@ from nightly import nightly
 from runs import Iteration
 from warm import Forked, before_forking, cpu_mode
 
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

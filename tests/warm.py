@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cp_plugin.megatron.cpu import mode
-
 BESIDE_MEGATRON = {
     *("_pytest", "hypothesis", "cuda", "tensorboard", "rich", "google", "setuptools", "distutils", "yaml", "packaging"),
     *("pygments", "more_itertools", "psutil", "absl", "fsspec", "pluggy", "pydantic", "matplotlib", "PIL", "tqdm"),
@@ -31,6 +29,8 @@ BESIDE_MEGATRON = {
 @contextmanager
 def cpu_mode() -> Iterator[None]:
     """CPU mode in the block."""
+    from cp_plugin.megatron.cpu import mode
+
     mode.activate()
     try:
         yield

@@ -19,7 +19,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any
 
