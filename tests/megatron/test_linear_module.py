@@ -1,4 +1,4 @@
-"""The core attention of linear layers: specs, gate, weights, audit and traffic log, self-check."""
+"""The core attention of linear layers: specs, gate, weights, audit, self-check."""
 
 from __future__ import annotations
 

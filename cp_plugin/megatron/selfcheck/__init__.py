@@ -1,1 +1,1 @@
-"""Run-time checks: audit of the built model, start-up self-check, sampled rows, traffic log."""
+"""Run-time checks: audit of the built model, a step before training, sampled calls, batches and angles in it."""
