@@ -114,7 +114,8 @@ def from_json(found: Mapping[str, Any]) -> Declared:
     options = {}
     for name, parts in found["options"].items():
         named = {"read": getattr(functions, parts["read"])} if "read" in parts else {}
-        options[name] = Option(name, **{part: parts[part] for part in _TEXTS}, **named)
+        texts = {part: parts[part] for part in _TEXTS} | {"choices": tuple(parts["choices"])}
+        options[name] = Option(name, **texts, **named)
     methods = {
         name: Method(kind=m["kind"], layouts=tuple(m["layouts"]), options=tuple(m["options"]))
         for name, m in found["methods"].items()
