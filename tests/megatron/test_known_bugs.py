@@ -23,7 +23,7 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     several sequences in a micro-batch                     NeMo 12210 (its tests have two)      test_parity
     layers that mix tokens      transformers 48491, LlamaFactory 10787      huggingface/test_planted_models
     router losses from one rank's tokens                   Megatron 5696, prime-rl 2828      huggingface/test_loss
-    a mean of ranks' means in a trainer                    Accelerate 3990, axolotl 3608      huggingface/test_planted_models
+    a mean of ranks' means in a trainer                  Accelerate 3990, axolotl 3608   huggingface/test_planted_models
     ranks of one sequence with rows of their own           AutoModel 3359      core/test_agreement
     gradients as many times too large, or too small        DeepSpeed 5248      huggingface/test_apply says so
 
