@@ -25,7 +25,6 @@ BESIDE_MEGATRON = {
 """Libraries of which no module holds a symbol of Megatron: half of what each rank would look through."""
 
 
-@functools.cache
 @contextmanager
 def cpu_mode() -> Iterator[None]:
     """CPU mode in the block."""
@@ -38,6 +37,7 @@ def cpu_mode() -> Iterator[None]:
         mode.deactivate()
 
 
+@functools.cache
 def before_forking() -> None:
     """Import what a training imports late, read sources once, and make Megatron's mock data smaller.
 
