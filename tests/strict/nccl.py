@@ -101,15 +101,6 @@ class Work:
             self._rank.in_flight.deliver(region, arriving())
 
 
-class _Coalesced:
-    """What ``_coalescing_manager`` yields."""
-
-    work: Work
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
 @dataclass(frozen=True, slots=True)
 class P2POp:
     op: str
@@ -164,14 +155,14 @@ def all_gather(received: Sequence[Tensor], sent: Tensor, group: Group) -> None:
 
 
 @contextmanager
-def _coalescing_manager(group: Group, async_ops: bool) -> Iterator[_Coalesced]:
-    rank, found = _rank(), _Coalesced()
+def _coalescing_manager(group: Group, async_ops: bool) -> Iterator[SimpleNamespace]:
+    rank, found = _rank(), SimpleNamespace()
     rank.coalescing = asked = []
     yield found
     rank.coalescing = None
     assert asked and async_ops
     assert len({(verb, sent.dtype) for verb, _, sent in asked}) == 1, "torch coalesces one verb, of one dtype"
-    found.work = _collectives(group, asked)
+    found.wait = _collectives(group, asked).wait
 
 
 def _collectives(group: Group, asked: Sequence[tuple[str, Tensor, Tensor]]) -> Work:
@@ -261,7 +252,7 @@ def modelled() -> Iterator[None]:
 type Program[T] = Callable[[GroupMesh], T]
 
 
-def trace(
+def run_checked(
     program: Program[object],
     axes: Mapping[str, int],
     extra: Sequence[str] = (),
@@ -276,6 +267,7 @@ def trace(
 
     Raises:
         BufferInFlightError: for a buffer touched in flight.
+        OrderError: for what NCCL would not carry out.
     """
     found = []
     with modelled(), patch.object(agreement, "check", lambda *_: None):  # the numbers of other ranks never come
@@ -283,19 +275,6 @@ def trace(
             rank = Rank(number=number)
             _run(rank, program, axes, extra, collective if connected else None)
             found.append(rank.trace)
-    return found
-
-
-def run_checked(
-    program: Program[object],
-    axes: Mapping[str, int],
-    extra: Sequence[str] = (),
-    *,
-    collective: Collection[str] = (),
-    connected: bool = True,
-) -> list[Trace]:
-    """``trace``, checked against NCCL's rules; OrderError for what it would not carry out."""
-    found = trace(program, axes, extra, collective=collective, connected=connected)
     check(found)
     return found
 
