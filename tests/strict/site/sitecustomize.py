@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 from functools import cache
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -17,21 +17,6 @@ _INSTALL = {
     "torch.distributed._functional_collectives": "install_functional",
 }
 """Module -> what of lazy.py is called with it once it has been imported."""
-
-
-class _Installing(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        getattr(_lazy(), _INSTALL[module.__name__])(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 @cache
@@ -50,7 +35,13 @@ class _Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Installing(spec.loader)
+            execute = spec.loader.exec_module
+
+            def execute_and_install(module: ModuleType) -> None:
+                execute(module)
+                getattr(_lazy(), _INSTALL[name])(module)
+
+            spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
         return spec
 
 
