@@ -58,6 +58,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor_coalesced",
     "scatter",
 )
+MESSAGES = ("send", "recv")
 """Methods of ``ProcessGroup``, through which all calls from Python go; those of this torch are wrapped."""
 
 _LONGEST_PAUSE = 0.05  # seconds; a wait in the store itself would hold up Python's signal handlers
@@ -138,15 +139,13 @@ def install(c10d: ModuleType) -> None:
     groups = c10d.ProcessGroup
     if hasattr(groups.allreduce, "__wrapped__"):
         return
-    for name in COLLECTIVES:
+    for name in (*COLLECTIVES, *MESSAGES):
         if hasattr(groups, name):
-            setattr(groups, name, _collective(name, getattr(groups, name), c10d))
-    for name in ("send", "recv"):
-        setattr(groups, name, _alone(name, getattr(groups, name), c10d))
+            setattr(groups, name, _meeting(name, getattr(groups, name), c10d))
     for name, wrapped in (("batch_isend_irecv", _batch), ("_new_process_group_helper", _new_group)):
         _replace(c10d, name, wrapped(getattr(c10d, name), c10d))
     for name in ("_broadcast_coalesced", "_verify_params_across_processes"):  # torch's DDP, from C++
-        _replace(c10d, name, _collective(name, getattr(_compiled(), name), c10d))
+        _replace(c10d, name, _meeting(name, getattr(_compiled(), name), c10d))
 
 
 def install_functional(functional: ModuleType) -> None:
@@ -181,21 +180,13 @@ def _replace(c10d: ModuleType, name: str, new: Callable[..., Any]) -> None:
             setattr(module, name, new)
 
 
-def _collective(name: str, call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]:
+def _meeting(name: str, call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]:
     @wraps(call)
     def meet_and_call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        meet(c10d, group, name)
+        alone = name in MESSAGES
+        if not (alone and _here.in_batch):
+            meet(c10d, group, name, sorted((group.rank(), args[1])) if alone else None)  # after the tensors: the peer
         return call(group, *args, **kwargs)
-
-    return meet_and_call
-
-
-def _alone(name: str, call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]:
-    @wraps(call)
-    def meet_and_call(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
-        if not _here.in_batch:
-            meet(c10d, group, name, sorted((group.rank(), peer)))
-        return call(group, tensors, peer, *args, **kwargs)
 
     return meet_and_call
 
