@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from strict.order import Operation
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -39,7 +40,7 @@ class BufferInFlightError(AssertionError):
 class Region:
     """Bytes ``start`` to ``end`` of a storage, sent or received by an operation. Does not keep the storage alive."""
 
-    operation: object
+    operation: Operation
     received: bool
     storage: StorageWeakRef
     start: int
@@ -56,15 +57,6 @@ class Region:
         return torch.empty(0, dtype=torch.uint8).set_(storage)[self.start : self.end]
 
 
-class _Posting(NamedTuple):
-    """Formatted only in an error: operations are many, and their texts long."""
-
-    operation: object
-
-    def __str__(self) -> str:
-        return f"posting {self.operation}"
-
-
 class InFlight(Mode):
     """One rank's buffers in flight, checked against every operator it calls."""
 
@@ -75,16 +67,13 @@ class InFlight(Mode):
         self._regions: list[Region] = []
         self._looking = True
 
-    def post(self, operation: object, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Region]:
+    def post(self, operation: Operation, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Region]:
         """Put buffers in flight. BufferInFlightError for those already in flight that may not be touched like this."""
-        for tensors, receiving in ((sent, False), (received, True)):
-            for t in tensors:
-                assert t.is_contiguous(), f"rank {self._rank}: {operation}: {tuple(t.shape)} is not contiguous"
-                self._touched(t, _Posting(operation), written=receiving)
-        made: list[Region] = []
+        buffers = [*((t, False) for t in sent), *((t, True) for t in received)]
+        for t, receiving in buffers:
+            self._touched(t, operation, written=receiving)
         with self._unseen():
-            for tensors, receiving in ((sent, False), (received, True)):
-                made += [self._region(operation, t, receiving) for t in tensors]
+            made = [self._region(operation, t, receiving) for t, receiving in buffers]
         self._regions += made
         return made
 
@@ -139,12 +128,13 @@ class InFlight(Mode):
             if (written or region.received) and region.overlaps(key, start, end):
                 done = "written to" if written else "read"
                 what = "receives" if region.received else "sends"
+                toucher = f"posting {by}" if isinstance(by, Operation) else by
                 raise BufferInFlightError(
-                    f"rank {self._rank}: {region.operation}: a buffer that it {what} was {done} by {by} before it had "
-                    "been waited for"
+                    f"rank {self._rank}: {region.operation}: a buffer that it {what} was {done} by {toucher} before it "
+                    "had been waited for"
                 )
 
-    def _region(self, operation: object, t: Tensor, received: bool) -> Region:
+    def _region(self, operation: Operation, t: Tensor, received: bool) -> Region:
         _, start, end = _extent(t)
         region = Region(
             operation=operation,

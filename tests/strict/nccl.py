@@ -94,7 +94,7 @@ class Work:
         self._rank, self._operation, self._regions, self._arriving = rank, operation, regions, arriving
 
     def wait(self) -> None:
-        self._rank.trace.wait(self._operation)
+        self._rank.trace.waited.append(self._operation)
         self._rank.in_flight.end(self._regions)
         received = [region for region in self._regions if region.received]
         for region, arriving in zip(received, self._arriving, strict=self._rank.hub is not None):

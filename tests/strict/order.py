@@ -96,21 +96,15 @@ class Operation:
         return f"{phase}{' + '.join(map(str, self.pieces))} (operation {self.number} of {self.communicator})"
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The compute stream waits for the operation from here on."""
-
-    operation: Operation
-
-
 @dataclass(slots=True)
 class Trace:
     """What one rank does, in program order."""
 
     rank: int
-    items: list[Operation | Wait] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    waited: list[Operation] = field(default_factory=list)
+    """For which the compute stream waits, in this order."""
     _last: dict[Communicator, Operation] = field(default_factory=dict)
-    _waits: int = 0
 
     def post(self, communicator: Communicator, pieces: tuple[Piece, ...], phase: str = "") -> Operation:
         """Launch an operation."""
@@ -122,19 +116,11 @@ class Trace:
             number=0 if last is None else last.number + 1,
             phase=phase,
             before=last,
-            waits=self._waits,
+            waits=len(self.waited),
         )
         self._last[communicator] = operation
-        self.items.append(operation)
+        self.operations.append(operation)
         return operation
-
-    def wait(self, operation: Operation) -> None:
-        self._waits += 1
-        self.items.append(Wait(operation))
-
-    @property
-    def operations(self) -> list[Operation]:
-        return [item for item in self.items if isinstance(item, Operation)]
 
 
 def check(traces: Sequence[Trace]) -> None:
@@ -243,7 +229,6 @@ class _Rank:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.waited = [item.operation for item in trace.items if isinstance(item, Wait)]
         self.waited_for = 0
         self.host = 0
         self.launched: list[Operation] = []  # in flight, in order
@@ -251,22 +236,19 @@ class _Rank:
     @property
     def held(self) -> Operation | None:
         """The operation in which the host waits for other ranks."""
-        item = self.trace.items[self.host] if self.host < len(self.trace.items) else None
-        return item if isinstance(item, Operation) else None
+        return self.trace.operations[self.host] if self.host < len(self.trace.operations) else None
 
     def launch(self, arrived: dict[Communicator, set[int]]) -> bool:
         """Advance the host as far as possible; whether it moved."""
         began = self.host
-        while self.host < len(self.trace.items):
-            item = self.trace.items[self.host]
-            if isinstance(item, Operation):
-                item.posted = True
-                arrived[item.communicator].add(self.trace.rank)
-                if len(arrived[item.communicator]) < len(item.communicator.ranks):
-                    break
-                if not all(other.posted for other in item.connects):
-                    break
-                self.launched.append(item)
+        while (one := self.held) is not None:
+            one.posted = True
+            arrived[one.communicator].add(self.trace.rank)
+            if len(arrived[one.communicator]) < len(one.communicator.ranks):
+                break
+            if not all(other.posted for other in one.connects):
+                break
+            self.launched.append(one)
             self.host += 1
         return self.host > began
 
@@ -274,7 +256,8 @@ class _Rank:
         """Start and end what can; whether anything did."""
         changed, earlier_ended, earlier_started = False, True, True
         one_queue, one_at_a_time = device is Device.ONE_QUEUE, device is Device.ONE_AT_A_TIME
-        while self.waited_for < len(self.waited) and self.waited[self.waited_for].ended:
+        waited = self.trace.waited
+        while self.waited_for < len(waited) and waited[self.waited_for].ended:
             self.waited_for += 1
         for one in self.launched:
             free = earlier_started if one_queue else earlier_ended if one_at_a_time else True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -39,12 +39,9 @@ def attention(provider: str, case: Case, **options: Any) -> Program[None]:
         cp = ContextParallel(provider, mesh=mesh, problem=typical(case, mesh.size), **options)
         inputs = [cp.shard(x) for x in case.inputs()]
         documents = torch.tensor(case.documents, dtype=torch.int32) if case.documents else None
-        layers = []
-        for _ in range(LAYERS):
-            q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-            layers.append(cp.attention(q, k, v, causal=case.causal, window=case.window, cu_seqlens=documents))
-        for out in reversed(layers):
-            out.backward(inputs[3])
+        _run_layers(
+            lambda *qkv: cp.attention(*qkv, causal=case.causal, window=case.window, cu_seqlens=documents), *inputs
+        )
 
     return program
 
@@ -56,16 +53,17 @@ def linear_attention(provider: str, case: LinearCase, layout: str) -> Program[No
         cp = ContextParallel(provider, mesh=mesh, layout=layout)
         *inputs, dout = case.inputs(torch.float32)
         q, k, v, decay, beta = (x if x is None or x.dim() == 1 else cp.shard(x) for x in inputs)
-        layers = []
-        for _ in range(LAYERS):
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            layers.append(
-                cp.linear_attention(*leaves, decay, beta=beta, causal=case.causal, cu_seqlens=case.cu_seqlens)
-            )
-        for out in reversed(layers):
-            out.backward(cp.shard(dout))
+        more = {"beta": beta, "causal": case.causal, "cu_seqlens": case.cu_seqlens}
+        _run_layers(lambda *qkv: cp.linear_attention(*qkv, decay, **more), q, k, v, cp.shard(dout))
 
     return program
+
+
+def _run_layers(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    """Forward through all layers and backward."""
+    outs = [attend(*(x.detach().requires_grad_() for x in (q, k, v))) for _ in range(LAYERS)]
+    for out in reversed(outs):
+        out.backward(dout)
 
 
 def shifted(provider: str, size: int, layout: str) -> Program[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,35 +27,27 @@ def soon() -> Iterator[None]:
         yield
 
 
-def _operation(name: str, here: int) -> None:
-    ones = torch.ones(2)
-    if name == "all_reduce":
-        dist.all_reduce(ones)
-    elif name == "barrier":
-        dist.barrier()
-    elif name == "broadcast_object_list":
-        dist.broadcast_object_list([here], 0)
-    elif name == "functional":
-        torch.distributed._functional_collectives.all_reduce(ones, "sum", dist.group.WORLD).sum().item()
-    elif name == "batch":
-        peer = 1 - here
-        ops = [dist.P2POp(dist.isend, ones, peer), dist.P2POp(dist.irecv, ones.clone(), peer)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+def _exchange(x: torch.Tensor) -> None:
+    peer = 1 - dist.get_rank()
+    for work in dist.batch_isend_irecv([dist.P2POp(op, x.clone(), peer) for op in (dist.isend, dist.irecv)]):
+        work.wait()
 
 
 @pytest.mark.parametrize(
-    "name",
+    "operation",
     [
-        "functional",
-        "batch",
-        *(pytest.param(n, marks=nightly) for n in ("all_reduce", "barrier", "broadcast_object_list")),
+        lambda x: torch.distributed._functional_collectives.all_reduce(x, "sum", dist.group.WORLD).sum().item(),
+        _exchange,
+        pytest.param(dist.all_reduce, marks=nightly),
+        pytest.param(lambda x: dist.barrier(), marks=nightly),
+        pytest.param(lambda x: dist.broadcast_object_list([x], 0), marks=nightly),
     ],
+    ids=["functional", "batch", "all_reduce", "barrier", "broadcast_object_list"],
 )
-def test_a_first_operation_without_all_ranks_is_named(name: str, soon: None) -> None:
+def test_a_first_operation_without_all_ranks_is_named(operation: Callable[[torch.Tensor], object], soon: None) -> None:
     def rank() -> None:
         if dist.get_rank() < 2:
-            _operation(name, dist.get_rank())
+            operation(torch.ones(2))
 
     with pytest.raises(RankError, match=r"first operation of group 'default_pg' \(ranks 0-2\)") as failed:
         run_ranks(rank, 3, init_process_group=True)

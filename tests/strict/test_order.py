@@ -13,7 +13,7 @@ from nightly import NIGHT, nightly
 from oracle import Case
 from strict import programs
 from strict.nccl import Program, run_checked
-from strict.order import Operation, Trace
+from strict.order import Trace
 
 from cp_plugin import Options, Problem
 from cp_plugin.comm import WHOLE
@@ -31,7 +31,8 @@ CHOICES: list[tuple[str, int, dict[str, Any]]] = [
     *(("attention2d", 8, {"grid": g, "layout": "striped", "head_groups": n}) for g in ((2, 4), (4, 2)) for n in (1, 2)),
     ("attention2d", 8, {"grid": (2, 2), "head_parallel": 2, "head_groups": 2, "layout": "contiguous"}),
     ("all_gather", 4, {"head_groups": 2}),
-    *((name, 4, {"gradient_dtype": "model"}) for name in ("ring", "attention2d")),
+    *((name, 4, {"gradient_dtype": "model"}) for name in ("ring", "burst", "all_gather", "attention2d")),
+    *((name, 4, {"fp8": "comm"}) for name in ("ring", "burst", "all_gather", "attention2d", "ulysses")),
     ("attention2d", 4, {"grid": (2, 2), "head_groups": 4, "layout": "striped"}),
 ]
 """Provider, ranks, and what a user may choose."""
@@ -73,7 +74,8 @@ def test_every_provider_and_layout(provider: str, layout: str, size: int) -> Non
 
 @pytest.mark.parametrize(("provider", "size", "options"), CHOICES, ids=str)
 def test_options(provider: str, size: int, options: dict[str, Any]) -> None:
-    dtype = torch.bfloat16 if "gradient_dtype" in options else torch.float64  # wide sums travel as they are
+    smaller = options.keys() & {"gradient_dtype", "fp8"}
+    dtype = torch.bfloat16 if smaller else torch.float64  # wide sums travel as they are
     softmax(provider, size, small(size, heads=8, kv_heads=8, dtype=dtype), **options)
 
 
@@ -132,18 +134,6 @@ def test_prefill_and_decoding(provider: str, layout: str, size: int) -> None:
     run_checked(programs.session(provider, size, layout), axes, extra)
 
 
-SMALLER = [
-    *(("fp8", "comm", name) for name in ("ring", "burst", "all_gather", "attention2d", "ulysses")),
-    *(("gradient_dtype", "model", name) for name in ("ring", "burst", "all_gather", "attention2d")),
-]
-
-
-@pytest.mark.parametrize(("option", "value", "provider"), SMALLER)
-def test_smaller_messages(option: str, value: str, provider: str) -> None:
-    """In one byte an element, and sums of gradients in the model's dtype."""
-    softmax(provider, 4, small(4, dtype=torch.bfloat16), **{option: value})
-
-
 @pytest.mark.parametrize("size", [2, 4, 6, *MANY])
 @pytest.mark.parametrize(("provider", "layout"), [("ring", "zigzag"), ("ring", "contiguous"), ("striped", "striped")])
 def test_the_shift_of_multi_token_prediction(provider: str, layout: str, size: int) -> None:
@@ -155,11 +145,10 @@ def test_the_shift_of_multi_token_prediction(provider: str, layout: str, size: i
 def test_a_trace_is_what_is_posted() -> None:
     """Two layers of a ring of four: k, v in three hops forward; in the backward their gradients, too, in as many."""
     (first, *_) = softmax("ring", 4, small(4), layout="zigzag")
-    operations = [item for item in first.items if isinstance(item, Operation)]
-    assert not any(one.collective for one in operations), "connected by an exchange"
-    phases = Counter(one.phase for one in operations[1:])
+    assert not any(one.collective for one in first.operations), "connected by an exchange"
+    phases = Counter(one.phase for one in first.operations[1:])
     assert phases == {"forward": programs.LAYERS * 3, "backward": programs.LAYERS * (3 + 3)}
-    assert {str(piece) for piece in operations[1].pieces} == {
+    assert {str(piece) for piece in first.operations[1].pieces} == {
         "receive from rank 3 of 128 x float64",
         "send to rank 1 of 128 x float64",
     }
