@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,33 +98,26 @@ def entries() -> dict[str, Entry]:
             for peer, earlier in (("an earlier", True), ("a later", False)):
                 step = partial(ring_step, _case(provider, backend, layout), earlier=earlier)
                 found[f"step/{layout}, keys of {peer} rank/{backend}"] = step
-    fp8 = _case("ring", "sdpa", "zigzag")
-    found["step/zigzag, keys of an earlier rank, --cp-fp8 comm/sdpa"] = partial(
-        ring_step, replace(fp8, fp8="comm"), earlier=True
-    )
-    found["step/zigzag, keys of an earlier rank, --cp-fp8 compute/te_fp8"] = partial(
-        ring_step, replace(fp8, backend="te_fp8"), earlier=True
-    )
-    needed = replace(_case("needed", "triton", "zigzag"), fp8="comm")
-    found["step/needed in zigzag, keys of an earlier rank, --cp-fp8 comm/triton"] = partial(
-        ring_step, needed, earlier=True
-    )
+    for what, case in {
+        "zigzag, keys of an earlier rank, --cp-fp8 comm/sdpa": replace(_case("ring", "sdpa", "zigzag"), fp8="comm"),
+        "zigzag, keys of an earlier rank, --cp-fp8 compute/te_fp8": _case("ring", "te_fp8", "zigzag"),
+        "needed in zigzag, keys of an earlier rank, --cp-fp8 comm/triton": replace(
+            _case("needed", "triton", "zigzag"), fp8="comm"
+        ),
+    }.items():
+        found[f"step/{what}"] = partial(ring_step, case, earlier=True)
     found[f"message/rows of k and v to and from {MANY - 1} ranks, --cp-fp8 comm/triton"] = rows_of_many
     for backend in ("sdpa", "triton"):
         for provider in ("ring", "attention2d", "all_gather", "ulysses"):
             layout = "contiguous" if provider == "ulysses" else "zigzag"
             found[f"call/{provider}, {layout}/{backend}"] = partial(attention, _case(provider, backend, layout))
-    for variant, decay in (("basic", "no decay"), ("lightning", "a decay per head"), ("gla", "a decay per key")):
-        for backend in ("auto", "chunked"):
-            kernel = "fla" if backend == "auto" else backend
-            found[f"linear/lasp2, {decay}/{kernel}"] = partial(linear, Linear(variant=variant, backend=backend))
-    for decay in ("no decay", "a decay per token and head"):
-        for backend in ("auto", "chunked"):
-            kernel = "fla" if backend == "auto" else backend
-            name = f"linear/lasp2, delta rule, {decay}/{kernel}"
-            found[name] = partial(delta_rule, Linear(variant="basic", backend=backend), decayed=decay != "no decay")
-    many = Linear(provider="zeco", variant="gla", backend="auto", ranks=MANY, rank=MANY // 2)
-    found[f"linear/zeco on {MANY} ranks, a decay per key/fla"] = partial(linear, many)
+    for rule, decay in (*product([""], ("no", "head", "key")), *product(["delta rule, "], ("no", "token and head"))):
+        for backend, kernel in (("auto", "fla"), ("chunked", "chunked")):
+            case = Linear(variant="basic", backend=backend)
+            name = "no decay" if decay == "no" else f"a decay per {decay}"
+            found[f"linear/lasp2, {rule}{name}/{kernel}"] = partial(linear, case, decay, delta=rule != "")
+    many = Linear(provider="zeco", variant="basic", backend="auto", ranks=MANY, rank=MANY // 2)
+    found[f"linear/zeco on {MANY} ranks, a decay per key/fla"] = partial(linear, many, "key")
     found["linear/short convolution of 4 tokens/triton"] = convolution
     for fp8_cache in (False, True):
         kept = "float8" if fp8_cache else "bfloat16"
@@ -141,7 +135,7 @@ def attention(case: Softmax, device: FakeCuda) -> dict[str, Figures]:
     cp = case.context_parallel()
     case.run(cp)
     inputs = case.inputs()
-    return _both(device, cp.mesh.ledger, inputs[0].numel(), lambda: case.forward(cp, inputs), inputs)
+    return _both(device, cp.mesh.ledger, lambda: case.forward(cp, inputs), inputs)
 
 
 def ring_step(case: Softmax, device: FakeCuda, *, earlier: bool) -> dict[str, Figures]:
@@ -150,31 +144,16 @@ def ring_step(case: Softmax, device: FakeCuda, *, earlier: bool) -> dict[str, Fi
     return {name: more[name].minus(fewer[name]) for name in more}
 
 
-def linear(case: Linear, device: FakeCuda) -> dict[str, Figures]:
-    """A call of linear attention without feature maps and norms."""
+def linear(case: Linear, decay: str, device: FakeCuda, *, delta: bool = False) -> dict[str, Figures]:
+    """A call of linear attention, also by the delta rule, without feature maps and norms."""
     cp = case.context_parallel()
-    q, k, v = (leaf(TOKENS, 1, HEADS, SIZE) for _ in range(3))
-    shapes = {"basic": None, "lightning": (HEADS,), "gla": tuple(k.shape)}
-    shape = shapes[case.variant]
-    decay = None if shape is None else leaf(*shape, dtype=torch.float32)
-    inputs = (q, k, v) if decay is None else (q, k, v, decay)
-    cp.linear_attention(q, k, v, decay)
-    return _both(device, cp.mesh.ledger, q.numel(), lambda: cp.linear_attention(q, k, v, decay), inputs)
-
-
-def delta_rule(case: Linear, device: FakeCuda, *, decayed: bool) -> dict[str, Figures]:
-    """A call of linear attention by the delta rule."""
-    cp = case.context_parallel()
-    q, k, v = (leaf(TOKENS, 1, HEADS, SIZE) for _ in range(3))
-    decay = leaf(TOKENS, 1, HEADS, dtype=torch.float32) if decayed else None
-    beta = leaf(TOKENS, 1, HEADS)
-    inputs = (q, k, v, beta) if decay is None else (q, k, v, decay, beta)
-
-    def call() -> torch.Tensor:
-        return cp.linear_attention(q, k, v, decay, beta=beta)
-
-    call()
-    return _both(device, cp.mesh.ledger, q.numel(), call, inputs)
+    given = {name: leaf(TOKENS, 1, HEADS, SIZE) for name in ("q", "k", "v")}
+    shapes = {"head": (HEADS,), "key": (TOKENS, 1, HEADS, SIZE), "token and head": (TOKENS, 1, HEADS)}
+    if decay in shapes:
+        given["log_decay"] = leaf(*shapes[decay], dtype=torch.float32)
+    if delta:
+        given["beta"] = leaf(TOKENS, 1, HEADS)
+    return _both(device, cp.mesh.ledger, lambda: cp.linear_attention(**given), tuple(given.values()))
 
 
 def rows_of_many(device: FakeCuda) -> dict[str, Figures]:
@@ -186,8 +165,7 @@ def rows_of_many(device: FakeCuda) -> dict[str, Figures]:
     def fetch() -> object:
         return PayloadMesh(mesh, block=64).all_to_all_v("cp", (k, v), rows, rows).wait()
 
-    fetch()
-    return {"forward": _measured(device, mesh.ledger, k.numel(), fetch)}
+    return {"forward": _once_warm(device, mesh.ledger, k.numel(), fetch)}
 
 
 def convolution(device: FakeCuda) -> dict[str, Figures]:
@@ -196,35 +174,31 @@ def convolution(device: FakeCuda) -> dict[str, Figures]:
     projected, weight, bias = leaf(TOKENS, 1, 2 * HEADS * SIZE), leaf(HEADS * SIZE, 4), leaf(HEADS * SIZE)
     x = projected.detach()[..., : HEADS * SIZE].requires_grad_()
     inputs = (x, weight, bias)
-    short_convolution(cp, *inputs)
-    return _both(device, cp.mesh.ledger, x.numel(), lambda: short_convolution(cp, *inputs), inputs)
+    return _both(device, cp.mesh.ledger, lambda: short_convolution(cp, *inputs), inputs)
 
 
 def decode_layer(fp8: bool, device: FakeCuda) -> dict[str, Figures]:
     """One token of one sequence: attention on this rank, and the merge along the tree."""
-    session, q = _session(fp8), _token()
+    session, q = _session(fp8), torch.empty(1, 1, HEADS, SIZE, dtype=torch.bfloat16, device=CUDA)
+    elements = SLOTS * HEADS * SIZE
     with session.decode():
-        session.attend("layer", q, q, q)
-        found = _measured(device, session.mesh.ledger, SLOTS * HEADS * SIZE, lambda: session.attend("layer", q, q, q))
+        found = _once_warm(device, session.mesh.ledger, elements, lambda: session.attend("layer", q, q, q))
     return {"forward": found}
 
 
 def decode_step(device: FakeCuda) -> dict[str, Figures]:
     """The part of a step shared by all layers."""
     session = _session(False)
-    with session.decode():
-        pass
 
     def step() -> None:
         with session.decode():
             pass
 
-    return {"forward": _measured(device, session.mesh.ledger, SLOTS * HEADS * SIZE, step)}
+    return {"forward": _once_warm(device, session.mesh.ledger, SLOTS * HEADS * SIZE, step)}
 
 
 def _session(fp8: bool) -> Session:
-    case = _case("ring", "sdpa")
-    cp = case.context_parallel()
+    cp = _case("ring", "sdpa").context_parallel()
     session = Session(cp, batch=1, capacity=SLOTS + 2, mesh=Peerless({"cp": 4}, 0), fp8=fp8, device=CUDA)
     with session.prefill(4 * SLOTS), torch.no_grad():
         q = torch.empty(SLOTS, 1, HEADS, SIZE, dtype=torch.bfloat16, device=CUDA)
@@ -233,18 +207,21 @@ def _session(fp8: bool) -> Session:
     return session
 
 
-def _token() -> torch.Tensor:
-    return torch.empty(1, 1, HEADS, SIZE, dtype=torch.bfloat16, device=CUDA)
-
-
 def _both(
-    device: FakeCuda, ledger: Ledger, elements: int, call: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...]
+    device: FakeCuda, ledger: Ledger, call: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...]
 ) -> dict[str, Figures]:
+    """inputs: the first has the elements of a rank's q."""
     outs: list[torch.Tensor] = []
-    forward = _measured(device, ledger, elements, lambda: outs.append(call()))
-    dout = torch.empty_like(outs[0])
-    backward = _measured(device, ledger, elements, lambda: torch.autograd.grad(outs[0], inputs, dout))
+    elements = inputs[0].numel()
+    forward = _once_warm(device, ledger, elements, lambda: outs.append(call()))
+    dout = torch.empty_like(outs[-1])
+    backward = _measured(device, ledger, elements, lambda: torch.autograd.grad(outs[-1], inputs, dout))
     return {"forward": forward, "backward": backward}
+
+
+def _once_warm(device: FakeCuda, ledger: Ledger, elements: int, call: Callable[[], object]) -> Figures:
+    call()
+    return _measured(device, ledger, elements, call)
 
 
 def _measured(device: FakeCuda, ledger: Ledger, elements: int, call: Callable[[], object]) -> Figures:

@@ -90,22 +90,10 @@ class Softmax:
     def context_parallel(self) -> ContextParallel:
         """As created by the flags."""
         fp8 = "compute" if self.backend in ("te_fp8", "float8") else self.fp8
-        options = Options(
-            layout=self.layout,
-            backend="flash" if self.backend.startswith("flash") else self.backend,
-            fp8=fp8,  # type: ignore[arg-type]
-            **OPTIONS.get(self.provider, {}),
-        )
-        settled = providers.settle(self.provider, self.problem, options)
-        mesh = Peerless(settled.axes, self.rank)
-        return ContextParallel(
-            self.provider,
-            mesh=mesh,
-            problem=self.problem,
-            layout=self.layout,
-            backend=options.backend,
-            **options.chosen,
-        )
+        backend = "flash" if self.backend.startswith("flash") else self.backend
+        options = {"layout": self.layout, "backend": backend, "fp8": fp8, **OPTIONS.get(self.provider, {})}
+        axes = providers.settle(self.provider, self.problem, Options(**options)).axes
+        return ContextParallel(self.provider, mesh=Peerless(axes, self.rank), problem=self.problem, **options)
 
     def inputs(self) -> tuple[Tensor, ...]:
         """q, k, v and, if the mask has one, the sink."""

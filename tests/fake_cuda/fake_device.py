@@ -4,8 +4,8 @@
     with device:
         q = torch.empty(32, 1, 8, 64, dtype=torch.bfloat16, device="cuda:0")
         out = cp.attention(q, k, v)             # takes all CUDA branches; autograd works
-    device.waits                                # places where the host would wait for the GPU
-    device.launches                             # what would run on it
+    device.ops.waits                            # places where the host would wait for the GPU
+    device.ops.launches                         # what would run on it
 
 They are torch's ``meta`` tensors with another device towards Python. (With a ``FakeTensor`` on ``cuda:0``, autograd's
 engine asks a driver about its device.) CPU tensors are real. Both may be combined only where torch allows it: copies,
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from device_ops import Launch, Ops, Wait, all_tensors, cuda_tensors, place
+from device_ops import Ops, all_tensors, cuda_tensors, place
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,14 +101,6 @@ class FakeCuda:
             raise CaptureError("operation not permitted when stream is capturing")
         return self.running
 
-    @property
-    def waits(self) -> list[Wait]:
-        return self.ops.waits
-
-    @property
-    def launches(self) -> list[Launch]:
-        return self.ops.launches
-
     def __enter__(self) -> FakeCuda:
         stream = SimpleNamespace(synchronize=lambda: self.ops.wait("Stream.synchronize"), wait_event=lambda event: None)
         stubs: dict[str, Any] = {
@@ -162,8 +154,8 @@ def once_warm[T](device: FakeCuda, call: Callable[[], T]) -> T:
     call()
     device.ops.clear()
     found = call()
-    assert device.launches, "nothing ran on the device"
-    assert not device.waits, "the host waits for the device:\n" + "\n".join(map(str, device.waits))
+    assert device.ops.launches, "nothing ran on the device"
+    assert not device.ops.waits, "the host waits for the device:\n" + "\n".join(map(str, device.ops.waits))
     return found
 
 

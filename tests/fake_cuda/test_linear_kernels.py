@@ -126,10 +126,10 @@ def test_fla_runs_the_delta_rule_once_in_each_pass(gpu: Start, provider: str, de
         return torch.autograd.grad(out, leaves, torch.empty_like(out), retain_graph=True)
 
     out = once_warm(device, lambda: cp.linear_attention(**given))
-    assert _library_calls(device.launches) == [f"fla {name} forward"]
+    assert _library_calls(device.ops.launches) == [f"fla {name} forward"]
     grads = once_warm(device, lambda: backward(out))
     assert [g.shape for g in grads] == [x.shape for x in given.values()]
-    assert _library_calls(device.launches) == [f"fla {name} forward", f"fla {name} backward"]
+    assert _library_calls(device.ops.launches) == [f"fla {name} forward", f"fla {name} backward"]
 
 
 def _library_calls(launches: list[Any]) -> list[str]:
