@@ -1,4 +1,4 @@
-"""Tables from records: launches and bytes (``tests/fake_cuda/budget.py``), parts of the start-up check."""
+"""Tables from records: launches and bytes (``tests/equipment/cuda/budget.py``), parts of the start-up check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parent.parent
 def budget(kind: str) -> str:
     """The budget's entries of one kind (``step``, ``message``, ``call``, ...): a row for each pass."""
     rows = []
-    for name, passes in _read("tests/fake_cuda/budget.json").items():
+    for name, passes in _read("tests/equipment/cuda/budget.json").items():
         of_kind, what, kernel = name.split("/")
         for way, f in sorted(passes.items(), reverse=True) if of_kind == kind else ():
             messages = ", ".join(f"{n} {verb}" for verb, n in f["messages"].items()) or "none"

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from equipment.nccl import lazy
 from hypothesis import settings
 from nightly import thin
-from strict import lazy
 
 gc.set_threshold(100_000, 20, 100)  # torch and Megatron make a million objects: a full collection takes 0.3 s
 torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork

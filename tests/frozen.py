@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-COUNTS = ("ci/perf/exact.json", "ci/perf/sass.json", "tests/fake_cuda/budget.json")
+COUNTS = ("ci/perf/exact.json", "ci/perf/sass.json", "tests/equipment/cuda/budget.json")
 TESTS = ("test_cases", "test_refusals", "test_bad_flags", "test_planned", "test_early")
 NOTED: dict[str, list[str]] = defaultdict(list)
 """Test -> what it has seen."""

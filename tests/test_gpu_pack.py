@@ -29,7 +29,7 @@ def main():
 def python(*command: str, paths: list[Path], **environment: str) -> str:
     """Run with these folders first in the path."""
     tests = ROOT / "tests"
-    text = os.pathsep.join(map(str, [*paths, ROOT, tests, tests / "kernels", tests / "fake_cuda"]))
+    text = os.pathsep.join(map(str, [*paths, ROOT, tests, tests / "kernels"]))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, *command], env=env | {"PYTHONPATH": text} | environment, capture_output=True, text=True

@@ -63,7 +63,7 @@ COVERED = {
     r"ci/gpu/check\.sh\b": "tests/test_gpu_check.py::test_everything_runs_with_torch_and_triton_alone",
     r"ci/gpu/wheels\.sh\b": "tests/test_gpu_check.py::test_wheels_are_used_for_what_is_not_installed",
     r"python3? ci/gpu/report\.py page": "tests/test_gpu_check.py::test_pages_say_what_their_files_say",
-    r"python tests/fake_cuda/budget\.py": "tests/fake_cuda/test_budget.py::test_budget",
+    r"python tests/equipment/cuda/budget\.py": "tests/fake_cuda/test_budget.py::test_budget",
     r"python docs/generate\.py": "tests/test_docs.py::test_the_pages_are_what_the_code_gives_now",
     r"git apply .*patches/megatron-lm/": "tests/test_patches.py::test_it_applies_to_the_installed_megatron",
     r"cp-plugin generate|(python|torchrun .*) -m cp_plugin\.generate": (

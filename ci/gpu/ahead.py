@@ -3,7 +3,7 @@
     TRITON_CACHE_DIR=FOLDER python ci/gpu/ahead.py CLAIMS [STEP...]    default: all of STEPS, in this order
 
 Several processes share the work: each takes what no other has claimed by a file in the folder CLAIMS. Every step runs
-as on a GPU, on tensors without data (``tests/fake_cuda``): it chooses, checks and launches as always, and Triton
+as on a GPU, on tensors without data (``tests/equipment/cuda``): it chooses, checks and launches as always, and Triton
 compiles what is launched and stops there. Nothing is compared or timed, and ranks run alone: their peers send zeros.
 Left out are trainings, and the kernels of libraries: fla tunes its own, which takes a GPU.
 
@@ -28,7 +28,7 @@ import record
 import spread
 import torch
 from cases import rank_of
-from fake_device import FakeCuda
+from equipment.cuda.device import FakeCuda
 from launches import Absent
 from torch import Tensor
 from triton.backends.nvidia import driver as nvidia

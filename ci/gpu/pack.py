@@ -32,7 +32,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-IMPORTED = [ROOT / part for part in (".", "kernels", "tests", "tests/kernels", "tests/fake_cuda")]
+IMPORTED = [ROOT / part for part in (".", "kernels", "tests", "tests/kernels")]
 """Folders from which ``ahead.py`` imports."""
 CAPABILITY = 90
 """Of the GPU for which kernels are compiled: Hopper."""

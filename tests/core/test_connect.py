@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from strict import lazy
+from equipment.nccl import lazy
 
 from cp_plugin.comm import WHOLE, ConnectError, GroupMesh, Watch, connect, group, sums
 from cp_plugin.testing.launch import run_ranks

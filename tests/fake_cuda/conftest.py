@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import device_libraries
 import pytest
-from fake_device import FakeCuda, Start
+from equipment.cuda import libraries
+from equipment.cuda.device import FakeCuda, Start
 
 
 @pytest.fixture
@@ -15,13 +15,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts the device, with our kernels, Transformer Engine and one generation of flash-attn on it."""
     started: list[FakeCuda] = []
 
-    def start(*, capability: tuple[int, int] = (9, 0), **libraries: Any) -> FakeCuda:
+    def start(*, capability: tuple[int, int] = (9, 0), **options: Any) -> FakeCuda:
         device = FakeCuda(capability)
-        device_libraries.install(monkeypatch, device, **libraries)
+        libraries.install(monkeypatch, device, **options)
         started.append(device.__enter__())
         return device
 
     yield start
     for device in started:
         device.__exit__()
-    device_libraries.forget()
+    libraries.forget()

@@ -1,6 +1,6 @@
 """Launches, bytes, allocations and messages of a call equal ``budget.json`` exactly.
 
-After an intended change: ``python tests/fake_cuda/budget.py --write``, and review the difference.
+After an intended change: ``python tests/equipment/cuda/budget.py --write``, and review the difference.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import budget
 import pytest
 import torch
-from fake_device import Start
+from equipment.cuda import budget
+from equipment.cuda.device import Start
 
 from cp_plugin.comm import Mesh, Pending
 from cp_plugin.kernels import merge
@@ -29,7 +29,7 @@ def changed(gpu: Start, name: str) -> list[str]:
 @pytest.mark.parametrize("name", budget.entries())
 def test_budget(gpu: Start, name: str) -> None:
     found = changed(gpu, name)
-    assert not found, "\n".join((*found, "if intended: python tests/fake_cuda/budget.py --write"))
+    assert not found, "\n".join((*found, "if intended: python tests/equipment/cuda/budget.py --write"))
 
 
 def test_the_file_has_all_entries_and_no_others() -> None:

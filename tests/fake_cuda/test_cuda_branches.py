@@ -13,8 +13,8 @@ from itertools import product
 
 import pytest
 import torch
-from device_cases import BACKENDS, MASKS, Linear, Peerless, Result, Softmax, leaf, linear_cases, softmax_cases
-from fake_device import CUDA, MixedDevicesError, Start, once_warm
+from equipment.cuda.calls import BACKENDS, MASKS, Linear, Peerless, Result, Softmax, leaf, linear_cases, softmax_cases
+from equipment.cuda.device import CUDA, MixedDevicesError, Start, once_warm
 from nightly import NIGHT, nightly, one_case, pairs_at_night
 
 from cp_plugin import ContextParallel, Options, Problem

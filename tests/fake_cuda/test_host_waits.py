@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from device_cases import RANK, RANKS, Peerless, Softmax, leaf
-from fake_device import CUDA, Start, once_warm
+from equipment.cuda.calls import RANK, RANKS, Peerless, Softmax, leaf
+from equipment.cuda.device import CUDA, Start, once_warm
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

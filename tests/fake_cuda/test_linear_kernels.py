@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from device_cases import Linear, leaf
-from fake_device import CUDA, Start, once_warm
+from equipment.cuda.calls import Linear, leaf
+from equipment.cuda.device import CUDA, Start, once_warm
 
 from cp_plugin import Options, Problem
 from cp_plugin.linear import fla, kernels

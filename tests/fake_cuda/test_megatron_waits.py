@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_cases import RANK, RANKS, Peerless
-from fake_device import CUDA, Start, once_warm
+from equipment.cuda.calls import RANK, RANKS, Peerless
+from equipment.cuda.device import CUDA, Start, once_warm
 from torch import Tensor
 
 from cp_plugin import ContextParallel

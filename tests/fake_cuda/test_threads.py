@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import CUDA, CaptureError, FakeCuda, Start
+from equipment.cuda.device import CUDA, CaptureError, FakeCuda, Start
 from nightly import each_value
 
 from cp_plugin import ContextParallel, Options, Problem

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 import support
+from equipment.cuda import graphs
 from nightly import one_case
 from state_space_kernels import STATES
-from strict import graphs
 from training import assert_same_bits, train
 
 from cp_plugin.megatron.rules import checks, cuda_graphs, layers

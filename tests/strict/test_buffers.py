@@ -8,9 +8,9 @@ import pytest
 from core.linear_cases import LinearCase, distance
 from core.method_cases import METHODS
 from core.test_mesh import with_any_strides
+from equipment.nccl import programs
+from equipment.nccl.model import run_with_data
 from oracle import Case, Result, errors
-from strict import programs
-from strict.nccl import run_with_data
 from thread_ranks import on_shards, typical
 
 from cp_plugin import ContextParallel

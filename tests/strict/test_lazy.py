@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from equipment.nccl import lazy
 from nightly import nightly
 from oracle import Case
-from strict import lazy
 from thread_ranks import on_shards, typical
 
 from cp_plugin import ContextParallel

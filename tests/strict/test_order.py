@@ -9,11 +9,11 @@ import pytest
 import torch
 from core.linear_cases import DECAYS, LinearCase
 from core.method_cases import METHODS
+from equipment.nccl import programs
+from equipment.nccl.model import Program, run_checked
+from equipment.nccl.order import Trace
 from nightly import NIGHT, nightly
 from oracle import Case
-from strict import programs
-from strict.nccl import Program, run_checked
-from strict.order import Trace
 
 from cp_plugin import Options, Problem
 from cp_plugin.comm import WHOLE

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from equipment.nccl import model, programs
+from equipment.nccl.buffers import POISON, BufferInFlightError
+from equipment.nccl.model import run_checked, run_with_data
+from equipment.nccl.order import OrderError
 from oracle import Case
-from strict import nccl, programs
-from strict.buffers import POISON, BufferInFlightError
-from strict.nccl import run_checked, run_with_data
-from strict.order import OrderError
 
 from cp_plugin.comm import GroupMesh, Mesh, Pending
 from cp_plugin.comm import group as mesh_group
@@ -186,7 +186,7 @@ def test_programs_that_nccl_would_not_carry_out(
 
 def being_received() -> torch.Tensor:
     """The bytes of this rank's receive buffer in flight."""
-    return next(region.bytes_now() for region in nccl._rank().in_flight._regions if region.received)
+    return next(region.bytes_now() for region in model._rank().in_flight._regions if region.received)
 
 
 def read_early(mesh: Mesh) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from device_ops import Ops, all_tensors, cuda_tensors, place
+from equipment.cuda.ops import Ops, all_tensors, cuda_tensors, place
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CUDA = torch.device("cuda:0")
 _META = torch.device("meta")
 Start = Callable[..., "FakeCuda"]
-"""Starts a device; takes its capability and libraries, as for ``device_libraries.install``."""
+"""Starts a device; takes its capability and libraries, as for ``libraries.install``."""
 
 
 class MixedDevicesError(RuntimeError):

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from cp_plugin.planner.trace.memory import Meter
 
-_ROOT = f"{Path(__file__).parents[2]}/"
+_ROOT = f"{Path(__file__).parents[3]}/"
 _OURS = (f"{_ROOT}cp_plugin/", f"{_ROOT}kernels/")
 _MAKES_NO_KERNEL = frozenset(
     ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "alias")

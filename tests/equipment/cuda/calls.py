@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from fake_device import CUDA
+from equipment.cuda.device import CUDA
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem

@@ -1,7 +1,7 @@
-"""The launch and byte budget of a rank, per call or per ring step. See ``device_ops``.
+"""The launch and byte budget of a rank, per call or per ring step. See ``ops.py``.
 
-    python tests/fake_cuda/budget.py            compare with budget.json
-    python tests/fake_cuda/budget.py --write    write budget.json, and the tables of docs/gpu/budget.md
+    python tests/equipment/cuda/budget.py            compare with budget.json
+    python tests/equipment/cuda/budget.py --write    write budget.json, and the tables of docs/gpu/budget.md
 
 A ring step is the additional cost of a call on one more rank.
 """
@@ -23,12 +23,12 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parents[1])]
 
-import device_libraries  # noqa: E402
-from device_cases import RANK, RANKS, Linear, Peerless, Softmax, leaf  # noqa: E402
-from device_ops import Launch  # noqa: E402
-from fake_device import CUDA, FakeCuda  # noqa: E402
+from equipment.cuda import libraries  # noqa: E402
+from equipment.cuda.calls import RANK, RANKS, Linear, Peerless, Softmax, leaf  # noqa: E402
+from equipment.cuda.device import CUDA, FakeCuda  # noqa: E402
+from equipment.cuda.ops import Launch  # noqa: E402
 
 from cp_plugin import ContextParallel  # noqa: E402
 from cp_plugin.attention.convolution import short_convolution  # noqa: E402
@@ -37,7 +37,7 @@ from cp_plugin.comm.payload import PayloadMesh  # noqa: E402
 from cp_plugin.inference.session import Session  # noqa: E402
 
 FILE = HERE / "budget.json"
-PAGE = HERE.parents[1] / "docs" / "gpu" / "budget.md"
+PAGE = HERE.parents[2] / "docs" / "gpu" / "budget.md"
 TOKENS, HEADS, SIZE = 4096, 8, 128
 MANY = 64
 """Ranks of the entries that show how many peers a rank talks to."""
@@ -282,7 +282,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write budget.json and docs/gpu/budget.md")
     asked = parser.parse_args()
     with pytest.MonkeyPatch.context() as patch, FakeCuda() as device:
-        device_libraries.install(patch, device, 3)
+        libraries.install(patch, device, 3)
         found = {name: measure(device) for name, measure in entries().items()}
     if asked.write:
         FILE.write_text(written(found))

@@ -17,8 +17,8 @@ import fake_fla
 import fake_te
 import pytest
 import torch
-from device_ops import all_tensors, place
-from fake_device import CUDA, FakeCuda, MixedDevicesError
+from equipment.cuda.device import CUDA, FakeCuda, MixedDevicesError
+from equipment.cuda.ops import all_tensors, place
 from fake_flash import FA2, FA3_LATER
 from library_signatures import function, put
 from torch import Tensor

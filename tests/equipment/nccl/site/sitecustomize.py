@@ -1,4 +1,4 @@
-"""Lazy communicators (tests/strict/lazy.py) in processes that a test starts, once torch.distributed is imported."""
+"""Lazy communicators (``lazy.py``) in processes that a test starts, once torch.distributed is imported."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from strict.order import Operation
+from equipment.nccl.order import Operation
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -22,8 +22,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from strict.buffers import InFlight, Region
-from strict.order import Communicator, Operation, Piece, Trace, check
+from equipment.nccl.buffers import InFlight, Region
+from equipment.nccl.order import Communicator, Operation, Piece, Trace, check
 from torch import Tensor
 
 from cp_plugin.attention import agreement

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 from core.linear_cases import LinearCase
+from equipment.nccl.model import Program, beside
 from oracle import Case
-from strict.nccl import Program, beside
 from thread_ranks import typical
 from torch import Tensor
 
