@@ -109,5 +109,5 @@ def _documents_run_on() -> None:
 
 def test_the_self_check_finds_attention_beyond_a_document(examples: Path, pretrained: Path) -> None:
     change = _training("packs", "", examples, pretrained)
-    with pytest.raises(RankError, match=r"layer 1, head \d: out \d+ of 16 rows"):
+    with pytest.raises(RankError, match=r"layer 1, head \d: out of \d+ of 16 rows"):
         train(2, STRIPED, model={"context_parallel_size": 2}, change=change, prepare=_documents_run_on)
