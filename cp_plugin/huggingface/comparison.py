@@ -55,7 +55,7 @@ class Both:
             for x, std in ((query, 3), (key, 1), (value, 1))
         )
         cp, read = division.on(division.call.documents), self.masks.get(id(mask), (mask, mask))[1]
-        mine = division.over_ranks(module, *(cp.shard(x, 2) for x in (q, k, v)), read, **options)
+        mine = division.over_ranks(module, cp.shard(q, 2), cp.shard(k, 2), cp.shard(v, 2), read, **options)
         got = cp.unshard(mine, 1)
         mask_of_q = mask
         if mask is not None and mask.is_floating_point():
