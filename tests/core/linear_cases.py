@@ -104,9 +104,3 @@ class LinearCase(Problem):
         marks = torch.zeros(self.seq_length, self.batch, dtype=torch.bool)
         marks[self.cu_seqlens[slice(*part)] + offset] = True
         return marks if offset == 0 else marks.flip(0)
-
-
-def distance(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||; infinite if not a number."""
-    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
-    return error if error == error else float("inf")

@@ -6,6 +6,7 @@ import itertools
 
 import torch
 from hypothesis import strategies as st
+from oracle import sees
 from torch import Tensor
 
 from cp_plugin.core.layout import Segments
@@ -52,15 +53,7 @@ def visible(tree: Tree) -> Tensor:
 def seen(mask: Mask, tokens: int) -> Tensor:
     """bool ``[query, key]``, by the definition of a mask."""
     at = torch.arange(tokens)
-    ahead = at - at[:, None]
-    before, after = (tokens if n is None else n for n in (mask.left, mask.right))
-    found = (ahead <= after) & (-ahead <= before)
-    if not mask.documents:
-        return found
-    document = torch.bucketize(at, torch.tensor(mask.documents), right=True) - 1
-    if mask.stops:
-        return found & (at[:, None] < torch.tensor(mask.stops)[document])
-    return found & (document == document[:, None])
+    return sees(at, at, mask.left, mask.right, mask.documents, mask.stops)
 
 
 def positions(segments: Segments) -> Tensor:

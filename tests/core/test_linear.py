@@ -11,9 +11,9 @@ from typing import Any
 import fake_fla
 import pytest
 import torch
-from linear_cases import DECAYS, LinearCase, distance
+from linear_cases import DECAYS, LinearCase
 from nightly import each_pair, each_value, pairs_at_night
-from oracle import no_sums_in_half
+from oracle import no_sums_in_half, relative_error
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -100,7 +100,7 @@ def test_chunked_equals_recurrence(decay: Any, delta: bool, documents: bool, tok
     x = case.make_tokens(*inputs)
     found, want = ((f(x), *recomputed(f, dout, x)) for f in (rules.forward, recurrence.forward))
     assert len(found) == len(want) == 4 + (decay != "none") + delta
-    assert max(map(distance, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
+    assert max(map(relative_error, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
 
 
 @each_pair
@@ -127,7 +127,7 @@ def test_float64(provider: str, layout: str, decay: Any, delta: bool, documents:
     for size in SIZES:
         ranks, ledgers, entries = zip(*run_threads(rank, {"cp": size}), strict=True)
         for index, got in enumerate(summed(list(ranks), case)):
-            assert max(map(distance, got, want)) <= 1e-9, (size, index)
+            assert max(map(relative_error, got, want)) <= 1e-9, (size, index)
             assert ledgers[index] == formula(described(case, size), Options(layout=layout), index), (size, index)
             if provider == "lasp2" and size > 1:
                 assert [(x.op, x.calls) for x in entries[index]] == [("all_gather", 1)] * 2, "one in each pass"
@@ -162,7 +162,7 @@ def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
 
     ranks, ledgers = zip(*run_threads(rank, {"cp": size}), strict=True)
     for got in summed(list(ranks), case):
-        assert max(map(distance, got, case.want())) <= 1e-9
+        assert max(map(relative_error, got, case.want())) <= 1e-9
     placed = place([3, 47, 3, 7, 36], size).layout
     formula = providers.get("lasp2").traffic(described(case, size, placed=placed), Options(), 0)
     assert set(ledgers[0]) == {("forward", "cp"), ("backward", "cp")}
@@ -177,12 +177,12 @@ def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: 
     case = LinearCase(decay=decay, delta=True)
     for size in (1, 2, 4):
         for got in on_threads(provider, size, case, layout=layout, backend="reference"):
-            assert max(map(distance, got, case.want())) <= 1e-9, size
+            assert max(map(relative_error, got, case.want())) <= 1e-9, size
     want = case.want(torch.bfloat16)
     alone = attend(ContextParallel(provider, backend="reference"), case, torch.bfloat16)
     for size in (2, 4):
         got = on_threads(provider, size, case, torch.bfloat16, layout=layout, backend="reference")[0]
-        for x, error, single in zip(got, map(distance, got, want), map(distance, alone, want), strict=True):
+        for x, error, single in zip(got, map(relative_error, got, want), map(relative_error, alone, want), strict=True):
             assert error <= (2 * single if x.dtype == torch.bfloat16 else 1e-4), size
 
 
@@ -199,16 +199,16 @@ def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(kernels.KERNELS, "chunked", kernels.KERNELS["fla"])
     case = LinearCase(delta=True, decay=decay, seq_length=1024, batch=1, head_dim=16, v_head_dim=16, beta=beta)
     want = case.want(torch.bfloat16)
-    alone = list(map(distance, attend(ContextParallel("lasp2"), case, torch.bfloat16), want))
+    alone = list(map(relative_error, attend(ContextParallel("lasp2"), case, torch.bfloat16), want))
     for size in (2, 8):
-        got = list(map(distance, on_threads("lasp2", size, case, torch.bfloat16)[0], want))
+        got = list(map(relative_error, on_threads("lasp2", size, case, torch.bfloat16)[0], want))
         assert all(error <= max(2 * one, 2**-8) for error, one in zip(got, alone, strict=True)), (size, got, alone)
 
 
 def test_one_rank_needs_no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.Kernel, "segment", None)
     for case in (LinearCase(delta=True, decay="token"), LinearCase(decay="key", documents=True, causal=False)):
-        assert max(map(distance, attend(ContextParallel("lasp2"), case), case.want())) <= 1e-9
+        assert max(map(relative_error, attend(ContextParallel("lasp2"), case), case.want())) <= 1e-9
 
 
 @pytest.mark.parametrize("layout", ["documents", "zigzag"])
@@ -228,7 +228,7 @@ def test_uncut_documents_send_no_states(layout: str) -> None:
 
     ranks, sent = zip(*run_threads(rank, {"cp": 4}), strict=True)
     assert set(sent) == {0}
-    assert max(max(map(distance, got, case.want())) for got in ranks) <= 1e-9
+    assert max(max(map(relative_error, got, case.want())) for got in ranks) <= 1e-9
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -236,7 +236,7 @@ def test_without_mask_and_decay_states_are_summed(layout: str) -> None:
     """A path of its own: one sum over all segments, two of them on a zigzag rank."""
     case = LinearCase(causal=False)
     for got in on_threads("lasp2", 4, case, layout=layout):
-        assert max(map(distance, got, case.want())) <= 1e-9
+        assert max(map(relative_error, got, case.want())) <= 1e-9
 
 
 @each_value
@@ -249,12 +249,14 @@ def test_float32_and_half(provider: str, layout: str, decay: Any, delta: bool) -
         case = LinearCase(decay=decay, delta=delta, causal=causal)
         if refused(provider, case, layout):
             continue
-        single = list(map(distance, attend(ContextParallel("lasp2"), case, torch.bfloat16), case.want(torch.bfloat16)))
+        single = list(
+            map(relative_error, attend(ContextParallel("lasp2"), case, torch.bfloat16), case.want(torch.bfloat16))
+        )
         for size in (2, 4, 8):
             got = on_threads(provider, size, case, torch.float32, layout=layout)[0]
-            assert max(map(distance, got, case.want(torch.float32))) <= 1e-4, size
+            assert max(map(relative_error, got, case.want(torch.float32))) <= 1e-4, size
             half = on_threads(provider, size, case, torch.bfloat16, layout=layout)[0]
-            for x, error, alone in zip(half, map(distance, half, case.want(torch.bfloat16)), single, strict=True):
+            for x, error, alone in zip(half, map(relative_error, half, case.want(torch.bfloat16)), single, strict=True):
                 assert error <= (2 * alone if x.dtype == torch.bfloat16 else 1e-4), (size, "decays are not in half")
 
 
@@ -272,11 +274,11 @@ def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: i
     found = [out, *torch.autograd.grad(out, [*leaves, decay], torch.ones_like(out))]
     assert all(x.isfinite().all() for x in found)
     if log_decay <= -60:
-        assert distance(out, (q * k).sum(3, keepdim=True) * v) <= 1e-5, "each token sees itself alone"
+        assert relative_error(out, (q * k).sum(3, keepdim=True) * v) <= 1e-5, "each token sees itself alone"
     elif log_decay == -1e-7:
         x = Tokens(*(y[-256:].detach() for y in leaves), decay[-256:].detach().reshape(256, 1, 1, -1))
         _, before = cp.extend_linear(*(y[:-256].detach() for y in (q, k, v, decay)))
-        assert distance(out[-256:].detach(), recurrence.run(x, before)[0]) <= 1e-4
+        assert relative_error(out[-256:].detach(), recurrence.run(x, before)[0]) <= 1e-4
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64, 512])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core.linear_cases import LinearCase, distance
+from core.linear_cases import LinearCase
 from core.method_cases import METHODS
 from core.test_mesh import with_any_strides
 from equipment.nccl import programs
 from equipment.nccl.model import run_with_data
-from oracle import Case, Result, errors
+from oracle import Case, Result, errors, relative_error
 from thread_ranks import on_shards, typical
 
 from cp_plugin import ContextParallel
@@ -70,7 +70,7 @@ def test_linear_methods(provider: str, decay: Any, delta: bool) -> None:
         out = cp.linear_attention(*leaves, beta=beta)
         out.backward(cp.shard(dout))
         got = [out.detach(), *(x.grad for x in (*leaves, beta) if x is not None)]
-        return max(distance(a, cp.shard(b)) for a, b in zip(got, want, strict=True))
+        return max(relative_error(a, cp.shard(b)) for a, b in zip(got, want, strict=True))
 
     assert max(run_with_data(rank, {"cp": 3})) < 1e-9
 
