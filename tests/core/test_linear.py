@@ -9,11 +9,12 @@ from itertools import product
 from typing import Any
 
 import fake_fla
+import linear_cases
 import pytest
 import torch
-from linear_cases import DECAYS, LinearCase
+from linear_cases import DECAYS, LinearCase, on_shards
 from nightly import each_pair, each_value, pairs_at_night
-from oracle import no_sums_in_half, relative_error
+from oracle import relative_error
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -52,23 +53,15 @@ def refused(provider: str, case: LinearCase, layout: str) -> bool:
     return providers.get(provider).unsupported(described(case, 2), Options(layout=layout)) is not None
 
 
-def on_shards(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Forward and backward on this rank's shards, in the order of ``LinearCase.want``."""
-    *inputs, dout = case.inputs(dtype)
-    shards = [None if x is None else sharded(cp, x).detach().requires_grad_() for x in inputs]
-    with no_sums_in_half(dtype, added=False):  # lasp2 adds two rounded parts of a gradient
-        out = cp.linear_attention(*shards[:4], beta=shards[4], causal=case.causal, cu_seqlens=case.cu_seqlens)
-        assert out.dtype == dtype
-        return [out.detach(), *torch.autograd.grad(out, [x for x in shards if x is not None], cp.shard(dout))]
-
-
-def sharded(cp: ContextParallel, x: Tensor) -> Tensor:
-    """All but a decay per head has tokens."""
-    return x if x.dim() == 1 else cp.shard(x)
-
-
 def whole(cp: ContextParallel, found: list[Tensor]) -> list[Tensor]:
     return [x if x.dim() == 1 else cp.unshard(x) for x in found]
+
+
+def measured(cp: ContextParallel, case: LinearCase) -> tuple[list[Tensor], Formula, list[Any]]:
+    """The whole results of one call, and what it sent."""
+    found = on_shards(cp, case)
+    sent = by_phase_and_axis(cp.mesh), cp.mesh.ledger.entries()
+    return whole(cp, found), *sent
 
 
 def attend(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -118,10 +111,7 @@ def test_float64(provider: str, layout: str, decay: Any, delta: bool, documents:
         return
 
     def rank(mesh: Mesh) -> tuple[list[Tensor], Formula, list[Any]]:
-        cp = ContextParallel(provider, mesh=mesh, layout=layout)
-        found = on_shards(cp, case)
-        sent = by_phase_and_axis(mesh), mesh.ledger.entries()
-        return whole(cp, found), *sent
+        return measured(ContextParallel(provider, mesh=mesh, layout=layout), case)
 
     want, formula = case.want(), providers.get(provider).traffic
     for size in SIZES:
@@ -150,17 +140,12 @@ def test_bytes_of_every_call(provider: str, layout: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
     """Two documents are longer than a rank's share, the others whole; ledger = formula, to the byte."""
-    case = LinearCase(decay=decay, delta=delta, documents=True, seq_length=96)
-    bounds = torch.tensor([0, 3, 50, 53, 60, 96])
-    case = replace(case, bounds=tuple(bounds.tolist()))
+    case = LinearCase(decay=decay, delta=delta, documents=True, bounds=(0, 3, 50, 53, 60, 96))
 
-    def rank(mesh: Mesh) -> tuple[list[Tensor], Formula]:
-        cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout="documents"), bounds)
-        found = on_shards(cp, case)
-        sent = by_phase_and_axis(mesh)
-        return whole(cp, found), sent
+    def rank(mesh: Mesh) -> tuple[list[Tensor], Formula, list[Any]]:
+        return measured(place_documents(ContextParallel("lasp2", mesh=mesh, layout="documents"), case.cu_seqlens), case)
 
-    ranks, ledgers = zip(*run_threads(rank, {"cp": size}), strict=True)
+    ranks, ledgers, _ = zip(*run_threads(rank, {"cp": size}), strict=True)
     for got in summed(list(ranks), case):
         assert max(map(relative_error, got, case.want())) <= 1e-9
     placed = place([3, 47, 3, 7, 36], size).layout
@@ -195,7 +180,7 @@ def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPa
     beta: a state is replaced soon, or lives through all ranks.
     """
     fake_fla.install(monkeypatch, fake_fla.rounded)
-    monkeypatch.setitem(globals(), "no_sums_in_half", lambda *_, **__: nullcontext())  # its kernel's are
+    monkeypatch.setattr(linear_cases, "no_sums_in_half", lambda *_, **__: nullcontext())  # its kernel's are
     monkeypatch.setitem(kernels.KERNELS, "chunked", kernels.KERNELS["fla"])
     case = LinearCase(delta=True, decay=decay, seq_length=1024, batch=1, head_dim=16, v_head_dim=16, beta=beta)
     want = case.want(torch.bfloat16)
