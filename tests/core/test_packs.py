@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mask_cases import positions, seen
 from method_cases import SETTINGS
 from nightly import each_value, nightly
 from oracle import Case, Result, assert_close
@@ -16,10 +15,9 @@ from cp_plugin import ContextParallel, Options
 from cp_plugin.attention.packs import place_documents
 from cp_plugin.attention.shift import shift
 from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.mask import Mask, document_bounds
+from cp_plugin.core.mask import document_bounds
 from cp_plugin.methods import registry as providers
 from cp_plugin.placement.documents import DOCUMENTS
-from cp_plugin.testing.traffic import by_phase_and_axis
 
 BOUNDS = (0, 3, 50, 51, 64, 113, 192)
 CU_SEQLENS = torch.tensor(BOUNDS, dtype=torch.int32)
@@ -49,22 +47,6 @@ def test_float64(name: str, window: tuple[int, int] | None) -> None:
     for index, found in enumerate(run_threads(rank, settled.axes)):
         for got in found:
             assert_close(got, want, 1e-10, (name, index))
-
-
-def test_only_visible_keys_travel_and_work_is_balanced() -> None:
-    def rank(mesh: Mesh) -> tuple[dict[tuple[str, str], int], tuple[range, ...]]:
-        cp = place_documents(ContextParallel("needed", mesh=mesh), CU_SEQLENS)
-        q, k, v, _ = (cp.shard(x) for x in CASE.inputs())
-        cp.attention(q, k, v, cu_seqlens=CU_SEQLENS)
-        return dict(by_phase_and_axis(mesh)), cp.layout.segments(192, 4, mesh.index)
-
-    ranks, sees = run_threads(rank, {"cp": 4}), seen(Mask(right=0, documents=BOUNDS), 192)
-    row = 2 * CASE.batch * CASE.kv_heads * CASE.head_dim * 8
-    for index, (sent, mine) in enumerate(ranks):
-        others = [sees[positions(other)] for i, (_, other) in enumerate(ranks) if i != index]
-        assert sent.get(("forward", "cp"), 0) == row * sum(int(x[:, positions(mine)].any(0).sum()) for x in others)
-    pairs = [int(sees[positions(mine)].sum()) for _, mine in ranks]
-    assert max(pairs) <= 1.05 * sum(pairs) / 4
 
 
 def test_each_pack_has_a_layout_of_its_own() -> None:
