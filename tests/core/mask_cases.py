@@ -12,6 +12,7 @@ from torch import Tensor
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.tree import Tree
+from cp_plugin.placement.documents import get_layout
 
 
 @st.composite
@@ -54,6 +55,11 @@ def seen(mask: Mask, tokens: int) -> Tensor:
     """bool ``[query, key]``, by the definition of a mask."""
     at = torch.arange(tokens)
     return sees(at, at, mask.left, mask.right, mask.documents, mask.stops)
+
+
+def held(layout: str, *ranks: int, tokens: int = 48, size: int = 4) -> Segments:
+    """What these ranks hold of so many tokens, one after the other."""
+    return tuple(s for rank in ranks for s in get_layout(layout).segments(tokens, size, rank))
 
 
 def positions(segments: Segments) -> Tensor:
