@@ -64,21 +64,22 @@ def _checked(name: str, defaults: dict[str, Any], body: Body, given: dict[str, A
 
 
 def reference(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tuple[Tensor, Tensor | None]:
-    q, k, v, g, beta, initial = tensors.values()
+    x = _tokens(**tensors)
+    out, final = recurrence.run(x, tensors["initial_state"])
+    return out.transpose(0, 1).to(x.q.dtype), final if wanted else None
+
+
+def _tokens(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, **_: Tensor | None) -> Tokens:
     g = None if g is None else g if g.dim() == 4 else g.unsqueeze(3)
-    x = Tokens(*(None if y is None else y.transpose(0, 1) for y in (q, k, v, g, beta)))
-    out, final = recurrence.run(x, initial)
-    return out.transpose(0, 1).to(q.dtype), final if wanted else None
+    return Tokens(*(None if y is None else y.transpose(0, 1) for y in (q, k, v, g, beta)))
 
 
 def rounded(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tuple[Tensor, Tensor | None]:
     """The delta rule in chunks, with the roundings of fla's kernels."""
-    q, k, v, g, beta, state = tensors.values()
-    g = None if g is None else g if g.dim() == 4 else g.unsqueeze(3)
-    x = Tokens(*(None if y is None else y.transpose(0, 1) for y in (q, k, v, g, beta)))
+    q, k, v, _, _, state = tensors.values()
     state = torch.zeros(q.size(0), q.size(2), q.size(3), v.size(3)) if state is None else state
     outs = []
-    for chunk in slabs(x.each(fold), q.size(0)):
+    for chunk in slabs(_tokens(**tensors).each(fold), q.size(0)):
         q32, k32, v32, b32 = by_group(chunk).float(), chunk.k.float(), chunk.v.float(), chunk.beta.float().unsqueeze(3)
         read, write, through = edges(chunk)
         pairs = scores(torch.cat((k32.unsqueeze(3), q32), 3), k32 * b32, chunk)

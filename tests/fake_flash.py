@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,12 +116,15 @@ class Machine:
     def flash2(self, parameters: tuple[str, str] = FA2) -> Kernel:
         kernel = Kernel(torch.inf)
         self.module("flash_attn")
-        self.module("flash_attn.flash_attn_interface", **_functions(kernel, parameters))
+        self.module(
+            "flash_attn.flash_attn_interface",
+            **_functions(parameters, forward=kernel.forward, backward=kernel.backward),
+        )
         return kernel
 
     def flash3(self, parameters: tuple[str, str], **flags: bool) -> Kernel:
         kernel = Kernel(-torch.inf, two_sizes="window_size_left" in parameters[0])
-        self.module("flash_attn_interface", **_functions(kernel, parameters))
+        self.module("flash_attn_interface", **_functions(parameters, forward=kernel.forward, backward=kernel.backward))
         if flags:
             self.module("flash_attn_config", CONFIG={"build_flags": flags})
         return kernel
@@ -136,16 +140,11 @@ class Machine:
             assert given["return_lse"] is True
             return *kernel.forward(given), None, None, None
 
-        bodies = {"fwd": forward, "bwd": kernel.backward}
-        parts = {
-            f"_flash_attn_{n}": function(f"_flash_attn_{n}", names, bodies[n])
-            for n, names in zip(bodies, parameters, strict=True)
-        }
-        self.module("flash_attn.cute.interface", **parts)
+        self.module("flash_attn.cute.interface", **_functions(parameters, fwd=forward, bwd=kernel.backward))
         return kernel
 
 
-def _functions(kernel: Kernel, parameters: tuple[str, str]) -> dict[str, Any]:
-    """Of versions 2 and 3."""
-    bodies = {"_flash_attn_forward": kernel.forward, "_flash_attn_backward": kernel.backward}
-    return {name: function(name, names, bodies[name]) for name, names in zip(bodies, parameters, strict=True)}
+def _functions(parameters: tuple[str, str], **bodies: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Named ``_flash_attn_`` and as given, the forward first."""
+    named = {f"_flash_attn_{end}": body for end, body in bodies.items()}
+    return {name: function(name, names, named[name]) for name, names in zip(named, parameters, strict=True)}

@@ -60,12 +60,8 @@ class Case:
     def hidden(self) -> Tensor:
         """bool ``[query, key]``."""
         at = torch.arange(self.seq_length)
-        ahead = at[None, :] - at[:, None]
-        before, after = (torch.inf if n == -1 else n for n in self.window or (-1, -1))
-        hidden = (ahead > (0 if self.causal else after)) | (-ahead > before)
-        if self.documents:
-            number = torch.bucketize(at, torch.tensor(self.documents), right=True)
-            hidden |= number[None, :] != number[:, None]
+        before, after = (None if n == -1 else n for n in self.window or (-1, -1))
+        hidden = ~sees(at, at, before, 0 if self.causal else after, self.documents)
         return hidden if not self.tree[0] else hidden | ~self._on_path()
 
     def _on_path(self) -> Tensor:
@@ -90,14 +86,58 @@ class Case:
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """Attention under this case's mask; scale: of the scores, by default 1 / sqrt(d)."""
-        repeat = q.size(2) // k.size(2)
-        scale = q.size(3) ** -0.5 if scale is None else scale
-        scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(repeat, 2)) * scale
-        scores = scores.masked_fill(self.hidden(), -torch.inf)
-        if sink is not None:
-            scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), -1)
-        weights = scores.softmax(-1)[..., : self.seq_length]
-        return torch.einsum("bhqk,kbhe->qbhe", weights, v.repeat_interleave(repeat, 2))
+        return attend(q, k, v, self.hidden(), q.size(3) ** -0.5 if scale is None else scale, sink)[0]
+
+
+def sees(
+    q: Tensor,
+    k: Tensor,
+    before: int | None,
+    after: int | None,
+    documents: Sequence[int] = (),
+    stops: Sequence[int] = (),
+) -> Tensor:
+    """bool ``[query, key]``, of positions.
+
+    Args:
+        before, after: the window, None for no end.
+        documents: their bounds.
+        stops: instead of its document's end the last query that sees a key, by document.
+    """
+    ahead = k - q[:, None]
+    left, right = (torch.inf if n is None else n for n in (before, after))
+    found = (-ahead <= left) & (ahead <= right)
+    if not documents:
+        return found
+    of_q, of_k = (torch.bucketize(x, torch.tensor(documents), right=True) for x in (q, k))
+    return found & (of_q[:, None] == of_k if not stops else q[:, None] < torch.tensor(stops)[of_k - 1])
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Out and log-sum-exp ``[s, b, heads]`` of any queries and keys; 0 and -inf where a query sees nothing."""
+    repeat = q.size(2) // k.size(2)
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(repeat, 2)) * scale
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()[..., : k.size(0)]
+    return torch.einsum("bhqk,kbhe->qbhe", weights, v.repeat_interleave(repeat, 2)), lse.permute(2, 0, 1)
+
+
+def attend_to_slots(
+    q: Tensor, k: Tensor, v: Tensor, held: Tensor, positions: Tensor, scale: float, left: int = -1
+) -> tuple[Tensor, Tensor]:
+    """In float64, of a cache: held are the positions of its slots, by sequence; left: of the window, -1 for no end."""
+    sequences = []
+    for i in range(q.size(1)):
+        apart = positions[:, i, None] - held[:, i].long()
+        hidden = (apart < 0) | ((apart > left) & (left != -1))
+        sequences.append(attend(*(x[:, i : i + 1].double() for x in (q, k, v)), hidden, scale))
+    outs, lses = zip(*sequences, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 1)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

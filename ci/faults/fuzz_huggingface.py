@@ -52,6 +52,8 @@ ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 32}
+    | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 48}
     | {"short_factor": 1.0, "long_factor": 1.5},
 )
@@ -151,10 +153,14 @@ def switched(kind: str, draw: random.Random) -> dict[str, Any]:
     if isinstance(parameters, dict) and "rope_type" in parameters and draw.random() < 0.5:
         part = parameters.get("partial_rotary_factor", 1.0)
         pairs = int(part * tiny.SIZES["qk_rope_head_dim" if "qk_rope_head_dim" in names else "head_dim"]) // 2
-        rope = {key: [x] * pairs if key.endswith("_factor") else x for key, x in draw.choice(ROPES).items()}
-        chosen["rope_parameters"] = {**parameters, "rope_theta": 1e4, **rope}
+        chosen["rope_parameters"] = {**parameters, "rope_theta": 1e4, **of_pairs(draw.choice(ROPES), pairs)}
         chosen["max_position_embeddings"] = draw.choice((32, 96, 256))
     return chosen
+
+
+def of_pairs(rope: dict[str, Any], pairs: int) -> dict[str, Any]:
+    """The parameters of a rope of so many angles."""
+    return {key: [x] * pairs if key in ("short_factor", "long_factor") else x for key, x in rope.items()}
 
 
 class Built(NamedTuple):

@@ -17,6 +17,7 @@ from cp_plugin import ContextParallel, KeyValues, Queries
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.block import Scores
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
 

@@ -23,6 +23,7 @@ from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.blocks import kernel
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
 

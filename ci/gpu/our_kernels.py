@@ -27,6 +27,7 @@ from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.inference import shard, store
 from cp_plugin.kernels import fused as fused_operations
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import brute
 

@@ -7,8 +7,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from oracle import no_sums_in_half
 from torch import Tensor
 
+from cp_plugin import ContextParallel
 from cp_plugin.core.problem import Decay, Problem
 from cp_plugin.linear import recurrence
 from cp_plugin.linear.tokens import Tokens, tokens_of
@@ -106,7 +108,16 @@ class LinearCase(Problem):
         return marks if offset == 0 else marks.flip(0)
 
 
-def distance(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||; infinite if not a number."""
-    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
-    return error if error == error else float("inf")
+def on_shards(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Forward and backward on this rank's shards, in the order of ``LinearCase.want``."""
+    *inputs, dout = case.inputs(dtype)
+    shards = [None if x is None else sharded(cp, x).detach().requires_grad_() for x in inputs]
+    with no_sums_in_half(dtype, added=False):  # lasp2 adds two rounded parts of a gradient
+        out = cp.linear_attention(*shards[:4], beta=shards[4], causal=case.causal, cu_seqlens=case.cu_seqlens)
+        assert out.dtype == dtype
+        return [out.detach(), *torch.autograd.grad(out, [x for x in shards if x is not None], cp.shard(dout))]
+
+
+def sharded(cp: ContextParallel, x: Tensor) -> Tensor:
+    """All but a decay per head has tokens."""
+    return x if x.dim() == 1 else cp.shard(x)

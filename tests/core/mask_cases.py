@@ -6,11 +6,13 @@ import itertools
 
 import torch
 from hypothesis import strategies as st
+from oracle import sees
 from torch import Tensor
 
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.tree import Tree
+from cp_plugin.placement.documents import get_layout
 
 
 @st.composite
@@ -52,15 +54,12 @@ def visible(tree: Tree) -> Tensor:
 def seen(mask: Mask, tokens: int) -> Tensor:
     """bool ``[query, key]``, by the definition of a mask."""
     at = torch.arange(tokens)
-    ahead = at - at[:, None]
-    before, after = (tokens if n is None else n for n in (mask.left, mask.right))
-    found = (ahead <= after) & (-ahead <= before)
-    if not mask.documents:
-        return found
-    document = torch.bucketize(at, torch.tensor(mask.documents), right=True) - 1
-    if mask.stops:
-        return found & (at[:, None] < torch.tensor(mask.stops)[document])
-    return found & (document == document[:, None])
+    return sees(at, at, mask.left, mask.right, mask.documents, mask.stops)
+
+
+def held(layout: str, *ranks: int, tokens: int = 48, size: int = 4) -> Segments:
+    """What these ranks hold of so many tokens, one after the other."""
+    return tuple(s for rank in ranks for s in get_layout(layout).segments(tokens, size, rank))
 
 
 def positions(segments: Segments) -> Tensor:

@@ -73,15 +73,19 @@ def test_a_convolution() -> None:
     assert got.dtype == want.dtype == torch.bfloat16 and (got - want).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("cast_to", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64], ids=str)
-def test_moves_of_tokens_keep_every_dtype(dtype: torch.dtype, cast_to: torch.dtype) -> None:
+@pytest.mark.parametrize("cast_to", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool],
+    ids=str,
+)
+def test_moves_of_tokens_keep_every_dtype(dtype: torch.dtype, cast_to: torch.dtype | None) -> None:
     """torch's ``cat`` raises for tensors of another half precision than autocast's."""
 
     def rank(mesh: Mesh) -> None:
         cp = ContextParallel("ring", mesh=mesh, layout="zigzag")
-        x = torch.arange(16).to(dtype).requires_grad_(dtype.is_floating_point)
-        with torch.autocast("cpu", cast_to):
+        x = torch.arange(16).remainder(5).to(dtype).requires_grad_(dtype.is_floating_point)
+        with torch.autocast("cpu", cast_to, enabled=cast_to is not None):
             mine = cp.shard(x)
             whole, moved = cp.unshard(mine), cp.unshard(shift(cp, mine))
             if x.requires_grad:

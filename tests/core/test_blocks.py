@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from mask_cases import positions, seen
+from mask_cases import held, positions, seen
 from torch import Tensor
 
 from cp_plugin.core.block import Block, Scores
@@ -21,7 +21,6 @@ from cp_plugin.kernels.backends.reference import _probabilities, attend
 from cp_plugin.kernels.backends.sdpa import Sdpa
 from cp_plugin.kernels.blocks import Either, InOrder, Tiled, Whole, kernel
 from cp_plugin.kernels.merge import add_sums, merge
-from cp_plugin.placement.documents import get_layout
 
 
 @dataclass
@@ -58,10 +57,6 @@ def _seen(rows: Segments, keys: Segments, mask: Mask) -> Tensor:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Partial:
     return Partial(*attend(q, k, v, ~_seen(*block.area), block.scores))
-
-
-def held(layout: str, *ranks: int, tokens: int = 48, size: int = 4) -> Segments:
-    return tuple(s for rank in ranks for s in get_layout(layout).segments(tokens, size, rank))
 
 
 TREE = Tree((9, 5, 4, 1, 6, 8, 2, 13), (-1, 0, 1, 1, 0, 0, -1, 6)).mask

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
 
+QUERY = ("--model", "llama3-8b", "--cluster", "dgx-h100")
 SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
 WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
     ("traffic",): [
@@ -35,10 +36,31 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--seq-length", "1048576"), "use a smaller --seq-length"),
     ],
     ("plan",): [
+        (("--model", "llama3-8b"), "--cluster is missing"),
+        (("--model", "llama3-405b", "--cluster", "dgx-h100", "--seq-length", "4194304"), "nothing fits"),
+        (("--cluster", "dgx-h100", "--tensor", "2", "--", "--num-layers", "2"), "--tensor 2 conflicts with Mega"),
         (("--model", "llama3-8b", "--cluster", "nowhere.toml"), "error: --cluster nowhere.toml cannot be read"),
         (("--model", "llama3-8b", "--cluster", "dgx-h100", "--documents", "/"), "--documents /: a folder."),
         (("--model", "llama3-8b", "--cluster", __file__), "a profile is a .toml file"),
         (("--reproduce", "lasp3"), "error: --reproduce lasp3: did you mean lasp2? Choose one of"),
+    ],
+    ("plan", *QUERY): [
+        (("--devices", "12"), "such as --devices 16"),
+        (("--seq-length", "1000001"), "--seq-length 1000001"),
+        (("--", "--num-layers", "2"), "give only one of the two"),
+        (("--devices", "0"), "--devices 0: Input should be"),
+        (
+            ("--devices", "16", "--global-batch", "3", "--context", "1", "--tensor", "8", "--pipeline", "1"),
+            "--global-batch 3 must be a multiple of the data-parallel ranks, 2",
+        ),
+        (("--memory", "nan"), "--memory nan: write GB per device"),
+        (("--provider", "x"), "--provider x has no effect without"),
+    ],
+    ("plan", *QUERY, "--explain", "--seq-length", "65536"): [
+        (("--provider", "attention2d", "--grid", "3x2"), "--grid 3x2 does not hold 8 context-parallel ranks"),
+        (("--layout", "zigzag"), "--layout: a method's options need --provider"),
+        (("--provider", "ring", "--context", "3"), "--context 3 does not divide the number of devices"),
+        (("--provider", "ulysses", "--devices", "64"), "--context 64: 32 query and"),
     ],
     ("doctor",): [
         (("--json",), "--json has no effect without --megatron DIR"),

@@ -57,10 +57,6 @@ def test_the_help_fits(command: str, flag: str, width: int, monkeypatch: pytest.
     assert "``" not in text
 
 
-def test_the_version() -> None:
-    assert run("--version")[:2] == (0, f"cp-plugin {cp_plugin.__version__}\n")
-
-
 def test_completion_is_typers() -> None:
     names = {opt for param in PROGRAM.params for opt in param.opts}
     assert {"--install-completion", "--show-completion"} <= names

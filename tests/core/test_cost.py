@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from mask_cases import held
 
 from cp_plugin.core import tiles
 from cp_plugin.core.block import Block
-from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import CAUSAL, Mask
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import Tile
@@ -18,7 +18,6 @@ from cp_plugin.kernels import backends, cost
 from cp_plugin.kernels.backends import devices
 from cp_plugin.kernels.blocks import Either, InOrder, Tiled, Whole, kernel
 from cp_plugin.kernels.cost import MOST, Cost, Sizes, Speeds
-from cp_plugin.placement.documents import get_layout
 
 GROUPED = Sizes(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, itemsize=2)
 FEW = GROUPED._replace(heads=8, kv_heads=1)
@@ -36,17 +35,13 @@ HOPPER = {name: speeds((9, 0), *name.split()[:1], *map(int, name.split()[1:])) f
 AMPERE = speeds((8, 0), "sdpa")
 
 
-def held(layout: str, *ranks: int, tokens: int, size: int) -> Segments:
-    return tuple(s for rank in ranks for s in get_layout(layout).segments(tokens * size, size, rank))
-
-
 def gathered(method: str, layout: str, tokens: int, size: int = 8) -> Block:
     """What a rank of the method attends to; ``tokens`` per rank."""
     if method == "all_gather":
         rows, keys = (5,), tuple(range(size))
     else:  # a grid of 2 rows and half as many columns
         rows, keys = tuple(range(size // 2)), (size // 2 - 1, size - 1)
-    return Block(*(held(layout, *ranks, tokens=tokens, size=size) for ranks in (rows, keys)), CAUSAL)
+    return Block(*(held(layout, *ranks, tokens=tokens * size, size=size) for ranks in (rows, keys)), CAUSAL)
 
 
 def of(block: Block, sizes: Sizes, at: Speeds | None) -> Cost:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from method_cases import METHODS
 from nightly import pairs_at_night
 from typer.testing import CliRunner
 
@@ -18,8 +19,6 @@ from cp_plugin.core.values import Partial
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Attend
 from cp_plugin.testing.traffic import priced, typical
-
-METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 
 
 def times_computed(recording: Recording) -> Counter[tuple[int, int, int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import library_tiles
 import pytest
@@ -23,11 +24,6 @@ from cp_plugin.kernels.backends.flash import Flash
 CUDA = torch.device("cuda")
 
 
-def four(machine: Machine) -> Kernel:
-    machine.gpu((10, 0))
-    return machine.flash4()
-
-
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     yield Machine(monkeypatch)
@@ -36,6 +32,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 def run(case: Case) -> Result:
     return library_tiles.run(Flash(), case, strided=True)
+
+
+def four(machine: Machine) -> Kernel:
+    machine.gpu((10, 0))
+    return machine.flash4()
+
+
+def unsupported(kernel: Flash, head_dim: int = 64, v_head_dim: int = 64) -> str | None:
+    return kernel.unsupported(CallInfo(CUDA, torch.bfloat16, head_dim, v_head_dim))
+
+
+def refused(head_dim: int = 64, v_head_dim: int = 64) -> str:
+    reason = unsupported(Flash(), head_dim, v_head_dim)
+    assert reason is not None
+    return reason
 
 
 GENERATIONS = {
@@ -66,7 +77,7 @@ FLASH = [(library, v) for library in ("flash-attn 2", "flash-attn 3", "flash-att
 def test_recorded_versions_of_flash_attn(machine: Machine, library: str, version: str) -> None:
     install(machine, library, version)
     kernel = Flash(generation=int(library[-1]))
-    reason = kernel.unsupported(CallInfo(CUDA, torch.bfloat16, 64, 64))
+    reason = unsupported(kernel)
     if (library, version) in TOO_OLD:
         assert reason is not None and TOO_OLD[library, version] in reason
         return
@@ -112,16 +123,14 @@ def test_generation_per_gpu(machine: Machine) -> None:
         run(case)
         assert [k for k in before if len(k.head_sizes) > before[k]] == [taken], capability
     machine.gpu((10, 0))
-    reason = Flash(generation=3).unsupported(CallInfo(CUDA, torch.bfloat16, 64, 64))
-    assert reason == "flash-attn-3 of unknown version needs Hopper, not compute capability 10.0"
+    assert (
+        unsupported(Flash(generation=3)) == "flash-attn-3 of unknown version needs Hopper, not compute capability 10.0"
+    )
 
 
 def test_limits_of_version_4(machine: Machine) -> None:
     machine.flash4()
-
-    def reason(head_dim: int, v_head_dim: int) -> str | None:
-        return Flash(generation=4).unsupported(CallInfo(CUDA, torch.bfloat16, head_dim, v_head_dim))
-
+    reason = partial(unsupported, Flash(generation=4))
     assert reason(128, 128) is None and reason(64, 128) is None
     assert "up to 128 on compute capability 9.x, not 192 with 128" in str(reason(192, 128))
     machine.gpu((10, 0))
@@ -136,9 +145,9 @@ def test_limits_of_version_4(machine: Machine) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     machine.flash4((FA4[0].replace("q, k,", "q, k, tail,"), FA4[1]))
-    assert "(4.0.0b36 is): _flash_attn_fwd needs 'tail', which is unknown here" in str(reason(64, 64))
+    assert "(4.0.0b36 is): _flash_attn_fwd needs 'tail', which is unknown here" in str(reason())
     machine.flash4((FA4[0], FA4[1].replace(" lse,", " statistics,", 1)))
-    assert "_flash_attn_bwd has no parameter 'lse'" in str(reason(64, 64))
+    assert "_flash_attn_bwd has no parameter 'lse'" in str(reason())
 
 
 def test_torchs_deterministic_mode_reaches_the_backward(machine: Machine) -> None:
@@ -151,14 +160,7 @@ def test_torchs_deterministic_mode_reaches_the_backward(machine: Machine) -> Non
         assert "no deterministic backward for head size 256" in refused(256, 256)
     finally:
         torch.use_deterministic_algorithms(False)
-    reason = Flash().unsupported(CallInfo(CUDA, torch.bfloat16, 256, 256))
-    assert kernel.deterministic == [False, True] and reason is None
-
-
-def refused(head_dim: int = 64, v_head_dim: int = 64) -> str:
-    reason = Flash().unsupported(CallInfo(CUDA, torch.bfloat16, head_dim, v_head_dim))
-    assert reason is not None
-    return reason
+    assert kernel.deterministic == [False, True] and unsupported(Flash(), 256, 256) is None
 
 
 def test_missing_libraries_are_named_with_install_advice(machine: Machine) -> None:
@@ -209,5 +211,4 @@ def test_uncut_tiles_are_refused() -> None:
 def test_flash_attention_4_is_not_taken_for_version_2(machine: Machine) -> None:
     machine.flash4()
     machine.gpu((8, 0))
-    reason = Flash(generation=2).unsupported(CallInfo(CUDA, torch.bfloat16, 64, 64))
-    assert "flash-attn 2 is not installed" in str(reason)
+    assert "flash-attn 2 is not installed" in str(unsupported(Flash(generation=2)))

@@ -309,7 +309,7 @@ CAN_BE_DRAWN: dict[str, Callable[[Trial, Batch], object]] = {
 def test_inputs_of_known_faults_can_be_drawn() -> None:
     found: list[Trial] = []
     quiet = {"database": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
-    settings(max_examples=800, derandomize=True, **quiet)(given(trials())(lambda t: found.append(t)))()
+    settings(max_examples=1200, derandomize=True, **quiet)(given(trials())(lambda t: found.append(t)))()
     drawn = {name: any(of(t, b) for t in found for b in t.batches) for name, of in CAN_BE_DRAWN.items()}
     assert drawn == dict.fromkeys(CAN_BE_DRAWN, True)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import attend_to_slots, relative_error
 from torch import Tensor
 
 from cp_plugin import ContextParallel
@@ -26,26 +27,6 @@ CPU = torch.device("cpu")
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def distance(got: Tensor, want: Tensor) -> float:
-    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
-    return error if error == error else float("inf")
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, first: int = 0, window: Any = None, sink: Tensor | None = None
-) -> Tensor:
-    """The oracle, in float64: queries at positions from ``first`` on, keys from 0 on."""
-    repeat = q.size(2) // k.size(2)
-    k, v = (x.double().repeat_interleave(repeat, 2) for x in (k, v))
-    scores = torch.einsum("qbhd,kbhd->bhqk", q.double(), k) * q.size(3) ** -0.5
-    apart = torch.arange(first, first + q.size(0))[:, None] - torch.arange(k.size(0))
-    hidden = apart < 0 if window is None else (apart < 0) | (apart > window[0])
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if sink is not None:
-        scores = torch.cat((scores, sink.double()[:, None, None].expand(*scores.shape[:3], 1)), 3)
-    return torch.einsum("bhqk,kbhe->qbhe", scores.softmax(3)[..., : k.size(0)], v)
 
 
 # Slots
@@ -165,7 +146,7 @@ def test_the_tree_merges_all_ranks(size: int, dtype: torch.dtype) -> None:
     limit = 1e-6 if dtype == torch.float32 else 1e-14
     for index, (partial, sent) in enumerate(found):
         assert torch.equal(partial.out, found[0][0].out) and torch.equal(partial.lse, found[0][0].lse)
-        assert distance(partial.out, want) < limit
+        assert relative_error(partial.out, want) < limit
         torch.testing.assert_close(partial.lse, want_lse, rtol=10 * limit, atol=10 * limit)
         assert sent == tree.bytes_sent(size, index, t, b, h, e, dtype.itemsize)
     most = max(tree.messages(size, index) for index in range(size))
@@ -203,8 +184,8 @@ def test_latents_attend_as_the_heads_that_are_made_of_them() -> None:
         torch.testing.assert_close(got, want)
     by_heads, _ = shard.attend(q, of_heads, held, positions, Scores(12**-0.5))
     by_latents, _ = shard.attend(latent.queries(q), of_latents, held, positions, Scores(12**-0.5))
-    want = attention(q, k, v, first=6)
-    assert [distance(out, want) < 1e-6 for out in (by_heads, latent.outputs(by_latents))] == [True, True]
+    want = attend_to_slots(q, k, v, held, positions, 12**-0.5)[0]
+    assert [relative_error(out, want) < 1e-6 for out in (by_heads, latent.outputs(by_latents))] == [True, True]
     assert of_latents.nbytes * 4 * (12 + 6) == of_heads.nbytes * 16
 
 
@@ -221,16 +202,8 @@ def test_a_rank_attends_to_its_slots(elements: int, window: Any, monkeypatch: py
     held = torch.tensor([[0, 4], [3, 5], [4, 6], [5, 7], *[[NOWHERE, 8 + i] for i in range(8)]], dtype=torch.int32)
     positions = torch.tensor([[5, 3], [6, 14]], dtype=torch.int32)
     out, lse = shard.attend(q, cache, held, positions, Scores(8**-0.5), window)
-    for token in range(2):
-        for i in range(2):
-            apart = positions[token, i] - held[:, i]
-            left = 100 if window is None or window[0] == -1 else window[0]
-            rows = ((apart >= 0) & (apart <= left)).nonzero().flatten()
-            if not len(rows):
-                assert not out[token, i].any() and (lse[token, i] == -torch.inf).all()
-                continue
-            one = (q[token : token + 1, i : i + 1], k[rows, i : i + 1], v[rows, i : i + 1])
-            assert distance(out[token, i], attention(*one, first=len(rows))[0, 0]) < 1e-6
+    want, want_lse = attend_to_slots(q, k, v, held, positions, 8**-0.5, -1 if window is None else window[0])
+    torch.testing.assert_close((out.double(), lse.double()), (want, want_lse), rtol=1e-5, atol=1e-6)
     assert not out[0, 1].any(), "a query before all keys"
 
 

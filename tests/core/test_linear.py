@@ -9,11 +9,12 @@ from itertools import product
 from typing import Any
 
 import fake_fla
+import linear_cases
 import pytest
 import torch
-from linear_cases import DECAYS, LinearCase, distance
+from linear_cases import DECAYS, LinearCase, on_shards
 from nightly import each_pair, each_value, pairs_at_night
-from oracle import no_sums_in_half
+from oracle import relative_error
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -52,23 +53,15 @@ def refused(provider: str, case: LinearCase, layout: str) -> bool:
     return providers.get(provider).unsupported(described(case, 2), Options(layout=layout)) is not None
 
 
-def on_shards(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Forward and backward on this rank's shards, in the order of ``LinearCase.want``."""
-    *inputs, dout = case.inputs(dtype)
-    shards = [None if x is None else sharded(cp, x).detach().requires_grad_() for x in inputs]
-    with no_sums_in_half(dtype, added=False):  # lasp2 adds two rounded parts of a gradient
-        out = cp.linear_attention(*shards[:4], beta=shards[4], causal=case.causal, cu_seqlens=case.cu_seqlens)
-        assert out.dtype == dtype
-        return [out.detach(), *torch.autograd.grad(out, [x for x in shards if x is not None], cp.shard(dout))]
-
-
-def sharded(cp: ContextParallel, x: Tensor) -> Tensor:
-    """All but a decay per head has tokens."""
-    return x if x.dim() == 1 else cp.shard(x)
-
-
 def whole(cp: ContextParallel, found: list[Tensor]) -> list[Tensor]:
     return [x if x.dim() == 1 else cp.unshard(x) for x in found]
+
+
+def measured(cp: ContextParallel, case: LinearCase) -> tuple[list[Tensor], Formula, list[Any]]:
+    """The whole results of one call, and what it sent."""
+    found = on_shards(cp, case)
+    sent = by_phase_and_axis(cp.mesh), cp.mesh.ledger.entries()
+    return whole(cp, found), *sent
 
 
 def attend(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -100,7 +93,7 @@ def test_chunked_equals_recurrence(decay: Any, delta: bool, documents: bool, tok
     x = case.make_tokens(*inputs)
     found, want = ((f(x), *recomputed(f, dout, x)) for f in (rules.forward, recurrence.forward))
     assert len(found) == len(want) == 4 + (decay != "none") + delta
-    assert max(map(distance, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
+    assert max(map(relative_error, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
 
 
 @each_pair
@@ -118,16 +111,13 @@ def test_float64(provider: str, layout: str, decay: Any, delta: bool, documents:
         return
 
     def rank(mesh: Mesh) -> tuple[list[Tensor], Formula, list[Any]]:
-        cp = ContextParallel(provider, mesh=mesh, layout=layout)
-        found = on_shards(cp, case)
-        sent = by_phase_and_axis(mesh), mesh.ledger.entries()
-        return whole(cp, found), *sent
+        return measured(ContextParallel(provider, mesh=mesh, layout=layout), case)
 
     want, formula = case.want(), providers.get(provider).traffic
     for size in SIZES:
         ranks, ledgers, entries = zip(*run_threads(rank, {"cp": size}), strict=True)
         for index, got in enumerate(summed(list(ranks), case)):
-            assert max(map(distance, got, want)) <= 1e-9, (size, index)
+            assert max(map(relative_error, got, want)) <= 1e-9, (size, index)
             assert ledgers[index] == formula(described(case, size), Options(layout=layout), index), (size, index)
             if provider == "lasp2" and size > 1:
                 assert [(x.op, x.calls) for x in entries[index]] == [("all_gather", 1)] * 2, "one in each pass"
@@ -150,19 +140,14 @@ def test_bytes_of_every_call(provider: str, layout: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
     """Two documents are longer than a rank's share, the others whole; ledger = formula, to the byte."""
-    case = LinearCase(decay=decay, delta=delta, documents=True, seq_length=96)
-    bounds = torch.tensor([0, 3, 50, 53, 60, 96])
-    case = replace(case, bounds=tuple(bounds.tolist()))
+    case = LinearCase(decay=decay, delta=delta, documents=True, bounds=(0, 3, 50, 53, 60, 96))
 
-    def rank(mesh: Mesh) -> tuple[list[Tensor], Formula]:
-        cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout="documents"), bounds)
-        found = on_shards(cp, case)
-        sent = by_phase_and_axis(mesh)
-        return whole(cp, found), sent
+    def rank(mesh: Mesh) -> tuple[list[Tensor], Formula, list[Any]]:
+        return measured(place_documents(ContextParallel("lasp2", mesh=mesh, layout="documents"), case.cu_seqlens), case)
 
-    ranks, ledgers = zip(*run_threads(rank, {"cp": size}), strict=True)
+    ranks, ledgers, _ = zip(*run_threads(rank, {"cp": size}), strict=True)
     for got in summed(list(ranks), case):
-        assert max(map(distance, got, case.want())) <= 1e-9
+        assert max(map(relative_error, got, case.want())) <= 1e-9
     placed = place([3, 47, 3, 7, 36], size).layout
     formula = providers.get("lasp2").traffic(described(case, size, placed=placed), Options(), 0)
     assert set(ledgers[0]) == {("forward", "cp"), ("backward", "cp")}
@@ -177,12 +162,12 @@ def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: 
     case = LinearCase(decay=decay, delta=True)
     for size in (1, 2, 4):
         for got in on_threads(provider, size, case, layout=layout, backend="reference"):
-            assert max(map(distance, got, case.want())) <= 1e-9, size
+            assert max(map(relative_error, got, case.want())) <= 1e-9, size
     want = case.want(torch.bfloat16)
     alone = attend(ContextParallel(provider, backend="reference"), case, torch.bfloat16)
     for size in (2, 4):
         got = on_threads(provider, size, case, torch.bfloat16, layout=layout, backend="reference")[0]
-        for x, error, single in zip(got, map(distance, got, want), map(distance, alone, want), strict=True):
+        for x, error, single in zip(got, map(relative_error, got, want), map(relative_error, alone, want), strict=True):
             assert error <= (2 * single if x.dtype == torch.bfloat16 else 1e-4), size
 
 
@@ -195,20 +180,20 @@ def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPa
     beta: a state is replaced soon, or lives through all ranks.
     """
     fake_fla.install(monkeypatch, fake_fla.rounded)
-    monkeypatch.setitem(globals(), "no_sums_in_half", lambda *_, **__: nullcontext())  # its kernel's are
+    monkeypatch.setattr(linear_cases, "no_sums_in_half", lambda *_, **__: nullcontext())  # its kernel's are
     monkeypatch.setitem(kernels.KERNELS, "chunked", kernels.KERNELS["fla"])
     case = LinearCase(delta=True, decay=decay, seq_length=1024, batch=1, head_dim=16, v_head_dim=16, beta=beta)
     want = case.want(torch.bfloat16)
-    alone = list(map(distance, attend(ContextParallel("lasp2"), case, torch.bfloat16), want))
+    alone = list(map(relative_error, attend(ContextParallel("lasp2"), case, torch.bfloat16), want))
     for size in (2, 8):
-        got = list(map(distance, on_threads("lasp2", size, case, torch.bfloat16)[0], want))
+        got = list(map(relative_error, on_threads("lasp2", size, case, torch.bfloat16)[0], want))
         assert all(error <= max(2 * one, 2**-8) for error, one in zip(got, alone, strict=True)), (size, got, alone)
 
 
 def test_one_rank_needs_no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.Kernel, "segment", None)
     for case in (LinearCase(delta=True, decay="token"), LinearCase(decay="key", documents=True, causal=False)):
-        assert max(map(distance, attend(ContextParallel("lasp2"), case), case.want())) <= 1e-9
+        assert max(map(relative_error, attend(ContextParallel("lasp2"), case), case.want())) <= 1e-9
 
 
 @pytest.mark.parametrize("layout", ["documents", "zigzag"])
@@ -228,7 +213,7 @@ def test_uncut_documents_send_no_states(layout: str) -> None:
 
     ranks, sent = zip(*run_threads(rank, {"cp": 4}), strict=True)
     assert set(sent) == {0}
-    assert max(max(map(distance, got, case.want())) for got in ranks) <= 1e-9
+    assert max(max(map(relative_error, got, case.want())) for got in ranks) <= 1e-9
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -236,7 +221,7 @@ def test_without_mask_and_decay_states_are_summed(layout: str) -> None:
     """A path of its own: one sum over all segments, two of them on a zigzag rank."""
     case = LinearCase(causal=False)
     for got in on_threads("lasp2", 4, case, layout=layout):
-        assert max(map(distance, got, case.want())) <= 1e-9
+        assert max(map(relative_error, got, case.want())) <= 1e-9
 
 
 @each_value
@@ -249,12 +234,14 @@ def test_float32_and_half(provider: str, layout: str, decay: Any, delta: bool) -
         case = LinearCase(decay=decay, delta=delta, causal=causal)
         if refused(provider, case, layout):
             continue
-        single = list(map(distance, attend(ContextParallel("lasp2"), case, torch.bfloat16), case.want(torch.bfloat16)))
+        single = list(
+            map(relative_error, attend(ContextParallel("lasp2"), case, torch.bfloat16), case.want(torch.bfloat16))
+        )
         for size in (2, 4, 8):
             got = on_threads(provider, size, case, torch.float32, layout=layout)[0]
-            assert max(map(distance, got, case.want(torch.float32))) <= 1e-4, size
+            assert max(map(relative_error, got, case.want(torch.float32))) <= 1e-4, size
             half = on_threads(provider, size, case, torch.bfloat16, layout=layout)[0]
-            for x, error, alone in zip(half, map(distance, half, case.want(torch.bfloat16)), single, strict=True):
+            for x, error, alone in zip(half, map(relative_error, half, case.want(torch.bfloat16)), single, strict=True):
                 assert error <= (2 * alone if x.dtype == torch.bfloat16 else 1e-4), (size, "decays are not in half")
 
 
@@ -272,11 +259,11 @@ def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: i
     found = [out, *torch.autograd.grad(out, [*leaves, decay], torch.ones_like(out))]
     assert all(x.isfinite().all() for x in found)
     if log_decay <= -60:
-        assert distance(out, (q * k).sum(3, keepdim=True) * v) <= 1e-5, "each token sees itself alone"
+        assert relative_error(out, (q * k).sum(3, keepdim=True) * v) <= 1e-5, "each token sees itself alone"
     elif log_decay == -1e-7:
         x = Tokens(*(y[-256:].detach() for y in leaves), decay[-256:].detach().reshape(256, 1, 1, -1))
         _, before = cp.extend_linear(*(y[:-256].detach() for y in (q, k, v, decay)))
-        assert distance(out[-256:].detach(), recurrence.run(x, before)[0]) <= 1e-4
+        assert relative_error(out[-256:].detach(), recurrence.run(x, before)[0]) <= 1e-4
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64, 512])

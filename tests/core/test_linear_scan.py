@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from linear_cases import DECAYS, LinearCase, distance
+from linear_cases import DECAYS, LinearCase
 from nightly import nightly
+from oracle import relative_error
 from torch import Tensor
 
 from cp_plugin import ContextParallel
@@ -110,7 +111,7 @@ def test_chunks_in_float32(x: int, monkeypatch: pytest.MonkeyPatch) -> None:
     want = recurrence.forward(Tokens(q.double(), k.double(), v.double(), decay.double()))
     with monkeypatch.context() as patched:
         patched.setattr(Tensor, "cumsum", in_turn)
-        assert distance(rules.forward(Tokens(q, k, v, decay)), want) <= 1e-6
+        assert relative_error(rules.forward(Tokens(q, k, v, decay)), want) <= 1e-6
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -156,4 +157,4 @@ def test_gla_of_128k_tokens_in_float32() -> None:
         out = cp.linear_attention(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
 
-    assert max(map(distance, run(torch.float32), run(torch.float64))) <= 1e-5
+    assert max(map(relative_error, run(torch.float32), run(torch.float64))) <= 1e-5

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from linear_cases import LinearCase
+from linear_cases import on_shards as linear_on_shards
 from method_cases import METHODS, SETTINGS, of_formula
 from nightly import nightly, pairs_at_night
 from oracle import Case, Result, assert_close, errors, no_sums_in_half
@@ -206,10 +208,7 @@ def test_two_runs_give_the_same_bits(provider: str, dtype: torch.dtype) -> None:
     case = Case(seq_length=128, heads=8, kv_heads=4, causal=True, dtype=dtype)
 
     def linear(mesh: Mesh) -> list[Tensor]:
-        cp = ContextParallel(provider, mesh=mesh, layout=layout)
-        leaves = [cp.shard(x).detach().requires_grad_() for x in case.inputs()[:3]]
-        out = cp.linear_attention(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(case.inputs()[3]))]
+        return linear_on_shards(ContextParallel(provider, mesh=mesh, layout=layout), LinearCase(), torch.float32)
 
     def run() -> list[list[Tensor]]:
         if found.kind == "linear":

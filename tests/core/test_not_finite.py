@@ -7,19 +7,18 @@ definition of attention (a row sees its own keys only) and one call of the same 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from nightly import pairs_at_night
 from oracle import Case, Result
+from thread_ranks import on_threads, run
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.comm import Mesh, run_threads
+from cp_plugin import ContextParallel
 from cp_plugin.methods import registry as providers
 
-SIZE = 4
-CASE = Case(seq_length=64, heads=4, kv_heads=4, causal=True, batch=1)
 PLACES = {"first token": 0, "middle": 29, "last token": 63}
 FAULTS = {
     "NaN in q": (0, math.nan),
@@ -32,32 +31,31 @@ FAULTS = {
 }
 
 
-def inputs(fault: str, token: int) -> tuple[Tensor, ...]:
-    which, value = FAULTS[fault]
-    tensors = CASE.inputs()
-    tensors[which][token, 0, 1, 3] = value
-    return tensors
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faulty(Case):
+    """One number of one input is not finite."""
+
+    fault: str
+    token: int
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        which, value = FAULTS[self.fault]
+        tensors = Case.inputs(self)
+        tensors[which][self.token, 0, 1, 3] = value
+        return tensors
 
 
-def by_definition(tensors: tuple[Tensor, ...]) -> Result:
+def by_definition(case: Case) -> Result:
     """Row by row over the visible keys, so that no masked key takes part."""
-    q, k, v, dout = (x[:, 0] for x in tensors)
+    q, k, v, dout = (x[:, 0] for x in case.inputs())
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     rows = []
-    for i in range(CASE.seq_length):
-        scores = torch.einsum("hd,khd->hk", q[i], k[: i + 1]) * CASE.head_dim**-0.5
+    for i in range(case.seq_length):
+        scores = torch.einsum("hd,khd->hk", q[i], k[: i + 1]) * case.head_dim**-0.5
         rows.append(torch.einsum("hk,khe->he", scores.softmax(-1), v[: i + 1]))
     out = torch.stack(rows)
     out.backward(dout)
     return Result(*(x.unsqueeze(1) for x in (out.detach(), q.grad, k.grad, v.grad)))
-
-
-def run(cp: ContextParallel, tensors: tuple[Tensor, ...]) -> Result:
-    q, k, v, dout = (cp.shard(x) for x in tensors)
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = cp.attention(q, k, v)
-    out.backward(dout)
-    return Result(*(cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad)))
 
 
 @pairs_at_night
@@ -65,15 +63,10 @@ def run(cp: ContextParallel, tensors: tuple[Tensor, ...]) -> Result:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("provider", providers.names())
 def test_as_on_one_device(backend: str, provider: str, fault: str, token: str) -> None:
-    tensors = inputs(fault, PLACES[token])
-    exact, single = by_definition(tensors), run(ContextParallel("ring", backend=backend), tensors)
-    problem = Problem(size=SIZE, heads=CASE.heads, kv_heads=CASE.kv_heads, head_dim=CASE.head_dim, dtype=CASE.dtype)
-    settled = providers.settle(provider, problem, Options(backend=backend))
-
-    def rank(mesh: Mesh) -> Result:
-        return run(ContextParallel(provider, mesh=mesh, problem=problem, backend=backend), tensors)
-
-    got = run_threads(rank, settled.provider.axes(SIZE, settled.options))[0]
+    sizes = {"seq_length": 64, "heads": 4, "kv_heads": 4, "causal": True, "batch": 1}
+    case = Faulty(fault=fault, token=PLACES[token], **sizes)
+    exact, single = by_definition(case), run(ContextParallel("ring", backend=backend), case)
+    got = on_threads(provider, 4, case, backend=backend)[0]
     assert not all(x.isfinite().all() for x in exact[:4])
     for name, g, e, s in zip(Result._fields[:4], got, exact, single, strict=False):
         hidden = ~e.isfinite() & ~s.isfinite() & g.isfinite()

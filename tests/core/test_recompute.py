@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "head axis": ("ulysses", {}),
     "gather": ("all_gather", {"head_groups": 2}),
     "double ring behind a head axis": ("double_ring", {"head_parallel": 2, "intra_size": 2}),
+    **{name: (name, {}) for name in providers.names("linear")},
 }
 Run = Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Tensor]
 
@@ -46,13 +46,13 @@ def with_hooks(function: Callable[..., Tensor], x: tuple[Tensor, ...]) -> Tensor
     return checkpoint(Recomputed(function), *x, use_reentrant=False)
 
 
-def two_micro_batches(cp: ContextParallel, how: Run) -> list[Tensor]:
+def two_micro_batches(call: Callable[..., Tensor], cp: ContextParallel, how: Run) -> list[Tensor]:
     """Two forwards, then two backwards, first in first out as in a pipeline. All gradients and both outputs."""
     batches = []
     for factor in (1.0, 0.5):
         q, k, v, dout = (cp.shard(x) for x in CASE.inputs())
         leaves = tuple((x * factor).detach().requires_grad_() for x in (q, k, v))
-        out = how(lambda q, k, v: cp.attention(2 * q, k, v).sin(), leaves)
+        out = how(lambda q, k, v: call(2 * q, k, v).sin(), leaves)
         batches.append((leaves, out, dout))
     for _, out, dout in batches:
         out.backward(dout)
@@ -66,7 +66,8 @@ def on_ranks(name: str, how: Run) -> list[tuple[list[Tensor], int]]:
 
     def rank(mesh: Mesh) -> tuple[list[Tensor], int]:
         cp = ContextParallel(provider, mesh=mesh, problem=typical(CASE, 4), **options)
-        return two_micro_batches(cp, how), mesh.ledger.bytes(phase="forward")
+        call = cp.attention if settled.provider.kind == "softmax" else cp.linear_attention
+        return two_micro_batches(call, cp, how), mesh.ledger.bytes(phase="forward")
 
     return run_threads(rank, settled.axes)
 
@@ -86,29 +87,11 @@ def test_nothing_is_repeated(name: str, how: Run, kernels: list[str]) -> None:
     want = on_ranks(name, plainly)
     calls = len(kernels)
     got = on_ranks(name, how)
-    assert len(kernels) == 2 * calls > 0
+    linear = name in providers.names("linear")
+    assert len(kernels) == 2 * calls and bool(calls) != linear
     for (tensors, sent), (expected, sent_plainly) in zip(got, want, strict=True):
-        assert sent == sent_plainly > 0
+        assert sent == sent_plainly and (sent > 0 or linear), "where a state ends its way, nothing is sent"
         assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
-
-
-def linear(cp: ContextParallel, how: Run) -> list[Tensor]:
-    leaves = tuple(cp.shard(x).detach().requires_grad_() for x in CASE.inputs()[:3])
-    out = how(lambda q, k, v: cp.linear_attention(2 * q, k, v).sin(), leaves)
-    out.sum().backward()
-    return [out.detach(), *(y.grad for y in leaves)]
-
-
-@pytest.mark.parametrize("provider", providers.names("linear"))
-def test_linear_attention_sends_its_states_once(provider: str) -> None:
-    def rank(mesh: Mesh, how: Run) -> tuple[list[Tensor], int]:
-        return linear(ContextParallel(provider, mesh=mesh), how), mesh.ledger.bytes(phase="forward")
-
-    axes = providers.get(provider).axes(4, Options())
-    results = [run_threads(partial(rank, how=how), axes) for how in (plainly, reentrant)]
-    for (want, sent_plainly), (got, sent) in zip(*results, strict=True):
-        assert sent == sent_plainly
-        assert all(map(torch.equal, got, want))
 
 
 def test_kept_results_are_freed_by_the_backward() -> None:

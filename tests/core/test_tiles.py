@@ -50,12 +50,6 @@ def test_intervals_against_brute_force(mask: Mask) -> None:
     assert torch.equal((keys >= first[:, None]) & (keys < end[:, None]), seen(mask, TOKENS))
 
 
-@pytest.mark.parametrize("diagonal", range(-5, 9))
-def test_pairs_for_any_diagonal(diagonal: int) -> None:
-    tile = Tile(range(4), range(6), diagonal)
-    assert tile.pairs == len(pairs_of((tile,)))
-
-
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_ring_step_is_at_most_one_kernel_call(layout: str, size: int) -> None:

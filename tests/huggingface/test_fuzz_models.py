@@ -1,4 +1,9 @@
-"""``ci/faults/fuzz_huggingface.py``: some cases by day, more by night; a planted fault is found."""
+"""``ci/faults/fuzz_huggingface.py``: some cases by day, more by night, and every rope; a planted fault is found.
+
+Kind: whatever is computed from the length of a shard, or from indices in it. Dynamic NTK took each rank's own largest
+position: q_proj was 0.5 to 34 % off, and the rank with the last token was right. LongRoPE changes its factors beyond
+the original length in the same way.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import NIGHT
-from tiny import needs_transformers
+from nightly import NIGHT, each_value
+from tiny import differs, model_of, needs_transformers, tokens, train
 
-from cp_plugin import ContextParallel
+from cp_plugin import ContextParallel, huggingface
 
 sys.path.append(str(Path(__file__).parents[2] / "ci" / "faults"))
 
@@ -39,6 +44,28 @@ def test_models_are_called_in_every_way(way: str, capsys: pytest.CaptureFixture[
     assert run(kind="llama", only=number) == 0
     outcome = "refused" if way in ("noise", "padded on one rank") else "equal"
     assert f"{number}: {outcome}: " in capsys.readouterr().out
+
+
+@each_value
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("kind", ["llama", "olmo2", "qwen3"])
+@pytest.mark.parametrize("rope", fuzz_huggingface.ROPES, ids=lambda rope: rope["rope_type"])
+def test_every_rope_is_that_of_one_rank(rope: dict[str, Any], kind: str, layout: str) -> None:
+    parameters = {"rope_theta": 1e4, **fuzz_huggingface.of_pairs(rope, 8)}
+    most = 32 if rope["rope_type"] == "dynamic" else 128
+    model = model_of(kind, rope_parameters=parameters, max_position_embeddings=most)
+    whole = {"input_ids": tokens(128), "labels": tokens(128)}
+    assert differs(model, "ring", 4, whole=whole, layout=layout) <= 2e-5
+
+
+def test_lengths_that_change_leave_the_same_state() -> None:
+    """Dynamic NTK keeps the angles of the longest sequence, until a short one comes."""
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model, other = (model_of("llama", rope_parameters=parameters, max_position_embeddings=32) for _ in range(2))
+    huggingface.apply(other, cp := ContextParallel("ring"))
+    for length in (128, 64, 16, 48):
+        one = train(model, {"input_ids": tokens(length), "labels": tokens(length)})
+        assert train(other, huggingface.shard(cp, tokens(length))).loss == one.loss
 
 
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

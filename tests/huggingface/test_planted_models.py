@@ -208,9 +208,7 @@ FAULTS: dict[str, Fault] = {
     },
     **{
         name: Fault(
-            calls(
-                "model.layers.0.self_attn.q_proj", lambda self, x, scale=scale: (self.layer(x) * scale(x)).to(x.dtype)
-            ),
+            calls("model.layers.0.self_attn.q_proj", partial(scaled, scale=scale)),
             f"{ON_SHARDS}in attention 1 the queries",
             provider="striped",
             ranks=4,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import Trained, compare, model_of, needs_transformers, on_ranks, tokens, train
+from torch.nn.utils.rnn import pad_sequence
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import RankError
@@ -61,11 +62,9 @@ ROWS = [{"input_ids": tokens(64, 16)[i, :n].tolist()} for i, n in enumerate(LENG
 
 
 def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    size = max(len(example["input_ids"]) for example in examples)
-    rows = [example["input_ids"] + [0] * (size - len(example["input_ids"])) for example in examples]
-    mask = [[1] * len(example["input_ids"]) + [0] * (size - len(example["input_ids"])) for example in examples]
-    batch = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
-    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+    rows = [torch.tensor(example["input_ids"]) for example in examples]
+    ids, mask = (pad_sequence(each, batch_first=True) for each in (rows, list(map(torch.ones_like, rows))))
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def packs(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

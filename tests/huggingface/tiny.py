@@ -105,6 +105,7 @@ def differs(
     provider: str = "ring",
     ranks: int = 2,
     whole: dict[str, torch.Tensor] | None = None,
+    one: Trained | None = None,
     packed: dict[str, Any] | None = None,
     then: Callable[[Any], Any] = lambda model: model,
     call: Callable[[Any], Callable[..., Any]] = lambda model: model,
@@ -114,12 +115,13 @@ def differs(
 
     Args:
         whole: the batch on one rank; None: ``tokens()``, their own labels.
+        one: what it gives; None: what this model gives there.
         packed: arguments of ``shard`` for the same batch; None: ``whole``.
         then: what a user does to the divided model; returns the one to train.
         call: of a model, on one rank, too: what is called instead of it.
     """
     whole = {"input_ids": tokens(), "labels": tokens()} if whole is None else whole
-    one = train(model, whole, call(model))
+    one = train(model, whole, call(model)) if one is None else one
 
     def rank(cp: ContextParallel) -> float:
         huggingface.apply(model, cp)

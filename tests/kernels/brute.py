@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from cp_kernels.visible import Runs, View
+from oracle import attend, sees
 from torch import Tensor
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -77,28 +78,15 @@ class Answer(NamedTuple):
 def seen(rows: Runs, keys: Runs, view: View) -> Tensor:
     """Whether each query sees each key."""
     q, k = (torch.cat([torch.arange(r.start, r.stop, r.step) for r in runs]) for runs in (rows, keys))
-    found = torch.ones(len(q), len(k), dtype=torch.bool)
-    if view.left is not None:
-        found &= k >= q[:, None] - view.left
-    if view.right is not None:
-        found &= k <= q[:, None] + view.right
-    if view.documents:
-        of_q, of_k = (torch.tensor([sum(p >= b for b in view.documents) for p in x.tolist()]) for x in (q, k))
-        found &= of_q[:, None] == of_k
-    return found
+    return sees(q, k, view.left, view.right, view.documents)
 
 
 def answer(x: Inputs, rows: Runs, keys: Runs, view: View, scale: float) -> Answer:
     """Rows that see nothing have out 0 and lse -inf."""
     q, k, v = (y.double().requires_grad_() for y in x[:3])
-    repeat = q.size(2) // k.size(2)
-    scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(repeat, 2)) * scale
-    scores = scores.masked_fill(~seen(rows, keys, view).to(scores.device), -torch.inf)
-    lse = scores.logsumexp(-1)
-    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    out = torch.einsum("bhqk,kbhe->qbhe", p, v.repeat_interleave(repeat, 2))
+    out, lse = attend(q, k, v, ~seen(rows, keys, view).to(q.device), scale)
     grads = torch.autograd.grad(out, (q, k, v), x.dout.double())
-    return Answer(out.detach(), lse.detach().permute(2, 0, 1), *grads)
+    return Answer(out.detach(), lse.detach(), *grads)
 
 
 def errors(got: Answer, want: Answer) -> dict[str, float]:

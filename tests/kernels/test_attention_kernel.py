@@ -17,7 +17,7 @@ from cp_kernels.sizes import Sizes
 from cp_kernels.visible import LAST, Runs, View
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from nightly import NIGHT, each_value, one_case
+from nightly import NIGHT, each_value
 from torch import Tensor
 
 CAUSAL = View(right=0)
@@ -73,17 +73,9 @@ def test_scales_that_turn_scores_around(scale: float) -> None:
     assert out.isfinite().all() and lse.isfinite().all(), "the running maximum is one"
 
 
-@one_case
-@pytest.mark.parametrize("heads", [(3, 1), (4, 4), (4, 2), (6, 2)], ids=str)
-def test_groups_of_heads_and_batches(heads: tuple[int, int]) -> None:
-    sides = SIDES["zigzag"]
-    x = Inputs.random(*sides, heads=heads, batch=2)
-    assert_right(run(x, *sides, CAUSAL, 0.3), answer(x, *sides, CAUSAL, 0.3), LIMITS[torch.float32])
-
-
 @settings(max_examples=15 if NIGHT else 5, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data())
-def test_any_runs_under_any_mask(data: st.DataObject) -> None:
+def test_any_runs_heads_and_batches_under_any_mask(data: st.DataObject) -> None:
     def runs() -> Runs:
         at, found = 0, []
         for _ in range(data.draw(st.integers(1, 3))):
@@ -96,7 +88,8 @@ def test_any_runs_under_any_mask(data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, 400), max_size=4)))
     view = View(data.draw(reach), data.draw(reach), (0, *cuts, 500) if cuts else ())
     rows, keys = runs(), runs()
-    x = Inputs.random(rows, keys)
+    heads = data.draw(st.sampled_from([(6, 2), (3, 1), (4, 4), (4, 2)]))
+    x = Inputs.random(rows, keys, heads=heads, batch=data.draw(st.integers(1, 2)))
     assert_right(run(x, rows, keys, view, 0.3), answer(x, rows, keys, view, 0.3), LIMITS[torch.float32])
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cp_kernels import decode as kernel
 from nightly import pairs_at_night
+from oracle import attend_to_slots
 from torch import Tensor
 
 from cp_plugin.core import payload
@@ -36,23 +37,6 @@ def books(lengths: list[int], slots: int, tokens: int = 1) -> tuple[Tensor, Tens
     return held, last + torch.arange(tokens, dtype=torch.int32)[:, None]
 
 
-def oracle(
-    q: Tensor, k: Tensor, v: Tensor, held: Tensor, positions: Tensor, scale: float, left: int
-) -> tuple[Tensor, Tensor]:
-    """In float64, one query at a time, over the slots that it sees."""
-    (t, b, h, _), repeat = q.shape, q.size(2) // k.size(2)
-    out, lse = torch.zeros(t, b, h, v.size(3), dtype=torch.float64), torch.full((t, b, h), -inf, dtype=torch.float64)
-    for token in range(t):
-        for i in range(b):
-            apart = positions[token, i] - held[:, i].long()
-            rows = ((apart >= 0) & ((apart <= left) | (left == -1))).nonzero().flatten()
-            for head in range(h if len(rows) else 0):
-                s = k[rows, i, head // repeat].double() @ q[token, i, head].double() * scale
-                lse[token, i, head] = s.logsumexp(0)
-                out[token, i, head] = s.softmax(0) @ v[rows, i, head // repeat].double()
-    return out, lse
-
-
 def check(
     q: Tensor, k: Tensor, v: Tensor, held: Tensor, positions: Tensor, left: int = -1, parts: int | None = None
 ) -> None:
@@ -60,7 +44,7 @@ def check(
     outs, lses = kernel.decode(q, (k, None), (v, None), v.size(3), held, positions, scale, left)
     assert outs.dtype == lses.dtype == torch.float32 and (parts is None or outs.size(0) == parts)
     out, lse = kernel.merge_parts(outs, lses)
-    want_out, want_lse = oracle(q, k, v, held, positions, scale, left)
+    want_out, want_lse = attend_to_slots(q, k, v, held, positions, scale, left)
     nothing = want_lse == -inf
     assert torch.equal(lse == -inf, nothing) and not out[nothing].any()
     torch.testing.assert_close(lse.double()[~nothing], want_lse[~nothing], rtol=1e-5, atol=1e-5)

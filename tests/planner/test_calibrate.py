@@ -39,8 +39,12 @@ def quick():
 @pytest.fixture(scope="module")
 def measured(quick) -> Cluster:
     """A profile of two ranks by the real clock."""
+    return calibrated()
+
+
+def calibrated(**hosts: tuple[str, str]) -> Cluster:
     return run_ranks(
-        lambda: calibrate.calibrate("here", _HERE, [torch.float32]), 2, timeout=60, init_process_group=True
+        lambda: calibrate.calibrate("here", _HERE, [torch.float32], **hosts), 2, timeout=60, init_process_group=True
     )[0]
 
 
@@ -106,12 +110,7 @@ def test_calibrate_finds_the_links_that_its_messages_had(quick, hosts, monkeypat
     monkeypatch.setattr(link_rates, "time", clock)
     for verb in ("shift", "all_to_all", "reduce_scatter", "all_gather"):
         monkeypatch.setattr(GroupMesh, verb, clock.timed(verb))
-    profile = run_ranks(
-        lambda: calibrate.calibrate("here", _HERE, [torch.float32], hosts=hosts),
-        2,
-        timeout=60,
-        init_process_group=True,
-    )[0]
+    profile = calibrated(hosts=hosts)
     verbs = profile.inter.verbs
     assert set(verbs) == (set() if hosts == ("one", "one") else {"all_to_all", "reduce_scatter", "all_gather"})
     for link in (profile.intra, profile.inter, *verbs.values()):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core.linear_cases import LinearCase, distance
+from core.linear_cases import LinearCase
+from core.linear_cases import on_shards as on_shards_linear
 from core.method_cases import METHODS
 from core.test_mesh import with_any_strides
 from equipment.nccl import programs
 from equipment.nccl.model import run_with_data
-from oracle import Case, Result, errors
+from oracle import Case, Result, errors, relative_error
 from thread_ranks import on_shards, typical
 
 from cp_plugin import ContextParallel
@@ -61,16 +62,11 @@ def test_options(provider: str, options: dict[str, Any]) -> None:
 )
 def test_linear_methods(provider: str, decay: Any, delta: bool) -> None:
     case = LinearCase(decay=decay, delta=delta, seq_length=24)
-    *inputs, dout = case.inputs()
     want = case.want()
 
     def rank(mesh: Mesh) -> float:
         cp = ContextParallel(provider, mesh=mesh)
-        *leaves, beta = (None if x is None else cp.shard(x).detach().requires_grad_() for x in inputs)
-        out = cp.linear_attention(*leaves, beta=beta)
-        out.backward(cp.shard(dout))
-        got = [out.detach(), *(x.grad for x in (*leaves, beta) if x is not None)]
-        return max(distance(a, cp.shard(b)) for a, b in zip(got, want, strict=True))
+        return max(map(relative_error, on_shards_linear(cp, case), map(cp.shard, want)))
 
     assert max(run_with_data(rank, {"cp": 3})) < 1e-9
 

@@ -197,7 +197,7 @@ class _Above(TorchFunctionMode):
         if name == "is_pinned":
             return self._device.pinned(args[0])
         if name == "untyped_storage" and args[0].is_meta:
-            return _Storage(func(*args))
+            return _storage(func(*args))
         if (
             name in ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__")
             and args[0].is_meta
@@ -230,18 +230,9 @@ class _Above(TorchFunctionMode):
         return func(*args, **named)
 
 
-class _Storage:
-    """A distinct address for each storage: memory without data has none."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage = storage
-        self._cdata = storage._cdata
-
-    def data_ptr(self) -> int:
-        return self._cdata
-
-    def nbytes(self) -> int:
-        return self._storage.nbytes()
+def _storage(found: torch.UntypedStorage) -> SimpleNamespace:
+    """With an address of its own, which memory without data has not."""
+    return SimpleNamespace(_cdata=found._cdata, data_ptr=lambda: found._cdata, nbytes=found.nbytes)
 
 
 _TOLD: dict[Any, Any] = {
@@ -302,30 +293,24 @@ class _Below(TorchDispatchMode):
         return result
 
     def _copy(self, func: Any, name: str, args: Any, named: Any) -> Any:
-        if name == "copy_":
-            to, source = args[0], args[1]
-            sides, free = (source.is_meta, to.is_meta), args[2] if len(args) > 2 else named.get("non_blocking", False)
-        else:
-            source = args[0]
-            sides = (source.is_meta, named.get("device", source.device).type == "meta")
-            free = named.get("non_blocking", False)
+        onto = name == "copy_"
+        source = args[1 if onto else 0]
+        there = args[0].is_meta if onto else named.get("device", source.device).type == "meta"
         ops = self._device.ops
-        if sides == (True, False):
+        if source.is_meta and not there:
             ops.wait("a copy to the host")
-            if name == "copy_":
-                return to.zero_()
-            return torch.zeros(source.shape, dtype=named.get("dtype") or source.dtype)
-        if sides == (False, True):
-            if not self._device.pinned(source):
-                ops.wait("a copy to the device from memory that is not pinned")
-            elif not free:
-                ops.wait("a blocking copy to the device")
-            result = func(*args, **named) if name == "_to_copy" else to
-            ops.launch(name, (), (result,))
+            return args[0].zero_() if onto else torch.zeros(source.shape, dtype=named.get("dtype") or source.dtype)
+        if source.is_meta:
+            result = func(*args, **named)
+            if not onto or not _same_memory(args[0], source):
+                ops.torch(func, args, named, result)
             return result
-        result = func(*args, **named)
-        if name == "_to_copy" or not _same_memory(to, source):
-            ops.torch(func, args, named, result)
+        if not self._device.pinned(source):
+            ops.wait("a copy to the device from memory that is not pinned")
+        elif not named.get("non_blocking", args[2] if len(args) > 2 else False):
+            ops.wait("a blocking copy to the device")
+        result = args[0] if onto else func(*args, **named)
+        ops.launch(name, (), (result,))
         return result
 
     def _index(self, index: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from core.linear_cases import LinearCase
+from core.linear_cases import LinearCase, sharded
 from equipment.nccl.model import Program, beside
 from oracle import Case
 from thread_ranks import typical
@@ -52,7 +52,7 @@ def linear_attention(provider: str, case: LinearCase, layout: str) -> Program[No
     def program(mesh: Mesh) -> None:
         cp = ContextParallel(provider, mesh=mesh, layout=layout)
         *inputs, dout = case.inputs(torch.float32)
-        q, k, v, decay, beta = (x if x is None or x.dim() == 1 else cp.shard(x) for x in inputs)
+        q, k, v, decay, beta = (None if x is None else sharded(cp, x) for x in inputs)
         more = {"beta": beta, "causal": case.causal, "cu_seqlens": case.cu_seqlens}
         _run_layers(lambda *qkv: cp.linear_attention(*qkv, decay, **more), q, k, v, cp.shard(dout))
 
