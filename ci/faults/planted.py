@@ -32,7 +32,7 @@ class Plant:
     at: str = "forward"
     """A key of ``_PLACES`` (forward and backward: inside a message of attention), ``call``, or ``saving:SECONDS``."""
     step: int = 3
-    """Training step; at ``call`` the number of the attention call in this process, including the self-check's."""
+    """Training step; at ``call`` the number of the attention call in this process, less the self-check's."""
     once: str = ""
     """A file: the fault happens only if it does not exist, and creates it first."""
 
