@@ -12,4 +12,4 @@ bash ci/environment.sh dev
 for version; do
   [ -d "$version" ] || bash ci/megatron/overlay.sh "$version" >/dev/null
 done
-OMP_NUM_THREADS=1 .venv/bin/python ci/megatron/try_patches.py "$@"
+PYTHONPATH="$PWD:$PWD/kernels:$PWD/tests" OMP_NUM_THREADS=1 .venv/bin/python ci/megatron/try_patches.py "$@"

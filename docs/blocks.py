@@ -133,7 +133,7 @@ def _lengths(name: str) -> str:
 
 
 def _placed() -> str:
-    """For four packs of each kind; ``ci/perf/placement.py`` takes sixteen."""
+    """For four packs of each kind; ``tests/core/test_placement.py`` takes sixteen."""
     rows = []
     for r in placement.measured(4):
         sides = (([p.balance for p in of], r.bytes(of)) for of in (r.zigzag, r.placed))

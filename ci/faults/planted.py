@@ -30,9 +30,9 @@ class Plant:
     do: str
     """A key of ``ACTIONS``, with an argument after a colon: ``sleep:5``."""
     at: str = "forward"
-    """A key of ``_PLACES`` (forward and backward: inside a message of attention), or ``saving:SECONDS``."""
+    """A key of ``_PLACES`` (forward and backward: inside a message of attention), ``call``, or ``saving:SECONDS``."""
     step: int = 3
-    """Training step; at ``call`` the number of the attention call in this process, including the self-check's."""
+    """Training step; at ``call`` the number of the attention call in this process, less the self-check's."""
     once: str = ""
     """A file: the fault happens only if it does not exist, and creates it first."""
 
@@ -51,11 +51,17 @@ def plant(planted: Plant, mark: Path) -> None:
         name, _, argument = planted.do.partition(":")
         ACTIONS[name](argument, *args)
 
+    def in_step(*args: Any) -> None:
+        if _step() == planted.step:
+            happen(*args)
+
     place, _, delay = planted.at.partition(":")
     if delay:
         _while_saving(float(delay), planted.step, happen)
+    elif place == "call":
+        _in_call(planted.step, happen)
     else:
-        _PLACES[place](planted.step, happen)
+        _PLACES[place](happen if place in ("start", "join") else in_step)
 
 
 def _replace_in_module(argument: str, *_: Any) -> None:
@@ -104,17 +110,9 @@ def _average(*_: Any) -> None:
     fused._weight = lambda part, whole: torch.full_like(part, 0.5).unsqueeze(-1)
 
 
-def _roll(key: str, batch: dict[str, Any]) -> None:
-    batch[key] = batch[key].roll(1, 1)
-
-
 def _mask(_: str, batch: dict[str, Any]) -> None:
     batch["loss_mask"] = batch["loss_mask"].clone()
     batch["loss_mask"][:, 1::2] = 0
-
-
-def _turn(by: str, given: dict[str, Any]) -> None:
-    given["freqs"] = given["freqs"].roll(int(by), 0)
 
 
 def _scale(factor: str, given: dict[str, Any]) -> None:
@@ -129,16 +127,13 @@ def _sink(score: str, given: dict[str, Any]) -> None:
     given["sink"] = given["q"].new_full((given["q"].size(2),), float(score))
 
 
-def _flipped(which: str, given: dict[str, Any]) -> None:
-    given[which] = given[which].flip(0)
+def _changed(change: Callable[[Any], Any]) -> Callable[..., None]:
+    """Change one of the tensors that the place passes: the argument is its name."""
 
+    def action(which: str, given: dict[str, Any]) -> None:
+        given[which] = change(given[which])
 
-def _lost(which: str, given: dict[str, Any]) -> None:
-    given[which] = given[which] * 0
-
-
-def _smaller(which: str, returned: dict[str, Any]) -> None:
-    returned[which] = 0.98 * returned[which]
+    return action
 
 
 ACTIONS: dict[str, Callable[..., None]] = {
@@ -159,15 +154,15 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "stale": functools.partial(_previous_keys, of_call=True),
     "late": functools.partial(_previous_keys, of_call=False),
     "average": _average,
-    "roll": _roll,
+    "roll": _changed(lambda x: x.roll(1, 1)),
     "mask": _mask,
-    "turn": _turn,
+    "turn": lambda by, given: given.update(freqs=given["freqs"].roll(int(by), 0)),
     "scale": _scale,
     "window": _window,
     "sink": _sink,
-    "smaller": _smaller,
-    "flipped": _flipped,
-    "lost": _lost,
+    "smaller": _changed(lambda x: 0.98 * x),
+    "flipped": _changed(lambda x: x.flip(0)),
+    "lost": _changed(lambda x: x * 0),
 }
 
 
@@ -177,26 +172,49 @@ def _step() -> int:
     return getattr(global_vars._GLOBAL_ARGS, "curr_iteration", -1) + 1
 
 
-def _in_message(phase: str) -> Callable[[int, Callable[..., None]], None]:
-    def put(step: int, happen: Callable[..., None]) -> None:
+def _instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], object]:
+    """Decorator: call the function instead of ``owner.name``, with that one as its first argument."""
+    original = getattr(owner, name)
+
+    def decorate(other: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def called(*args: Any, **named: Any) -> Any:
+            return other(original, *args, **named)
+
+        setattr(owner, name, called)
+
+    return decorate
+
+
+def _before(owner: Any, name: str, happen: Callable[[], None]) -> None:
+    @_instead(owner, name)
+    def first(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        happen()
+        return original(*args, **named)
+
+
+def _in_message(phase: str) -> Callable[[Callable[..., None]], None]:
+    def put(happen: Callable[..., None]) -> None:
         from cp_plugin.comm import GroupMesh
 
-        @_wrapped(GroupMesh, "_named")
-        def before(mesh: GroupMesh, *_: Any) -> None:
-            if _step() == step and mesh.ledger.current_phase == phase:
+        @_instead(GroupMesh, "_named")
+        def named(original: Callable[..., Any], mesh: GroupMesh, *given: Any, **more: Any) -> Any:
+            if mesh.ledger.current_phase == phase:
                 happen()
+            return original(mesh, *given, **more)
 
     return put
 
 
-def _at_received(step: int, happen: Callable[..., None]) -> None:
+def _at_received(happen: Callable[..., None]) -> None:
     """Pass the received keys and values, those of the previous message, and the message's number in the call."""
     from cp_plugin.comm import GroupMesh, Pending
 
-    exchange, count, inside = GroupMesh._exchange, 0, False
+    count, inside = 0, False
     before: Tensors = ()
 
-    def receiving(mesh: Any, axis: str, tensors: Tensors, *ends: Any) -> Any:
+    @_instead(GroupMesh, "_exchange")
+    def receiving(exchange: Callable[..., Any], mesh: Any, axis: str, tensors: Tensors, *ends: Any) -> Any:
         nonlocal inside
         if inside or mesh.ledger.current_phase != "forward":  # nested: the same message
             return exchange(mesh, axis, tensors, *ends)
@@ -210,14 +228,11 @@ def _at_received(step: int, happen: Callable[..., None]) -> None:
             nonlocal before, count
             received = pending.wait()
             kept = tuple(t.clone() for t in received)
-            if _step() == step:
-                happen(received, before, count % (mesh.axes[axis] - 1))
+            happen(received, before, count % (mesh.axes[axis] - 1))
             before, count = kept, count + 1
             return received
 
         return Pending(finish)
-
-    GroupMesh._exchange = receiving
 
 
 def _in_call(number: int, happen: Callable[..., None]) -> None:
@@ -226,9 +241,10 @@ def _in_call(number: int, happen: Callable[..., None]) -> None:
     from cp_plugin.kernels import fused
     from cp_plugin.megatron.state import STATE
 
-    attend, weight, count = ContextParallel.attention, fused._weight, 0
+    weight, count = fused._weight, 0
 
-    def attention(*args: Any, **named: Any) -> Any:
+    @_instead(ContextParallel, "attention")
+    def attention(attend: Callable[..., Any], *args: Any, **named: Any) -> Any:
         nonlocal count
         count += not STATE.trial
         if count == number:
@@ -238,125 +254,98 @@ def _in_call(number: int, happen: Callable[..., None]) -> None:
         finally:
             fused._weight = weight
 
-    ContextParallel.attention = attention
 
-
-def _at_batch(step: int, happen: Callable[..., None]) -> None:
+def _at_batch(happen: Callable[..., None]) -> None:
     """Pass the sliced batch of each micro-batch."""
     from cp_plugin.megatron.models import gpt
 
-    get = gpt.get_batch
-
-    def get_batch(*args: Any, **named: Any) -> dict[str, Any]:
+    @_instead(gpt, "get_batch")
+    def get_batch(get: Callable[..., Any], *args: Any, **named: Any) -> dict[str, Any]:
         batch = get(*args, **named)
-        if _step() == step:
-            happen(batch)
+        happen(batch)
         return batch
 
-    gpt.get_batch = get_batch
 
-
-def _at_rotation(step: int, happen: Callable[..., None]) -> None:
+def _at_rotation(happen: Callable[..., None]) -> None:
     """Pass the angles by which a layer rotates its queries or keys."""
     from megatron.core.transformer import attention, multi_latent_attention
 
     for module in (attention, multi_latent_attention):
-        rotate = module.apply_rotary_pos_emb
 
-        def rotating(t: Any, freqs: Any, *args: Any, rotate: Any = rotate, **named: Any) -> Any:
+        @_instead(module, "apply_rotary_pos_emb")
+        def rotating(rotate: Callable[..., Any], t: Any, freqs: Any, *args: Any, **named: Any) -> Any:
             given = {"freqs": freqs}
-            if _step() == step:
-                happen(given)
+            happen(given)
             return rotate(t, given["freqs"], *args, **named)
 
-        module.apply_rotary_pos_emb = rotating
 
-
-def _at_attention(step: int, happen: Callable[..., None]) -> None:
+def _at_attention(happen: Callable[..., None]) -> None:
     """Pass the arguments of softmax attention."""
     from cp_plugin import ContextParallel
 
-    attend = ContextParallel.attention
-
-    def attention(cp: Any, q: Any, k: Any, v: Any, **named: Any) -> Any:
+    @_instead(ContextParallel, "attention")
+    def attention(attend: Callable[..., Any], cp: Any, q: Any, k: Any, v: Any, **named: Any) -> Any:
         given = named | {"q": q}
-        if _step() == step:
-            happen(given)
+        happen(given)
         return attend(cp, given.pop("q"), k, v, **given)
 
-    ContextParallel.attention = attention
 
-
-def _at_returned(step: int, happen: Callable[..., None]) -> None:
+def _at_returned(happen: Callable[..., None]) -> None:
     """Pass the sums of dk and dv that come back from other ranks of a ring."""
     from cp_plugin.comm import Pending
     from cp_plugin.methods import ring
 
-    added = ring._added
-
-    def adding(arriving: Any, parts: Any) -> Any:
-        if arriving is None or _step() != step:
+    @_instead(ring, "_added")
+    def adding(added: Callable[..., Any], arriving: Any, parts: Any) -> Any:
+        if arriving is None:
             return added(arriving, parts)
         returned = dict(zip(("dk", "dv"), arriving.wait(), strict=True))
         happen(returned)
         return added(Pending.done((returned["dk"], returned["dv"])), parts)
 
-    ring._added = adding
 
-
-def _at_halo(phase: str) -> Callable[[int, Callable[..., None]], None]:
+def _at_halo(phase: str) -> Callable[[Callable[..., None]], None]:
     """Pass the rows that a short convolution receives in a forward or backward."""
 
-    def put(step: int, happen: Callable[..., None]) -> None:
+    def put(happen: Callable[..., None]) -> None:
         from cp_plugin.attention import convolution
 
-        sent = convolution._sent
-
-        def receiving(mesh: Any, *given: Any) -> Any:
+        @_instead(convolution, "_sent")
+        def receiving(sent: Callable[..., Any], mesh: Any, *given: Any) -> Any:
             received = {"halo": sent(mesh, *given)}
-            if _step() == step and mesh.ledger.current_phase == phase:
+            if mesh.ledger.current_phase == phase:
                 happen(received)
             return received["halo"]
-
-        convolution._sent = receiving
 
     return put
 
 
-def _at_linear(step: int, happen: Callable[..., None]) -> None:
+def _at_linear(happen: Callable[..., None]) -> None:
     """Pass q, k, v, decays and beta of linear attention, and where its documents begin and end."""
     from cp_plugin.attention import linear
 
-    fold = linear.fold
-
-    def changed(x: Any, parts: Any, documents: Any) -> Any:
+    @_instead(linear, "fold")
+    def changed(fold: Callable[..., Any], x: Any, parts: Any, documents: Any) -> Any:
         given = x._asdict() | ({} if documents is None else documents._asdict())
-        if _step() == step:
-            happen(given)
+        happen(given)
         documents = documents and documents._replace(starts=given["starts"], ends=given.pop("ends"))
         return fold(x._replace(**given | {"starts": None}), parts, documents)
 
-    linear.fold = changed
 
-
-def _at_optimizer(step: int, happen: Callable[..., None]) -> None:
+def _at_optimizer(happen: Callable[..., None]) -> None:
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
-    @_wrapped(FP32Optimizer, "prepare_grads")
-    def before(*_: Any) -> None:
-        if _step() == step:
-            happen()
+    _before(FP32Optimizer, "prepare_grads", happen)
 
 
 def _while_saving(delay: float, step: int, happen: Callable[..., None]) -> None:
     """``delay`` seconds into the save of the step; if it had ended, at 0.7 times the delay of the next, and so on."""
     from megatron.training import training
 
-    save = training.save_checkpoint
     wait = delay
 
-    @functools.wraps(save)
-    def save_checkpoint(iteration: int, *args: Any, **named: Any) -> Any:
+    @_instead(training, "save_checkpoint")
+    def save_checkpoint(save: Callable[..., Any], iteration: int, *args: Any, **named: Any) -> Any:
         nonlocal wait
         if iteration < step:
             return save(iteration, *args, **named)
@@ -367,39 +356,34 @@ def _while_saving(delay: float, step: int, happen: Callable[..., None]) -> None:
         wait *= 0.7
         return result
 
-    training.save_checkpoint = save_checkpoint
 
-
-def _at_gradient(step: int, happen: Callable[..., None]) -> None:
+def _at_gradient(happen: Callable[..., None]) -> None:
     from megatron.core.distributed import finalize_model_grads as module
     from megatron.training import training
 
     for where in (module, training):
         if hasattr(where, "finalize_model_grads"):
 
-            @_wrapped(where, "finalize_model_grads")
-            def before(model: Any, *_: Any) -> None:
-                if _step() == step:
-                    happen(model)
+            @_instead(where, "finalize_model_grads")
+            def finalize(original: Callable[..., Any], model: Any, *args: Any, **named: Any) -> Any:
+                happen(model)
+                return original(model, *args, **named)
 
 
-def _at_join(_: int, happen: Callable[..., None]) -> None:
+def _at_join(happen: Callable[..., None]) -> None:
     import torch.distributed as dist
 
-    @_wrapped(dist, "init_process_group")
-    def before(*_: Any) -> None:
-        happen()
+    _before(dist, "init_process_group", happen)
 
 
-_PLACES: dict[str, Callable[[int, Callable[..., None]], None]] = {
-    "start": lambda _, happen: happen(),
+_PLACES: dict[str, Callable[[Callable[..., None]], None]] = {
+    "start": lambda happen: happen(),
     "join": _at_join,
     "forward": _in_message("forward"),
     "backward": _in_message("backward"),
     "optimizer": _at_optimizer,
     "gradient": _at_gradient,
     "received": _at_received,
-    "call": _in_call,
     "batch": _at_batch,
     "rotation": _at_rotation,
     "attention": _at_attention,
@@ -408,19 +392,3 @@ _PLACES: dict[str, Callable[[int, Callable[..., None]], None]] = {
     "returned halo": _at_halo("backward"),
     "linear": _at_linear,
 }
-
-
-def _wrapped(owner: Any, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: call the function before ``owner.name``, with its positional arguments."""
-    original = getattr(owner, name)
-
-    def decorate(before: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def both(*args: Any, **named: Any) -> Any:
-            before(*args)
-            return original(*args, **named)
-
-        setattr(owner, name, both)
-        return before
-
-    return decorate

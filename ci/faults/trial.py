@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import gc
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -24,7 +25,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,47 +151,32 @@ def run(
     """Call ``launch`` in a forked process with captured output; its argument is the file for the time of the fault."""
     with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as folder:
         mark, out = Path(folder, "happened"), Path(folder, "output")
-        sys.stdout.flush()
         started = time.monotonic()
-        pid = os.fork()
-        if pid == 0:
-            _run_child(functools.partial(launch, mark), out)
+        child = multiprocessing.get_context("fork").Process(target=_run_child, args=(launch, mark, out))
+        child.start()
         if meanwhile is not None:
-            meanwhile(pid, mark)
-        status, hung = _wait(pid, started + limit)
+            meanwhile(child.pid, mark)
+        child.join(limit)
+        if hung := child.is_alive():
+            child.kill()
+            child.join()
         ended = time.monotonic()
         left = _left_behind()
         since = float(mark.read_text()) if mark.exists() and mark.stat().st_size else started
-        return Ended(status=status, text=out.read_text(errors="replace"), seconds=ended - since, left=left, hung=hung)
+        return Ended(
+            status=child.exitcode, text=out.read_text(errors="replace"), seconds=ended - since, left=left, hung=hung
+        )
 
 
-def _run_child(launch: Callable[[], int], out: Path) -> NoReturn:
-    status = 1
-    try:
-        os.setsid()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        sys.stdout, sys.stderr = (os.fdopen(end, "w", buffering=1, closefd=False) for end in (1, 2))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        status = launch()
-    except SystemExit as leave:
-        status = leave.code if isinstance(leave.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status or 0)
-
-
-def _wait(pid: int, deadline: float) -> tuple[int, bool]:
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status), False
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), True
+def _run_child(launch: Callable[[Path], int], mark: Path, out: Path) -> NoReturn:
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    sys.stdout, sys.stderr = (os.fdopen(end, "w", buffering=1, closefd=False) for end in (1, 2))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(launch(mark))
 
 
 def _left_behind() -> list[str]:

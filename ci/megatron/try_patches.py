@@ -11,19 +11,13 @@ import tempfile
 from pathlib import Path
 
 from replay import version_of
+from training import DATA, MODEL, SGD
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PATCHES = ROOT / "patches" / "megatron-lm"
 FOLDERS = {"0.18": "core_v0.18.2", "0.19": "core_v0.19.x", "0.20": "main"}
-FLAGS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --seq-length 64 "
-    "--max-position-embeddings 64 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --micro-batch-size 2 "
-    "--global-batch-size 4 --lr 0.05 --lr-decay-style constant --optimizer sgd --clip-grad 0 --log-interval 1 "
-    "--eval-iters 0 --eval-interval 1000 --train-iters 3 --cp-device cpu"
-)
+FLAGS = f"{MODEL} {DATA} {SGD} --train-iters 3 --cp-device cpu"
 CLOSE = 2e-6  # precision of six printed digits
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 
 import numpy as np
 import pytest
 import torch
-from exact_placement import ON_EIGHT
+from exact_placement import ON_EIGHT, fewest_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_cases import positions, seen
+from nightly import nightly
 
 from cp_plugin.cli.bench.cases import LENGTHS
 from cp_plugin.core.layout import Layout
@@ -117,6 +119,19 @@ def test_packs_as_in_training(kind: str, size: int) -> None:
     assert np.mean(sent) <= 0.15 or size < 64
 
 
+@nightly
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("kind", list(LENGTHS))
+def test_many_packs_as_in_training(kind: str, size: int) -> None:
+    """Also over hosts of 8 ranks, by the busiest receiver or sender."""
+    sent = []
+    for seed in range(16):
+        placed = place(LENGTHS[kind].pack(16_384 * size, seed), size, per_host=8)
+        assert placed.balance <= 1.05
+        sent.append(placed.most / (placed.seq_length - placed.seq_length // size))
+    assert size < 64 or statistics.mean(sent) <= 0.15
+
+
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.sampled_from([2, 3, 8, 16]), lefts)
 @quick
 def test_balanced_whatever_the_lengths(lengths: list[int], size: int, left: int | None) -> None:
@@ -155,6 +170,19 @@ def test_against_exhaustive_search(size: int, blocks: tuple[int, ...], fewest: i
     placed = place([BLOCK * n for n in blocks], size)
     assert placed.most <= 1.2 * fewest * BLOCK
     assert placed.balance <= 1.05 or blocks in list(ON_FOUR)[-4:]
+
+
+@nightly
+@pytest.mark.parametrize(("size", "blocks"), {2: 14, 3: 15, 4: 16, 5: 15, 6: 18}.items())
+def test_random_packs_against_exhaustive_search(size: int, blocks: int) -> None:
+    rng = np.random.default_rng(size)
+    for _ in range(16):
+        cuts = np.sort(rng.choice(np.arange(1, blocks), rng.integers(0, 8), replace=False))
+        lengths = np.diff([0, *cuts, blocks]).tolist()
+        placed = place([n * BLOCK for n in lengths], size)
+        assert placed.balance <= 1.05 or fewest_blocks(lengths, size, BLOCK, 1.03) is None, lengths
+        if best := fewest_blocks(lengths, size, BLOCK, 1.05):
+            assert placed.most <= 1.2 * best * BLOCK, lengths
 
 
 @given(packs(most=4000), st.integers(1, 6), st.integers(1, 64))

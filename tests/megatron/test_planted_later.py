@@ -77,7 +77,7 @@ LATER = {
     "a message of another step of the ring": Later(
         Plant(rank=2, at="received", step=3, do="late"), FOUR, 3, ROWS.replace(". rank 1", ".*rank 2")
     ),
-    "merged wrongly in call 22": on_rank_1("call", 22, "average", 20),
+    "merged wrongly in call 20": on_rank_1("call", 20, "average", 20),
     "the sign of an element": on_rank_1("received", 5, "flip:31", 5),
     "the highest bit of an exponent": on_rank_1("received", 5, "flip:30", 5),
     "the highest bit of a mantissa": on_rank_1("received", 5, "flip:22", 5),
