@@ -20,8 +20,7 @@ from record import Call, Step, in_a_line, medians
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options
-from cp_plugin.attention.calls import Inputs
-from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.attention.calls import Inputs, Setup, settled
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.block import Scores
 from cp_plugin.inference import shard

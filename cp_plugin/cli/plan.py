@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 
-from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.attention.calls import Setup, settled
 from cp_plugin.cli import flags, output, packs, shell, show_explained, show_plan
 from cp_plugin.cli.terminal import new_console
 from cp_plugin.common.names import one_of

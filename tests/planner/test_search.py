@@ -16,7 +16,7 @@ from nightly import nightly, one_case
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cp_plugin.attention.setups import settled
+from cp_plugin.attention.calls import settled
 from cp_plugin.cli.app import app
 from cp_plugin.cli.show_plan import as_json, flags, print_plan, sizes, why
 from cp_plugin.core import layout

@@ -13,7 +13,7 @@ from math import ceil, sqrt
 
 import torch
 
-from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.attention.calls import Setup, settled
 from cp_plugin.core.options import Options, grids
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers

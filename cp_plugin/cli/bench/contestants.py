@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Inputs, through_autograd
-from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.attention.calls import Inputs, Setup, settled, through_autograd
 from cp_plugin.cli.bench import te_peer
 from cp_plugin.cli.tables import settings
 from cp_plugin.common.names import one_of

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Inputs, of_kernel, shapes
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Inputs, Setup, of_kernel, shapes
 from cp_plugin.cli.bench.cases import Case
 from cp_plugin.cli.bench.contestants import Provided
 from cp_plugin.core.block import Block, Scores

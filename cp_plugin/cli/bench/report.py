@@ -12,7 +12,7 @@ import psutil
 import torch
 from rich.console import Console
 
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Setup
 from cp_plugin.cli.bench.cases import Case
 from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.flags import in_our_flags

@@ -15,8 +15,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Inputs
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Inputs, Setup
 from cp_plugin.cli.bench import ideal
 from cp_plugin.cli.bench.cases import Case
 from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided

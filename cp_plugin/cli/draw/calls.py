@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import settled as settle
+from cp_plugin.attention.calls import settled as settle
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options

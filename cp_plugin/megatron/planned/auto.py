@@ -15,7 +15,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cp_plugin.attention.setups import settled_or_reason
+from cp_plugin.attention.calls import settled_or_reason
 from cp_plugin.common.text import in_bytes
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.cpu import mode as cpu

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Setup
 from cp_plugin.comm import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
 from cp_plugin.comm.mesh import Tensors
 from cp_plugin.core.block import Block, Scores

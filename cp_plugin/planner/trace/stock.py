@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.attention import calls
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Setup
 from cp_plugin.comm import Pending
 from cp_plugin.comm.mesh import Over
 from cp_plugin.common.without_data import empty
