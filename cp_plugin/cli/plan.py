@@ -14,7 +14,7 @@ import typer
 
 from cp_plugin.attention.calls import Setup, settled
 from cp_plugin.cli import flags, output, packs, shell, show_explained, show_plan
-from cp_plugin.cli.terminal import new_console
+from cp_plugin.cli.output import new_console
 from cp_plugin.common.names import one_of
 from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
@@ -22,7 +22,7 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.planner import explain as explaining
 from cp_plugin.planner import search
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name, of_whole_nodes
-from cp_plugin.planner.machine import hardware, inferred
+from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.price import on
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import LINEAR
@@ -120,7 +120,7 @@ class _Given(NamedTuple):
                 "--cluster is missing, and this machine has no GPU to infer it from: give one of "
                 f"{', '.join(hardware.clusters())}, or a file written by cp-plugin calibrate"
             )
-        found, how = inferred.here("--cluster", self.devices or self.needs, cpu=False)
+        found, how = hardware.here("--cluster", self.devices or self.needs, cpu=False)
         print(how, file=sys.stderr)
         return found
 

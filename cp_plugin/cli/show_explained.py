@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from cp_plugin.cli.output import print_flags, print_lines, print_table
 from cp_plugin.cli.show_plan import packed
-from cp_plugin.cli.terminal import print_flags, print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.errors import legend, typical_error

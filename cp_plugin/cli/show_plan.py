@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
+from cp_plugin.cli.output import print_flags, print_lines, print_table
 from cp_plugin.cli.tables import settings
-from cp_plugin.cli.terminal import print_flags, print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import DEFAULT
 from cp_plugin.planner.errors import KNOWN_ERROR, off_by, typical_error

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from cp_plugin.cli import flags, output, packs
+from cp_plugin.cli.output import new_console
 from cp_plugin.cli.tables import print_traffic, print_why, traffic_as_json
-from cp_plugin.cli.terminal import new_console
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.testing.traffic import EQUAL, compare, price

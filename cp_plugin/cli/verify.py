@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from cp_plugin.cli import flags, output
+from cp_plugin.cli.output import new_console
 from cp_plugin.cli.tables import print_verified, verified_as_json
-from cp_plugin.cli.terminal import new_console
 from cp_plugin.comm import network_between
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem

@@ -26,7 +26,7 @@ from cp_plugin.megatron.planned import command as planned
 from cp_plugin.megatron.planned import sizes
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
 from cp_plugin.planner.machine import hardware
-from cp_plugin.planner.machine.inferred import Inferred
+from cp_plugin.planner.machine.hardware import Inferred
 from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.testing.launch import run_ranks

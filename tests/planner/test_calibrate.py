@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
 from cp_plugin.comm import GroupMesh
-from cp_plugin.planner.calibration import calibrate, kernel_rates, link_rates
+from cp_plugin.planner.calibration import kernel_rates, link_rates
 from cp_plugin.planner.calibration.kernel_rates import fit
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster, Link
@@ -40,7 +40,7 @@ def quick():
 def measured(quick) -> Cluster:
     """A profile of two ranks by the real clock."""
     return run_ranks(
-        lambda: calibrate.calibrate("here", _HERE, [torch.float32]), 2, timeout=60, init_process_group=True
+        lambda: link_rates.calibrate("here", _HERE, [torch.float32]), 2, timeout=60, init_process_group=True
     )[0]
 
 
@@ -107,7 +107,7 @@ def test_calibrate_finds_the_links_that_its_messages_had(quick, hosts, monkeypat
     for verb in ("shift", "all_to_all", "reduce_scatter", "all_gather"):
         monkeypatch.setattr(GroupMesh, verb, clock.timed(verb))
     profile = run_ranks(
-        lambda: calibrate.calibrate("here", _HERE, [torch.float32], hosts=hosts),
+        lambda: link_rates.calibrate("here", _HERE, [torch.float32], hosts=hosts),
         2,
         timeout=60,
         init_process_group=True,

@@ -16,7 +16,7 @@ from cp_plugin.cli.bench import run
 from cp_plugin.cli.bench.cases import MASKS, PACKED, WINDOWED, Case, make_case
 from cp_plugin.cli.bench.contestants import PEERS, Entry
 from cp_plugin.cli.bench.report import Processors, Report
-from cp_plugin.cli.terminal import new_console
+from cp_plugin.cli.output import new_console
 from cp_plugin.comm import network_between
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers

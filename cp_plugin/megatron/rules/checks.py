@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from cp_plugin.attention import traced_blocks
+from cp_plugin.attention import calls
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
@@ -167,7 +167,7 @@ def _check_kernels(settings: Settings, model: Model, device: torch.device) -> No
         kernels.choose(options.backend, device, call)
     if "softmax" in model.resolved:
         blocks.choose(settings.options, model.problem, device)
-        traced_blocks.refuse_tiles(settings.provider, model.problem, settings.options, device)
+        calls.refuse_tiles(settings.provider, model.problem, settings.options, device)
 
 
 def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:
