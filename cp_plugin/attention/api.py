@@ -30,7 +30,7 @@ from cp_plugin.attention.inputs import (
     process_group,
     typical_call,
 )
-from cp_plugin.attention.linear_calls import LinearAttention
+from cp_plugin.attention.linear import LinearAttention
 from cp_plugin.attention.recompute import to_be_repeated
 from cp_plugin.attention.tokens import token_order
 from cp_plugin.comm import GroupMesh, Mesh
@@ -51,8 +51,7 @@ from cp_plugin.linear import kernels
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.gradient_dtype import float32_unless_told
 from cp_plugin.methods.local import Local
-from cp_plugin.methods.parts import Parts
-from cp_plugin.methods.protocol import Attend, Kind, Provider, Scan
+from cp_plugin.methods.protocol import Attend, Kind, Parts, Provider, Scan
 
 _PLANS, _OTHERS = 256, 32
 """Cache sizes of a ``ContextParallel``: composed methods, one per kind of call; copies on other layouts."""

@@ -29,8 +29,8 @@ from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends import BlockKernel, fp8_kernels, te_fp8
+from cp_plugin.kernels.blocks import RecordingKernel
 from cp_plugin.kernels.cost import Sizes
-from cp_plugin.kernels.recording import RecordingKernel
 from cp_plugin.linear.kernels import KERNELS
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.gradient_dtype import float32_unless_told

@@ -19,8 +19,7 @@ from cp_plugin.huggingface import layers
 from cp_plugin.huggingface.additions import Additions
 from cp_plugin.huggingface.attention import Division, refuse
 from cp_plugin.huggingface.batch import shard
-from cp_plugin.huggingface.comparison import require_same_attention
-from cp_plugin.huggingface.loss import require_next_token_loss
+from cp_plugin.huggingface.comparison import require_next_token_loss, require_same_attention
 from cp_plugin.huggingface.model import Forward, forwards, refuse_router_losses
 from cp_plugin.huggingface.structure import (
     TOKENS,

@@ -20,7 +20,7 @@ from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.kernels.recording import RecordingKernel
+from cp_plugin.kernels.blocks import RecordingKernel
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
 

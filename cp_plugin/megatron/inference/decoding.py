@@ -33,7 +33,7 @@ from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.rules import inference as rules
+from cp_plugin.megatron.rules import layers as rules
 from cp_plugin.megatron.state import STATE
 
 _CONTINUED = (AnyCoreAttention, DotProductAttention)

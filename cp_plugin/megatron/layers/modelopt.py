@@ -13,7 +13,7 @@ import torch
 
 from cp_plugin.common.versions import MODELOPT_MINIMUM, version_tuple
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.layers import spec
+from cp_plugin.megatron.layers import linear_attention
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.patches.patching import Call, wraps
 
@@ -63,7 +63,7 @@ def quantizes(module: torch.nn.Module) -> bool:
 )
 def replace_gpt_spec(call: Call) -> Any:
     """Put the plugin's core attention into the spec of ``get_gpt_modelopt_spec``."""
-    return spec.with_core_attention(call.original())
+    return linear_attention.with_core_attention(call.original())
 
 
 def _refusing(reason: str) -> type:

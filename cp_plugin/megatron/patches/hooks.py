@@ -24,8 +24,8 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args, early, stops
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.layers import fp8_scaling, gate, linear_attention, modelopt, spec
-from cp_plugin.megatron.patches import batch, delta_net, hybrid, loss, mtp, padding, patching, rope
+from cp_plugin.megatron.layers import fp8_scaling, linear_attention, modelopt
+from cp_plugin.megatron.patches import batch, hybrid, loss, mtp, padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.selfcheck import first_step, step
@@ -145,7 +145,7 @@ def replace_hybrid_model(call: Call) -> None:
         from cp_plugin.megatron.models import hybrid  # imports much of Megatron
 
         stack = hybrid.on_cpu(stack, call["config"], call.arguments.get("hybrid_layer_pattern") or "")
-    call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
+    call.original(hybrid_stack_spec=linear_attention.with_core_attention(stack) if runtime.settings().active else stack)
 
 
 def _recomputes(run: Run) -> bool:
@@ -184,9 +184,9 @@ OF_RUN = (
     mtp.replace_roll_tensor,
     mtp.replace_process_mtp_loss,
     loss.replace_calc_loss,
-    spec.replace_core_attention,
+    linear_attention.replace_core_attention,
     replace(
-        spec.replace_core_attention,
+        linear_attention.replace_core_attention,
         target="megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention",
         reason="attention of the Transformer Engine spec",
     ),
@@ -199,14 +199,14 @@ OF_RUN = (
     padding.replace_router_forward,
     padding.replace_token_counts,
     fp8_scaling.replace_finalize_model_grads,
-    gate.replace_get_query_key_value,
+    linear_attention.replace_get_query_key_value,
     linear_attention.replace_num_floating_point_operations,
     hybrid.replace_undo,
     hybrid.replace_redo,
     hybrid.replace_packed_order,
     hybrid.replace_resolve_cu_seqlens,
     replace_hybrid_model,
-    delta_net.replace_forward,
+    hybrid.replace_forward,
     batch.replace_dataset_builder,
 )
 """Installed once the flags are valid: those whose ``when`` is true of the run."""

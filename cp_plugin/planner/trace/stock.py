@@ -38,7 +38,7 @@ from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
-from cp_plugin.kernels.recording import results
+from cp_plugin.kernels.blocks import results
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Post, Shape
 from cp_plugin.planner.trace.program import Program, Seen, in_one_call, program, traced
 
