@@ -31,6 +31,7 @@ from cp_plugin.core.spelling import as_called
 from cp_plugin.core.values import dense
 from cp_plugin.linear import kernels
 from cp_plugin.linear.tokens import Tokens, tokens_of
+from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Continued, Kind, Parts, Provider, Scan
 from cp_plugin.placement.documents import Placement, placement_of
 
@@ -206,13 +207,20 @@ class LinearAttention(Sharding):
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
         """Describe a call."""
 
-    @abstractmethod
+    @as_called
     def refuse(self, problem: Problem) -> None:
         """ValueError for a problem that the provider does not support."""
+        reason = providers.unsupported(self.provider, problem, self.options)
+        if reason is not None:
+            raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")
 
-    @abstractmethod
     def _is_for(self, kind: Kind) -> None:
         """ValueError for a provider of another kind."""
+        if self.provider.kind != kind:
+            raise ValueError(
+                f"provider {self.provider.name!r} is for {self.provider.kind} attention: for {kind} attention use one "
+                f"of {', '.join(providers.names(kind))}"
+            )
 
     @eager
     @autocast.cast("q", "k", "v")

@@ -51,7 +51,8 @@ def version() -> str:
 
 def quantizes(module: torch.nn.Module) -> bool:
     """Whether the module has an enabled quantiser."""
-    return any(_is_quantizer(part) and part.is_enabled for part in module.modules())
+    leaves = (part for part in module.modules() if not list(part.children()))
+    return any(type(leaf).__name__.endswith("TensorQuantizer") and leaf.is_enabled for leaf in leaves)
 
 
 @wraps(
@@ -77,7 +78,3 @@ def _refusing(reason: str) -> type:
             )
 
     return Refusing
-
-
-def _is_quantizer(module: torch.nn.Module) -> bool:
-    return type(module).__name__.endswith("TensorQuantizer") and not list(module.children())

@@ -345,8 +345,3 @@ CONTINUED = (
         looks_at=given("other_attention"),
     ),
 )
-
-
-def check_continued(model: Continued) -> None:
-    """ValueError for a model that generation does not support."""
-    refuse(CONTINUED, model)

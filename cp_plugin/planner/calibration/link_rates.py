@@ -21,7 +21,7 @@ from torch import Tensor
 from cp_plugin.comm import GroupMesh, Mesh, coordinates, flat_index, network_between
 from cp_plugin.comm.every_rank import gather_hosts, gather_objects
 from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.hosts import neighbours_per_host
+from cp_plugin.core.problem import neighbours_per_host
 from cp_plugin.planner.calibration import kernel_rates
 from cp_plugin.planner.calibration.kernel_rates import fit
 from cp_plugin.planner.machine.events import Post
