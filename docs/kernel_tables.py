@@ -7,7 +7,7 @@ from dataclasses import replace
 import markdown_tables as markdown
 
 from cp_plugin import Options, Problem
-from cp_plugin.attention.setups import settled
+from cp_plugin.attention.calls import settled
 from cp_plugin.common.text import in_bytes
 from cp_plugin.kernels.backends import devices
 from cp_plugin.methods import registry as providers

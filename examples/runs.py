@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cp_plugin.cli.terminal import print_verdict
+from cp_plugin.cli.output import print_verdict
 
 TOLERANCE = 1e-5
 """Largest relative difference of two losses in any iteration: float32 rounding in another order of summation."""

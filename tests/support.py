@@ -13,7 +13,7 @@ from typing import Any
 
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
-from cp_plugin.megatron.rules import cuda_graphs, experts, layout, linear, models
+from cp_plugin.megatron.rules import cuda_graphs, experts, layers, layout, models
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.methods import registry as providers
 
@@ -57,7 +57,7 @@ FEATURES = (
         name="values of another size (MLA)",
         flags=("--multi-latent-attention",),
         changes={"head_dim": 192, "v_head_dim": 128},
-        not_linear=linear.MLA,
+        not_linear=layers.MLA,
     ),
 )
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from cp_plugin import Attend, Options, Problem, Provider
 from cp_plugin.cli.app import app
-from cp_plugin.cli.bench import ideal, te_peer, torch_ring
+from cp_plugin.cli.bench import contestants, te_peer, torch_ring
 from cp_plugin.cli.bench.cases import MASKS, Case, make_case
 from cp_plugin.cli.bench.cli import _bounds
 from cp_plugin.cli.bench.contestants import Entry
@@ -62,18 +62,18 @@ def test_visible_pairs_and_the_share_of_the_ideal(case: Case) -> None:
     first, last = case.visible
     assert case.pairs == seen.sum() and np.array_equal(last - first, seen.sum(1))
     assert all(seen[q, first[q] : last[q]].all() for q in range(0, 512, 37))
-    run = ideal.busy_as_one_rank(case)
+    run = contestants.busy_as_one_rank(case)
     assert run.pairs == (last - first)[run.first : run.first + 128].sum()
     share = case.pairs / case.problem.size
     assert abs(run.pairs - share) < (0.01 if not case.bounds else 0.5) * share
-    made = ideal.share(case, None, torch.device("cpu"))
+    made = contestants.share(case, None, torch.device("cpu"))
     assert made.factor * run.pairs == pytest.approx(share)
     assert all(torch.isfinite(x).all() for x in made.step())
 
 
 def test_the_ideal_is_a_part_of_the_heads_where_they_divide() -> None:
     case = make_case("causal", replace(_PROBLEM, heads=8, kv_heads=4))
-    out, dq, dk, _ = ideal.share(case, None, torch.device("cpu")).step()
+    out, dq, dk, _ = contestants.share(case, None, torch.device("cpu")).step()
     assert out.shape == dq.shape == (512, 1, 2, 8) and dk.shape == (512, 1, 1, 8)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from evidence import data
 
-from cp_plugin.attention.setups import settled
+from cp_plugin.attention.calls import settled
 from cp_plugin.cli.examples.config import BASE, Experiment, examples, words
 from cp_plugin.megatron.planned.command import SECONDS, Refused, with_arguments
 from cp_plugin.megatron.planned.sizes import from_args

@@ -25,8 +25,7 @@ from scenarios import ALLOWED, Scenario
 from cp_plugin import ContextParallel, Problem
 from cp_plugin.attention.calls import Inputs
 from cp_plugin.cli.bench.cases import make_case
-from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
-from cp_plugin.cli.bench.ideal import random_parts
+from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided, random_parts
 from cp_plugin.cli.bench.run import question, relative_errors
 from cp_plugin.methods.protocol import Kind
 from cp_plugin.testing import oracle

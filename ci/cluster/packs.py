@@ -18,9 +18,8 @@ from typing import Self
 import torch
 
 from cp_plugin import ContextParallel, Problem
-from cp_plugin.attention.calls import Inputs
+from cp_plugin.attention.calls import Inputs, Setup
 from cp_plugin.attention.packs import place_documents
-from cp_plugin.attention.setups import Setup
 from cp_plugin.cli.bench.cases import LENGTHS, TOKENS
 from cp_plugin.cli.bench.contestants import Entry, Provided
 from cp_plugin.core.layout import LAYOUTS

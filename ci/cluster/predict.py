@@ -26,7 +26,7 @@ from rich.table import Table
 from scenarios import DTYPES, Scenario, parse_rate
 
 from cp_plugin.cli.bench.report import Processors, print_notes
-from cp_plugin.planner.calibration.calibrate import calibrate
+from cp_plugin.planner.calibration.link_rates import calibrate
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import place
 from cp_plugin.planner.trace.timeline import simulate

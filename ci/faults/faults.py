@@ -120,7 +120,7 @@ IN_STEP = (
     ),
 )  # fmt: skip
 
-_AGREEMENT = "cp_plugin.megatron.startup.agreement"
+_AGREEMENT = "cp_plugin.megatron.patches.hooks"
 START = (
     Fault(
         name="late", what="a rank starts 5 s late", expect="survives", plants=(Plant(rank=1, at="start", do="sleep:5"),)

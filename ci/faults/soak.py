@@ -24,8 +24,7 @@ import typer
 
 from cp_plugin import Problem
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Inputs, shapes, through_autograd
-from cp_plugin.attention.setups import Setup, setups
+from cp_plugin.attention.calls import Inputs, Setup, setups, shapes, through_autograd
 from cp_plugin.comm import GroupMesh, axis_groups
 from cp_plugin.core.options import Options
 from cp_plugin.testing.launch import RankError, run_ranks

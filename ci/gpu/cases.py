@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cp_plugin import ContextParallel
 from cp_plugin.attention import calls
-from cp_plugin.attention.calls import Inputs
-from cp_plugin.attention.setups import Setup, settled_or_reason
+from cp_plugin.attention.calls import Inputs, Setup, settled_or_reason
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.core.block import Scores
 from cp_plugin.core.options import Options

@@ -15,7 +15,7 @@ from cases import Alone, cannot, lacking, masked, of_timed, rank_of
 from record import Found, Step, in_a_line
 
 from cp_plugin import Options, Problem
-from cp_plugin.attention.setups import Setup, settled_or_reason
+from cp_plugin.attention.calls import Setup, settled_or_reason
 from cp_plugin.common.text import in_bytes
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.trace.memory import Meter, Peaks, peaks

@@ -31,7 +31,7 @@ from torch import Tensor
 from cp_plugin import Options, Problem
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import Setup, settled_or_reason
+from cp_plugin.attention.calls import Setup, settled_or_reason
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Kind

@@ -24,7 +24,7 @@ from torch import Tensor
 from cp_plugin.core import payload
 from cp_plugin.core.block import Scores
 from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.inference import shard, store
+from cp_plugin.inference import store
 from cp_plugin.kernels import fused as fused_operations
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
@@ -231,7 +231,7 @@ def decoding(device: torch.device, s: int, e: int) -> Named:
         def near(q: Tensor = q, kept: store.Cache = kept, held: Tensor = held, last: Tensor = last) -> Found:
             got = kernels.merge_parts(*kernels.decode(q, *kept.kept(s), e, held, last, e**-0.5, -1))
             with patch.object(fused_operations, "_kernels", lambda x: False):
-                want = shard.attend(q.double(), kept, held, last, Scores(e**-0.5))
+                want = store.attend(q.double(), kept, held, last, Scores(e**-0.5))
             errors = {
                 name: ((a - b).norm() / b.norm()).item() for name, a, b in zip(("out", "lse"), got, want, strict=True)
             }

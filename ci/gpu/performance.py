@@ -20,11 +20,10 @@ from record import Call, Step, in_a_line, medians
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options
-from cp_plugin.attention.calls import Inputs
-from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.attention.calls import Inputs, Setup, settled
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.block import Scores
-from cp_plugin.inference import shard
+from cp_plugin.inference import store
 from cp_plugin.inference.store import Cache as Kept
 from cp_plugin.inference.store import Packed, Plain
 from cp_plugin.kernels import fused
@@ -145,7 +144,7 @@ def _decode(
     last = torch.full((1, 1), slots, dtype=torch.int32, device=step.device)
 
     def call() -> None:
-        shard.attend(q, kept, held, last, Scores(size**-0.5))
+        store.attend(q, kept, held, last, Scores(size**-0.5))
 
     def in_plain_torch() -> None:
         with patch.object(fused, "_kernels", lambda x: False):

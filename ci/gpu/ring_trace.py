@@ -20,7 +20,7 @@ from record import Step
 from torch.profiler import ProfilerActivity, profile
 
 from cp_plugin import Options, Problem
-from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.attention.calls import Setup, settled
 from cp_plugin.methods import registry as providers
 
 FEW = Problem(size=8, seq_length=4096, heads=16, kv_heads=4)

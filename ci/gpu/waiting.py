@@ -21,7 +21,7 @@ from record import Call, Found, Step
 from ring_trace import traced
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.attention.setups import settled
+from cp_plugin.attention.calls import settled
 from cp_plugin.methods import registry as providers
 
 MOST = 8

@@ -19,7 +19,7 @@ import torch._dynamo  # noqa: F401  # operators on meta tensors import it, and i
 import typer
 from counts import Counts, compare, lines
 
-from cp_plugin.attention.setups import Setup, options_of, settled_or_reason
+from cp_plugin.attention.calls import Setup, options_of, settled_or_reason
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers

@@ -30,7 +30,7 @@ from cp_plugin.attention.inputs import (
     process_group,
     typical_call,
 )
-from cp_plugin.attention.linear_calls import LinearAttention
+from cp_plugin.attention.linear import LinearAttention
 from cp_plugin.attention.recompute import to_be_repeated
 from cp_plugin.attention.tokens import token_order
 from cp_plugin.comm import GroupMesh, Mesh
@@ -51,8 +51,7 @@ from cp_plugin.linear import kernels
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.gradient_dtype import float32_unless_told
 from cp_plugin.methods.local import Local
-from cp_plugin.methods.parts import Parts
-from cp_plugin.methods.protocol import Attend, Kind, Provider, Scan
+from cp_plugin.methods.protocol import Attend, Parts, Provider, Scan
 
 _PLANS, _OTHERS = 256, 32
 """Cache sizes of a ``ContextParallel``: composed methods, one per kind of call; copies on other layouts."""
@@ -309,17 +308,3 @@ class ContextParallel(LinearAttention):
         mask = problem.mask() if mask is None else mask
         local = Local(kernel=kernel, segments=segments, keys=keys or segments, mask=mask, scores=scores)
         return self.provider.build(self.mesh, local, problem, self.options)
-
-    def _is_for(self, kind: Kind) -> None:
-        if self.provider.kind != kind:
-            raise ValueError(
-                f"provider {self.provider.name!r} is for {self.provider.kind} attention: for {kind} attention use one "
-                f"of {', '.join(providers.names(kind))}"
-            )
-
-    @as_called
-    def refuse(self, problem: Problem) -> None:
-        """ValueError for a problem that the provider does not support."""
-        reason = providers.unsupported(self.provider, problem, self.options)
-        if reason is not None:
-            raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cp_plugin.cli import flags, output
-from cp_plugin.cli.terminal import new_console
+from cp_plugin.cli.output import new_console
 
 if TYPE_CHECKING:
     from cp_plugin.planner.machine.hardware import Cluster
@@ -37,7 +37,7 @@ def calibrate(
     import torch
     import torch.distributed as dist
 
-    from cp_plugin.planner.calibration.calibrate import calibrate as measure
+    from cp_plugin.planner.calibration.link_rates import calibrate as measure
     from cp_plugin.planner.machine import hardware
     from cp_plugin.testing import ranks as started
 

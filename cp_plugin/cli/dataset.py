@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cp_plugin.cli import flags
-from cp_plugin.cli.terminal import new_console
+from cp_plugin.cli.output import new_console
 
 
 def dataset(

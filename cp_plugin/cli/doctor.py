@@ -20,7 +20,7 @@ from rich.console import Console
 
 from cp_plugin.attention import calls
 from cp_plugin.cli import flags, output
-from cp_plugin.cli.terminal import new_console, print_lines, print_table, print_verdict
+from cp_plugin.cli.output import new_console, print_lines, print_table, print_verdict
 from cp_plugin.common.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, torch_supported
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.mask import CAUSAL

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cp_plugin.cli import flags, output, shell
-from cp_plugin.cli.terminal import new_console, print_lines
+from cp_plugin.cli.output import new_console, print_lines
 from cp_plugin.common.text import in_bytes
 from cp_plugin.testing.launch import exit_status, run_ranks
 from cp_plugin.testing.ranks import under_torchrun

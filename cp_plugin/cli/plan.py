@@ -12,9 +12,9 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 
-from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.cli import flags, output, packs, shell, show_explained, show_plan
-from cp_plugin.cli.terminal import new_console
+from cp_plugin.attention.calls import Setup, settled
+from cp_plugin.cli import flags, output, shell, show_plan
+from cp_plugin.cli.output import new_console
 from cp_plugin.common.names import one_of
 from cp_plugin.common.text import in_words
 from cp_plugin.core.options import Options
@@ -22,7 +22,7 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.planner import explain as explaining
 from cp_plugin.planner import search
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name, of_whole_nodes
-from cp_plugin.planner.machine import hardware, inferred
+from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.price import on
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import LINEAR
@@ -120,7 +120,7 @@ class _Given(NamedTuple):
                 "--cluster is missing, and this machine has no GPU to infer it from: give one of "
                 f"{', '.join(hardware.clusters())}, or a file written by cp-plugin calibrate"
             )
-        found, how = inferred.here("--cluster", self.devices or self.needs, cpu=False)
+        found, how = hardware.here("--cluster", self.devices or self.needs, cpu=False)
         print(how, file=sys.stderr)
         return found
 
@@ -148,7 +148,7 @@ def plan(
     cluster: Annotated[str | None, flags.CLUSTER] = None,
     devices: flags.TotalDevices = None,
     seq_length: _SeqLength = None,
-    documents: packs.Documents = None,
+    documents: flags.Documents = None,
     tensor: _Tensor = None,
     pipeline: _Pipeline = None,
     context_parallel: _Context = None,
@@ -227,13 +227,13 @@ def _explained(given: _Given, provider: str | None, options: Options, every: boo
         raise ValueError(f"{named}: a method's options need --provider NAME")
     shapes = sorted(asked.shapes, key=lambda shape: RECOMPUTE.index(shape.recompute))
     least = next((shape for shape in shapes if asked.fits(footprint(asked.model, shape))), shapes[-1])
-    asked = packs.packed(replace(asked, shapes=[least], free=False), given.documents)
+    asked = flags.packed(replace(asked, shapes=[least], free=False), given.documents)
     setup = _chosen(asked) if provider is None else _settled(asked, provider, options)
     found = explaining.explain(asked.model, asked.shapes[0], setup, asked.cluster, every=every)
     output.show(
         as_json,
-        lambda: show_explained.as_json(found),
-        lambda: show_explained.print_explanation(new_console(), found),
+        lambda: show_plan.explained_as_json(found),
+        lambda: show_plan.print_explanation(new_console(), found),
     )
     return found.fits
 
@@ -257,7 +257,7 @@ def _settled(asked: Asked, provider: str, options: Options) -> Setup:
 
 def _searched(given: _Given, options: Options, *, quiet: bool) -> search.Plan:
     """Search the fastest training."""
-    asked = packs.packed(given.ask(), given.documents)
+    asked = flags.packed(given.ask(), given.documents)
     asked = replace(
         asked,
         allowed=replace(asked.allowed, options=replace(asked.allowed.options, **options.chosen)),

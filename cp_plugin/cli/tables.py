@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Setup
 from cp_plugin.cli.flags import in_our_flags
-from cp_plugin.cli.terminal import Cells, print_lines, print_table
+from cp_plugin.cli.output import Cells, print_lines, print_table
 from cp_plugin.common.text import in_bytes
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.problem import Problem

@@ -2,8 +2,18 @@
 
 from cp_plugin.comm.connect import ConnectError, connect, device_of, network_between
 from cp_plugin.comm.group import GroupMesh, MessageError, Named
-from cp_plugin.comm.ledger import Ledger, Traffic
-from cp_plugin.comm.mesh import WHOLE, Mesh, Pending, TraceMesh, axis_groups, coordinates, flat_index, sums
+from cp_plugin.comm.mesh import (
+    WHOLE,
+    Ledger,
+    Mesh,
+    Pending,
+    TraceMesh,
+    Traffic,
+    axis_groups,
+    coordinates,
+    flat_index,
+    sums,
+)
 from cp_plugin.comm.threads import ThreadMesh, run_threads
 from cp_plugin.comm.watch import Watch
 

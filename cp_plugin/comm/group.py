@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.comm.connect import connect
-from cp_plugin.comm.ledger import Ledger
-from cp_plugin.comm.mesh import Mesh, Pending, Tensors, axis_groups
+from cp_plugin.comm.mesh import Ledger, Mesh, Pending, Tensors, axis_groups
 from cp_plugin.comm.watch import Watch
 from cp_plugin.common.text import ranks_named
 

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_plugin.comm.ledger import Ledger
-from cp_plugin.comm.mesh import WHOLE, Mesh, Pending, Tensors
+from cp_plugin.comm.mesh import WHOLE, Ledger, Mesh, Pending, Tensors
 from cp_plugin.common import background
 
 _EXIT_S = 5.0  # longest wait for the native exit of a thread that has returned

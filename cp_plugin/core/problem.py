@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal, NamedTuple
@@ -9,9 +11,31 @@ from typing import Literal, NamedTuple
 import torch
 
 from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.hosts import neighbours_per_host
 from cp_plugin.core.layout import Layout
 from cp_plugin.core.mask import Mask, Window
+
+
+def neighbours_per_host(hosts: Sequence[str]) -> int:
+    """Neighbouring ranks that share a host; 1 if that is uneven or unknown.
+
+    Context-parallel ranks are strided by tensor parallelism, so it cannot be derived from devices per node; the ranks
+    are asked (``comm.every_rank.gather_hosts``).
+    """
+    runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
+    return runs[0] if len(set(runs)) == 1 else 1
+
+
+def describe_hosts(hosts: Sequence[str]) -> str:
+    """The placement for messages: ``ranks 0-3 on a, 4-7 on b``."""
+    if not hosts:
+        return "the hosts of the ranks are unknown"
+    parts, start = [], 0
+    for host, run in itertools.groupby(hosts):
+        end = start + len(list(run))
+        parts.append(f"{start}-{end - 1} on {host}" if end - start > 1 else f"{start} on {host}")
+        start = end
+    return f"ranks {', '.join(parts[:8])}{f' and {len(parts) - 8} more runs' if len(parts) > 8 else ''}"
+
 
 Decay = Literal["none", "head", "token", "key"]
 Fp8 = Literal["comm", "compute"]

@@ -29,7 +29,7 @@ from cp_plugin.core.block import Scores
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Window
 from cp_plugin.core.values import Owners, Partial, dense
-from cp_plugin.inference import shard, tree
+from cp_plugin.inference import store, tree
 from cp_plugin.inference.slots import Chunk, Dealt, Slots
 from cp_plugin.inference.store import Cache, Latent, Packed, Plain
 from cp_plugin.methods.moves import peel
@@ -174,7 +174,7 @@ class Session:
         cache.put((self.step.slots, sequences), *(x[tokens, sequences] for x in kept))
         held = self.slots.positions[: self.step.used]
         asked = q if latent is None else latent.queries(q)
-        out, lse = shard.attend(asked, cache, held, self.step.positions, scores, window)
+        out, lse = store.attend(asked, cache, held, self.step.positions, scores, window)
         out, lse = tree.merged(self.mesh, Partial(out if latent is None else latent.outputs(out), lse))
         if sink is not None:
             out, lse = softmax.apply_sink(out, lse, sink)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_plugin.common.recent import Recent
 from cp_plugin.core.block import Block
+from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.layout import KEPT_BYTES, Segments, join_adjacent, sort_positions, take
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
@@ -325,3 +326,32 @@ class Either:
     def _for(self, queries: Queries, kv: KeyValues, block: Block) -> InOrder:
         sizes = Sizes.of(queries.q, kv.k, kv.v)
         return InOrder(self.library) if self.cost(block, sizes).by_library else self.own
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingKernel:
+    """A ``BlockKernel`` without attention; results are uninitialised.
+
+    Runs a method on meta tensors and a mesh without peers: ``cp_plugin.attention.calls.without_peers``.
+    """
+
+    asked: Callable[[Queries, KeyValues, Block], object] = lambda queries, kv, block: None
+    """Called in both directions; in the backward queries carry a dout."""
+
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
+        self.asked(queries, kv, block)
+        if not may_meet(*block.area):
+            return onto
+        return Partial(accumulator(onto.out), onto.lse) if onto is not None else Partial(*results(queries.q, kv.v))
+
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
+        self.asked(queries, kv, block)
+        if not may_meet(*block.area):
+            return None
+        return add_sums(onto, Gradients(*map(torch.empty_like, (queries.q, *kv.tensors))))
+
+
+def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised kernel results: out ``[s, b, h, e]`` and lse ``[s, b, h]``."""
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    return q.new_empty((*q.shape[:3], v.size(3))), lse

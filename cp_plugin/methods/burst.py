@@ -18,9 +18,8 @@ from typing import Literal
 
 from cp_plugin.comm import Mesh, sums
 from cp_plugin.common.text import in_bytes
-from cp_plugin.core.hosts import describe
 from cp_plugin.core.options import Option, Options, not_a_divisor, whole_number
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.problem import Problem, describe_hosts
 from cp_plugin.core.spelling import spelled
 from cp_plugin.methods.gradient_dtype import KEY_HOPS, QUERY_HOPS, with_gradient_dtype
 from cp_plugin.methods.protocol import Attend, Choice, Formula, Provider
@@ -52,13 +51,15 @@ def _choose_rings(problem: Problem, options: Options) -> Choice:
     if options.intra_size is None:
         intra = problem.per_host if problem.per_host < size else 1
         if intra > 1:
-            why = f"two nested rings, {intra} ranks on a host and {size // intra} hosts: {describe(hosts)}"
+            why = f"two nested rings, {intra} ranks on a host and {size // intra} hosts: {describe_hosts(hosts)}"
         else:
-            why = f"one ring: {describe(hosts)}" + (f"; {spelled('intra_size')} nests two" if not hosts else "")
+            why = f"one ring: {describe_hosts(hosts)}" + (f"; {spelled('intra_size')} nests two" if not hosts else "")
         return Choice(replace(options, intra_size=intra), (why,) if size > 1 else ())
     INTRA_SIZE.check_ranks(options.intra_size, size)
     if hosts and problem.per_host % options.intra_size:
-        warning = f"warning: {spelled('intra_size', options.intra_size)} does not match the hosts: {describe(hosts)}"
+        warning = (
+            f"warning: {spelled('intra_size', options.intra_size)} does not match the hosts: {describe_hosts(hosts)}"
+        )
         return Choice(options, (warning,))
     return Choice(options)
 

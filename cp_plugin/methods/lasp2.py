@@ -25,8 +25,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.linear import scan
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.methods.lasp2_placed import AXIS, Placed, most_cuts
-from cp_plugin.methods.parts import Parts
-from cp_plugin.methods.protocol import Formula, Provider, Scan
+from cp_plugin.methods.protocol import Formula, Parts, Provider, Scan
 from cp_plugin.placement.documents import DOCUMENTS, get_layout, placement_of
 
 

@@ -22,7 +22,7 @@ from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.linear import scan, segment
 from cp_plugin.linear.rules import rule_of
 from cp_plugin.linear.tokens import Tokens
-from cp_plugin.methods.parts import Parts
+from cp_plugin.methods.protocol import Parts
 from cp_plugin.placement.documents import Cut
 
 AXIS = "cp"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
-from cp_plugin.attention.setups import Setup, can_place, settled_or_reason, with_float32_sums
+from cp_plugin.attention.calls import Setup, can_place, settled_or_reason, with_float32_sums
 from cp_plugin.comm import Mesh, TraceMesh, sums
 from cp_plugin.common.text import in_words
 from cp_plugin.core.layout import LAYOUTS

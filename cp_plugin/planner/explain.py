@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Setup
 from cp_plugin.planner.candidates import Candidate, as_flags
 from cp_plugin.planner.errors import KNOWN_ERROR
 from cp_plugin.planner.machine.events import Post

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Setup
 from cp_plugin.core.layout import LAYOUTS, Layout, Segments
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.problem import Problem

@@ -10,8 +10,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.planner.candidates import Candidate, linear_candidates
 from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.machine.events import Post, Seconds
-from cp_plugin.planner.machine.hardware import Cluster
-from cp_plugin.planner.machine.inferred import CPU
+from cp_plugin.planner.machine.hardware import CPU, Cluster
 from cp_plugin.planner.machine.links import place
 from cp_plugin.planner.packs import pairs
 from cp_plugin.planner.trace.program import program

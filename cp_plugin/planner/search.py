@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cp_plugin.common.text import in_bytes
-from cp_plugin.planner.asked import Asked
+from cp_plugin.planner.asked import Asked, Division
 from cp_plugin.planner.candidates import DEFAULT, Candidate, refusals, variants
-from cp_plugin.planner.division import Division
 from cp_plugin.planner.errors import KNOWN_ERROR, tie, typical_error
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.price import Priced, held, on_side, priced, trained

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import Setup, can_place, settled_or_reason, setups, with_float32_sums
+from cp_plugin.attention.calls import Setup, can_place, settled_or_reason, setups, with_float32_sums
 from cp_plugin.comm import Mesh, TraceMesh
 from cp_plugin.common.without_data import WithoutData
 from cp_plugin.core.options import Options

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import Setup, options_of, settled_or_reason, setups
+from cp_plugin.attention.calls import Setup, options_of, settled_or_reason, setups
 from cp_plugin.comm import Mesh, ThreadMesh, run_threads
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Decay, Problem

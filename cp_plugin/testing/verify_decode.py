@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Inputs
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Inputs, Setup
 from cp_plugin.comm import ThreadMesh
 from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.mask import CAUSAL

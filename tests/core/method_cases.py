@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.attention.calls import Setup, settled
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula

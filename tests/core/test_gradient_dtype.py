@@ -14,11 +14,11 @@ from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import Mesh, Pending, ThreadMesh, run_threads, sums
-from cp_plugin.comm.narrow import NarrowSums
 from cp_plugin.comm.payload import PayloadMesh
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.methods import gradient_dtype
 from cp_plugin.methods import registry as providers
+from cp_plugin.methods.gradient_dtype import NarrowSums
 from cp_plugin.planner.trace.memory import peaks
 
 HALF = (torch.bfloat16, torch.float16)

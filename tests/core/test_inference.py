@@ -17,7 +17,7 @@ from cp_plugin.comm import Mesh, ThreadMesh, run_threads
 from cp_plugin.core.block import Scores
 from cp_plugin.core.layout import LAYOUTS
 from cp_plugin.core.values import Partial
-from cp_plugin.inference import CacheFullError, Session, Slots, shard, slots_for, tree
+from cp_plugin.inference import CacheFullError, Session, Slots, slots_for, store, tree
 from cp_plugin.inference.slots import NOWHERE
 from cp_plugin.inference.store import Cache, Latent, Packed, Plain
 from cp_plugin.placement.documents import get_layout
@@ -182,8 +182,8 @@ def test_latents_attend_as_the_heads_that_are_made_of_them() -> None:
         cache.put((slots, sequences), *(x[slots, sequences] for x in kept))
     for got, want in zip(latent.heads(of_latents.get(0, 9)[0]), (k, v), strict=True):
         torch.testing.assert_close(got, want)
-    by_heads, _ = shard.attend(q, of_heads, held, positions, Scores(12**-0.5))
-    by_latents, _ = shard.attend(latent.queries(q), of_latents, held, positions, Scores(12**-0.5))
+    by_heads, _ = store.attend(q, of_heads, held, positions, Scores(12**-0.5))
+    by_latents, _ = store.attend(latent.queries(q), of_latents, held, positions, Scores(12**-0.5))
     want = attend_to_slots(q, k, v, held, positions, 12**-0.5)[0]
     assert [relative_error(out, want) < 1e-6 for out in (by_heads, latent.outputs(by_latents))] == [True, True]
     assert of_latents.nbytes * 4 * (12 + 6) == of_heads.nbytes * 16
@@ -192,16 +192,16 @@ def test_latents_attend_as_the_heads_that_are_made_of_them() -> None:
 # One rank's part
 
 
-@pytest.mark.parametrize("elements", [1, 2**9, shard.ELEMENTS], ids=["one key", "blocks", "whole"])
+@pytest.mark.parametrize("elements", [1, 2**9, store.ELEMENTS], ids=["one key", "blocks", "whole"])
 @pytest.mark.parametrize("window", [None, (3, 0), (0, 0), (-1, -1)], ids=str)
 def test_a_rank_attends_to_its_slots(elements: int, window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "ELEMENTS", elements)
+    monkeypatch.setattr(store, "ELEMENTS", elements)
     q, k, v = normal(2, 2, 4, 8), normal(12, 2, 2, 8, seed=1), normal(12, 2, 2, 6, seed=2)
     cache = Cache(Plain, 12, 6, k, v)
     cache.put(slice(len(k)), k, v)
     held = torch.tensor([[0, 4], [3, 5], [4, 6], [5, 7], *[[NOWHERE, 8 + i] for i in range(8)]], dtype=torch.int32)
     positions = torch.tensor([[5, 3], [6, 14]], dtype=torch.int32)
-    out, lse = shard.attend(q, cache, held, positions, Scores(8**-0.5), window)
+    out, lse = store.attend(q, cache, held, positions, Scores(8**-0.5), window)
     want, want_lse = attend_to_slots(q, k, v, held, positions, 8**-0.5, -1 if window is None else window[0])
     torch.testing.assert_close((out.double(), lse.double()), (want, want_lse), rtol=1e-5, atol=1e-6)
     assert not out[0, 1].any(), "a query before all keys"
@@ -210,7 +210,7 @@ def test_a_rank_attends_to_its_slots(elements: int, window: Any, monkeypatch: py
 def test_a_rank_without_slots_adds_nothing() -> None:
     cache = Cache(Plain, 1, 6, normal(1, 1, 2, 8), normal(1, 1, 2, 6))
     none = torch.empty(0, 1, dtype=torch.int32)
-    out, lse = shard.attend(normal(1, 1, 4, 8), cache, none, torch.zeros(1, 1, dtype=torch.int32), Scores(1.0))
+    out, lse = store.attend(normal(1, 1, 4, 8), cache, none, torch.zeros(1, 1, dtype=torch.int32), Scores(1.0))
     assert out.shape == (1, 1, 4, 6) and not out.any() and (lse == -torch.inf).all()
 
 

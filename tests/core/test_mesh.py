@@ -23,8 +23,8 @@ from cp_plugin.comm import (
     run_threads,
     sums,
 )
-from cp_plugin.comm.narrow import NarrowSums
 from cp_plugin.comm.payload import PayloadMesh
+from cp_plugin.methods.gradient_dtype import NarrowSums
 from cp_plugin.testing.launch import RankError, run_ranks
 
 AXES = {"slow": 2, "fast": 3}

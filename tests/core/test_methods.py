@@ -21,7 +21,7 @@ from thread_ranks import on_shards, on_threads, run, typical
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options
-from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.attention.calls import Setup, settled
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula

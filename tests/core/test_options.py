@@ -9,7 +9,7 @@ import pytest
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import TraceMesh
-from cp_plugin.core.hosts import describe, neighbours_per_host
+from cp_plugin.core.problem import describe_hosts, neighbours_per_host
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.attention2d import grid_bytes
 from cp_plugin.methods.registry import settle
@@ -132,8 +132,8 @@ def test_placement_in_words() -> None:
     assert neighbours_per_host(("a", "a", "b", "b")) == 2
     assert neighbours_per_host(("a", "b", "a", "b")) == 1
     assert neighbours_per_host(()) == 1
-    assert describe(("a", "a", "b")) == "ranks 0-1 on a, 2 on b"
-    assert describe(()) == "the hosts of the ranks are unknown"
+    assert describe_hosts(("a", "a", "b")) == "ranks 0-1 on a, 2 on b"
+    assert describe_hosts(()) == "the hosts of the ranks are unknown"
 
 
 def test_usp_takes_the_heads_there_are() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem, Tree
 from cp_plugin.attention import api as attention
-from cp_plugin.attention.setups import settled
+from cp_plugin.attention.calls import settled
 from cp_plugin.comm import TraceMesh
 from cp_plugin.common.recent import Recent
 from cp_plugin.core import layout

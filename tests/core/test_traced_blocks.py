@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_plugin.attention.traced_blocks import asked_of, refuse_tiles
+from cp_plugin.attention.calls import asked_of, refuse_tiles
 from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem

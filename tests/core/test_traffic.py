@@ -14,7 +14,7 @@ from nightly import one_case
 from typer.testing import CliRunner, Result
 
 from cp_plugin import Options, Problem
-from cp_plugin.attention.setups import settled
+from cp_plugin.attention.calls import settled
 from cp_plugin.cli.app import app
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.ranks import refuse_too_large

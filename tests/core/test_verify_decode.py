@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from cp_plugin import Options, Problem
 from cp_plugin.cli.app import app
 from cp_plugin.core.values import Partial
-from cp_plugin.inference import shard, slots, tree
+from cp_plugin.inference import slots, store, tree
 from cp_plugin.kernels import merge
 from cp_plugin.kernels.backends import reference
 from cp_plugin.linear import decayed
@@ -90,12 +90,12 @@ def _scaled(q: torch.Tensor, *of: Any) -> Any:
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "unmasked": (shard, "_hidden", _none_hidden),
+    "unmasked": (store, "_hidden", _none_hidden),
     "bits": (tree, "_merge", _rounded_anew),
     "lost": (tree, "_merge", lambda lower, upper: lower),
     "below": (slots, "_below", _one_more(slots._below)),
     "bytes": (tree, "messages", lambda size, index: 1),
-    "scale": (shard, "reference", SimpleNamespace(attend=_scaled)),
+    "scale": (store, "reference", SimpleNamespace(attend=_scaled)),
     "state": (decayed, "after", lambda incoming, left, through=None: left),
 }
 

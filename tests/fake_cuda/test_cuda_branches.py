@@ -18,7 +18,7 @@ from equipment.cuda.device import CUDA, MixedDevicesError, Start, once_warm
 from nightly import NIGHT, nightly, one_case, pairs_at_night
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.attention.traced_blocks import asked_of
+from cp_plugin.attention.calls import asked_of
 from cp_plugin.kernels.backends import devices, sdpa
 from cp_plugin.kernels.blocks import LONG, Planned
 from cp_plugin.kernels.cost import cost, speeds_on

@@ -15,8 +15,7 @@ from equipment.cuda.device import CUDA, CaptureError, FakeCuda, Start
 from nightly import each_value
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.attention.calls import Inputs, directly
-from cp_plugin.attention.setups import settled
+from cp_plugin.attention.calls import Inputs, directly, settled
 from cp_plugin.comm import Mesh, Watch, run_threads
 from cp_plugin.common import background
 from cp_plugin.methods import registry as providers

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cp_plugin.core import payload
 from cp_plugin.core.block import Scores
-from cp_plugin.inference import shard
+from cp_plugin.inference import store
 from cp_plugin.inference.slots import NOWHERE
 from cp_plugin.inference.store import Cache, Latent, Packed, Plain
 from cp_plugin.kernels import fused
@@ -133,10 +133,10 @@ class Both:
         self.patch, self.ran = monkeypatch, []
 
     def __call__(self, *args: Any) -> None:
-        want = shard.attend(*args)
+        want = store.attend(*args)
         with self.patch.context() as patch, fused.observed(self._noted):
             patch.setattr(fused, "_kernels", lambda x: True)
-            got = shard.attend(*args)
+            got = store.attend(*args)
         assert self.ran == ["decode", "merge_parts"], "two launches whatever the length"
         limit = ERROR[args[0].dtype]
         for a, b in zip(got, want, strict=True):

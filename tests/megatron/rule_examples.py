@@ -14,8 +14,7 @@ import torch
 
 from cp_plugin import Options
 from cp_plugin.megatron.flags.args import Settings, settings_from
-from cp_plugin.megatron.rules.inference import Continued
-from cp_plugin.megatron.rules.layers import Call, Layer
+from cp_plugin.megatron.rules.layers import Call, Continued, Layer
 from cp_plugin.megatron.rules.rule import Rule
 from cp_plugin.megatron.rules.run import Run
 

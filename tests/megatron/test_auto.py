@@ -15,7 +15,7 @@ from training import assert_same_bits, train
 
 from cp_plugin.megatron.flags.args import Settings, settings_from
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner.machine import hardware, inferred
+from cp_plugin.planner.machine import hardware
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -201,8 +201,8 @@ def test_nothing_fits_the_memory(validated: Callable[..., argparse.Namespace], t
 def test_inferred_clusters() -> None:
     h100, packaged = "NVIDIA H100 80GB HBM3", hardware.cluster("dgx-h100")
 
-    def of(gpu: str, per_node: int, ranks: int) -> inferred.Inferred:
-        return inferred.cluster_of(gpu, per_node, ranks, "--cp-cluster")
+    def of(gpu: str, per_node: int, ranks: int) -> hardware.Inferred:
+        return hardware.cluster_of(gpu, per_node, ranks, "--cp-cluster")
 
     assert of(h100, 8, 64) == (packaged, f"dgx-h100, inferred from {h100} and 8 ranks per node")
     one_node = of(h100, 4, 4).cluster
@@ -215,6 +215,6 @@ def test_inferred_clusters() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             of(gpu, per_node, 64)
-    assert set(inferred.GPUS.values()) <= set(hardware.devices())
-    assert inferred.local_ranks({"LOCAL_WORLD_SIZE": "4"}, 8, 64) == 4
-    assert [inferred.local_ranks({}, seen, ranks) for seen, ranks in ((8, 64), (8, 2), (0, 2))] == [8, 2, 1]
+    assert set(hardware.GPUS.values()) <= set(hardware.devices())
+    assert hardware.local_ranks({"LOCAL_WORLD_SIZE": "4"}, 8, 64) == 4
+    assert [hardware.local_ranks({}, seen, ranks) for seen, ranks in ((8, 64), (8, 2), (0, 2))] == [8, 2, 1]

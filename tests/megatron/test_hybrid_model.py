@@ -53,7 +53,7 @@ def test_the_attention_of_megatrons_own_spec_is_replaced(monkeypatch: pytest.Mon
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.cpu import mode
     from cp_plugin.megatron.flags.args import Settings
-    from cp_plugin.megatron.layers import spec
+    from cp_plugin.megatron.layers import linear_attention
     from cp_plugin.megatron.patches import hooks
 
     def attention(stack: Any, kind: str) -> Any:
@@ -67,6 +67,6 @@ def test_the_attention_of_megatrons_own_spec_is_replaced(monkeypatch: pytest.Mon
         init(None, None, hybrid_stack_spec)
     assert given[0] is hybrid_stack_spec
     kinds = [kind for kind in ("attention_layer", "mla_layer") if hasattr(hybrid_stack_spec.submodules, kind)]
-    assert [attention(given[1], kind) for kind in kinds] == [spec.ByLayerNumber] * len(kinds)
+    assert [attention(given[1], kind) for kind in kinds] == [linear_attention.ByLayerNumber] * len(kinds)
     assert [attention(hybrid_stack_spec, kind) for kind in kinds] == [TEDotProductAttention] * len(kinds)
     assert [repr(TEDotProductAttention) in repr(stack) for stack in given] == [True, False]

@@ -130,7 +130,7 @@ def test_layers_and_heads_begin_with_weights_of_their_own(gla: None) -> None:
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_the_gate_sees_what_a_projection_with_a_norm_inside_sees(gla: None, norm: str, zero_centered: bool) -> None:
     """Transformer Engine's projection takes the hidden state before the norm."""
-    from cp_plugin.megatron.layers.gate import _normalised
+    from cp_plugin.megatron.layers.linear_attention import _normalised
 
     x, weight, bias = torch.randn(3, 1, 64), torch.rand(64), torch.rand(64)
     inside = SimpleNamespace(

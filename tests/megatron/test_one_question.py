@@ -17,16 +17,16 @@ from nightly import NIGHT
 from test_planned import COMMON, LLAMA
 from typer.testing import CliRunner
 
-from cp_plugin.cli import packs
+from cp_plugin.cli import flags
 from cp_plugin.cli.app import app
-from cp_plugin.cli.packs import in_sequence
+from cp_plugin.cli.flags import in_sequence
 from cp_plugin.cli.show_plan import as_json
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.planned import command as planned
 from cp_plugin.megatron.planned import sizes
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
 from cp_plugin.planner.machine import hardware
-from cp_plugin.planner.machine.inferred import Inferred
+from cp_plugin.planner.machine.hardware import Inferred
 from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.testing.launch import run_ranks
@@ -166,7 +166,7 @@ def test_one_question_has_one_answer(number: int, monkeypatch: pytest.MonkeyPatc
     stock, provided, spelled, undecided, by_auto, chosen = answers
     assert stock == provided == spelled == undecided
     named = of_name(case.name, case.devices, case.tokens, machine := case.machine, case.fixed)
-    asked = packs.packed(replace(named, model=case.model), case.documents or None)
+    asked = flags.packed(replace(named, model=case.model), case.documents or None)
     try:
         by_python = told(answer(fitting(asked)))
         assert not by_python["methods"][0]["fits"] or chosen == by_python["methods"][0]["method"]

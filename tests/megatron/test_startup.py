@@ -21,7 +21,7 @@ from nightly import nightly
 from rich.console import Console
 from training import train
 
-from cp_plugin.megatron.startup.agreement import difference
+from cp_plugin.megatron.patches.hooks import difference
 from cp_plugin.testing.launch import RankError
 
 ROOT = Path(__file__).parents[2]

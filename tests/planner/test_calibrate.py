@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cp_plugin.cli.app import app
 from cp_plugin.comm import GroupMesh
-from cp_plugin.planner.calibration import calibrate, kernel_rates, link_rates
+from cp_plugin.planner.calibration import kernel_rates, link_rates
 from cp_plugin.planner.calibration.kernel_rates import fit
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster, Link
@@ -44,7 +44,7 @@ def measured(quick) -> Cluster:
 
 def calibrated(**hosts: tuple[str, str]) -> Cluster:
     return run_ranks(
-        lambda: calibrate.calibrate("here", _HERE, [torch.float32], **hosts), 2, timeout=60, init_process_group=True
+        lambda: link_rates.calibrate("here", _HERE, [torch.float32], **hosts), 2, timeout=60, init_process_group=True
     )[0]
 
 

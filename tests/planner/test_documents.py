@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.cli import packs as given
+from cp_plugin.attention.calls import Setup, settled
+from cp_plugin.cli import flags as given
 from cp_plugin.cli.app import app
 from cp_plugin.cli.bench.cases import LENGTHS
 from cp_plugin.cli.draw.calls import record

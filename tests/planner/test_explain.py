@@ -11,7 +11,7 @@ import pytest
 from nightly import one_case
 from typer.testing import CliRunner
 
-from cp_plugin.attention.setups import settled
+from cp_plugin.attention.calls import settled
 from cp_plugin.cli.app import app
 from cp_plugin.cli.show_plan import flags, why
 from cp_plugin.core.options import Options

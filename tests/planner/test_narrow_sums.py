@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cp_plugin.attention.setups import settled
+from cp_plugin.attention.calls import settled
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers

@@ -16,7 +16,7 @@ from nightly import nightly, one_case
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cp_plugin.attention.setups import settled
+from cp_plugin.attention.calls import settled
 from cp_plugin.cli.app import app
 from cp_plugin.cli.show_plan import as_json, flags, print_plan, sizes, why
 from cp_plugin.core import layout
@@ -24,7 +24,7 @@ from cp_plugin.core.mask import Window
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8, Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.planner import division
+from cp_plugin.planner import asked
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
 from cp_plugin.planner.candidates import Allowed, candidates, composition, variants
 from cp_plugin.planner.errors import KNOWN_ERROR, OWN, off_by, typical_error
@@ -82,8 +82,8 @@ def test_shapes_with_the_same_attention_share_its_simulations(monkeypatch: pytes
     alike = [replace(SHAPE, recompute=again, global_batch=n) for again in ("none", "full") for n in (1, 2)]
     other = replace(SHAPE, context=SHAPE.context // 2, global_batch=2)
     made = []
-    monkeypatch.setattr(division, "simulated", lambda *given: made.append(given) or simulated(*given))
-    ends = [division.Division.each(ASKED, shapes) for shapes in (alike, [*alike, other])]
+    monkeypatch.setattr(asked, "simulated", lambda *given: made.append(given) or simulated(*given))
+    ends = [asked.Division.each(ASKED, shapes) for shapes in (alike, [*alike, other])]
     assert [len(set(map(id, each))) for each in ends] == [1, 2]
     several = answer(replace(ASKED, shapes=alike), worth=0)
     once, made[:] = len(made), []

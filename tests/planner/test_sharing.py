@@ -8,7 +8,7 @@ import pytest
 import torch
 from round_cluster import round_cluster
 
-from cp_plugin.attention.setups import settled
+from cp_plugin.attention.calls import settled
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers

@@ -8,8 +8,7 @@ import pytest
 from nightly import nightly
 from round_cluster import round_cluster
 
-from cp_plugin.attention.setups import Setup, settled
-from cp_plugin.attention.traced_blocks import asked_of
+from cp_plugin.attention.calls import Setup, asked_of, settled
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem

@@ -13,7 +13,7 @@ from math import ceil, sqrt
 
 import torch
 
-from cp_plugin.attention.setups import Setup, settled
+from cp_plugin.attention.calls import Setup, settled
 from cp_plugin.core.options import Options, grids
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
@@ -26,9 +26,9 @@ from cp_plugin.planner.machine.links import Links
 from cp_plugin.planner.trace.program import Program, in_one_call
 from cp_plugin.planner.trace.timeline import links_of, programs_of
 from cp_plugin.planner.trace.timeline import run as simulated
-from cp_plugin.planner.training import layer_time, operations
+from cp_plugin.planner.training import operations
 from cp_plugin.planner.training.footprint import footprint, whole
-from cp_plugin.planner.training.iteration import iteration
+from cp_plugin.planner.training.iteration import iteration, layer, multiplied
 from cp_plugin.planner.training.model import LINEAR, SOFTMAX, Model, model
 from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.planner.training.parallel import problem as problem_of
@@ -206,9 +206,9 @@ def _on_host(run: Run, machine: Machine) -> float:
 def _prefill(run: Run, machine: Machine) -> float:
     cluster, parallel = machine.cluster, run.parallel
     attention, of = _attention(run, SOFTMAX, machine).forward, run.model
-    layers = (layer_time.layer(of, parallel, cluster, number, False).forward for number in of.all_layers)
+    layers = (layer(of, parallel, cluster, number, False).forward for number in of.all_layers)
     head = operations.head(of, of.vocab) / parallel.tensor
-    return sum(attention + sum(layer) for layer in layers) + layer_time.multiplied(cluster, parallel, head)
+    return sum(attention + sum(one) for one in layers) + multiplied(cluster, parallel, head)
 
 
 def _attention_flops(run: Run) -> float:

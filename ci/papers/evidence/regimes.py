@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from cp_plugin.cli.packs import packed
+from cp_plugin.cli.flags import packed
 from cp_plugin.cli.show_plan import recomputes, sizes
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8

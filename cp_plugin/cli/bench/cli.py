@@ -11,12 +11,12 @@ import psutil
 import torch
 import typer
 
-from cp_plugin.cli import flags, output, packs
+from cp_plugin.cli import flags, output
 from cp_plugin.cli.bench import run
 from cp_plugin.cli.bench.cases import MASKS, PACKED, WINDOWED, Case, make_case
 from cp_plugin.cli.bench.contestants import PEERS, Entry
 from cp_plugin.cli.bench.report import Processors, Report
-from cp_plugin.cli.terminal import new_console
+from cp_plugin.cli.output import new_console
 from cp_plugin.comm import network_between
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
@@ -80,7 +80,7 @@ def bench(
         int | None,
         typer.Option(min=1, help="sliding window in tokens; default: 1024, at most an eighth of the sequence"),
     ] = None,
-    documents: packs.Documents = None,
+    documents: flags.Documents = None,
     decay: Annotated[flags.Decays, typer.Option(help="granularity of linear attention's decay")] = (flags.Decays.none),
     rounds: Annotated[int, typer.Option(min=1, help="timed calls per provider")] = 5,
     timeout: flags.Timeout = 3600,
@@ -179,6 +179,6 @@ def _make_cases(
 def _bounds(documents: str | None, tokens: int) -> tuple[int, ...]:
     """Where the documents begin, and the number of tokens."""
     if documents is not None:
-        return packs.bounds(documents, tokens)
+        return flags.bounds(documents, tokens)
     whole = max(tokens, CONVERSATIONS)
-    return tuple(dict.fromkeys(b * tokens // whole for b in packs.bounds("chat", whole)))
+    return tuple(dict.fromkeys(b * tokens // whole for b in flags.bounds("chat", whole)))

@@ -12,12 +12,12 @@ import psutil
 import torch
 from rich.console import Console
 
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Setup
 from cp_plugin.cli.bench.cases import Case
 from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.flags import in_our_flags
+from cp_plugin.cli.output import print_lines, print_table
 from cp_plugin.cli.tables import problem_as_json
-from cp_plugin.cli.terminal import print_lines, print_table
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.testing.clock import Both, Taken
@@ -51,7 +51,7 @@ class Measured:
     taken: Taken | None = None
     """None: not timed, since its results were wrong."""
     ideal: Taken | None = None
-    """Of its kernel: see ``cp_plugin.cli.bench.ideal``."""
+    """Of its kernel: see ``cp_plugin.cli.bench.contestants``."""
     predicted: float | None = None
     """The planner's seconds for forward and backward."""
 

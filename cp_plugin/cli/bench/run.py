@@ -15,11 +15,9 @@ from rich.progress import Progress
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Inputs
-from cp_plugin.attention.setups import Setup
-from cp_plugin.cli.bench import ideal
+from cp_plugin.attention.calls import Inputs, Setup
 from cp_plugin.cli.bench.cases import Case
-from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided
+from cp_plugin.cli.bench.contestants import Contestant, Entry, Provided, random_parts, share
 from cp_plugin.cli.bench.report import CaseResult, Measured
 from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.core.options import Options
@@ -153,10 +151,10 @@ class _Rank:
         contestants = [self._start(one, case) for one in right]
         calls: list[clock.Call] = []
         for contestant in contestants:
-            whole = ideal.random_parts(case.problem, tokens, self._device)
+            whole = random_parts(case.problem, tokens, self._device)
             parts = Inputs(*(y if y is None or y.dim() == 1 else contestant.arranged(y) for y in whole))
             calls.append(partial(contestant.step, parts))
-        shares = {_kernel(one): ideal.share(case, one.setup, self._device) for one in right}
+        shares = {_kernel(one): share(case, one.setup, self._device) for one in right}
         calls += [share.step for share in shares.values()]
         titles = [*(str(one.entry) for one in right), *("the ideal" for _ in shares)]
 

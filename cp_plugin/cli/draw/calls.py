@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import settled as settle
+from cp_plugin.attention.calls import settled as settle
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.kernels.recording import RecordingKernel
+from cp_plugin.kernels.blocks import RecordingKernel
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
 

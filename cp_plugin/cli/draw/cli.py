@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cp_plugin.cli import flags, output, packs
+from cp_plugin.cli import flags, output
 from cp_plugin.cli.draw import canvas
 from cp_plugin.cli.draw.calls import Recording, record
 from cp_plugin.common.text import in_words
@@ -45,7 +45,7 @@ def draw(
     """Draw which rank holds and computes what, and for how long."""
     with flags.errors_in_one_line():
         output.check_output(plot, "picture", output.PICTURES, "--plot")
-        bounds = () if documents is None else tuple(itertools.accumulate(packs.lengths(documents), initial=0))
+        bounds = () if documents is None else tuple(itertools.accumulate(flags.lengths(documents), initial=0))
         causal = mask is flags.Mask.causal
         draw_method(plot, provider, ranks, causal=causal, bounds=bounds, layout=options.layout, **options.chosen)
     typer.echo(f"wrote {plot}")

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cp_plugin.cli import flags
 from cp_plugin.cli.examples.config import Example, Experiment, examples, load, words
-from cp_plugin.cli.terminal import Cells, new_console, print_lines, print_table
+from cp_plugin.cli.output import Cells, new_console, print_lines, print_table
 
 Printed = StrEnum("Printed", ["sh", "flags"])
 

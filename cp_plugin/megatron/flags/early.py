@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
-from cp_plugin.common import usage
+from cp_plugin.common.names import not_one_of
 from cp_plugin.megatron.flags import args
 from cp_plugin.megatron.flags.linear_flags import attribute
 from cp_plugin.testing.nproc import split_nproc
@@ -31,7 +31,7 @@ _OF_MEGATRON: dict[str, type] = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(usage.plain(message))
+        raise ValueError(plain_usage(message))
 
 
 def check(words: Sequence[str], ranks: int | None = None, start: str = "") -> None:
@@ -110,3 +110,21 @@ def _check_ranks(parsed: argparse.Namespace, ranks: int, start: str) -> None:
             f"{'was' if ranks == 1 else 'were'} started: use {start.format(ranks=total)}, or torchrun --nproc-per-node "
             f"{total} without --nproc"
         )
+
+
+_NUMBERS = {"int": "a whole number", "float": "a number"}
+
+
+def plain_usage(message: str) -> str:
+    """argparse's errors in the words of all other refusals: the flag, its value, what to write; others as they are."""
+    text = message.removeprefix("argument ")
+    if found := re.fullmatch(r"(\S+): expected (?:one|at least one) argument", text):
+        return f"{found[1]} is missing its value"
+    if found := re.fullmatch(r"(\S+): invalid (int|float) value: '(.*)'", text):
+        return f"{found[1]} {found[3]}: write {_NUMBERS[found[2]]}"
+    if found := re.fullmatch(r"(\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)", text):
+        return not_one_of(f"{found[1]} {found[2]}", found[2], re.findall(r"[^', ]+", found[3]))
+    if found := re.fullmatch(r"unrecognized arguments: (.*)", text):
+        flags = any(word.startswith("-") for word in found[1].split())
+        return f"no such flags: {found[1]}" if flags else f"{found[1]}: belongs to no flag; flags begin with --"
+    return text

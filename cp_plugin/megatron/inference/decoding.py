@@ -33,7 +33,8 @@ from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.rules import inference as rules
+from cp_plugin.megatron.rules import layers as rules
+from cp_plugin.megatron.rules.rule import refuse
 from cp_plugin.megatron.state import STATE
 
 _CONTINUED = (AnyCoreAttention, DotProductAttention)
@@ -186,7 +187,7 @@ def check(model: torch.nn.Module) -> None:
         converted=runtime.converted(),
         other_attention=", ".join(dict.fromkeys(others)),
     )
-    rules.check_continued(found)
+    refuse(rules.CONTINUED, found)
 
 
 @contextmanager

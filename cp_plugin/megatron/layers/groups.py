@@ -25,8 +25,7 @@ from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import GroupMesh, axis_groups, connect
 from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.common import yaml_files
-from cp_plugin.core.hosts import describe
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.problem import Problem, describe_hosts
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import checks
@@ -192,7 +191,7 @@ def _for_the_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -
     }
     if all(choice.options == choices[mine].options for choice in choices.values()):
         return choices[mine]
-    shown = "; ".join(f"{list(place.ranks)}: {describe(place.hosts)}" for place in list(examples)[:4])
+    shown = "; ".join(f"{list(place.ranks)}: {describe_hosts(place.hosts)}" for place in list(examples)[:4])
     runtime.print_notice(
         f"warning: the context-parallel groups are spread over the hosts in different ways ({shown}), so --cp-provider "
         f"{settings.provider} chooses as if the hosts were unknown"

@@ -13,7 +13,7 @@ import torch
 
 from cp_plugin.common.versions import MODELOPT_MINIMUM, version_tuple
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.layers import spec
+from cp_plugin.megatron.layers import linear_attention
 from cp_plugin.megatron.layers.core_attention import CoreAttention
 from cp_plugin.megatron.patches.patching import Call, wraps
 
@@ -51,7 +51,8 @@ def version() -> str:
 
 def quantizes(module: torch.nn.Module) -> bool:
     """Whether the module has an enabled quantiser."""
-    return any(_is_quantizer(part) and part.is_enabled for part in module.modules())
+    leaves = (part for part in module.modules() if not list(part.children()))
+    return any(type(leaf).__name__.endswith("TensorQuantizer") and leaf.is_enabled for leaf in leaves)
 
 
 @wraps(
@@ -63,7 +64,7 @@ def quantizes(module: torch.nn.Module) -> bool:
 )
 def replace_gpt_spec(call: Call) -> Any:
     """Put the plugin's core attention into the spec of ``get_gpt_modelopt_spec``."""
-    return spec.with_core_attention(call.original())
+    return linear_attention.with_core_attention(call.original())
 
 
 def _refusing(reason: str) -> type:
@@ -77,7 +78,3 @@ def _refusing(reason: str) -> type:
             )
 
     return Refusing
-
-
-def _is_quantizer(module: torch.nn.Module) -> bool:
-    return type(module).__name__.endswith("TensorQuantizer") and not list(module.children())

@@ -14,16 +14,20 @@ zigzag tokens around attention; then everything else is contiguous (``runtime.be
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.nn.functional import softplus
 
+from cp_plugin.attention.convolution import short_convolution
 from cp_plugin.common.recent import Recent
+from cp_plugin.core.dtypes import accumulation_dtype
 from cp_plugin.core.layout import KEPT_BYTES, Layout
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
-from cp_plugin.megatron.patches import delta_net
 from cp_plugin.megatron.patches.patching import Call, Run, installed, replaces
 
 REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing"
@@ -112,7 +116,7 @@ def keeps_layout(module: torch.nn.Module) -> bool:
     inner = module.self_attention if isinstance(module, TransformerLayer) else getattr(module, "mixer", module)
     kind = type(inner)
     if runtime.settings().delta_net is not None and "gated_delta" in kind.__module__:
-        return delta_net.replaced(inner)  # not its later variants
+        return replaced_delta_net(inner)  # not its later variants
     return REORDER in installed() and kind.__module__.startswith(compat.STATE_SPACES)
 
 
@@ -143,3 +147,78 @@ def _of_layout(layout: Layout, numbers: tuple[int, ...], tokens: int, device: to
 _kept: Recent[tuple[Layout, tuple[int, ...], int, torch.device], tuple[Tensor, Tensor]] = Recent(
     KEPT_BYTES, lambda orders: sum(x.nbytes for x in orders)
 )
+
+
+FORWARD = "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward"
+NORM = "megatron.core.ssm.gated_delta_net.common:l2norm"
+_OF_ANY_ATTENTION = (
+    "attention_mask key_value_states attention_bias sequence_len_offset yarn_mscale kwargs pg_collection "
+    "rotary_pos_emb rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin"
+)
+"""Parameters of every attention layer that gated delta net has no use for."""
+
+
+@replaces(
+    FORWARD,
+    "context parallelism of gated delta net",
+    "hidden_states packed_seq_params inference_context inference_params",
+    optional=_OF_ANY_ATTENTION,
+    called_by="the layer's module call",
+    otherwise="gated delta net would not match a single rank's",
+    when=lambda run: run.settings.delta_net is not None,
+)
+def replace_forward(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Replaces ``GatedDeltaNet.forward``: by a provider of linear attention (``--cp-linear-provider``).
+
+    Megatron    hidden -> q k v z beta alpha --all-to-all--> whole sequence, some heads -> convolution, rule --back-->
+    here        hidden -> q k v z beta alpha -> convolution of this rank's tokens, with those before them from the
+                neighbours (``attention.convolution``) -> the rule, by the provider -> norm, gate -> hidden
+
+    Every rank keeps its tokens and has all heads, so there may be more ranks than heads.
+
+    Returns:
+        Outputs and the bias that Megatron adds later: ``[s/cp, b, h]`` and ``[h]`` or None; with sequence parallelism
+        ``[s/cp/tp, b, h]``.
+    """
+    layer: Any = call["self"]
+    context = call["inference_context"] or call["inference_params"]
+    if context is not None:
+        raise ValueError("gated delta net layers do not support inference: their state is not kept yet")
+    hidden, packed = call["hidden_states"], call["packed_seq_params"]
+    groups = call.arguments.get("pg_collection") or layer.pg_collection
+    cp = runtime.between_layers(runtime.context_parallel(groups.cp, "linear"))
+    projected, _ = layer.in_proj(hidden)
+    out, gate = attend(layer, MicroBatch.find(cp, packed, projected.size(0) * cp.size), projected)
+    return layer.out_proj(layer._apply_gated_norm(out, gate).view(*out.shape[:2], -1))
+
+
+def replaced_delta_net(module: torch.nn.Module) -> bool:
+    """Whether a provider of ours runs this layer."""
+    return FORWARD in installed() and type(module).__name__ == "GatedDeltaNet"
+
+
+def attend(layer: Any, batch: MicroBatch, projected: Tensor) -> tuple[Tensor, Tensor]:
+    """Convolution and delta rule of one layer.
+
+    Args:
+        projected: of this rank's tokens: ``[s/cp, b, q + k + v + z + beta + alpha]``.
+
+    Returns:
+        The rule's outputs and their gate z, both ``[s/cp, b, heads, value size]``.
+    """
+    keys, values, heads = layer.qk_dim_local_tp, layer.v_dim_local_tp, layer.num_v_heads_local_tp
+    mixed, gate, beta, alpha = projected.split((2 * keys + values, values, heads, heads), 2)
+    weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
+    mixed = layer.act_fn(short_convolution(batch.cp, mixed, weight, bias, cu_seqlens=batch.bounds))
+    both, v = mixed.split((2 * keys, values), 2)
+    both = both.unflatten(2, (-1, layer.key_head_dim))
+    if layer.use_qk_l2norm:
+        both = compat.find(NORM)[1](both.contiguous())
+    repeat = layer.num_value_heads // layer.num_key_heads
+    q, k = (y.repeat_interleave(repeat, 2) for y in both.chunk(2, 2))
+    v, gate = (y.unflatten(2, (heads, -1)) for y in (v, gate))
+    wide = accumulation_dtype(alpha.dtype)
+    decay = -layer.A_log.to(wide).exp() * softplus(alpha.to(wide) + layer.dt_bias)
+    scale = layer.key_head_dim**-0.5
+    out = batch.cp.linear_attention(q, k, v, decay, beta=beta.sigmoid(), scale=scale, cu_seqlens=batch.bounds)
+    return out, gate

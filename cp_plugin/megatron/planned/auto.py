@@ -15,7 +15,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cp_plugin.attention.setups import settled_or_reason
+from cp_plugin.attention.calls import settled_or_reason
 from cp_plugin.common.text import in_bytes
 from cp_plugin.core.problem import Problem
 from cp_plugin.megatron.cpu import mode as cpu
@@ -29,8 +29,8 @@ from cp_plugin.methods import registry as providers
 from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.candidates import Allowed, without_sums
 from cp_plugin.planner.errors import in_words, off_by
-from cp_plugin.planner.machine import hardware, inferred
-from cp_plugin.planner.machine.inferred import Inferred
+from cp_plugin.planner.machine import hardware
+from cp_plugin.planner.machine.hardware import Inferred
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import Plan, answer, simplest, tying
 
@@ -98,7 +98,7 @@ class _Answer:
 def _cluster(args: argparse.Namespace) -> Inferred:
     """The named cluster, or the one this process runs on."""
     if args.cp_cluster is None:
-        return inferred.here(CLUSTER, args.world_size, cpu=cpu.active())
+        return hardware.here(CLUSTER, args.world_size, cpu=cpu.active())
     try:
         return Inferred(hardware.cluster(args.cp_cluster), f"{CLUSTER} {args.cp_cluster}")
     except ValueError as error:

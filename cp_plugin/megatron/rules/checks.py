@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from cp_plugin.attention import traced_blocks
+from cp_plugin.attention import calls
 from cp_plugin.core.problem import Problem
 from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
@@ -22,7 +22,7 @@ from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.flags import linear_flags
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.flags.option_flags import AUTO
-from cp_plugin.megatron.rules import experts, flags, inference, layers, layout, linear, models, precision
+from cp_plugin.megatron.rules import experts, flags, layers, layout, models, precision
 from cp_plugin.megatron.rules.rule import Rule, adjust, refuse, when
 from cp_plugin.megatron.rules.run import Run
 from cp_plugin.megatron.state import Model
@@ -33,7 +33,7 @@ from cp_plugin.placement.documents import ALL, get_layout
 
 TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES, *experts.RULES)
 """For every training with the plugin, in reporting order."""
-LINEAR = linear.RULES
+LINEAR = layers.LINEAR
 ON_CPU = Rule(
     name="upstream on the CPU",
     example="--context-parallel-size 4 --cp-provider upstream",
@@ -60,7 +60,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "a layer": layers.LAYER,
     "a linear layer": layers.LINEAR_LAYER,
     "a call of a layer": layers.CALL,
-    "generation": inference.CONTINUED,
+    "generation": layers.CONTINUED,
 }
 """By subject."""
 
@@ -167,7 +167,7 @@ def _check_kernels(settings: Settings, model: Model, device: torch.device) -> No
         kernels.choose(options.backend, device, call)
     if "softmax" in model.resolved:
         blocks.choose(settings.options, model.problem, device)
-        traced_blocks.refuse_tiles(settings.provider, model.problem, settings.options, device)
+        calls.refuse_tiles(settings.provider, model.problem, settings.options, device)
 
 
 def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:

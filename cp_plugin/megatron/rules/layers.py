@@ -1,4 +1,5 @@
-"""Rules of a layer and its calls, for what a ``--spec`` or a script requests beyond the flags."""
+"""Rules of layers: of a layer and its calls, for what a ``--spec`` or a script requests beyond the flags; of linear
+attention; and of models that can be decoded."""
 
 from __future__ import annotations
 
@@ -13,12 +14,16 @@ from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import flags
 from cp_plugin.megatron.rules.cuda_graphs import CUDA_GRAPH
 from cp_plugin.megatron.rules.fields import UNKNOWN
-from cp_plugin.megatron.rules.rule import Found, Rule, refuse, shown, when
+from cp_plugin.megatron.rules.rule import Found, Rule, flag, given, refuse, shown, when
+
+if TYPE_CHECKING:
+    from cp_plugin.megatron.rules.run import Run
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}
 """Supported mask types -> whether causal."""
@@ -225,3 +230,118 @@ def check_call(layer_number: int, settings: Settings, *call: Any) -> None:
     given = given._replace(capturing=given.query.is_cuda and torch.cuda.is_current_stream_capturing())
     if any(rule.looks_at(given) is not None for rule in CALL):  # no formatting in a good call: each layer, each step
         refuse(CALL, given, prefix=f"layer {layer_number}: {settings.asked} does not support ")
+
+
+_SHARDED = "sharding linear attention's own weights with FSDP is not tested"
+_PATTERN = "its symbols define every layer, and none of them stands for linear attention"
+
+
+def _layers(run: Run) -> Found:
+    linear, layers = run.settings.linear, run.args.num_layers
+    assert linear is not None
+    length = len(linear.pattern)
+    return when(layers % length, pattern=linear.pattern, length=length, layers=layers)
+
+
+def _heads(run: Run) -> Found:
+    linear, args = run.settings.linear, run.args
+    assert linear is not None
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    tp = args.tensor_model_parallel_size
+    return when(groups % tp, variant=linear.variant, groups=groups, tp=tp)
+
+
+MLA = flag("--multi-latent-attention", why="its layers compute no gate, and its head sizes are not tested", linear=True)
+LINEAR = (
+    flag(
+        "--mtp-num-layers",
+        example="1",
+        why="multi-token prediction (MTP) restarts layer numbers at 1, which would shift the layer pattern",
+        linear=True,
+    ),
+    flag("--hybrid-layer-pattern", example="M*", why=_PATTERN, linear=True),
+    flag("--hybrid-override-pattern", example="M*", why=_PATTERN, linear=True),
+    MLA,
+    flag(
+        "--init-model-with-meta-device",
+        why="linear attention initializes its weights head by head, not on a meta device",
+        linear=True,
+    ),
+    flag("--use-megatron-fsdp", why=_SHARDED, linear=True),
+    flag("--use-torch-fsdp2", why=_SHARDED, linear=True),
+    Rule(
+        name="linear layers",
+        example="--cp-layer-pattern LLL",
+        what="--cp-layer-pattern {pattern} has {length} letters, which does not divide --num-layers {layers}",
+        why="the pattern is repeated over the layers",
+        fix="use a pattern whose length divides the number of layers",
+        looks_at=_layers,
+        sentence=True,
+        late=True,
+    ),
+    Rule(
+        name="linear heads",
+        example="--tensor-model-parallel-size 4",
+        what="--cp-linear-attention {variant} splits the key/value heads across the tensor-parallel ranks",
+        why="{groups} heads (--num-query-groups) is not a multiple of --tensor-model-parallel-size {tp}",
+        fix="use a smaller --tensor-model-parallel-size, or a larger --num-query-groups",
+        looks_at=_heads,
+        sentence=True,
+        late=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continued:
+    """A model to decode with."""
+
+    stages: int = 1  # pipeline stages
+    layers: int = 1  # attention layers with a cache
+    sequence_parallel: bool = False
+    stateful: str = ""  # layers whose state is not kept between tokens
+    converted: bool = False  # attention has another layout than the other layers
+    other_attention: str = ""  # an attention class that is neither the plugin's nor Megatron's
+
+
+CONTINUED = (
+    Rule(
+        name="pipeline stages of a generation",
+        what="generation runs on one pipeline stage, got --pipeline-model-parallel-size {stages}",
+        fix="use 1; a torch_dist checkpoint can be loaded with any number of stages",
+        looks_at=lambda model: when(model.stages > 1, stages=model.stages),
+    ),
+    Rule(
+        name="attention of a generation",
+        what="generation supports none of this model's attention layers",
+        fix="use --transformer-impl local",
+        looks_at=lambda model: when(model.layers == 0),
+    ),
+    Rule(
+        name="sequence parallelism of a generation",
+        what="generation runs without --sequence-parallel",
+        why="it would split single tokens",
+        fix="leave it out",
+        looks_at=given("sequence_parallel"),
+    ),
+    Rule(
+        name="states of a generation",
+        what="generation cannot continue {stateful}",
+        why="the plugin does not keep their state between tokens",
+        fix="use a model without them",
+        looks_at=given("stateful"),
+    ),
+    Rule(
+        name="layouts of a generation",
+        what="generation runs without --linear-cp-layout contiguous",
+        why="it shards a prompt in attention's layout",
+        fix="leave it out",
+        looks_at=given("converted"),
+    ),
+    Rule(
+        name="other attention of a generation",
+        what="generation cannot continue {other_attention}",
+        fix="use --transformer-impl local, or two or more context-parallel ranks with --cp-provider",
+        looks_at=given("other_attention"),
+    ),
+)

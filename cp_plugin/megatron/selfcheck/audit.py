@@ -29,7 +29,7 @@ from cp_plugin.linear import kernels
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.flags import option_flags
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
-from cp_plugin.megatron.patches import delta_net, hybrid, patching
+from cp_plugin.megatron.patches import hybrid, patching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
             elif hybrid.keeps_layout(module):
                 if isinstance(module, TransformerLayer) or type(module).__name__ == "MambaLayer":
                     found["states"].append(label)
-                if delta_net.replaced(module):
+                if hybrid.replaced_delta_net(module):
                     options = runtime.context_parallel(kind="linear").options
                     backends.add(_linear_kernel(options, module.config.params_dtype, chunk))
             elif name.rpartition(".")[2] == "core_attention" or _is_other_attention(module):

@@ -20,6 +20,7 @@ attends with what an earlier call left in a buffer is right in the first call an
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 
 from cp_plugin.attention import convolution
@@ -38,11 +44,12 @@ from cp_plugin.linear.tokens import Tokens, tokens_of
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import modelopt
 from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
-from cp_plugin.megatron.patches import delta_net, patching
-from cp_plugin.megatron.selfcheck import own_attention, rotation, slices
+from cp_plugin.megatron.patches import hybrid, patching
+from cp_plugin.megatron.selfcheck import rotation, slices
 from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Every, Place, Steps
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Softmax, compare
 from cp_plugin.megatron.selfcheck.identities import CONVOLUTION, DELTA_RULE, LINEAR, SOFTMAX, Identities
+from cp_plugin.testing import oracle
 from cp_plugin.testing.oracle import not_seen
 
 TOLERANCE_FP8: Mapping[str | None, float] = {"comm": 0.15, "compute": 0.25}
@@ -85,7 +92,7 @@ def _by_kind(chunks: Sequence[torch.nn.Module]) -> dict[str, list[Any]]:
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, AnyCoreAttention):
             kinds.setdefault(module.kind, []).append(module)
-        elif delta_net.replaced(module):
+        elif hybrid.replaced_delta_net(module):
             kinds.setdefault(_DELTA_NET, []).append(module)
     return kinds
 
@@ -143,7 +150,7 @@ class _Watch:
 
         rows.check(q, out, exact)
         if isinstance(self._drawn, Every) and self._drawn.reads(module):
-            self._drawn.problems += own_attention.problems(module, q.device)
+            self._drawn.problems += read_otherwise(module, q.device)
 
     def _linear(self, module: Any, inside: Inside, call: Any) -> None:
         group = module.cp_group if isinstance(module, AnyCoreAttention) else module.pg_collection.cp
@@ -178,7 +185,7 @@ class Inside:
         self.call: Any = None  # arguments of ``ContextParallel.linear_attention`` by name, and ``out``
         self.convolution: tuple[Tensor, Tensor | None, Tensor] | None = None  # input, bias, output
         self.exchanged: list[tuple[convolution.Rows, convolution.Rows]] = []
-        attend, convolve = ContextParallel.linear_attention, delta_net.short_convolution
+        attend, convolve = ContextParallel.linear_attention, hybrid.short_convolution
         arguments = inspect.signature(attend)
 
         def attending(*args: Any, **named: Any) -> Tensor:
@@ -195,7 +202,7 @@ class Inside:
 
         back = ExitStack()
         back.enter_context(patching.lent(ContextParallel, linear_attention=attending))
-        back.enter_context(patching.lent(delta_net, short_convolution=convolving))
+        back.enter_context(patching.lent(hybrid, short_convolution=convolving))
         back.enter_context(patching.lent(convolution, told=self.exchanged))
         self.close = back.close  # a backward still appends to ``exchanged``
 
@@ -298,3 +305,71 @@ class Rows:
             "than what was sent: a device, a link or a buffer is at fault. Resume from an earlier checkpoint, and "
             "watch whether the same rank fails again"
         )
+
+
+_LIMIT = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+"""Relative error of a norm: Transformer Engine may multiply in TF32."""
+_TOKENS = 256
+_LOCAL = "megatron.core.models.backends:LocalSpecProvider.core_attention"
+_TE = "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention"
+
+
+def read_otherwise(module: CoreAttention, device: torch.device) -> list[str]:
+    """What differs on one rank between Megatron's own attention and a layer as the plugin reads it; of a
+    layer that cannot be compared, say so.
+
+    Megatron's is Transformer Engine's on CUDA, or else the local one in float64; of latent attention, whose values have
+    another size, there is none. It attends to random tokens, as the oracle does in float64 with the layer's mask,
+    window, scale and sinks.
+    """
+    config = copy.copy(module.config)
+    if not module.head_dim == module.v_head_dim == config.kv_channels:
+        return []
+    if device.type == "cuda" and transformer_engine.HAVE_TE:
+        target, provider, dtype, mask = _TE, TESpecProvider(), config.params_dtype, None
+    else:
+        target, provider, dtype = _LOCAL, LocalSpecProvider(), torch.float64
+        mask = torch.ones(1, 1, _TOKENS, _TOKENS, dtype=torch.bool, device=device).triu(1)
+        config.fp16 = config.bf16 = config.masked_softmax_fusion = False
+    config.context_parallel_size, config.attention_dropout, config.params_dtype = 1, 0.0, dtype
+    config.perform_initialization = False
+    generator = torch.Generator().manual_seed(50)
+    tp = config.tensor_model_parallel_size
+    heads, groups = config.num_attention_heads // tp, config.num_query_groups // tp
+    q, k, v = (
+        torch.randn(_TOKENS, 1, n, module.head_dim, generator=generator).to(device, dtype)
+        for n in (heads, groups, groups)
+    )
+    try:
+        own = patching.original(target)(provider)(
+            config,
+            layer_number=module.layer_number,
+            attn_mask_type=module.attn_mask_type,
+            attention_type="self",
+            softmax_scale=module.softmax_scale,
+            pg_collection=SimpleNamespace(tp=module.tp_group, cp=None, hcp=None),
+        ).to(device)
+        memory = patching.lent(parallel_state, _GLOBAL_MEMORY_BUFFER=GlobalMemoryBuffer())  # of scores
+        with torch.no_grad(), memory:
+            for sinks in own.parameters():
+                sinks.copy_(module.softmax_offset)
+            got = own(q, k, v, mask if module.attn_mask_type == AttnMaskType.causal else None)
+    except Exception as error:  # of code that nobody has seen
+        text = f"Megatron's own attention was not compared: {type(error).__name__}: {error}"
+        runtime.print_notice(text)
+        return [text] if runtime.settings().strict else []
+    want = _expected(module, q, k, v).flatten(2)
+    error = ((got.double() - want).norm() / want.norm()).item()
+    found = f"the plugin reads the layer's configuration otherwise than Megatron's own attention: off by {error:.1e}"
+    return [] if error <= _LIMIT[dtype] else [f"{found} on one rank (relative; allowed {_LIMIT[dtype]:.0e})"]
+
+
+def _expected(module: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The oracle's output for this layer, in float64."""
+    at, causal = torch.arange(len(q), device=q.device), module.attn_mask_type == AttnMaskType.causal
+
+    def hidden(rows: slice) -> Tensor:
+        return oracle.not_seen(at[rows], at, causal, module.window)
+
+    x = q, k, v, torch.zeros_like(q)
+    return oracle.softmax_reference(*x, hidden, scale=module.softmax_scale, sink=module.softmax_offset)[0]

@@ -38,7 +38,7 @@ from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling
 from cp_plugin.megatron.layers.core_attention import CoreAttention
-from cp_plugin.megatron.patches import delta_net, padding, patching, rope
+from cp_plugin.megatron.patches import hybrid, padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck import first_step, readings, recheck, tiny_batch
 from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
@@ -327,7 +327,7 @@ class _Step:
                     back.callback(
                         module.register_forward_pre_hook(tiny_batch.Strong(), with_kwargs=True, prepend=True).remove
                     )
-                elif delta_net.replaced(module):
+                elif hybrid.replaced_delta_net(module):
                     back.callback(module.in_proj.register_forward_hook(tiny_batch.lasting(module)).remove)
             yield
 

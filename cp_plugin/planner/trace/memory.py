@@ -27,7 +27,7 @@ from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.kernels.recording import RecordingKernel
+from cp_plugin.kernels.blocks import RecordingKernel
 from cp_plugin.methods.moves import nothing_seen
 from cp_plugin.methods.protocol import Provider
 

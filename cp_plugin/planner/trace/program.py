@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cp_plugin.attention import calls
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Setup
 from cp_plugin.comm import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
 from cp_plugin.comm.mesh import Tensors
 from cp_plugin.core.block import Block, Scores
@@ -29,12 +29,11 @@ from cp_plugin.core.tiles import Tile, may_meet, tiles
 from cp_plugin.core.values import KeyValues, Queries
 from cp_plugin.kernels import blocks
 from cp_plugin.kernels.backends import BlockKernel
+from cp_plugin.kernels.blocks import RecordingKernel, results
 from cp_plugin.kernels.fused import observed
-from cp_plugin.kernels.recording import RecordingKernel, results
 from cp_plugin.linear import kernels
 from cp_plugin.linear.tokens import CHUNK, Tokens
-from cp_plugin.methods.parts import Parts
-from cp_plugin.methods.protocol import Formula, Provider, Scan
+from cp_plugin.methods.protocol import Formula, Parts, Provider, Scan
 from cp_plugin.planner.machine.events import Attention, Auto, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.trace.memory import Meter, Passes, Peaks
 from cp_plugin.testing.traffic import by_phase_and_axis

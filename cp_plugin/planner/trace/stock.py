@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.attention import calls
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Setup
 from cp_plugin.comm import Pending
 from cp_plugin.comm.mesh import Over
 from cp_plugin.common.without_data import empty
@@ -38,7 +38,7 @@ from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
-from cp_plugin.kernels.recording import results
+from cp_plugin.kernels.blocks import results
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Post, Shape
 from cp_plugin.planner.trace.program import Program, Seen, in_one_call, program, traced
 

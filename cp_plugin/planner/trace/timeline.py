@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from cp_plugin.attention.setups import Setup
+from cp_plugin.attention.calls import Setup
 from cp_plugin.planner.machine.events import Post, Seconds
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import Links, place
