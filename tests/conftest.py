@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -23,25 +25,8 @@ settings.register_profile("busy", deadline=None)  # a slow machine does not make
 settings.load_profile("busy")
 lazy.switch_on()  # a group's first operation waits for all of its ranks, as on NCCL (CP_PLUGIN_TEST_LAZY_GROUPS=0: off)
 
-LONGEST_FIRST = (
-    "planner/test_wins.py",
-    "core/test_methods.py",
-    "core/test_bytes.py",
-    "megatron/test_cases.py",
-    "test_quickstart.py",
-    "test_gpu_check.py",
-    "test_gpu_plan.py",
-    "megatron/test_examples_megatron.py",
-    "megatron/test_planted_faults.py",
-    "megatron/test_fp8.py",
-    "megatron/test_generate.py",
-    "megatron/test_decoding.py",
-    "test_printed_commands.py",
-    "test_docs.py",
-    "test_parity_cases.py",
-)
-"""Files that take longest: started last, they would leave the other processes idle at the end."""
-
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Test file -> its seconds, of files of 5 s or more, as ``pytest --record-durations`` measured them."""
 
 LEFT_OUT = pytest.StashKey[dict[tuple[str, str], int]]()
 """Number of cases that this suite leaves out, by test and reason."""
@@ -50,7 +35,27 @@ CRASHED = pytest.StashKey[bool]()
 """Whether a worker of pytest-xdist ended with an error, which behind its last test leaves pytest's status at 0."""
 
 
+class Recorded:
+    """Writes ``DURATIONS`` at the end of the session."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration  # type: ignore[assignment]
+
+    def pytest_sessionfinish(self) -> None:
+        longest = {file: round(seconds) for file, seconds in self.seconds.most_common() if seconds >= 5}
+        DURATIONS.write_text(json.dumps(longest, indent=0) + "\n")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorded())
     config.addinivalue_line("markers", "case: a row of cases.toml")
     config.addinivalue_line("markers", "versions: a row that ci/versions.sh runs")
     config.addinivalue_line("markers", "covering(by day, at night): run a covering design of the cases (nightly.py)")
@@ -58,11 +63,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Thin the products, and put the longest files first; the rest stay in order."""
+    """Thin the products, and put the longest files first, lest a process is left with one at the end."""
     config.stash[LEFT_OUT] = thin(items)
-    here = Path(__file__).parent
-    place = {here / name: index for index, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(item.path, len(place)))
+    seconds = {Path(__file__).parent / file: seconds for file, seconds in json.loads(DURATIONS.read_text()).items()}
+    items.sort(key=lambda item: -seconds.get(item.path, 0))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
