@@ -29,7 +29,7 @@ def run(kernel: Backend, case: Case, size: float = 1.0, *, strided: bool = False
     q, k, v, dout = case.inputs()
     if strided:
         q, k, v, dout = (torch.stack((x, x.flip(0)), 1).flatten(0, 1)[::2] for x in (q, k, v, dout))
-    diagonal, scores = 0 if case.causal else case.seq_length, Scores(case.head_dim**-0.5)
+    diagonal, scores = 0 if case.causal else case.seq_length, Scores(case.head_dim**-0.5, case.softcap)
     out, lse = kernel.forward(q, k, v, diagonal, scores)
     wide = accumulation_dtype(case.dtype)
     assert out.dtype == case.dtype and lse.dtype == wide

@@ -43,6 +43,7 @@ class Case:
     tree: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """Instead: lengths of nodes in depth-first order, and each one's parent, -1 for none."""
     sink: bool = False
+    softcap: float | None = None
     seed: int = 0
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,14 +80,20 @@ class Case:
         *inputs, dout = (x.double() for x in self.inputs())
         sink = self.sinks()
         leaves = [x.requires_grad_() for x in (*inputs, sink) if x is not None]
-        out = self.outputs(*inputs, sink)
+        out = self.outputs(*inputs, sink, softcap=self.softcap)
         return Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
 
     def outputs(
-        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Attention under this case's mask; scale: of the scores, by default 1 / sqrt(d)."""
-        return attend(q, k, v, self.hidden(), q.size(3) ** -0.5 if scale is None else scale, sink)[0]
+        return attend(q, k, v, self.hidden(), q.size(3) ** -0.5 if scale is None else scale, sink, softcap)[0]
 
 
 def sees(
@@ -114,11 +121,19 @@ def sees(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, sink: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor,
+    scale: float,
+    sink: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Out and log-sum-exp ``[s, b, heads]`` of any queries and keys; 0 and -inf where a query sees nothing."""
     repeat = q.size(2) // k.size(2)
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(repeat, 2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(hidden, -torch.inf)
     if sink is not None:
         scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), -1)
@@ -128,14 +143,14 @@ def attend(
 
 
 def attend_to_slots(
-    q: Tensor, k: Tensor, v: Tensor, held: Tensor, positions: Tensor, scale: float, left: int = -1
+    q: Tensor, k: Tensor, v: Tensor, held: Tensor, positions: Tensor, scale: float, left: int = -1, **cap: float
 ) -> tuple[Tensor, Tensor]:
     """In float64, of a cache: held are the positions of its slots, by sequence; left: of the window, -1 for no end."""
     sequences = []
     for i in range(q.size(1)):
         apart = positions[:, i, None] - held[:, i].long()
         hidden = (apart < 0) | ((apart > left) & (left != -1))
-        sequences.append(attend(*(x[:, i : i + 1].double() for x in (q, k, v)), hidden, scale))
+        sequences.append(attend(*(x[:, i : i + 1].double() for x in (q, k, v)), hidden, scale, **cap))
     outs, lses = zip(*sequences, strict=True)
     return torch.cat(outs, 1), torch.cat(lses, 1)
 

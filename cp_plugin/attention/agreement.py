@@ -178,7 +178,7 @@ def of_call(cp: Any, name: str, tensors: Sequence[Tensor | None]) -> AbstractCon
     return _checked(compare)
 
 
-_NAMES = ("causal", "scale", "window", "documents", "tree", "dim", "tokens", "by")
+_NAMES = ("causal", "scale", "softcap", "window", "documents", "tree", "dim", "tokens", "by")
 _SETTINGS = dict.fromkeys(_NAMES) | {"documents": ()}
 """Of every call, so that ranks that make different ones send as many digests."""
 

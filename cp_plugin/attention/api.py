@@ -199,6 +199,7 @@ class ContextParallel(LinearAttention):
         *,
         causal: bool = True,
         scale: float | None = None,
+        softcap: float | None = None,
         window: Window | None = None,
         cu_seqlens: Tensor | None = None,
         tree: Tree | None = None,
@@ -211,6 +212,7 @@ class ContextParallel(LinearAttention):
             q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
             causal: a token sees the tokens up to and including itself; otherwise all.
             scale: factor on the scores; default ``d ** -0.5``.
+            softcap: cap c on the scaled scores s, which become ``c * tanh(s / c)`` (Gemma 2).
             window: how many tokens before and after itself a token sees, -1: all. The second number has no meaning
                 under a causal mask.
             cu_seqlens: int ``[n + 1]``: bounds of the n documents of the whole sequence. A token sees its own document
@@ -230,19 +232,21 @@ class ContextParallel(LinearAttention):
                 (compared in the first calls, and rarely after) ranks with other settings.
         """
         with agreement.of_call(self, "attention", (q, k, v, sink)) as settings:
-            check_numbers(scale, window)
+            check_numbers(scale, window, softcap)
             documents = document_bounds(cu_seqlens, q.size(0) * self.size)
-            settings |= {"causal": causal, "window": window, "documents": documents, "tree": tree, "scale": scale}
+            settings |= {"causal": causal, "window": window, "documents": documents, "tree": tree}
+            settings |= {"scale": scale, "softcap": softcap}
         if scaling is not None and not (torch.is_grad_enabled() or to_be_repeated()):
             scaling = scaling.reader()
         tensors = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sink))
-        asked = (tensors, causal, window, documents, tree, scale, scaling, self.options)
+        asked = (tensors, causal, window, documents, tree, scale, softcap, scaling, self.options)
 
         def composed() -> Attend:
             self._is_for("softmax")
             problem = self.problem(q, k, v, causal=causal)
             packed = bool(documents) or tree is not None
             problem = replace(problem, window=window, documents=packed, sink=sink is not None)
+            problem = replace(problem, softcap=softcap is not None)
             mask = mask_of(problem, documents, tree)
             self.refuse(problem)
             check_sink(sink, q)
@@ -250,7 +254,7 @@ class ContextParallel(LinearAttention):
                 raise ValueError(
                     'scaling only applies to kernels that compute in FP8: add fp8="compute", or leave it out'
                 )
-            scores = Scores(q.size(-1) ** -0.5 if scale is None else scale)
+            scores = Scores(q.size(-1) ** -0.5 if scale is None else scale, softcap)
             return self.method(problem, q.device, scores, mask, scaling)
 
         return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)

@@ -85,10 +85,16 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Prob
     )
 
 
-def check_numbers(scale: Any, window: Any = None) -> None:
-    """ValueError for a scale that is no finite number, or a window that is no pair of whole numbers."""
-    if scale is not None and not (isinstance(scale, numbers.Real | torch.SymFloat) and math.isfinite(scale)):
-        raise ValueError(f"scale={scale!r}: give a finite number, or None for head size ** -0.5")
+def check_numbers(scale: Any, window: Any = None, softcap: Any = None) -> None:
+    """ValueError for a scale that is no finite number, a window that is no pair of whole numbers, or a cap that is no
+    positive number."""
+    for name, number, fix in (
+        ("scale", scale, "give a finite number, or None for head size ** -0.5"),
+        ("softcap", softcap, "give a positive number, or None for scores without a cap"),
+    ):
+        finite = isinstance(number, numbers.Real | torch.SymFloat) and math.isfinite(number)
+        if number is not None and not (finite and (name == "scale" or number > 0)):
+            raise ValueError(f"{name}={number!r}: {fix}")
     if window is not None and not (
         isinstance(window, tuple) and len(window) == 2 and all(isinstance(n, int | torch.SymInt) for n in window)
     ):

@@ -13,6 +13,8 @@ class Scores(NamedTuple):
 
     scale: float
     """Factor on their product."""
+    softcap: float | None = None
+    """Cap: scores s become ``softcap * tanh(s / softcap)`` (Gemma 2, arXiv 2408.00118, section 2); None: no cap."""
 
 
 PLAIN = Scores(1.0)

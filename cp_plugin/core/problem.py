@@ -49,10 +49,12 @@ class CallInfo(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     v_head_dim: int
+    softcap: bool = False
+    """Whether scores are capped."""
 
     @classmethod
     def of(cls, problem: Problem, device: torch.device) -> CallInfo:
-        return cls(device, problem.dtype, problem.head_dim, problem.v_head_dim)
+        return cls(device, problem.dtype, problem.head_dim, problem.v_head_dim, problem.softcap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,8 @@ class Problem:
     """Visible tokens before and after each token, -1: all; None: no window."""
     sink: bool = False
     """Whether the softmax has an extra score per head, without a value."""
+    softcap: bool = False
+    """Whether scores are capped (``Scores.softcap``)."""
     hosts: tuple[str, ...] = ()
     """Host of every context-parallel rank; empty: unknown."""
     network: Network = "nccl"

@@ -171,6 +171,7 @@ class Division:
         is_causal: bool | None = None,
         sliding_window: int | None = None,
         s_aux: Tensor | None = None,
+        softcap: float | None = None,
         tree: Tree | None = None,
         **others: Any,
     ) -> Tensor:
@@ -194,6 +195,7 @@ class Division:
             window=None if left == -1 and right <= 0 else (left, right),
             cu_seqlens=torch.tensor(seen.documents) if seen.documents else None,
             scale=scaling,
+            softcap=softcap,
             sink=s_aux,
             tree=tree,
         )
@@ -218,7 +220,7 @@ def placed(cp: ContextParallel, documents: tuple[int, ...]) -> ContextParallel:
     return cp
 
 
-_CHANGES_THE_RESULT = ("softcap", "position_bias", "indices", "block_indices", "cache", "head_mask", "alibi")
+_CHANGES_THE_RESULT = ("position_bias", "indices", "block_indices", "cache", "head_mask", "alibi")
 
 
 def refuse_options(options: dict[str, Any], dropout: float) -> None:

@@ -134,6 +134,7 @@ class Session:
         v: Tensor,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         window: Window | None = None,
         sink: Tensor | None = None,
         latent: Latent | None = None,
@@ -144,7 +145,7 @@ class Session:
             layer: the layer's key.
             q: ``[s, b, h, d]``; k: ``[s, b, g, d]``; v: ``[s, b, g, e]``: this rank's tokens in prefill, all tokens in
                 decode.
-            scale, window, sink: as in ``ContextParallel.attention``.
+            scale, softcap, window, sink: as in ``ContextParallel.attention``.
             latent: for multi-latent attention, what k and v were made of; kept instead of them.
 
         Returns:
@@ -158,12 +159,12 @@ class Session:
                 raise ValueError("attend() is for use inside `with session.prefill(...)` or `with session.decode(...)`")
             prefill = isinstance(self.step, Chunk)
             tokens = self.step.stop - self.step.first if prefill else self.step.positions.size(0)
-            check_numbers(scale, window)
+            check_numbers(scale, window, softcap)
             self._check(tokens, q, k, v)
-            settings |= {"scale": scale, "window": window, "documents": tuple(self.lengths)}
+            settings |= {"scale": scale, "softcap": softcap, "window": window, "documents": tuple(self.lengths)}
         q, k, v = map(dense, (q, k, v))
         cache = self.reserve(layer, k, v, latent)
-        scores = Scores(q.size(-1) ** -0.5 if scale is None else scale)
+        scores = Scores(q.size(-1) ** -0.5 if scale is None else scale, softcap)
         kept = (k, v) if latent is None else (latent.rows,)
         if isinstance(self.step, Chunk):
             cache.put(slice(self.step.first, self.step.stop), *kept)
@@ -186,7 +187,9 @@ class Session:
         """This rank's queries of a chunk over all keys so far, by the provider."""
         problem = self.cp.problem(q, k[chunk.first :], v[chunk.first :], causal=True)
         block = gcd(q.size(0), k.size(0), 64)
-        problem = replace(problem, window=window, sink=sink is not None, block=block)
+        problem = replace(
+            problem, window=window, sink=sink is not None, softcap=scores.softcap is not None, block=block
+        )
         self.cp.refuse(problem)
         method = self.cp.method(
             problem, q.device, scores, segments=self._positions(chunk.rows), keys=self._positions(chunk.keys)

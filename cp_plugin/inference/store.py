@@ -172,7 +172,8 @@ def attend(
         return out.unsqueeze(0), lse.unsqueeze(0)
 
     left = -1 if window is None else window[0]
-    parts = fused.decode(q, *cache.kept(len(held)), cache.v_head_dim, held, positions, scores.scale, left, in_blocks)
+    cached = *cache.kept(len(held)), cache.v_head_dim, held
+    parts = fused.decode(q, *cached, positions, scores.scale, left, scores.softcap, in_blocks)
     return Partial(*fused.merge_parts(*parts))
 
 

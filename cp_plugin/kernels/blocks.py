@@ -82,7 +82,7 @@ def choose(
     call = CallInfo.of(problem, device)
     if options.fp8 == "compute" and options.backend == "auto":
         backend, why = backends.get(backends.fp8_kernels()[0]), spelled("fp8", "compute")
-        reason = backend.unsupported(call)
+        reason = backends.refusal(backend, call)
         if reason is not None:
             raise ValueError(
                 f"{spelled('fp8', 'compute')} cannot run here: {reason}; use {spelled('fp8', 'comm')}, which sends in "
@@ -110,7 +110,7 @@ def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto:
         return InOrder(Whole(backend), enough=LONG)
     library = Tiled(backend)
     own = backends.get(backends.OURS)
-    if auto and device.type == "cuda" and own.unsupported(CallInfo.of(problem, device)) is None:
+    if auto and device.type == "cuda" and backends.refusal(own, CallInfo.of(problem, device)) is None:
         return Either(library, InOrder(Whole(own), enough=LONG), speeds(backend, device))
     return InOrder(library)
 

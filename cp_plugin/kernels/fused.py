@@ -236,6 +236,7 @@ def decode(
     positions: Tensor,
     scale: float,
     left: int,
+    softcap: float | None,
     otherwise: Callable[[], Parts],
 ) -> Parts:
     """Causal attention of ``q [t, b, h, d]`` to cache slots, in the accumulation dtype; to be merged by
@@ -246,12 +247,13 @@ def decode(
         held: positions of the slots, int32 ``[n, b]``.
         positions: consecutive positions of the queries, int32 ``[t, b]``.
         left: earlier positions that a query sees; -1: all.
+        softcap: cap on the scaled scores; None: no cap.
         otherwise: the plain torch version, which reads the cache in blocks.
     """
     if _kernels(q):
         from cp_kernels.decode import decode as kernel
 
-        return kernel(q, keys, values, v_head_dim, held, positions, scale, left)
+        return kernel(q, keys, values, v_head_dim, held, positions, scale, left, softcap)
     return otherwise()
 
 

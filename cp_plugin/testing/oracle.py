@@ -127,6 +127,7 @@ def softmax_reference(
     hidden: Callable[[slice], Tensor],
     *,
     scale: float | None = None,
+    softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, dq, dk, dv in float64, one key/value head and one chunk of queries at a time.
@@ -135,6 +136,7 @@ def softmax_reference(
         q, k, v, dout: the whole sequence; shapes as in ``cp_plugin.methods.protocol``.
         hidden: queries -> the keys that they do not see: bool ``[queries, s]``.
         scale: of the scores; default: 1 / sqrt(d).
+        softcap: cap c of the scaled scores s, which become ``c * tanh(s / c)``.
         sink: ``[h]``: a score per query head that takes part in the softmax and has no value.
     """
     scale = q.size(3) ** -0.5 if scale is None else scale
@@ -143,7 +145,7 @@ def softmax_reference(
     heads = zip(q.split(share, 2), k.unbind(2), v.unbind(2), dout.split(share, 2), sinks, strict=True)
     by_head = []
     for *tensors, its_sink in heads:
-        attend = partial(_attend, scale=scale, sink=its_sink)
+        attend = partial(_attend, scale=scale, softcap=softcap, sink=its_sink)
         by_head.append(_differentiated(attend, hidden, *(x.double() for x in tensors)))
     out, dq, dk, dv = zip(*by_head, strict=True)
     return torch.cat(out, 2), torch.cat(dq, 2), torch.stack(dk, 2), torch.stack(dv, 2)
@@ -166,9 +168,13 @@ def _differentiated(
     return [torch.cat(outs), torch.cat(dqs), dk, dv]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float, sink: Tensor | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float, softcap: float | None, sink: Tensor | None
+) -> Tensor:
     """q ``[rows, b, h, d]``, k ``[s, b, d]``, v ``[s, b, e]``, hidden ``[rows, s]``, sink ``[h]``."""
     scores = torch.einsum("qbhd,kbd->bhqk", q, k) * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
     scores = scores.masked_fill(hidden, -torch.inf)
     if sink is not None:
         scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), -1)

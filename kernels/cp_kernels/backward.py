@@ -19,6 +19,7 @@ from cp_kernels.parts import (
     LOG2_E,
     Parts,
     at_the_ends,
+    capped,
     held,
     load_rows,
     passed,
@@ -42,6 +43,7 @@ def backward(
     keys: Runs,
     view: View,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The share of these keys in ``dq``, and of these queries in ``dk`` and ``dv``; shapes and dtypes of q, k and v.
 
@@ -49,7 +51,7 @@ def backward(
         dout: ``[s, b, h, e]`` in q's dtype.
         lse: of each query over all its keys, ``[s, b, h]``, float32, natural logarithm.
         delta: ``rowsum(dout * out)`` of each query, ``[s, b, h]``, float32.
-        q, k, v, rows, keys, view, scale: as in the forward.
+        q, k, v, rows, keys, view, scale, softcap: as in the forward.
 
     Raises:
         ValueError: for tensors that do not fit together or that the kernels do not support.
@@ -63,7 +65,7 @@ def backward(
     records = torch.empty((b, h, s, 2), dtype=torch.float32, device=q.device)  # written by _dq
     common = (q, k, v, dout, *(n for x in (q, k, v, dout) for n in x.stride()[:3]))
     common += (records, *records.stride()[:2], scale, h // g)
-    parts = dict(D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1, PRECISION=precision(q))
+    parts = dict(D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1, CAP=softcap or 0.0, PRECISION=precision(q))
 
     sizes = dq_sizes(d, e, q.dtype, gpu(q.device))
     queries = side(rows, view, sizes.queries, q.device)
@@ -92,7 +94,7 @@ def _dq(
     lse, lse_s, lse_b, lse_h, delta, delta_s, delta_b, delta_h,
     dq, dq_s, dq_b, dq_h, blocks, first, last, runs, n_runs, heads,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, PRECISION: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     rows, there, first, last, low, high, inner_low, inner_high = held(blocks, first, last, M)
@@ -120,13 +122,13 @@ def _dq(
         for start in range(inner, edge, N):
             acc0, acc1 = _add_dq(
                 *(acc0, acc1, q0, q1, do0, do1, lses, deltas, k_run, v_run, k_s, v_s, scale, start, end),
-                *(first, last, position, step, False, D, D0, D1, E, E0, E1, N, PRECISION),
+                *(first, last, position, step, False, D, D0, D1, E, E0, E1, N, CAP, PRECISION),
             )
         for number in range(0, inner - begin + end - edge, N):
             start = at_the_ends(number, begin, inner, edge)
             acc0, acc1 = _add_dq(
                 *(acc0, acc1, q0, q1, do0, do1, lses, deltas, k_run, v_run, k_s, v_s, scale, start, end),
-                *(first, last, position, step, True, D, D0, D1, E, E0, E1, N, PRECISION),
+                *(first, last, position, step, True, D, D0, D1, E, E0, E1, N, CAP, PRECISION),
             )
     dq += batch * dq_b + head * dq_h
     store_rows(dq, rows, dq_s, there, acc0 * scale, 0, D0, D)
@@ -138,7 +140,7 @@ def _dq(
 def _add_dq(
     acc0, acc1, q0, q1, do0, do1, lses, deltas, k, v, k_s, v_s, scale, start, end, first, last, position, step,
     MASKED: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the share of a block of keys of one run."""
     keys = start + tl.arange(0, N)
@@ -147,10 +149,14 @@ def _add_dq(
     k1 = load_rows(k, keys, k_s, there, D0, D1, D) if D1 > 0 else k0
     v0 = load_rows(v, keys, v_s, there, 0, E0, E)
     v1 = load_rows(v, keys, v_s, there, E0, E1, E) if E1 > 0 else v0
-    p = tl.exp2(scores(q0, q1, k0, k1, PRECISION, D1 > 0) * (scale * LOG2_E) - lses[:, None])
+    s, tangent = capped(scores(q0, q1, k0, k1, PRECISION, D1 > 0), scale, CAP)
+    p = tl.exp2(s - lses[:, None])
     if MASKED:
         p = tl.where(seen_pairs(first, last, position, step, keys, end), p, 0.0)
-    ds = (p * (scores(do0, do1, v0, v1, PRECISION, E1 > 0) - deltas[:, None])).to(k0.dtype)
+    ds = p * (scores(do0, do1, v0, v1, PRECISION, E1 > 0) - deltas[:, None])
+    if CAP > 0:
+        ds = ds * (1 - tangent * tangent)
+    ds = ds.to(k0.dtype)
     acc0 = product(ds, k0, acc0, PRECISION)
     if D1 > 0:
         acc1 = product(ds, k1, acc1, PRECISION)
@@ -163,7 +169,8 @@ def _dkv(
     records, records_b, records_h, scale, repeat,
     dk, dk_s, dk_b, dk_g, dv, dv_s, dv_b, dv_g, blocks, first, last, runs, n_runs, groups,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    WIDTH: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     group, batch = (tl.program_id(1) % groups).to(tl.int64), (tl.program_id(1) // groups).to(tl.int64)
     keys, there, first, last, low, high, inner_low, inner_high = held(blocks, first, last, N)
@@ -187,13 +194,15 @@ def _dkv(
         for start in range(inner, edge, M):
             dk0, dk1, dv0, dv1 = _add_dkv(
                 *(dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_run, dout_run, records_run, q_s, dout_s),
-                *(scale, start, end, first, last, position, step, False, D, D0, D1, E, E0, E1, M, WIDTH, PRECISION),
+                *(scale, start, end, first, last, position, step, False),
+                *(D, D0, D1, E, E0, E1, M, WIDTH, CAP, PRECISION),
             )
         for number in range(0, inner - begin + end - edge, M):
             start = at_the_ends(number, begin, inner, edge)
             dk0, dk1, dv0, dv1 = _add_dkv(
                 *(dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_run, dout_run, records_run, q_s, dout_s),
-                *(scale, start, end, first, last, position, step, True, D, D0, D1, E, E0, E1, M, WIDTH, PRECISION),
+                *(scale, start, end, first, last, position, step, True),
+                *(D, D0, D1, E, E0, E1, M, WIDTH, CAP, PRECISION),
             )
     dk += batch * dk_b + group * dk_g
     dv += batch * dv_b + group * dv_g
@@ -210,7 +219,8 @@ def _add_dkv(
     dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, dout, records, q_s, dout_s, scale, start, end,
     first, last, position, step,
     MASKED: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, M: tl.constexpr,
+    WIDTH: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the share of a block of queries of one run and head."""
     rows = start + tl.arange(0, M)
@@ -220,14 +230,18 @@ def _add_dkv(
     do0 = load_rows(dout, rows, dout_s, there, 0, E0, E)
     do1 = load_rows(dout, rows, dout_s, there, E0, E1, E) if E1 > 0 else do0
     lses, deltas = _of_records(records, rows, there, WIDTH)
-    p = tl.exp2(scores(k0, k1, q0, q1, PRECISION, D1 > 0) * (scale * LOG2_E) - lses[None, :])
+    s, tangent = capped(scores(k0, k1, q0, q1, PRECISION, D1 > 0), scale, CAP)
+    p = tl.exp2(s - lses[None, :])
     if MASKED:
         p = tl.where(seen_pairs(first, last, position, step, rows, end), p, 0.0)
     p_low = p.to(do0.dtype)
     dv0 = product(p_low, do0, dv0, PRECISION)
     if E1 > 0:
         dv1 = product(p_low, do1, dv1, PRECISION)
-    ds = (p * (scores(v0, v1, do0, do1, PRECISION, E1 > 0) - deltas[None, :])).to(q0.dtype)
+    ds = p * (scores(v0, v1, do0, do1, PRECISION, E1 > 0) - deltas[None, :])
+    if CAP > 0:
+        ds = ds * (1 - tangent * tangent)
+    ds = ds.to(q0.dtype)
     dk0 = product(ds, q0, dk0, PRECISION)
     if D1 > 0:
         dk1 = product(ds, q1, dk1, PRECISION)

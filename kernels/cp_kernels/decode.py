@@ -19,7 +19,7 @@ from cp_kernels.checks import DTYPES
 from cp_kernels.codes import converts
 from cp_kernels.codes import decode as decoded
 from cp_kernels.offsets import check_dense
-from cp_kernels.parts import LN_2, LOG2_E, Parts, load_rows, product, scores, store_rows
+from cp_kernels.parts import LN_2, Parts, capped, load_rows, product, scores, store_rows
 from cp_kernels.sizes import decode_sizes, precision
 
 LARGEST_HEAD = 576
@@ -47,6 +47,7 @@ def decode(
     positions: Tensor,
     scale: float,
     left: int,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention to a cache, in parts.
 
@@ -59,6 +60,7 @@ def decode(
         positions: of the queries, int32 ``[t, b]``.
         scale: factor on the scores.
         left: earlier positions that a query sees; -1: all.
+        softcap: as in ``forward``.
 
     Returns:
         outs ``[parts, t, b, h, e]`` and lses ``[parts, t, b, h]`` in float32; 0 and -inf where a part has no key for a
@@ -82,7 +84,7 @@ def decode(
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *held.stride(), *positions.stride()),
         D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1, M=sizes.queries, N=sizes.keys,
         SAME=values is None and d0 == e0 and not e1, PACKED=k_exponents is not None,
-        LARGEST=torch.finfo(q.dtype).max, HARDWARE=converts(q), PRECISION=precision(q),
+        LARGEST=torch.finfo(q.dtype).max, HARDWARE=converts(q), CAP=softcap or 0.0, PRECISION=precision(q),
         num_warps=sizes.warps, num_stages=sizes.stages,
     )  # fmt: skip
     return outs, lses
@@ -149,7 +151,7 @@ def _decode(
     q_t, q_b, q_h, k_n, k_b, k_g, v_n, v_b, v_g, held_n, held_b, positions_t, positions_b,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SAME: tl.constexpr, PACKED: tl.constexpr,
-    LARGEST: tl.constexpr, HARDWARE: tl.constexpr, PRECISION: tl.constexpr,
+    LARGEST: tl.constexpr, HARDWARE: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(tokens * repeat, M)
     block, group = tl.program_id(0) % blocks, tl.program_id(0) // blocks % groups
@@ -181,7 +183,7 @@ def _decode(
         k1 = k0
         if D1 > 0:
             k1 = _kept(k, k_exponents, of_rows, slot, k_n, used, D0, D1, D, q0.dtype, PACKED, LARGEST, HARDWARE)
-        s = scores(q0, q1, k0, k1, PRECISION, D1 > 0) * (scale * LOG2_E)
+        s, _ = capped(scores(q0, q1, k0, k1, PRECISION, D1 > 0), scale, CAP)
         seen = (position[None, :] >= first[:, None]) & (position[None, :] <= at[:, None])
         s = tl.where(seen, s, -float("inf"))
         new = tl.maximum(m, tl.max(s, 1))

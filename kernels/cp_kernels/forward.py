@@ -18,6 +18,7 @@ from cp_kernels.parts import (
     LOG2_E,
     Parts,
     at_the_ends,
+    capped,
     held,
     load_rows,
     passed,
@@ -39,6 +40,7 @@ def forward(
     view: View,
     scale: float,
     onto: tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over these keys and those that ``onto`` was computed from.
 
@@ -49,6 +51,7 @@ def forward(
         view: which positions see which.
         scale: factor on the scores.
         onto: float32 out (dense last dimension) and lse of the same queries over other keys; updated in place.
+        softcap: cap c > 0 on the scaled scores s, which become ``c * tanh(s / c)``; a constant of the program.
 
     Returns:
         out ``[s, b, h, e]`` in q's dtype, or ``onto``'s; lse ``[s, b, h]`` in float32. Rows that see no key have out 0
@@ -74,7 +77,7 @@ def forward(
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()),
         *(scale, h, h // g),
         D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1, M=sizes.queries, N=sizes.keys,
-        ONTO=onto is not None, UPWARDS=scale >= 0, PRECISION=precision(q),
+        ONTO=onto is not None, UPWARDS=scale >= 0, CAP=softcap or 0.0, PRECISION=precision(q),
         num_warps=sizes.warps, num_stages=sizes.stages,
     )  # fmt: skip
     return out, lse
@@ -86,7 +89,8 @@ def _forward(
     q_s, q_b, q_h, k_s, k_b, k_g, v_s, v_b, v_g, out_s, out_b, out_h, lse_s, lse_b, lse_h,
     scale, heads, repeat,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, ONTO: tl.constexpr, UPWARDS: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, ONTO: tl.constexpr, UPWARDS: tl.constexpr,
+    CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(1) % heads, tl.program_id(1) // heads
     rows, there, first, last, low, high, inner_low, inner_high = held(blocks, first, last, M)
@@ -117,13 +121,13 @@ def _forward(
         for start in range(inner, edge, N):
             m, total, acc0, acc1 = _attend(
                 *(m, total, acc0, acc1, q0, q1, k_run, v_run, k_s, v_s, scale, start, end),
-                *(first, last, position, step, False, UPWARDS, D, D0, D1, E, E0, E1, N, PRECISION),
+                *(first, last, position, step, False, UPWARDS, CAP, D, D0, D1, E, E0, E1, N, PRECISION),
             )
         for number in range(0, inner - begin + end - edge, N):
             start = at_the_ends(number, begin, inner, edge)
             m, total, acc0, acc1 = _attend(
                 *(m, total, acc0, acc1, q0, q1, k_run, v_run, k_s, v_s, scale, start, end),
-                *(first, last, position, step, True, UPWARDS, D, D0, D1, E, E0, E1, N, PRECISION),
+                *(first, last, position, step, True, UPWARDS, CAP, D, D0, D1, E, E0, E1, N, PRECISION),
             )
     if visited > 0 or not ONTO:
         if ONTO:
@@ -138,7 +142,8 @@ def _forward(
 @triton.jit
 def _attend(
     m, total, acc0, acc1, q0, q1, k, v, k_s, v_s, scale, start, end, first, last, position, step,
-    MASKED: tl.constexpr, UPWARDS: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    MASKED: tl.constexpr, UPWARDS: tl.constexpr, CAP: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys of one run: the running maximum (log2), sum and weighted values."""
@@ -148,10 +153,10 @@ def _attend(
     k1 = load_rows(k, keys, k_s, there, D0, D1, D) if D1 > 0 else k0
     s = scores(q0, q1, k0, k1, PRECISION, D1 > 0)
     factor = scale * LOG2_E
-    if UPWARDS and not MASKED:
+    if UPWARDS and CAP == 0 and not MASKED:
         new, s = tl.maximum(m, tl.max(s, 1) * factor), s * factor  # the factor is part of the exponent's subtraction
     else:
-        s = s * factor
+        s, _ = capped(s, scale, CAP)
         if MASKED:
             s = tl.where(seen_pairs(first, last, position, step, keys, end), s, -float("inf"))
         new = tl.maximum(m, tl.max(s, 1))

@@ -109,6 +109,15 @@ def scores(a0, a1, b0, b1, PRECISION: tl.constexpr, TWO: tl.constexpr):
 
 
 @triton.jit
+def capped(s, scale, CAP: tl.constexpr):
+    """Products of queries and keys as scores to base 2, and the tangents of capped ones; CAP 0: no cap."""
+    if CAP == 0:
+        return s * (scale * LOG2_E), s
+    tangent = 2 * tl.sigmoid(s * (2 * scale / CAP)) - 1
+    return tangent * (CAP * LOG2_E), tangent
+
+
+@triton.jit
 def seen_pairs(first, last, position, step, indices, end):
     """``[tokens, indices]``: whether a token sees the tokens of a run at these indices (below ``end``)."""
     at = position + step * indices

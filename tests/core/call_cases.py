@@ -119,7 +119,7 @@ def _attention_inputs(t: Trial, tokens: int) -> dict[str, tuple[int, ...]]:
 
 def _attention(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
     tree = Tree(*b.tree) if b.tree[0] else None
-    asked = {name: (t.asked | b.asked)[name] for name in ("causal", "window", "scale")}
+    asked = {name: (t.asked | b.asked)[name] for name in ("causal", "window", "scale", "softcap")}
     return cp.attention(**x, **asked, cu_seqlens=b.cu_seqlens, tree=tree)
 
 
@@ -132,7 +132,7 @@ def _case(t: Trial, b: Batch) -> Case:
 def _session(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
     """Prompts in two chunks, the last tokens of each but the first padding; then the rest token by token."""
     q, k, v = (x[name] for name in "qkv")
-    asked = {"window": t.asked["window"], "scale": t.asked["scale"], "sink": x.get("sink")}
+    asked = {name: t.asked[name] for name in ("window", "scale", "softcap")} | {"sink": x.get("sink")}
     mesh = cp.mesh.beside({"cp": cp.size}) if cp.size > 1 else None
     session = Session(cp, batch=t.rows, capacity=slots_for(b.tokens, cp.size, 2), mesh=mesh)
     found, prompt = [], _prompt(t, b)
@@ -154,13 +154,13 @@ def _prompt(t: Trial, b: Batch) -> int:
 
 def _session_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
     prompt = _prompt(t, b)
-    decoded = []
+    decoded, scores = [], {name: t.asked[name] for name in ("scale", "softcap")}
     for row in range(t.rows):
         at = [*range(prompt - row), *range(prompt, b.tokens)]
         text = {name: y if y.dim() == 1 else y[at, row : row + 1] for name, y in x.items()}
-        whole = _case(t, replace(b, tokens=len(at))).outputs(**text, scale=t.asked["scale"])
+        whole = _case(t, replace(b, tokens=len(at))).outputs(**text, **scores)
         decoded.append(whole[prompt - row :])
-    return torch.cat((_case(t, b).outputs(**x, scale=t.asked["scale"])[:prompt], torch.cat(decoded, 1)))
+    return torch.cat((_case(t, b).outputs(**x, **scores)[:prompt], torch.cat(decoded, 1)))
 
 
 # Linear attention
@@ -253,7 +253,7 @@ CALLS = {
     "attention": Call(
         _attention_inputs,
         _attention,
-        lambda t, b, x: _case(t, b).outputs(**x, scale=(t.asked | b.asked)["scale"]),
+        lambda t, b, x: _case(t, b).outputs(**x, **{name: (t.asked | b.asked)[name] for name in ("scale", "softcap")}),
     ),
     "linear_attention": Call(
         _linear_inputs,

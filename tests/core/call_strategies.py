@@ -49,6 +49,7 @@ def trials(
     asked: dict[str, Any] = {"scale": draw(st.none() | st.sampled_from([0.3, 1.0])), "window": None, "causal": True}
     if softmax:
         asked |= {"sink": draw(st.booleans()), "window": draw(st.none() | st.tuples(bound, bound))}
+        asked["softcap"] = draw(st.none() | st.none() | st.sampled_from([0.5, 2, 30.0]))
     if linear:
         asked |= {"decay": draw(st.sampled_from(DECAYS)), "delta": draw(st.booleans())}
     if call == "attention" or (call == "linear_attention" and not asked["delta"]):
@@ -117,6 +118,7 @@ def differences(draw: st.DrawFn, t: Trial) -> tuple[int, int, dict[str, Any]]:
         others += [
             {"asked": b.asked | {"causal": not asked["causal"]}, "tree": ((), ())},
             {"asked": b.asked | {"scale": 0.7}},
+            *[{"asked": b.asked | {"softcap": 0.7}}] * (t.call == "attention"),
         ]
     if t.call not in ("shift", "unshard"):
         others.append({"bounds": (0, 1, b.tokens) if 1 not in b.bounds else (), "tree": ((), ())})

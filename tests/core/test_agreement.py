@@ -224,7 +224,7 @@ def test_calls_that_agree_are_compared_in_the_first_calls_and_rarely_after(call:
         return sent
 
     for sent in run_threads(rank, {"cp": 4}):
-        assert all(0 < n <= 3 * 8 * 16 for n in (*sent[:FIRST], sent[-1])), sent
+        assert all(0 < n <= 3 * 8 * 17 for n in (*sent[:FIRST], sent[-1])), sent
         assert sent[FIRST:-1] == [0, 0]
 
 

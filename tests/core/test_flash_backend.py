@@ -100,6 +100,24 @@ def test_out_and_gradients(machine: Machine, generation: str, sizes: tuple[int, 
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
+def test_capped_scores(machine: Machine, generation: str) -> None:
+    GENERATIONS[generation](machine)
+    call = CallInfo(CUDA, torch.bfloat16, 16, 16, softcap=True)
+    if generation == "4":
+        assert "flash-attn-4 of unknown version does not cap scores (softcap)" in str(Flash().unsupported(call))
+        return
+    case = Case(seq_length=24, heads=4, kv_heads=2, causal=True, dtype=torch.bfloat16, softcap=0.5)
+    assert Flash().unsupported(call) is None
+    assert_close(run(case), case.reference(), 1e-2, case)
+
+
+def test_a_build_without_caps_is_refused(machine: Machine) -> None:
+    machine.flash3(FA3_2_8, FLASHATTENTION_DISABLE_SOFTCAP=True)
+    reason = Flash(generation=3).unsupported(CallInfo(CUDA, torch.bfloat16, 16, 16, softcap=True))
+    assert reason is not None and reason.endswith("does not cap scores (softcap)")
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
 def test_gradients_of_tiles_add_up(machine: Machine, generation: str) -> None:
     GENERATIONS[generation](machine)
     case = Case(seq_length=32, heads=4, kv_heads=2, causal=False, dtype=torch.bfloat16)

@@ -181,6 +181,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
     "mamba2": {"num_heads": 8},
     "falcon_h1": {"mamba_d_ssm": 128},
+    **{name: {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1} for name in ("gemma2", "vaultgemma")},
     "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 2, "laurel_rank": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

@@ -81,10 +81,10 @@ def seen(rows: Runs, keys: Runs, view: View) -> Tensor:
     return sees(q, k, view.left, view.right, view.documents)
 
 
-def answer(x: Inputs, rows: Runs, keys: Runs, view: View, scale: float) -> Answer:
+def answer(x: Inputs, rows: Runs, keys: Runs, view: View, scale: float, softcap: float | None = None) -> Answer:
     """Rows that see nothing have out 0 and lse -inf."""
     q, k, v = (y.double().requires_grad_() for y in x[:3])
-    out, lse = attend(q, k, v, ~seen(rows, keys, view).to(q.device), scale)
+    out, lse = attend(q, k, v, ~seen(rows, keys, view).to(q.device), scale, softcap=softcap)
     grads = torch.autograd.grad(out, (q, k, v), x.dout.double())
     return Answer(out.detach(), lse.detach(), *grads)
 

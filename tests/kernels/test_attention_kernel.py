@@ -35,10 +35,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def run(x: Inputs, rows: Runs, keys: Runs, view: View, scale: float) -> Answer:
-    out, lse = forward(x.q, x.k, x.v, rows, keys, view, scale)
+def run(x: Inputs, rows: Runs, keys: Runs, view: View, scale: float, softcap: float | None = None) -> Answer:
+    out, lse = forward(x.q, x.k, x.v, rows, keys, view, scale, softcap=softcap)
     delta = (x.dout.float() * out.float()).sum(-1)
-    return Answer(out, lse, *backward(x.dout, x.q, x.k, x.v, lse, delta, rows, keys, view, scale))
+    return Answer(out, lse, *backward(x.dout, x.q, x.k, x.v, lse, delta, rows, keys, view, scale, softcap))
 
 
 def assert_right(got: Answer, want: Answer, limit: float) -> None:
@@ -62,6 +62,17 @@ def test_head_sizes_and_dtypes(sizes: tuple[int, int], dtype: torch.dtype) -> No
     got = run(x, *sides, CAUSAL, sizes[0] ** -0.5)
     assert got.out.dtype == got.dk.dtype == dtype and got.lse.dtype == torch.float32
     assert_right(got, answer(x, *sides, CAUSAL, sizes[0] ** -0.5), LIMITS[dtype])
+
+
+@pytest.mark.parametrize("view", [CAUSAL, VIEWS["documents and window, both ways"]], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 16), (40, 24)], ids=str)
+@pytest.mark.parametrize("softcap", [0.5, 5.0])
+def test_capped_scores(softcap: float, sizes: tuple[int, int], view: View) -> None:
+    sides = (range(1, 80, 2),), (range(60),)
+    x = Inputs.random(*sides, sizes=sizes)
+    for scale in (1.0, -0.3):
+        got, want = (of(x, *sides, view, scale, softcap) for of in (run, answer))
+        assert_right(got, want, LIMITS[torch.float32])
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])

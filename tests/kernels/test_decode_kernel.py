@@ -38,13 +38,20 @@ def books(lengths: list[int], slots: int, tokens: int = 1) -> tuple[Tensor, Tens
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, held: Tensor, positions: Tensor, left: int = -1, parts: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    held: Tensor,
+    positions: Tensor,
+    left: int = -1,
+    parts: int | None = None,
+    **cap: float,
 ) -> None:
     scale = q.size(3) ** -0.5
-    outs, lses = kernel.decode(q, (k, None), (v, None), v.size(3), held, positions, scale, left)
+    outs, lses = kernel.decode(q, (k, None), (v, None), v.size(3), held, positions, scale, left, **cap)
     assert outs.dtype == lses.dtype == torch.float32 and (parts is None or outs.size(0) == parts)
     out, lse = kernel.merge_parts(outs, lses)
-    want_out, want_lse = attend_to_slots(q, k, v, held, positions, scale, left)
+    want_out, want_lse = attend_to_slots(q, k, v, held, positions, scale, left, **cap)
     nothing = want_lse == -inf
     assert torch.equal(lse == -inf, nothing) and not out[nothing].any()
     torch.testing.assert_close(lse.double()[~nothing], want_lse[~nothing], rtol=1e-5, atol=1e-5)
@@ -64,6 +71,11 @@ def test_any_size_and_dtype(d: int, e: int, dtype: torch.dtype) -> None:
         held,
         positions,
     )
+
+
+def test_capped_scores() -> None:
+    x = normal(1, 2, 4, 16, dtype=torch.float32), *(normal(40, 2, 2, 16, dtype=torch.float32, seed=n) for n in (3, 4))
+    check(*x, *books([37, 20], 40), softcap=0.5)
 
 
 @pairs_at_night

@@ -22,6 +22,19 @@ def three_ids_per_token() -> None:
     gpt._slice = widened
 
 
+def cap_scores() -> None:
+    """A Megatron with ``attn_logit_softcapping``, which its own attention has, too."""
+    from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    cap, softmax = 0.05, FusedScaleMaskSoftmax.forward
+
+    def capped(self: Any, scores: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return softmax(self, cap * torch.tanh(scores / cap), *rest)
+
+    TransformerConfig.attn_logit_softcapping, FusedScaleMaskSoftmax.forward = cap, capped
+
+
 def mask_the_first_half() -> None:
     """Mask the first half of every sequence: with contiguous tokens, all of rank 0's, whose mean over none was NaN."""
     _mask(lambda n: n // 2)

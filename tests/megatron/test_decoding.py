@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import scripts
 import textbook
 import torch
 from nightly import NIGHT, nightly, one_case
@@ -38,6 +39,7 @@ MODELS = {
     "learned positions": "--position-embedding-type learned_absolute",
     "window": "--window-size 6,0",
     "sink": "--softmax-type off-by-one",
+    "capped scores": "CAPPED --init-method-std 0.2",
     "moe": "--num-experts 4 --moe-router-topk 2",
     "mtp": "--mtp-num-layers 1",
     "tied": "TIED",
@@ -67,8 +69,10 @@ def with_model(check: Any, flags: str, ranks: int = 1, prepare: Callable[[], Non
         from cp_plugin.megatron import activate
 
         found = []
-        sys.argv = ["pretrain_gpt.py", *words.split()]
+        sys.argv = ["pretrain_gpt.py", *words.replace("CAPPED", "").split()]
         activate()
+        if "CAPPED" in flags:
+            scripts.cap_scores()
         from megatron.training import training
 
         if "--multi-latent-attention" in words and "--cp-provider" not in words:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from training import MODEL, SGD, short_documents, train
 
+from cp_plugin.core.block import Scores
 from cp_plugin.linear import recurrence
 from cp_plugin.linear.tokens import Tokens
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Rounding, Softmax, compare
@@ -122,21 +123,25 @@ def _case(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: torch.randn(size, generator=generator).to(dtype) for name, size in sizes.items()}
 
 
+@pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("sink", [None, torch.tensor(0.5)])
 @pytest.mark.parametrize("chunk", [1 << 22, 100])
-def test_exact_rows_match_autograd(sink: Tensor | None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_rows_match_autograd(
+    sink: Tensor | None, chunk: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from cp_plugin.megatron.selfcheck import exact_rows
 
     monkeypatch.setattr(exact_rows, "_CHUNK", chunk)
     x = _case(torch.float64)
     q, hidden = x["q"].requires_grad_(), FUTURE
-    scores = (0.3 * q @ x["k"].T).masked_fill(hidden, -torch.inf)
+    scores = 0.3 * q @ x["k"].T
+    scores = (scores if softcap is None else softcap * (scores / softcap).tanh()).masked_fill(hidden, -torch.inf)
     beside = scores.new_empty(40, 0) if sink is None else sink.double().expand(40, 1)
     out = torch.cat((scores, beside), 1).softmax(1)[:, :40] @ x["v"]
     (dq,) = torch.autograd.grad(out, q, x["dout"])
     rounding = Rounding.of(torch.float64, cuda=False)
     rows = torch.tensor([0, 3, 39])
-    some = Softmax(q[rows].detach(), x["k"], x["v"], hidden[rows], scale=0.3, sink=sink, rounding=rounding)
+    some = Softmax(q[rows].detach(), x["k"], x["v"], hidden[rows], Scores(0.3, softcap), sink=sink, rounding=rounding)
     torch.testing.assert_close(some.out().rows, out[rows].detach())
     torch.testing.assert_close(some.dq(x["dout"][rows]).rows, dq[rows])
 
@@ -175,7 +180,7 @@ def test_rounding_is_allowed_and_one_wrong_element_is_not(dtype: torch.dtype) ->
     x = _case(dtype)
     out, dq = _rounded(x, dtype)
     rounding = Rounding.of(dtype, cuda=False)
-    some = Softmax(x["q"], x["k"], x["v"], FUTURE, scale=0.25, sink=None, rounding=rounding)
+    some = Softmax(x["q"], x["k"], x["v"], FUTURE, Scores(0.25), sink=None, rounding=rounding)
     for got, want in ((out, some.out()), (dq, some.dq(x["dout"]))):
         assert not compare(got, want, rounding).wrong.any()
         for value in (got[21, 5] + 3 * want.bound[21, 5].to(dtype), torch.nan):

@@ -100,10 +100,19 @@ class About(NamedTuple):
     """Whether it computes in FP8 (``--cp-fp8 compute`` only); it then has a field ``scaling``."""
     oracle: bool = False
     """Whether it is a slow reference."""
+    caps: bool = False
+    """Whether it can cap scores (``Scores.softcap``)."""
 
 
 def about(backend: AnyBackend) -> About:
     return About(**{name: getattr(backend, name) for name in About._fields if hasattr(backend, name)})
+
+
+def refusal(backend: AnyBackend, call: CallInfo) -> str | None:
+    """Why the backend cannot run such a call here, or None."""
+    if call.softcap and not about(backend).caps:
+        return "it does not cap scores (softcap)"
+    return backend.unsupported(call)
 
 
 def fp8_kernels() -> list[str]:
@@ -135,7 +144,7 @@ def choose(name: str, call: CallInfo, *, plans: bool = True) -> tuple[AnyBackend
     run them. plans: False: ``auto`` takes none of ``devices.PLANS_EACH_SHAPE``."""
     if name != "auto":
         backend = get(name)
-        reason = backend.unsupported(call)
+        reason = refusal(backend, call)
         if reason is not None:
             other, _ = choose("auto", call)
             raise ValueError(
@@ -145,14 +154,14 @@ def choose(name: str, call: CallInfo, *, plans: bool = True) -> tuple[AnyBackend
     reasons: list[str] = []
     where, in_order = candidates(call.device)
     for title, backend in in_order:
-        reason = backend.unsupported(call)
+        reason = refusal(backend, call)
         if reason is None and not plans and backend.name in devices.PLANS_EACH_SHAPE:
             reason = A_PLAN_EACH
         if reason is None:
             first = f"first choice for {call.dtype} on {where}"
             return backend, f"{title} on {where}; not {'; not '.join(reasons)}" if reasons else first
         reasons.append(f"{title}: {reason}")
-    what = f"{call.dtype}, head size {call.head_dim}, on {call.device}"
+    what = f"{call.dtype}, head size {call.head_dim}{', capped scores' * call.softcap}, on {call.device}"
     raise ValueError(f"no attention kernel for {what}: {'; '.join(reasons)}")
 
 

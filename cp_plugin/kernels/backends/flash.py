@@ -30,6 +30,7 @@ class Flash(TakesOut):
 
     name: str = "flash"
     packages: ClassVar = ("flash-attn", "flash_attn_3", "flash-attn-4")
+    caps: ClassVar = True
     generation: int | None = None
     """None: the first in the order of ``devices`` that is installed and runs here."""
 
@@ -40,9 +41,9 @@ class Flash(TakesOut):
         return chosen if isinstance(chosen, str) else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
-        causal, size, library = is_causal(q, k, diagonal), v.size(3), self._library(q, v)
+        causal, size, library = is_causal(q, k, diagonal), v.size(3), self._library(q, v, scores)
         q, k, v = map(_batch_first, library.fit(q, k, v))
-        out, lse, *_ = library.forward(q=q, k=k, v=v, softmax_scale=scores.scale, causal=causal)
+        out, lse, *_ = library.forward(q=q, k=k, v=v, causal=causal, **_given(scores))
         batch, rows, heads, _ = q.shape
         if out.shape != (batch, rows, heads, v.size(3)) or lse.shape != (batch, heads, rows):
             raise RuntimeError(
@@ -54,7 +55,11 @@ class Flash(TakesOut):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        causal, sizes, library = is_causal(q, k, diagonal), (q.size(3), k.size(3), v.size(3)), self._library(q, v)
+        causal, sizes, library = (
+            is_causal(q, k, diagonal),
+            (q.size(3), k.size(3), v.size(3)),
+            self._library(q, v, scores),
+        )
         q, k, v, dout, out = library.fit(q, k, v, dout, term)
         grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v) if library.writes]
         written = dict(zip(("dq", "dk", "dv"), map(_batch_first, grads), strict=False))
@@ -65,18 +70,18 @@ class Flash(TakesOut):
             k=k,
             v=v,
             out=out,
-            softmax_scale=scores.scale,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **{library.lse: lse.permute(1, 2, 0).contiguous(), library.causal: causal},
+            **_given(scores),
             **written,
         )
         found = grads if library.writes else [_batch_first(grad) for grad in returned[:3]]
         dq, dk, dv = (grad[..., :size] for grad, size in zip(found, sizes, strict=True))
         return dq, dk, dv
 
-    def _library(self, q: Tensor, v: Tensor) -> Library:
+    def _library(self, q: Tensor, v: Tensor, scores: Scores) -> Library:
         """The library that runs such heads; ValueError if none can, with the reason."""
-        chosen = self._chosen(CallInfo(q.device, q.dtype, q.size(3), v.size(3)))
+        chosen = self._chosen(CallInfo(q.device, q.dtype, q.size(3), v.size(3), scores.softcap is not None))
         if isinstance(chosen, str):
             raise ValueError(chosen)
         return chosen
@@ -101,6 +106,11 @@ def _chosen(generation: int | None, call: CallInfo, always_equal: bool) -> Libra
             return library
         reasons.append(reason)
     return "; ".join(reasons)
+
+
+def _given(scores: Scores) -> dict[str, float]:
+    """Keywords of a library's functions; a cap only where there is one, since not all of them know it."""
+    return {"softmax_scale": scores.scale} | ({} if scores.softcap is None else {"softcap": scores.softcap})
 
 
 def _batch_first(x: Tensor) -> Tensor:

@@ -59,6 +59,8 @@ class Library:
     """Whether the backward writes to given dq, dk, dv instead of returning them."""
     largest: int = 256
     """The largest head size it was built for; sizes are multiples of 8."""
+    caps: bool = False
+    """Whether it can cap scores, forward and backward."""
     two_sizes: bool = False
     """Whether query/key heads of 136 to 192 with value heads of 104 to 128 are supported."""
 
@@ -68,6 +70,8 @@ class Library:
         majors, which = _RUNS_ON[self.generation]
         if major not in majors:
             return f"{self.title} needs {which}, not compute capability {major}.{minor}"
+        if call.softcap and not self.caps:
+            return f"{self.title} does not cap scores (softcap)"
         if self.generation == 4:
             return self._unsupported_by_4(major, *sizes, always_equal)
         wrong = next((n for n in sizes if n % 8), max(sizes))
@@ -125,7 +129,8 @@ def _flash3() -> Library:
     # all releases with this parameter have a backward for two head sizes
     two_sizes = "window_size_left" in parameters(module._flash_attn_forward)
     without = flags.get("FLASHATTENTION_DISABLE_HDIM192") or flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF192")
-    return replace(library, largest=max(built, default=0), two_sizes=two_sizes and not without)
+    caps = library.caps and not flags.get("FLASHATTENTION_DISABLE_SOFTCAP")
+    return replace(library, largest=max(built, default=0), two_sizes=two_sizes and not without, caps=caps)
 
 
 def _flash4() -> Library:
@@ -170,6 +175,7 @@ def _bound(generation: int, title: str, module: Any, marks: tuple[str, ...]) -> 
             forward=bind(forward, (*shared, "causal"), _OFF, marks),
             backward=bind(backward, (*shared, *rest), _OFF),
             causal=causal,
+            caps=all("softcap" in parameters(function) for function in (forward, backward)),
         )
     except (AttributeError, TypeError) as wrong:
         raise TypeError(f"{title} is not a version that this plugin can call: {wrong}") from None

@@ -22,6 +22,7 @@ class Reference:
 
     name: str = "reference"
     oracle: ClassVar = True
+    caps: ClassVar = True
     any_diagonal: bool = True
 
     def unsupported(self, call: CallInfo) -> str | None:
@@ -39,10 +40,13 @@ class Reference:
     ) -> tuple[Tensor, Tensor, Tensor]:
         made = _scores(q, k, _hidden_above(diagonal, q, k), scores)
         p = _probabilities(made, _per_group(lse, k.size(2)))
+        slope = scores.scale
+        if scores.softcap is not None:
+            slope = slope * (1 - (made / scores.softcap).square()).masked_fill(made == -torch.inf, 0)
         do = _grouped(dout, k.size(2)).to(p.dtype)
         dv = torch.einsum("bgnqk,qbgne->kbge", p, do)
         dp = torch.einsum("qbgne,kbge->bgnqk", do, v.to(p.dtype))
-        ds = p * (dp - _per_group(term, k.size(2))) * scores.scale
+        ds = p * (dp - _per_group(term, k.size(2))) * slope
         dq = torch.einsum("bgnqk,kbgd->qbgnd", ds, k.to(p.dtype)).flatten(2, 3)
         dk = torch.einsum("bgnqk,qbgnd->kbgd", ds, _grouped(q, k.size(2)).to(p.dtype))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -69,9 +73,11 @@ def _hidden_above(diagonal: int, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, hidden: Tensor, scores: Scores) -> Tensor:
-    """Scaled scores ``[b, g, n, q, k]``, -inf for hidden keys; n = query heads per key head."""
+    """Scaled and capped scores ``[b, g, n, q, k]``, -inf for hidden keys; n = query heads per key head."""
     dtype = accumulation_dtype(q.dtype)
     made = torch.einsum("qbgnd,kbgd->bgnqk", _grouped(q, k.size(2)).to(dtype), k.to(dtype)) * scores.scale
+    if scores.softcap is not None:
+        made = (made / scores.softcap).tanh() * scores.softcap
     return made.masked_fill(hidden, -torch.inf)
 
 

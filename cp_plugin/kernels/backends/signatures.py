@@ -13,13 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A function with the parameters that are the same in every call."""
+    """A function with the parameters that are the same in every call, unless a call gives them."""
 
     function: Callable[..., Any]
     fixed: Mapping[str, Any]
 
     def __call__(self, **given: Any) -> Any:
-        return self.function(**given, **self.fixed)
+        return self.function(**(self.fixed | given))
 
 
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -28,6 +28,7 @@ class Triton:
 
     name: str = "triton"
     packages: ClassVar = ("triton",)
+    caps: ClassVar = True
 
     def unsupported(self, call: CallInfo) -> str | None:
         for module, advice in (
@@ -57,13 +58,13 @@ class Triton:
         from cp_kernels.forward import forward
 
         rows, keys, mask, scores = block
-        return Partial(*forward(queries.q, kv.k, kv.v, rows, keys, _view(mask), scores.scale, onto))
+        return Partial(*forward(queries.q, kv.k, kv.v, rows, keys, _view(mask), scores.scale, onto, scores.softcap))
 
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients:
         from cp_kernels.backward import backward
 
         (q, dout, lse, delta), (rows, keys, mask, scores) = queries.tensors, block
-        grads = backward(dout, q, kv.k, kv.v, lse, delta, rows, keys, _view(mask), scores.scale)
+        grads = backward(dout, q, kv.k, kv.v, lse, delta, rows, keys, _view(mask), *scores)
         return add_sums(onto, Gradients(*grads))
 
 

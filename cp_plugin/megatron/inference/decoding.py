@@ -124,7 +124,8 @@ class Decoding:
             scale = layer.softmax_scale * layer.layer_number  # Megatron's softmax multiplies by it, in float32
         compressed = self.compressed.pop(layer.layer_number, None)
         latent = None if compressed is None else compressed(k)
-        return self.session.attend(layer.layer_number, q, k, v, scale=scale, window=window, sink=sink, latent=latent)
+        scores = {"scale": scale, "softcap": getattr(config, "attn_logit_softcapping", None)}
+        return self.session.attend(layer.layer_number, q, k, v, **scores, window=window, sink=sink, latent=latent)
 
     def linear(self, layer: LinearCoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A step of a linear layer."""

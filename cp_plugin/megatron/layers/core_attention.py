@@ -72,6 +72,7 @@ class AnyCoreAttention(MegatronModule):
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
+        self.softcap = getattr(config, "attn_logit_softcapping", None)  # of a later Megatron
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         layer = rules.Layer(args=config, settings=runtime.settings(), attention_type=attention_type, dropout=dropout)
         rules.check_layer(rules.LAYER, layer)
@@ -181,6 +182,7 @@ class CoreAttention(AnyCoreAttention):
             value,
             causal=causal,
             scale=self.softmax_scale,
+            softcap=self.softcap,
             window=self.window,
             cu_seqlens=batch.bounds,
             sink=self.softmax_offset,

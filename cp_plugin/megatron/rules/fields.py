@@ -20,7 +20,8 @@ from typing import Any
 from cp_plugin.megatron.rules.rule import NAMES, Found, Rule, shown, when
 
 _HONOURED = """
-activation_func add_bias_linear add_qkv_bias apply_rope_fusion attention_dropout attention_output_gate beta_fast
+activation_func add_bias_linear add_qkv_bias apply_rope_fusion attention_dropout attention_output_gate
+attn_logit_softcapping beta_fast
 beta_slow bf16 bias_dropout_fusion context_parallel_size fp16 fp32_residual_connection fp4 fp8 fp8_recipe
 fused_single_qkv_rope head_wise_attn_gate hidden_dropout hidden_size init_method kv_channels kv_lora_rank
 layernorm_epsilon linear_conv_kernel_dim linear_cp_mode linear_key_head_dim linear_num_key_heads

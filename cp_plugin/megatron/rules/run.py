@@ -87,6 +87,7 @@ class Run:
             window=None if args.window_size is None else tuple(args.window_size),
             documents=bool(packed_by(args)),
             sink=args.softmax_type != "vanilla",
+            softcap=getattr(args, "attn_logit_softcapping", None) is not None,  # of a later Megatron
             network=network_between("cpu" if cpu.active() else "cuda"),
         )
 

@@ -186,7 +186,7 @@ def _backend(module: AnyCoreAttention, chunk: torch.nn.Module) -> str:
     options, dtype = module.context_parallel.options, module.config.params_dtype
     if module.kind == "linear":
         return _linear_kernel(options, dtype, chunk)
-    sizes = {"head_dim": module.head_dim, "v_head_dim": module.v_head_dim}
+    sizes = {"head_dim": module.head_dim, "v_head_dim": module.v_head_dim, "softcap": module.softcap is not None}
     chosen = blocks.choose(options, Problem(size=1, dtype=dtype, **sizes), _device(chunk))
     return f"{chosen.name}: {chosen.why}"
 

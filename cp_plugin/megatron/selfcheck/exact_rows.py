@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cp_plugin.core.block import Scores
 from cp_plugin.linear import rules
 from cp_plugin.linear.tokens import Tokens
 
@@ -93,13 +94,27 @@ class Softmax:
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *, scale: float, sink: Tensor | None, rounding: Rounding
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        made: Scores,
+        *,
+        sink: Tensor | None,
+        rounding: Rounding,
     ) -> None:
         """q ``[r, d]``, k ``[n, d]``, v ``[n, e]`` as the kernel has them, hidden: bool ``[r, n]``, sink: scalar."""
-        self.k, self.v, self.scale, self.rounding = k, v, scale, rounding
+        self.k, self.v, self.rounding, scale = k, v, rounding, made.scale
         q = q.double()
         scores, spread = (torch.cat(parts, 1) for parts in zip(*(_scores(q, part) for part in _wide(k)), strict=True))
-        scores = (scale * scores).masked_fill(hidden, -torch.inf)
+        scores, slope = scale * scores, torch.ones_like(scores)
+        if made.softcap is not None:
+            tangent = (scores / made.softcap).tanh()
+            scores, slope = made.softcap * tangent, 1 - tangent.square()
+        self.slope = scale * slope  # of a score by the product of query and key
+        self.bent = 0.0 if made.softcap is None else 2 / made.softcap  # the slope's relative change by an error of 1
+        scores = scores.masked_fill(hidden, -torch.inf)
         with_sink = scores if sink is None else torch.cat((scores, sink.double().expand(q.size(0), 1)), 1)
         self.lse = with_sink.logsumexp(1, keepdim=True)
         self.p = (scores - self.lse).exp()
@@ -126,8 +141,9 @@ class Softmax:
         relative = relative + (self.p * self.spread).sum(1, keepdim=True) + 4 * a * (1 + self.lse.abs())
         around = self.p * (relative * (dp.abs() + delta.abs()) + 4 * dout.size(1) ** 0.5 * a * size + beside)
         lost = self.lost * (dp.abs() + delta.abs()) + (self.lost > 0) * self.rounding.smallest / 2
-        dq, bound = _product(self.p * (dp - delta), self.k, around + lost)
-        return Exact(self.scale * dq, abs(self.scale) * bound)
+        slope = self.slope.abs() * (1 + self.bent * self.spread)
+        around = slope * (around + lost) + (slope * self.spread + 4 * a) * self.bent * self.p * (dp.abs() + delta.abs())
+        return Exact(*_product(self.slope * self.p * (dp - delta), self.k, around))
 
 
 class Linear:

@@ -40,6 +40,7 @@ from torch import Tensor
 from cp_plugin.attention import convolution
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm.group import pack, unpack
+from cp_plugin.core.block import Scores
 from cp_plugin.linear.tokens import Tokens, tokens_of
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import modelopt
@@ -137,6 +138,7 @@ class _Watch:
             return
         causal = (call.get("attn_mask_type") or module.attn_mask_type) in _CAUSAL
         scale = q.size(-1) ** -0.5 if module.softmax_scale is None else module.softmax_scale
+        scores = Scores(scale, module.softcap)
         count = _ROWS if place.problems is None else q.size(0)
         rows = Rows(place, count, *((q, k, v) if documents is None else (x.unsqueeze(1) for x in (q, k, v))), out)
         sink = None if module.softmax_offset is None else module.softmax_offset[rows.head].detach().clone()
@@ -146,7 +148,7 @@ class _Watch:
             if batch.documents is not None:
                 of_rows, of_keys = (batch.documents.number_of(at) for at in (rows.at_rows, rows.at))
                 hidden = hidden | (of_rows[:, None] != of_keys)
-            return Softmax(rows.q, keys, values, hidden, scale=scale, sink=sink, rounding=rows.rounding)
+            return Softmax(rows.q, keys, values, hidden, scores, sink=sink, rounding=rows.rounding)
 
         rows.check(q, out, exact)
         if isinstance(self._drawn, Every) and self._drawn.reads(module):
@@ -372,4 +374,6 @@ def _expected(module: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return oracle.not_seen(at[rows], at, causal, module.window)
 
     x = q, k, v, torch.zeros_like(q)
-    return oracle.softmax_reference(*x, hidden, scale=module.softmax_scale, sink=module.softmax_offset)[0]
+    return oracle.softmax_reference(
+        *x, hidden, scale=module.softmax_scale, softcap=module.softcap, sink=module.softmax_offset
+    )[0]
