@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from nightly import nightly
 from processes import alive, wait_until
 
@@ -292,43 +293,31 @@ print(">", [row for row in step["not_run"] if "Duplicate" in row["reason"]], flu
 
 
 @nightly
-def test_a_training_that_goes_wrong(tmp_path: Path) -> None:
+def test_a_training_that_goes_wrong(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A wrong gradient, one too small to be seen among others, a loss of NaN or too many bytes on one rank, or no
     self-check. In bfloat16 equal losses, by chance, of one rank in both precisions leave a limit."""
-    text = """
-import sys
-import torch, megatron_training as training
-from record import Step
-
-sizes = {"w": torch.ones(8), "q": torch.ones(8) / 1e6}
-right = training.Trained([4.0, 3.0], sizes, {("forward", "cp"): 8}, {("forward", "cp"): 8}, True)
-ranks = {
-    "right": [right] * 4,
-    "wrong": [right] * 3 + [right._replace(gradients=sizes | {"w": torch.ones(8) + torch.eye(8)[3] / 100})],
-    "small": [right] * 3 + [right._replace(gradients=sizes | {"q": -sizes["q"]})],
-    "nan": [right] * 3 + [right._replace(losses=[4.0, float("nan")])],
-    "bytes": [right] * 3 + [right._replace(sent={("forward", "cp"): 9})],
-    "unchecked": [right._replace(checked=False)] + [right] * 3,
-}
-with Step("megatron_training", ["--smoke", "--out", sys.argv[1]]) as step:
-    for name, of_ranks in ranks.items():
-        training.train = lambda n, *_: of_ranks if n > 1 else [right]
+    training = script("ci/gpu/megatron_training")
+    sizes = {"w": torch.ones(8), "q": torch.ones(8) / 1e6}
+    right = training.Trained([4.0, 3.0], sizes, {("forward", "cp"): 8}, {("forward", "cp"): 8}, True)
+    too_many = "rank 3 sent {('forward', 'cp'): 9} bytes instead of {('forward', 'cp'): 8}"
+    wrong = {
+        "w": (3, {"gradients": sizes | {"w": torch.ones(8) + torch.eye(8)[3] / 100}}),
+        "q": (3, {"gradients": sizes | {"q": -sizes["q"]}}),
+        "losses": (3, {"losses": [4.0, float("nan")]}),
+        too_many: (3, {"sent": {("forward", "cp"): 9}}),
+        "rank 0: no self-check": (0, {"checked": False}),
+    }
+    step = training.Step("megatron_training", ["--smoke", "--out", str(tmp_path)])
+    for said, (rank, changed) in {"": (0, {}), **wrong}.items():
+        of_ranks = [right._replace(**changed) if n == rank else right for n in range(4)]
+        monkeypatch.setattr(training, "train", lambda n, *_, of_ranks=of_ranks: of_ranks if n > 1 else [right])
         training.one_rank.cache_clear()
-        ok, detail = training.compared(training.Run(name, ""), step)
-        print(">", name, ok, detail.get("failure", detail["tensor"]))
+        ok, detail = training.compared(training.Run("planted", ""), step)
+        assert (ok, detail.get("failure", detail["tensor"])) == (not said, said or "losses")
     rounded = right._replace(gradients={name: 1.01 * x for name, x in sizes.items()})
     limits = training.limits_of(rounded, right)
-    for loss in (4.0001, 4.001):
-        print(">", loss, *training.judged([rounded._replace(losses=[loss, 3.0])], rounded, limits))
-"""
-    lines = program(text, tmp_path)
-    assert [line.split(", 'error'")[0] for line in lines] == [
-        "right True losses",
-        "wrong False w",
-        "small False q",
-        "nan False losses",
-        "bytes False rank 3 sent {('forward', 'cp'): 9} bytes instead of {('forward', 'cp'): 8}",
-        "unchecked False rank 0: no self-check",
-        "4.0001 True {'tensor': 'losses'",
-        "4.001 False {'tensor': 'losses'",
-    ]
+    for loss, near in ((4.0001, True), (4.001, False)):
+        ok, detail = training.judged([rounded._replace(losses=[loss, 3.0])], rounded, limits)
+        assert (ok, detail["tensor"]) == (near, "losses")

@@ -196,6 +196,7 @@ def train(
     documents: int = 0,
     modules: Sequence[str] | None = (),
     prepare: Callable[[], None] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> list[Record]:
     """Train on ``ranks`` forked processes with the plugin active, and return every rank's record.
 
@@ -203,6 +204,7 @@ def train(
     rank_flags: more flags for each rank alone, to start ranks that disagree.
     documents, modules: see ``stand_in``; None: a hybrid model's kernels are not stood in for, either.
     prepare: called on every rank when the provider's patches are in place, before anything uses them.
+    before: called on every rank first of all.
     """
     if HYBRID in f"{model} {flags}":
         model = model.replace("--num-layers 2 ", "")
@@ -216,12 +218,19 @@ def train(
         if prepare is not None:
             prepare()
 
-    records = run_ranks(_train_rank, ranks, args=(words, rank_flags, begin), timeout=timeout)
+    records = run_ranks(_train_rank, ranks, args=(words, rank_flags, begin, before), timeout=timeout)
     assert all(isinstance(record, Record) for record in records), "a rank left early"
     return records
 
 
-def _train_rank(words: list[str], rank_flags: Sequence[str] | None, prepare: Callable[[], None]) -> Record:
+def _train_rank(
+    words: list[str],
+    rank_flags: Sequence[str] | None,
+    prepare: Callable[[], None],
+    before: Callable[[], None] | None,
+) -> Record:
+    if before is not None:
+        before()
     if rank_flags is not None:
         words = [*words, *rank_flags[int(os.environ["RANK"])].split()]
     from cp_plugin.megatron import activate

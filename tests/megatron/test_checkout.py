@@ -10,35 +10,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
-import state_space_kernels
 import training
-from training import MODEL, SGD, train
+from training import PACKED, Record, train
 
 found = find_spec("megatron.core")
 CHECKOUT = Path(str(found and found.origin)).parents[2]
-pytestmark = [
+IN_A_CHECKOUT = pytestmark = [
     pytest.mark.usefixtures("adapter"),
     pytest.mark.skipif(
         not (CHECKOUT / "pretrain_hybrid.py").exists(),
         reason="megatron is not a Megatron-LM checkout's: set PYTHONPATH",
     ),
 ]
-PER_TOKEN = "--calculate-per-token-loss"
-PACKED = "--dataloader-inter-document-masking"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 HYBRID = (
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --hybrid-layer-pattern M*- "
     "--mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-heads 8 --mamba-num-groups 4"
 )
-MODELS = {
-    "pretrain_gpt.py": MODEL,
-    "pretrain_hybrid.py": f"{MODEL.replace('--num-layers 2 ', '')} {HYBRID}",
-}
+SCRIPTS = {"pretrain_gpt.py": "", "pretrain_hybrid.py": HYBRID}
+"""Script -> flags of its model."""
 DIVIDED = {
     "CP 4": (1, "--context-parallel-size 4 --cp-provider striped"),
     "TP 2 x CP 2": (2, f"{TENSOR} --context-parallel-size 2 --cp-provider attention2d --cp-layout zigzag"),
@@ -47,11 +42,17 @@ DIVIDED = {
 }
 CASES = [
     (script, packed, divided)
-    for script in MODELS
+    for script in SCRIPTS
     for packed in (False, True)
     for divided in DIVIDED
     if packed or "placed" not in divided
 ]
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, script: str, ranks: int, flags: str, **more: Any) -> list[Record]:
+    """As ``train``, by a script of the checkout, whose losses are summed over tokens."""
+    monkeypatch.setattr(training, "SCRIPT", str(CHECKOUT / script))
+    return train(ranks, f"{SCRIPTS[script]} --calculate-per-token-loss {flags}", **more)
 
 
 @pytest.fixture(scope="session")
@@ -71,19 +72,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_losses_are_those_of_one_rank(
     script: str, packed: bool, divided: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "SCRIPT", str(CHECKOUT / script))
     monkeypatch.setattr(training, "DATA", f"{text} --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0")
     ranks, flags = DIVIDED[divided]
-    length = "--seq-length 57" if "--cp-pad-sequence" in flags else ""
-    common = f"{PER_TOKEN} {PACKED if packed else ''} {length}"
-    tensor = TENSOR if ranks == 2 else ""
-    run: dict[str, object] = {"steps": 4, "model": MODELS[script], "training": SGD}
+    common = f"{PACKED if packed else ''} {'--seq-length 57' if '--cp-pad-sequence' in flags else ''}"
 
-    def losses(ranks: int, flags: str, prepare: Callable[[], None]) -> list[float]:
-        records = train(ranks, f"{common} {flags}", prepare=prepare, **run)
+    def losses(ranks: int, flags: str) -> list[float]:
+        records = run_script(monkeypatch, script, ranks, f"{common} {flags}", steps=4)
         return next(record.losses for record in records if record.losses)
 
-    want = losses(ranks, tensor, state_space_kernels.install)
-    got = losses(4, flags, state_space_kernels.install)
+    want, got = losses(ranks, TENSOR if ranks == 2 else ""), losses(4, flags)
     assert len(got) == 4 and got == pytest.approx(want, rel=1e-5)
     assert want[0] != want[-1]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import edits
 import pytest
-import state_space_kernels
 from edits import Edit
 from nightly import one_case
 from state_space_kernels import STATES
-from training import DATA, MODEL, SGD, Record, _train_rank
+from training import HYBRID, Record, train
 
 from cp_plugin.common.versions import version_tuple
 from cp_plugin.megatron.compat import megatron_version
-from cp_plugin.testing.launch import RankError, run_ranks
+from cp_plugin.testing.launch import RankError
 
 pytestmark = [
     pytest.mark.usefixtures("adapter"),
@@ -68,19 +67,10 @@ def _unedited(flags: str) -> list[Record]:
 
 def _train(flags: str, edit: Edit | None = None, folder: Path = Path()) -> list[Record]:
     """One step on two context-parallel ranks."""
-    hybrid = "--hybrid-layer-pattern" in flags
-    model = f"{MODEL.replace('--num-layers 2 ', '')} {STATES}" if hybrid else MODEL
-    if "--multi-latent-attention" in flags:
-        model = model.replace("--group-query-attention --num-query-groups 2 ", "")
-    words = f"{model} {DATA} {SGD} --train-iters 1 --context-parallel-size 2 {flags}".split()
-
-    def rank() -> Record:
-        if edit is not None:
-            _edit(edit, folder)
-        return _train_rank(words, None, state_space_kernels.install if hybrid else lambda: None)
-
+    states = STATES if HYBRID in flags else ""
     divided = any(f"--{kind}-model-parallel-size" in flags for kind in ("tensor", "pipeline"))
-    return run_ranks(rank, 4 if divided else 2, timeout=300.0)
+    before = None if edit is None else partial(_edit, edit, folder)
+    return train(4 if divided else 2, f"--context-parallel-size 2 {states} {flags}", before=before)
 
 
 def _edit(edit: Edit, folder: Path) -> None:

@@ -8,6 +8,7 @@ parallelism it pads each conversation to a multiple of twice the number of ranks
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -15,28 +16,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import state_space_kernels
 import training
-from test_checkout import CHECKOUT, HYBRID, TENSOR
-from training import MODEL, SGD, Record, compare
+from test_checkout import IN_A_CHECKOUT, SCRIPTS, TENSOR, run_script
+from training import MODEL, Record, compare
 
 WANTED = ("transformers", "datasets")
 MISSING = [name for name in WANTED if find_spec(name) is None]
 pytestmark = [
-    pytest.mark.usefixtures("adapter"),
-    pytest.mark.skipif(
-        not (CHECKOUT / "pretrain_gpt.py").exists(),
-        reason="megatron is not a Megatron-LM checkout's: set PYTHONPATH",
-    ),
+    *IN_A_CHECKOUT,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (ci/huggingface.sh)"),
 ]
 TOKENS = 256
 LONG = MODEL.replace("--seq-length 64 --max-position-embeddings 64", f"--seq-length {TOKENS}")
 LONG += f" --max-position-embeddings {TOKENS}"
-MODELS = {
-    "pretrain_gpt.py": LONG,
-    "pretrain_hybrid.py": f"{LONG.replace('--num-layers 2 ', '')} {HYBRID}",
-}
 
 
 class Case(NamedTuple):
@@ -103,29 +95,23 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def train(conversations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Record]]:
-    """``train(script, ranks, flags, prepare)``: two steps on these conversations."""
+    """``train(script, ranks, flags)``: two steps on these conversations."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-
-    def run(script: str, ranks: int, flags: str, prepare: Callable[[], None]) -> list[Record]:
-        monkeypatch.setattr(training, "SCRIPT", str(CHECKOUT / script))
-        monkeypatch.setattr(training, "DATA", conversations)
-        flags = f"--calculate-per-token-loss {flags}"
-        return training.train(ranks, flags, steps=2, model=MODELS[script], training=SGD, prepare=prepare)
-
-    return run
+    monkeypatch.setattr(training, "DATA", conversations)
+    return functools.partial(run_script, monkeypatch, model=LONG, steps=2)
 
 
 @pytest.mark.parametrize(
     ("script", "case"),
-    [(script, case) for script in MODELS for case in CASES if script == "pretrain_gpt.py" or "PP" not in case],
+    [(script, case) for script in SCRIPTS for case in CASES if script == "pretrain_gpt.py" or "PP" not in case],
 )
 def test_numbers_are_those_of_one_rank(script: str, case: str, train: Callable[..., list[Record]]) -> None:
     """In Megatron's own prompt format, in which a conversation begins with masked tokens."""
     ranks, flags, size, provider = CASES[case]
-    want = train(script, ranks, flags, state_space_kernels.install)
+    want = train(script, ranks, flags)
     flags += f" --context-parallel-size {size} --cp-provider {provider}"
-    compare(train(script, size * ranks, flags, state_space_kernels.install), want, steps=2)
+    compare(train(script, size * ranks, flags), want, steps=2)
 
 
 def _padded_for_four_ranks() -> None:
@@ -139,13 +125,12 @@ def _padded_for_four_ranks() -> None:
         return get(self, index)
 
     SFTDataset.__getitem__ = padded
-    state_space_kernels.install()
 
 
 def test_the_template_of_the_tokenizer(train: Callable[..., list[Record]]) -> None:
     """No token is masked: a conversation's last one predicts the next conversation's first, or padding."""
     flags = "--sft-tokenizer-prompt-format default"
-    got = train("pretrain_gpt.py", 4, f"{flags} --context-parallel-size 4 --cp-provider striped", lambda: None)
-    compare(got, train("pretrain_gpt.py", 1, flags, _padded_for_four_ranks), steps=2)
+    got = train("pretrain_gpt.py", 4, f"{flags} --context-parallel-size 4 --cp-provider striped")
+    compare(got, train("pretrain_gpt.py", 1, flags, prepare=_padded_for_four_ranks), steps=2)
     with pytest.raises(AssertionError, match="gradient of"):
-        compare(got, train("pretrain_gpt.py", 1, flags, state_space_kernels.install), steps=2)
+        compare(got, train("pretrain_gpt.py", 1, flags), steps=2)
