@@ -38,9 +38,9 @@ def methods_table() -> str:
         first = providers.get(name).layouts[0]
         even = f"{record(name, 8, seq_length=8192).balance():.2f}"
         ratios = [ratio for size in (8, 64) for kind in HEADS for ratio in _ratios(name, kind, (size,))]
-        rows.append((f"[{name}]({name}.md)", providers.get(name).summary, first, even, *ratios))
+        rows.append((f"[{name}]({name}.md)", *ratios, even, first, providers.get(name).summary))
     titles = [f"{size}: {kind}" for size in (8, 64) for kind in HEADS]
-    return markdown.table(("provider", "what it is", "default layout", "busiest rank over mean", *titles), rows)
+    return markdown.table(("provider", *titles, "busiest rank over mean", "default layout", "what it is"), rows)
 
 
 def short_table() -> str:
