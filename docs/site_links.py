@@ -19,6 +19,7 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?:|mailto:|#)[^)\s#]+)(#[^)\s]
 _CODE = re.compile(r"(?<!</span>)(?<!<pre>)<code>([^<]+)</code>")
 _SHORT = 32
 """Characters that fit the line of a phone."""
+_LONG_CELL = re.compile(r"<td>(?=(?:(?!</td>).){40})")
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -48,7 +49,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark short code, and short words of longer code, which are not broken at their hyphens."""
+    """Mark long cells, and short code and short words of longer code, which are not broken at their hyphens."""
 
     def marked(found: re.Match[str]) -> str:
         text = found[1]
@@ -57,7 +58,7 @@ def on_page_content(html: str, **_: Any) -> str:
         words = (f'<span class="short">{word}</span>' if len(word) <= _SHORT else word for word in text.split())
         return f"<code>{' '.join(words)}</code>"
 
-    return _CODE.sub(marked, html)
+    return _CODE.sub(marked, _LONG_CELL.sub('<td class="long">', html))
 
 
 def rewritten(markdown: str, page: str, repo_url: str | None) -> str:
