@@ -6,19 +6,8 @@ import re
 from pathlib import Path
 
 import markdown_tables as markdown
-from evidence.regimes import (
-    CANONICAL,
-    CONSTRAINT,
-    REGIMES,
-    Regime,
-    answer,
-    apart,
-    causes,
-    named,
-    sentence,
-    shaped,
-)
-from evidence.regimes import verdict as verdict_of
+from evidence import regimes
+from evidence.regimes import REGIMES, Regime, apart, verdict
 
 from cp_plugin.cli.show_plan import NOT_SEARCHED
 from cp_plugin.planner import stock_rules
@@ -36,7 +25,7 @@ Ratios are the time of stock Megatron's best context parallelism over the time o
 above 1 the plugin is faster. Stock runs only what it supports: key/value heads must divide over an all-to-all, and
 documents are padded to a multiple of twice the ranks. All predicted: no regime was measured on GPUs.
 
-- **Use**: what `cp-plugin plan` answers: {CONSTRAINT},
+- **Use**: what `cp-plugin plan` answers: {regimes.CONSTRAINT},
   each side in its [own best configuration](#each-side-at-its-best). Methods within the typical error of each other
   **tie**; of those, the simplest is named: stock Megatron if it is among them.
   *Heads over 4* stands for a [head axis](methods/head_axis.md) of 4 ranks.
@@ -78,7 +67,7 @@ def files() -> dict[Path, str]:
     """The whole page."""
     predicted = markdown.table(_TITLES, map(row, REGIMES))
     each = markdown.table(_SHAPES, map(shapes, REGIMES))
-    return {PAGE: "\n".join([_HEAD + sentence(CANONICAL), _STOCK, predicted, _EACH, each, ""])}
+    return {PAGE: "\n".join([_HEAD + regimes.sentence(regimes.CANONICAL), _STOCK, predicted, _EACH, each, ""])}
 
 
 def row(regime: Regime) -> tuple[str, ...]:
@@ -87,9 +76,9 @@ def row(regime: Regime) -> tuple[str, ...]:
     providers = each.ours.provider, each.stock.provider
     return (
         regime.name,
-        verdict_of(each.ratio, *providers),
-        named(answer(regime).best),
-        str(causes(regime) or ""),
+        verdict(each.ratio, *providers),
+        regimes.named(regimes.answer(regime).best),
+        str(regimes.causes(regime) or ""),
         f"{100 * typical_error(*providers):.0f} %",
         regime.example,
     )
@@ -99,29 +88,22 @@ def shapes(regime: Regime) -> tuple[str, ...]:
     """Of the table of each side's best shape."""
     found = apart(regime)
     providers = found.ours.provider, found.stock.provider
-    return regime.name, verdict_of(found.ratio, *providers), _shaped(found.ours), _shaped(found.stock)
+    return regime.name, verdict(found.ratio, *providers), _shaped(found.ours), _shaped(found.stock)
 
 
 def _shaped(priced: Priced) -> str:
-    method = f"{named(priced).removeprefix('stock ')}, " if priced.parallel.context > 1 else ""
-    return method + shaped(priced)
+    method = f"{regimes.named(priced).removeprefix('stock ')}, " if priced.parallel.context > 1 else ""
+    return method + regimes.shaped(priced)
 
 
 def front() -> str:
     """The README's lines: each front regime's gain with each side at its best, and its causes, as the page has them."""
-    rows = {cells[0]: cells for cells in _rows(PAGE.read_text().split(_EACH)[0])}
-    shown = [rows[regime.name] for regime in REGIMES if regime.front]
-    return "\n".join(
-        f"- {name} ({example}): {ratio} with {_with_flag(use)}, from: {factors}; typical error {error}"
-        for name, ratio, use, factors, error, example in shown
+    lines = [line for line in PAGE.read_text().split(_EACH)[0].splitlines() if line.startswith("|")]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    names = [regime.name for regime in REGIMES if regime.front]
+    shown = (
+        f"- {name} ({example}): {ratio} with {use}, from: {factors}; typical error {error}"
+        for name, ratio, use, factors, error, example in table
+        if name in names
     )
-
-
-def _with_flag(method: str) -> str:
-    """``head parallel 4`` as its flag."""
-    return re.sub(r" head parallel (\d+)", r" and `--cp-head-parallel \1`", method)
-
-
-def _rows(page: str) -> list[list[str]]:
-    """The cells of a page's tables."""
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    return re.sub(r" head parallel (\d+)", r" and `--cp-head-parallel \1`", "\n".join(shown))
