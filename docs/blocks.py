@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections.abc import Callable
 from functools import cache, partial
@@ -72,10 +73,11 @@ def make(block: str) -> str:
 
 
 def _source(path: str, *names: str) -> str:
-    """Functions, classes or methods of a file, without their docstrings."""
-    source = (ROOT / path).read_text()
-    parts = [_without_docstring(source, name) for name in names]
-    return f"From [{path}](../../{path}):\n\n```python\n" + "\n\n\n".join(parts) + "\n```"
+    """Functions, classes or methods of a file, without their docstrings; or all of it."""
+    source = (ROOT / path).read_text().strip()
+    parts = [_without_docstring(source, name) for name in names] or [source]
+    intro = "From" if names else "The whole file,"
+    return f"{intro} [{path}](../../{path}):\n\n```python\n" + "\n\n\n".join(parts) + "\n```"
 
 
 def _without_docstring(source: str, name: str) -> str:
@@ -89,19 +91,11 @@ def _without_docstring(source: str, name: str) -> str:
     return textwrap.dedent("\n".join(lines))
 
 
-def _file(path: str) -> str:
-    return f"The whole file, [{path}](../../{path}):\n\n```python\n{(ROOT / path).read_text().strip()}\n```"
-
-
 def _sketch(path: str) -> str:
     """The drawing in a module's docstring: its first indented paragraphs."""
-    found: list[str] = []
-    for line in (ast.get_docstring(ast.parse((ROOT / path).read_text())) or "").splitlines():
-        if line.startswith("    ") or (found and not line):
-            found.append(line)
-        elif found:
-            break
-    return "```\n" + textwrap.dedent("\n".join(found)).strip("\n") + "\n```"
+    docstring = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
+    drawn = re.search(r"^    .*(?:\n+    .*)*", docstring, re.MULTILINE)
+    return f"```\n{textwrap.dedent(drawn[0]) if drawn else ''}\n```"
 
 
 def _drawing(name: str) -> str:
@@ -161,7 +155,6 @@ def _check(name: str) -> str:
 
 _BLOCKS: dict[str, Callable[..., str]] = {
     "source": _source,
-    "file": _file,
     "sketch": _sketch,
     "drawing": _drawing,
     "placement": _placed,

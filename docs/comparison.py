@@ -9,25 +9,16 @@ from cp_plugin.common.text import in_bytes
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
-from cp_plugin.testing.traffic import HEADS, Row, priced, typical
+from cp_plugin.testing.traffic import HEADS, priced, typical
 
 SIZES = (4, 8, 16, 32, 64, 128)
-
-
-def problems(sizes: tuple[int, ...] = SIZES) -> list[Problem]:
-    """The documentation's problems for each kind of heads."""
-    return [typical(size, kind) for kind in HEADS for size in sizes]
-
-
-def heads(problem: Problem) -> str:
-    """Kind of heads with query and key/value head counts."""
-    kind = next(kind for kind, pair in HEADS.items() if pair == (problem.heads, problem.kv_heads))
-    return f"{kind} {problem.heads}/{problem.kv_heads}"
+_TITLES = {kind: f"{kind} {heads}/{kv_heads}" for kind, (heads, kv_heads) in HEADS.items()}
+_REFUSED = "refused"
 
 
 def ratio_table(name: str) -> str:
     """Bytes relative to a ring by number of ranks."""
-    rows = [(f"{kind} {'/'.join(map(str, HEADS[kind]))}", *_ratios(name, kind, SIZES)) for kind in HEADS]
+    rows = [(title, *(_ratio(name, size, kind) for size in SIZES)) for kind, title in _TITLES.items()]
     return markdown.table(("heads", *(f"{size} ranks" for size in SIZES)), rows)
 
 
@@ -37,10 +28,10 @@ def methods_table() -> str:
     for name in providers.names():
         first = providers.get(name).layouts[0]
         even = f"{record(name, 8, seq_length=8192).balance():.2f}"
-        ratios = [ratio for size in (8, 64) for kind in HEADS for ratio in _ratios(name, kind, (size,))]
-        rows.append((f"[{name}]({name}.md)", providers.get(name).summary, first, even, *ratios))
+        ratios = [_ratio(name, size, kind) for size in (8, 64) for kind in HEADS]
+        rows.append((f"[{name}]({name}.md)", *ratios, even, first, providers.get(name).summary))
     titles = [f"{size}: {kind}" for size in (8, 64) for kind in HEADS]
-    return markdown.table(("provider", "what it is", "default layout", "busiest rank over mean", *titles), rows)
+    return markdown.table(("provider", *titles, "busiest rank over mean", "default layout", "what it is"), rows)
 
 
 def short_table() -> str:
@@ -55,10 +46,10 @@ def head_axis_table() -> str:
     axes = (1, 2, 4, 8)
     same: dict[tuple[str, ...], list[str]] = {}
     for name in providers.names():
-        for p in problems((64,)):
-            found = [priced(name, p, head_parallel=n) for n in axes]
-            if any(row.ranks for row in found):
-                same.setdefault((heads(p), *map(_ratio, found)), []).append(name)
+        for kind, title in _TITLES.items():
+            cells = [_ratio(name, 64, kind, head_parallel=n) for n in axes]
+            if set(cells) != {_REFUSED}:
+                same.setdefault((title, *cells), []).append(name)
     rows = [(", ".join(names), *cells) for cells, names in same.items()]
     return markdown.table(("provider", "heads", *(f"`--cp-head-parallel {n}`" for n in axes)), rows)
 
@@ -81,9 +72,6 @@ def states_table() -> str:
     return markdown.table(("method", "tokens", "decay", *(f"{n} tokens" for n in lengths)), rows)
 
 
-def _ratios(name: str, kind: str, sizes: tuple[int, ...]) -> list[str]:
-    return [_ratio(priced(name, typical(size, kind))) for size in sizes]
-
-
-def _ratio(row: Row) -> str:
-    return "refused" if row.ratio is None else f"{row.ratio:.2f}x"
+def _ratio(name: str, size: int, kind: str, **options: int) -> str:
+    ratio = priced(name, typical(size, kind), **options).ratio
+    return _REFUSED if ratio is None else f"{ratio:.2f}x"

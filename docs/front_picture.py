@@ -21,7 +21,6 @@ RANKS = 4
 GROUPED = 8
 """Key/value heads of most models with 32 query heads."""
 _QUERIES, _KEYS, _BOTH = "#2f5f93", "#e8a33d", "#7a2f3f"
-_HELD, _FETCHED = "#2f5f93", "#e8a33d"
 _POINTS = 15
 """Size of words: 11 px where the picture is as wide as a phone."""
 
@@ -59,7 +58,7 @@ def _draw_pack(axes: Axes) -> None:
     found = record("needed", RANKS, seq_length=BOUNDS[-1], bounds=BOUNDS, layout="documents")
     tokens, holders = found.seq_length, found.holders()
     axes.add_patch(box(0, 0, tokens, tokens, IDLE))
-    for held, colour in ((True, _HELD), (False, _FETCHED)):
+    for held, colour in ((True, _QUERIES), (False, _KEYS)):
         pairs = [
             (key, query, 1, 1)
             for query, rank in enumerate(holders)

@@ -13,6 +13,7 @@ import difflib
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -40,11 +41,9 @@ def filled(page: str) -> str:
 def stale_pages() -> dict[str, str]:
     """Pages that differ from what the code gives now, with the lines that do."""
     stale = {}
-    for page in _pages():
-        text = page.read_text()
-        if (new := filled(text)) != text:
-            lines = difflib.unified_diff(text.splitlines(), new.splitlines(), "the page", "the code", n=0, lineterm="")
-            stale[page.relative_to(DOCS.parent).as_posix()] = "\n".join(lines)
+    for page, old, new in _renewed():
+        lines = difflib.unified_diff(old.splitlines(), new.splitlines(), "the page", "the code", n=0, lineterm="")
+        stale[page.relative_to(DOCS.parent).as_posix()] = "\n".join(lines)
     return stale
 
 
@@ -74,11 +73,9 @@ def write() -> None:
     for path, text in _whole().items():
         path.write_text(text)
         print(f"wrote {path.name}")
-    for page in _pages():
-        text = page.read_text()
-        if (new := filled(text)) != text:
-            page.write_text(new)
-            print(f"rewrote {page.relative_to(DOCS.parent)}")
+    for page, _, new in _renewed():
+        page.write_text(new)
+        print(f"rewrote {page.relative_to(DOCS.parent)}")
 
 
 def _whole() -> dict[Path, str]:
@@ -103,8 +100,12 @@ def main() -> int:
     return 1 if stale else 0
 
 
-def _pages() -> list[Path]:
-    return [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+def _renewed() -> Iterator[tuple[Path, str, str]]:
+    """Pages whose blocks differ from what the code gives now, with their old and new text."""
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))):
+        text = page.read_text()
+        if (new := filled(text)) != text:
+            yield page, text, new
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """The table of the page on precision: errors of gradients, by the dtype in which their sums are sent.
 
-    python docs/precision_tables.py            print it: takes minutes, on ranks that are threads
-    python docs/precision_tables.py --ranks 8  for fewer ranks
+    python docs/precision_tables.py    print it: takes minutes, on ranks that are threads
 
 The plugin itself runs. NCCL's sums, which need GPUs, are emulated in torch on the CPU (``AsNccl``).
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import cache, partial, reduce
 from typing import Any, NamedTuple
@@ -22,14 +20,13 @@ from cp_plugin.attention import calls
 from cp_plugin.comm import Mesh, Pending, run_threads
 from cp_plugin.comm.mesh import Over, Tensors
 from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.mask import CAUSAL
 from cp_plugin.core.options import Options
-from cp_plugin.kernels import blocks
 from cp_plugin.methods import registry as providers
 from cp_plugin.testing.oracle import Case, make_case, relative_errors
 
 GRADIENTS = ("dq", "dk", "dv")
-RANKS = (8, 64)
+GRIDS = {8: (4, 2), 64: (8, 8)}
+"""Ranks -> rows and columns of ATTENTION2D's grid."""
 DTYPES = (torch.bfloat16, torch.float16)
 Errors = dict[str, float]
 """Tensor -> relative error (norm) against float64."""
@@ -61,13 +58,6 @@ def problem_of(ranks: int, dtype: torch.dtype, kv_heads: int = 2) -> Problem:
     return Problem(size=ranks, heads=4, kv_heads=kv_heads, head_dim=64, seq_length=1024, dtype=dtype)
 
 
-def one_device(ranks: int, dtype: torch.dtype, kv_heads: int = 2) -> Errors:
-    """Errors of one kernel call."""
-    kernel = blocks.choose(Options(), problem_of(1, dtype, kv_heads), torch.device("cpu")).kernel
-    case = _case(dtype, kv_heads)
-    return _errors(calls.of_kernel(kernel, case.inputs[:4], CAUSAL), case)
-
-
 def of_provider(
     ranks: int,
     dtype: torch.dtype,
@@ -79,7 +69,7 @@ def of_provider(
 ) -> Errors:
     """Errors of a provider."""
     problem, case = problem_of(ranks, dtype, kv_heads), _case(dtype, kv_heads)
-    options |= {"grid": grid(ranks)} if name == "attention2d" else {}
+    options |= {"grid": GRIDS[ranks]} if name == "attention2d" else {}
 
     def rank(mesh: Mesh) -> tuple[Tensor, ...]:
         cp = ContextParallel(name, mesh=over(mesh), problem=problem, **options)
@@ -87,7 +77,13 @@ def of_provider(
         return tuple(cp.unshard(x) for x in got)
 
     axes = providers.get(name).axes(ranks, Options(**options))
-    return _errors(run_threads(rank, axes, patience=600)[0], case)
+    found = relative_errors(run_threads(rank, axes, patience=600)[0], case.want)
+    return {gradient: found[gradient] for gradient in GRADIENTS}
+
+
+def one_device(ranks: int, dtype: torch.dtype, kv_heads: int = 2) -> Errors:
+    """Errors of one kernel call: a ring of one rank."""
+    return of_provider(1, dtype, "ring", kv_heads=kv_heads)
 
 
 def rows() -> Iterator[Row]:
@@ -106,20 +102,15 @@ def rows() -> Iterator[Row]:
             yield Row(title, "model, by NCCL (emulated)", partial(errors, gradient_dtype="model", over=AsNccl))
 
 
-def table(ranks: tuple[int, ...] = RANKS) -> str:
+def table() -> str:
     """In percent."""
-    head = ["gradients of", "sums", *(f"{dtype_name(dtype)}, {n} ranks: dq, dk, dv" for dtype in DTYPES for n in ranks)]
+    columns = [(dtype, ranks) for dtype in DTYPES for ranks in GRIDS]
+    head = ["gradients of", "sums", *(f"{dtype_name(dtype)}, {n} ranks: dq, dk, dv" for dtype, n in columns)]
     lines = []
     for row in rows():
-        found = [row.errors(n, dtype).values() for dtype in DTYPES for n in ranks]
+        found = [row.errors(ranks, dtype).values() for dtype, ranks in columns]
         lines.append((row.name, row.sums, *(", ".join(f"{100 * e:.2g} %" for e in errors) for errors in found)))
     return markdown.table(head, lines)
-
-
-def grid(ranks: int) -> tuple[int, int]:
-    """Rows and columns of ATTENTION2D: nearly square, with at least as many rows as columns."""
-    columns = max(n for n in range(1, ranks + 1) if n * n <= ranks and ranks % n == 0)
-    return ranks // columns, columns
 
 
 @cache
@@ -127,13 +118,6 @@ def _case(dtype: torch.dtype, kv_heads: int = 2) -> Case:
     return make_case(problem_of(1, dtype, kv_heads))
 
 
-def _errors(got: Any, case: Case) -> Errors:
-    found = relative_errors(got, case.want)
-    return {name: found[name] for name in GRADIENTS}
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Print the table of the page on precision.")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     torch.set_num_threads(1)
-    print(table(tuple(parser.parse_args().ranks)))
+    print(table())

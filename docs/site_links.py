@@ -10,33 +10,25 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?:|mailto:|#)[^)\s#]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(?<!</span>)(?<!<pre>)<code>([^<]+)</code>")
 _SHORT = 32
 """Characters that fit the line of a phone."""
+_LONG_CELL = re.compile(r"<td>(?=(?:(?!</td>).){40})")
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
-
-
-@cache
-def messages() -> dict[str, str]:
-    """Path of a page of messages on the site -> its Markdown."""
-    sys.path += [str(ROOT / "docs")]
-    import messages as generator
-
-    return {f"messages/{name}.md": text for name, text in generator.pages().items()}
 
 
 def on_files(files: Any, *, config: Any) -> Any:
     """Add the pages of messages."""
+    sys.path += [str(Path(__file__).parent)]
+    import messages
     from mkdocs.structure.files import File
 
-    for page, text in messages().items():
-        files.append(File.generated(config, page, content=text))
+    for name, text in messages.pages().items():
+        files.append(File.generated(config, f"messages/{name}.md", content=text))
     return files
 
 
@@ -48,16 +40,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark short code, and short words of longer code, which are not broken at their hyphens."""
+    """Mark long cells, and short words of code, which are not broken at their hyphens."""
 
     def marked(found: re.Match[str]) -> str:
-        text = found[1]
-        if len(text) <= _SHORT:
-            return f'<code class="short">{text}</code>'
-        words = (f'<span class="short">{word}</span>' if len(word) <= _SHORT else word for word in text.split())
+        words = (f'<span class="short">{word}</span>' if len(word) <= _SHORT else word for word in found[1].split())
         return f"<code>{' '.join(words)}</code>"
 
-    return _CODE.sub(marked, html)
+    return _CODE.sub(marked, _LONG_CELL.sub('<td class="long">', html))
 
 
 def rewritten(markdown: str, page: str, repo_url: str | None) -> str:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import runs
-from quickstart import HERE, corpus, train
+from quickstart import CORPUS, HERE, train
 from rich.console import Console
 from runs import Pair, TrainingError
 
@@ -30,7 +30,7 @@ def main() -> int:
     chosen = parser.parse_args()
     console = Console()
     chosen.out.mkdir(parents=True, exist_ok=True)
-    data = corpus(chosen.out)
+    data = runs.dataset(chosen.out / "stdlib", *CORPUS)
     linear = ["--cp-linear-attention", chosen.variant]
     models = {
         f"{chosen.variant} (L)": (linear, linear),

@@ -1,6 +1,6 @@
 """The quickstart: Megatron-LM's own training loop on real text, with CP 1 and with CP 4, on any machine.
 
-    examples/quickstart.sh                          creates the environment, then runs this
+    examples/quickstart.sh                          creates an environment if none is active, then runs this
     python examples/quickstart.py --provider ring   in an environment with cp-plugin[plot]
 
 It builds a Megatron dataset from the source text of Python's standard library, trains the same small GPT (RoPE,
@@ -34,6 +34,8 @@ TRAINING = shlex.split("""
     --clip-grad 1.0 --weight-decay 0 --seed 1234 --calculate-per-token-loss --split 100,0,0
     --log-interval 1 --eval-iters 0 --eval-interval 1000000
 """)
+CORPUS = ("--max-bytes", 4_000_000)
+"""The first files of Python's standard library."""
 
 
 def main() -> int:
@@ -51,7 +53,7 @@ def main() -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     console = Console()
 
-    data = corpus(chosen.out)
+    data = runs.dataset(chosen.out / "stdlib", *CORPUS)
     provider = ["--cp-provider", chosen.provider]
     saved = chosen.out / "checkpoint"
     shutil.rmtree(saved, ignore_errors=True)
@@ -68,11 +70,6 @@ def main() -> int:
     console.print(f"generate text: {ask}", markup=False, highlight=False, soft_wrap=True)
     passed = f"{chosen.provider} on {chosen.ranks} ranks equals one rank: {len(one)} losses"
     return runs.verdict(both, chosen.iterations, passed)
-
-
-def corpus(out: Path) -> list[str]:
-    """Build a dataset from the first files of Python's standard library; return its training flags."""
-    return runs.dataset(out / "stdlib", "--max-bytes", 4_000_000)
 
 
 def train(chosen: argparse.Namespace, data: list[str], ranks: int, flags: list[str]) -> list[Iteration]:
