@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -61,6 +62,9 @@ _Provider = Annotated[
 ]
 _EveryRank = Annotated[
     bool, typer.Option("--every-rank", help="with --explain: simulate every rank instead of three representative ones")
+]
+_Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="also draw what takes each method's time: .png, .svg or .pdf")
 ]
 _WITHOUT = "has no effect without --explain"
 _ALWAYS = ("gradient_dtype",)
@@ -164,12 +168,14 @@ def plan(
     *,
     options: Options,
     every_rank: _EveryRank = False,
+    plot: _Plot = None,
     as_json: output.AsJson = None,
 ) -> None:
     """Find the fastest context-parallel method for a model on a cluster, and the flags that enable it.
 
     Name a model (--model llama3-8b), or write your Megatron flags after ``--``; Megatron parses and checks them.
     """
+    began = time.perf_counter()
     changes = {name: n for name, n in (("per_node", per_node), ("nics", nics)) if n is not None}
     again = None if recompute is None else recompute.value
     given = _Given(
@@ -182,6 +188,9 @@ def plan(
             if as_json:
                 raise ValueError("--json has no effect with --reproduce, which prints tables: leave --json out")
             raise typer.Exit(not _reproduced(reproduce))
+        if plot is not None:
+            output.check_output(plot, "picture", output.PICTURES, "--plot")
+            flags.refuse({"--plot": plot if explain else None}, "draws what a search found: leave out --explain")
         if explain:
             raise typer.Exit(not _explained(given, provider, options, every_rank, as_json))
         if every_rank:
@@ -190,7 +199,14 @@ def plan(
         for name in [name for name in chosen if name not in _ALWAYS]:
             flags.refuse({f"--{name.replace('_', '-')}": chosen[name] and in_words(chosen[name])}, _WITHOUT)
         found = _searched(given, options, quiet=output.only_json(as_json))
-    output.show(as_json, lambda: show_plan.as_json(found), lambda: show_plan.print_plan(new_console(), found))
+        if plot is not None:
+            show_plan.draw(found, plot)
+
+    def printed() -> None:
+        show_plan.print_plan(new_console(), found)
+        output.print_lines(new_console(), f"planned in {time.perf_counter() - began:.1f} s", style="dim")
+
+    output.show(as_json, lambda: show_plan.as_json(found), printed)
     if not found.fits(found.best):
         raise typer.Exit(1)
 

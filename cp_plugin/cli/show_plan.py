@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 
+from cp_plugin.cli.draw.canvas import new_figure, save
 from cp_plugin.cli.output import print_flags, print_lines, print_table
 from cp_plugin.cli.tables import settings
 from cp_plugin.common.text import in_bytes, in_seconds
@@ -41,19 +43,52 @@ def print_plan(console: Console, plan: Plan) -> None:
     for one in plan.found:
         by_shape.setdefault(sizes(one.parallel), []).append(one)
     print_lines(console, asked)
+    same: list[str] = []
     for which, some in by_shape.items():
-        rows = [(_cells(plan, one, some[0]), "bold" if one is best else "") for one in some]
+        every = folded(some)
+        rows = [(_cells(plan, alike, some[0]), "bold" if best in alike else "") for alike in every]
+        names = [[one.candidate.name for one in alike] for alike in every if len(alike) > 1]
+        same += [f"within 1 % of {first}: {', '.join(others)}" for first, *others in names]
         print_table(console, f"{which}, {recomputes(some[0].parallel)}", _COLUMNS, rows)
     legend = (
         "takes: time of one iteration; x best: relative to the fastest; sends: by one device, in one layer's attention"
     )
     off = legend_of_errors(p.provider for p in plan.found)
     said = filter(None, (kernel_time.assumed(plan.asked.cluster.device), NOT_SEARCHED if plan.asked.free else ""))
-    print_lines(console, legend, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
+    print_lines(console, legend, *same, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     console.print()
     print_flags(console, "flags:", flags(best))
     console.print()
     print_lines(console, *why(plan))
+
+
+def folded(some: Sequence[Priced]) -> list[list[Priced]]:
+    """Rows of a parallel shape: of our methods, those within 1 % of the one before them join its row."""
+    rows: list[list[Priced]] = []
+    for one in some:
+        first = rows[-1][0] if rows else one
+        near = abs(one.iteration.seconds / first.iteration.seconds - 1) <= 0.01
+        alike = recomputes(one.parallel) == recomputes(first.parallel)
+        if rows and near and alike and not (one.candidate.upstream or first.candidate.upstream):
+            rows[-1].append(one)
+        else:
+            rows.append([one])
+    return rows
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw the time of an iteration and its parts, a bar for each method; ValueError if matplotlib is missing."""
+    names = [f"{one.candidate.name}\n{sizes(one.parallel)}" for one in plan.found]
+    figure = new_figure(10, 1.5 + 0.6 * len(names))
+    axes, left = figure.subplots(), [0.0] * len(names)
+    for part in dict.fromkeys(part for one in plan.found for part, taken in one.iteration.parts.items() if taken):
+        seconds = [one.iteration.parts.get(part, 0.0) for one in plan.found]
+        axes.barh(names, seconds, left=left, label=part.replace("_", " "))
+        left = [sum(pair) for pair in zip(left, seconds, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of an iteration, predicted")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    save(figure, path)
 
 
 def stock_rules(plan: Plan) -> Iterator[str]:
@@ -62,18 +97,18 @@ def stock_rules(plan: Plan) -> Iterator[str]:
     asked = [problem(plan.asked.model, plan.best.parallel, letter) for letter in sorted(letters)]
     rules = dict.fromkeys(rule for one in asked for rule in rules_for(one))
     if rules and plan.best.parallel.context > 1:
-        yield f"upstream, with Transformer Engine {VERSION}: {'; '.join(map(str, rules))}"
+        yield f"stock Megatron, with Transformer Engine {VERSION}: {'; '.join(map(str, rules))}"
 
 
 def packed(p: Parallel) -> Iterator[str]:
-    """The documents of a sequence, and upstream's padding of them."""
+    """The documents of a sequence, and stock Megatron's padding of them."""
     lengths, size = p.documents, p.context
     if not lengths or size == 1:
         return
     count = f"{len(lengths):,} document{'s' * (len(lengths) > 1)}"
     yield (
-        f"packed: {count} in each sequence, the longest of {max(lengths):,} tokens; upstream pads each to a multiple "
-        f"of {2 * size}, {sum(padded(lengths, size)):,} tokens in total"
+        f"packed: {count} in each sequence, the longest of {max(lengths):,} tokens; stock Megatron pads each to a "
+        f"multiple of {2 * size}, {sum(padded(lengths, size)):,} tokens in total"
     )
 
 
@@ -239,12 +274,13 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
     }
 
 
-def _cells(plan: Plan, priced: Priced, first: Priced) -> tuple[str, ...]:
+def _cells(plan: Plan, alike: Sequence[Priced], first: Priced) -> tuple[str, ...]:
     """A row of a table whose first row is ``first``."""
+    priced = alike[0]
     again = recomputes(priced.parallel)
     seconds = priced.iteration.seconds
     return (
-        priced.candidate.name,
+        priced.candidate.name + (f" and {len(alike) - 1} more" if len(alike) > 1 else ""),
         settings(priced.candidate.setup) + (f", {again}" if again != recomputes(first.parallel) else ""),
         in_seconds(seconds),
         over(seconds, plan.fastest, plan.found.index(priced), plan.tied),

@@ -22,7 +22,7 @@ from cp_plugin.planner.packs import in_each
 
 _BASELINES = ("linear_ring",)
 """Never chosen: quadratic work for linear attention."""
-STOCK = "upstream"
+STOCK = "stock"
 """Stock Megatron without context parallelism; with it, followed by its ``--cp-comm-type``."""
 DEFAULT = f"{STOCK} p2p"
 """Megatron's default."""
@@ -37,7 +37,7 @@ class Candidate:
     """A method with all options resolved."""
 
     name: str
-    """The provider, or ``upstream`` and Megatron's ``--cp-comm-type``."""
+    """The provider, or ``stock`` and Megatron's ``--cp-comm-type``."""
     setup: Setup
     flags: str
     """Megatron flags that select it."""

@@ -67,7 +67,7 @@ def on_gpus(
 
 
 def test_compares_with_upstream_on_gpus(on_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, beside in (("", "upstream"), ("--window-size 15,0", r"upstream (a2a|all_gather) ")):
+    for flags, beside in (("", "stock"), ("--window-size 15,0", r"stock (a2a|all_gather) ")):
         args, settings = on_gpus(flags)
         assert told(capsys.readouterr().out, "equivalent flags") and args.cp_cluster is None
         assert re.search(beside, settings.planned[0])

@@ -135,7 +135,7 @@ def asked_by_flags(group: int) -> list[tuple[Any, ...]]:
                 settings = auto.decide(args, settings, may_leave=True)
             except ValueError as error:
                 assert "nothing fits" in str(error)
-        chosen = settings.provider if settings.active else f"upstream {args.cp_comm_type[0]}"
+        chosen = settings.provider if settings.active else f"stock {args.cp_comm_type[0]}"
         return question, *(told(plan) for plan in found or [None]), chosen
 
     def body() -> Any:
@@ -213,5 +213,5 @@ def test_what_the_rules_refuse_is_not_recommended() -> None:
             model=found, cluster=hardware.cluster("dgx-h100"), shapes=[parallel], allowed=allowed, limit=1e13
         )
         plan = as_json(answer(question))
-        assert bool(refused) == all(method["method"].startswith("upstream ") for method in plan["methods"])
+        assert bool(refused) == all(method["method"].startswith("stock ") for method in plan["methods"])
         assert re.search(refused, plan["refused"]) and bool(plan["refused"]) == bool(refused)

@@ -106,12 +106,12 @@ def test_keys_and_balance_are_those_of_the_placement(window: tuple[int, int] | N
 def test_stock_pads_and_divides_each_document() -> None:
     theirs = in_each(PACK)
     assert theirs.bounds == tuple(accumulate((48, 32, 24, 24, 16, 8, 8, 8), initial=0))
-    one = candidates(PACK)["upstream p2p"][0].setup
+    one = candidates(PACK)["stock p2p"][0].setup
     assert one.problem == theirs and len(set(work(one).tolist())) == 1
     shape = Parallel(devices=4, context=4, seq_length=128, documents=LENGTHS_OF_PACK)
     its = on(problem(TINY, shape), SLOW, 1)
-    found = {n: price(candidates(its)[n][0], {}, TINY, shape, SLOW) for n in ("upstream p2p", "ring")}
-    padded, ours = found["upstream p2p"], found["ring"]
+    found = {n: price(candidates(its)[n][0], {}, TINY, shape, SLOW) for n in ("stock p2p", "ring")}
+    padded, ours = found["stock p2p"], found["ring"]
     assert padded.sent == pytest.approx(ours.sent * 168 / 128), "both send gradients in the model's dtype"
     assert padded.iteration.dense == pytest.approx(ours.iteration.dense * 168 / 128)
     assert padded.tokens_per_s * padded.iteration.seconds == pytest.approx(128 / 4), "padding is nobody's token"
@@ -143,7 +143,7 @@ def test_documents_on_slow_links_are_placed() -> None:
     found = best_of(LENGTHS["chat"].pack(2**16), SLOW)
     assert found.best.candidate.flags == "--cp-provider needed --cp-layout documents"
     names = [lost.name for lost in found.lost] + [p.candidate.name for p in found.found[found.tied :]]
-    assert {"upstream p2p", "upstream all_gather"} <= set(names), "upstream's methods take longer"
+    assert {"stock p2p", "stock all_gather"} <= set(names), "stock methods take longer"
     console = Console(width=100, force_terminal=True, color_system=None, file=io.StringIO())
     print_plan(console, found)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -195,7 +195,7 @@ def test_commands() -> None:
     asked_for = "plan --model llama3-8b --cluster h100-1-per-node --devices 8 --context 8 --memory 1000"
     status, text = asked(f"{asked_for} --seq-length 65536 --documents chat")
     assert status == 0 and "--cp-provider needed --cp-layout " in text, text
-    assert "upstream pads each to a multiple of 16" in " ".join(text.split())
+    assert "stock Megatron pads each to a multiple of 16" in " ".join(text.split())
 
 
 def test_picture_shows_the_keys_of_the_plan(tmp_path: Path) -> None:

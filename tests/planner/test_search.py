@@ -6,8 +6,10 @@ import dataclasses
 import io
 import json
 import math
+import re
 from dataclasses import replace
-from itertools import dropwhile, product, takewhile
+from itertools import dropwhile, groupby, product, takewhile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,7 @@ from typer.testing import CliRunner
 
 from cp_plugin.attention.calls import settled
 from cp_plugin.cli.app import app
-from cp_plugin.cli.show_plan import as_json, flags, print_plan, sizes, why
+from cp_plugin.cli.show_plan import as_json, flags, folded, print_plan, sizes, why
 from cp_plugin.core import layout
 from cp_plugin.core.mask import Window
 from cp_plugin.core.options import Options
@@ -144,7 +146,7 @@ def test_the_simplest_of_a_tie_is_named(found: Plan) -> None:
     words = [
         (
             not p.candidate.upstream,
-            p.candidate.name != "upstream p2p",
+            p.candidate.name != "stock p2p",
             len(p.candidate.flags.split()),
             p.iteration.seconds,
         )
@@ -162,7 +164,7 @@ def test_the_simplest_of_a_tie_is_named(found: Plan) -> None:
     [
         ({}, "it has the fewest flags"),
         ({"flags": "same"}, "it is the fastest of those with the fewest flags"),
-        ({"flags": "same", "name": "upstream p2p"}, "stock Megatron has it"),
+        ({"flags": "same", "name": "stock p2p"}, "stock Megatron has it"),
     ],
 )
 def test_what_is_said_of_the_winner_is_true(found: Plan, changed: dict[str, Any], reason: str) -> None:
@@ -182,7 +184,11 @@ def test_ratios_and_their_typical_errors(found: Plan) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "±" not in text
     assert f"typical error 10 %; {'; '.join(f'{n} {100 * e:.0f} %' for n, e in OWN.items())}" in text
-    for number, priced in enumerate(found.found):
+    joined = re.search(r"within 1 % of (.*?): (.*?)\n(?=typical)", text, re.S)
+    others = [] if joined is None else joined[2].replace("\n", " ").split(", ")
+    rest = [(n, p) for n, p in enumerate(found.found) if p.candidate.name not in others]
+    assert len(rest) + len(others) == len(found.found)
+    for number, priced in rest:
         (line,) = [line for line in text.splitlines() if line.startswith(f"{priced.candidate.name} ") and "B  " in line]
         ratio = priced.iteration.seconds / found.fastest
         assert (" tie" in line) == (number < found.tied) != (f"{ratio:.2f}x" in line)
@@ -207,7 +213,7 @@ def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> No
     """Ours keeps its output; stock Megatron runs its forward once more, messages included, and keeps less."""
     shape = replace(SHAPE, recompute=recompute)
     given = candidates(on(problem(LLAMA, shape), SLOW, 1))
-    theirs, ours = (price(given[name][0], {}, LLAMA, shape, SLOW) for name in ("upstream p2p", "ring"))
+    theirs, ours = (price(given[name][0], {}, LLAMA, shape, SLOW) for name in ("stock p2p", "ring"))
     expected = 0.0 if recompute == "none" else LLAMA.layers * theirs.main.forward.seconds
     assert theirs.repeats == pytest.approx(expected) and ours.repeats == 0
     assert theirs.without_repeats == pytest.approx(theirs.iteration.seconds - expected)
@@ -234,7 +240,7 @@ def test_each_side_in_its_own_best_shape() -> None:
 def test_without_context_parallelism_stock_is_named() -> None:
     shape = Parallel(devices=8, tensor=8, seq_length=4096, sequence_parallel=True)
     found = answer(replace(ON_DGX, shapes=[shape], free=True))
-    assert found.best.candidate.name == "upstream" and "--cp-" not in flags(found.best)
+    assert found.best.candidate.name == "stock" and "--cp-" not in flags(found.best)
 
 
 @pytest.mark.parametrize(
@@ -243,8 +249,8 @@ def test_without_context_parallelism_stock_is_named() -> None:
 def test_upstreams_all_to_all_divides_key_value_heads(size: int, kv_heads: int, shared: set[int]) -> None:
     """Transformer Engine does not repeat them, as ours does."""
     found = candidates(Problem(size=size, heads=16, kv_heads=kv_heads))
-    assert {c.setup.options.head_parallel for c in found.get("upstream a2a+p2p", [])} == shared
-    assert bool(found.get("upstream a2a")) == (kv_heads % size == 0)
+    assert {c.setup.options.head_parallel for c in found.get("stock a2a+p2p", [])} == shared
+    assert bool(found.get("stock a2a")) == (kv_heads % size == 0)
 
 
 @one_case
@@ -258,14 +264,16 @@ def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...]) ->
         assert max(map(len, lines)) <= width
         table = dropwhile(lambda line: not line.startswith("method "), lines)
         rows = [line for line in takewhile(lambda line: not line.startswith("takes:"), table) if line[0] != " "][1:]
-        assert [row.split()[0] for row in rows] == [p.candidate.name.split()[0] for p in one.found]
+        by_shape = groupby(one.found, lambda p: sizes(p.parallel))
+        names = [alike[0].candidate.name for _, some in by_shape for alike in folded(list(some))]
+        assert [row.split()[0] for row in rows] == [name.split()[0] for name in names]
         pasted = " ".join(line.strip(" \\") for line in lines if line.startswith("    --"))
         assert pasted == flags(one.best), "they can be pasted into a shell"
 
 
 def test_answer_has_every_method_and_the_winners_flags(found: Plan) -> None:
     shown = {p.candidate.name for p in found.found} | {lost.name for lost in found.lost} | set(found.cannot)
-    assert DENSE | {"upstream p2p", "upstream all_gather", "upstream a2a+p2p"} <= shown
+    assert DENSE | {"stock p2p", "stock all_gather", "stock a2a+p2p"} <= shown
     text = flags(found.best)
     assert "--context-parallel-size 16" in text and "--recompute-granularity full" in text
     assert f"--cp-provider {found.best.candidate.name}" in text or "--cp-comm-type" in text
@@ -337,15 +345,18 @@ def test_hybrid_layers_are_priced_by_kind() -> None:
     assert mixed.best.timelines["L"].seconds < dense.best.main.seconds / 3
 
 
-def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = ["plan", "--model", "llama3-8b", "--cluster", "h100-1-per-node", "--devices", "8", "--context", "8"]
     asked += ["--tensor", "1", "--pipeline", "1", "--seq-length", "65536"]
-    done = CliRunner().invoke(app, [*asked, "--json"])
+    picture = tmp_path / "plan.svg"
+    done = CliRunner().invoke(app, [*asked, "--json", "--plot", str(picture)])
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
+    assert all(f">{method['method']}<" in picture.read_text() for method in answer["methods"])
     assert answer["methods"][0]["method"] == answer["tied"][0]
     assert "--context-parallel-size 8" in answer["methods"][0]["flags"]
     monkeypatch.setattr(Plan, "fits", lambda *_: False)
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 1 and "nothing fits" in done.output, "the best of what does not fit is shown, and fails"
+    assert re.search(r"planned in \d+\.\d s", done.output)
     assert "    --tensor-model-parallel-size 1" in done.output and answer["methods"][0]["method"] in done.output

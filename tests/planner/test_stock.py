@@ -34,7 +34,7 @@ MASKS = pytest.mark.parametrize(
 
 
 def gathering(problem: Problem) -> Candidate:
-    (found,) = candidates(problem)["upstream all_gather"]
+    (found,) = candidates(problem)["stock all_gather"]
     return found
 
 
@@ -149,7 +149,7 @@ def test_peaks_hold_the_copies() -> None:
 def test_other_methods_move_what_ours_do() -> None:
     """With gradients of keys and values half as wide."""
     found = candidates(replace(DENSE, kv_heads=8))
-    for name in ("upstream p2p", "upstream a2a", "upstream a2a+p2p"):
+    for name in ("stock p2p", "stock a2a", "stock a2a+p2p"):
         setup = found[name][0].setup
         ours, theirs = program(setup, 0), stock_program(setup, 0)
         assert ours.forward == theirs.forward and len(ours.backward) == len(theirs.backward)
@@ -171,7 +171,7 @@ def test_rules_name_their_versions_and_decide_the_candidates() -> None:
         (PACKED, stock_rules.DOCUMENTS),
     ):
         found = candidates(replace(problem, kv_heads=8))
-        offered = {name.split()[1] for name, some in found.items() if name.startswith("upstream ") and some}
+        offered = {name.split()[1] for name, some in found.items() if name.startswith("stock ") and some}
         assert offered == set(rule.since)
 
 

@@ -86,7 +86,7 @@ def test_the_example_has_one_answer(planned: dict[str, object], page: str) -> No
     if page != "docs/wins.md":  # the others have no table
         return
     assert len(rows) == 1, f"{page} has no row for the example"
-    named = str(planned["method"]).replace("upstream ", "stock `") + "`"
+    named = str(planned["method"]).replace("stock ", "stock `") + "`"
     assert re.search(r"^\| [^|]+ \| [^|]+ \| (.+?) \|", rows[0])[1] == named  # type: ignore[index]
 
 

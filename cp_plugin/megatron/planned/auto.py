@@ -27,7 +27,7 @@ from cp_plugin.megatron.planned.sizes import Packed, question
 from cp_plugin.megatron.rules import checks
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.asked import Asked
-from cp_plugin.planner.candidates import Allowed, without_sums
+from cp_plugin.planner.candidates import STOCK, Allowed, without_sums
 from cp_plugin.planner.errors import in_words, off_by
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Inferred
@@ -160,7 +160,7 @@ def _why_not_stock(args: argparse.Namespace, real: Problem, stock: Priced) -> st
 
 
 def _comm_type(stock: Priced) -> str:
-    return stock.candidate.name.removeprefix(f"{UPSTREAM} ")
+    return stock.candidate.name.removeprefix(f"{STOCK} ")
 
 
 def _of_stock(told: _Answer) -> Iterator[str]:
@@ -189,7 +189,7 @@ def _of_ours(told: _Answer, reason: str) -> Iterator[str]:
     if slower:
         least = slower[0].iteration.seconds / fastest
         parts.append(f"iterations take {least:.2f}x or more with {_each(slower)}")
-    if lost := [lost.seconds for lost in found.lost if not lost.name.startswith(UPSTREAM)]:
+    if lost := [lost.seconds for lost in found.lost if not lost.name.startswith(STOCK)]:
         parts.append(f"others take at least {lost[0] / fastest:.2f}x")
     parts += [] if stock is None else [f"{stock.candidate.name} {_ms(stock)}"]
     parts.append(in_words(p.provider for p in (*ours, *filter(None, [stock]))))
