@@ -59,7 +59,7 @@ types="$tools -m mypy --cache-dir $root/.venv-release/mypy --follow-imports=sile
 cp "$root/tests/typed_user.py" .
 run "a user's file, strictly" $types --strict --python-executable "$python" typed_user.py
 cd "$root"
-public=(cp_plugin/__init__.py cp_plugin/huggingface cp_plugin/attention/{api,linear_calls,convolution,shift}.py cp_plugin/core/{layout,mask,problem,tree}.py)
+public=(cp_plugin/__init__.py cp_plugin/huggingface cp_plugin/attention/{api,linear,convolution,shift}.py cp_plugin/core/{layout,mask,problem,tree}.py)
 public+=(cp_plugin/methods/{protocol,registry}.py cp_plugin/comm)
 run "public modules" $types --python-executable .venv/bin/python --disable-error-code=import-not-found "${public[@]}"
 echo "ci/release.sh: $((SECONDS - began)) s"

@@ -125,7 +125,8 @@ def attend(x: Tokens, scan: Scan, parts: Parts, mesh: Mesh, documents: Documents
 def directly(inputs: tuple[Tensor | None, ...], dout: Tensor, scan: Scan, parts: Parts) -> tuple[Tensor, ...]:
     """Outputs of a shard and the gradients of its inputs (q, k, v, log_decay and beta), with the scan outside of
     autograd, which on CUDA would deadlock ranks that are threads of one process."""
-    x, given = tokens_of(*inputs), [y for y in inputs if y is not None]
+    x = tokens_of(*inputs)  # type: ignore[arg-type]
+    given = [y for y in inputs if y is not None]
     folded = fold(x, parts, None)
     values = folded.each(Tensor.detach)
     with torch.no_grad():
@@ -152,7 +153,7 @@ def fold(x: Tokens, parts: Parts, documents: Documents | None) -> Tokens:
     starts = ends = None
     if documents is not None:
         starts, ends = (y.unsqueeze(1).expand(*x.q.shape[:2]) for y in documents)
-    return Tokens(*map(parts.fold, x[:-1]), parts.fold(starts, ends))
+    return Tokens._make((*map(parts.fold, x[:-1]), parts.fold(starts, ends)))
 
 
 def _joined(found: Tensor, x: Tokens, parts: Parts) -> Tensor:
@@ -172,7 +173,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scan: Scan, mesh: Mesh, *tokens: Tensor | None) -> Tensor:
         *values, starts = tokens
-        x = Tokens(*(None if y is None else dense(y) for y in values), starts)  # type: ignore[arg-type]
+        x = Tokens._make((*(None if y is None else dense(y) for y in values), starts))
 
         def compute() -> tuple[Tensor, tuple[Tensor, ...]]:
             out, kept = scan.forward(x)
