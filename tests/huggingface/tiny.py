@@ -105,8 +105,8 @@ def differs(
     provider: str = "ring",
     ranks: int = 2,
     whole: dict[str, torch.Tensor] | None = None,
-    one: Trained | None = None,
     packed: dict[str, Any] | None = None,
+    one: Trained | None = None,
     then: Callable[[Any], Any] = lambda model: model,
     call: Callable[[Any], Callable[..., Any]] = lambda model: model,
     **options: Any,
@@ -115,8 +115,8 @@ def differs(
 
     Args:
         whole: the batch on one rank; None: ``tokens()``, their own labels.
-        one: what it gives; None: what this model gives there.
         packed: arguments of ``shard`` for the same batch; None: ``whole``.
+        one: what the batch gives on one rank; None: what this model gives there.
         then: what a user does to the divided model; returns the one to train.
         call: of a model, on one rank, too: what is called instead of it.
     """
