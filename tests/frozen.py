@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-COUNTS = ("ci/perf/exact.json", "ci/perf/sass.json", "tests/equipment/cuda/budget.json")
+COUNTS = ("exact.json", "sass.json", "budget.json")
 TESTS = ("test_cases", "test_refusals", "test_bad_flags", "test_planned", "test_early")
 NOTED: dict[str, list[str]] = defaultdict(list)
 """Test -> what it has seen."""
@@ -104,7 +104,7 @@ def seen(tree: Path, tests: list[str]) -> dict[str, list[str]]:
         found[f"cp-plugin {command} --help"] = text.splitlines()
         below = text.partition("─ Commands ─")[2]
         commands += [f"{command} {name}".strip() for name in re.findall(r"^│ ([a-z]\S*) ", below, re.M)]
-    return found | {file: (tree / file).read_text().splitlines() for file in COUNTS}
+    return found | {x.name: x.read_text().splitlines() for name in COUNTS for x in tree.glob(f"[ct]*/**/{name}")}
 
 
 def main() -> int:
