@@ -39,33 +39,20 @@ class Edit:
     name: str
     changes: tuple[Change, ...]
     flags: str  # of a run that it matters to
-    found: str  # pattern of the refusal; empty: it is harmless
-    of_itself: bool  # whether it changes losses, with the self-check and without
+    found: str = ""  # pattern of the refusal; empty: it is harmless
+    of_itself: bool = False  # whether it changes losses, with the self-check and without
 
 
 def read() -> list[Edit]:
     """All edits."""
     entries = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    runs = entries["runs"]
     edits = []
-    for kind in ("harmless", "harmful"):
-        for entry in entries.get(kind, ()):
-            names = ("file", "old", "new", "everywhere")
-            parts = [{name: entry.pop(name) for name in names if name in entry}, *entry.pop("also", ())]
-            changes = tuple(Change(**part) for part in parts)
-            edits.append(_edit(changes, runs, **entry))
+    for entry in (*entries.get("harmless", ()), *entries.get("harmful", ())):
+        names = ("file", "old", "new", "everywhere")
+        parts = [{name: entry.pop(name) for name in names if name in entry}, *entry.pop("also", ())]
+        flags = entries["runs"][entry.pop("run", "gpt")]
+        edits.append(Edit(changes=tuple(Change(**part) for part in parts), flags=flags, **entry))
     return edits
-
-
-def _edit(
-    changes: tuple[Change, ...],
-    runs: dict[str, str],
-    name: str,
-    run: str = "gpt",
-    found: str = "",
-    of_itself: bool = False,
-) -> Edit:
-    return Edit(name, changes, runs[run], found, of_itself)
 
 
 def texts(edit: Edit, root: Path) -> dict[str, tuple[str, str]]:

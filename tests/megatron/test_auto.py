@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,13 +65,6 @@ def on_gpus(
     return decided
 
 
-def test_compares_with_upstream_on_gpus(on_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, beside in (("", "stock"), ("--window-size 15,0", r"stock (a2a|all_gather) ")):
-        args, settings = on_gpus(flags)
-        assert told(capsys.readouterr().out, "equivalent flags") and args.cp_cluster is None
-        assert re.search(beside, settings.planned[0])
-
-
 @pytest.mark.parametrize(
     ("flags", "ties", "engine", "left"),
     [
@@ -101,7 +93,7 @@ def test_stock_megatron_without_a_significant_gain(
     args, settings = on_gpus(flags, may_leave=True)
     text = capsys.readouterr().out
     by_hand = told(text, "equivalent flags without the planner: ")
-    assert settings.active == (not left) and settings.planned
+    assert settings.active == (not left) and settings.planned and args.cp_cluster is None
     if left:
         assert by_hand == f"--cp-provider upstream --cp-comm-type {args.cp_comm_type[0]}"
         assert args.cp_provider == "upstream" and "nothing is replaced" in settings.planned[0]

@@ -49,7 +49,9 @@ def test_as_on_one_rank(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
     losses = next(record.losses for record in want if record.losses)
     said = capfd.readouterr().out
     if case.sharded:
-        assert losses[0] != losses[-1] and "self-check passed: a step" in said
+        assert losses[0] != losses[-1]
+    if case.sharded or "day" in case.where:
+        assert "self-check passed: a step" in said
     if manager:
         told = [how for how, text in MANAGED.items() if text in said]
         assert told == ["converted" if "converted" in case.name else "one layout"]

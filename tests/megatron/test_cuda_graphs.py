@@ -5,8 +5,6 @@ Megatron chooses what to capture and trains with it, on the strict model of ``st
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import support
 from equipment.cuda import graphs
@@ -83,22 +81,6 @@ def test_refused_captures_would_contain_plugin_code(case: str, monkeypatch: pyte
         monkeypatch.setattr(module, name, kept)
     with pytest.raises(RankError, match="CapturedError: a CUDA graph would capture /"):
         train(2, f"{DIVIDED} {flags} {graph}", prepare=graphs.install)
-
-
-@pytest.mark.parametrize(
-    ("graph", "captured"),
-    [
-        (f"{TE} attn mlp", "attention"),
-        (f"{TE} mamba attn", "the reordering of Mamba's tokens and attention"),
-        (f"{LOCAL} mlp", "whole layers"),
-        ("--cuda-graph-impl transformer_engine", "whole layers"),
-        (STEPS, "whole steps"),
-    ],
-)
-def test_refused_by_name(validated: Callable[..., object], graph: str, captured: str) -> None:
-    asked = graph.replace(" --cuda-graph-warmup-steps 0", "")
-    with pytest.raises(ValueError, match=f"{asked}: it captures {captured}, .* use .* {PARTS} with mlp, moe or"):
-        validated(f"{DIVIDED} {graph}", ranks=2)
 
 
 def test_every_part_that_megatron_names_has_a_row() -> None:

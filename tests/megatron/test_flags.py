@@ -102,8 +102,6 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
 def test_lengths_not_divisible_for_zigzag_only(validated: Callable[..., argparse.Namespace], flag: str) -> None:
     args = validated(f"{RING} {flag} 60", without="--seq-length 64")
     assert args.seq_length == args.encoder_seq_length == 60
-    with pytest.raises(ValueError, match=r"^--seq-length 60, --context-parallel-size 4: seq-length should be"):
-        validated(f"{RING} --seq-length 60 --encoder-seq-length 60")
 
 
 def test_yaml_file_is_refused(adapter: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

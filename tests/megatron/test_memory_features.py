@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from nightly import nightly, one_case
 from scripts import attend_once
-from training import LOSS, Record, assert_same_bits, compare, differences, stock, train
+from training import LOSS, Record, differences, stock, train
 
 STEPS = 3
 LAYOUTS = ("striped", "ring --cp-layout zigzag")
@@ -36,55 +35,6 @@ def test_experts_on_the_context_parallel_ranks(layout: str) -> None:
         for name, grad in base.grads.items():
             assert torch.equal(record.weights[name], base.weights[name])
             assert (record.grads[name] - grad).norm() <= 1e-4 * grad.norm(), name
-
-
-def _run_iterations_twice() -> None:
-    """Make Megatron run every iteration twice, and stop where a result differs.
-
-    Its own flag for this, ``--rerun-mode report_stats``, fails: the mode has another name inside. It compares the loss
-    before it is divided in place, so the loss must be a sum over tokens.
-    """
-    from megatron.core import rerun_state_machine as rerun
-    from megatron.training import initialize
-
-    start, compare_again = initialize.initialize_rerun_state_machine, rerun.QuickStats.record
-
-    def record(self: Any, difference: float) -> None:
-        assert difference == 0
-        compare_again(self, difference)
-
-    mode = rerun.RerunMode.REPORT_DETERMINISM_STATS
-    initialize.initialize_rerun_state_machine = lambda **named: start(**{**named, "mode": mode})
-    rerun.QuickStats.record = record
-
-
-@nightly
-def test_determinism() -> None:
-    """Nothing differs between runs, or between the two runs of an iteration."""
-    flags = "--deterministic-mode --calculate-per-token-loss --context-parallel-size 2"
-    for layout in LAYOUTS:
-        once = train(2, f"{flags} --cp-provider {layout}", steps=STEPS)
-        again = train(2, f"{flags} --cp-provider {layout}", steps=STEPS, prepare=_run_iterations_twice)
-        assert_same_bits(again, once)
-        for record, second in zip(once, again, strict=True):
-            assert second.sent == {line: 2 * sent for line, sent in record.sent.items()} != {}
-        compare(once, stock(1, "", steps=STEPS), steps=STEPS)
-
-
-def test_determinism_is_not_promised_on_cuda(validated: Callable[..., argparse.Namespace]) -> None:
-    from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.rules import checks
-
-    args = validated("--context-parallel-size 4 --cp-provider striped --bf16")
-    args.deterministic_mode = True
-    checks.after(args, runtime.settings(), torch.device("cpu"))
-    with pytest.raises(ValueError, match="striped does not support --deterministic-mode on CUDA: "):
-        checks.after(args, runtime.settings(), torch.device("cuda"))
-
-
-def test_no_fusion_without_its_kernels(validated: Callable[..., argparse.Namespace]) -> None:
-    """By default Megatron accumulates weight gradients in a CUDA kernel of Apex or Transformer Engine."""
-    assert validated("--context-parallel-size 4 --cp-provider striped").gradient_accumulation_fusion is False
 
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from training import MODEL, SGD, short_documents, train
 from cp_plugin.core.block import Scores
 from cp_plugin.linear import recurrence
 from cp_plugin.linear.tokens import Tokens
+from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Rounding, Softmax, compare
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -61,8 +63,8 @@ STEPS = 6
 
 
 def _told() -> None:
-    """Print each comparison: name, place, error and bound; step 0 is that of the start-up check."""
-    from cp_plugin.megatron.selfcheck import recheck
+    """Print each comparison: name, place, error and bound, or of identities the step; 0: the start-up check's."""
+    from cp_plugin.megatron.selfcheck import identities, recheck
 
     short_documents()
     judge = recheck.Rows._judge
@@ -72,7 +74,13 @@ def _told() -> None:
         print(f"\nCOMPARED {name} {self.place.step} {self.place.layer} {self.head} {found.error} {found.allowed}")
         judge(self, name, got, want)
 
-    recheck.Rows._judge = judged
+    recheck.Rows._judge, sums = judged, identities.Identities._judge
+
+    def judged_sums(self: Any) -> None:
+        print(f"\nIDENTITIES {self.place.step}")
+        sums(self)
+
+    identities.Identities._judge = judged_sums
 
 
 def _compared(text: str) -> list[list[str]]:
@@ -87,12 +95,14 @@ def test_correct_training_passes(flags: str, capfd: pytest.CaptureFixture[str]) 
     text = capfd.readouterr().out
     assert "--cp-check-every does not compare" not in text, text
     lines = _compared(text)
-    assert {int(step) for _, step, *_ in lines} == set(range(STEPS + 1))
+    identities = re.findall(r"^IDENTITIES (\d+)", text, re.MULTILINE)
+    assert {int(step) for _, step, *_ in lines} == set(map(int, identities)) == set(range(STEPS + 1))
     assert {name for name, *_ in lines} == {"out", "dq"}
     assert max(float(error) / float(allowed) for *_, error, allowed in lines) < 0.5, "a limit without room"
 
 
 def test_draws_layers_and_heads_in_checked_steps_only(capfd: pytest.CaptureFixture[str]) -> None:
+    assert Settings().identities_every == 100, "without the flag"
     more = "--eval-iters 1 --eval-interval 2"
     training = SGD.replace("--eval-iters 0 --eval-interval 1000", more)
     train(2, f"{STRIPED} --cp-check-every 2", steps=12, training=training, prepare=_told)

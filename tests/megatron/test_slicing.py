@@ -121,13 +121,6 @@ AT = {"contiguous": [4, 5, 6, 7], "zigzag": [2, 3, 12, 13], "striped": [1, 5, 9,
 """Of 16 tokens, those of the second of four ranks."""
 
 
-def test_a_pack_of_documents_is_divided_as_one_sequence(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
-    on_rank(one_rank_of("striped", "striped", 4, 1))
-    bounds = torch.tensor([[0, 3, TOKENS]])
-    found = replace_get_batch(_in_0_19)(_batch() | {"cu_seqlens": bounds}, is_hybrid_cp=False)
-    assert torch.equal(found["tokens"], _batch()["tokens"][:, 1::4]) and found["cu_seqlens"] is bounds
-
-
 def test_contiguous_tokens_that_a_script_asks_for(
     on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,21 +252,3 @@ def test_rope_needs_the_group_by_which_it_is_cut(on_rank: Callable[[ContextParal
     on_rank(one_rank_of("ring", "zigzag", 4, 1))
     with pytest.raises(ValueError, match="cp_group must be provided"):
         replace_get_pos_emb(lambda pos_emb, seq_dim, cp_group: None)(torch.zeros(3, TOKENS, 1, 8), 1, None)
-
-
-def test_cached_embeddings_are_forgotten(adapter: None) -> None:
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-
-    from cp_plugin.megatron.patches import rope
-
-    class Alone:
-        def size(self) -> int:
-            return 1
-
-    for kind in (RotaryEmbedding, YarnRotaryEmbedding):
-        embedding = kind(8, 1.0, use_cpu_initialization=True, cp_group=Alone())
-        embedding(TOKENS)
-        assert kind.forward.cache_info().currsize == 1
-        rope.forget_cached_embeddings()
-        assert kind.forward.cache_info().currsize == 0

@@ -76,6 +76,7 @@ def test_audit_shows_choices_and_reasons(capfd: pytest.CaptureFixture[str]) -> N
     assert rows["why"] == warning
     assert text.splitlines().count(f"cp_plugin: {warning}") == 1
     assert "backward: k, v, dk and dv travel" in text
+    assert "self-check passed: a step" in text, "a single rank ignores the flags of several"
 
 
 def _two_hosts() -> None:

@@ -24,7 +24,7 @@ CP = "--context-parallel-size 2 --cp-provider striped"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 STOCK = "--context-parallel-size 2 --cp-provider upstream --cp-selfcheck once"
 RUNS = {
-    "dropout": f"{CP} --hidden-dropout 0.1 {FULL}",
+    "dropout": f"{CP} --deterministic-mode --hidden-dropout 0.1 {FULL}",
     "biased experts": f"{CP} --num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
     "--moe-router-load-balancing-type none --moe-router-bias-update-rate 0.5",
     "balanced experts": f"{CP} --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1",
