@@ -43,7 +43,7 @@ TRAINING = _TRAINING.split()
 """Replaces ``<your Megatron flags>``."""
 SMALLER = {
     r"cp-plugin verify\b": "--provider ring --dtype bfloat16 --heads 16 --kv-heads 8 --head-dim 8 --mask causal",
-    r"cp-plugin traffic --measure": "--provider ring",  # of all providers: tests/core/test_traffic.py
+    r"cp-plugin traffic --measure": "--provider ring",  # of all providers: tests/core/test_bytes.py
 }
 """Pattern of a command -> options that it gets unless it has them itself."""
 COVERED = {
