@@ -25,8 +25,6 @@ class Printed:
     page: str
     text: str
     """On one line, without its comment; or a whole script."""
-    output: tuple[str, ...] = ()
-    """The lines that the page shows below it."""
 
     @property
     def script(self) -> bool:
@@ -52,7 +50,7 @@ def pages() -> list[Path]:
 
 @cache
 def fenced() -> list[Printed]:
-    """All commands in fenced blocks, each once, with their printed output."""
+    """All commands in fenced blocks, each once."""
     return _once(command for page in pages() for command in in_fences(page.read_text(), _name(page)))
 
 
@@ -66,36 +64,22 @@ def in_fences(markdown: str, page: str) -> Iterator[Printed]:
     """The commands of a page's fenced blocks."""
     for block in _FENCE.finditer(markdown):
         language, body = block["language"], _PLACEHOLDER.sub(FLAGS, block["body"])
-        shown = bool(re.search(r"^ *\$ ", body, re.MULTILINE))
         if language in _SHELL and body.startswith("#!"):
             yield Printed(page=page, text=body)
-        elif shown and (language in _SHELL or not language):
-            yield from _with_output(body, page)
-        elif language in _SHELL or (not language and body.split(maxsplit=1)[:1] and body.split()[0] in _PROGRAMS):
-            for line in re.sub(r"\\\n\s*", " ", body).splitlines():
+            continue
+        body = re.sub(r"\\\n\s*", " ", body)
+        if prompted := re.findall(r"^ *\$ (.*)", body, re.MULTILINE):  # the other lines are output
+            body, language = "\n".join(prompted), language or _SHELL[0]
+        if language in _SHELL or (not language and body.split(maxsplit=1)[:1] and body.split()[0] in _PROGRAMS):
+            for line in body.splitlines():
                 yield from (Printed(page=page, text=text) for text in _commands(line))
 
 
 def _once(commands: Iterable[Printed]) -> list[Printed]:
     found: dict[str, Printed] = {}
     for command in commands:
-        if command.text not in found or (command.output and not found[command.text].output):
-            found[command.text] = command
+        found.setdefault(command.text, command)
     return list(found.values())
-
-
-def _with_output(body: str, page: str) -> Iterator[Printed]:
-    text, output = "", []
-    for line in [*re.sub(r"\\\n\s*", " ", body).splitlines(), "$ "]:
-        if not line.lstrip().startswith("$ "):
-            output.append(line.rstrip())
-            continue
-        if text:
-            shown = "\n".join(output).strip("\n")
-            yield Printed(page=page, text=text, output=tuple(shown.splitlines()))
-        *before, text = [*_commands(line.lstrip()[2:])] or [""]
-        yield from (Printed(page=page, text=one) for one in before)
-        output = []
 
 
 def _commands(line: str) -> Iterator[str]:

@@ -42,12 +42,8 @@ def measured(path: Path, *args: str, status: int = 0) -> tuple[str, dict[str, di
     """The output of a run on two ranks, and mask -> contestant -> what the JSON file says."""
     done = command(*_TWO, *args, "--json", str(path))
     assert done.exit_code == status, done.output
-    return done.output, by_mask(path)
-
-
-def by_mask(path: Path) -> dict[str, dict[str, Any]]:
     found = json.loads(path.read_text())["cases"]
-    return {case["mask"]: {m["name"]: m for m in case["contestants"]} for case in found}
+    return done.output, {case["mask"]: {m["name"]: m for m in case["contestants"]} for case in found}
 
 
 def every_case(problem: Problem = _PROBLEM) -> list[Case]:
@@ -197,32 +193,6 @@ def test_ranks_are_not_started_twice(rank: str, flags: tuple[str, ...], monkeypa
     monkeypatch.setenv("WORLD_SIZE", "8")
     done = command("--ranks", "2", "--device", "cpu", *flags)
     assert done.exit_code == 2 and "--ranks 2: torchrun has already started 8 ranks; leave --ranks out" in done.output
-
-
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        ("--mask causl", "did you mean causal"),
-        ("--provider te-p2", "did you mean te-p2p"),
-        ("--provider ring:colour=red", "options of ring are layout, backend"),
-        ("--provider burst:backward=left", "backward left: choose one of kv, q"),
-        ("--provider ring --provider ring", "name every contestant only once"),
-        (
-            "--provider ring --provider lasp2",
-            "bench softmax and linear attention separately, not together: ring, lasp2",
-        ),
-        ("--provider ring --decay key", "is for linear attention"),
-        ("--seq-length 8388608", "of memory, but"),
-        ("--window 0 --mask causal-window", "--window 0: Input should be greater than or equal to 1"),
-        ("--documents chat --mask causal", "has no effect with --mask causal"),
-        ("--json /nowhere/a.json", "cannot be written: name a file in an existing folder"),
-        ("--cluster dgx-h100 --dtype float64", "no attention rate for float64"),
-    ],
-)
-def test_refusals(flags: str, part: str) -> None:
-    done = command("--device", "cpu", "--timeout", "10", *flags.split())
-    assert done.exit_code == 2 and done.output.startswith("error: ") and done.output.count("\n") == 1, done.output
-    assert part in done.output and flags.split()[1] in done.output
 
 
 def test_missing_peers_are_left_out_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

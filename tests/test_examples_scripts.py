@@ -224,18 +224,3 @@ def test_the_list_and_one_of_it() -> None:
         assert f"Next: cp-plugin example {name}" in text and "--print sh" in text
         status, text = invoke(name, "--print", "flags")
         assert status == 0 and text.split() == [w for line in words(example.experiment().with_length()) for w in line]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--print", "sh"], "NAME is missing"),
-        (["lasp2-64xa100", "--variant", "gla"], "--variant gla has no effect without --print sh"),
-        (["lasp3-64xa100"], "did you mean lasp2-64xa100"),
-        (["lasp2-64xa100", "--print", "flags", "--seq-length", "3000"], "nearest: 2048"),
-        (["lasp2-64xa100", "--print", "flags", "--variant", "gal"], "--variant gal: did you mean gla"),
-    ],
-)
-def test_refusals_of_the_command(given: list[str], message: str) -> None:
-    status, text = invoke(*given)
-    assert status == 2 and message in text.replace("\n", " ")

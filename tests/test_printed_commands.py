@@ -43,7 +43,7 @@ TRAINING = _TRAINING.split()
 """Replaces ``<your Megatron flags>``."""
 SMALLER = {
     r"cp-plugin verify\b": "--provider ring --dtype bfloat16 --heads 16 --kv-heads 8 --head-dim 8 --mask causal",
-    r"cp-plugin traffic --measure": "--provider ring",  # of all providers: tests/core/test_traffic.py
+    r"cp-plugin traffic --measure": "--provider ring",  # of all providers: tests/core/test_bytes.py
 }
 """Pattern of a command -> options that it gets unless it has them itself."""
 COVERED = {
@@ -61,7 +61,6 @@ COVERED = {
     r"python ci/faults/soak\.py\b": "tests/test_faults.py::test_a_leak_is_found",
     r"ci/gpu/pack\.sh\b": "tests/test_gpu_pack.py::test_a_kernel_is_found_in_another_folder_by_another_install",
     r"ci/gpu/check\.sh\b": "tests/test_gpu_check.py::test_everything_runs_with_torch_and_triton_alone",
-    r"ci/gpu/wheels\.sh\b": "tests/test_gpu_check.py::test_wheels_are_used_for_what_is_not_installed",
     r"python3? ci/gpu/report\.py page": "tests/test_gpu_check.py::test_pages_say_what_their_files_say",
     r"python tests/equipment/cuda/budget\.py": "tests/fake_cuda/test_budget.py::test_budget",
     r"python docs/generate\.py": "tests/test_docs.py::test_the_pages_are_what_the_code_gives_now",
@@ -72,20 +71,12 @@ COVERED = {
     r"torchrun .*--no-python cp-plugin calibrate": (
         "tests/planner/test_calibrate.py::test_the_command_writes_what_it_measured"
     ),
-    r"torchrun .*--no-python cp-plugin bench": "tests/test_bench.py::test_ranks_that_were_started_by_others_join",
     r"([A-Z_]+=\S+ )*bash train\.sh\b": ("tests/test_examples_scripts.py::test_a_node_starts_its_ranks"),
     r"sbatch --nodes \d+ --gpus-per-node \d+ examples/launch\.sbatch\b": (
         "tests/test_examples_scripts.py::test_the_launcher_starts_the_ranks_of_the_example_that_is_named"
     ),
     r"torchrun .* pretrain_hybrid\.py": "tests/megatron/test_checkout.py::test_losses_are_those_of_one_rank",
-    r"PYTHONPATH=\S+ pytest tests/megatron/test_checkout\.py": (
-        "tests/megatron/test_checkout.py::test_losses_are_those_of_one_rank"
-    ),
     r"cp-plugin dataset ": ("tests/test_dataset.py::test_the_command_prints_the_flags_and_the_description_has_them"),
-    r"(python|torchrun .*) examples/torch_attention\.py": "tests/test_torch_examples.py::test_attention",
-    r"(python|torchrun .*) examples/nemo/pretrain\.py": "tests/nemo/test_bridge_examples.py::test_pretrain",
-    r"(python|torchrun .*) examples/nemo/finetune\.py": "tests/nemo/test_bridge_examples.py::test_finetune",
-    r"(python|torchrun .*) examples/finetune\.py": "tests/test_torch_examples.py::test_finetuning",
     r"cp-plugin plan --reproduce all": (
         "tests/planner/test_papers.py::test_the_command_prints_the_summary_last_and_says_whether_it_passes"
     ),
@@ -160,7 +151,7 @@ def test_scripts_run_what_they_say() -> None:
 
 
 def execute(command: Printed, here: Path) -> None:
-    """Run a command; AssertionError if it fails, prints other output than the page, or is unknown.
+    """Run a command; AssertionError if it fails or is unknown.
 
     ValueError for a training whose flags are refused.
     """
@@ -180,10 +171,6 @@ def _cp_plugin(command: Printed, here: Path) -> None:
             words[1:1] = [word for pair in _pairs(options) if pair[0] not in command.options for word in pair]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, f"{command.page}: {command.text}\n{result.output}"
-    shown = [line.rstrip() for line in result.output.strip("\n").splitlines()]
-    assert not command.output or list(command.output) == shown, (
-        f"{command.page}: {command.text} prints\n{result.output}"
-    )
 
 
 def _torchrun(command: Printed, here: Path) -> None:

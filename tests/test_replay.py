@@ -62,18 +62,17 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (work / "side.py").write_text("")
             commit(work, date, "on a branch")
             git(work, "checkout", "-q", "main")
-            git(work, *identity(date), "merge", "-q", "--no-ff", "-m", "of a branch", "side", date=date)
+            git(work, *IDENTITY, "merge", "-q", "--no-ff", "-m", "of a branch", "side", date=date)
     git(bare, "clone", "-q", "--bare", str(work), ".")
     return bare
 
 
-def identity(date: str) -> list[str]:
-    return ["-c", "user.name=a", "-c", "user.email=a@b"]
+IDENTITY = ("-c", "user.name=a", "-c", "user.email=a@b")
 
 
 def commit(folder: Path, date: str, subject: str) -> None:
     git(folder, "add", "--all")
-    git(folder, *identity(date), "commit", "-q", "-m", subject, date=date)
+    git(folder, *IDENTITY, "commit", "-q", "-m", subject, date=date)
 
 
 def git(folder: Path, *words: str, date: str = "2026-03-01") -> str:

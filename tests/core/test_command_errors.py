@@ -62,6 +62,36 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--provider", "ring", "--context", "3"), "--context 3 does not divide the number of devices"),
         (("--provider", "ulysses", "--devices", "64"), "--context 64: 32 query and"),
     ],
+    ("example",): [
+        (("--print", "sh"), "NAME is missing"),
+        (("lasp2-64xa100", "--variant", "gla"), "--variant gla has no effect without --print sh"),
+        (("lasp3-64xa100",), "did you mean lasp2-64xa100"),
+        (("lasp2-64xa100", "--print", "flags", "--seq-length", "3000"), "nearest: 2048"),
+        (("lasp2-64xa100", "--print", "flags", "--variant", "gal"), "--variant gal: did you mean gla"),
+    ],
+    ("bench", "--device", "cpu", "--timeout", "10"): [
+        (("--mask", "causl"), "--mask causl: did you mean causal"),
+        (("--provider", "te-p2"), "--provider te-p2: did you mean te-p2p"),
+        (
+            ("--provider", "ring:colour=red"),
+            "ring:colour=red: 'colour=red' is not option=value; options of ring are layout, backend",
+        ),
+        (("--provider", "burst:backward=left"), "--provider burst:backward=left: backward left: choose one of kv, q"),
+        (("--provider", "ring", "--provider", "ring"), "name every contestant only once"),
+        (
+            ("--provider", "ring", "--provider", "lasp2"),
+            "bench softmax and linear attention separately, not together: ring, lasp2",
+        ),
+        (("--provider", "ring", "--decay", "key"), "--decay key is for linear attention"),
+        (
+            ("--seq-length", "8388608"),
+            "--seq-length 8388608 --heads 8 --head-dim 64 --batch 1: this needs up to 413 GB of memory, but",
+        ),
+        (("--window", "0", "--mask", "causal-window"), "--window 0: Input should be greater than or equal to 1"),
+        (("--documents", "chat", "--mask", "causal"), "--documents chat has no effect with --mask causal"),
+        (("--json", "/nowhere/a.json"), "--json /nowhere/a.json cannot be written: name a file in an existing folder"),
+        (("--cluster", "dgx-h100", "--dtype", "float64"), "no attention rate for float64"),
+    ],
     ("doctor",): [
         (("--json",), "--json has no effect without --megatron DIR"),
         (("--", "--cp-provider", "ring"), "--cp-provider ring has no effect without --megatron DIR"),

@@ -150,7 +150,7 @@ def test_a_grid_with_blocks_that_no_query_sees() -> None:
 def test_on_processes_with_exact_traffic(name: str) -> None:
     """Real Gloo ranks: correct, and ledger = trace = closed formula to the byte.
 
-    Providers without settings: ``test_verify``, and ``test_traffic`` for their bytes.
+    Providers without settings: ``test_verify``, and ``test_bytes`` for their bytes.
     """
     provider, size, options = SETTINGS[name]
     heads = 12 if size == 6 else 8
@@ -159,14 +159,9 @@ def test_on_processes_with_exact_traffic(name: str) -> None:
     assert in_float64 <= 1e-10 and in_half <= 2e-2
 
 
+@nightly
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"grid": (8, 8)}, marks=nightly),
-        pytest.param({"grid": (16, 4)}, marks=nightly),
-        pytest.param({"head_parallel": 4, "grid": (4, 4)}, marks=nightly),
-    ],
-    ids=str,
+    "options", [{"grid": (8, 8)}, {"grid": (16, 4)}, {"head_parallel": 4, "grid": (4, 4)}], ids=str
 )
 def test_64_ranks(options: dict[str, Any]) -> None:
     """Real processes and process groups, causal, forward and backward; bytes = trace = formula on every rank."""

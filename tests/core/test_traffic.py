@@ -155,17 +155,6 @@ def test_an_impossible_problem_is_a_failure() -> None:
     assert short.exit_code == 1 and all(name in short.stdout for name in EVERY)
 
 
-def test_measuring_equals_the_formula() -> None:
-    """Real Gloo ranks, every provider, in the hardest shapes: unequal head sizes, grouped heads, bfloat16."""
-    result = traffic("--measure", "--ranks", "4", "--heads", "8", "--kv-heads", "2", "--head-dim", "16")
-    assert result.exit_code == 0, result.output
-    ran = result.stdout.count(" equal\n")
-    assert ran >= len(EVERY) and f"PASS: ledger = trace = formula in {ran} of {ran}" in result.stdout
-    nested = ("--provider", "burst", "--backward", "q", "--intra-size", "2", "--dtype", "float32", "--v-head-dim", "8")
-    result = traffic("--measure", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--json", *nested)
-    assert result.exit_code == 0 and json.loads(result.stdout)["rows"][0]["measured"] == "equal"
-
-
 @pytest.mark.parametrize("wrong", [1, -1])
 def test_measuring_notices_a_wrong_formula(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ring = providers.get("ring")

@@ -80,8 +80,9 @@ def test_nonfinite_values_as_in_plain_torch(bad: float, others: float) -> None:
     torch.testing.assert_close(kernel.delta(dout, out), fused.delta(dout, out), equal_nan=True)
 
 
-def test_any_strides() -> None:
-    """Heads first, slices of heads and of tokens, transposed elements, and one gradient for all: a broadcast."""
+def test_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small blocks: heads first, slices of heads and of tokens, transposed elements, a broadcast gradient."""
+    monkeypatch.setattr(rows, "ELEMENTS", 32)
     dout, out = given(16)
     views = (
         lambda x: x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
@@ -121,10 +122,3 @@ def test_invalid_arguments_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             call()
-
-
-def test_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "ELEMENTS", 32)
-    dout, out = given(16)
-    check_delta(dout, out)
-    check_out(dout, fused.delta(dout, out))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +12,11 @@ from typer.testing import CliRunner
 
 from cp_plugin.attention.calls import settled
 from cp_plugin.cli.app import app
-from cp_plugin.cli.show_plan import flags, why
+from cp_plugin.cli.show_plan import flags
 from cp_plugin.core.options import Options
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.asked import Asked
-from cp_plugin.planner.explain import RESOURCES, Explanation, explain, gain, split
+from cp_plugin.planner.explain import RESOURCES, Explanation, explain, split
 from cp_plugin.planner.machine.hardware import cluster, override
 from cp_plugin.planner.price import on, priced
 from cp_plugin.planner.search import answer
@@ -105,20 +104,6 @@ def test_packed_documents() -> None:
     assert sum(one["bytes"] for one in packed["sent"]) < sum(one["bytes"] for one in alone["sent"]) / 2
     done = cli("--provider", "ring", "--devices", "8", "--documents", "chat")
     assert "documents in each sequence" in done.output
-
-
-def test_a_gain_is_named_by_its_causes() -> None:
-    """In one shape stock loses by the attention it repeats, which is told, and its best method says so by a factor."""
-    shape = Parallel(devices=16, context=16, seq_length=2**17, recompute="full")
-    found = answer(Asked(model=LLAMA, shapes=[shape], cluster=cluster("h100-1-per-node")))
-    theirs, *others = (p for p in found.found[found.tied :] if p.candidate.upstream)
-    parts = gain(found, found.best, theirs)
-    assert math.prod(parts[:3]) == pytest.approx(theirs.iteration.seconds / found.best.iteration.seconds)
-    assert parts.named[0][0] == "attention not repeated" and parts.shape == pytest.approx(1)
-    assert parts.method == pytest.approx(theirs.without_repeats / found.best.iteration.seconds, rel=0.05)
-    assert f"): {parts}" in (text := "\n".join(why(found))) and f"{theirs.candidate.name} takes" in text
-    for other in others:
-        assert f"as stock Megatron does ({other.without_repeats / found.fastest:.2f}x if memory allowed" in text
 
 
 @one_case

@@ -30,6 +30,7 @@ from cp_plugin.planner import asked
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
 from cp_plugin.planner.candidates import Allowed, candidates, composition, variants
 from cp_plugin.planner.errors import KNOWN_ERROR, OWN, off_by, typical_error
+from cp_plugin.planner.explain import gain
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.packs import pairs
 from cp_plugin.planner.price import Priced, computes, least, on, price, simulated
@@ -197,8 +198,21 @@ def test_ratios_and_their_typical_errors(found: Plan) -> None:
             by = found.beating(priced)
             assert by is not None and f"{priced.candidate.name} takes" in text
             assert f"{by.candidate.name}'s time ({off_by(priced.provider, by.provider)})" in text
-    methods = as_json(found)["methods"]
-    assert [m["typical_error"] for m in methods] == [typical_error(p.provider) for p in found.found]
+    told = as_json(found)
+    assert [m["typical_error"] for m in told["methods"]] == [typical_error(p.provider) for p in found.found]
+    assert told["tied"][0] == told["methods"][0]["method"] and told["methods"][0]["flags"] == flags(found.best)
+
+
+def test_a_gain_is_named_by_its_causes(found: Plan) -> None:
+    """In one shape stock loses by the attention it repeats, which is told, and its best method says so by a factor."""
+    theirs, *others = (p for p in found.found[found.tied :] if p.candidate.upstream)
+    parts = gain(found, found.best, theirs)
+    assert math.prod(parts[:3]) == pytest.approx(theirs.iteration.seconds / found.best.iteration.seconds)
+    assert parts.named[0][0] == "attention not repeated" and parts.shape == pytest.approx(1)
+    assert parts.method == pytest.approx(theirs.without_repeats / found.best.iteration.seconds, rel=0.05)
+    assert f"): {parts}" in (text := "\n".join(why(found))) and f"{theirs.candidate.name} takes" in text
+    for other in others:
+        assert f"as stock Megatron does ({other.without_repeats / found.fastest:.2f}x if memory allowed" in text
 
 
 def test_a_clear_gain_is_no_tie_because_another_is_uncertain() -> None:

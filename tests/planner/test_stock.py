@@ -15,7 +15,6 @@ from cp_plugin.planner import stock_rules
 from cp_plugin.planner.candidates import Candidate, candidates
 from cp_plugin.planner.machine.events import Event, Memory, Post, Wait
 from cp_plugin.planner.machine.hardware import cluster
-from cp_plugin.planner.packs import in_each
 from cp_plugin.planner.price import least, simulated
 from cp_plugin.planner.trace.program import Program, in_one_call, program
 from cp_plugin.planner.trace.stock import stock_program
@@ -173,8 +172,3 @@ def test_rules_name_their_versions_and_decide_the_candidates() -> None:
         found = candidates(replace(problem, kv_heads=8))
         offered = {name.split()[1] for name, some in found.items() if name.startswith("stock ") and some}
         assert offered == set(rule.since)
-
-
-def test_documents_are_padded_before_they_are_gathered() -> None:
-    theirs = gathering(PACKED).setup.problem
-    assert theirs.seq_length == in_each(PACKED).seq_length > TOKENS

@@ -19,14 +19,10 @@ from cp_plugin.planner.errors import typical_error
 
 ROOT = Path(__file__).parents[2]
 GENERATOR = "wins_page"
-PAGES = ("README.md", "docs/choose.md", "docs/wins.md")
 
 
-@pytest.mark.parametrize(
-    "name", ["one node", pytest.param("a large model, short of memory", marks=nightly, id="a large model")]
-)
-def test_row_is_up_to_date(page: ModuleType, name: str) -> None:
-    regime = next(one for one in REGIMES if one.name == name)
+def test_a_row_is_up_to_date(page: ModuleType) -> None:
+    regime = next(one for one in REGIMES if one.name == "one node")
     for cells in (page.row(regime), page.shapes(regime)):
         assert "|" + "".join(f" {cell} |" if cell else " |" for cell in cells) in page.PAGE.read_text(), (
             "run docs/generate.py"
@@ -36,19 +32,6 @@ def test_row_is_up_to_date(page: ModuleType, name: str) -> None:
 @nightly
 def test_page_is_up_to_date(page: ModuleType) -> None:
     assert all(path.read_text() == text for path, text in page.files().items()), "run python docs/generate.py"
-
-
-def test_readme_quotes_the_page(page: ModuleType) -> None:
-    """Three gains, each with the verdict of the page's row."""
-    lines = page.front().splitlines()
-    assert len(lines) == sum(regime.front for regime in REGIMES) == 3
-    assert all(line in (ROOT / "README.md").read_text() for line in lines)
-    for line in lines:
-        name = line.removeprefix("- ").partition(" (")[0]
-        row = next(row for row in page.PAGE.read_text().splitlines() if row.startswith(f"| {name} |"))
-        cells = [cell.strip() for cell in row.split("|")[1:-1]]
-        method = re.sub(r" head parallel (\d+)", r" and `--cp-head-parallel \1`", cells[2])
-        assert line == f"- {name} ({cells[5]}): {cells[1]} with {method}, from: {cells[3]}; typical error {cells[4]}"
 
 
 def test_verdicts() -> None:
@@ -69,31 +52,18 @@ def test_the_front_pages_state_the_bytes_of_a_grid(monkeypatch: pytest.MonkeyPat
     assert f"it sends {gqa} of a ring's bytes on 64 ranks, and {few} on 8" in index
 
 
-@pytest.fixture(scope="module")
-def planned() -> dict[str, object]:
-    """The answer of the command, as JSON."""
+def test_the_example_has_one_answer(page: ModuleType) -> None:
+    """The command's method, shape and recomputation are the sentence's, and the method is that of the page's row."""
     done = CliRunner().invoke(app, [*CANONICAL.command, "--json"])
     assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)["methods"][0]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_the_example_has_one_answer(planned: dict[str, object], page: str) -> None:
-    """The sentence with its constraint, and every row of a table for the example, name the method of the command."""
-    text = (ROOT / page).read_text()
-    assert regimes.sentence(CANONICAL) in text, f"{page}: run python docs/generate.py"
-    rows = re.findall(rf"^\| {CANONICAL.name} \| .* \| {CANONICAL.example} \|$", text, re.MULTILINE)
-    if page != "docs/wins.md":  # the others have no table
-        return
-    assert len(rows) == 1, f"{page} has no row for the example"
-    named = str(planned["method"]).replace("stock ", "stock `") + "`"
-    assert re.search(r"^\| [^|]+ \| [^|]+ \| (.+?) \|", rows[0])[1] == named  # type: ignore[index]
-
-
-def test_the_sentence_is_the_commands_answer(planned: dict[str, object]) -> None:
+    planned = json.loads(done.stdout)["methods"][0]
     told, sizes = regimes.sentence(CANONICAL), ("tensor", "context", "pipeline", "data")
+    text = page.PAGE.read_text()
+    assert told in text, "run python docs/generate.py"
+    (row,) = re.findall(rf"^\| {CANONICAL.name} \| [^|]+ \| (.+?) \| .* \| {CANONICAL.example} \|$", text, re.MULTILINE)
+    assert row == planned["method"].replace("stock ", "stock `") + "`"
     shape = " x ".join(f"{name} {planned[name]}" for name in sizes if planned[name] != 1)
-    again = {"none": "nothing", "selective": " and ".join(planned["recompute_modules"]), "full": "all layers"}  # type: ignore[arg-type]
+    again = {"none": "nothing", "selective": " and ".join(planned["recompute_modules"]), "full": "all layers"}
     answer, other = told.split(". `")
     assert regimes.CONSTRAINT in answer and "(typical error " in other
     assert other.startswith(f"{regimes.apart(CANONICAL).ours.candidate.name}`")
