@@ -15,6 +15,7 @@ import typer
 
 from cp_plugin.attention.calls import Setup, settled
 from cp_plugin.cli import flags, output, shell, show_plan
+from cp_plugin.cli.draw import canvas
 from cp_plugin.cli.output import new_console
 from cp_plugin.common.names import one_of
 from cp_plugin.common.text import in_words
@@ -200,7 +201,7 @@ def plan(
             flags.refuse({f"--{name.replace('_', '-')}": chosen[name] and in_words(chosen[name])}, _WITHOUT)
         found = _searched(given, options, quiet=output.only_json(as_json))
         if plot is not None:
-            show_plan.draw(found, plot)
+            _draw(found, plot)
 
     def printed() -> None:
         show_plan.print_plan(new_console(), found)
@@ -283,3 +284,18 @@ def _searched(given: _Given, options: Options, *, quiet: bool) -> search.Plan:
     asked = fitting(asked, given.global_batch)
     with new_console(stderr=True, quiet=quiet).status("planning") as status:
         return search.answer(asked, progress=lambda text: status.update(f"simulating {text}"))
+
+
+def _draw(plan: search.Plan, path: Path) -> None:
+    """Draw the time of an iteration and its parts, a bar for each method; ValueError if matplotlib is missing."""
+    names = [f"{one.candidate.name}\n{show_plan.sizes(one.parallel)}" for one in plan.found]
+    figure = canvas.new_figure(10, 1.5 + 0.6 * len(names))
+    axes, left = figure.subplots(), [0.0] * len(names)
+    for part in dict.fromkeys(part for one in plan.found for part, taken in one.iteration.parts.items() if taken):
+        seconds = [one.iteration.parts.get(part, 0.0) for one in plan.found]
+        axes.barh(names, seconds, left=left, label=part.replace("_", " "))
+        left = [sum(pair) for pair in zip(left, seconds, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of an iteration, predicted")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    canvas.save(figure, path)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 
-from cp_plugin.cli.draw.canvas import new_figure, save
 from cp_plugin.cli.output import print_flags, print_lines, print_table
 from cp_plugin.cli.tables import settings
 from cp_plugin.common.text import in_bytes, in_seconds
@@ -74,21 +72,6 @@ def folded(some: Sequence[Priced]) -> list[list[Priced]]:
         else:
             rows.append([one])
     return rows
-
-
-def draw(plan: Plan, path: Path) -> None:
-    """Draw the time of an iteration and its parts, a bar for each method; ValueError if matplotlib is missing."""
-    names = [f"{one.candidate.name}\n{sizes(one.parallel)}" for one in plan.found]
-    figure = new_figure(10, 1.5 + 0.6 * len(names))
-    axes, left = figure.subplots(), [0.0] * len(names)
-    for part in dict.fromkeys(part for one in plan.found for part, taken in one.iteration.parts.items() if taken):
-        seconds = [one.iteration.parts.get(part, 0.0) for one in plan.found]
-        axes.barh(names, seconds, left=left, label=part.replace("_", " "))
-        left = [sum(pair) for pair in zip(left, seconds, strict=True)]
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds of an iteration, predicted")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    save(figure, path)
 
 
 def stock_rules(plan: Plan) -> Iterator[str]:
