@@ -159,6 +159,7 @@ def of_call(cp: Any, name: str, tensors: Sequence[Tensor | None]) -> AbstractCon
     def compare(settings: dict[str, Any], refused: Exception | None) -> None:
         if cp._calls.compared and _has_others(cp.mesh):
             gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+            assert settings.keys() <= _SETTINGS.keys(), "a setting that other calls do not send a digest of"
             place = cp.layout.place
             cp._calls.note(
                 {

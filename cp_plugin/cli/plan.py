@@ -185,13 +185,14 @@ def plan(
         *(global_batch, memory, fp8, documents),
     )
     with flags.errors_in_one_line("--context", translated=not context.args):
+        if plot is not None:
+            output.check_output(plot, "picture", output.PICTURES, "--plot")
+            for other, given_too in (("--reproduce", reproduce), ("--explain", explain)):
+                flags.refuse({"--plot": plot if given_too else None}, f"has no effect with {other}")
         if reproduce:
             if as_json:
                 raise ValueError("--json has no effect with --reproduce, which prints tables: leave --json out")
             raise typer.Exit(not _reproduced(reproduce))
-        if plot is not None:
-            output.check_output(plot, "picture", output.PICTURES, "--plot")
-            flags.refuse({"--plot": plot if explain else None}, "draws what a search found: leave out --explain")
         if explain:
             raise typer.Exit(not _explained(given, provider, options, every_rank, as_json))
         if every_rank:

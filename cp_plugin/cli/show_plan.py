@@ -14,7 +14,6 @@ from cp_plugin.cli.tables import settings
 from cp_plugin.common.text import in_bytes, in_seconds
 from cp_plugin.planner.candidates import DEFAULT, as_flags
 from cp_plugin.planner.errors import KNOWN_ERROR, legend, off_by, typical_error
-from cp_plugin.planner.errors import legend as legend_of_errors
 from cp_plugin.planner.explain import RESOURCES, Explanation, gain, split
 from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.packs import balance, padded
@@ -48,12 +47,12 @@ def print_plan(console: Console, plan: Plan) -> None:
         names = [[one.candidate.name for one in alike] for alike in every if len(alike) > 1]
         same += [f"within 1 % of {first}: {', '.join(others)}" for first, *others in names]
         print_table(console, f"{which}, {recomputes(some[0].parallel)}", _COLUMNS, rows)
-    legend = (
+    terms = (
         "takes: time of one iteration; x best: relative to the fastest; sends: by one device, in one layer's attention"
     )
-    off = legend_of_errors(p.provider for p in plan.found)
+    off = legend(p.provider for p in plan.found)
     said = filter(None, (kernel_time.assumed(plan.asked.cluster.device), NOT_SEARCHED if plan.asked.free else ""))
-    print_lines(console, legend, *same, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
+    print_lines(console, terms, *same, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     console.print()
     print_flags(console, "flags:", flags(best))
     console.print()
@@ -61,7 +60,7 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 def folded(some: Sequence[Priced]) -> list[list[Priced]]:
-    """Rows of a parallel shape: of our methods, those within 1 % of the one before them join its row."""
+    """Rows of a parallel shape: of our methods, those within 1 % of the first of a row join it."""
     rows: list[list[Priced]] = []
     for one in some:
         first = rows[-1][0] if rows else one
