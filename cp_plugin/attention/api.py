@@ -244,9 +244,8 @@ class ContextParallel(LinearAttention):
         def composed() -> Attend:
             self._is_for("softmax")
             problem = self.problem(q, k, v, causal=causal)
-            packed = bool(documents) or tree is not None
-            has = {"sink": sink is not None, "softcap": softcap is not None}
-            problem = replace(problem, window=window, documents=packed, **has)
+            packed, capped = bool(documents) or tree is not None, softcap is not None
+            problem = replace(problem, window=window, documents=packed, sink=sink is not None, softcap=capped)
             mask = mask_of(problem, documents, tree)
             self.refuse(problem)
             check_sink(sink, q)
