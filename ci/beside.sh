@@ -5,7 +5,8 @@ bash ci/environment.sh dev
 began=$SECONDS environment=".venv-$1" python="$PWD/.venv-$1/bin/python"
 [ -x "$python" ] || .venv/bin/python -m venv "${@:2}" "$environment"
 packages='import sysconfig; print(sysconfig.get_paths()["purelib"])'
-.venv/bin/python -c "$packages" >"$("$python" -c "$packages")/shared.pth"
+shared="$(.venv/bin/python -c "$packages")"
+{ echo "$shared" && cat "$shared/repository.pth"; } >"$("$python" -c "$packages")/shared.pth"
 
 outdated() { # FILE...: whether one of them has changed since the last install
   local file

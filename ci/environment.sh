@@ -28,5 +28,11 @@ stamp=.venv/installed-$extra
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ ci/constraints.txt -nt "$stamp" ]; then
   echo "installing cp-plugin[$extra] and its dependencies (torch downloads several GB the first time)"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e ".[$extra]"
+  .venv/bin/python - <<'PY' # import what tests import
+import pathlib, sysconfig, tomllib
+folders = tomllib.load(open("pyproject.toml", "rb"))["tool"]["pytest"]["ini_options"]["pythonpath"]
+known = pathlib.Path(sysconfig.get_paths()["purelib"], "repository.pth")
+known.write_text("".join(f"{pathlib.Path(folder).resolve()}\n" for folder in folders))
+PY
   touch "$stamp"
 fi

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("ci/papers", "ci/perf", "tests")]
-
 import blocks
 import papers_page
 import wins_page

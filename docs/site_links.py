@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import posixpath
 import re
-import sys
-from pathlib import Path
 from typing import Any
+
+import messages
 
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?:|mailto:|#)[^)\s#]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(?<!</span>)(?<!<pre>)<code>([^<]+)</code>")
@@ -23,8 +23,6 @@ _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 
 def on_files(files: Any, *, config: Any) -> Any:
     """Add the pages of messages."""
-    sys.path += [str(Path(__file__).parent)]
-    import messages
     from mkdocs.structure.files import File
 
     for name, text in messages.pages().items():

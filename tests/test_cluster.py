@@ -8,30 +8,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench
+import network as networks
+import packs
 import pytest
+import ranks
+import run as cli
 import torch
+from iproute import missing
+from network import Network, Topology
 from nightly import nightly
 from processes import alive, interruptible, wait_until
+from scenarios import SCENARIOS, Scenario, parse_rate
 from typer.testing import CliRunner
 
+from cp_plugin import ContextParallel, Problem
+from cp_plugin.attention.calls import Inputs
+from cp_plugin.comm import Mesh, run_threads
+from cp_plugin.planner.packs import each_by_itself
+from cp_plugin.testing import oracle
+
 _CLUSTER = Path(__file__).parent.parent / "ci" / "cluster"
-sys.path.insert(0, str(_CLUSTER))
-
-import bench  # noqa: E402
-import network as networks  # noqa: E402
-import packs  # noqa: E402
-import ranks  # noqa: E402
-import run as cli  # noqa: E402
-from iproute import missing  # noqa: E402
-from network import Network, Topology  # noqa: E402
-from scenarios import SCENARIOS, Scenario, parse_rate  # noqa: E402
-
-from cp_plugin import ContextParallel, Problem  # noqa: E402
-from cp_plugin.attention.calls import Inputs  # noqa: E402
-from cp_plugin.comm import Mesh, run_threads  # noqa: E402
-from cp_plugin.planner.packs import each_by_itself  # noqa: E402
-from cp_plugin.testing import oracle  # noqa: E402
-
 _LACKING = missing()
 needs_cluster = pytest.mark.skipif(_LACKING is not None, reason=str(_LACKING))
 _TINY = ("--nodes", "2", "--ranks-per-node", "2", "--rate", "20mbit", "--seq", "256", "--heads", "4", "--run", "ring")

@@ -10,7 +10,6 @@ the model is called (``ways.py``). The same numbers make the same cases; ``--onl
 a case is wrong, or ends in an error that is not a refusal.
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import copy
@@ -24,10 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import batched
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
-
-sys.path[:0] = [str(Path(__file__).parents[2] / "tests" / part) for part in ("huggingface", "")]
 
 import tiny
 import torch

@@ -9,7 +9,6 @@ import functools
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,7 +90,6 @@ def _room(folder: Path, kilobytes: int) -> Iterator[None]:
 
 def _link(fault: Fault, folder: Path, change: Callable[..., None]) -> Ended:
     """Train on the virtual nodes of ci/cluster; all traffic, including the store's, uses their links."""
-    sys.path.append(str(Path(__file__).parents[1] / "cluster"))
     from network import Network, Topology
 
     def join() -> None:

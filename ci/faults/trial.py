@@ -75,7 +75,6 @@ def preload() -> None:
     import torch._dynamo
 
     torch.set_num_threads(1)
-    sys.path.append(str(Path(__file__).parents[2] / "tests"))
     from warm import read_no_sources
 
     read_no_sources()

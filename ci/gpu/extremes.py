@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
+import brute
 import torch
 from cases import kernel, possible
 from record import Found, Step, worst
@@ -16,10 +15,6 @@ from torch import Tensor
 from cp_plugin import ContextParallel, KeyValues, Queries
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.block import Scores
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
-import brute
 
 REPEATS = 100_000
 """Merges in place per head size: a race between two warps on a row is rare."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
+import brute
 import torch
 from cases import ONLY_A_REFERENCE, lacking, possible
 from cases import kernel as kernel_of
@@ -22,10 +21,6 @@ from cp_plugin.core.tiles import tiles
 from cp_plugin.core.values import KeyValues, Partial, Queries
 from cp_plugin.kernels import backends
 from cp_plugin.kernels.blocks import kernel
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
-import brute
 
 FORWARD, BACKWARD = 0.75, 0.65
 """Targets of our speed over that of torch's flash attention."""

@@ -21,11 +21,9 @@ import torch
 from cases import provider
 from over_ranks import first_failure, refused, shared_gpu
 from record import OUT_OF_TIME, Found, NotRun, Step, worst
+from training import DATA, GRADIENT, LOSS, MODEL, PACKED, SGD
 
 from cp_plugin.testing.launch import RankError, run_ranks
-
-sys.path.extend(str(Path(__file__).parents[2] / part) for part in ("tests", "ci/parity"))
-from training import DATA, GRADIENT, LOSS, MODEL, PACKED, SGD
 
 RANKS, STEPS = 4, 2
 PASSED = "self-check passed"

@@ -7,14 +7,13 @@ what later steps time, which then find it compiled.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import brute
 import torch
 from cases import kernel, lacking
 from record import Found, Row, Step, found_by, worst
@@ -26,10 +25,6 @@ from cp_plugin.core.block import Scores
 from cp_plugin.core.dtypes import dtype_name
 from cp_plugin.inference import store
 from cp_plugin.kernels import fused as fused_operations
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
-import brute
 
 _CPU = torch.device("cpu")
 MERGED = {torch.float32: 8 * 2**-21, torch.bfloat16: 2**-8, torch.float16: 2**-11}

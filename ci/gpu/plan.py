@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+IMPORTED = [str(ROOT / part) for part in (".", "kernels", "tests", "tests/kernels", "ci/parity")]
 
 
 class Planned(NamedTuple):
@@ -78,7 +79,7 @@ def main() -> int:
     steps = chosen(given)
     environment = os.environ | ENVIRONMENT
     environment |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (*IMPORTED, os.environ.get("PYTHONPATH")))),
         "COMMIT": os.environ.get("COMMIT") or _output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip(),
     }
     if given.pack:

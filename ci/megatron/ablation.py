@@ -67,7 +67,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("edits", nargs="*", metavar="EDIT", help="names (default: all that are harmful)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "ablation.json")
     given = parser.parse_args(argv)
-    sys.path[:0] = [str(ROOT / folder) for folder in ("tests/megatron", "tests", "ci/papers", "kernels", "")]
     import edits
     import warm
 

@@ -98,7 +98,6 @@ class Result:
 
 def run(tree: Path, name: str, what: str) -> Result:
     """Start or train a case in this process, which has imported no Megatron yet."""
-    sys.path[:0] = [str(ROOT / "tests" / "megatron"), str(ROOT / "tests")]
     from cp_plugin.testing.launch import RankError
 
     script, flags = CASES[name].of(tree)

@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
-
 import launch_cases
 import torch
 import triton

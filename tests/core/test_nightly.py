@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import changed
 import execnet
 import nightly
 import pytest
@@ -15,9 +15,6 @@ from nightly import covering
 from nightly import nightly as at_night
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "ci"))
-
-import changed  # noqa: E402
 
 
 class Item:

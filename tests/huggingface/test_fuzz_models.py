@@ -7,22 +7,17 @@ the original length in the same way.
 
 from __future__ import annotations
 
-import sys
 from itertools import count
-from pathlib import Path
 from typing import Any
 
+import fuzz_huggingface
 import pytest
 import torch
 from nightly import NIGHT, each_value
 from tiny import differs, model_of, needs_transformers, tokens, train
+from ways import WAYS
 
 from cp_plugin import ContextParallel, huggingface
-
-sys.path.append(str(Path(__file__).parents[2] / "ci" / "faults"))
-
-import fuzz_huggingface
-from ways import WAYS
 
 pytestmark = needs_transformers
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from fault_rows import ranks_of
 from nightly import nightly, one_case
+from planted import Plant, plant
 from state_space_kernels import STATES
 from textbook import MLA, YARN
 from training import MODEL, SGD, short_documents, train
 
 from cp_plugin.testing.launch import RankError
-
-sys.path.append(str(Path(__file__).parents[2] / "ci/faults"))
-
-from planted import Plant, plant
 
 pytestmark = pytest.mark.usefixtures("adapter")
 

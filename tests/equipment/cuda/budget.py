@@ -21,21 +21,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from equipment.cuda import libraries
+from equipment.cuda.calls import RANK, RANKS, Linear, Peerless, Softmax, leaf
+from equipment.cuda.device import CUDA, FakeCuda
+from equipment.cuda.ops import Launch
+
+from cp_plugin import ContextParallel
+from cp_plugin.attention.convolution import short_convolution
+from cp_plugin.comm import Ledger
+from cp_plugin.comm.payload import PayloadMesh
+from cp_plugin.inference.session import Session
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1])]
-
-from equipment.cuda import libraries  # noqa: E402
-from equipment.cuda.calls import RANK, RANKS, Linear, Peerless, Softmax, leaf  # noqa: E402
-from equipment.cuda.device import CUDA, FakeCuda  # noqa: E402
-from equipment.cuda.ops import Launch  # noqa: E402
-
-from cp_plugin import ContextParallel  # noqa: E402
-from cp_plugin.attention.convolution import short_convolution  # noqa: E402
-from cp_plugin.comm import Ledger  # noqa: E402
-from cp_plugin.comm.payload import PayloadMesh  # noqa: E402
-from cp_plugin.inference.session import Session  # noqa: E402
-
 FILE = HERE / "budget.json"
 PAGE = HERE.parents[2] / "docs" / "gpu" / "budget.md"
 TOKENS, HEADS, SIZE = 4096, 8, 128
@@ -286,7 +283,6 @@ def main() -> int:
         found = {name: measure(device) for name, measure in entries().items()}
     if asked.write:
         FILE.write_text(written(found))
-        sys.path.insert(0, str(PAGE.parents[1]))
         import generate
 
         PAGE.write_text(generate.filled(PAGE.read_text()))
