@@ -6,7 +6,7 @@
 #   ci/fuzz.sh --examples 300 -k commands      one kind
 #   ci/fuzz.sh --hypothesis-seed 7             the same examples again
 #
-# Models of transformers: .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples N
+# Models of transformers: PYTHONPATH=. .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples N
 set -euo pipefail
 cd "$(dirname "$0")/.."
 examples=2000
