@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -78,7 +77,7 @@ class ContextParallel(LinearAttention):
             mesh: instead of a group, a mesh with the provider's axes.
             problem: a typical call, such as ``Problem(size=8, heads=32, kv_heads=8)``, by which the provider chooses
                 what the options leave open; by default, equal numbers of query and key/value heads. A provider that
-                must know them (usp) then chooses at the first call of attention, which is collective, and keeps it.
+                must know them (usp) asks for it.
             options: as in ``cp_plugin.Options``: layout, backend, and providers' options, such as grid.
 
         Raises:
@@ -87,36 +86,50 @@ class ContextParallel(LinearAttention):
                 no group where there are several ranks, or other settings than other ranks have.
         """
         self.from_python = not isinstance(provider, providers.Resolved)
-        self._undecided: Problem | None = None
         self._calls = agreement.Calls(compared=self.from_python)
         self._planned = blocks.Planned()
         self.group = None if mesh is not None and group is UNSET else process_group(group)
-        self._resolve(provider, mesh, problem, options)
-        self._forget()
+        resolved = self._resolved(provider, mesh, problem, options)
+        self.provider, self.options, self.why = resolved.provider, resolved.options, resolved.why
+        self.mesh, self.per_host = self._mesh(resolved, mesh), resolved.problem.per_host
+        self._place(resolved.problem.placed or providers.layout_for(self.provider, self.options))
 
     @as_called
-    def _resolve(
+    def _resolved(
         self,
         provider: str | Provider | providers.Resolved,
         mesh: Mesh | None,
         problem: Problem | None,
         options: dict[str, Any],
-    ) -> None:
+    ) -> providers.Resolved:
+        """The provider and its completed options."""
         if isinstance(provider, providers.Resolved):
             if options or problem not in (None, provider.problem):
                 raise ValueError("a Resolved already has options and a problem: pass neither")
-            self._take(provider, mesh)
-        else:
-            with agreement.of_group(self.group if mesh is None else None) as settings:
-                found = providers.get(provider)
-                asked = float32_unless_told(found, Options(**options))
-                (kernels if found.kind == "linear" else backends).check_name(asked.backend)
-                settings |= {"provider": found.name, "layout": asked.layout, "options": asked.given, "problem": problem}
-            typical = typical_call(found, asked, self.group, mesh, problem)
-            if typical.size > 1 and self.group is not None and problem is None and found.asks_heads(asked):
-                self._wait_for_heads(found, typical, asked)
-            else:
-                self._take(providers.settle(found, typical, asked), mesh)
+            return provider
+        with agreement.of_group(self.group if mesh is None else None) as settings:
+            found = providers.get(provider)
+            asked = float32_unless_told(found, Options(**options))
+            (kernels if found.kind == "linear" else backends).check_name(asked.backend)
+            settings |= {"provider": found.name, "layout": asked.layout, "options": asked.given, "problem": problem}
+        return providers.settle(found, typical_call(found, asked, self.group, mesh, problem), asked)
+
+    def _mesh(self, resolved: providers.Resolved, mesh: Mesh | None) -> Mesh:
+        """The process groups of the provider's axes, created unless a mesh is given; ValueError for one with others."""
+        found = resolved.provider
+        if mesh is None:
+            return GroupMesh.from_group(resolved.axes, self.group, found.extra_groups, found.collective_axes)
+        if mesh.axes != resolved.axes:
+            raise ValueError(f"provider {found.name!r} needs the mesh axes {resolved.axes}, got {mesh.axes}")
+        return mesh
+
+    def _place(self, layout: Layout) -> None:
+        """Place tokens in this layout, with empty caches of plans."""
+        self.layout = layout
+        self._number(token_order(self.mesh.axes, self.provider.beside, layout))
+        self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
+        self._scans: Recent[Hashable, tuple[Scan, Parts]] = Recent(_PLANS)
+        self._others: Recent[tuple[Layout, Options], ContextParallel] = Recent(_OTHERS)
 
     def __repr__(self) -> str:
         """The provider, ranks, layout and options, and a line for each choice that was made for the user."""
@@ -126,68 +139,22 @@ class ContextParallel(LinearAttention):
         lines = [f"ContextParallel({', '.join([*parts, *(f'{name}={value!r}' for name, value in chosen.items())])})"]
         return "\n    ".join([*lines, *self.why])
 
-    def _forget(self) -> None:
-        """Drop all cached plans."""
-        self._plans: Recent[Hashable, Attend] = Recent(_PLANS)
-        self._scans: Recent[Hashable, tuple[Scan, Parts]] = Recent(_PLANS)
-        self._others: Recent[tuple[Layout, Options], ContextParallel] = Recent(_OTHERS)
-
-    def _take(self, resolved: providers.Resolved, mesh: Mesh | None = None) -> None:
-        """Adopt resolved options and create the process groups."""
-        self.provider, self.options, self.why = resolved.provider, resolved.options, resolved.why
-        self.layout = resolved.problem.placed or providers.layout_for(self.provider, self.options)
-        if mesh is None:
-            found = self.provider
-            mesh = GroupMesh.from_group(resolved.axes, self.group, found.extra_groups, found.collective_axes)
-        elif mesh.axes != resolved.axes:
-            raise ValueError(f"provider {self.provider.name!r} needs the mesh axes {resolved.axes}, got {mesh.axes}")
-        self.mesh, self.per_host, self._undecided = mesh, resolved.problem.per_host, None
-        self._number(token_order(resolved.axes, self.provider.beside, self.layout))
-
-    def _wait_for_heads(self, found: Provider, typical: Problem, asked: Options) -> None:
-        """Defer the choice to the first call. The axes are unknown until then, so the token order must not depend on
-        them."""
-        self.provider, self.options = found, asked
-        self.why = ("decides in the first attention call, when it knows the heads",)
-        self.layout = providers.layout_for(found, asked)
-        if self.layout.cyclic:
-            raise ValueError(
-                f"provider {found.name!r} on {self.layout.name} tokens: the token order depends on the heads; give "
-                f"problem=Problem(size={typical.size}, heads=..., kv_heads=...), or head_parallel"
-            )
-        self.mesh, self.per_host = GroupMesh.from_group({"cp": typical.size}, self.group), typical.per_host
-        self._undecided = typical
-        self._number(tuple(range(typical.size)))
-
-    @as_called
     def with_layout(self, layout: Layout) -> ContextParallel:
-        """The same on another layout, such as one made for a pack of documents; ValueError if the provider still waits
-        for the heads of its first call."""
-        if self._undecided is not None:
-            raise ValueError(
-                f"provider {self.provider.name!r} chooses its axes from the heads, but the layout is being changed "
-                f"before they are known: give problem=Problem(size={self.size}, heads=..., kv_heads=...)"
-            )
+        """The same on another layout, such as one made for a pack of documents."""
 
         def made() -> ContextParallel:
             other = copy.copy(self)
-            other.layout = layout
-            other._forget()
-            other._number(token_order(self.mesh.axes, self.provider.beside, layout))
+            other._place(layout)
             return other
 
         return self._others.get((layout, self.options), made)
 
-    @contextmanager
-    def without_fp8(self) -> Iterator[None]:
-        """Inside the ``with`` block everything travels, and is computed, in the model's dtype."""
-        chosen = self.options
+    def without_fp8(self) -> ContextParallel:
+        """The same with everything computed, and sent, in the model's dtype."""
+        other, chosen = copy.copy(self), self.options
         backend = "auto" if chosen.fp8 == "compute" else chosen.backend
-        self.options = Options(layout=chosen.layout, backend=backend, given=chosen.given, fp8=None)
-        try:
-            yield
-        finally:
-            self.options = chosen
+        other.options = Options(layout=chosen.layout, backend=backend, given=chosen.given, fp8=None)
+        return other
 
     @eager
     @autocast.cast("q", "k", "v")
@@ -253,19 +220,13 @@ class ContextParallel(LinearAttention):
                 raise ValueError(
                     'scaling only applies to kernels that compute in FP8: add fp8="compute", or leave it out'
                 )
-            scores = Scores(q.size(-1) ** -0.5 if scale is None else scale, softcap)
-            return self.method(problem, q.device, scores, mask, scaling)
+            return self.method(problem, q.device, Scores.of(q, scale, softcap), mask, scaling)
 
         return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)
 
-    @as_called
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
         """Describe an attention call; ValueError if the three tensors do not fit together."""
-        problem = problem_of(q, k, v, self.size, causal)
-        if (known := self._undecided) is not None:
-            call = replace(problem, hosts=known.hosts, network=known.network)
-            self._take(providers.settle(self.provider, call, self.options))
-        return problem
+        return problem_of(q, k, v, self.size, causal)
 
     @as_called
     def method(

@@ -216,7 +216,7 @@ def directly(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Ten
         found = linear_attention.directly((q, k, v, *beside), dout.detach(), scan, parts)
         return found[:4] + found[5:] if problem.decay == "head" else found
     q, k, v, dout = (y.detach() for y in shards[:4])
-    method = cp.method(cp.problem(q, k, v, causal=problem.causal), q.device, Scores(q.size(3) ** -0.5))
+    method = cp.method(cp.problem(q, k, v, causal=problem.causal), q.device, Scores.of(q))
     return of_method(method, q, k, v, dout)
 
 
@@ -248,7 +248,7 @@ def of_kernel(
     q, k, v, dout = x
     wide = accumulation_dtype(q.dtype)
     whole = (range(q.size(0)),), (range(k.size(0)),)
-    block = what if isinstance(what, Block) else Block(*whole, what, Scores(q.size(3) ** -0.5))
+    block = what if isinstance(what, Block) else Block(*whole, what, Scores.of(q))
     found = kernel.forward(Queries(q), KeyValues(k, v), block)
     assert found is not None, "it finds the block empty"
     between()

@@ -17,6 +17,7 @@ from cp_plugin.comm.every_rank import gather_hosts
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Problem
+from cp_plugin.core.spelling import spelled
 from cp_plugin.core.tree import Tree
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.placement.documents import DOCUMENTS
@@ -130,11 +131,17 @@ def mask_of(problem: Problem, documents: tuple[int, ...], tree: Tree | None) -> 
 def typical_call(
     found: Provider, asked: Options, group: dist.ProcessGroup | None, mesh: Mesh | None, problem: Problem | None
 ) -> Problem:
-    """The call by which the provider chooses, completed with what is known of the ranks."""
+    """The call by which the provider chooses, completed with what is known of the ranks; ValueError if it is for
+    another number of ranks, or missing where the provider must know the heads."""
     size = mesh.size if mesh is not None else group.size() if group is not None else 1
     typical = problem or Problem(size=size, network=network_between("cuda" if group is None else device_of(group)))
     if typical.size != size:
         raise ValueError(f"problem is for {typical.size} context-parallel ranks, but there are {size}")
+    if size > 1 and mesh is None and problem is None and found.asks_heads(asked):
+        raise ValueError(
+            f"{spelled('provider', found.name)} divides the ranks by the heads: give problem=Problem(size={size}, "
+            "heads=..., kv_heads=...), or head_parallel"
+        )
     if (found.asks_hosts(asked) or asked.layout == DOCUMENTS.name) and group is not None and not typical.hosts:
         typical = replace(typical, hosts=gather_hosts(group))
     return typical

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import Mask
 
@@ -15,6 +17,11 @@ class Scores(NamedTuple):
     """Factor on their product."""
     softcap: float | None = None
     """Cap: scores s become ``softcap * tanh(s / softcap)`` (Gemma 2, arXiv 2408.00118, section 2); None: no cap."""
+
+    @classmethod
+    def of(cls, q: Tensor, scale: float | None = None, softcap: float | None = None) -> Scores:
+        """Of a call with these queries ``[..., d]``; scale None: ``d ** -0.5``."""
+        return cls(q.size(-1) ** -0.5 if scale is None else scale, softcap)
 
 
 PLAIN = Scores(1.0)

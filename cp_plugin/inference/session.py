@@ -164,7 +164,7 @@ class Session:
             settings |= {"scale": scale, "softcap": softcap, "window": window, "documents": tuple(self.lengths)}
         q, k, v = map(dense, (q, k, v))
         cache = self.reserve(layer, k, v, latent)
-        scores = Scores(q.size(-1) ** -0.5 if scale is None else scale, softcap)
+        scores = Scores.of(q, scale, softcap)
         kept = (k, v) if latent is None else (latent.rows,)
         if isinstance(self.step, Chunk):
             cache.put(slice(self.step.first, self.step.stop), *kept)

@@ -7,7 +7,8 @@ same ranks. A model with linear layers has a second one for these, with the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -100,6 +101,21 @@ def alone(kind: Kind | None = None) -> ContextParallel:
             provider, layout=options.layout, backend=options.backend, fp8=options.fp8, group=None
         )
     return STATE.alone[kind]
+
+
+@contextmanager
+def without_fp8() -> Iterator[None]:
+    """In the block, attention is computed, and sent, in the model's dtype."""
+
+    def exact(found: Mapping[Kind, ContextParallel]) -> dict[Kind, ContextParallel]:
+        return {kind: cp.without_fp8() for kind, cp in found.items()}
+
+    kept = STATE.by_ranks, STATE.alone
+    STATE.by_ranks, STATE.alone = {ranks: exact(found) for ranks, found in kept[0].items()}, exact(kept[1])
+    try:
+        yield
+    finally:
+        STATE.by_ranks, STATE.alone = kept
 
 
 def padded(cp: ContextParallel, seq_length: int) -> int:

@@ -222,7 +222,7 @@ def _by_one_call(
     kernel = blocks.choose(setup.options, setup.problem, here).kernel
     q, k, v = (f(x.to(here)) for f, x in zip((sent, kept, kept), text[:3], strict=True))
     whole = (range(q.size(0)),)
-    found = kernel.forward(Queries(q), KeyValues(k, v), Block(whole, whole, CAUSAL, Scores(q.size(3) ** -0.5)))
+    found = kernel.forward(Queries(q), KeyValues(k, v), Block(whole, whole, CAUSAL, Scores.of(q)))
     assert found is not None, "it finds the block empty"
     return sent(found.out.to(q.dtype))
 

@@ -1,4 +1,4 @@
-"""The ``ContextParallel`` facade: scale, errors, replicated gradients, choices deferred to the first call."""
+"""The ``ContextParallel`` facade: scale, errors, replicated gradients, heads that a provider asks for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from oracle import Case, relative_error
 
 import cp_plugin
-from cp_plugin import ContextParallel
+from cp_plugin import ContextParallel, Problem
 from cp_plugin.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.testing.launch import run_ranks
 
@@ -62,25 +62,18 @@ def test_the_public_names_are_frozen() -> None:
     assert sorted(cp_plugin.__all__) == names.split()
 
 
-def test_usp_without_a_problem_chooses_at_its_first_call() -> None:
-    """Shards may be cut before the first call; later calls with other heads keep its choice."""
-
+def test_usp_asks_for_the_heads() -> None:
     def rank() -> None:
-        cp = ContextParallel("usp", group=dist.group.WORLD)
+        with pytest.raises(ValueError, match=r"^provider='usp' divides.*problem=Problem\(size=4, heads=\.\.\., kv"):
+            ContextParallel("usp", group=dist.group.WORLD)
+        case = Case(seq_length=32, heads=8, kv_heads=2, causal=True)
+        cp = ContextParallel("usp", group=dist.group.WORLD, problem=Problem(size=4, heads=8, kv_heads=2))
+        q, k, v, _ = (cp.shard(x) for x in case.inputs())
+        assert relative_error(cp.unshard(cp.attention(q, k, v)), case.reference().out) < 1e-12
+        assert cp.options.head_parallel == 2
         odd = torch.zeros(8, 1, 3, 8)
-        with pytest.raises(ValueError, match=r"usp.* cannot split 3 query.*use ring"):
-            cp.attention(odd, odd, odd)
-        chosen = [cp.options.head_parallel]
-        for heads in (4, 8):
-            case = Case(seq_length=32, heads=heads, kv_heads=2, causal=True)
-            q, k, v, _ = (cp.shard(x) for x in case.inputs())
-            assert relative_error(cp.unshard(cp.attention(q, k, v)), case.reference().out) < 1e-12
-            chosen.append(cp.options.head_parallel)
-        assert chosen == [None, 2, 2]
         with pytest.raises(ValueError, match=r"3 query and.*cannot be split across 2 ranks"):
             cp.attention(odd, odd, odd)
-        with pytest.raises(ValueError, match="problem=Problem"):
-            ContextParallel("usp", group=dist.group.WORLD, layout="striped")
 
     run_ranks(rank, 4, init_process_group=True)
 

@@ -133,7 +133,12 @@ def likelihood(p: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("number", "place"),
-    [(5, {"layout": "contiguous"}), (1, {"layout": "zigzag"}), (6, {"layout": "zigzag"}), (5, {"provider": "usp"})],
+    [
+        (5, {"layout": "contiguous"}),
+        (1, {"layout": "zigzag"}),
+        (6, {"layout": "zigzag"}),
+        (5, {"provider": "usp", "head_parallel": 2}),
+    ],
     ids=str,
 )
 def test_evaluation_and_prediction_equal_one_rank(number: int, place: dict[str, str], tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ class _Watch:
         if not self._drawn.rows:
             return
         causal = (call.get("attn_mask_type") or module.attn_mask_type) in _CAUSAL
-        scores = Scores(q.size(-1) ** -0.5 if module.softmax_scale is None else module.softmax_scale, module.softcap)
+        scores = Scores.of(q, module.softmax_scale, module.softcap)
         count = _ROWS if place.problems is None else q.size(0)
         rows = Rows(place, count, *((q, k, v) if documents is None else (x.unsqueeze(1) for x in (q, k, v))), out)
         sink = None if module.softmax_offset is None else module.softmax_offset[rows.head].detach().clone()

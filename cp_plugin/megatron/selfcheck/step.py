@@ -33,7 +33,6 @@ from megatron.training import global_vars
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.layers import fp8_scaling
@@ -177,10 +176,8 @@ class _Step:
             sizes = self.padded, self.tokens, self.named["micro_batch_size"]
             choices = Choices(self.config, layout_of_run(between=True), *sizes)
             found: list[str] = []
-            if self._fp8():
-                with ExitStack() as exact, recheck.every_call(self.chunks) as calls:
-                    for cp in self._fp8():
-                        exact.enter_context(cp.without_fp8())
+            if self._in_fp8():
+                with runtime.without_fp8(), recheck.every_call(self.chunks) as calls:
                     self._run()
                 found += calls.found
             with choices.recorded(), recheck.every_call(self.chunks) as calls:
@@ -226,10 +223,9 @@ class _Step:
         )
         return found, line
 
-    def _fp8(self) -> list[ContextParallel]:
-        """What of the run's attention travels, or is computed, in FP8."""
-        found = (runtime.context_parallel(kind=kind) for kind in runtime.kinds())
-        return [cp for cp in found if cp.options.fp8 is not None]
+    def _in_fp8(self) -> bool:
+        """Return True if attention of the run travels, or is computed, in FP8."""
+        return any(runtime.context_parallel(kind=kind).options.fp8 is not None for kind in runtime.kinds())
 
     def _run(self, noise: int = 0) -> readings.Result:
         with restored(self.chunks, [self.script]):
