@@ -65,8 +65,8 @@ def test_documents_cut_by_themselves_are_whole_and_balanced() -> None:
 def test_a_pack_is_attended_as_on_one_device(run: str) -> None:
     bounds = packs.small(4)
     problem = Problem(
-        size=4, heads=2, head_dim=8, seq_length=bounds[-1], dtype=torch.float64, documents=True, network="gloo"
-    )
+        size=4, heads=2, head_dim=8, seq_length=bounds[-1], dtype=torch.float64, documents=True
+    ).with_transport(network="gloo")
     case, entry = oracle.make_case(problem, "softmax", bounds), packs.OnPack.parse(run)
     setup = entry.setup(problem)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -154,8 +154,8 @@ def _compare(network: Network, scenario: Scenario, profile: Cluster, rounds: int
     measured = measure(network, scenario, rounds=rounds, timeout=_TIMEOUT)
     found = []
     for entry, m in zip(entries, measured, strict=True):
-        hosts = problem.hosts or tuple(f"node{n}" for n in place(problem.size, profile))
-        timeline = simulate(entry.setup(replace(problem, hosts=hosts)), cluster=profile, ranks="all")
+        hosts = problem.transport.hosts or tuple(f"node{n}" for n in place(problem.size, profile))
+        timeline = simulate(entry.setup(problem.with_transport(hosts=hosts)), cluster=profile, ranks="all")
         correct = m.correct or dict(entry.options).get("fp8") is not None
         times = {"measured": m.median, "predicted": timeline.seconds}
         found.append(Compared(scenario=scenario, entry=str(entry), correct=correct, **times))

@@ -77,8 +77,7 @@ class Scenario:
             causal=self.causal,
             window=None if self.window is None else (self.window, 0),
             documents=self.documents is not None,
-            hosts=topology.hosts(),
-        )
+        ).with_transport(hosts=topology.hosts())
 
     def bounds(self) -> tuple[int, ...]:
         """Bounds of the documents; empty: one document."""

@@ -27,9 +27,10 @@ from cp_plugin.planner.trace.program import Attention, Event, Memory, Post, Prod
 
 FILE = Path(__file__).with_name("exact.json")
 GQA = Problem(size=4, heads=16, kv_heads=4, head_dim=64, seq_length=8192)
+GQA8 = replace(GQA, size=8, kv_heads=16)
 PROBLEMS = {  # the first on every layout of each provider, the others on its default
     "4 ranks, 16:4 heads": (GQA, Options()),
-    "8 ranks on 2 hosts, 16 heads": (replace(GQA, size=8, kv_heads=16, hosts=("a",) * 4 + ("b",) * 4), Options()),
+    "8 ranks on 2 hosts, 16 heads": (GQA8.with_transport(hosts=tuple("aaaabbbb")), Options()),
     "4 ranks, window of 1024": (replace(GQA, window=(1023, 0)), Options()),
     "4 ranks, full": (replace(GQA, causal=False), Options()),
     "4 ranks, batch of 2, e4m3 payloads": (replace(GQA, batch=2), Options(fp8="comm")),

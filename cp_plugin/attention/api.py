@@ -91,7 +91,7 @@ class ContextParallel(LinearAttention):
         self.group = None if mesh is not None and group is UNSET else process_group(group)
         resolved = self._resolved(provider, mesh, problem, options)
         self.provider, self.options, self.why = resolved.provider, resolved.options, resolved.why
-        self.mesh, self.per_host = self._mesh(resolved, mesh), resolved.problem.per_host
+        self.mesh, self.per_host = self._mesh(resolved, mesh), resolved.problem.transport.per_host
         self._place(resolved.problem.placed or providers.layout_for(self.provider, self.options))
 
     @as_called

@@ -98,7 +98,7 @@ def placed(problem: Problem) -> Problem:
     """The problem on tokens placed for its documents and window."""
     left = problem.mask().left
     lengths = [end - start for start, end in pairwise(problem.bounds)]
-    return replace(problem, placed=place(lengths, problem.size, per_host=problem.per_host, left=left).layout)
+    return replace(problem, placed=place(lengths, problem.size, per_host=problem.transport.per_host, left=left).layout)
 
 
 def setups(chosen: Sequence[str | Provider], problem: Problem, options: Options) -> list[Setup]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from cp_plugin.comm import Mesh, device_of, network_between
 from cp_plugin.comm.every_rank import gather_hosts
 from cp_plugin.core.mask import Mask
 from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.problem import Problem, Transport
 from cp_plugin.core.spelling import spelled
 from cp_plugin.core.tree import Tree
 from cp_plugin.methods.protocol import Provider
@@ -134,7 +133,8 @@ def typical_call(
     """The call by which the provider chooses, completed with what is known of the ranks; ValueError if it is for
     another number of ranks, or missing where the provider must know the heads."""
     size = mesh.size if mesh is not None else group.size() if group is not None else 1
-    typical = problem or Problem(size=size, network=network_between("cuda" if group is None else device_of(group)))
+    network = network_between("cuda" if group is None else device_of(group))
+    typical = problem or Problem(size=size, transport=Transport(network=network))
     if typical.size != size:
         raise ValueError(f"problem is for {typical.size} context-parallel ranks, but there are {size}")
     if size > 1 and mesh is None and problem is None and found.asks_heads(asked):
@@ -142,6 +142,7 @@ def typical_call(
             f"{spelled('provider', found.name)} divides the ranks by the heads: give problem=Problem(size={size}, "
             "heads=..., kv_heads=...), or head_parallel"
         )
-    if (found.asks_hosts(asked) or asked.layout == DOCUMENTS.name) and group is not None and not typical.hosts:
-        typical = replace(typical, hosts=gather_hosts(group))
+    asks_hosts = found.asks_hosts(asked) or asked.layout == DOCUMENTS.name
+    if asks_hosts and group is not None and not typical.transport.hosts:
+        typical = typical.with_transport(hosts=gather_hosts(group))
     return typical

@@ -12,7 +12,7 @@ from cp_plugin.cli.output import new_console
 from cp_plugin.cli.tables import print_traffic, print_verified, print_why, traffic_as_json, verified_as_json
 from cp_plugin.comm import network_between
 from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.problem import Problem, Transport
 from cp_plugin.testing import verify as training
 from cp_plugin.testing import verify_decode as generation
 from cp_plugin.testing.traffic import EQUAL, compare, price
@@ -134,7 +134,7 @@ def verify(
                 batch=batch,
                 dtype=flags.torch_dtype(name),
                 causal=sees is flags.Mask.causal,
-                network=network_between(where),
+                transport=Transport(network=network_between(where)),
             )
             for name, sees, g in itertools.product(dtypes, masks, [heads, fewer] if kv_heads is None else [kv_heads])
         ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -58,6 +58,27 @@ class CallInfo(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """Where the ranks are, and how tensors travel between them: the same for all calls of a run."""
+
+    hosts: tuple[str, ...] = ()
+    """Host of every context-parallel rank; empty: unknown."""
+    network: Network = "nccl"
+    """NCCL between GPUs, or Gloo between CPU ranks."""
+    fp8: bool = False
+    """Whether payloads are FP8; set from the options by ``cp_plugin.methods.fp8``."""
+    narrow_sums: bool = False
+    """Whether gradient sums travel in ``Problem.dtype``; set by ``cp_plugin.methods.gradient_dtype``."""
+    block: int = 0
+    """Tokens that share a payload exponent; 0: the largest divisor of 64 that divides a rank's tokens."""
+
+    @property
+    def per_host(self) -> int:
+        """Neighbouring ranks that share a host; 1 if unknown or uneven."""
+        return neighbours_per_host(self.hosts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One attention call, as providers see it when they choose options, refuse, and predict traffic.
 
@@ -93,16 +114,7 @@ class Problem:
     """Whether the softmax has an extra score per head, without a value."""
     softcap: bool = False
     """Whether scores are capped (``Scores.softcap``)."""
-    hosts: tuple[str, ...] = ()
-    """Host of every context-parallel rank; empty: unknown."""
-    network: Network = "nccl"
-    """NCCL between GPUs, or Gloo between CPU ranks."""
-    fp8: bool = False
-    """Whether payloads are FP8; set from the options by ``cp_plugin.methods.fp8``."""
-    narrow_sums: bool = False
-    """Whether gradient sums travel in ``dtype``; set from the options by ``cp_plugin.methods.gradient_dtype``."""
-    block: int = 0
-    """Tokens that share a payload exponent; 0: the largest divisor of 64 that divides a rank's tokens."""
+    transport: Transport = Transport()
 
     def __post_init__(self) -> None:
         if self.v_head_dim == 0:
@@ -129,10 +141,9 @@ class Problem:
         """The attention mask. documents: bounds as in ``Mask``; default: ``bounds``."""
         return Mask.of(self.causal, self.window, documents or self.bounds)
 
-    @property
-    def per_host(self) -> int:
-        """Neighbouring ranks that share a host; 1 if unknown or uneven."""
-        return neighbours_per_host(self.hosts)
+    def with_transport(self, **changes: Any) -> Problem:
+        """The same call with these fields of ``Transport``."""
+        return replace(self, transport=replace(self.transport, **changes))
 
     @property
     def uniform(self) -> bool:
@@ -170,12 +181,12 @@ class Problem:
     @property
     def shared(self) -> int:
         """Tokens that share a payload exponent."""
-        return self.block or gcd(self.seq_length // self.size, 64)
+        return self.transport.block or gcd(self.seq_length // self.size, 64)
 
     def payload(self, heads: int, size: int) -> int:
         """Bytes of one rank's tensor of that many heads of that size in transit."""
         rows = self.tokens * heads
-        return rows * size + rows // self.shared if self.fp8 else rows * size * self.dtype.itemsize
+        return rows * size + rows // self.shared if self.transport.fp8 else rows * size * self.dtype.itemsize
 
     @property
     def q_bytes(self) -> int:
@@ -205,4 +216,4 @@ class Problem:
     @property
     def sum_bytes(self) -> int:
         """Bytes per element of a gradient sum in transit."""
-        return self.dtype.itemsize if self.narrow_sums else self.wide
+        return self.dtype.itemsize if self.transport.narrow_sums else self.wide

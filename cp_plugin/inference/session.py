@@ -186,10 +186,8 @@ class Session:
     ) -> Tensor:
         """This rank's queries of a chunk over all keys so far, by the provider."""
         problem = self.cp.problem(q, k[chunk.first :], v[chunk.first :], causal=True)
-        block = gcd(q.size(0), k.size(0), 64)
-        problem = replace(
-            problem, window=window, sink=sink is not None, softcap=scores.softcap is not None, block=block
-        )
+        problem = replace(problem, window=window, sink=sink is not None, softcap=scores.softcap is not None)
+        problem = problem.with_transport(block=gcd(q.size(0), k.size(0), 64))
         self.cp.refuse(problem)
         method = self.cp.method(
             problem, q.device, scores, segments=self._positions(chunk.rows), keys=self._positions(chunk.keys)

@@ -47,16 +47,16 @@ def _moves(options: Options) -> Literal["kv", "q"]:
 
 def _choose_rings(problem: Problem, options: Options) -> Choice:
     """The inner ring as large as a host, unless the user says otherwise."""
-    size, hosts = problem.size, problem.hosts
+    size, hosts = problem.size, problem.transport.hosts
     if options.intra_size is None:
-        intra = problem.per_host if problem.per_host < size else 1
+        intra = problem.transport.per_host if problem.transport.per_host < size else 1
         if intra > 1:
             why = f"two nested rings, {intra} ranks on a host and {size // intra} hosts: {describe_hosts(hosts)}"
         else:
             why = f"one ring: {describe_hosts(hosts)}" + (f"; {spelled('intra_size')} nests two" if not hosts else "")
         return Choice(replace(options, intra_size=intra), (why,) if size > 1 else ())
     INTRA_SIZE.check_ranks(options.intra_size, size)
-    if hosts and problem.per_host % options.intra_size:
+    if hosts and problem.transport.per_host % options.intra_size:
         warning = (
             f"warning: {spelled('intra_size', options.intra_size)} does not match the hosts: {describe_hosts(hosts)}"
         )

@@ -8,8 +8,6 @@ Methods need not know: the mesh packs payloads, and ``Problem`` counts bytes as 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -36,8 +34,8 @@ def with_payloads(inner: Provider) -> Provider:
     return with_option(
         inner,
         FP8,
-        as_sent=lambda problem, options: replace(problem, fp8=options.fp8 is not None),
-        over=lambda mesh, problem: PayloadMesh(mesh, problem.shared) if problem.fp8 else mesh,
+        as_sent=lambda problem, options: problem.with_transport(fp8=options.fp8 is not None),
+        over=lambda mesh, problem: PayloadMesh(mesh, problem.shared) if problem.transport.fp8 else mesh,
         refused=_refused,
     )
 

@@ -109,12 +109,12 @@ GRADIENT_DTYPE = Option(
 
 def by_table(problem: Problem, way: Way, adding: int) -> tuple[bool, str]:
     """Whether sums to which so many ranks add travel in the model's dtype by default, and why: a phrase."""
-    shared, hosts = problem.heads // problem.kv_heads, len(set(problem.hosts))
+    shared, hosts = problem.heads // problem.kv_heads, len(set(problem.transport.hosts))
     tokens, plural = problem.tokens, "s" * (shared > 1)
     sizes = f"{tokens:,} tokens per rank and {shared} query head{plural} per key/value head"
     if problem.dtype != torch.bfloat16:
         return False, f"sums in {dtype_name(problem.dtype)} can overflow even if their parts do not"
-    if problem.network == "gloo":
+    if problem.transport.network == "gloo":
         return False, "on CPU ranks there is no slow network to relieve"
     if not hosts:
         return False, "the hosts of the ranks, and so the network between them, are unknown"
@@ -141,8 +141,8 @@ def with_gradient_dtype(inner: Provider, way: Callable[[Options], Way] | None = 
     made = with_option(
         inner,
         GRADIENT_DTYPE,
-        as_sent=lambda problem, options: replace(problem, narrow_sums=options.gradient_dtype == "model"),
-        over=lambda mesh, problem: NarrowSums(mesh, problem.dtype) if problem.narrow_sums else mesh,
+        as_sent=lambda problem, options: problem.with_transport(narrow_sums=options.gradient_dtype == "model"),
+        over=lambda mesh, problem: NarrowSums(mesh, problem.dtype) if problem.transport.narrow_sums else mesh,
         refused=_refused,
     )
     if way is None:

@@ -91,10 +91,10 @@ def _behind(problem: Problem, options: Options) -> Problem:
     heads, kv_heads = problem.heads // ranks, lcm(problem.kv_heads, ranks) // ranks
     if heads_do_not_divide(problem, ranks):  # refused before it is built
         heads = kv_heads = 1
-    inside = replace(problem, size=problem.size // ranks, heads=heads, kv_heads=kv_heads, hosts=problem.hosts[::ranks])
+    inside = replace(problem, size=problem.size // ranks, heads=heads, kv_heads=kv_heads)
     made = problem.placed
     placed = made and Layout(made.name, made.chunks, _Together(made, ranks))
-    return replace(inside, block=problem.shared, placed=placed)
+    return replace(inside, placed=placed).with_transport(hosts=problem.transport.hosts[::ranks], block=problem.shared)
 
 
 @dataclass(frozen=True, slots=True)

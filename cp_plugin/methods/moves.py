@@ -199,5 +199,5 @@ def best_groups(problem: Problem, most: int = 8) -> int:
     return max(
         n
         for n in range(1, most + 1)
-        if problem.kv_heads % n == 0 and (n == 1 or whole >= n * _LEAST_BYTES[problem.network])
+        if problem.kv_heads % n == 0 and (n == 1 or whole >= n * _LEAST_BYTES[problem.transport.network])
     )

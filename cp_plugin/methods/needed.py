@@ -201,7 +201,9 @@ def _bytes(problem: Problem, rows: int) -> int:
     """Bytes of k and v of ``rows`` tokens of each sequence, as they travel between two ranks."""
     heads = problem.batch * problem.kv_heads
     elements = rows * heads * (problem.head_dim + problem.v_head_dim)
-    return elements + 2 * heads * -(-rows // problem.shared) if problem.fp8 else elements * problem.dtype.itemsize
+    if problem.transport.fp8:
+        return elements + 2 * heads * -(-rows // problem.shared)
+    return elements * problem.dtype.itemsize
 
 
 LAYOUTS = ("zigzag", "striped", "contiguous", "documents")

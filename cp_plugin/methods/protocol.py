@@ -116,7 +116,7 @@ class Provider:
     beside: tuple[str, ...] = ()
     """Axes along which tokens are gathered whole, so that their ranks should hold adjacent tokens."""
     asks_hosts: Callable[[Options], bool] = lambda options: False
-    """Whether what the user left open depends on ``Problem.hosts``."""
+    """Whether what the user left open depends on ``Transport.hosts``."""
     asks_heads: Callable[[Options], bool] = lambda options: False
     """Whether it can choose nothing before the numbers of heads are known."""
 

@@ -104,7 +104,7 @@ def blocks_of(problem: Problem) -> int:
     takes s / n for a block of it. So it waits (P - 2 + n) (c + s / n), which is least at n = sqrt((P - 2) s / c).
     """
     state = state_rows(problem) * problem.v_head_dim * problem.wide
-    best = math.sqrt(max(0, problem.size - 2) * state / _HOP_BYTES[problem.network])
+    best = math.sqrt(max(0, problem.size - 2) * state / _HOP_BYTES[problem.transport.network])
     return max(1, round(best))
 
 

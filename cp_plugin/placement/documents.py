@@ -146,7 +146,7 @@ def place(documents: Sequence[int], size: int, *, per_host: int = 1, left: int |
     Args:
         documents: lengths in pack order.
         size: context-parallel ranks.
-        per_host: neighbouring ranks per host (``Problem.per_host``); cuts within a host are preferred.
+        per_host: neighbouring ranks per host (``Transport.per_host``); cuts within a host are preferred.
         left: earlier tokens that a token sees (``Mask.left``); None: all of its document.
     """
     return _place(tuple(int(length) for length in documents), size, per_host, left)

@@ -205,4 +205,4 @@ def computes(problem: Problem, cluster: Cluster) -> Seconds:
 def on(problem: Problem, cluster: Cluster, stride: int) -> Problem:
     """The problem with the hosts of its ranks and the network between them."""
     hosts = tuple(f"node{n}" for n in place(problem.size, cluster, stride))
-    return replace(problem, hosts=hosts, network="gloo" if cluster.device.name == CPU else "nccl")
+    return problem.with_transport(hosts=hosts, network="gloo" if cluster.device.name == CPU else "nccl")

@@ -23,7 +23,7 @@ from cp_plugin.attention.calls import Setup, can_place, settled_or_reason, setup
 from cp_plugin.comm import Mesh, TraceMesh
 from cp_plugin.common.without_data import WithoutData
 from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.problem import Problem, Transport
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Formula, Provider
 from cp_plugin.placement.documents import DOCUMENTS
@@ -87,7 +87,7 @@ def typical(size: int, kind: str) -> Problem:
     """The problem of the documentation: 131072 tokens, head size 128, bfloat16, causal, eight ranks per host."""
     heads, kv_heads = HEADS[kind]
     hosts = tuple(f"host{rank // RANKS_PER_HOST}" for rank in range(size))
-    return Problem(size=size, heads=heads, kv_heads=kv_heads, seq_length=2**17, hosts=hosts)
+    return Problem(size=size, heads=heads, kv_heads=kv_heads, seq_length=2**17, transport=Transport(hosts=hosts))
 
 
 def priced(provider: str | Provider, problem: Problem, **options: Any) -> Row:

@@ -120,12 +120,12 @@ def test_dtypes_that_need_no_narrowing_are_refused(dtype: torch.dtype) -> None:
 
 
 APART = tuple(f"host{n}" for n in range(64))
-FEW = Problem(size=8, heads=8, kv_heads=8, seq_length=8 * 8192, hosts=APART[:8])
+FEW = Problem(size=8, heads=8, kv_heads=8, seq_length=8 * 8192).with_transport(hosts=APART[:8])
 """A problem for which the table chooses the model's dtype; the following differ in one line each."""
 
 
 def problem_on(size: int, **changes: Any) -> Problem:
-    return replace(FEW, size=size, seq_length=size * 8192, hosts=APART[:size], **changes)
+    return replace(FEW, size=size, seq_length=size * 8192, **changes).with_transport(hosts=APART[:size])
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def problem_on(size: int, **changes: Any) -> Problem:
             "16,386 tokens per rank and 1 query .* hide behind ker",
         ),
         ("ring", replace(FEW, kv_heads=4, batch=2), {}, False, "with 16,384 tokens per rank and 2 query heads per k"),
-        ("ring", replace(FEW, hosts=("a",) * 8), {}, False, "all ranks are on one host"),
-        ("ring", replace(FEW, hosts=()), {}, False, "the hosts of the ranks, .*, are unknown"),
-        ("ring", replace(FEW, network="gloo"), {}, False, "on CPU ranks there is no slow network"),
+        ("ring", FEW.with_transport(hosts=("a",) * 8), {}, False, "all ranks are on one host"),
+        ("ring", FEW.with_transport(hosts=()), {}, False, "the hosts of the ranks, .*, are unknown"),
+        ("ring", FEW.with_transport(network="gloo"), {}, False, "on CPU ranks there is no slow network"),
         (
             "ring",
             replace(FEW, dtype=torch.float16),
@@ -153,7 +153,7 @@ def problem_on(size: int, **changes: Any) -> Problem:
         ("ring", problem_on(64), {}, True, "dk and dv are rounded at each hop of a ring, .* accurate enough for 64 r"),
         (
             "ring",
-            replace(FEW, size=128, seq_length=2**20, hosts=APART[:2] * 64),
+            replace(FEW, size=128, seq_length=2**20).with_transport(hosts=APART[:2] * 64),
             {},
             False,
             "up to 64 ranks, but 128 contribute to",

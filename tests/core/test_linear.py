@@ -272,7 +272,7 @@ def test_zeco_passes_as_many_blocks_as_make_the_last_rank_wait_least(
     size: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few where the host's time for a hop counts, many where the links' does."""
-    problem = Problem(size=size, heads=heads, kv_heads=heads, head_dim=128, network="nccl")
+    problem = Problem(size=size, heads=heads, kv_heads=heads, head_dim=128)
     state = heads * 128 * 128 * 4
     for hop in (2**10, 2**21, 2**24):
         monkeypatch.setattr(zeco, "_HOP_BYTES", {"nccl": hop})

@@ -111,7 +111,7 @@ def test_two_rings_follow_the_hosts() -> None:
     def rings(hosts: str, **options: Any) -> providers.Resolved:
         return settle(
             "burst",
-            Problem(size=len(hosts), hosts=tuple(hosts)),
+            Problem(size=len(hosts)).with_transport(hosts=tuple(hosts)),
             Options(backward="kv", gradient_dtype="float32", **options),
         )
 
@@ -125,7 +125,11 @@ def test_two_rings_follow_the_hosts() -> None:
         .why[0]
         .startswith("warning: --cp-intra-size 8 does not match the hosts: ranks 0-3")
     )
-    behind = settle("burst", Problem(size=8, heads=4, kv_heads=4, hosts=tuple("aaaabbbb")), Options(head_parallel=2))
+    behind = settle(
+        "burst",
+        Problem(size=8, heads=4, kv_heads=4).with_transport(hosts=tuple("aaaabbbb")),
+        Options(head_parallel=2),
+    )
     assert behind.options.intra_size == 2, "of the four ranks on a host, two have the same heads"
 
 

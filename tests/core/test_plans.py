@@ -169,16 +169,18 @@ def test_groups_of_heads_are_as_large_as_the_network_wants() -> None:
     problem = Problem(size=16, heads=8, kv_heads=8, seq_length=16 * 2048)  # 4 MiB of queries a rank
     assert best_groups(problem) == 1
     assert best_groups(replace(problem, seq_length=16 * 16384)) == 4
-    assert best_groups(replace(problem, network="gloo")) == 8
+    assert best_groups(problem.with_transport(network="gloo")) == 8
     chosen = {
-        network: providers.settle("attention2d", replace(problem, network=network), Options()).options.head_groups
+        network: providers.settle("attention2d", problem.with_transport(network=network), Options()).options.head_groups
         for network in ("nccl", "gloo")
     }
     assert chosen == {"nccl": 1, "gloo": 8}
 
 
 def test_communicators_are_counted() -> None:
-    problem = Problem(size=64, heads=64, kv_heads=64, hosts=tuple(f"node{rank // 8}" for rank in range(64)))
+    problem = Problem(size=64, heads=64, kv_heads=64).with_transport(
+        hosts=tuple(f"node{rank // 8}" for rank in range(64))
+    )
     found = {
         name: settled(providers.get(name), problem, Options()).communicators
         for name in ("ring", "attention2d", "burst", "ulysses")

@@ -116,7 +116,9 @@ AUTO = " ".join(
     f"--cp-{flag} auto"
     for flag in ("layout", "backend", "grid", "head-parallel", "intra-size", "backward", "head-groups")
 )
-MODEL = Problem(size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32, network="gloo")
+MODEL = Problem(size=4, heads=4, kv_heads=2, head_dim=16, seq_length=64, batch=2, dtype=torch.float32).with_transport(
+    network="gloo"
+)
 
 
 def linear(layout: str, variant: str = "gla", pattern: str = "L", provider: str = "lasp2", **more: Any) -> Linear:

@@ -22,7 +22,7 @@ def _between_hosts() -> None:
     """Four hosts on a network that is not Gloo's, as far as the table can see."""
     socket.gethostname = lambda: f"host{os.environ['RANK']}"
     assert STATE.model is not None
-    STATE.model = replace(STATE.model, problem=replace(STATE.model.problem, network="nccl"))
+    STATE.model = replace(STATE.model, problem=STATE.model.problem.with_transport(network="nccl"))
 
 
 def test_start_up_says_what_the_table_chose(capfd: pytest.CaptureFixture[str]) -> None:

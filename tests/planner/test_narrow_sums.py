@@ -18,7 +18,9 @@ from cp_plugin.planner.price import least, on
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.trace.timeline import simulate
 
-PROBLEM = Problem(size=8, heads=32, kv_heads=32, seq_length=2**15, hosts=tuple(f"node{n}" for n in range(8)))
+PROBLEM = Problem(size=8, heads=32, kv_heads=32, seq_length=2**15).with_transport(
+    hosts=tuple(f"node{n}" for n in range(8))
+)
 SLOW = hardware.cluster("h100-1-per-node")
 
 
@@ -56,7 +58,7 @@ def test_bytes_time_and_bound(name: str, options: dict[str, object], saved: int)
 
 def test_the_default_is_priced_as_it_is_sent() -> None:
     """With equal heads and few tokens between nodes, the table chooses bfloat16: of ours alone, and for every size."""
-    found = candidates(on(replace(PROBLEM, hosts=()), SLOW, 1))
+    found = candidates(on(PROBLEM.with_transport(hosts=()), SLOW, 1))
     for name, some in found.items():
         for one in some:
             summed = not one.upstream and "gradient_dtype" in one.setup.provider.options
@@ -76,7 +78,7 @@ def test_the_default_is_priced_as_it_is_sent() -> None:
 
 def test_variants_are_chosen_anew() -> None:
     """On 16 ranks dk and dv may be rounded, and dq, which travels in a variant of the same candidate, may not."""
-    problem = replace(PROBLEM, size=16, seq_length=2**16, hosts=tuple(f"node{n}" for n in range(16)))
+    problem = replace(PROBLEM, size=16, seq_length=2**16).with_transport(hosts=tuple(f"node{n}" for n in range(16)))
     (first, *_) = candidates(problem, allowed=Allowed(layouts=["zigzag"]))["double_ring"]
     assert first.setup.options.gradient_dtype == "model"
     burst = settled(providers.get("burst"), problem, Options(backward="kv", layout="zigzag"))

@@ -101,15 +101,16 @@ def bench(
         given = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "head_dim": head_dim}
         given |= {"v_head_dim": v_head_dim, "dtype": dtype and flags.torch_dtype(dtype)}
         chosen = TYPICAL[where] | {name: value for name, value in given.items() if value is not None}
-        problem = Problem(size=size, batch=batch, decay=decay.value, network=network_between(where), **chosen)
+        problem = Problem(size=size, batch=batch, decay=decay.value, **chosen)
+        problem = problem.with_transport(network=network_between(where))
         profile = None if cluster is None else hardware.cluster(cluster)
         entries, left_out = _contestants(provider or (), where)
         problems = _each_length(problem, seq_length or (), where)
         cases = _make_cases(problems, entries[0].kind, mask or (), window, documents)
         here, hosts = started.start(where, size), started.hosts(size)
-        cases = [replace(case, problem=replace(case.problem, hosts=hosts)) for case in cases]
+        cases = [replace(case, problem=case.problem.with_transport(hosts=hosts)) for case in cases]
         for case in cases if where == "cpu" else ():
-            if len(set(case.problem.hosts)) == 1:
+            if len(set(case.problem.transport.hosts)) == 1:
                 refuse_too_large(case.problem, runs=1)
         plans = [run.plan(case, entries, where, profile) for case in cases]
         processors, cores = Processors(), psutil.cpu_count(logical=False) or os.cpu_count()

@@ -90,7 +90,7 @@ class TransformerEngine:
 
 def _inner(problem: Problem) -> int:
     """Ranks of the all-to-all: as many of a host as heads divide over, but fewer than all ranks."""
-    most = min(problem.per_host if problem.per_host > 1 else problem.size, problem.size - 1)
+    most = min(problem.transport.per_host if problem.transport.per_host > 1 else problem.size, problem.size - 1)
     sizes = (problem.size, problem.heads, problem.kv_heads)
     return max((n for n in range(1, most + 1) if not any(size % n for size in sizes)), default=1)
 

@@ -88,7 +88,7 @@ def create(
         connect(mesh.groups, mesh.watch, collective=resolved.provider.collective_axes)
         if kind == "softmax":
             hosts = next(place.hosts for place in places if dist.get_rank() in place.ranks)
-            resolved = replace(resolved, problem=replace(resolved.problem, hosts=hosts))
+            resolved = replace(resolved, problem=resolved.problem.with_transport(hosts=hosts))
         found[kind] = ContextParallel(resolved, group=cp_group, mesh=mesh)
     _require_one_order(**found)
     runtime.register(cp_group, found)
@@ -187,7 +187,8 @@ def _for_the_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -
     mine = next(place for place in places if dist.get_rank() in place.ranks)
     examples = {_pattern(place.hosts): place for place in (*places, mine)}.values()
     choices = {
-        place: checks.resolve_kind("softmax", settings, replace(model.problem, hosts=place.hosts)) for place in examples
+        place: checks.resolve_kind("softmax", settings, model.problem.with_transport(hosts=place.hosts))
+        for place in examples
     }
     if all(choice.options == choices[mine].options for choice in choices.values()):
         return choices[mine]

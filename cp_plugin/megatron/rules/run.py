@@ -9,7 +9,7 @@ import torch
 
 from cp_plugin.comm import network_between
 from cp_plugin.core.layout import LAYOUTS, Layout
-from cp_plugin.core.problem import Problem
+from cp_plugin.core.problem import Problem, Transport
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules.rule import value_of
@@ -88,7 +88,7 @@ class Run:
             documents=bool(packed_by(args)),
             sink=args.softmax_type != "vanilla",
             softcap=getattr(args, "attn_logit_softcapping", None) is not None,  # of a later Megatron
-            network=network_between("cpu" if cpu.active() else "cuda"),
+            transport=Transport(network=network_between("cpu" if cpu.active() else "cuda")),
         )
 
 
