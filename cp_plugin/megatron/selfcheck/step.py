@@ -36,9 +36,9 @@ from torch.distributed import distributed_c10d
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.layers import fp8_scaling
-from cp_plugin.megatron.layers.core_attention import CoreAttention
-from cp_plugin.megatron.patches import hybrid, padding, patching, rope
+from cp_plugin.megatron.mixers import fp8_scaling, gated_delta_net
+from cp_plugin.megatron.mixers.core_attention import CoreAttention
+from cp_plugin.megatron.patches import padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck import first_step, readings, recheck, tiny_batch
 from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
@@ -327,7 +327,7 @@ class _Step:
                     back.callback(
                         module.register_forward_pre_hook(tiny_batch.Strong(), with_kwargs=True, prepend=True).remove
                     )
-                elif hybrid.replaced_delta_net(module):
+                elif gated_delta_net.MIXER.computes(module):
                     back.callback(module.in_proj.register_forward_hook(tiny_batch.lasting(module)).remove)
             yield
 
