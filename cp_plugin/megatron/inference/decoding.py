@@ -201,7 +201,7 @@ def decoding(model: torch.nn.Module, *, batch: int, context: int, fp8: bool = Fa
         ValueError: for a model with several pipeline stages, sequence parallelism, or unsupported layers.
     """
     check(model)
-    cp = runtime.context_parallel() if runtime.kinds() else ContextParallel(group=None)
+    cp = runtime.context_parallel() if runtime.settings().kinds else ContextParallel(group=None)
     group = parallel_state.get_context_parallel_group() if cp.size > 1 else None
     divisor = cp.layout.divisor(cp.size)
     capacity = slots_for(context, cp.size, max(1, divisor // cp.size))

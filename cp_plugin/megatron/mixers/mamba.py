@@ -24,7 +24,7 @@ REORDER = "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balanci
 
 def exchanges_heads(run: Run) -> bool:
     """Return True for models with Mamba, or gated delta net by Megatron's own all-to-all."""
-    return run.settings.active and run.hybrid
+    return run.settings.active and bool(run.pattern)
 
 
 @replaces(

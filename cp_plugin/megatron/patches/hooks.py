@@ -242,7 +242,7 @@ def start(settings: Settings, model: Model | None = None, parsed: argparse.Names
     "hybrid_stack_spec config",
     called_by="the model builder, with a spec that names Megatron's classes",
     otherwise="a hybrid model would keep Megatron's own attention",
-    when=lambda run: run.hybrid and (run.settings.active or cpu.active()),
+    when=lambda run: bool(run.pattern) and (run.settings.active or cpu.active()),
 )
 def replace_hybrid_model(call: Call) -> None:
     """Give ``HybridModel`` the plugin's core attention, and on the CPU a spec without Transformer Engine."""
@@ -254,16 +254,12 @@ def replace_hybrid_model(call: Call) -> None:
     call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
 
 
-def _recomputes(run: Run) -> bool:
-    return run.settings.active and not run.settings.recompute_attention and run.has("recompute_granularity")
-
-
 @wraps(
     "megatron.core.tensor_parallel.random:checkpoint",
     "attention's results in recomputation",
     called_by="transformer blocks",
     otherwise="attention would be computed, and its keys sent, twice",
-    when=_recomputes,
+    when=lambda run: run.settings.active and not run.settings.recompute_attention and run.has("recompute_granularity"),
 )
 def replace_checkpoint(call: Call) -> Any:
     """Recompute without attention (``attention.recompute``); the first parameter is the function that is run twice.

@@ -102,10 +102,6 @@ class Run:
         """The pattern of a hybrid model; empty for other models."""
         return hybrid_pattern(self.args, *self.built)
 
-    @property
-    def hybrid(self) -> bool:
-        return bool(self.pattern)
-
 
 @dataclass(frozen=True, slots=True)
 class Patch:

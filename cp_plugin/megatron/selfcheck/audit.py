@@ -207,7 +207,7 @@ def _device(chunk: torch.nn.Module) -> torch.device:
 def _axis_ranks() -> dict[str, tuple[int, ...]]:
     """Axis of either kind of attention -> ranks of this rank's group along it."""
     found = {}
-    for kind in runtime.kinds():
+    for kind in runtime.settings().kinds:
         mesh = runtime.context_parallel(kind=kind).mesh
         label = "linear " if kind == "linear" and runtime.settings().softmax else ""
         ranks = {axis: mesh.groups[axis] for axis, n in mesh.axes.items() if n > 1}

@@ -228,7 +228,7 @@ class _Step:
 
     def _fp8(self) -> list[ContextParallel]:
         """What of the run's attention travels, or is computed, in FP8."""
-        found = (runtime.context_parallel(kind=kind) for kind in runtime.kinds())
+        found = (runtime.context_parallel(kind=kind) for kind in runtime.settings().kinds)
         return [cp for cp in found if cp.options.fp8 is not None]
 
     def _run(self, noise: int = 0) -> readings.Result:
