@@ -14,7 +14,7 @@ from cp_plugin.megatron import compat
 ELSEWHERE = {
     "megatron/compat.py": "the one file",
     "common/versions.py": "which versions are supported",
-    "megatron/layers/modelopt.py": "nvidia-modelopt's version",
+    "megatron/mixers/modelopt.py": "nvidia-modelopt's version",
 }
 
 

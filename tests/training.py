@@ -123,7 +123,7 @@ def _record_traffic(record: Record, model: Sequence[torch.nn.Module]) -> None:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
+    from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention
 
     if not runtime.settings().active:
         return

@@ -102,6 +102,17 @@ def delta_net_takes_exchange() -> bool:
     return "cp_comm_type" in inspect.signature(layer).parameters
 
 
+def softcap(config: Any) -> float | None:
+    """The limit of attention's scores; None: there is none. Only later versions have it."""
+    return getattr(config, "attn_logit_softcapping", None)
+
+
+def hybrid_pattern(*owners: Any) -> str:
+    """The pattern of a hybrid model, of the first of these arguments or configurations that has one; empty: none."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return next((found for one in owners for name in names if (found := getattr(one, name, None))), "")
+
+
 def weakens_expert_losses(version: str) -> bool:
     """Before 0.19 router losses are too small with losses per token."""
     return version_tuple(version) < (0, 19)

@@ -54,11 +54,6 @@ def between_layers(cp: ContextParallel) -> ContextParallel:
     return cp.with_layout(get_layout("contiguous")) if converted() and cp.size > 1 else cp
 
 
-def kinds() -> list[Kind]:
-    """The kinds of attention that the plugin computes."""
-    return STATE.settings.kinds
-
-
 def register(group: dist.ProcessGroup, found: Mapping[Kind, ContextParallel]) -> None:
     """Use these for all groups with these ranks."""
     STATE.by_ranks[_key(group)] = found
@@ -81,7 +76,7 @@ def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None =
         group = parallel_state.get_context_parallel_group()
     found = STATE.by_ranks.get(_key(group))
     if found is not None:
-        return found[kind or kinds()[0]]
+        return found[kind or STATE.settings.kinds[0]]
     if group.size() == 1:
         return alone(kind)
     raise ValueError(
@@ -94,7 +89,7 @@ def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None =
 
 def alone(kind: Kind | None = None) -> ContextParallel:
     """For a model, or a part of one, on a single context-parallel rank."""
-    kind = kind or kinds()[0]
+    kind = kind or STATE.settings.kinds[0]
     if kind not in STATE.alone:
         provider, options = STATE.settings.of(kind)
         STATE.alone[kind] = ContextParallel(

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from cp_plugin import megatron
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import groups, runtime
 from cp_plugin.megatron.cpu import mode as megatrons_cpu
 from cp_plugin.megatron.flags import args
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings
-from cp_plugin.megatron.layers import groups, linear_attention
+from cp_plugin.megatron.mixers.spec import with_core_attention
 from cp_plugin.megatron.patches import hooks as megatrons
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.patching import Call, wraps
@@ -72,7 +72,7 @@ def prepare(config: Any, ours: Mapping[str, Any], planned: tuple[str, ...] = ())
         model = checks.after(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
         arguments.write_back(given, config)
     megatrons.start(settings, model, given)
-    config.model.transformer_layer_spec = linear_attention.with_core_attention(config.model.transformer_layer_spec)
+    config.model.transformer_layer_spec = with_core_attention(config.model.transformer_layer_spec)
     STATE.compared = given
     patching.install(BRIDGE)
     STATE.bridge_flags = dict(ours)

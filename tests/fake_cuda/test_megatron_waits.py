@@ -59,14 +59,15 @@ def test_documents_of_layers_with_a_state_are_read_once_in_a_micro_batch(
 ) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from cp_plugin.megatron.patches import hybrid
+    from cp_plugin.megatron.mixers import mamba
+    from cp_plugin.megatron.mixers.gated_delta_net import replace_resolve_cu_seqlens
     from cp_plugin.megatron.patches.patching import original
 
     device = gpu()
     cp = ContextParallel("ring", mesh=Peerless({"cp": RANKS}, RANK), layout=layout)
-    monkeypatch.setattr(hybrid.runtime, "context_parallel", lambda: cp)
-    undo = hybrid.replace_undo(original(hybrid.REORDER))
-    resolve = hybrid.replace_resolve_cu_seqlens(lambda self, cu_seqlens_padded, cu_seqlens_actual, total_seq_len: None)
+    monkeypatch.setattr(mamba.runtime, "context_parallel", lambda: cp)
+    undo = mamba.replace_undo(original(mamba.REORDER))
+    resolve = replace_resolve_cu_seqlens(lambda self, cu_seqlens_padded, cu_seqlens_actual, total_seq_len: None)
     bounds = torch.empty(len(DOCUMENTS), dtype=torch.int32, device=CUDA)
     pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     x = torch.empty(TOKENS, 1, 8, device=CUDA)

@@ -41,7 +41,7 @@ stock_order = stock("stock_order", REORDER.format("un"), REORDER.format("re"))
 next_of_another_document = planted("cp_plugin.megatron.patches.mtp:_rolled", "next_of_another_document")(
     lambda rolled: lambda cp, x, dim, by, packed, fill=0: rolled(cp, x, dim, by, None, fill)
 )
-delta_net_runs_on = planted("cp_plugin.megatron.patches.hybrid:attend", "delta_net_runs_on")(
+delta_net_runs_on = planted("cp_plugin.megatron.mixers.gated_delta_net:attend", "delta_net_runs_on")(
     lambda attend: lambda layer, batch, projected: attend(layer, replace(batch, documents=None), projected)
 )
 
@@ -118,7 +118,7 @@ def another_delta_net() -> None:
 ATTENTION = "cp_plugin.attention.api:ContextParallel"
 
 
-@planted("cp_plugin.megatron.layers.linear_attention:LinearCoreAttention.context_parallel")
+@planted("cp_plugin.megatron.mixers.linear_attention:LinearCoreAttention.context_parallel")
 def linear_layers_in_another_layout(_: Any) -> property:
     from cp_plugin.megatron import runtime
 

@@ -43,7 +43,7 @@ def _config(**changes: Any) -> Any:
 def _module(config: Any = None, **arguments: Any) -> Any:
     from megatron.core.transformer.enums import AttnMaskType
 
-    from cp_plugin.megatron.layers.core_attention import CoreAttention
+    from cp_plugin.megatron.mixers.core_attention import CoreAttention
 
     usual = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self", "cp_comm_type": "p2p"}
     return CoreAttention(config or _config(), **usual | arguments)

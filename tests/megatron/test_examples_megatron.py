@@ -49,8 +49,7 @@ def build(name: str) -> list[str]:
 def _wrong(args: argparse.Namespace, settings: Settings) -> list[str]:
     from megatron.core import parallel_state as mpu
 
-    from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.layers import groups
+    from cp_plugin.megatron import groups, runtime
     from cp_plugin.megatron.rules import checks
 
     model, world, tensor = checks.model_of(args, settings), args.world_size, args.tensor_model_parallel_size

@@ -66,7 +66,7 @@ def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.
     assert [t for t in patching.installed() if any(t.endswith(x) or f".{x}" in t for x in unneeded)] == [
         "megatron.training.checkpointing:_load_base_checkpoint"
     ]
-    assert runtime.kinds() == ["softmax"]
+    assert runtime.settings().kinds == ["softmax"]
     assert args.cp_comm_type == ["p2p"]
     assert "--calculate-per-token-loss" not in capsys.readouterr().out
     assert not args.calculate_per_token_loss, "zigzag is Megatron's own layout"
@@ -183,7 +183,7 @@ def test_one_rank_is_enough_for_linear_layers(validated: Callable[..., argparse.
     from cp_plugin.megatron import runtime
 
     args = validated("--cp-linear-attention basic", ranks=1)
-    assert runtime.settings().active and runtime.kinds() == ["linear"]
+    assert runtime.settings().active and runtime.settings().kinds == ["linear"]
     assert not args.calculate_per_token_loss, "all tokens are on one rank"
     assert not args.create_attention_mask_in_dataloader
 

@@ -31,7 +31,7 @@ DELAYED = f"{COMPUTE} --fp8-format hybrid --fp8-recipe delayed --fp8-amax-histor
 
 def test_every_flag_of_delayed_scaling_reaches_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.layers import fp8_scaling
+    from cp_plugin.megatron.mixers import fp8_scaling
 
     settings = argparse.Namespace(options=Options(fp8="compute"))
     monkeypatch.setattr(runtime, "settings", lambda: settings)
@@ -53,7 +53,7 @@ def keep_histories(where: Path, *faults: Callable[[], None]) -> Callable[[], Non
     """
 
     def prepare() -> None:
-        from cp_plugin.megatron.layers import fp8_scaling as scaling
+        from cp_plugin.megatron.mixers import fp8_scaling as scaling
         from cp_plugin.megatron.state import STATE
 
         for fault in faults:
@@ -133,7 +133,7 @@ def test_current_scaling_remembers_what_only_the_kernel_knows(tmp_path: Path, re
 
 
 def _only_in_backward() -> None:
-    from cp_plugin.megatron.layers import core_attention as attention
+    from cp_plugin.megatron.mixers import core_attention as attention
 
     init = attention.CoreAttention.__init__
 

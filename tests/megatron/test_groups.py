@@ -126,7 +126,7 @@ def test_models_with_groups_of_their_own_are_refused() -> None:
 
 
 def test_nccl_options_have_their_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron.layers.groups import options_from
+    from cp_plugin.megatron.groups import options_from
 
     path = tmp_path / "nccl.yaml"
     common = {"nccl_communicator_config_path": str(path), "distributed_timeout_minutes": 7}
@@ -146,7 +146,7 @@ def test_nccl_options_have_their_own_key(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_streams_of_the_plugins_groups_have_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.megatron.layers import groups
+    from cp_plugin.megatron import groups
 
     options = groups.GroupOptions(
         timeout=timedelta(minutes=7),

@@ -25,13 +25,13 @@ def test_delta_net_by_a_provider_is_announced_and_checked_in_half_precision(capf
 
 def test_a_layer_that_lies_elsewhere_than_its_mixer_keeps_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """As since Megatron-LM #7239; a layer around something else does not."""
-    from cp_plugin.megatron.patches import hybrid
+    from cp_plugin.megatron.mixers import mamba, table
 
-    monkeypatch.setattr(hybrid, "installed", lambda: [hybrid.REORDER])
+    monkeypatch.setattr(table, "installed", lambda: [mamba.REORDER])
     for module, keeps in (("megatron.core.ops.ssm.mamba2.mixer", True), ("of_a_user", False)):
         layer = torch.nn.Module()
         layer.mixer = type("Mixer", (torch.nn.Module,), {"__module__": module})()
-        assert hybrid.keeps_layout(layer) is keeps
+        assert table.keeps_layout(layer) is keeps
 
 
 def test_the_local_spec_has_the_layers_that_this_megatron_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_the_attention_of_megatrons_own_spec_is_replaced(monkeypatch: pytest.Mon
     from cp_plugin.megatron import runtime
     from cp_plugin.megatron.cpu import mode
     from cp_plugin.megatron.flags.args import Settings
-    from cp_plugin.megatron.layers import linear_attention
+    from cp_plugin.megatron.mixers.spec import ByLayerNumber
     from cp_plugin.megatron.patches import hooks
 
     def attention(stack: Any, kind: str) -> Any:
@@ -67,6 +67,6 @@ def test_the_attention_of_megatrons_own_spec_is_replaced(monkeypatch: pytest.Mon
         init(None, None, hybrid_stack_spec)
     assert given[0] is hybrid_stack_spec
     kinds = [kind for kind in ("attention_layer", "mla_layer") if hasattr(hybrid_stack_spec.submodules, kind)]
-    assert [attention(given[1], kind) for kind in kinds] == [linear_attention.ByLayerNumber] * len(kinds)
+    assert [attention(given[1], kind) for kind in kinds] == [ByLayerNumber] * len(kinds)
     assert [attention(hybrid_stack_spec, kind) for kind in kinds] == [TEDotProductAttention] * len(kinds)
     assert [repr(TEDotProductAttention) in repr(stack) for stack in given] == [True, False]

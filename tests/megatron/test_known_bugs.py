@@ -48,7 +48,7 @@ def test_megatron_7452_offsets_count_once_in_the_norm_of_gradients() -> None:
     """Softmax offsets of tensor-parallel ranks were treated as replicas, and clipping was wrong."""
     from test_attention_module import _config
 
-    from cp_plugin.megatron.layers import core_attention as attention
+    from cp_plugin.megatron.mixers import core_attention as attention
 
     offset = attention._softmax_offset(_config(softmax_type="learnable", use_cpu_initialization=True))
     assert isinstance(offset, torch.nn.Parameter) and offset.tensor_model_parallel is True
@@ -58,7 +58,7 @@ def test_mcore_bridge_48_all_of_megatrons_arguments_are_accepted() -> None:
     """A custom attention was built with an unknown keyword."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
+    from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention, CoreAttention
 
     ours = set(inspect.signature(AnyCoreAttention.__init__).parameters)
     assert set(inspect.signature(DotProductAttention.__init__).parameters) <= ours

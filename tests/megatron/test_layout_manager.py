@@ -65,10 +65,10 @@ def _sliced_in_zigzag() -> None:
 
 def _states_as_if_in_zigzag() -> None:
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.patches import hybrid
+    from cp_plugin.megatron.mixers import mamba
 
-    hybrid._orders = lambda tokens, device, size, where: hybrid._of_layout(
-        runtime.context_parallel().layout, runtime.context_parallel().numbers, tokens, device
+    mamba.orders = lambda batch, device: mamba._orders_in(
+        runtime.context_parallel().layout, runtime.context_parallel().numbers, batch.tokens, device
     )
 
 

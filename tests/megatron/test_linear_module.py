@@ -50,7 +50,7 @@ def gla() -> Iterator[None]:
 def _module(config: Any = None, *, layer: int = 1, kind: Any = None) -> Any:
     from megatron.core.transformer.enums import AttnMaskType
 
-    from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
+    from cp_plugin.megatron.mixers.linear_attention import LinearCoreAttention
 
     return (kind or LinearCoreAttention)(
         config=config or _config(),
@@ -68,8 +68,8 @@ def test_the_specs_choose_by_the_layers_number(adapter: None) -> None:
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.spec_utils import build_module
 
-    from cp_plugin.megatron.layers.core_attention import CoreAttention
-    from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
+    from cp_plugin.megatron.mixers.core_attention import CoreAttention
+    from cp_plugin.megatron.mixers.linear_attention import LinearCoreAttention
 
     _start("lightning", "LLN")
     for provider in (LocalSpecProvider(), TESpecProvider()):
@@ -130,7 +130,7 @@ def test_layers_and_heads_begin_with_weights_of_their_own(gla: None) -> None:
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_the_gate_sees_what_a_projection_with_a_norm_inside_sees(gla: None, norm: str, zero_centered: bool) -> None:
     """Transformer Engine's projection takes the hidden state before the norm."""
-    from cp_plugin.megatron.layers.linear_attention import _normalised
+    from cp_plugin.megatron.mixers.linear_attention import _normalised
 
     x, weight, bias = torch.randn(3, 1, 64), torch.rand(64), torch.rand(64)
     inside = SimpleNamespace(

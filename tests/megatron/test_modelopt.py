@@ -239,8 +239,8 @@ def test_a_release_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     import modelopt.torch.quantization as mtq
     from modelopt.torch.quantization.nn import QuantModuleRegistry
 
-    from cp_plugin.megatron.layers import modelopt
-    from cp_plugin.megatron.layers.core_attention import CoreAttention
+    from cp_plugin.megatron.mixers import modelopt
+    from cp_plugin.megatron.mixers.core_attention import CoreAttention
 
     cases = {
         r"nvidia-modelopt 0\.33\.1 cannot .* --cp-provider ring \(too old\): use 0\.46 or newer": lambda: "0.33.1",
@@ -250,7 +250,7 @@ def test_a_release_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         attention()
         QuantModuleRegistry.unregister(CoreAttention)
         monkeypatch.setattr(modelopt, "version", version)
-        monkeypatch.setitem(sys.modules, "cp_plugin.megatron.layers.quantized", None)
+        monkeypatch.setitem(sys.modules, "cp_plugin.megatron.mixers.quantized", None)
         with pytest.raises(ValueError, match=message):
             mtq.quantize(attention(), {"quant_cfg": [OFF], "algorithm": "max"})
     QuantModuleRegistry.unregister(CoreAttention)

@@ -183,13 +183,13 @@ def test_experts_balance_each_sample_of_a_pack() -> None:
 def test_a_pack_of_unknown_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron then does not tell Mamba where states restart; the tokens after the last document are one more."""
     from cp_plugin.megatron.micro_batch import MicroBatch
-    from cp_plugin.megatron.patches import hybrid
+    from cp_plugin.megatron.mixers import mamba
 
     alone = ContextParallel("ring", group=None)
     packed = pack_of(torch.tensor([0, 5, 12]))
     assert packed.seq_idx is None
-    monkeypatch.setattr(hybrid, "_batch", lambda tokens, size, packed: MicroBatch.find(alone, packed, tokens))
-    hybrid.replace_undo(original(hybrid.REORDER))(torch.zeros(16, 1, 4), 2, packed)
+    monkeypatch.setattr(mamba, "batch_of", lambda tokens, size, packed: MicroBatch.find(alone, packed, tokens))
+    mamba.replace_undo(original(mamba.REORDER))(torch.zeros(16, 1, 4), 2, packed)
     assert packed.seq_idx.tolist() == [5 * [1] + 7 * [2] + 4 * [3]]
 
 

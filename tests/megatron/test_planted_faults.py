@@ -89,7 +89,7 @@ def rope_by_rank_number(_: Any) -> Any:
     return wrong
 
 
-@planted("cp_plugin.megatron.layers.core_attention:CoreAttention.context_parallel")
+@planted("cp_plugin.megatron.mixers.core_attention:CoreAttention.context_parallel")
 def zigzag_attention(_: Any) -> property:
     from cp_plugin.megatron import runtime
 

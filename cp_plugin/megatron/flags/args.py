@@ -64,15 +64,19 @@ class Settings:
     @property
     def kinds(self) -> list[Kind]:
         """The kinds of attention that the plugin computes."""
-        linear = self.linear is not None or self.delta_net is not None
-        present: dict[Kind, bool] = {"softmax": self.softmax, "linear": linear}
+        present: dict[Kind, bool] = {"softmax": self.softmax, "linear": self.linear_layers is not None}
         return [kind for kind in present if present[kind]]
+
+    @property
+    def linear_layers(self) -> Linear | DeltaNet | None:
+        """Settings of the layers in which a provider computes linear attention; None: there are none."""
+        return self.linear or self.delta_net
 
     def of(self, kind: Kind) -> tuple[str, Options]:
         """Provider and options of a kind of attention."""
         if kind == "softmax":
             return self.provider, self.options
-        its = self.linear or self.delta_net
+        its = self.linear_layers
         assert its is not None, "a linear layer of a model without linear attention"
         return its.provider, its.options
 

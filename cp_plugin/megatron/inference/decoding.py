@@ -30,8 +30,9 @@ from cp_plugin.inference import Session, slots_for
 from cp_plugin.inference.slots import Chunk
 from cp_plugin.inference.store import Latent
 from cp_plugin.megatron import compat, runtime
-from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
-from cp_plugin.megatron.layers.linear_attention import LinearCoreAttention
+from cp_plugin.megatron.mixers import table
+from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention, CoreAttention
+from cp_plugin.megatron.mixers.linear_attention import LinearCoreAttention
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.rules import layers as rules
 from cp_plugin.megatron.rules.rule import refuse
@@ -39,7 +40,6 @@ from cp_plugin.megatron.state import STATE
 
 _CONTINUED = (AnyCoreAttention, DotProductAttention)
 """The plugin's attention and, without context parallelism, Megatron's own."""
-_STATES = {"MambaMixer": "Mamba layers (M)", "GatedDeltaNet": "gated delta net layers (G)"}
 
 
 class Decoding:
@@ -124,7 +124,7 @@ class Decoding:
             scale = layer.softmax_scale * layer.layer_number  # Megatron's softmax multiplies by it, in float32
         compressed = self.compressed.pop(layer.layer_number, None)
         latent = None if compressed is None else compressed(k)
-        scores = {"scale": scale, "softcap": getattr(config, "attn_logit_softcapping", None)}
+        scores = {"scale": scale, "softcap": compat.softcap(config)}
         return self.session.attend(layer.layer_number, q, k, v, **scores, window=window, sink=sink, latent=latent)
 
     def linear(self, layer: LinearCoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -171,16 +171,13 @@ def check(model: torch.nn.Module) -> None:
     """ValueError for a model that generation does not support."""
     modules = list(model.modules())
     layers = [module for module in modules if isinstance(module, _CONTINUED)]
-    states = [
-        _STATES[type(module).__name__]
-        for module in modules
-        if type(module).__name__ in _STATES and type(module).__module__.startswith(compat.STATE_SPACES)
-    ]
+    found = (mixer for module in modules for mixer in table.MIXERS if mixer.has_state(module))
+    states = [f"{mixer.name} layers ({mixer.letter})" for mixer in found]
     attention = [getattr(module, "core_attention", None) for module in modules]
     others = [
         type(one).__name__ for one in attention if isinstance(one, torch.nn.Module) and not isinstance(one, _CONTINUED)
     ]
-    found = rules.Continued(
+    continued = rules.Continued(
         stages=parallel_state.get_pipeline_model_parallel_world_size(),
         layers=len(layers),
         sequence_parallel=any(layer.config.sequence_parallel for layer in layers),
@@ -188,7 +185,7 @@ def check(model: torch.nn.Module) -> None:
         converted=runtime.converted(),
         other_attention=", ".join(dict.fromkeys(others)),
     )
-    refuse(rules.CONTINUED, found)
+    refuse(rules.CONTINUED, continued)
 
 
 @contextmanager
@@ -204,7 +201,7 @@ def decoding(model: torch.nn.Module, *, batch: int, context: int, fp8: bool = Fa
         ValueError: for a model with several pipeline stages, sequence parallelism, or unsupported layers.
     """
     check(model)
-    cp = runtime.context_parallel() if runtime.kinds() else ContextParallel(group=None)
+    cp = runtime.context_parallel() if runtime.settings().kinds else ContextParallel(group=None)
     group = parallel_state.get_context_parallel_group() if cp.size > 1 else None
     divisor = cp.layout.divisor(cp.size)
     capacity = slots_for(context, cp.size, max(1, divisor // cp.size))

@@ -29,20 +29,16 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from cp_plugin.megatron.compat import find
+from cp_plugin.megatron.mixers import gated_delta_net, mamba
+from cp_plugin.megatron.mixers.table import MIXERS
 
 _, MambaLayer = find("megatron.core.ssm.mamba_layer:MambaLayer")
 _, MambaLayerSubmodules = find("megatron.core.ssm.mamba_layer:MambaLayerSubmodules")
-_, MambaMixer = find("megatron.core.ssm.mamba_mixer:MambaMixer")
+_, MambaMixer = find(mamba.MIXER.layer)
 _, MambaMixerSubmodules = find("megatron.core.ssm.mamba_mixer:MambaMixerSubmodules")
-_, GatedDeltaNet = find("megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet")
+_, GatedDeltaNet = find(gated_delta_net.MIXER.layer)
 _, GatedDeltaNetSubmodules = find("megatron.core.ssm.gated_delta_net.common:GatedDeltaNetSubmodules")
 _, MLPLayer = find("megatron.core.ssm.mlp_layer:MLPLayer")
-
-_KERNELS = {
-    "M": ("Mamba", MambaMixer, "HAVE_MAMBA_SSM"),
-    "G": ("gated delta net", GatedDeltaNet, "HAVE_FLA"),
-}
-"""Symbol of a pattern -> its layer, and what its modules call the existence of its kernels."""
 
 
 def on_cpu(spec: ModuleSpec, config: Any, pattern: str) -> ModuleSpec:
@@ -51,12 +47,12 @@ def on_cpu(spec: ModuleSpec, config: Any, pattern: str) -> ModuleSpec:
     Raises:
         ValueError: for layers of the pattern whose kernels exist for CUDA only.
     """
-    for symbol, (name, layer, exists) in _KERNELS.items():
-        modules = [sys.modules[base.__module__] for base in layer.__mro__]
-        if symbol in pattern and not all(getattr(module, exists, True) for module in modules):
+    for mixer in (one for one in MIXERS if one.kernels and one.letter in pattern):
+        modules = [sys.modules[base.__module__] for base in find(mixer.layer)[1].__mro__]
+        if not all(getattr(module, mixer.kernels, True) for module in modules):
             raise ValueError(
-                f"{symbol} in --hybrid-layer-pattern {pattern}: the kernels of {name} run only on CUDA. Train on a "
-                f"GPU, or try a pattern without {symbol}"
+                f"{mixer.letter} in --hybrid-layer-pattern {pattern}: the kernels of {mixer.name} run only on CUDA. "
+                f"Train on a GPU, or try a pattern without {mixer.letter}"
             )
     return stack_spec(config) if spec is with_transformer_engine else spec
 

@@ -23,13 +23,13 @@ from cp_plugin.attention.recompute import Recomputed
 from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.common import refusals
 from cp_plugin.common.text import group_ranks, ranks_named
-from cp_plugin.megatron import runtime
+from cp_plugin.megatron import groups, runtime
 from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args, early, stops
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.layers import fp8_scaling, groups, linear_attention, modelopt
-from cp_plugin.megatron.patches import batch, hybrid, loss, mtp, padding, patching, rope
+from cp_plugin.megatron.mixers import fp8_scaling, modelopt, spec, table
+from cp_plugin.megatron.patches import batch, loss, mtp, padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.selfcheck import audit, first_step, recheck, slices, step
@@ -242,7 +242,7 @@ def start(settings: Settings, model: Model | None = None, parsed: argparse.Names
     "hybrid_stack_spec config",
     called_by="the model builder, with a spec that names Megatron's classes",
     otherwise="a hybrid model would keep Megatron's own attention",
-    when=lambda run: run.hybrid and (run.settings.active or cpu.active()),
+    when=lambda run: bool(run.pattern) and (run.settings.active or cpu.active()),
 )
 def replace_hybrid_model(call: Call) -> None:
     """Give ``HybridModel`` the plugin's core attention, and on the CPU a spec without Transformer Engine."""
@@ -251,11 +251,7 @@ def replace_hybrid_model(call: Call) -> None:
         from cp_plugin.megatron.models import hybrid  # imports much of Megatron
 
         stack = hybrid.on_cpu(stack, call["config"], call.arguments.get("hybrid_layer_pattern") or "")
-    call.original(hybrid_stack_spec=linear_attention.with_core_attention(stack) if runtime.settings().active else stack)
-
-
-def _recomputes(run: Run) -> bool:
-    return run.settings.active and not run.settings.recompute_attention and run.has("recompute_granularity")
+    call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
 
 
 @wraps(
@@ -263,7 +259,7 @@ def _recomputes(run: Run) -> bool:
     "attention's results in recomputation",
     called_by="transformer blocks",
     otherwise="attention would be computed, and its keys sent, twice",
-    when=_recomputes,
+    when=lambda run: run.settings.active and not run.settings.recompute_attention and run.has("recompute_granularity"),
 )
 def replace_checkpoint(call: Call) -> Any:
     """Recompute without attention (``attention.recompute``); the first parameter is the function that is run twice.
@@ -290,12 +286,8 @@ OF_RUN = (
     mtp.replace_roll_tensor,
     mtp.replace_process_mtp_loss,
     loss.replace_calc_loss,
-    linear_attention.replace_core_attention,
-    replace(
-        linear_attention.replace_core_attention,
-        target="megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention",
-        reason="attention of the Transformer Engine spec",
-    ),
+    spec.replace_core_attention,
+    spec.IN_TRANSFORMER_ENGINE,
     modelopt.replace_gpt_spec,
     replace_setup_model_and_optimizer,
     step.replace_get_forward_backward_func,
@@ -305,14 +297,8 @@ OF_RUN = (
     padding.replace_router_forward,
     padding.replace_token_counts,
     fp8_scaling.replace_finalize_model_grads,
-    linear_attention.replace_get_query_key_value,
-    linear_attention.replace_num_floating_point_operations,
-    hybrid.replace_undo,
-    hybrid.replace_redo,
-    hybrid.replace_packed_order,
-    hybrid.replace_resolve_cu_seqlens,
+    *table.PATCHES,
     replace_hybrid_model,
-    hybrid.replace_forward,
     batch.replace_dataset_builder,
 )
 """Installed once the flags are valid: those whose ``when`` is true of the run."""

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
-from cp_plugin.megatron.compat import find, megatron_version
+from cp_plugin.megatron.compat import find, hybrid_pattern, megatron_version
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import STATE, Place, Scope
 
@@ -100,13 +100,7 @@ class Run:
     @property
     def pattern(self) -> str:
         """The pattern of a hybrid model; empty for other models."""
-        names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-        patterns = (getattr(one, name, None) for one in (self.args, *self.built) for name in names)
-        return next((found for found in patterns if found), "")
-
-    @property
-    def hybrid(self) -> bool:
-        return bool(self.pattern)
+        return hybrid_pattern(self.args, *self.built)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from cp_plugin.common.versions import require_megatron
 from cp_plugin.megatron.flags import early, stops
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.patching import Patch
 from cp_plugin.megatron.planned import sizes
 from cp_plugin.planner.candidates import Allowed
 from cp_plugin.planner.training.model import Model
@@ -29,13 +28,6 @@ from cp_plugin.testing.launch import run_ranks
 CAPABILITY = (9, 0)
 """Compute capability that Megatron's validation sees: Hopper, which supports all but Blackwell's additions."""
 SECONDS = 300.0  # timeout; importing Megatron takes most
-
-TE_VERSION = Patch(
-    target="megatron.core.utils:is_te_min_version",
-    make=lambda original: lambda *_, **__: True,
-    reason="a planned machine has every Transformer Engine",
-    only_in="megatron.core.transformer.transformer_config",
-)
 
 
 class Refused(NamedTuple):
@@ -149,9 +141,10 @@ def _pretend_gpu() -> None:
 
 def _check_config(args: argparse.Namespace) -> None:
     """Build a TransformerConfig, whose checks refuse more; as if Transformer Engine were installed."""
+    from megatron.core.transformer import transformer_config
     from megatron.training.arguments import core_transformer_config_from_args
 
-    patching.install([TE_VERSION])
     args = copy.copy(args)
     args.apply_rope_fusion = False  # needs a function of Transformer Engine's, not a version
-    core_transformer_config_from_args(args)
+    with patching.lent(transformer_config, is_te_min_version=lambda *_, **__: True):
+        core_transformer_config_from_args(args)

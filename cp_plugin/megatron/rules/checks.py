@@ -51,7 +51,7 @@ ON_CPU = Rule(
 
 def _attends(run: Run) -> bool:
     """Whether some layer has an attention that only Transformer Engine divides."""
-    return "*" in (models.pattern_of(run) or "*") and not getattr(run.args, "experimental_attention_variant", None)
+    return "*" in (run.pattern or "*") and not getattr(run.args, "experimental_attention_variant", None)
 
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -150,7 +150,7 @@ def resolve(settings: Settings, problem: Problem) -> Model:
 def resolve_kind(kind: Kind, settings: Settings, problem: Problem) -> Resolved:
     """``resolve`` for one kind of attention; ``problem``: a softmax call of the model."""
     flag, (provider, options) = "--cp-provider", settings.of(kind)
-    its = settings.linear or settings.delta_net
+    its = settings.linear_layers
     if kind == "linear" and its is not None:
         flag, problem = "--cp-linear-provider", its.problem(problem)
     resolved = providers.settle(provider, problem, options)

@@ -17,12 +17,11 @@ from cp_plugin.megatron.rules.fields import UNKNOWN
 from cp_plugin.megatron.rules.rule import Found, Rule, flag, given, refuse, shown, when
 
 if TYPE_CHECKING:
-    from cp_plugin.megatron.rules.run import Run
-
-if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from cp_plugin.megatron.rules.run import Run
 
 
 CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}

@@ -16,14 +16,9 @@ if TYPE_CHECKING:
 _SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--micro-batch-size")
 
 
-def pattern_of(run: Run) -> str:
-    """The hybrid pattern; empty for other models."""
-    return run.args.hybrid_layer_pattern or run.args.hybrid_override_pattern or ""
-
-
 def _divides_delta_net(run: Run) -> bool:
     """Whether gated delta net layers run on several context-parallel ranks."""
-    return run.args.context_parallel_size > 1 and "G" in pattern_of(run)
+    return run.args.context_parallel_size > 1 and "G" in run.pattern
 
 
 def _below_one(run: Run) -> Found:
@@ -95,7 +90,7 @@ RULES = (
         what="D in --hybrid-layer-pattern {pattern}",
         why="DeepSeek's sparse attention chooses its keys in Megatron's own layout",
         fix="use *",
-        looks_at=lambda run: when("D" in pattern_of(run), pattern=pattern_of(run)),
+        looks_at=lambda run: when("D" in run.pattern, pattern=run.pattern),
     ),
     Rule(
         name="hybrid without attention",
@@ -103,7 +98,7 @@ RULES = (
         what="--hybrid-layer-pattern {pattern} without * or +",
         why="no layer of this model would use the provider",
         fix="add an attention layer (*)",
-        looks_at=lambda run: when(pattern_of(run) and not set("*+") & set(pattern_of(run)), pattern=pattern_of(run)),
+        looks_at=lambda run: when(run.pattern and not set("*+") & set(run.pattern), pattern=run.pattern),
     ),
     Rule(
         name="packed micro-batches in a pipeline",

@@ -10,6 +10,7 @@ import torch
 from cp_plugin.comm import network_between
 from cp_plugin.core.layout import LAYOUTS, Layout
 from cp_plugin.core.problem import Problem, Transport
+from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules.rule import value_of
@@ -38,6 +39,11 @@ class Run:
     def packed(self) -> str:
         """The flags that pack documents; empty: none."""
         return ", ".join(packed_by(self.args))
+
+    @property
+    def pattern(self) -> str:
+        """The pattern of a hybrid model; empty for other models."""
+        return compat.hybrid_pattern(self.args)
 
     @property
     def layout(self) -> Layout:
@@ -87,7 +93,7 @@ class Run:
             window=None if args.window_size is None else tuple(args.window_size),
             documents=bool(packed_by(args)),
             sink=args.softmax_type != "vanilla",
-            softcap=getattr(args, "attn_logit_softcapping", None) is not None,  # of a later Megatron
+            softcap=compat.softcap(args) is not None,
             transport=Transport(network=network_between("cpu" if cpu.active() else "cuda")),
         )
 

@@ -28,8 +28,9 @@ from cp_plugin.kernels import blocks
 from cp_plugin.linear import kernels
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.flags import option_flags
-from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
-from cp_plugin.megatron.patches import hybrid, patching
+from cp_plugin.megatron.mixers import table as mixers
+from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention
+from cp_plugin.megatron.patches import patching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +78,15 @@ def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
                 backends.add(_backend(module, chunk))
                 if module.kind == "linear":
                     found["linear"].append(label)
-            elif hybrid.keeps_layout(module):
+            elif mixers.keeps_layout(module):
                 if isinstance(module, TransformerLayer) or type(module).__name__ == "MambaLayer":
                     found["states"].append(label)
-                if hybrid.replaced_delta_net(module):
+                if mixers.computed_in(module) is not None:
                     options = runtime.context_parallel(kind="linear").options
                     backends.add(_linear_kernel(options, module.config.params_dtype, chunk))
             elif name.rpartition(".")[2] == "core_attention" or _is_other_attention(module):
                 found["missed"].append(f"{label} ({type(module).__name__})")
-            if hybrid.converts(module):
+            if mixers.converts(module):
                 found["converted"].append(label)
     return Coverage(**found, backends=sorted(backends))
 
@@ -206,7 +207,7 @@ def _device(chunk: torch.nn.Module) -> torch.device:
 def _axis_ranks() -> dict[str, tuple[int, ...]]:
     """Axis of either kind of attention -> ranks of this rank's group along it."""
     found = {}
-    for kind in runtime.kinds():
+    for kind in runtime.settings().kinds:
         mesh = runtime.context_parallel(kind=kind).mesh
         label = "linear " if kind == "linear" and runtime.settings().softmax else ""
         ranks = {axis: mesh.groups[axis] for axis, n in mesh.axes.items() if n > 1}

@@ -18,8 +18,8 @@ from torch import Tensor
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.comm import WHOLE
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.layers import modelopt
-from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
+from cp_plugin.megatron.mixers import modelopt
+from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.state import STATE
 
 PHASE = "check"  # phase in the ledger

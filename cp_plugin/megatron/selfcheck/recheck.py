@@ -43,9 +43,10 @@ from cp_plugin.comm.group import pack, unpack
 from cp_plugin.core.block import Scores
 from cp_plugin.linear.tokens import Tokens, tokens_of
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.layers import modelopt
-from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
-from cp_plugin.megatron.patches import hybrid, patching
+from cp_plugin.megatron.mixers import gated_delta_net, modelopt, table
+from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention, CoreAttention
+from cp_plugin.megatron.mixers.mixer import Mixer
+from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.selfcheck import rotation, slices
 from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Every, Place, Steps
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Softmax, compare
@@ -58,7 +59,6 @@ TOLERANCE_FP8: Mapping[str | None, float] = {"comm": 0.15, "compute": 0.25}
 and by up to 12 % with e5m2 in the kernel."""
 _ROWS, _SCORES = 8, 1 << 22
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
-_DELTA_NET = "delta net"
 
 
 def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> None:
@@ -73,8 +73,8 @@ def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> N
     steps = Steps(every, iterations)
     slices.watch(chunks, steps)
     rotation.watch(chunks, steps)
-    for kind, layers in _by_kind(chunks).items():
-        _Watch(kind, Drawn(steps)).follow(layers)
+    for mixer, layers in _by_mixer(chunks).items():
+        _Watch(mixer.kind, Drawn(steps)).follow(layers)
 
 
 @contextmanager
@@ -82,26 +82,25 @@ def every_call(chunks: Sequence[torch.nn.Module]) -> Iterator[Every]:
     """In the block, compare each call of the attention layers."""
     every = Every()
     with ExitStack() as back:
-        for kind, layers in _by_kind(chunks).items():
-            for hook in _Watch(kind, every).follow(layers):
+        for mixer, layers in _by_mixer(chunks).items():
+            for hook in _Watch(mixer.kind, every).follow(layers):
                 back.callback(hook.remove)
         yield every
 
 
-def _by_kind(chunks: Sequence[torch.nn.Module]) -> dict[str, list[Any]]:
-    kinds: dict[str, list[Any]] = {}
+def _by_mixer(chunks: Sequence[torch.nn.Module]) -> dict[Mixer, list[Any]]:
+    found: dict[Mixer, list[Any]] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, AnyCoreAttention):
-            kinds.setdefault(module.kind, []).append(module)
-        elif hybrid.replaced_delta_net(module):
-            kinds.setdefault(_DELTA_NET, []).append(module)
-    return kinds
+        mixer = table.computed_in(module)
+        if mixer is not None:
+            found.setdefault(mixer, []).append(module)
+    return found
 
 
 class _Watch:
     """Check the identities, and some rows, of the drawn calls among the layers of a kind."""
 
-    def __init__(self, kind: str, drawn: Drawn) -> None:
+    def __init__(self, kind: str | None, drawn: Drawn) -> None:
         self._kind, self._drawn = kind, drawn
         self._inside: Inside | None = None
 
@@ -186,7 +185,7 @@ class Inside:
         self.call: Any = None  # arguments of ``ContextParallel.linear_attention`` by name, and ``out``
         self.convolution: tuple[Tensor, Tensor | None, Tensor] | None = None  # input, bias, output
         self.exchanged: list[tuple[convolution.Rows, convolution.Rows]] = []
-        attend, convolve = ContextParallel.linear_attention, hybrid.short_convolution
+        attend, convolve = ContextParallel.linear_attention, gated_delta_net.short_convolution
         arguments = inspect.signature(attend)
 
         def attending(*args: Any, **named: Any) -> Tensor:
@@ -203,7 +202,7 @@ class Inside:
 
         back = ExitStack()
         back.enter_context(patching.lent(ContextParallel, linear_attention=attending))
-        back.enter_context(patching.lent(hybrid, short_convolution=convolving))
+        back.enter_context(patching.lent(gated_delta_net, short_convolution=convolving))
         back.enter_context(patching.lent(convolution, told=self.exchanged))
         self.close = back.close  # a backward still appends to ``exchanged``
 

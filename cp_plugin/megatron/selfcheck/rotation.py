@@ -26,9 +26,9 @@ from torch import Tensor
 
 from cp_plugin.comm.every_rank import of_every_rank
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.layers import modelopt
-from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.micro_batch import MicroBatch
+from cp_plugin.megatron.mixers import modelopt
+from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Steps
 

@@ -35,9 +35,9 @@ from torch.distributed import distributed_c10d
 
 from cp_plugin.comm.every_rank import gather_objects
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.layers import fp8_scaling
-from cp_plugin.megatron.layers.core_attention import CoreAttention
-from cp_plugin.megatron.patches import hybrid, padding, patching, rope
+from cp_plugin.megatron.mixers import fp8_scaling, gated_delta_net
+from cp_plugin.megatron.mixers.core_attention import CoreAttention
+from cp_plugin.megatron.patches import padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck import first_step, readings, recheck, tiny_batch
 from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
@@ -225,7 +225,7 @@ class _Step:
 
     def _in_fp8(self) -> bool:
         """Return True if attention of the run travels, or is computed, in FP8."""
-        return any(runtime.context_parallel(kind=kind).options.fp8 is not None for kind in runtime.kinds())
+        return any(runtime.context_parallel(kind=kind).options.fp8 is not None for kind in runtime.settings().kinds)
 
     def _run(self, noise: int = 0) -> readings.Result:
         with restored(self.chunks, [self.script]):
@@ -323,7 +323,7 @@ class _Step:
                     back.callback(
                         module.register_forward_pre_hook(tiny_batch.Strong(), with_kwargs=True, prepend=True).remove
                     )
-                elif hybrid.replaced_delta_net(module):
+                elif gated_delta_net.MIXER.computes(module):
                     back.callback(module.in_proj.register_forward_hook(tiny_batch.lasting(module)).remove)
             yield
 

@@ -17,7 +17,7 @@ from cp_plugin import __version__
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.args import UPSTREAM
-from cp_plugin.megatron.layers import fp8_scaling as scaling
+from cp_plugin.megatron.mixers import fp8_scaling as scaling
 from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.state import STATE
 

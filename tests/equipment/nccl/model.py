@@ -262,7 +262,7 @@ def run_checked(
 ) -> list[Trace]:
     """What every rank of a mesh with these axes and extra groups posts in ``program``, run one after the other.
 
-    connected: groups are connected where they are made, as ``cp_plugin.megatron.layers.groups`` does: those of
+    connected: groups are connected where they are made, as ``cp_plugin.megatron.groups`` does: those of
         ``collective`` for collectives.
 
     Raises:

@@ -10,19 +10,16 @@ layer's number, since not all layers of a hybrid model have them.
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, rms_norm
@@ -32,9 +29,10 @@ from cp_plugin.linear.features import initial
 from cp_plugin.linear.variants import GATE_RANK, Heads, LinearAttention
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags.linear_flags import Linear
-from cp_plugin.megatron.layers.core_attention import AnyCoreAttention, CoreAttention
 from cp_plugin.megatron.micro_batch import MicroBatch
-from cp_plugin.megatron.patches.patching import Call, registers, wraps
+from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention
+from cp_plugin.megatron.mixers.mixer import Mixer
+from cp_plugin.megatron.patches.patching import Call, wraps
 from cp_plugin.megatron.rules import layers as rules
 
 
@@ -196,31 +194,9 @@ def per_token(args: argparse.Namespace, linear: Linear) -> int:
     return 2 * ((heads + groups) * call.head_dim * call.v_head_dim + own.matrices + own.replicated)
 
 
-class ByLayerNumber:
-    """Makes a ``LinearCoreAttention`` or a ``CoreAttention``; a class, since Megatron builds modules from classes."""
-
-    def __new__(cls, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> AnyCoreAttention:
-        linear = runtime.settings().linear
-        kind = LinearCoreAttention if linear is not None and linear.has(layer_number) else CoreAttention
-        return kind(config, layer_number, *args, **kwargs)
-
-
-def with_core_attention(spec: Any) -> Any:
-    """A deep copy of a spec with the plugin's core attention instead of Megatron's."""
-    if spec is TEDotProductAttention or spec is DotProductAttention:
-        return ByLayerNumber
-    if isinstance(spec, list):
-        return [with_core_attention(one) for one in spec]
-    if isinstance(spec, type) or not is_dataclass(spec):
-        return spec
-    return replace(spec, **{field.name: with_core_attention(getattr(spec, field.name)) for field in fields(spec)})
-
-
-@registers(
-    "megatron.core.models.backends:LocalSpecProvider.core_attention",
-    "attention of the local spec",
-    otherwise="attention would not match a single rank's",
+MIXER = Mixer(
+    name="linear attention",
+    kind="linear",
+    computes=lambda module: isinstance(module, LinearCoreAttention),
+    patches=(replace_get_query_key_value, replace_num_floating_point_operations),
 )
-def replace_core_attention(call: Call) -> type:
-    """Replaces ``BackendSpecProvider.core_attention``: the class that a spec uses for all layers."""
-    return CoreAttention if runtime.settings().linear is None else ByLayerNumber

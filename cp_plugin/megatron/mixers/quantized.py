@@ -24,7 +24,7 @@ from modelopt.torch.utils.distributed import ParallelState
 from torch import Tensor
 
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.layers.core_attention import AnyCoreAttention
+from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.selfcheck import audit
 from cp_plugin.megatron.state import STATE
 

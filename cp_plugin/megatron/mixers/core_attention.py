@@ -29,9 +29,10 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from cp_plugin.attention.api import ContextParallel
-from cp_plugin.megatron import runtime
-from cp_plugin.megatron.layers import fp8_scaling as scaling
+from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
+from cp_plugin.megatron.mixers import fp8_scaling as scaling
+from cp_plugin.megatron.mixers.mixer import Mixer
 from cp_plugin.megatron.rules import layers as rules
 from cp_plugin.methods.protocol import Kind
 
@@ -72,7 +73,7 @@ class AnyCoreAttention(MegatronModule):
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
-        self.softcap = getattr(config, "attn_logit_softcapping", None)  # of a later Megatron
+        self.softcap = compat.softcap(config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         layer = rules.Layer(args=config, settings=runtime.settings(), attention_type=attention_type, dropout=dropout)
         rules.check_layer(rules.LAYER, layer)
@@ -204,3 +205,6 @@ def _softmax_offset(config: TransformerConfig) -> Tensor | torch.nn.Parameter | 
     if config.perform_initialization:
         config.init_method(offset)
     return offset
+
+
+MIXER = Mixer(name="attention", kind="softmax", computes=lambda module: isinstance(module, CoreAttention))

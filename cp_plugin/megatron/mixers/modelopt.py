@@ -13,8 +13,8 @@ import torch
 
 from cp_plugin.common.versions import MODELOPT_MINIMUM, version_tuple
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.layers import linear_attention
-from cp_plugin.megatron.layers.core_attention import CoreAttention
+from cp_plugin.megatron.mixers.core_attention import CoreAttention
+from cp_plugin.megatron.mixers.spec import with_core_attention
 from cp_plugin.megatron.patches.patching import Call, wraps
 
 SPEC = "megatron.core.post_training.modelopt.gpt.model_specs:get_gpt_modelopt_spec"
@@ -39,7 +39,7 @@ def register() -> None:
         quantised = _refusing("too old")
     else:
         try:
-            quantised = import_module("cp_plugin.megatron.layers.quantized").QuantCoreAttention
+            quantised = import_module("cp_plugin.megatron.mixers.quantized").QuantCoreAttention
         except ImportError as error:
             quantised = _refusing(str(error))
     registry.register({CoreAttention: "cp_plugin_CoreAttention"})(quantised)
@@ -64,7 +64,7 @@ def quantizes(module: torch.nn.Module) -> bool:
 )
 def replace_gpt_spec(call: Call) -> Any:
     """Put the plugin's core attention into the spec of ``get_gpt_modelopt_spec``."""
-    return linear_attention.with_core_attention(call.original())
+    return with_core_attention(call.original())
 
 
 def _refusing(reason: str) -> type:

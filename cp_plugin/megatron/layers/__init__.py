@@ -1,1 +1,0 @@
-"""The layers that Megatron's specs are given, and the process groups they use."""
