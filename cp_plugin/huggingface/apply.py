@@ -48,10 +48,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_LAYERS = ("full_attention", "sliding_attention")
-"""``layer_types`` of attention."""
-
-
 def apply(
     model: PreTrainedModel, cp: ContextParallel, *, linear: ContextParallel | None = None, check: bool = True
 ) -> None:
@@ -76,7 +72,7 @@ def apply(
     model = _inside(model)
     undo(model)
     _refuse_by_name(model)
-    whole = _whole(model, cp)
+    whole = tokens(model, TOKENS * cp.size)[:1]
     with _named(model):
         want = _evaluated(model, input_ids=whole) if check else None
     division = Division(cp, model.config)
@@ -145,10 +141,10 @@ def _refuse_by_name(model: PreTrainedModel) -> None:
     if config.is_encoder_decoder or config.sub_configs:
         raise ValueError(f"{type(model).__name__}: only text models without an encoder can be sharded")
     refuse_router_losses(config, {})
-    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
-    mixed = any(True for _ in layers.mixers(model))
-    known = (*_LAYERS, "linear_attention", "conv") if mixed else _LAYERS
-    for kind in kinds:
+    known = ["full_attention", "sliding_attention"]
+    if any(True for _ in layers.mixers(model)):
+        known += ["linear_attention", "conv"]
+    for kind in getattr(config, "layer_types", None) or ():
         refuse(kind not in known, f"a layer of {kind}")
 
 
@@ -202,11 +198,6 @@ def _named(model: PreTrainedModel) -> Iterator[None]:
             f"{type(model).__name__} cannot be examined, and therefore not sharded: on a few tokens, with other "
             f"attention, it fails with {type(error).__name__}: {error}"
         ) from error
-
-
-def _whole(model: PreTrainedModel, cp: ContextParallel) -> Tensor:
-    size = TOKENS * cp.size
-    return tokens(model, cp.layout.padded(size, cp.size) if cp.size > 1 else size)[:1]
 
 
 def _evaluated(model: PreTrainedModel, **batch: Tensor) -> Tensor:
@@ -274,11 +265,9 @@ def require_same_attention(model: PreTrainedModel, division: Division) -> None:
     """
     cp, both = division.cp, Both(division, model)
     longest = max((n for n in lengths(model.config, WINDOWS) if n <= MOST_TOKENS), default=0)
-    size = max(TOKENS * cp.size, longest + longest // 2)
-    size = cp.layout.padded(size, cp.size)
-    with probing(model, division, both):
-        model.eval()
-        division.call = Call(size, size - 1, (0, size) if cp.layout == DOCUMENTS else ())
+    size = cp.layout.padded(max(TOKENS * cp.size, longest + longest // 2), cp.size)
+    call = Call(size, size - 1, (0, size) if cp.layout == DOCUMENTS else ())
+    with probing(model, division, both, call):
         body(model, input_ids=tokens(model, size)[:1])
 
 
@@ -299,7 +288,7 @@ def require_next_token_loss(model: PreTrainedModel, division: Division) -> None:
     ValueError for a head with another loss, or one that ignores ``shift_labels`` or ``num_items_in_batch``."""
     if "labels" not in forwards(model)[0].parameters():
         return
-    size = division.on((0, TOKENS * division.cp.size)).layout.padded(TOKENS * division.cp.size, division.cp.size)
+    size = TOKENS * division.cp.size
     ids = tokens(model, size)[:2]
     labels = ids.flip(0).roll(3, 1).clone()
     labels[:, : size // 3] = IGNORED  # ranks then have different numbers of labels
@@ -307,17 +296,14 @@ def require_next_token_loss(model: PreTrainedModel, division: Division) -> None:
     batch = shard(division.cp, ids, labels)
     mine = {key: batch[key] for key in ("input_ids", "position_ids", "labels", "shift_labels")}
     for training in (False, True):
-        with probing(model, division, Alone()), Plain(False):
-            model.train(training)
-            division.call = Call(size, size - 1)
+        with probing(model, division, Alone(), Call(size, size - 1), training), Plain(False):
             _alone(model, ids, labels, count)
             result = model(**mine, num_items_in_batch=2 * count, use_cache=False)
             logits = _logits(model, result, mine["input_ids"], mine["position_ids"])
         _over_ranks(model, division, result.loss, logits, labels, 2 * count)
-    for items in (count, None):
-        with unchanged(model):
-            result = model.eval()(**batch | {"num_items_in_batch": items}, use_cache=False)
-        _over_ranks(model, division, result.loss, result.logits, labels, items)
+    with unchanged(model):
+        result = model.eval()(**batch | {"num_items_in_batch": None}, use_cache=False)
+    _over_ranks(model, division, result.loss, result.logits, labels, None)
 
 
 def _over_ranks(

@@ -184,7 +184,10 @@ class Division:
             left = None if sliding_window is None else sliding_window - 1
             seen = Mask(left, 0 if causal else None, self.call.documents)
         else:
-            seen = _read(mask)
+            try:
+                seen = from_tensor(mask)
+            except ValueError as problem:
+                raise ValueError(UNSUPPORTED.format(problem)) from None
         if tree is None:
             self.ignored.add("tree")
         self.dtype = query.dtype
@@ -200,17 +203,6 @@ class Division:
             tree=tree,
         )
         return out.transpose(0, 1).contiguous()
-
-
-def _read(mask: Tensor) -> Mask:
-    """What a tensor in the place of a mask stands for."""
-    try:
-        seen = from_tensor(mask)
-    except ValueError as problem:
-        refuse(True, str(problem))
-    refuse(seen is None, "a custom mask")
-    assert seen is not None
-    return seen
 
 
 def placed(cp: ContextParallel, documents: tuple[int, ...]) -> ContextParallel:

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.convolution import copied
+from cp_plugin.common.text import shortened
 from cp_plugin.core.mask import document_bounds
 from cp_plugin.core.tree import Tree
 from cp_plugin.huggingface.attention import OfShard, placed, refuse
@@ -188,11 +189,7 @@ def bounds_of(
         raise ValueError("cu_seq_lens_k must be the bounds of cu_seq_lens_q: a token sees only its own document")
     if len(restarts) > 2 and restarts != bounds:
         raise ValueError(
-            f"position_ids begin documents at {_short(restarts[:-1])}, cu_seq_lens_q at {_short(bounds[:-1])}: they "
-            "must agree"
+            f"position_ids begin documents at {shortened(restarts[:-1])}, cu_seq_lens_q at {shortened(bounds[:-1])}: "
+            "they must agree"
         )
     return bounds if len(bounds) > 2 else ()
-
-
-def _short(numbers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -15,10 +15,8 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from cp_plugin.attention.agreement import gathered
 from cp_plugin.attention.api import ContextParallel
 from cp_plugin.attention.convolution import short_convolution
 from cp_plugin.common.eager import eager
@@ -52,12 +50,12 @@ def gated_delta_rule(
         return value * (beta * g).unsqueeze(-1).to(value.dtype) + sum(repeated), None
     if key.size(2) != value.size(2):
         query, key = (x.repeat_interleave(value.size(2) // x.size(2), 2) for x in (query, key))
-    bounds = _bounds(division, query.size(1), cu_seqlens)
-    out = _linear(division, bounds).linear_attention(
+    linear, bounds = _placed(division, query.size(1), cu_seqlens)
+    out = linear.linear_attention(
         *(x.transpose(0, 1) for x in (query, key, value, g)),
         beta=beta.transpose(0, 1),
         scale=query.size(-1) ** -0.5 if scale is None else scale,
-        cu_seqlens=torch.tensor(bounds) if bounds else None,
+        cu_seqlens=bounds,
     )
     return out.transpose(0, 1), None
 
@@ -75,10 +73,8 @@ def convolution(
     if division.probe is not None:
         out = x * weight[:, -1:] if bias is None else x * weight[:, -1:] + bias[:, None]
     else:
-        bounds = _bounds(division, x.size(2), cu_seq_lens_q)
-        rows = x.permute(2, 0, 1)
-        cu_seqlens = torch.tensor(bounds) if bounds else None
-        out = short_convolution(_linear(division, bounds), rows, weight, bias, cu_seqlens=cu_seqlens).permute(1, 2, 0)
+        linear, bounds = _placed(division, x.size(2), cu_seq_lens_q)
+        out = short_convolution(linear, x.permute(2, 0, 1), weight, bias, cu_seqlens=bounds).permute(1, 2, 0)
     if activation is None:
         return out
     from transformers.activations import ACT2FN
@@ -107,9 +103,6 @@ class _Either:
         if "hidden_states" in named:
             named["x"] = named.pop("hidden_states")
         return self.divided(division, *args, **named)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Either:
-        return self
 
 
 class _Convolution:
@@ -153,10 +146,9 @@ def _lengthen(
         one = positions.new_empty((*positions.shape[:-1], 1))
         return torch.cat((positions, one.copy_(last) if isinstance(last, Tensor) else one.fill_(last)), -1)
 
-    if "position_ids" in named:
-        return args, {**named, "position_ids": longer(named["position_ids"])}
-    place = list(inspect.signature(type(layer).forward).parameters).index("position_ids") - 1
-    return (*args[:place], longer(args[place]), *args[place + 1 :]), named
+    given = inspect.signature(type(layer).forward).bind(layer, *args, **named)
+    given.arguments["position_ids"] = longer(given.arguments["position_ids"])
+    return given.args[1:], given.kwargs
 
 
 def _shorten(division: Division, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -227,29 +219,24 @@ def needed(model: nn.Module, cp: ContextParallel, linear: ContextParallel | None
 
 
 def _on_same_ranks(cp: ContextParallel) -> ContextParallel:
-    axes = [name for name, n in cp.mesh.axes.items() if n > 1]
-    if not axes:
+    if cp.size == 1:
         return ContextParallel("lasp2", group=None)
-    groups = getattr(cp.mesh, "groups", None)
-    if groups is None:
-        return ContextParallel("lasp2", mesh=cp.mesh, layout=cp.layout.name)
-    group = groups[axes[0]] if len(axes) == 1 else groups.get("all")
-    if group is None:
-        ranks = gathered(cp.mesh, torch.tensor([dist.get_rank()])).tolist()
-        group = dist.new_group(ranks, use_local_synchronization=True)
-    linear = ContextParallel("lasp2", group=group, layout=cp.layout.name)
+    where: dict[str, Any] = {"mesh": cp.mesh} if cp.group is None else {"group": cp.group}
+    linear = ContextParallel("lasp2", layout=cp.layout.name, **where)
     linear._number(cp.numbers)
     return linear
 
 
-def _linear(division: Division, bounds: tuple[int, ...]) -> ContextParallel:
+def _placed(division: Division, tokens: int, cu_seqlens: Tensor | None) -> tuple[ContextParallel, Tensor | None]:
+    """The linear layers' ``ContextParallel`` for this call, and its documents' bounds.
+
+    Old versions of transformers do not pass the bounds on; ``Forward.after`` then allows one document only.
+    """
     assert division.linear is not None
-    return placed(division.linear, bounds)
-
-
-def _bounds(division: Division, tokens: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-    """Of the documents. Old versions of transformers do not pass them on; ``Forward.after`` then allows one only."""
-    return division.call.documents if cu_seqlens is None else document_bounds(cu_seqlens, tokens * division.cp.size)
+    bounds = division.call.documents
+    if cu_seqlens is not None:
+        bounds = document_bounds(cu_seqlens, tokens * division.cp.size)
+    return placed(division.linear, bounds), torch.tensor(bounds) if bounds else None
 
 
 def _normal(x: Tensor) -> Tensor:

@@ -30,15 +30,14 @@ def as_tensor(mask: Mask) -> Tensor:
     return torch.tensor([_SIGN, left, right, *mask.documents]).view(1, 1, 1, -1)
 
 
-def from_tensor(x: Tensor) -> Mask | None:
-    """The inverse; None for any other tensor. ValueError for one that stands for a mask which is not a window."""
-    if x.dtype != torch.int64 or x.shape[:-1] != (1, 1, 1) or x.numel() < 3:
-        return None
-    sign, left, right, *documents = x.flatten().tolist()
+def from_tensor(x: Tensor) -> Mask:
+    """The inverse. ValueError for any other tensor, and for one that stands for a mask which is not a window."""
+    stands = x.dtype == torch.int64 and x.shape[:-1] == (1, 1, 1) and x.numel() >= 3
+    sign, left, right, *documents = x.flatten().tolist() if stands else (0, 0, 0)
     if sign == _UNREADABLE:
         raise ValueError(bytes(documents).decode())
     if sign != _SIGN:
-        return None
+        raise ValueError("a custom mask")
     return Mask(None if left == -1 else left, None if right == -1 else right, tuple(documents))
 
 

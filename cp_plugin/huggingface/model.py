@@ -168,14 +168,12 @@ class Forward:
             )
         refuse_router_losses(config, named)
         mask = named.get("attention_mask")
-        if isinstance(mask, Tensor) and positions is not None:
-            refuse(mask.dim() != 2, "a custom mask")
+        if mask is not None:
+            refuse(not isinstance(mask, Tensor) or mask.dim() != 2, "a custom mask")
             refuse(
                 mask.shape != positions.shape, f"an attention_mask of {list(mask.shape)} for {list(positions.shape)}"
             )
             self._require(mask.all(), UNSUPPORTED.format("padding: pack or truncate the sequences"))
-        else:
-            refuse(mask is not None, "a custom mask")
 
     def _require(self, holds: Tensor, message: str) -> None:
         """At once on the CPU and in compared calls; else by the next of these, so that the host need not wait.
@@ -265,21 +263,20 @@ class Forward:
             refuse(getattr(output, loss, None) is not None, f"{loss}: each rank would balance only its own tokens")
 
     def _compared(self, named: dict[str, Any]) -> dict[str, Any]:
-        digests = named.get(DIGEST)
-        labels = named.get("shift_labels")
+        digests, positions = named.get(DIGEST), named.get("position_ids")
+        device = "cpu" if positions is None else positions.device.type
         return {
             "input_ids": None if digests is None else digests[0],
             "labels": None if digests is None else digests[1],
             "num_items_in_batch": named.get("num_items_in_batch"),
-            "shape of position_ids": tuple(getattr(named.get("position_ids"), "shape", ())),
+            "shape of position_ids": tuple(getattr(positions, "shape", ())),
             "documents": getattr(named.get("cu_seq_lens_q"), "tolist", tuple)(),
             "tree": repr(named.get("tree")),
-            "labels or none": labels is not None,
             "arguments": sorted(key for key, x in named.items() if x is not None),
             "model.training": self.model.training,
             "config": _plain(vars(self.division.config)),
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
-            "autocast": repr(autocast_dtype(named.get("position_ids"))),
+            "autocast": repr(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None),
         }
 
 
@@ -324,11 +321,6 @@ def refuse_router_losses(config: Any, named: dict[str, Any]) -> None:
     wanted = named.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if wanted is None else wanted:
         raise ValueError("output_router_logits: each rank would balance only its own tokens; set it to False")
-
-
-def autocast_dtype(x: Tensor | None) -> torch.dtype | None:
-    device = "cpu" if x is None else x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _plain(values: dict[str, Any]) -> str:

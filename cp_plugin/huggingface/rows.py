@@ -36,8 +36,8 @@ ASKED = "cp_asked"
 """Key of what is asked for instead of the model's output: an object with ``of(forward, named)``."""
 _TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_idx")
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_FILLING = (0, IGNORED, 0)
-"""Of input_ids, labels and starts; no counted token sees them, whatever they are."""
+_FILLING = (0, IGNORED, 0, -1, 0)
+"""Of input_ids, labels, starts, owner and place; no counted token sees them, whatever they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +118,14 @@ def _of_all_ranks(cp: ContextParallel, training: bool, named: dict[str, Any]) ->
     theirs = [b, s, problem is None and bool(starts[:, 1:].any()), count, kept]
     table = _agreed(cp, ours, theirs, problem, ids.device)
     shapes = [(int(row[0]), int(row[1])) for row in table]
-    x = torch.stack([ids, torch.full_like(ids, IGNORED) if counted is None else counted, starts])
-    if any(row[2] for row in table):
-        ids, labels, starts, owner, place = _in_one_row(cp, x, shapes)
+    labels = torch.full_like(ids, IGNORED) if counted is None else counted
+    owner, place = torch.full_like(ids, cp.index), torch.arange(ids.numel(), device=ids.device).view_as(ids)
+    packed = any(row[2] for row in table)
+    x = torch.stack([ids, labels, starts, owner, place])
+    ids, labels, starts, owner, place = _of_every_rank(cp, x, shapes, packed)
+    bounds = (0, ids.size(1)) if cp.layout == DOCUMENTS and cp.size > 1 else ()
+    if packed:
         bounds = (*starts[0].nonzero().flatten().tolist(), ids.size(1))
-    else:
-        ids, labels, starts, owner, place = _stacked_rows(cp, x, shapes)
-        bounds = (0, ids.size(1)) if cp.layout == DOCUMENTS and cp.size > 1 else ()
     rest = {key: x for key, x in named.items() if key not in (*_TOKENS, *_BOUNDS)}
     batch = part(cp, ids, None if following is None else labels, bounds)
     total, real = (sum(row[i] for row in table) for i in (3, 4))
@@ -170,10 +171,8 @@ def _agreed(
     cp: ContextParallel, ours: list[Any], theirs: list[Any], problem: str | None, device: torch.device
 ) -> list[list[float]]:
     """Every rank's ``theirs``, in rank order, once all have the same ``ours``."""
-    if cp.size == 1:
-        if problem is not None:
-            raise ValueError(problem)
-        return [theirs]
+    if cp.size == 1 and problem is not None:
+        raise ValueError(problem)
     header = torch.tensor([[*ours, *theirs]], dtype=torch.float64, device=device)
     table = gathered(cp.mesh, header).tolist()
     if any(row[0] for row in table) and (error := problem_of_ranks(cp.mesh, problem, device)):
@@ -192,39 +191,24 @@ def _agreed(
     return [row[len(ours) :] for row in table]
 
 
-def _stacked_rows(cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """``[n, b, s]`` of this rank -> tensors ``[size * b, s]``: the n of all ranks, their owners, and their places."""
-    b, longest = (max(sizes) for sizes in zip(*shapes, strict=True))
-    s = cp.layout.padded(longest, cp.size)
-    whole = _gathered(cp, x, (b, s))
-    rows, tokens = torch.arange(b, device=x.device)[:, None], torch.arange(s, device=x.device)[None]
-    owner, place = (x.new_zeros(cp.size, b, s) for _ in range(2))
-    for rank, (r, n) in enumerate(shapes):
-        owner[rank] = torch.where((rows < r) & (tokens < n), rank, -1)
-        place[rank] = rows * n + tokens
-    return *whole.flatten(1, 2), owner.flatten(0, 1), place.flatten(0, 1)
+def _of_every_rank(cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]], packed: bool) -> Tensor:
+    """``[n, b, s]`` of this rank -> the n of all ranks: ``[n, size * b, s]`` of their rows or, where some are packs,
+    ``[n, 1, s]`` of one row of all documents, in which what fills it up is a document of its own."""
+    if packed:
+        x, shapes = x.flatten(1)[:, None], [(1, b * s) for b, s in shapes]
+    b, s = (max(sizes) for sizes in zip(*shapes, strict=True))
+    x = gathered(cp.mesh, _filled(x, b, s)[None]).transpose(0, 1)
+    if not packed:
+        return _filled(x.flatten(1, 2), cp.size * b, cp.layout.padded(s, cp.size))
+    x = torch.cat([x[:, rank, :, :s] for rank, (_, s) in enumerate(shapes)], dim=-1)
+    whole = _filled(x, 1, cp.layout.padded(x.size(2), cp.size))
+    whole[2, :, x.size(2) : x.size(2) + 1] = 1
+    return whole
 
 
-def _in_one_row(cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """The same as tensors ``[1, s]``: one row of all ranks' documents; what fills it up is a document of its own."""
-    sizes = [b * s for b, s in shapes]
-    whole = _gathered(cp, x.flatten(1)[:, None], (1, max(sizes)))
-    here = x.device
-    owner = torch.repeat_interleave(torch.arange(cp.size, device=here), torch.tensor(sizes, device=here))
-    place = torch.cat([torch.arange(size, device=here) for size in sizes])
-    joined = torch.cat([whole[:, rank, 0, :size] for rank, size in enumerate(sizes)], dim=-1)
-    more = (0, cp.layout.padded(sum(sizes), cp.size) - sum(sizes))
-    rows = [pad(row, more, value=value) for row, value in zip((*joined, owner, place), (*_FILLING, -1, 0), strict=True)]
-    if more[1]:
-        rows[2][-more[1]] = 1
-    return tuple(row[None] for row in rows)
-
-
-def _gathered(cp: ContextParallel, x: Tensor, shape: tuple[int, int]) -> Tensor:
-    """``[n, ...]`` of every rank, filled up to ``shape``: ``[n, size, *shape]``."""
-    more = (0, shape[1] - x.size(2), 0, shape[0] - x.size(1))
-    x = torch.stack([pad(one, more, value=value) for one, value in zip(x, _FILLING, strict=True)])
-    return (gathered(cp.mesh, x[None]) if cp.size > 1 else x[None]).transpose(0, 1)
+def _filled(x: Tensor, b: int, s: int) -> Tensor:
+    more = (0, s - x.size(2), 0, b - x.size(1))
+    return torch.stack([pad(one, more, value=value) for one, value in zip(x, _FILLING, strict=True)])
 
 
 @eager
@@ -240,22 +224,14 @@ def _to_own_rows(output: Any, where: _Where, training: bool, labelled: bool) -> 
         refuse(x.shape[:2] != shape, f"an output `{name}` of {list(x.shape)}, which is not one of {list(shape)} tokens")
         return where.to_rows(x)
 
-    if not isinstance(output, Mapping):
-        names = ("loss", "logits") if labelled else ("logits",)
-        return tuple(
-            _loss(cp, x, training) if name == "loss" else own(name, x)
-            for x, name in zip(output, (*names, *["output"] * len(output)), strict=False)
-        )
-    found = {}
-    for name, x in output.items():
-        if name == "loss" and x is not None:
-            x = _loss(cp, x, training)
-        elif not (name == "logits" and labelled and training):
-            x = own(name, x)
-        else:
-            continue
-        found[name] = x
-    return type(output)(**found)
+    is_tuple = not isinstance(output, Mapping)
+    names = (*("loss",) * labelled, "logits", *map(str, range(len(output))))
+    found = {
+        name: _loss(cp, x, training) if name == "loss" and x is not None else own(name, x)
+        for name, x in (zip(names, output, strict=False) if is_tuple else output.items())
+        if not (name == "logits" and labelled and training)
+    }
+    return tuple(found.values()) if is_tuple else type(output)(**found)
 
 
 def _loss(cp: ContextParallel, loss: Tensor, training: bool) -> Tensor:

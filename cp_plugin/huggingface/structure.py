@@ -65,7 +65,7 @@ def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
     crowd = tokens(model, max(TOKENS, *(2 * n for n in lengths(model.config, "capacity") if n <= MOST_TOKENS), 0))
 
     def examine(exact: bool) -> None:
-        with probing(model, division, Alone()), Plain(exact):
+        with probing(model, division, Alone(), Call()), Plain(exact):
             result = output(model, input_ids=ids)
             if not isinstance(result, Tensor) or result.dim() != 3 or result.shape[:2] != ids.shape:
                 shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -144,17 +144,16 @@ def require_local(model: PreTrainedModel, division: Division) -> None:
     Raises:
         ValueError: telling where they are not.
     """
-    if reason := _exactly(model, lambda exact: _reason(model, division, exact)):
-        raise ValueError(f"{type(model).__name__} would compute something else on shards: {reason}")
-
-
-def _reason(model: PreTrainedModel, division: Division, exact: bool) -> str | None:
     limit = min(_MOST_POSITIONS, _learned_positions(model))
-    for number, positions in enumerate(_spread(division.cp, lengths(model.config), limit)):
-        for training in (False, True)[: 1 if number else 2]:
-            if reason := _apart_in_shards(model, division, positions, training, exact):
-                return reason + " in training" * training
-    return None
+
+    def examine(exact: bool) -> None:
+        for number, positions in enumerate(_spread(division.cp, lengths(model.config), limit)):
+            for training in (False, True)[: 1 if number else 2]:
+                if reason := _apart_in_shards(model, division, positions, training, exact):
+                    reason += " in training" * training
+                    raise ValueError(f"{type(model).__name__} would compute something else on shards: {reason}")
+
+    _exactly(model, examine)
 
 
 def _apart_in_shards(
@@ -164,9 +163,7 @@ def _apart_in_shards(
     cp, positions = division.on((0, count)), positions.to(model.device)[None]
     ids, alone = tokens(model, count)[:1], Alone()
     run = output if count == TOKENS * cp.size else body
-    with probing(model, division, alone), Plain(exact):
-        model.train(training)
-        division.call = Call(count, int(positions.max()))
+    with probing(model, division, alone, Call(count, int(positions.max())), training), Plain(exact):
         want = run(model, input_ids=ids, position_ids=positions)
         before, alone.kept = alone.kept, []
         if training and not torch.equal(want, run(model, input_ids=ids, position_ids=positions)):
@@ -184,7 +181,7 @@ def _apart_in_shards(
     return None
 
 
-def _exactly[T](model: nn.Module, examine: Callable[[bool], T]) -> T:
+def _exactly(model: nn.Module, examine: Callable[[bool], None]) -> None:
     """In float32, so that no fault hides behind rounding; as it is, if the model cannot. ``examine`` is told which."""
     if coarsest(model).itemsize == 2:
         try:
@@ -193,7 +190,7 @@ def _exactly[T](model: nn.Module, examine: Callable[[bool], T]) -> T:
             raise
         except Exception:  # a kernel that takes one dtype only, or no memory for two
             pass
-    return examine(False)
+    examine(False)
 
 
 class Plain(TorchFunctionMode):
@@ -234,20 +231,24 @@ _DRAWS |= dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli"
 
 
 def _differ(error: float, positions: Tensor, model: PreTrainedModel) -> str:
-    kinds = sorted(rope_types(model.config))
-    rope = f" (rope type {', '.join(kinds)})" if kinds else ""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    several = [x for x in parameters.values() if isinstance(x, dict)] or [parameters]
+    kinds = sorted({str(x.get("rope_type", "default")) for x in several})
     return (
         f"depend on the shard's length or the token's index in it: relative error {error:.1e} at positions up to "
-        f"{int(positions.max())}{rope}"
+        f"{int(positions.max())} (rope type {', '.join(kinds)})"
     )
 
 
 @contextmanager
-def probing(model: PreTrainedModel, division: Division, probe: Any) -> Iterator[None]:
-    """Attention is ``probe`` in the ``with`` block; the model is as before afterwards."""
-    division.probe, division.call = probe, Call()
+def probing(
+    model: PreTrainedModel, division: Division, probe: Any, call: Call, training: bool = False
+) -> Iterator[None]:
+    """In the ``with`` block attention is ``probe``, in this call and mode; the model is as before afterwards."""
+    division.probe, division.call = probe, call
     try:
         with unchanged(model):
+            model.train(training)
             yield
     finally:
         division.probe = division.call = None
@@ -310,13 +311,6 @@ def lengths(config: Any, names: str = _LENGTHS) -> list[int]:
 
     look({key: x for key, x in vars(config).items() if not key.startswith("_")}, False)
     return sorted(numbers)
-
-
-def rope_types(config: Any) -> set[str]:
-    """Of all layers of a config."""
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    several = [x for x in parameters.values() if isinstance(x, dict)] or [parameters]
-    return {str(x.get("rope_type") or x.get("type") or "default") for x in several}
 
 
 def allowed(dtype: torch.dtype) -> float:

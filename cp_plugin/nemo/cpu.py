@@ -41,13 +41,17 @@ _MODEL = {
 """Fields of ``config.model`` that otherwise select CUDA kernels."""
 
 
+def _stand_in(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _NotOnCpu
+
+
 class _Named(type):
     """A class whose attributes are stand-ins too, for ``te.ops.Linear`` in annotations."""
 
     def __getattr__(cls, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _NotOnCpu
+        return _stand_in(name)
 
 
 class _NotOnCpu(metaclass=_Named):
@@ -127,26 +131,15 @@ def _stand_ins() -> Iterator[None]:
         names = []
     if find_spec("nvidia_resiliency_ext") is None:
         names += ["nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess"]
-    before = {name: sys.modules.get(name) for name in names if name in sys.modules}
-    for name in names:
-        sys.modules[name] = _module(name)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as undo:
         for name in names:
-            del sys.modules[name]
-        sys.modules.update(before)
+            cpu.set_item(sys.modules, name, _module(name), undo)
+        yield
 
 
 def _module(name: str) -> ModuleType:
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
     module.__path__ = []
-
-    def found(attribute: str) -> type:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return _NotOnCpu
-
-    module.__getattr__ = found
+    module.__getattr__ = _stand_in
     return module

@@ -1,11 +1,10 @@
-"""Shards and trees of a batch; whatever would be wrong with a model or its input is refused."""
+"""Trees of a batch; whatever would be wrong with a model or its input is refused."""
 
 from __future__ import annotations
 
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,34 +13,10 @@ import pytest
 import torch
 from tiny import compare, model_of, on_ranks, tokens, train, transformers
 
-from cp_plugin import ContextParallel, Options, Tree, huggingface
-from cp_plugin.comm import Mesh, TraceMesh, run_threads
+from cp_plugin import ContextParallel, Tree, huggingface
+from cp_plugin.comm import Mesh, TraceMesh
 from cp_plugin.huggingface import layers
-from cp_plugin.methods import registry as providers
 from cp_plugin.testing.launch import run_ranks
-
-
-def test_a_shard_is_labelled_by_the_whole_sequence() -> None:
-    whole = torch.arange(64).view(2, 32)
-    labels = whole.clone()
-    labels[0, 5] = -100
-
-    def rank(mesh: Mesh) -> Any:
-        cp = ContextParallel("ring", mesh=mesh, layout="zigzag")
-        batch = huggingface.shard(cp, whole, labels)
-        assert batch["labels"] is batch["shift_labels"] and int(batch["num_items_in_batch"]) == 61
-        return batch["input_ids"], batch["position_ids"], batch["labels"]
-
-    for ids, positions, following in run_threads(rank, providers.get("ring").axes(4, Options())):
-        assert torch.equal(ids % 32, positions)
-        for token, label in zip(ids.flatten().tolist(), following.flatten().tolist(), strict=True):
-            assert label == (-100 if token % 32 == 31 or token == 4 else token + 1)
-
-
-def test_a_batch_of_another_shape_is_refused() -> None:
-    cp = ContextParallel("ring")
-    with pytest.raises(ValueError, match=r"must be \[b, s\], got \[8\]"):
-        huggingface.shard(cp, torch.arange(8))
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,47 +52,27 @@ def test_linear_layers_on_other_tokens_are_refused(monkeypatch: pytest.MonkeyPat
     assert layers.needed(torch.nn.ModuleList([torch.nn.Conv1d(1, 1, 1)]), cp, fitting) is fitting
 
 
-def test_a_shard_of_a_tree_predicts_along_its_paths() -> None:
-    whole = torch.arange(256).view(2, 128)
-    labels = whole.clone()
-    labels[0, :30] = -100
-
-    def rank(mesh: Mesh) -> Any:
-        batch = huggingface.shard_tree(ContextParallel("ring", mesh=mesh, layout="zigzag"), whole, TREE, labels)
-        assert int(batch["num_items_in_batch"]) == 2 * 126 - 29, "the first tokens of prompts are not predicted"
-        return batch["input_ids"], batch["position_ids"], batch["logits_to_keep"], batch["shift_labels"]
-
-    found = []
-    for ids, positions, rows, following in run_threads(rank, {"cp": 4}):
-        assert torch.equal(positions[1], TREE.position_ids()[ids[0]])
-        found += list(zip(ids[1, rows].tolist(), following[1].tolist(), strict=True))
-        assert all(label == -100 or label >= 30 for label in following[0].tolist())
-    along = [TREE.sequence(leaf).add(128).tolist() for leaf in TREE.leaves]
-    assert sorted(found) == sorted({pair for path in along for pair in pairwise(path)})
-    with pytest.raises(ValueError, match=r"must be \[b, 128\], the tokens of the tree, got \[2, 64\]"):
-        huggingface.shard_tree(ContextParallel("ring"), whole[:, :64], TREE)
-
-
-def of_sequences(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The mean loss over the tokens of a tree, of a model that gets its sequences one by one."""
+def of_sequences(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean loss over the labels of a tree, of a model that gets its sequences one by one."""
     losses: dict[tuple[int, int], torch.Tensor] = {}
     for row in range(len(ids)):
         for leaf in TREE.leaves:
             path = TREE.sequence(leaf)
             logits = model(ids[row : row + 1, path]).logits[0, :-1].float()
-            each = torch.nn.functional.cross_entropy(logits, ids[row, path[1:]], reduction="none")
+            each = torch.nn.functional.cross_entropy(logits, labels[row, path[1:]], reduction="none")
             losses |= {(row, token): loss for token, loss in zip(path[1:].tolist(), each, strict=True)}
-    return torch.stack(list(losses.values())).mean()
+    return torch.stack([loss for place, loss in losses.items() if labels[place] != -100]).mean()
 
 
 def test_a_tree_is_its_sequences_one_by_one() -> None:
-    model = model_of("llama")
-    one = train(model, {}, lambda: SimpleNamespace(loss=of_sequences(model, tokens(128))))
+    model, labels = model_of("llama"), tokens(128)
+    labels[0, :35] = -100
+    one = train(model, {}, lambda: SimpleNamespace(loss=of_sequences(model, tokens(128), labels)))
 
     def rank(cp: ContextParallel) -> float:
         huggingface.apply(model, cp)
         model.gradient_checkpointing_enable()
-        return compare(model, huggingface.shard_tree(cp, tokens(128), TREE), one)
+        return compare(model, huggingface.shard_tree(cp, tokens(128), TREE, labels), one)
 
     assert max(on_ranks(rank, "needed", 4)) <= 1e-5
 
@@ -129,6 +84,8 @@ def test_a_model_that_cannot_take_a_tree_is_refused(monkeypatch: pytest.MonkeyPa
         for each in (windows, forgets, model):
             huggingface.apply(each, cp)
         batch = huggingface.shard_tree(cp, tokens(128), TREE)
+        with pytest.raises(ValueError, match=r"must be \[b, 128\], the tokens of the tree, got \[2, 64\]"):
+            huggingface.shard_tree(cp, tokens(64), TREE)
         with pytest.raises(ValueError, match="tree cannot be combined with a window"):
             windows(**batch)
         with pytest.raises(ValueError, match="position_ids must be those"):

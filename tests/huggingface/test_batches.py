@@ -77,6 +77,7 @@ def test_packs_are_their_documents_alone(name: str, way: str, place: tuple[str, 
 def test_packs_that_do_not_fit_are_refused() -> None:
     cp, batch = ContextParallel("ring"), PACKED
     wrong: list[tuple[str, dict[str, Any]]] = [
+        (r"must be \[b, s\], got \[64\]", {"input_ids": batch["input_ids"][0]}),
         (
             "position_ids begin documents at 0, 20, 21, 48, cu_seq_lens_q at 0, 8",
             {"cu_seq_lens_q": torch.tensor([0, 8, 64])},

@@ -86,6 +86,6 @@ def test_other_masks_are_refused(length: int, name: str) -> None:
 
 
 def test_another_tensor_is_no_window() -> None:
-    assert from_tensor(torch.zeros(1, 1, 1, 8, dtype=torch.int64)) is None
-    assert from_tensor(torch.ones(1, 1, 4, 4)) is None
-    assert from_tensor(as_tensor(Mask(5, 0)) + 2) is None
+    for x in (torch.zeros(1, 1, 1, 8, dtype=torch.int64), torch.ones(1, 1, 4, 4), as_tensor(Mask(5, 0)) + 2):
+        with pytest.raises(ValueError, match="a custom mask"):
+            from_tensor(x)

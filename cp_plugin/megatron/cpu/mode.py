@@ -86,7 +86,7 @@ def _cuda_found() -> bool:
         return False
     with contextlib.ExitStack() as undo:
         # without NVML, CUDA would be unusable in processes that are forked later
-        _set_item(os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK", "1", undo)
+        set_item(os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK", "1", undo)
         return torch.cuda.is_available()
 
 
@@ -108,7 +108,7 @@ def activate() -> None:
         _replace_surface(undo)
         undo.enter_context(OnCpu())
         _compile_nothing(undo)
-        _set_item(os.environ, _CONNECTIONS, os.environ.get(_CONNECTIONS, "1"), undo)
+        set_item(os.environ, _CONNECTIONS, os.environ.get(_CONNECTIONS, "1"), undo)
         undo.enter_context(warnings.catch_warnings())
         for expected in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=expected)
@@ -173,7 +173,8 @@ def _spelled(dest: str, value: Any) -> str:
     return f"{option} {value}" if wants_value else f"{dest}={value}"
 
 
-def _set_item(mapping: MutableMapping[str, Any], name: str, value: Any, undo: contextlib.ExitStack) -> None:
+def set_item(mapping: MutableMapping[str, Any], name: str, value: Any, undo: contextlib.ExitStack) -> None:
+    """Set an item until ``undo`` is closed."""
     before = mapping.get(name, _ABSENT)
     mapping[name] = value
     if before is _ABSENT:
@@ -191,7 +192,7 @@ def _hide_libraries(undo: contextlib.ExitStack) -> None:
             "Activate the plugin before anything imports megatron"
         )
     for name in _HIDDEN:
-        _set_item(sys.modules, name, None, undo)
+        set_item(sys.modules, name, None, undo)
 
 
 def _replace_surface(undo: contextlib.ExitStack) -> None:
