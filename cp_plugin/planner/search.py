@@ -37,7 +37,7 @@ class Lost(NamedTuple):
     """Lower bound of an iteration."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     asked: Asked
     found: Sequence[Priced]
