@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -106,9 +107,10 @@ class Gain(NamedTuple):
         return ", ".join(f"{name} {x:.2f}x" for name, x in self.named)
 
 
+@lru_cache(maxsize=1)
 def gain(found: Plan, ours: Priced, stock: Priced) -> Gain:
     """Where a gain over stock Megatron comes from: our method is priced in stock's shape, too, or if it cannot run
-    there, the fastest of ours that can."""
+    there, the fastest of ours that can. Simulated once, however often it is printed."""
     there, kept = stock.parallel, replace(stock.parallel, recompute_attention=ours.parallel.recompute_attention)
     every = [replace(divided_alike(kept), recompute=again) for again in RECOMPUTE] if found.asked.free else []
     ours_alone = replace(found.asked, allowed=replace(found.asked.allowed, stock=False))

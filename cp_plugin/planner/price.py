@@ -25,7 +25,7 @@ _NARROWEST = 2 / 3
 """Lower bound on upstream's backward bytes over the formula's: keys, values, and gradients half as wide as ours."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Priced:
     """One candidate in one training."""
 

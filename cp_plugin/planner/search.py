@@ -37,7 +37,7 @@ class Lost(NamedTuple):
     """Lower bound of an iteration."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     asked: Asked
     found: Sequence[Priced]
@@ -167,7 +167,7 @@ def _fastest(searches: Sequence[_Search], worth: float) -> _Search | None:
         if best is not None and (1 + worth) * search.per_token >= 1 / best[1].tokens_per_s:
             continue
         for found in search.best():
-            if search.fits(found) and (best is None or found.tokens_per_s > best[1].tokens_per_s):
+            if search.asked.fits(found.footprint) and (best is None or found.tokens_per_s > best[1].tokens_per_s):
                 best = search, found
     return None if best is None else best[0]
 
@@ -206,7 +206,7 @@ class _Search:
                 continue
             found = self._best_of(some)
             self.priced[name] = found
-            if self.fits(found):
+            if self.asked.fits(found.footprint):
                 best = min(best, found.iteration.seconds)
             yield found
 
@@ -236,7 +236,7 @@ class _Search:
         best: Priced | None = None
         in_vain: list[int] = []
         for bound, candidate in some:
-            if best is not None and self.fits(best) and _enough(in_vain, bound, best.iteration.seconds):
+            if best is not None and self.asked.fits(best.footprint) and _enough(in_vain, bound, best.iteration.seconds):
                 break
             found = self._price(candidate)
             in_vain.append(found.events)
@@ -272,10 +272,7 @@ class _Search:
 
     def rank(self, priced: Priced) -> tuple[bool, float]:
         """What fits first, then what is faster."""
-        return not self.fits(priced), priced.iteration.seconds
-
-    def fits(self, priced: Priced) -> bool:
-        return self.asked.fits(priced.footprint)
+        return not self.asked.fits(priced.footprint), priced.iteration.seconds
 
 
 def _simplicity(priced: Priced) -> tuple[bool, bool, int, float]:

@@ -207,6 +207,7 @@ def test_a_gain_is_named_by_its_causes(found: Plan) -> None:
     """In one shape stock loses by the attention it repeats, which is told, and its best method says so by a factor."""
     theirs, *others = (p for p in found.found[found.tied :] if p.candidate.upstream)
     parts = gain(found, found.best, theirs)
+    assert gain(found, found.best, theirs) is parts, "simulated once"
     assert math.prod(parts[:3]) == pytest.approx(theirs.iteration.seconds / found.best.iteration.seconds)
     assert parts.named[0][0] == "attention not repeated" and parts.shape == pytest.approx(1)
     assert parts.method == pytest.approx(theirs.without_repeats / found.best.iteration.seconds, rel=0.05)

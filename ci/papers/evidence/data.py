@@ -30,11 +30,8 @@ class _Data(BaseModel):
 class Method(_Data):
     """Our counterpart of a paper's method."""
 
-    missing: str = ""
-    """Why there is none."""
-    incomplete: str = ""
-    """What is assumed because the paper's text was not found."""
     provider: str = ""
+    """Empty: tensor parallelism alone."""
     layout: str | None = None
     grid: Literal["square"] | None = None
     head_groups: int | None = None
@@ -66,8 +63,6 @@ class Stack(_Data):
     """A packaged cluster."""
     override: dict[str, Any] = {}
     """Changes to it."""
-    note: str
-    """What is known and what is assumed."""
     attention_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of attention's products and payloads."""
     tile: tuple[int, int] | None = None
@@ -92,7 +87,8 @@ class _Column(_Data):
         return self.model_dump(include=set(_Column.model_fields), exclude_none=True)
 
 
-Value = float | Literal["OOM", "not given"]
+Value = float | str
+"""A text: why there is nothing to compare, such as ``OOM``, ``not given``, or the table that it repeats."""
 
 
 class Series(_Column):
@@ -100,32 +96,18 @@ class Series(_Column):
 
     method: str
     values: tuple[Value, ...]
-    bound: tuple[float, ...] = ()
-    """The paper's theoretical maximum per value; 0: none."""
     lengths: tuple[int, ...] = ()
-    suspect: str = ""
-    """Why the values contradict others of the paper."""
-    suspects: dict[int, str] = {}
-    """The same by length."""
-    repeats: str = ""
-    """The table with the same measurement, which counts once."""
-    repeated: dict[int, str] = {}
-    """The same by length."""
-    not_predicted: str = ""
 
 
 class Table(_Column):
     """A table or figure of a paper."""
 
     id: str
-    where: str
     figure: str
     """Unit of the values, or ``speedup``."""
     lengths: tuple[int, ...] = ()
     columns: tuple[_Column, ...] = ()
     series: tuple[Series, ...]
-    uncertainty: float = 0
-    """Of a value: absolute for ratios, else relative."""
     batch: int = 1
     """Sequences."""
     softmax_layers: int = 0
@@ -134,13 +116,12 @@ class Table(_Column):
     """``offload``: optimizer states are in host memory."""
     attention_recomputed: float = 0
     """Minimum over all methods of the table."""
-    not_predicted: str = ""
 
     @model_validator(mode="after")
     def _complete(self) -> Table:
         for series in self.series:
             n = len(self.columns_of(series))
-            if len(series.values) != n or len(series.bound) not in (0, n):
+            if len(series.values) != n:
                 raise ValueError(f"table {self.id}, {series.method}: {len(series.values)} values for {n} columns")
         return self
 
@@ -153,11 +134,8 @@ class Paper(_Data):
 
     title: str
     source: str
-    left_out: tuple[str, ...] = ()
-    misses: tuple[str, ...] = ()
-    """Known reasons for prediction errors."""
-    methods: dict[str, Method] = {}
-    clusters: dict[str, Stack] = {}
+    methods: dict[str, Method]
+    clusters: dict[str, Stack]
     tables: tuple[Table, ...] = Field(min_length=1)
 
 
@@ -181,18 +159,7 @@ class Row:
     softmax_layers: int
     recipe: str
     attention_recomputed: float
-    published: float | None
-    """None: out of memory, or not given."""
-    bound: float
-    mark: str
-    """Why it does not count; empty: it does."""
-    excuse: str
-    """Why it is not predicted; empty: it is."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is compared with a prediction."""
-        return self.published is not None and not self.mark and not self.excuse
+    published: float
 
     @property
     def kind(self) -> Kind:
@@ -221,7 +188,7 @@ def names(asked: str) -> tuple[str, ...]:
 
 
 def rows(name: str) -> list[Row]:
-    """All rows of a paper, in file order."""
+    """The figures of a paper that are compared, in file order."""
     return [row for table in paper(name).tables for row in _rows(name, table)]
 
 
@@ -229,14 +196,16 @@ def method(row: Row, name: str) -> Method:
     return paper(row.paper).methods[name]
 
 
-def _rows(name: str, table: Table) -> Iterator[Row]:
+def figures(table: Table) -> Iterator[tuple[Series, dict[str, Any], Value]]:
+    """Each value of a table, its series, and the setting in which it was measured."""
     for series in table.series:
-        of = paper(name).methods.get(series.method)
-        for i, (column, value) in enumerate(zip(table.columns_of(series), series.values, strict=True)):
-            said = table.said() | series.said() | column.said()
-            suspect = series.suspect or series.suspects.get(said.get("length", 0), "")
-            repeats = series.repeats or series.repeated.get(said.get("length", 0), "")
-            outcome = value if isinstance(value, str) else ""
+        for column, value in zip(table.columns_of(series), series.values, strict=True):
+            yield series, table.said() | series.said() | column.said(), value
+
+
+def _rows(name: str, table: Table) -> Iterator[Row]:
+    for series, said, value in figures(table):
+        if not isinstance(value, str):
             yield Row(
                 paper=name,
                 table=table.id,
@@ -246,9 +215,6 @@ def _rows(name: str, table: Table) -> Iterator[Row]:
                 softmax_layers=table.softmax_layers,
                 recipe=table.recipe,
                 attention_recomputed=table.attention_recomputed,
-                published=None if isinstance(value, str) else value,
-                bound=series.bound[i] if series.bound else 0,
-                mark=f"contradicts: {suspect}" if suspect else f"repeats {repeats}" if repeats else outcome,
-                excuse=table.not_predicted or series.not_predicted or (of.missing if of else ""),
+                published=value,
                 **said,
             )

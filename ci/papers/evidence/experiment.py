@@ -7,8 +7,7 @@ attention ...   one call
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
 from math import ceil, sqrt
 
 import torch
@@ -19,7 +18,7 @@ from cp_plugin.core.problem import Problem
 from cp_plugin.methods import registry as providers
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.events import Attention, Event, Post, Seconds
-from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.planner.machine.hardware import Cluster, Device
 from cp_plugin.planner.machine.kernel_time import pairs
 from cp_plugin.planner.machine.kernel_time import seconds as computing
 from cp_plugin.planner.machine.links import Links
@@ -39,45 +38,23 @@ GB = 2**30
 """As reported by PyTorch and Megatron."""
 ADAM_ON_HOST = 28
 """Bytes per parameter: three float32 states read and written, a 16-bit gradient and parameter."""
+HOST_BYTES_PER_S = 100e9
+"""Memory bandwidth of a node (assumption: a quarter of two sockets' 410 GB/s)."""
 TO_AND_FROM_HOST = 4 / 24e9
 """Seconds per parameter to send a 16-bit gradient to the host and a parameter back over PCIe 4."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A cluster with what its software adds to the planner's iteration."""
-
-    cluster: Cluster
-    dtype: str = "bfloat16"
-    """Of attention."""
-    visits_all_tiles: bool = False
-    """Whether attention loops over all tiles and skips masked ones."""
-    host_bytes_per_s: float = 100e9
-    """Memory bandwidth of a node (assumption: a quarter of two sockets' 410 GB/s)."""
-
-    @property
-    def kernel(self) -> hardware.Kernel:
-        return self.cluster.device.attention[self.dtype]  # type: ignore[index]
-
-
-def machine_of(stack: Stack) -> Machine:
-    """The machine of a stack."""
-    return _machine(stack.model_dump_json())
-
-
-@cache
-def _machine(stack_json: str) -> Machine:
-    stack = Stack.model_validate_json(stack_json)
+def cluster_of(stack: Stack) -> Cluster:
+    """The cluster, with the kernels of its software."""
     cluster, dtype = hardware.override(hardware.cluster(stack.base), **stack.override), stack.attention_dtype
     if stack.tile is None:
-        return Machine(cluster, dtype)
-    kernel = cluster.device.attention[dtype].model_copy(update={"block": stack.tile, "source": stack.note})
+        return cluster
+    kernel = cluster.device.attention[dtype].model_copy(update={"block": stack.tile})
     changes = {  # a program of XLA: no blocks, no host
         "processors": 0, "host_launch_s": 0.0, "host_post_s": 0.0,
         "attention": {**cluster.device.attention, dtype: kernel},
     }  # fmt: skip
-    device = cluster.device.model_copy(update=changes)
-    return Machine(cluster.model_copy(update={"device": device}), dtype, visits_all_tiles=True)
+    return cluster.model_copy(update={"device": cluster.device.model_copy(update=changes)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +68,9 @@ class Run:
     @property
     def model(self) -> Model:
         """With softmax attention, linear attention or both."""
-        return _model(self.row.model, self.method.linear, self.row.softmax_layers)
+        found, linear, period = model(self.row.model), self.method.linear, self.row.softmax_layers
+        pattern = LINEAR * (period - 1) + SOFTMAX if period else LINEAR
+        return replace(found, attention_pattern=pattern if linear else SOFTMAX, linear=linear)
 
     @property
     def parallel(self) -> Parallel:
@@ -136,27 +115,18 @@ class Run:
         return settled(provider, problem, options)
 
 
-@cache
-def _model(name: str, linear: str, softmax_layers: int) -> Model:
-    found = model(name)
-    if not linear:
-        return replace(found, attention_pattern=SOFTMAX, linear="")
-    pattern = LINEAR * (softmax_layers - 1) + SOFTMAX if softmax_layers else LINEAR
-    return replace(found, attention_pattern=pattern, linear=linear)
-
-
 def predict(row: Row) -> float:
     """Predict a row's figure; ValueError for an unsupported problem or unknown unit."""
     run = Run(row, method(row, row.method), paper(row.paper).clusters[row.cluster])
     if row.figure == "GB":
         return _memory(run) / GB
-    machine = machine_of(run.stack)
-    seconds = _seconds(run, machine)
+    cluster = cluster_of(run.stack)
+    seconds = _seconds(run, cluster)
     match row.figure:
         case "s":
             return seconds
         case "speedup":
-            return _seconds(replace(run, method=method(row, row.baseline)), machine) / seconds
+            return _seconds(replace(run, method=method(row, row.baseline)), cluster) / seconds
         case "tokens/s":
             return row.batch * row.length / seconds
         case "tokens/s/GPU":
@@ -167,45 +137,53 @@ def predict(row: Row) -> float:
             return operations.training(run.model, row.length, row.batch) / row.devices / seconds / 1e12
         case "% of ideal":
             alone = replace(run, row=replace(row, devices=1), method=Method(provider="ring"))
-            return 100 * _seconds(alone, machine) / row.devices / seconds
+            return 100 * _seconds(alone, cluster) / row.devices / seconds
     raise ValueError(f"row of {row.table}: nothing predicts {row.figure!r}")
 
 
-def _seconds(run: Run, machine: Machine) -> float:
+def _seconds(run: Run, cluster: Cluster) -> float:
     match run.row.work:
         case "training":
-            given = {letter: _attention(run, letter, machine) for letter in dict.fromkeys(run.model.attention_pattern)}
-            found = iteration(run.model, run.parallel, machine.cluster, given)
+            given = {letter: _attention(run, letter, cluster) for letter in dict.fromkeys(run.model.attention_pattern)}
+            found = iteration(run.model, run.parallel, cluster, given)
             parts = dict(found.parts)
             if run.row.recipe == "offload":
-                parts["optimizer"] = _on_host(run, machine)
+                parts["optimizer"] = _on_host(run, cluster)
             if not run.method.gradients_summed:
                 parts["gradients"] = 0.0
             return sum(parts.values())
         case "prefill":
-            return _prefill(run, machine)
+            return _prefill(run, cluster)
         case "attention forward":
-            return _attention(run, SOFTMAX, machine).forward
+            return _attention(run, SOFTMAX, cluster).forward
         case "attention backward":
-            return _attention(run, SOFTMAX, machine).backward
-    return sum(_attention(run, SOFTMAX, machine)[:2])
+            return _attention(run, SOFTMAX, cluster).backward
+    return sum(_attention(run, SOFTMAX, cluster)[:2])
 
 
-def _attention(run: Run, letter: str, machine: Machine) -> Seconds:
-    found = _of_call(run.setup(letter), machine, run.parallel.tensor, run.method.overlap)
+def _attention(run: Run, letter: str, cluster: Cluster) -> Seconds:
+    """One call. Without overlap all ranks wait for the busiest one in every round."""
+    setup, stride = run.setup(letter), run.parallel.tensor
+    programs = _programs(setup)
+    if run.method.overlap:
+        found = simulated(setup, programs, cluster, stride).seconds_of
+    else:
+        links = links_of(setup, cluster, stride)
+        (last, done), *_ = programs.items()
+        found = Seconds(*(_in_turn(events, links, last, run.stack.tile) for events in (done.forward, done.backward)))
     return found._replace(backward=found.backward + run.attention_recomputed * found.forward)
 
 
-def _on_host(run: Run, machine: Machine) -> float:
+def _on_host(run: Run, cluster: Cluster) -> float:
     """Seconds of an optimizer on the hosts."""
     number, devices = whole(run.model).total, run.row.devices
-    nodes = ceil(devices / machine.cluster.per_node)
-    return number / nodes * ADAM_ON_HOST / machine.host_bytes_per_s + number / devices * TO_AND_FROM_HOST
+    nodes = ceil(devices / cluster.per_node)
+    return number / nodes * ADAM_ON_HOST / HOST_BYTES_PER_S + number / devices * TO_AND_FROM_HOST
 
 
-def _prefill(run: Run, machine: Machine) -> float:
-    cluster, parallel = machine.cluster, run.parallel
-    attention, of = _attention(run, SOFTMAX, machine).forward, run.model
+def _prefill(run: Run, cluster: Cluster) -> float:
+    parallel = run.parallel
+    attention, of = _attention(run, SOFTMAX, cluster).forward, run.model
     layers = (layer(of, parallel, cluster, number, False).forward for number in of.all_layers)
     head = operations.head(of, of.vocab) / parallel.tensor
     return sum(attention + sum(one) for one in layers) + multiplied(cluster, parallel, head)
@@ -237,75 +215,48 @@ def _memory(run: Run) -> float:
     return (1 - kept) * needs[0] + kept * needs[1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A setup hashed by name, because head axes create providers anew."""
-
-    name: str
-    setup: Setup = field(compare=False)
-
-
-def _of_call(setup: Setup, machine: Machine, stride: int, overlap: bool) -> Seconds:
-    """Seconds of forward and backward of one attention call.
-
-    Args:
-        stride: devices between context-parallel ranks.
-        overlap: of messages with kernels. Without, all ranks wait for the busiest one in every round.
-    """
-    programs = _programs(_call(setup))
-    if overlap:
-        return simulated(setup, programs, machine.cluster, stride).seconds_of
-    links = links_of(setup, machine.cluster, stride)
-    (last, done), *_ = programs.items()
-    return Seconds(*(_in_turn(events, links, machine, last) for events in (done.forward, done.backward)))
-
-
 def _peak(setup: Setup) -> int:
     """Peak bytes in addition to the inputs, forward or backward."""
-    return max(max(done.peaks) for done in _programs(_call(setup)).values())
+    return max(max(done.peaks) for done in _programs(setup).values())
 
 
-def _in_turn(events: tuple[Event, ...], links: Links, machine: Machine, rank: int) -> float:
-    """Kernels, memory passes and messages in sequence."""
-    device = machine.cluster.device
+def _in_turn(events: tuple[Event, ...], links: Links, rank: int, tile: tuple[int, int] | None) -> float:
+    """Kernels, memory passes and messages in sequence; ``tile``: as ``Stack.tile``."""
+    device = links.cluster.device
     total = 0.0
     for event in events:
-        match event:
-            case Post():
-                total += links.cost(event, rank, worst=True).seconds
-            case Attention():
-                total += computing(event, device) + _skipped(event, machine)
-            case _:
-                total += computing(event, device)
+        total += links.cost(event, rank, worst=True).seconds if isinstance(event, Post) else computing(event, device)
+        if isinstance(event, Attention) and tile is not None:
+            total += _skipped(event, device, tile)
     return total
 
 
-def _skipped(event: Attention, machine: Machine) -> float:
+def _skipped(event: Attention, device: Device, tile: tuple[int, int]) -> float:
     """Seconds of fully masked tiles in a loop that visits all tiles (JAX's ``scan`` and ``cond``).
 
     A tile's keys and values are sliced, and the loop's accumulators copied: of queries, in a backward also of keys and
     values. All is read once and written once.
     """
-    if not machine.visits_all_tiles:
-        return 0.0
-    rows, keys = machine.kernel.block
-    every = sum(pairs(shape._replace(diagonal=shape.keys), (rows, keys)) for shape in event.shapes)
-    seen = sum(pairs(shape, (rows, keys)) for shape in event.shapes)
+    rows, keys = tile
+    every = sum(pairs(shape._replace(diagonal=shape.keys), tile) for shape in event.shapes)
+    seen = sum(pairs(shape, tile) for shape in event.shapes)
     moved = keys * (event.head_dim + event.v_head_dim)
     if event.direction == "forward":
         moved += rows * event.v_head_dim
     else:
         moved += moved + rows * event.head_dim
     nbytes = 2 * moved * getattr(torch, event.dtype).itemsize
-    return (every - seen) / (rows * keys) * event.heads * nbytes / machine.cluster.device.memory_bytes_per_s
+    return (every - seen) / (rows * keys) * event.heads * nbytes / device.memory_bytes_per_s
 
 
-def _call(setup: Setup) -> _Call:
-    return _Call(f"{setup.provider.name} {setup.problem} {setup.options}", setup)
+_KNOWN: dict[str, dict[int, Program]] = {}
+"""By name of a setup, because head axes create providers anew."""
 
 
-@cache
-def _programs(call: _Call) -> dict[int, Program]:
+def _programs(setup: Setup) -> dict[int, Program]:
     """Program of the last rank, the busiest; of all ranks if not all send and receive. Kernels are the authors'."""
-    found = programs_of(call.setup, [call.setup.problem.size - 1])
-    return {rank: in_one_call(program) for rank, program in found.items()}
+    name = f"{setup.provider.name} {setup.problem} {setup.options}"
+    if name not in _KNOWN:
+        found = programs_of(setup, [setup.problem.size - 1])
+        _KNOWN[name] = {rank: in_one_call(program) for rank, program in found.items()}
+    return _KNOWN[name]

@@ -6,16 +6,15 @@ its own best shape and recomputation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from cp_plugin.cli.flags import packed
 from cp_plugin.cli.show_plan import recomputes, sizes
-from cp_plugin.core.options import Options
 from cp_plugin.core.problem import Fp8
 from cp_plugin.planner import search
 from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
-from cp_plugin.planner.candidates import STOCK, Allowed
+from cp_plugin.planner.candidates import STOCK
 from cp_plugin.planner.errors import off_by, tie, typical_error
 from cp_plugin.planner.explain import Gain, gain
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
@@ -37,8 +36,6 @@ class Regime:
     """Overrides the cluster's network cards."""
     fp8: tuple[Fp8 | None, ...] = (None,)
     """Payload formats for our methods."""
-    options: Options = field(default_factory=Options)
-    """Fixed options of our methods."""
     documents: str = ""
     """Packed documents, as for ``cp-plugin plan --documents``."""
     window: int = 0
@@ -66,15 +63,7 @@ class Regime:
     def asked(self) -> Asked:
         """What ``cp-plugin plan`` asks: every division over the devices."""
         asked = packed(of_name(self.model, self.devices, self.tokens, self.machine, Fixed()), self.documents or None)
-        allowed = Allowed(options=self.options)
-        return fitting(replace(asked, model=self.trained, allowed=allowed, fp8=self.fp8))
-
-    @property
-    def command(self) -> list[str]:
-        """Of ``cp-plugin``, for an example without a window and another card."""
-        asked = ["plan", "--model", self.model, "--cluster", self.cluster, "--devices", str(self.devices)]
-        asked += ["--seq-length", str(self.tokens)]
-        return asked + (["--documents", self.documents] if self.documents else [])
+        return fitting(replace(asked, model=self.trained, fp8=self.fp8))
 
 
 SLOW = "roce100"
@@ -101,17 +90,7 @@ REGIMES = (
         card=SLOW,
         fp8=(None, "comm"),
     ),
-    Regime(
-        name="slow cards, one KV head a rank, sums of gradients in float32",
-        tokens=2**18,
-        card=SLOW,
-    ),
-    Regime(
-        name="the same, `--cp-gradient-dtype model`",
-        tokens=2**18,
-        card=SLOW,
-        options=Options(gradient_dtype="model"),
-    ),
+    Regime(name="slow cards, one KV head a rank", tokens=2**18, card=SLOW),
     Regime(name="packed chat, fast links", documents="chat", front=True),
     Regime(name="packed chat, slow cards", cluster="h100-1-per-node", documents="chat", card=SLOW),
     Regime(name="packed chat with long documents", documents="long"),
@@ -161,12 +140,11 @@ def apart(regime: Regime) -> Apart:
     return Apart(simplest(ours), min(stock, key=lambda p: p.iteration.seconds))
 
 
-@cache
 def causes(regime: Regime) -> Gain | None:
     """Where the gain of the answer comes from; None: there is none, or a tie."""
     found = apart(regime)
-    ratio = found.ratio
-    if ratio <= 1 or tie(ratio, 1.0, typical_error(found.ours.provider, found.stock.provider)):
+    error = typical_error(found.ours.provider, found.stock.provider)
+    if found.ratio <= 1 or tie(found.ratio, 1.0, error):
         return None
     return gain(answer(regime), found.ours, found.stock)
 

@@ -1,12 +1,8 @@
-"""Predictions of published rows with nothing fitted, their errors, order and ratios of methods, and the report.
-
-The report is ``docs/papers.md``, on the terminal, too, and row by row ``docs/papers.json``.
-"""
+"""Predictions of published rows with nothing fitted, and their errors, as a page: ``docs/papers.md``, or printed."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
@@ -27,7 +23,6 @@ _OVERLAPPED = "-overlapped"
 """Of a method that only the papers' predictions have: ``overlapped.py``."""
 DIFFERENT = 0.10
 """Methods closer than this are not ranked."""
-COLUMNS = ("method", "model", "devices", "tokens", "published", "predicted", "error", "note")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +30,15 @@ class Predicted:
     """A row and its prediction."""
 
     row: Row
-    value: float = 0.0
-    """0: not predicted."""
+    value: float
 
     @property
-    def error(self) -> float | None:
-        """Predicted over published, minus one; None where either is missing."""
-        return self.value / self.row.published - 1 if self.value and self.row.published else None
+    def error(self) -> float:
+        """Predicted over published, minus one."""
+        return self.value / self.row.published - 1
 
 
-class Share(NamedTuple):
-    """A success count."""
-
-    right: int
-    all: int
-
-    def __str__(self) -> str:
-        return f"{self.right} of {self.all}"
+Pair = tuple[Predicted, Predicted]
 
 
 class Aim(NamedTuple):
@@ -79,72 +66,52 @@ def reproduce(names: Sequence[str], say: Callable[[str], None] = lambda text: No
     found = []
     for name in names:
         say(f"predicting {name}")
-        found += [Predicted(row, predict(row)) if row.published and not row.excuse else Predicted(row)
-                  for row in data.rows(name)]  # fmt: skip
+        found += [Predicted(row, predict(row)) for row in data.rows(name)]
     return found
 
 
 def aims(predicted: Sequence[Predicted]) -> list[Aim]:
     """Targets for times that have rows."""
-    error, order = median_error(predicted, *TIMES), in_order(predicted)
-    found = [] if error is None else [Aim("median error of times", error, ERROR)]
-    if order.all:
-        name = f"methods in the published order ({order} pairs)"
-        found.append(Aim(name, order.right / order.all, ORDER, least=True))
+    errors, order = errors_of(predicted, *TIMES), in_order(pairs(predicted))
+    found = [Aim("median error of times", median(errors), ERROR)] if errors else []
+    if order:
+        name = f"methods in the published order ({_share(order)} pairs)"
+        found.append(Aim(name, sum(order) / len(order), ORDER, least=True))
     return found
 
 
-def counted(predicted: Iterable[Predicted], *kinds: Kind) -> list[Predicted]:
-    """Rows that count and are predicted."""
-    return [p for p in predicted if p.row.kind in kinds and p.row.counts and p.value]
+def errors_of(predicted: Iterable[Predicted], *kinds: Kind) -> list[float]:
+    """Absolute errors of the rows of these kinds."""
+    return [abs(p.error) for p in predicted if p.row.kind in kinds]
 
 
-def median_error(predicted: Iterable[Predicted], *kinds: Kind) -> float | None:
-    """Median absolute error of rows that count; None without rows."""
-    errors = [abs(p.error or 0.0) for p in counted(predicted, *kinds)]
-    return median(errors) if errors else None
-
-
-def pairs(predicted: Iterable[Predicted]) -> list[tuple[Predicted, Predicted]]:
-    """Pairs of methods in one setting of one table, against the same baseline if any."""
+def pairs(predicted: Iterable[Predicted]) -> list[Pair]:
+    """Times of two methods in one setting of one table, against the same baseline if any."""
     by_setting: dict[tuple[object, ...], list[Predicted]] = {}
-    for p in counted(predicted, *TIMES):
-        by_setting.setdefault((*p.row.setting, p.row.table, p.row.baseline), []).append(p)
+    for p in predicted:
+        if p.row.kind in TIMES:
+            by_setting.setdefault((*p.row.setting, p.row.table, p.row.baseline), []).append(p)
     return [pair for group in by_setting.values() for pair in combinations(group, 2)]
 
 
-def in_order(predicted: Iterable[Predicted]) -> Share:
-    """Of pairs that differ by more than a tenth, those in the published order."""
-    found = [
-        (a.value > b.value) == (_published(a) > _published(b))
-        for a, b in pairs(predicted)
-        if max(_published(a), _published(b)) > (1 + DIFFERENT) * min(_published(a), _published(b))
+def in_order(some: Iterable[Pair]) -> list[bool]:
+    """Of each pair that differs by more than a tenth, whether it is in the published order."""
+    return [
+        (a.value > b.value) == (a.row.published > b.row.published)
+        for a, b in some
+        if max(a.row.published, b.row.published) > (1 + DIFFERENT) * min(a.row.published, b.row.published)
     ]
-    return Share(sum(found), len(found))
 
 
-def ratio_errors(predicted: Iterable[Predicted], provider: str = "") -> list[float]:
-    """Errors of the ratios of two methods, faster over slower.
-
-    Args:
-        provider: of the pairs in which it stands for one of the methods; empty: of all.
-    """
-    errors = []
-    for pair in pairs(predicted):
-        if not provider or any(stands_for(p.row) == provider for p in pair):
-            slow, fast = sorted(pair, key=_published)
-            errors.append(abs(fast.value / slow.value * _published(slow) / _published(fast) - 1))
-    return errors
+def ratio_errors(some: Iterable[Pair]) -> list[float]:
+    """Errors of the ratios of two methods, faster over slower."""
+    ordered = (sorted(pair, key=lambda p: p.row.published) for pair in some)
+    return [abs(fast.value / slow.value * slow.row.published / fast.row.published - 1) for slow, fast in ordered]
 
 
 def stands_for(row: Row) -> str:
     """The provider of ours that stands for a row's method; empty: none."""
     return method(row, row.method).provider.removesuffix(_OVERLAPPED)
-
-
-def _published(p: Predicted) -> float:
-    assert p.row.published is not None
-    return p.row.published
 
 
 def reproduce_and_show(asked: Iterable[str], console: Console) -> bool:
@@ -171,64 +138,12 @@ def of(found: Iterable[Predicted], name: str) -> list[Predicted]:
     return [p for p in found if p.row.paper == name]
 
 
-def cells(p: Predicted) -> Cells:
-    """A row of a table."""
-    row = p.row
-    work = row.work.removeprefix("attention ") if row.work.startswith("attention ") else ""
-    return (
-        " / ".join(filter(None, (row.method, row.baseline))) + (f", {work}" if work else ""),
-        row.model,
-        str(row.devices) + (f" (tensor {row.tensor})" if row.tensor > 1 else ""),
-        f"{row.length:,}" if row.length else "",
-        _figure(row, row.published),
-        _figure(row, p.value or None),
-        _signed(p.error),
-        note(p),
-    )
-
-
-def note(p: Predicted) -> str:
-    """Why a row does not count, or is uncertain."""
-    row = p.row
-    if row.published is None:
-        return "out of memory" if row.mark == "OOM" else row.mark
-    if row.excuse:
-        return "not predicted"
-    if row.mark:
-        return row.mark.partition(":")[0]
-    return "partly assumed" if data.method(row, row.method).incomplete else ""
-
-
 def page(found: Sequence[Predicted]) -> str:
     """The page in Markdown, without its head."""
     names = dict.fromkeys(p.row.paper for p in found)
     sources = "\n".join(f"- **{data.paper(name).title}**: {data.paper(name).source}" for name in names)
     listed = "\n".join(f"- {aim}" for aim in aims(found))
-    parts = (
-        listed,
-        _markdown(_errors(found)),
-        worth(found),
-        _markdown(_methods(found)),
-        _markdown(_by_provider(found)),
-    )
-    return "\n\n".join([*parts, "## Sources", sources])
-
-
-def record(found: Iterable[Predicted], name: str) -> dict[str, object]:
-    """All rows of a paper with their predictions, and what is known and assumed of its machines."""
-    own = of(found, name)
-    rows = {
-        f"{table.where} ({table.figure})": [list(cells(p)) for p in own if p.row.table == table.id]
-        for table in data.paper(name).tables
-    }
-    return {"notes": list(_notes(name, own)), "rows": rows}
-
-
-def worth(found: Sequence[Predicted]) -> str:
-    """Error of predicted ratios of methods, in words."""
-    errors = ratio_errors(found)
-    middle = f"median error {_percent(median(errors))}" if errors else "none to compare"
-    return f"Ratio of two methods' times in the same setting ({len(errors)} pairs): {middle}."
+    return "\n\n".join([listed, _markdown(_errors(found)), _markdown(_ratios(found)), "## Sources", sources])
 
 
 def _parts(found: Sequence[Predicted]) -> list[tuple[str, Sequence[Predicted]]]:
@@ -243,43 +158,29 @@ def _errors(found: Sequence[Predicted]) -> list[Cells]:
     for title, own in _parts(found):
         kinds = {kind: (kind,) for kind in (*TIMES, "memory")} | ({"times": TIMES} if title == "all" else {})
         for words, kind in kinds.items():
-            if (error := median_error(own, *kind)) is not None:
-                rows.append((title, words, str(len(counted(own, *kind))), _percent(error)))
+            if errors := errors_of(own, *kind):
+                rows.append((title, words, str(len(errors)), _percent(median(errors))))
     if title == "all":
-        errors = [median_error(own, *TIMES) or 0.0 for _, own in _parts(found)[:-1]]
-        rows.append(("all, each paper weighing the same", "times", "", _percent(median(errors))))
+        by_paper = [median(errors_of(own, *TIMES)) for _, own in _parts(found)[:-1]]
+        rows.append(("all, each paper weighing the same", "times", "", _percent(median(by_paper))))
     return rows
 
 
-def _methods(found: Sequence[Predicted]) -> list[Cells]:
-    """Order and ratios of methods."""
-    rows: list[Cells] = [("", "pairs in the published order", "ratios off by")]
-    for title, own in _parts(found):
-        order, errors = in_order(own), ratio_errors(own)
-        rows.append((title, str(order) if order.all else "", _percent(median(errors)) if errors else ""))
+def _ratios(found: Sequence[Predicted]) -> list[Cells]:
+    """Order and ratios of two methods in the same setting, by paper, and by the provider of ours that is in them."""
+    rows: list[Cells] = [("ratio of two methods' times", "pairs", "in the published order", "median error")]
+    groups = [(title, pairs(own)) for title, own in _parts(found)]
+    every = pairs(found)
+    for name in sorted({stands_for(p.row) for pair in every for p in pair} - {""}):
+        groups.append((f"`{name}`", [pair for pair in every if name in (stands_for(p.row) for p in pair)]))
+    for title, some in groups:
+        if some:
+            rows.append((title, str(len(some)), _share(in_order(some)), _percent(median(ratio_errors(some)))))
     return rows
 
 
-def _by_provider(found: Sequence[Predicted]) -> list[Cells]:
-    """Errors of ratios, by the provider of ours that is in them."""
-    rows: list[Cells] = [("ratios with", "pairs", "off by")]
-    for name in sorted({stands_for(p.row) for pair in pairs(found) for p in pair} - {""}):
-        errors = ratio_errors(found, name)
-        rows.append((f"`{name}`", str(len(errors)), _percent(median(errors))))
-    return rows
-
-
-def _notes(name: str, part: Sequence[Predicted]) -> Iterator[str]:
-    """Machines, and rows that are not predicted or counted."""
-    paper = data.paper(name)
-    yield from (f"off: {text}" for text in paper.misses)
-    yield from (f"{cluster} ({stack.base}): {stack.note}" for cluster, stack in paper.clusters.items())
-    yield from (f"left out: {text}" for text in paper.left_out)
-    yield from (f"{method} is partly assumed: {m.incomplete}" for method, m in paper.methods.items() if m.incomplete)
-    excuses = Counter(p.row.excuse for p in part if p.row.excuse)
-    marks = Counter(p.row.mark for p in part if p.row.mark.startswith("contradicts"))
-    for what, texts in (("predicted", excuses), ("counted", marks)):
-        yield from (f"{n} {'row' if n == 1 else 'rows'} not {what}: {text}" for text, n in texts.items())
+def _share(found: Sequence[bool]) -> str:
+    return f"{sum(found)} of {len(found)}" if found else ""
 
 
 def _percent(share: float) -> str:
@@ -289,15 +190,3 @@ def _percent(share: float) -> str:
 def _markdown(rows: Iterable[Cells]) -> str:
     head, *rest = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, "|---" * (head.count(" | ") + 1) + "|", *rest])
-
-
-def _signed(error: float | None) -> str:
-    return "" if error is None else f"{100 * error:+.0f} %"
-
-
-def _figure(row: Row, value: float | None) -> str:
-    if value is None:
-        return ""
-    if row.figure == "speedup":
-        return f"{value:.2f}"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -92,7 +92,22 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-class Passes(WithoutData):
+class Quiet:
+    """A count that can be suspended."""
+
+    _quiet = False
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Suspend counting."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+
+class Passes(Quiet, WithoutData):
     """While active, reports every operation that touches memory to ``memory`` or ``products``."""
 
     def __init__(self, memory: Callable[[int, int], None], products: Callable[[int, str], None], meter: Meter) -> None:
@@ -104,7 +119,6 @@ class Passes(WithoutData):
         """
         super().__init__()
         self._memory, self._products, self._meter = memory, products, meter
-        self._quiet = False
         self._inside = False  # one kernel: it has no temporaries
 
     def seen(self, func: Any, kind: Kind, args: Any, named: Any, result: Any) -> None:
@@ -120,15 +134,6 @@ class Passes(WithoutData):
             self._products(flops, dtype_name(result.dtype))
         else:
             self._memory(_touched(func, args, named, result), 1)
-
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Suspend counting."""
-        before, self._quiet = self._quiet, True
-        try:
-            yield
-        finally:
-            self._quiet = before
 
     def one_pass(self, name: str, operation: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """An operation of ``kernels.fused`` as one kernel that reads its arguments and writes its result once."""

@@ -22,8 +22,6 @@ from cp_plugin.planner.machine.links import Cost, Level, Links
 WAITING = "waiting"
 HOST = "host"
 KERNELS = {Attention: "attention", Products: "products", Memory: "memory"}
-
-
 Spent = Mapping[str, Sequence[float]]
 """``attention``, ``products``, ``memory``; ``host``: waiting for a launch; ``waiting``: for a message -> the seconds of
 each."""

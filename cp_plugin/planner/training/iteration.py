@@ -221,9 +221,6 @@ def iteration(
     """
     check(model, parallel)
     given = dict.fromkeys(model.attention_pattern, attention) if isinstance(attention, Seconds) else attention
-    missing = sorted(set(model.attention_pattern) - given.keys())
-    if missing:
-        raise ValueError(f"{model.name} has layers {', '.join(missing)}: give their attention times, too")
     stages = [_stage(model, parallel, cluster, given, n) for n in range(parallel.pipeline)]
     last = [_update(model, parallel, cluster, n, stage) for n, stage in enumerate(stages)]
     slowest = max(range(len(stages)), key=lambda n: stages[n].seconds)

@@ -15,8 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_plugin.planner.trace.memory import Meter
+from cp_plugin.planner.trace.memory import Meter, Quiet
 
 _ROOT = f"{Path(__file__).parents[3]}/"
 _OURS = (f"{_ROOT}cp_plugin/", f"{_ROOT}kernels/")
@@ -57,7 +56,7 @@ class Wait(NamedTuple):
         return f"{self.place}: {self.what}"
 
 
-class Ops:
+class Ops(Quiet):
     """The record of one device."""
 
     def __init__(self) -> None:
@@ -68,7 +67,6 @@ class Ops:
         self.plans: dict[tuple[threading.Thread, Hashable], tuple[tuple[int, ...], ...]] = {}
         """What cuDNN keeps for good: by thread and key, the strides of its first call's out and dout."""
         self._before = 0
-        self._quiet = False
 
     def clear(self) -> None:
         """Reset everything except memory that is still alive."""
@@ -87,15 +85,6 @@ class Ops:
     @property
     def by_name(self) -> Counter[str]:
         return Counter(launch.name for launch in self.launches)
-
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Record nothing."""
-        before, self._quiet = self._quiet, True
-        try:
-            yield
-        finally:
-            self._quiet = before
 
     def wait(self, what: str) -> None:
         if not self._quiet:
