@@ -1,8 +1,8 @@
 """Tiny transformers models of every kind: each equals one rank in loss and all gradients, or is refused by name.
 
-    PYTHONPATH=. .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples 40                 some, by day
-    PYTHONPATH=. .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples 2000 --seed 7      others, by night
-    PYTHONPATH=. .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --kind qwen3_next             one family
+    PYTHONPATH=. .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples 40              some, by day
+    PYTHONPATH=. .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples 2000 --seed 7   others, by night
+    PYTHONPATH=. .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --kind qwen3_next          one family
 
 A case is a decoder family of the installed transformers, switches of its config (windows, rotary embeddings, biases,
 key and value heads, any flag), a dtype, a provider with a layout, 2 or 4 ranks, rows or a pack of documents, and how
