@@ -61,10 +61,10 @@ def batch(
         )
 
 
-def packets(rate: int | None) -> str:
+def packets(rate: int) -> str:
     """The command that limits a packet to 2 ms of the rate, at least one frame: it passes two shaped ends, and a large
     one would add its own time to every message."""
-    frames = _FRAMES if rate is None else min(max(_at_once(rate) // _FRAME, 1), _FRAMES)
+    frames = min(max(_at_once(rate) // _FRAME, 1), _FRAMES)
     return f"link set dev {{}} gso_max_segs {frames}"
 
 

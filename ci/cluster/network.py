@@ -44,16 +44,12 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """``nodes`` nodes of ``ranks_per_node`` ranks, numbered node by node."""
+    """``nodes`` nodes of ``ranks_per_node`` ranks, numbered node by node; at most 250 of each."""
 
     nodes: int
     ranks_per_node: int
     nic: Literal["rank", "node"]
     """Which has its own slow link."""
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.nodes <= 250 and 1 <= self.ranks_per_node <= 250):
-            raise ValueError(f"--nodes {self.nodes} --ranks-per-node {self.ranks_per_node}: both must be from 1 to 250")
 
     @property
     def size(self) -> int:
@@ -92,11 +88,18 @@ class Topology:
 class Network:
     """The namespaces and links of one topology; a context manager."""
 
-    def __init__(self, topology: Topology, rate: int | None) -> None:
-        """rate: bits per second of each slow link, each way; None leaves the links unshaped."""
+    def __init__(self, topology: Topology, rate: int) -> None:
+        """rate: bits per second of each slow link, each way."""
         self.topology = topology
         self.rate = rate
+        self._shaped = False
         self._prefix = f"cpp-{os.getpid()}-{_start_time(os.getpid())}-"
+
+    def __str__(self) -> str:
+        """``4 nodes x 4, a slow link per rank, 20 Mbit/s``."""
+        t = self.topology
+        links = f", a slow link per {t.nic}" if t.ranks_per_node > 1 else ""
+        return f"{t.nodes} nodes x {t.ranks_per_node}{links}, {self.rate / 1e6:.4g} Mbit/s"
 
     def __enter__(self) -> Self:
         remove_stale()
@@ -125,22 +128,21 @@ class Network:
         Path("/proc/sys/net/ipv4/tcp_rmem").write_text(_WINDOW)  # of this namespace
         return "fast" if self.topology.bridged else "slow"
 
-    def shape(self, rate: int | None) -> None:
-        """Change the rate of every slow link, in bits per second; None removes the limit."""
+    def shape(self, rate: int) -> None:
+        """Change the rate of every slow link, in bits per second."""
         commands: dict[str, list[list[str]]] = {}
         for node, card in self.topology.stations:
             ends = ((self._name(node, card), "slow", "dst"), (self._core, _port(node, card), "src"))
             for namespace, link, field in ends:
-                lines = [f"qdisc del dev {link} root"] if self.rate is not None else []
-                if rate is not None:
-                    lines += [line.format(link) for line in shaping(rate, field, self._beyond(node))]
+                lines = [f"qdisc del dev {link} root"] if self._shaped else []
+                lines += [line.format(link) for line in shaping(rate, field, self._beyond(node))]
                 ip, tc = commands.setdefault(namespace, [[], []])
                 ip.append(packets(rate).format(link))
                 tc.extend(lines)
         for namespace, (ip, tc) in commands.items():
             batch("ip", ip, namespace)
             batch("tc", tc, namespace)
-        self.rate = rate
+        self.rate, self._shaped = rate, True
 
     def cut(self, rank: int) -> None:
         """Take the slow link of a rank's station down without notice."""
@@ -166,8 +168,7 @@ class Network:
             if t.bridged:
                 self._connect(node, card, "fast", f"node{node}")
             batch("ip", self._addressing(node, card), self._name(node, card))
-        rate, self.rate = self.rate, None
-        self.shape(rate)
+        self.shape(self.rate)
 
     def _connect(self, node: int, card: int, link: str, bridge: str) -> None:
         """Create ``link`` in the station and its port on ``bridge`` in the core namespace."""

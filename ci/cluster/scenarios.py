@@ -6,21 +6,17 @@ All are bound by the links: the ranks share this machine's few cores, so rates a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
-import packs
 import torch
 from network import Topology
 
-from cp_plugin import Options, Problem
+from cp_plugin import Problem
+from cp_plugin.cli.bench.cases import CAUSAL, LENGTHS, PACKED, TOKENS, WINDOWED, Case, make_case
 from cp_plugin.cli.bench.contestants import Entry
-from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.methods import registry as providers
 
-_UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3}
-ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Largest error of a contestant's results."""
-DTYPES = {dtype_name(dtype): dtype for dtype in ALLOWED}
+MBIT = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +30,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One table; all runs are compared with the first."""
+    """One table."""
 
     nodes: int
     ranks_per_node: int = 1
     nic: Literal["rank", "node"] = "rank"
-    rate: str
+    rate: int
+    """Bits per second of every slow link, each way."""
     seq: int
     heads: int
     kv_heads: int | None = None
     head_dim: int = 64
-    dtype: str = "float32"
-    causal: bool = True
-    window: int | None = None
-    """Number of previous tokens that a token sees; None: all."""
-    documents: str | None = None
-    """Kind of packed documents, as in ``ci/perf/placement.py``; runs then name their placement (``packs``)."""
+    dtype: torch.dtype = torch.float32
+    mask: str = CAUSAL
     apart: bool = False
     """A barrier between forward and backward: a rank that waits would otherwise lend its processor to the backward of
     others, which no device does."""
@@ -57,56 +50,34 @@ class Scenario:
     targets: tuple[Target, ...] = ()
 
     def topology(self) -> Topology:
-        """Nodes and cards; ValueError naming the wrong flag."""
         return Topology(nodes=self.nodes, ranks_per_node=self.ranks_per_node, nic=self.nic)
 
-    def problem(self) -> Problem:
-        """The attention call; ValueError naming the wrong flag."""
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype}: must be one of {', '.join(DTYPES)}")
+    def case(self) -> Case:
+        """The attention call; packs are of chat-like documents."""
         topology = self.topology()
-        if self.seq % (2 * topology.size):
-            raise ValueError(f"--seq {self.seq} must be a multiple of {2 * topology.size}, twice the number of ranks")
-        return Problem(
+        problem = Problem(
             size=topology.size,
             heads=self.heads,
             kv_heads=self.kv_heads or self.heads,
             head_dim=self.head_dim,
             seq_length=self.seq,
-            dtype=DTYPES[self.dtype],
-            causal=self.causal,
-            window=None if self.window is None else (self.window, 0),
-            documents=self.documents is not None,
+            dtype=self.dtype,
         ).with_transport(hosts=topology.hosts())
-
-    def bounds(self) -> tuple[int, ...]:
-        """Bounds of the documents; empty: one document."""
-        return packs.on_cluster(self.documents, self.nodes * self.ranks_per_node, self.seq) if self.documents else ()
+        bounds = _chats(topology.size, self.seq) if self.mask == PACKED else ()
+        return make_case(self.mask, problem, window=1023, bounds=bounds)
 
     def entries(self) -> list[Entry]:
-        """The contestants; ValueError with the reason of one that cannot run."""
-        parse = Entry.parse if self.documents is None else packs.OnPack.parse
-        entries, problem = [parse(run, "--run") for run in self.runs], self.problem()
-        for entry in entries:
-            if entry.provided:
-                resolved = providers.settle(entry.name, problem, Options(**dict(entry.options)))
-                if reason := providers.unsupported(resolved.provider, problem, resolved.options):
-                    raise ValueError(f"--run {entry}: {reason}")
-        if len({entry.kind for entry in entries}) > 1:
-            raise ValueError(f"--run: softmax and linear attention in one table: {', '.join(map(str, entries))}")
-        if len({str(entry) for entry in entries}) < len(entries):
-            raise ValueError(f"--run: every contestant once, not {', '.join(map(str, entries))}")
-        return entries
+        """The contestants."""
+        return [Entry.parse(run, "--scenario") for run in self.runs]
 
 
-def parse_rate(text: str) -> int:
-    """``50mbit`` in bits per second; ValueError otherwise."""
-    for unit, factor in _UNITS.items():
-        if text.endswith(unit):
-            number = text.removesuffix(unit)
-            if number.replace(".", "", 1).isdecimal() and float(number) * factor >= 10_000:
-                return int(float(number) * factor)
-    raise ValueError(f"--rate {text}: give a rate of 10kbit or more, such as 50mbit or 1gbit")
+def _chats(size: int, seq_length: int) -> tuple[int, ...]:
+    """Bounds of the documents of a pack of ``TOKENS`` per rank, each divided by an integer and rounded to whole chunks
+    of two tokens, of which a rank has two; the last document is cut off."""
+    chunks, scale = 4 * size, TOKENS * size // seq_length
+    lengths = [chunks * max(1, round(length / scale / chunks)) for length in LENGTHS["chat"].pack(TOKENS * size, 0)]
+    inside = [end for end in accumulate(lengths, initial=0) if end < seq_length]
+    return (*inside, seq_length)
 
 
 _HOP = "hops=p2p"  # upstream's own hops take longer on 64 Gloo ranks than the links do, see torch_ring
@@ -122,7 +93,7 @@ def _must_beat(fast: str, *others: str, at_least: float = 1.0) -> tuple[Target, 
 def _slow_and_fast(name: str, at_least: float, **given: Any) -> dict[str, Scenario]:
     """``name`` on slow links, where the first run must be ``at_least`` times as fast as the others, and ``name-fast``,
     where it must not be slower."""
-    rates = {name: ("20mbit", at_least), f"{name}-fast": ("1gbit", 1.0)}
+    rates = {name: (20 * MBIT, at_least), f"{name}-fast": (1000 * MBIT, 1.0)}
     return {
         full: Scenario(nodes=16, rate=rate, **given, targets=_must_beat(*given["runs"], at_least=wanted))
         for full, (rate, wanted) in rates.items()
@@ -130,10 +101,11 @@ def _slow_and_fast(name: str, at_least: float, **given: Any) -> dict[str, Scenar
 
 
 _GROUPED = "attention2d:head_groups=2"  # 8 kB a group is nothing to most networks, and 50 ms on these links
-_FLAT64 = {"nodes": 64, "rate": "1.25mbit", "seq": 2048, "dtype": "bfloat16"}
+_FLAT64 = {"nodes": 64, "rate": 1_250_000, "seq": 2048, "dtype": torch.bfloat16}
 _LINEAR = {"nodes": 16, "heads": 2, "apart": True}
-_CHAT = {"seq": 65536, "heads": 2, "kv_heads": 1, "head_dim": 32, "documents": "chat"}
-_WINDOW = {"seq": 65536, "heads": 1, "head_dim": 32, "window": 1023}
+_CHAT = {"seq": 65536, "heads": 2, "kv_heads": 1, "head_dim": 32, "mask": PACKED}
+_WINDOW = {"seq": 65536, "heads": 1, "head_dim": 32, "mask": WINDOWED}
+_PLACED = ("needed:layout=documents", "ring:layout=zigzag", "all_gather:layout=contiguous")
 _CONTIGUOUS = ("needed:layout=contiguous", "ring:layout=contiguous")
 _ZIGZAG = ("ring:layout=zigzag", "all_gather:layout=contiguous")
 
@@ -162,7 +134,7 @@ SCENARIOS = {
             nodes=4,
             ranks_per_node=4,
             nic=nic,
-            rate="20mbit",
+            rate=20 * MBIT,
             seq=4096,
             heads=4,
             runs=_NODES,
@@ -171,11 +143,11 @@ SCENARIOS = {
         for nic, wanted in (("rank", 2.5), ("node", 1.15))
     },
     "linear16": Scenario(
-        **_LINEAR, rate="2.5mbit", seq=524288, runs=("lasp1", "lasp2"), targets=_must_beat("lasp2", "lasp1")
+        **_LINEAR, rate=2_500_000, seq=524288, runs=("lasp1", "lasp2"), targets=_must_beat("lasp2", "lasp1")
     ),
     "linear16-quadratic": Scenario(
-        **_LINEAR, rate="20mbit", seq=8192, runs=("linear_ring", "lasp2"), targets=_must_beat("lasp2", "linear_ring")
+        **_LINEAR, rate=20 * MBIT, seq=8192, runs=("linear_ring", "lasp2"), targets=_must_beat("lasp2", "linear_ring")
     ),
-    **_slow_and_fast("chat16", 3.0, **_CHAT, runs=("needed@placed", "ring@zigzag", "ring@each", "all_gather@each")),
+    **_slow_and_fast("chat16", 3.0, **_CHAT, runs=_PLACED),
     **_slow_and_fast("window16", 5.0, **_WINDOW, runs=(*_CONTIGUOUS, *_ZIGZAG)),
 }

@@ -88,31 +88,31 @@ def bench(
     questions = [question(p.case, kinds[0]) for p in plans]
 
     def rank(mine: torch.device) -> list[list[dict[str, Any]]]:
-        return _Rank(mine, rounds).run(plans, questions)
+        return Rank(mine, rounds).run(plans, questions)
 
     fields = ranks.run(rank, plans[0].case.problem.size, device, timeout, here)
-    found = []
-    for p, of_possible in zip(plans, fields, strict=True):
-        remaining = iter(of_possible)
-        measured = [m if m.cannot is not None else replace(m, **next(remaining)) for m in p.measured]
-        found.append(replace(p, measured=measured))
-    return found
+    return [filled(p, of_possible) for p, of_possible in zip(plans, fields, strict=True)]
 
 
-class _Rank:
+def filled(plan: CaseResult, measured: Iterable[dict[str, Any]]) -> CaseResult:
+    """The plan with the fields that ``Rank.run`` returns of its contestants that can run."""
+    remaining = iter(measured)
+    return replace(plan, measured=[m if m.cannot is not None else replace(m, **next(remaining)) for m in plan.measured])
+
+
+class Rank:
     """One rank; all methods are collective. Results are fields of ``Measured``: setups hold functions, which no rank
     can send."""
 
     def __init__(self, device: torch.device, rounds: int) -> None:
         self._device, self._rounds = device, rounds
-        self._warm_up = WARM_UP[device.type]
         self._made: dict[tuple[str, Options], ContextParallel] = {}
         console = Console(stderr=True, quiet=dist.get_rank() != 0 or not sys.stderr.isatty())
         self._progress = Progress(console=console, transient=True)
 
     def run(self, plans: Sequence[CaseResult], questions: Sequence[oracle.Case]) -> list[list[dict[str, Any]]]:
         """The measurements of all contestants that can run, in order; the same on all ranks."""
-        steps = sum(len(p.possible) * (1 + self._warm_up + self._rounds) for p in plans)
+        steps = sum(len(p.possible) * (1 + WARM_UP[self._device.type] + self._rounds) for p in plans)
         with self._progress:
             self._progress.add_task("starting", total=steps)
             return [self._case(p, asked) for p, asked in zip(plans, questions, strict=True)]
@@ -124,14 +124,14 @@ class _Rank:
         checked = [(m, self._checked(m, asked, plan.case.mask_name)) for m in plan.possible]
         after = [(m, replace(m, **found)) for m, found in checked]
         right = [m for m, now in after if now.cannot is None and not now.wrong]
-        timed = dict(zip((m.entry for m in right), self._timed(plan.case, right) if right else (), strict=True))
+        timed = dict(zip((m.entry for m in right), self.timed(plan.case, right) if right else (), strict=True))
         return [found | timed.get(m.entry, {}) for m, found in checked]
 
     def _checked(self, one: Measured, asked: oracle.Case, mask_name: str) -> dict[str, Any]:
         """A contestant's errors on the short case."""
         self._shown(f"checking {one.entry}")
         try:
-            contestant = self._start(one, asked)
+            contestant = self.start(one, asked)
             parts = Inputs(*(None if x is None else contestant.shard(x.to(self._device)) for x in asked.inputs))
             errors = relative_errors(contestant.step(parts), map(contestant.shard, asked.want))
         except Exception as error:  # of any library
@@ -145,10 +145,10 @@ class _Rank:
             "allowed": limits(one.setup, asked, self._device),
         }
 
-    def _timed(self, case: Case, right: Sequence[Measured]) -> list[dict[str, Any]]:
+    def timed(self, case: Case, right: Sequence[Measured]) -> list[dict[str, Any]]:
         """Bytes, times and ideal of each contestant."""
         tokens = case.problem.seq_length // case.problem.size
-        contestants = [self._start(one, case) for one in right]
+        contestants = [self.start(one, case) for one in right]
         calls: list[clock.Call] = []
         for contestant in contestants:
             whole = random_parts(case.problem, tokens, self._device)
@@ -161,7 +161,7 @@ class _Rank:
         def shown(number: int) -> None:
             self._shown(f"{case.mask_name}, {case.problem.seq_length} tokens: {titles[number]}")
 
-        for _ in range(self._warm_up):
+        for _ in range(WARM_UP[self._device.type]):
             for contestant in contestants:
                 contestant.booked()
             clock.take_turns(calls, 1, self._device, shown)
@@ -181,7 +181,7 @@ class _Rank:
             for one, by_rank, of_ranks in zip(right, zip(*sent, strict=True), taken[: len(right)], strict=True)
         ]
 
-    def _start(self, one: Measured, case: Case | oracle.Case) -> Contestant:
+    def start(self, one: Measured, case: Case | oracle.Case) -> Contestant:
         if one.setup is None:
             return one.entry.peer(case.problem)
         key = (one.setup.provider.name, one.setup.options)
@@ -198,10 +198,10 @@ def _kernel(one: Measured) -> tuple[str, ...]:
     return (options.backend, one.setup.provider.name if one.linear else options.fp8 or "")
 
 
-def question(case: Case, kind: Kind, tokens: int = TESTED) -> oracle.Case:
+def question(case: Case, kind: Kind) -> oracle.Case:
     """The test case that every contestant must pass: a short sequence of the same kind with the expected results,
-    deterministic; ``tokens``: of a rank."""
-    short = case.small(tokens * case.problem.size)
+    deterministic."""
+    short = case.small(TESTED * case.problem.size)
     return oracle.make_case(short.problem, kind, short.bounds)
 
 
