@@ -216,6 +216,14 @@ def test_uncut_documents_send_no_states(layout: str) -> None:
     assert max(max(map(relative_error, got, case.want())) for got in ranks) <= 1e-9
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_without_mask_and_decay_states_are_summed(layout: str) -> None:
+    """A path of its own: one sum over all segments, two of them on a zigzag rank."""
+    case = LinearCase(causal=False)
+    for got in on_threads("lasp2", 4, case, layout=layout):
+        assert max(map(relative_error, got, case.want())) <= 1e-9
+
+
 @each_value
 @methods
 @decays
