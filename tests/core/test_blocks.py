@@ -12,12 +12,14 @@ from torch import Tensor
 from cp_plugin.core.block import Block, Scores
 from cp_plugin.core.layout import Segments
 from cp_plugin.core.mask import CAUSAL, Mask
+from cp_plugin.core.problem import Problem
 from cp_plugin.core.tiles import tiles
 from cp_plugin.core.tree import Tree
 from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
+from cp_plugin.kernels import backends
 from cp_plugin.kernels.backends.reference import _probabilities, attend
 from cp_plugin.kernels.backends.sdpa import Sdpa
-from cp_plugin.kernels.blocks import Either, InOrder, Tiled, Whole
+from cp_plugin.kernels.blocks import Either, InOrder, Tiled, Whole, kernel
 from cp_plugin.kernels.merge import add_sums, merge
 
 
@@ -132,3 +134,10 @@ def test_disjoint_blocks_are_skipped() -> None:
     assert Whole(mine).forward(Queries(q), KeyValues(k, v), later, onto) is onto
     assert Whole(mine).backward(Queries(q, dout, q[..., 0], q[..., 0]), KeyValues(k, v), later) is None
     assert not mine.asked and not tiles(*later.area)
+
+
+def test_kernels_on_the_cpu() -> None:
+    problem, cpu = Problem(size=1), torch.device("cpu")
+    chosen = kernel(backends.get("sdpa"), problem, cpu, auto=True)
+    assert chosen == InOrder(Tiled(Sdpa()))
+    assert isinstance(kernel(backends.get("triton"), problem, cpu, auto=False).inner, Whole)

@@ -207,6 +207,13 @@ def test_a_rank_attends_to_its_slots(elements: int, window: Any, monkeypatch: py
     assert not out[0, 1].any(), "a query before all keys"
 
 
+def test_a_rank_without_slots_adds_nothing() -> None:
+    cache = Cache(Plain, 1, 6, normal(1, 1, 2, 8), normal(1, 1, 2, 6))
+    none = torch.empty(0, 1, dtype=torch.int32)
+    out, lse = store.attend(normal(1, 1, 4, 8), cache, none, torch.zeros(1, 1, dtype=torch.int32), Scores(1.0))
+    assert out.shape == (1, 1, 4, 6) and not out.any() and (lse == -torch.inf).all()
+
+
 # Sessions
 
 

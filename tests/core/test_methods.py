@@ -118,6 +118,13 @@ def _single(mask: str, dtype: torch.dtype) -> list[float]:
     return [*found[0][:4], *map(max, zip(*(of[4:] for of in found), strict=True))]
 
 
+def test_a_grid_with_blocks_that_no_query_sees() -> None:
+    """Documents end where shards do: a rank's gathered queries see none of its gathered keys."""
+    problem = Case(seq_length=128, heads=8, kv_heads=2, causal=True, documents=(0, 32, 64, 96, 128))
+    for got in on_threads("attention2d", 4, problem, layout="contiguous", grid=(2, 2)):
+        assert_close(got, problem.reference(), 1e-10, "2x2")
+
+
 @pytest.mark.parametrize(
     "name",
     [
