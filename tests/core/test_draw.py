@@ -18,7 +18,6 @@ from cp_plugin.cli.draw.cli import draw_method
 from cp_plugin.core.values import Partial
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Attend
-from cp_plugin.testing.traffic import priced, typical
 
 
 def times_computed(recording: Recording) -> Counter[tuple[int, int, int]]:
@@ -68,13 +67,6 @@ def test_a_dropped_block_shows() -> None:
     faulty = replace(ring, build=lambda mesh, local, *rest: ring.build(mesh, DropsAStep(local), *rest))
     got = record(faulty, 4, seq_length=32)
     assert len(times_computed(got)) < len(all_pairs(got))
-
-
-def test_the_busiest_rank_is_not_on_the_diagonal_of_the_grid() -> None:
-    found = priced("attention2d", typical(64, "MHA"), grid=(8, 8), layout="striped")
-    assert found.most > sum(found.ranks[0].values())
-    refused = priced("ulysses", typical(64, "MHA"))
-    assert not refused.ranks and "must be a multiple of 64" in str(refused.setup.reason)
 
 
 def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:

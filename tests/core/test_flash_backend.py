@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import library_tiles
 import pytest
 import torch
-from fake_flash import FA3_2_7, FA3_2_8, FA3_LATER, FA4, Kernel, Machine, parameters
+from fake_flash import FA3_2_8, FA3_LATER, FA4, Kernel, Machine, parameters
 from library_signatures import function, versions
 from oracle import Case, Result, assert_close
 
@@ -34,11 +35,6 @@ def run(case: Case) -> Result:
     return library_tiles.run(Flash(), case, strided=True)
 
 
-def four(machine: Machine) -> Kernel:
-    machine.gpu((10, 0))
-    return machine.flash4()
-
-
 def unsupported(kernel: Flash, head_dim: int = 64, v_head_dim: int = 64) -> str | None:
     return kernel.unsupported(CallInfo(CUDA, torch.bfloat16, head_dim, v_head_dim))
 
@@ -49,61 +45,50 @@ def refused(head_dim: int = 64, v_head_dim: int = 64) -> str:
     return reason
 
 
-GENERATIONS = {
-    "2.7 to 2.8": lambda machine: machine.flash2(),
-    "3 of 2.7": lambda machine: machine.flash3(FA3_2_7),
-    "3 of 2.8": lambda machine: machine.flash3(FA3_2_8),
-    "3 of August 2026": lambda machine: machine.flash3(FA3_LATER),
-    "4": four,
-}
-
-
 TOO_OLD = {("flash-attn 2", "2.6.3"): "'window_size_left'", ("flash-attn 3", "2.7.0"): "'cu_seqlens_q'"}
 TOO_OLD |= {("flash-attn 4", "4.0.0b3"): "'min_seqlen_k'"}
 """Versions that are refused, and the name by which."""
 
 
-def install(machine: Machine, library: str, version: str) -> None:
+def install(machine: Machine, library: str, version: str) -> Kernel:
     """Fake that version on its GPU."""
     generation = int(library[-1])
-    {2: machine.flash2, 3: machine.flash3, 4: machine.flash4}[generation](parameters(library, version))
+    install = {2: machine.flash2, 3: machine.flash3, 4: machine.flash4}[generation]
+    kernel = install(parameters(library, version))
     machine.gpu({2: (8, 0), 3: (9, 0), 4: (10, 0)}[generation])
+    return kernel
 
 
 FLASH = [(library, v) for library in ("flash-attn 2", "flash-attn 3", "flash-attn 4") for v in versions(library)]
+TAKEN = [version for version in FLASH if version not in TOO_OLD]
+taken = pytest.mark.parametrize(("library", "version"), TAKEN, ids=map(" ".join, TAKEN))
 
 
-@pytest.mark.parametrize(("library", "version"), FLASH, ids=map(" ".join, FLASH))
-def test_recorded_versions_of_flash_attn(machine: Machine, library: str, version: str) -> None:
-    install(machine, library, version)
-    kernel = Flash(generation=int(library[-1]))
-    reason = unsupported(kernel)
-    if (library, version) in TOO_OLD:
-        assert reason is not None and TOO_OLD[library, version] in reason
-        return
-    assert reason is None
-    case = Case(seq_length=8, heads=2, kv_heads=1, causal=True, dtype=torch.bfloat16)
-    assert_close(library_tiles.run(kernel, case, strided=True), case.reference(), 1e-2, (library, version))
+def test_recorded_versions(machine: Machine) -> None:
+    for library, version in FLASH:
+        install(machine, library, version)
+        reason = unsupported(Flash(generation=int(library[-1])))
+        assert (reason is None) == ((library, version) in TAKEN), (library, version, reason)
+        assert TOO_OLD.get((library, version), "None") in str(reason)
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
+@taken
 @pytest.mark.parametrize("sizes", [(16, 16), (192, 128), (16, 8)], ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-def test_out_and_gradients(machine: Machine, generation: str, sizes: tuple[int, int], causal: bool) -> None:
-    kernel = GENERATIONS[generation](machine)
-    dims = {"head_dim": sizes[0], "v_head_dim": sizes[1]}
-    for kv_heads in (4, 2, 1):
-        case = Case(seq_length=24, heads=4, kv_heads=kv_heads, causal=causal, dtype=torch.bfloat16, **dims)
+def test_out_and_gradients(machine: Machine, library: str, version: str, sizes: tuple[int, int]) -> None:
+    kernel = install(machine, library, version)
+    for kv_heads, causal in product((4, 2, 1), (True, False)):
+        dims = {"kv_heads": kv_heads, "head_dim": sizes[0], "v_head_dim": sizes[1]}
+        case = Case(seq_length=24, heads=4, causal=causal, dtype=torch.bfloat16, **dims)
         assert_close(run(case), case.reference(), 1e-2, case)
-    native = generation in ("3 of August 2026", "4") and sizes == (192, 128)
+    native = kernel.two_sizes and sizes == (192, 128)
     assert set(kernel.head_sizes) == {sizes if native else (max(sizes), max(sizes))}
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_capped_scores(machine: Machine, generation: str) -> None:
-    GENERATIONS[generation](machine)
+@taken
+def test_capped_scores(machine: Machine, library: str, version: str) -> None:
+    install(machine, library, version)
     call = CallInfo(CUDA, torch.bfloat16, 16, 16, softcap=True)
-    if generation == "4":
+    if library == "flash-attn 4":
         assert "flash-attn-4 of unknown version does not cap scores (softcap)" in str(Flash().unsupported(call))
         return
     case = Case(seq_length=24, heads=4, kv_heads=2, causal=True, dtype=torch.bfloat16, softcap=0.5)
@@ -117,16 +102,16 @@ def test_a_build_without_caps_is_refused(machine: Machine) -> None:
     assert reason is not None and reason.endswith("does not cap scores (softcap)")
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_gradients_of_tiles_add_up(machine: Machine, generation: str) -> None:
-    GENERATIONS[generation](machine)
+@taken
+def test_gradients_of_tiles_add_up(machine: Machine, library: str, version: str) -> None:
+    install(machine, library, version)
     case = Case(seq_length=32, heads=4, kv_heads=2, causal=False, dtype=torch.bfloat16)
-    assert_close(library_tiles.run_in_two(Flash(), case), case.reference(), 1e-2, generation)
+    assert_close(library_tiles.run_in_two(Flash(), case), case.reference(), 1e-2, version)
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_rows_without_a_finite_score(machine: Machine, generation: str) -> None:
-    GENERATIONS[generation](machine)
+@taken
+def test_rows_without_a_finite_score(machine: Machine, library: str, version: str) -> None:
+    install(machine, library, version)
     q, k, v, _ = Case(seq_length=8, heads=1, kv_heads=1, causal=True, dtype=torch.bfloat16, batch=1).inputs()
     q[:, :, :, 0], k[:3, :, :, 0] = 1, -torch.inf
     assert Flash().forward(q, k, v, 0, Scores(1.0))[1].flatten().isneginf().tolist() == [True] * 3 + [False] * 5

@@ -118,14 +118,6 @@ def _single(mask: str, dtype: torch.dtype) -> list[float]:
     return [*found[0][:4], *map(max, zip(*(of[4:] for of in found), strict=True))]
 
 
-@pytest.mark.parametrize("layout", ["striped", "contiguous"])
-@pytest.mark.parametrize("grid", [(2, 3), (3, 2)])
-def test_any_grid_without_a_mask(grid: tuple[int, int], layout: str) -> None:
-    problem = case("full")
-    for got in on_threads("attention2d", 6, problem, grid=grid, layout=layout):
-        assert_close(got, problem.reference(), 1e-10, grid)
-
-
 def test_a_grid_with_blocks_that_no_query_sees() -> None:
     """Documents end where shards do: a rank's gathered queries see none of its gathered keys."""
     problem = Case(seq_length=128, heads=8, kv_heads=2, causal=True, documents=(0, 32, 64, 96, 128))

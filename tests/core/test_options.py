@@ -1,18 +1,25 @@
-"""Options: automatic choices with reasons, and refusals with advice."""
+"""Options: automatic choices with reasons, refusals with advice; and providers that cannot be registered.
+
+A third party's method: ``tests/test_docs.py``.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import third_party
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import TraceMesh
 from cp_plugin.core.problem import describe_hosts, neighbours_per_host
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.attention2d import grid_bytes
-from cp_plugin.methods.registry import settle
+from cp_plugin.methods.registry import layout_for, settle
 
 MHA, GQA = Problem(size=64, heads=32, kv_heads=32), Problem(size=64, heads=32, kv_heads=4)
 
@@ -165,3 +172,31 @@ def test_a_misspelt_option_is_an_error() -> None:
     assert Options(grid=(2, 2)).grid == (2, 2) and Options().grid is None
     with pytest.raises(AttributeError, match="no provider declares an option 'gird'"):
         _ = Options(grid=(2, 2)).gird
+
+
+@pytest.fixture
+def fresh_registry() -> Iterator[None]:
+    with third_party.looked_for_anew():
+        yield
+
+
+@pytest.mark.usefixtures("fresh_registry")
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("from cp_plugin.methods.ring import STRIPED as THIRD", "two context-parallel providers are called 'striped'"),
+        ("THIRD = 'a ring'", "'third'.* is not a cp_plugin Provider"),
+    ],
+)
+def test_what_cannot_be_registered(source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    third_party.install(tmp_path, "third_party_method", source, providers.ENTRY_POINTS, third="THIRD")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "third_party_method", raising=False)
+    with pytest.raises(ValueError, match=said):
+        providers.registry()
+
+
+def test_layouts_default_to_the_providers_first() -> None:
+    assert layout_for(providers.get("ring"), ContextParallel("ring").options).name == "zigzag"
+    assert layout_for(providers.get("ring"), ContextParallel("ring", layout="contiguous").options).name == "contiguous"
+    assert ContextParallel("striped").layout.name == "striped"

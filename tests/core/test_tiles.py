@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_cases import flat_masks, masks, positions, seen
 
-from cp_plugin.core.layout import LAYOUTS, Segments
-from cp_plugin.core.mask import CAUSAL, Mask
+from cp_plugin.core.layout import Segments
+from cp_plugin.core.mask import Mask
 from cp_plugin.core.tiles import Tile, tiles
 
 segment = st.builds(
@@ -48,21 +47,3 @@ def test_intervals_against_brute_force(mask: Mask) -> None:
     first, end = mask.interval(torch.arange(TOKENS), TOKENS)
     keys = torch.arange(TOKENS)
     assert torch.equal((keys >= first[:, None]) & (keys < end[:, None]), seen(mask, TOKENS))
-
-
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_ring_step_is_at_most_one_kernel_call(layout: str, size: int) -> None:
-    at = [LAYOUTS[layout].segments(128, size, i) for i in range(size)]
-    calls = [sum(len(t.cut()) for t in tiles(q, k, CAUSAL)) for q in at for k in at]
-    assert max(calls) == 1
-    assert sum(calls) == (size * (size + 1) // 2 if layout == "contiguous" else size * size)
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_any_two_zigzag_shards_make_the_same_work(size: int) -> None:
-    """So a grid of them needs no exchange before it; row and column sizes are free."""
-    at = [LAYOUTS["zigzag"].segments(64 * size, size, i) for i in range(size)]
-    half = 32
-    assert {sum(t.pairs for t in tiles(q, k, CAUSAL)) for q in at for k in at if q != k} == {2 * half * half}
-    assert {sum(t.pairs for t in tiles(q, q, CAUSAL)) for q in at} == {2 * half * half + half}, "with the diagonal"

@@ -96,22 +96,6 @@ def test_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     check(**inputs((23, 2, 9), 4, 3, torch.float32))
 
 
-def test_views_and_weights_in_another_dtype() -> None:
-    """A slice of the channels, the batch first, a transposed weight in float32, as master weights are."""
-    given = inputs((7, 3, 12), 4, 3, torch.bfloat16)
-    weight = given["weight"][2:8].float().t().contiguous().t()
-    x, dout = (given[name].transpose(0, 1).contiguous().transpose(0, 1)[..., 2:8] for name in ("x", "dout"))
-    check(x, given["halo"][..., 2:8].contiguous(), weight, given["bias"][2:8], dout, given["returned"][..., :6])
-
-
-def test_no_tokens() -> None:
-    given = inputs((0, 2, 6), 4, 0, torch.float32)
-    table = torch.empty((4, 0), dtype=torch.int32)
-    assert kernel.convolve(given["x"], given["halo"], table, given["weight"], None).shape == (0, 2, 6)
-    dx, sums = kernel.convolve_back(given["dout"], given["x"], table, given["weight"])
-    assert dx.shape == (0, 2, 6) and torch.equal(sums, torch.zeros(5, 6))
-
-
 def test_invalid_arguments_are_refused() -> None:
     given = inputs((5, 2, 6), 4, 3, torch.float32)
     x, halo, weight, bias = (given[name] for name in ("x", "halo", "weight", "bias"))

@@ -1,4 +1,4 @@
-"""float8 measuring and rounding, interpreted, bit for bit against plain torch."""
+"""float8 measuring and rounding, interpreted, bit for bit against plain torch. Sizes and strides: ``test_fused``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cp_kernels import codes, rows
+from cp_kernels import codes
 from cp_kernels import float8 as kernel
 from torch import Tensor
 
 from cp_plugin.core import scaling
-from cp_plugin.core.scaling import E4M3, E5M2, Extent, scale_for
+from cp_plugin.core.scaling import E4M3, E5M2, Extent
 from cp_plugin.kernels import fused
 
 inf, nan = torch.inf, torch.nan
@@ -50,26 +50,8 @@ def check(x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
 
 @TYPES
 def test_every_number_and_every_tie(dtype: torch.dtype) -> None:
-    check(every(dtype), torch.ones(()), dtype)
-    check(every(dtype), torch.tensor(2.0**-3), dtype)
-
-
-@GIVEN
-@TYPES
-def test_tensors_of_any_size(dtype: torch.dtype, given: torch.dtype) -> None:
-    for shape in ((5, 2, 3, 64), (7, 1, 2, 80), (3, 1, 1, 1), (2, 1, 2, 192)):
-        x = numbers(shape, given)
-        check(x, scale_for(scaling.largest(x), dtype), dtype)
-        check(x, torch.tensor(4.0), dtype)  # some are too large
-
-
-@TYPES
-@pytest.mark.parametrize("bad", [nan, inf, -inf])
-def test_nonfinite_values(bad: float, dtype: torch.dtype) -> None:
-    x = numbers((3, 1, 2, 16), torch.float32)
-    x[1, 0, 1, 3] = bad
-    check(x, torch.tensor(0.5), dtype)
-    check(x, torch.tensor(nan), dtype)
+    for scale in (1.0, 2.0**-3, nan):
+        check(every(dtype), torch.tensor(scale), dtype)
 
 
 @GIVEN
@@ -91,19 +73,8 @@ def test_extents_of_nonfinite_values(bad: float) -> None:
     torch.testing.assert_close(found, want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def test_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "ELEMENTS", 32)
-    x = numbers((6, 2, 4, 8), torch.bfloat16)
-    views = x[:, :, 1:3], x[::2], x.transpose(0, 2), x[..., :5], x[:, :1, 1:2], x.transpose(2, 3), x[:1].expand(x.shape)
-    for view in views:
-        check(view, torch.tensor(0.25), E4M3)
-        assert torch.equal(kernel.extents((view,))[0, 0], scaling.largest(view))
-
-
 def test_no_tokens() -> None:
-    x = torch.zeros(0, 2, 3, 4)
-    assert kernel.quantize(x, torch.ones(()), E4M3).shape == x.shape
-    assert torch.equal(kernel.extents((x,)), torch.zeros(1, 2))
+    assert torch.equal(kernel.extents((torch.zeros(0, 2, 3, 4),)), torch.zeros(1, 2))
 
 
 def test_invalid_arguments_are_refused() -> None:

@@ -38,13 +38,6 @@ def check(outs: Tensor, lses: Tensor, got: tuple[Tensor, Tensor], rtol: float = 
     torch.testing.assert_close(got[1].double(), lse, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
-@pytest.mark.parametrize("e", [64, 80, 96, 128, 192, 256])
-def test_any_number_of_partials_of_any_size(n: int, e: int) -> None:
-    outs, lses = partials(n, e)
-    check(outs, lses, kernel.merge(outs.unbind(), lses.unbind()))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sums_are_in_float32_and_the_output_in_the_dtype_asked_for(dtype: torch.dtype) -> None:
     outs, lses = partials(3, 8, dtype)
@@ -85,40 +78,6 @@ def test_chunks_are_one_argument() -> None:
         assert kernel._evenly_apart(other, lses.unbind())[0] == 1
 
 
-def strided(x: Tensor, how: str) -> Tensor:
-    """The same numbers, stored otherwise."""
-    if how == "heads first":
-        return x.permute(1, 2, 0, *range(3, x.dim())).contiguous().permute(2, 0, 1, *range(3, x.dim()))
-    if how == "every other token":
-        return x.repeat_interleave(2, 0)[::2]
-    if how == "a slice of the heads":
-        return torch.cat([x, x, x], 2)[:, :, 3:6]
-    return torch.cat([x, x], -1)[..., : x.size(-1)] if x.dim() == 4 else x
-
-
-HOW = ("heads first", "every other token", "a slice of the heads", "cut heads")
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_any_strides(how: str) -> None:
-    outs, lses = partials(3, 6)
-    parts = [strided(x, how) for x in outs], [strided(x, how) for x in lses]
-    assert not all(x.is_contiguous() for x in parts[0])
-    check(outs, lses, kernel.merge(*parts))
-    mixed = [parts[0][0], *outs[1:]], [parts[1][0], *lses[1:]]
-    check(outs, lses, kernel.merge(*mixed))
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_in_place(how: str, dtype: torch.dtype) -> None:
-    outs, lses = partials(2, 6, dtype)
-    first, onto = outs[0].float(), lses[0].clone()
-    out, lse = strided(first, how), strided(onto, how)
-    kernel.merge_into(out, lse, outs[1], strided(lses[1], how))
-    check(outs, lses, (out, lse))
-
-
 def test_in_place_leaves_the_rest_alone() -> None:
     outs, lses = partials(2, 6)
     out, lse = torch.full((10, *SHAPE[1:], 6), 7.0), torch.full((10, *SHAPE[1:]), 7.0)
@@ -128,30 +87,12 @@ def test_in_place_leaves_the_rest_alone() -> None:
     assert out[1::2].eq(7).all() and lse[1::2].eq(7).all()
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("out", [nan, inf, -inf, 1.0])
-@pytest.mark.parametrize("lse", [nan, inf, -inf, 0.0])
-def test_nonfinite_values_as_in_plain_torch(n: int, out: float, lse: float) -> None:
-    from cp_plugin.kernels import fused
-
-    outs, lses = partials(n, 4)
-    outs[0, 3, 0, 0, 2], lses[0, 3, 0, 0] = out, lse
-    got, want = kernel.merge(outs.unbind(), lses.unbind()), fused.merge(outs.unbind(), lses.unbind())
-    for have, expected in zip(got, want, strict=True):
-        torch.testing.assert_close(have, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
 def test_large_log_sum_exps_do_not_overflow() -> None:
     outs, lses = partials(3, 4)
     out, lse = kernel.merge(outs.unbind(), (lses + 1000).unbind())
     want, whole = by_definition(outs, lses)
     torch.testing.assert_close(out.double(), want, rtol=1e-3, atol=1e-3)  # lses + 1000 has lost as many digits
     torch.testing.assert_close(lse.double(), whole + 1000, rtol=1e-6, atol=1e-6)
-
-
-def test_no_rows() -> None:
-    out, lse = kernel.merge([torch.zeros(0, 2, 3, 4)] * 2, [torch.zeros(0, 2, 3)] * 2)
-    assert out.shape == (0, 2, 3, 4) and lse.shape == (0, 2, 3)
 
 
 def test_invalid_arguments_are_refused() -> None:

@@ -69,15 +69,6 @@ def test_any_strides(view: str, dtype: torch.dtype) -> None:
     check(x, shuffled(x.size(0)))
 
 
-def test_several_tensors_in_one_call() -> None:
-    """The query side of a backward: q, dout, lse and delta."""
-    tensors = [bits((6, 1, 4, 8), torch.bfloat16, i) for i in range(2)] + [bits((6, 1, 4), torch.float32)]
-    order = torch.tensor([5, 0, 3, 1, 4, 2], dtype=torch.int32)
-    gathered = kernel.gather_rows(tensors, order)
-    assert all(same(got, x[order]) for got, x in zip(gathered, tensors, strict=True))
-    assert all(same(got, x) for got, x in zip(kernel.scatter_rows(gathered, order), tensors, strict=True))
-
-
 def test_a_gather_may_take_some_rows_or_a_row_twice() -> None:
     x = bits((6, 3), torch.float32)
     for order in (torch.tensor([4, 4, 0]), torch.tensor([1, 9, 0, 9, 5, 9])[::2], torch.tensor([], dtype=torch.int64)):

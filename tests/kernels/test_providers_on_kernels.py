@@ -12,14 +12,11 @@ from cp_kernels.visible import View
 from nightly import nightly
 from torch import Tensor
 
-from cp_plugin import ContextParallel, Options, Problem, Tree
+from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.attention import calls
 from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.core.block import Scores
 from cp_plugin.core.mask import Mask
-from cp_plugin.core.problem import CallInfo
-from cp_plugin.kernels import backends
-from cp_plugin.kernels.backends.triton import Triton
 from cp_plugin.methods import registry as providers
 
 CPU = torch.device("cpu")
@@ -58,32 +55,3 @@ def test_provider_equals_reference(provider: str, mask: dict) -> None:
     got = run_threads(rank, settled.axes, patience=300)[0]
     for a, b in zip(got, (want.out, want.dq, want.dk, want.dv), strict=True):
         assert (a.double() - b).norm() <= 1e-6 * b.norm()
-
-
-def test_a_tree_equals_one_device() -> None:
-    tokens = (range(TOKENS),)
-    whole = Inputs.random(tokens, tokens, heads=(2, 2))
-    tree = Tree((9, 5, 4, 7, 6, 17), (-1, 0, 1, 1, 0, -1))
-
-    def attended(cp: ContextParallel, inputs: list[Tensor]) -> list[Tensor]:
-        q, k, v, dout = inputs
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = cp.attention(*leaves, tree=tree)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-    def rank(mesh: Mesh) -> list[Tensor]:
-        cp = ContextParallel("needed", mesh=mesh, backend="triton")
-        return [cp.unshard(x) for x in attended(cp, [cp.shard(x) for x in whole])]
-
-    want = attended(ContextParallel("ring", backend="reference"), [x.double() for x in whole])
-    for got in run_threads(rank, {"cp": 2}, patience=300):
-        for a, b in zip(got, want, strict=True):
-            assert (a.double() - b).norm() <= 1e-6 * b.norm()
-
-
-def test_requested_by_name_and_refusals() -> None:
-    chosen, reason = backends.choose("triton", CallInfo(CPU, torch.bfloat16, 192, 128))
-    assert isinstance(chosen, Triton) and reason == "requested"
-    for dtype, size, why in ((torch.float64, 64, "not torch.float64"), (torch.bfloat16, 512, "up to 256, not 512")):
-        with pytest.raises(ValueError, match=rf"--cp-backend triton cannot run here: .*{why}.*use --cp-backend"):
-            backends.choose("triton", CallInfo(CPU, dtype, size, size))

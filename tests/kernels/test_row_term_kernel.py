@@ -1,11 +1,10 @@
-"""Delta and the stand-in for out, interpreted, against plain torch and float64."""
+"""Delta and the stand-in for out, interpreted, against plain torch and float64. Any strides: ``test_fused``."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from cp_kernels import row_term as kernel
-from cp_kernels import rows
 from torch import Tensor
 
 from cp_plugin.kernels import fused
@@ -67,46 +66,6 @@ def test_gradients_tiny_and_huge(dtype: torch.dtype, size: float) -> None:
         blank = dout.float().abs().amax(-1) == 0
         again = (dout.double() * kernel.out_from_delta(dout, delta).double()).sum(-1)
         torch.testing.assert_close(again[~blank], delta[~blank].double(), rtol=2**-6, atol=0.0)
-
-
-@pytest.mark.parametrize("others", [0.0, 1.0])
-@pytest.mark.parametrize("bad", [nan, inf, -inf])
-def test_nonfinite_values_as_in_plain_torch(bad: float, others: float) -> None:
-    dout, out = given(16)
-    delta = fused.delta(dout, out)
-    dout[0, 1, 2], dout[0, 1, 2, 5], delta[2, 0, 1], delta[1, 0, 0] = others, bad, bad, bad
-    check_out(dout, delta)
-    assert kernel.out_from_delta(dout, delta)[0, 1, 2].isnan().all()
-    torch.testing.assert_close(kernel.delta(dout, out), fused.delta(dout, out), equal_nan=True)
-
-
-def test_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In small blocks: heads first, slices of heads and of tokens, transposed elements, a broadcast gradient."""
-    monkeypatch.setattr(rows, "ELEMENTS", 32)
-    dout, out = given(16)
-    views = (
-        lambda x: x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
-        lambda x: x.repeat_interleave(2, 0)[::2],
-        lambda x: torch.cat([x, x], 2)[:, :, 3:],
-        lambda x: torch.cat([x, x], 3)[..., 16:],
-        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-        lambda x: x[:1, :1, :1, 3:4].expand(x.shape),
-    )
-    for view in views:
-        assert not view(dout).is_contiguous()
-        check_delta(view(dout), out)
-        check_delta(dout, view(out))
-        delta = fused.delta(view(dout), out)
-        check_out(view(dout), delta)
-        check_out(dout, torch.stack([delta, delta], -1)[..., 1])
-
-
-def test_no_rows_and_no_columns() -> None:
-    for shape in ((0, 2, 3, 4), (2, 1, 3, 0)):
-        x = torch.zeros(shape)
-        delta = kernel.delta(x, x)
-        assert torch.equal(delta, torch.zeros(shape[:3]))
-        assert kernel.out_from_delta(x, delta).shape == shape
 
 
 def test_invalid_arguments_are_refused() -> None:

@@ -194,8 +194,6 @@ class _Above(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "pin_memory":
             return self._device.pin(args[0])
-        if name == "is_pinned":
-            return self._device.pinned(args[0])
         if name == "untyped_storage" and args[0].is_meta:
             return _storage(func(*args))
         if (
@@ -203,10 +201,6 @@ class _Above(TorchFunctionMode):
             and args[0].is_meta
         ):
             return self._to_host(name, args[0])
-        if name == "cuda":
-            return args[0].to(_META, **named)
-        if named.pop("pin_memory", False):
-            return self._device.pin(func(*args, **named))
         args, named = _renamed(args), {key: _renamed(value, key == "device") for key, value in named.items()}
         if name == "to" and len(args) > 1 and isinstance(args[1], str):
             args = (args[0], _renamed(args[1], True), *args[2:])
