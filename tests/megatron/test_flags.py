@@ -24,8 +24,7 @@ RING = "--context-parallel-size 4 --cp-provider ring --cp-layout contiguous"
 
 def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
     from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.patches import hooks, patching
-    from cp_plugin.megatron.patches.patching import Run
+    from cp_plugin.megatron.patches import patching
 
     args = validated(
         f"{RING} --cp-layout zigzag --cp-backend reference --cp-selfcheck off --cp-verbose --cp-check-every 100"
@@ -37,9 +36,6 @@ def test_valid_run(validated: Callable[..., argparse.Namespace], capsys: pytest.
         check_every=100,
         verbose=True,
     )
-    run = Run(settings=runtime.settings(), args=args)
-    patches = [*hooks.START_UP, *(patch for patch in hooks.OF_RUN if patch.when(run))]
-    assert patching.installed() == [p.target for p in patches if patching.examine(p).state != "absent"]
     assert any("training_log" in target for target in patching.installed())
     unneeded = ("mtp_loss", "checkpoint", "moe", "ssm", "finalize_model_grads")
     assert [t for t in patching.installed() if any(t.endswith(x) or f".{x}" in t for x in unneeded)] == [
@@ -99,13 +95,7 @@ READ: dict[str, Settings] = {
     "--cp-provider attention2d --cp-grid 2x2 --cp-head-groups 2": Settings(
         provider="attention2d", options=Options(grid=(2, 2), head_groups=2)
     ),
-    "--cp-provider burst --cp-intra-size 2 --cp-backward q": Settings(
-        provider="burst", options=Options(intra_size=2, backward="q")
-    ),
     **{f"--cp-provider {name} {AUTO}": Settings(provider=name) for name in providers.names()},
-    "--cp-provider usp --cp-head-parallel 4 --cp-layout striped --bf16 --cp-gradient-dtype float32": Settings(
-        provider="usp", options=Options(head_parallel=4, layout="striped", gradient_dtype="float32")
-    ),
     "--bf16 --cp-linear-attention basic --cp-layer-pattern LN --cp-fp8 comm": Settings(
         provider="all_gather",
         linear=linear("zigzag", "basic", pattern="LN"),
@@ -193,16 +183,6 @@ def test_options_of_a_linear_provider_are_flags(parted: None) -> None:
         assert settings.linear is not None
         assert (settings.linear.options.chosen, settings.options.chosen) == (of_linear, of_softmax)
         assert providers.settle("parted", MODEL, settings.linear.options).options.chosen == of_linear
-    for flags, message in (
-        ("--cp-linear-attention gla --cp-state-parts 2", r"^--cp-state-parts has no effect: all layers of "),
-        ("--cp-provider ring --cp-state-parts 2", r"^--cp-state-parts 2 has no effect with --cp-provider ring"),
-        ("--cp-state-parts 2", r"^--cp-state-parts has no effect without a context-parallel provider"),
-    ):
-        args = parser.parse_args(flags.split())
-        args.context_parallel_size = 4
-        with pytest.raises(ValueError, match=message):
-            settings = settings_from(args)
-            providers.settle(settings.provider, MODEL, settings.options)
 
 
 def test_planner_enumerates_options_of_a_linear_provider(parted: None) -> None:

@@ -168,7 +168,6 @@ REFUSED = {
     "--checkpoint-activations": r"^--checkpoint-activations is no longer valid, use",
     "--global-batch-size 17": r"^--global-batch-size 17: 64 devices with --tensor-model-parallel-size .* data-parallel",
     "--recompute-granularity selective --recompute-modules atn": r"Invalid choices for recompute_modules: {'atn'}",
-    "--context-parallel-size 8 --cp-provider rong": r"--cp-provider rong: did you mean ring\? Choose one of upstream",
     "--context-parallel-size 8 --cp-provider ring --qk-clip": r"--cp-provider ring does not support --qk-clip",
     "--help": r"--help after -- would only print Megatron's flags",
     "--yaml-cfg x.yaml": r"--yaml-cfg x.yaml makes Megatron ignore the command line",
