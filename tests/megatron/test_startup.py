@@ -10,6 +10,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,33 @@ def _rows(text: str) -> dict[str, str]:
     """Left -> right column of the table."""
     cells = ([cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("| "))
     return {row[1]: row[2] for row in cells if len(row) == 4}
+
+
+def _between_hosts() -> None:
+    """Four hosts on a network that is not Gloo's, as far as the table can see."""
+    socket.gethostname = lambda: f"host{os.environ['RANK']}"
+    from cp_plugin.megatron.state import STATE
+
+    assert STATE.model is not None
+    STATE.model = replace(STATE.model, problem=replace(STATE.model.problem, network="nccl"))
+
+
+def test_start_up_says_what_the_table_chose(capfd: pytest.CaptureFixture[str]) -> None:
+    """What it says is what is sent: as many bytes as with the flag, of which it says nothing."""
+    flags = "--bf16 --context-parallel-size 2 --cp-provider ring"
+    sent = {}
+    for name, prepare, more, why in (
+        ("bfloat16", _between_hosts, "", "leave messages between hosts exposed; dk and dv are rounded at each"),
+        ("float32", None, "", "on CPU ranks there is no slow network to relieve"),
+        ("asked for model", None, "--cp-gradient-dtype model", ""),
+    ):
+        sent[name] = [rank.sent for rank in train(2, f"{flags} {more}", prepare=prepare)]
+        told = " ".join(line.strip("| ") for line in capfd.readouterr().out.splitlines())
+        assert ("sums of gradients travel in" in told) == bool(why)
+        assert f"sums of gradients travel in {name}" in told or not why
+        assert all(word in told for word in why.split())
+        assert "self-check passed" in told
+    assert sent["bfloat16"] == sent["asked for model"] != sent["float32"]
 
 
 def test_ranks_that_disagree_are_stopped() -> None:
