@@ -1,6 +1,6 @@
-"""Batch and RoPE slicing, for the signatures of every supported Megatron version; what ``--cp-pad-sequence`` refuses.
+"""Slicing and padding of batches: entries that no training has, other versions' signatures, and refusals.
 
-``cases.toml`` has padded trainings.
+``cases.toml`` trains on slices in every layout, and on padded ones.
 """
 
 from __future__ import annotations
