@@ -138,3 +138,8 @@ def attend_once(forwards: int = 1) -> None:
         return result
 
     training.train_step = train_step
+
+
+def attend_twice() -> None:
+    """``attend_once``, where recomputation repeats attention."""
+    attend_once(2)

@@ -40,13 +40,14 @@ def _config(**changes: Any) -> Any:
     return TransformerConfig(**sizes, **{"attention_dropout": 0.0, "hidden_dropout": 0.0} | changes)
 
 
-def _module(config: Any = None, **arguments: Any) -> Any:
+def _module(config: Any = None, kind: Any = None, **arguments: Any) -> Any:
+    """kind: None: the core attention of softmax layers."""
     from megatron.core.transformer.enums import AttnMaskType
 
     from cp_plugin.megatron.mixers.core_attention import CoreAttention
 
     usual = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self", "cp_comm_type": "p2p"}
-    return CoreAttention(config or _config(), **usual | arguments)
+    return (kind or CoreAttention)(config or _config(), **usual | arguments)
 
 
 def test_the_mask_of_a_call_and_the_scale_and_softmax_of_a_layer(ring: None) -> None:

@@ -181,6 +181,26 @@ def test_keeps_given_options(
         assert (settings.provider if name == "provider" else getattr(settings.options, name)) == value
 
 
+def test_auto_may_choose_a_provider_without_sums(
+    validated: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flag permits lower precision; ``ulysses``, which has no sums, remains a candidate."""
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.planned import auto as planned
+
+    narrow = "--cp-gradient-dtype model"
+    auto = f"{AUTO} --bf16 --cp-cluster h100-1-per-node {narrow}"
+    with monkeypatch.context() as patch:
+        ulysses = lambda found, *_: next(p for p in found.found if p.candidate.name == "ulysses")  # noqa: E731
+        patch.setattr(planned, "_best", ulysses)
+        args = validated(f"{auto} --num-query-groups 4")
+    assert runtime.settings().provider == "ulysses" and args.cp_gradient_dtype is None
+    assert "--cp-gradient-dtype" not in told(capsys.readouterr().out, "equivalent flags without the planner: ")
+    validated(f"{auto} --cp-head-groups 1")
+    assert runtime.settings().options.gradient_dtype == "model"
+    assert narrow in told(capsys.readouterr().out, "equivalent flags without the planner: ")
+
+
 def test_nothing_fits_the_memory(validated: Callable[..., argparse.Namespace], tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
     known = hardware.cluster("cpu")

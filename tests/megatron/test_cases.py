@@ -1,4 +1,8 @@
-"""Every row of ``cases.toml``: with context parallelism, Megatron computes what it does without."""
+"""Every row of ``cases.toml``: with context parallelism, Megatron computes what it does without.
+
+Some rows train a step for each supported cell of the support matrix; the other cells are refused. A row may cover
+several features. Models with linear layers are compared with themselves on one rank.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support
 import torch
 from case import Case, cases
-from nightly import nightly
-from training import PACKED, SCRIPT
+from nightly import nightly, one_case
+from training import PACKED, SCRIPT, train
 
 from cp_plugin.common.versions import version_tuple
+from cp_plugin.methods import registry as providers
+from cp_plugin.testing.launch import RankError
 
 pytestmark = [pytest.mark.usefixtures("adapter"), pytest.mark.case]
 
@@ -78,3 +85,28 @@ def test_starts_without_a_false_alarm(case: Case, tmp_path: Path, capfd: pytest.
     case.start(f"--save {tmp_path} --save-interval 200 --no-save-optim --no-save-rng --cp-selfcheck off", steps=200)
     case.start(f"--bf16 --load {tmp_path} --no-load-optim --no-load-rng", steps=201)
     assert capfd.readouterr().out.count("equals the step on one rank") == 1
+
+
+CELLS = {(feature.name, name): why for feature in support.FEATURES for name, why in support.cells(feature).items()}
+REFUSED = {
+    "sliding window": "--window-size 20,0",
+    "softmax offset (sink)": "--softmax-type learnable",
+    "packed documents": PACKED,
+    "values of another size (MLA)": "--multi-latent-attention --kv-lora-rank 16",
+}
+
+
+def test_every_supported_cell_is_trained_and_every_provider_by_day() -> None:
+    by = {case: case.by.removeprefix("--cp-linear-provider ").split()[0] for case in cases() if case.proves}
+    assert {(what, by[case]) for case in by for what in case.proves} == {x for x, why in CELLS.items() if why is None}
+    assert {by[case] for case in by if "day" in case.where} == {*providers.registry()}
+
+
+@one_case
+@pytest.mark.parametrize("cell", [cell for cell, why in CELLS.items() if why is not None], ids=", ".join)
+def test_unsupported_cells_are_refused(cell: tuple[str, str]) -> None:
+    feature, provider = cell
+    flags = f"--cp-linear-attention basic --cp-linear-provider {provider} {REFUSED[feature]}"
+    with pytest.raises(RankError) as raised:
+        train(2, f"--context-parallel-size 2 {flags}")
+    assert str(CELLS[cell]) in str(raised.value), str(raised.value)[-500:]

@@ -10,8 +10,9 @@ import functools
 from pathlib import Path
 
 import pytest
+import torch
 from nightly import one_case
-from training import SGD, train
+from training import LOSS, SGD, differences, train
 
 from cp_plugin.testing.launch import RankError
 
@@ -47,21 +48,22 @@ def test_parallelism_keeps_the_losses(flags: str) -> None:
 
 @one_case
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_experts_on_other_ranks(dispatcher: str) -> None:
-    """Megatron gives torch the sizes of the exchange as tensors where they are not on a CUDA device."""
-    flags = f"--num-experts 4 --moe-token-dispatcher-type {dispatcher}"
-    series = losses(2, f"{flags} --expert-model-parallel-size 2")
-    assert series == pytest.approx(losses(2, flags), rel=1e-2), "initial weights of experts depend on their ranks"
-    other = flags.replace(dispatcher, "alltoall" if dispatcher == "allgather" else "allgather")
-    assert series == pytest.approx(losses(2, f"{other} --expert-model-parallel-size 2"), rel=1e-5)
+@pytest.mark.parametrize("layout", ["striped", "ring --cp-layout zigzag"])
+def test_experts_on_the_context_parallel_ranks(layout: str, dispatcher: str) -> None:
+    """Each holds the experts that it would hold as a data-parallel rank.
 
-
-def test_megatron_fsdp_needs_no_other_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses the number of CUDA's queues that everything else wants, and averages by what only NCCL has."""
-    pytest.importorskip("einops")
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
-    assert losses(2, flags) == pytest.approx(losses(1), rel=1e-4)
+    Megatron gives torch the sizes of the exchange as tensors where they are not on a CUDA device.
+    """
+    model = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
+    model += f"--moe-token-dispatcher-type {dispatcher}"
+    want = train(2, model, steps=3)
+    got = train(2, f"{model} --context-parallel-size 2 --cp-provider {layout}", steps=3)
+    assert max(differences(got[0].losses, want[0].losses)) <= LOSS
+    for record, base in zip(got, want, strict=True):
+        assert any("experts" in name for name in base.grads)
+        for name, grad in base.grads.items():
+            assert torch.equal(record.weights[name], base.weights[name])
+            assert (record.grads[name] - grad).norm() <= 1e-4 * grad.norm(), name
 
 
 def test_multi_latent_attention_of_stock_megatron() -> None:

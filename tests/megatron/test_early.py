@@ -98,14 +98,20 @@ def test_everything_else_is_left_to_megatron(flags: str) -> None:
     early.check([*flags.split(), "--no-such-flag", "x"])
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_every_way_to_start(start: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
+def _refused(start: str, folder: Path, *flags: str, **environment: str) -> str:
+    """What is said in place of a start."""
+    script = folder / "train.py"
     script.write_text("raise AssertionError('started')")
     words = [str(script) if word == "SCRIPT" else word for word in STARTS[start]]
-    done = _python(START, *words, "--cp-provider", "rnig")
+    done = _python(START, *words, *flags, **environment)
     assert json.loads(done.stdout) == [refusals.STATUS, []]
-    assert re.fullmatch(r"cp_plugin: --cp-provider rnig: did you mean ring\? Choose one of .*\n", done.stderr)
+    return done.stderr.replace(str(script), "SCRIPT")
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_every_way_to_start(start: str, tmp_path: Path) -> None:
+    said = _refused(start, tmp_path, "--cp-provider", "rnig")
+    assert re.fullmatch(r"cp_plugin: --cp-provider rnig: did you mean ring\? Choose one of .*\n", said)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +123,8 @@ def test_every_way_to_start(start: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_number_of_ranks(start: str, environment: dict[str, str], command: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("raise AssertionError('started')")
-    words = [str(script) if word == "SCRIPT" else word for word in STARTS[start]]
-    sizes = ["--context-parallel-size", "4", "--tensor-model-parallel-size", "2"]
-    done = _python(START, *words, *sizes, **environment)
-    assert json.loads(done.stdout) == [refusals.STATUS, []]
-    assert "--tensor-model-parallel-size 2 x --context-parallel-size 4 = 8 needs" in done.stderr
-    assert command.replace("SCRIPT", str(script)) in done.stderr
+    said = _refused(start, tmp_path, "--context-parallel-size", "4", "--tensor-model-parallel-size", "2", **environment)
+    assert "--tensor-model-parallel-size 2 x --context-parallel-size 4 = 8 needs" in said and command in said
 
 
 def test_one_rank_of_a_node_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

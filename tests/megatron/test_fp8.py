@@ -190,17 +190,6 @@ def test_histories_in_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[s
 
 # -- flags
 
-FLOAT8 = "ring --bf16 --cp-fp8 compute --cp-backend float8 --fp8-format hybrid"
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8"])
-def test_notice_about_mxfp8(
-    validated: Callable[..., argparse.Namespace], recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    validated(f"--context-parallel-size 4 --cp-provider {FLOAT8} --fp8-recipe {recipe}")
-    told = "cp_plugin: --fp8-recipe mxfp8 applies to linear layers only: attention uses FP8 with one scale per tensor"
-    assert (told in capsys.readouterr().out) == (recipe == "mxfp8")
-
 
 def test_tiles_that_old_cudnn_lacks_are_refused_at_startup(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch

@@ -38,6 +38,13 @@ SECONDS = 60
 # cp-plugin
 
 
+WORK = (
+    *("planner.search.answer", "planner.explain.explain", "cli.plan._reproduced", "cli.doctor.show"),
+    *("testing.verify.with_progress", "cli.bench.run.question"),
+)
+"""Functions with which commands begin to work."""
+
+
 class Started(Exception):
     """Raised where a command would start to work, after all its checks."""
 
@@ -65,7 +72,7 @@ def a_command(line: list[str]) -> str:
 
 @contextmanager
 def working_instead() -> Iterator[None]:
-    """Stop commands where they would start ranks, search, or draw."""
+    """Stop commands where they would start ranks, compute references, search, or draw."""
     from cp_plugin.testing import launch
 
     def started(*_: object, **__: object) -> None:
@@ -76,7 +83,7 @@ def working_instead() -> Iterator[None]:
         for module in [*sys.modules.values()]:
             if getattr(module, "__dict__", {}).get("run_ranks") is ranks:
                 stack.enter_context(patch.object(module, "run_ranks", started))
-        for work in ("planner.search.answer", "planner.explain.explain", "cli.plan._reproduced", "cli.doctor.show"):
+        for work in WORK:
             stack.enter_context(patch(f"cp_plugin.{work}", started))
         stack.enter_context(patch("matplotlib.figure.Figure.savefig", started))
         stack.enter_context(patch("torch.cuda.device_count", lambda: 0))

@@ -6,7 +6,7 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     positions of packed documents                          Megatron 5243, 1473, 560, Bridge 1292      test_packed_places
     windows and sinks lost, or unknown to a ring           Accelerate 4177, TE 2541      tests/core/test_methods
     a token sees a later one, wrong gradients              TE 3248, 1557, Megatron 1464      tests/core/test_methods
-    which mask works with what                             TE 2052      test_support
+    which mask works with what                             TE 2052      test_cases
     labels shifted inside each rank's part                 verl 4250      tests/core/test_neighbours
     the loss of multi-token prediction                     Megatron 3959, 7498            test_cases
     a loss as many times too large as there are ranks      Bridge 2055 (three ranks)      test_cases
@@ -18,13 +18,15 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     sums and counts of another scale      Megatron 673, Bridge 2055, verl 1332, 6609      test_planted_faults
     no bounds of documents on some pipeline stages         Bridge 2952      test_planted_faults
     packs, their padding, and prediction in them           Megatron 6912, 7238      test_packed_places, test_sft
-    padding of documents taken for tokens       TE 3331, 1930      test_packed_places, test_padding, test_sft
+    padding of documents taken for tokens       TE 3331, 1930      test_packed_places, test_cases, test_sft
     next tokens of packed documents with padding           Megatron 4494      test_mtp_of_dev
     several sequences in a micro-batch                     NeMo 12210 (its tests have two)      test_parity
     layers that mix tokens      transformers 48491, LlamaFactory 10787      huggingface/test_planted_models
     router losses from one rank's tokens                   Megatron 5696, prime-rl 2828      huggingface/test_loss
     a mean of ranks' means in a trainer                  Accelerate 3990, axolotl 3608   huggingface/test_planted_models
     ranks of one sequence with rows of their own           AutoModel 3359      core/test_agreement
+    partial results accumulated in bfloat16                ring-flash-attention 42      core/test_merge
+    all of Megatron's arguments are accepted              Bridge 48      test_edits (new options of attention)
     gradients as many times too large, or too small        DeepSpeed 5248      huggingface/test_apply says so
 
 Reports about CUDA graphs, NCCL and upstream kernels, which the plugin does not touch, have no test. The others:
@@ -32,14 +34,8 @@ Reports about CUDA graphs, NCCL and upstream kernels, which the plugin does not 
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
-from oracle import Case, Result, assert_close, errors
-from thread_ranks import on_threads, run
-
-from cp_plugin import ContextParallel
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -52,24 +48,3 @@ def test_megatron_7452_offsets_count_once_in_the_norm_of_gradients() -> None:
 
     offset = attention._softmax_offset(_config(softmax_type="learnable", use_cpu_initialization=True))
     assert isinstance(offset, torch.nn.Parameter) and offset.tensor_model_parallel is True
-
-
-def test_mcore_bridge_48_all_of_megatrons_arguments_are_accepted() -> None:
-    """A custom attention was built with an unknown keyword."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention, CoreAttention
-
-    ours = set(inspect.signature(AnyCoreAttention.__init__).parameters)
-    assert set(inspect.signature(DotProductAttention.__init__).parameters) <= ours
-    stock, call = (set(inspect.signature(c.forward).parameters) for c in (DotProductAttention, CoreAttention))
-    assert stock <= call
-
-
-@pytest.mark.parametrize("provider", ["ring", "striped", "attention2d", "burst"])
-def test_ring_flash_attention_42_the_error_does_not_grow_with_the_ring(provider: str) -> None:
-    """Partial results were accumulated in bfloat16."""
-    case = Case(seq_length=256, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16)
-    want = case.reference()
-    one = errors(run(ContextParallel("ring"), case), want)
-    assert_close(on_threads(provider, 16, case)[0], want, Result(*(1.5 * e for e in one)), provider)

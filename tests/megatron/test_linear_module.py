@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_attention_module
 import torch
 from nightly import one_case
 from test_attention_module import Alone, _config
-from test_startup import _cells
+from test_startup import _rows
 from training import FIRST_LOSS, train
 from warm import megatrons_own_data
 
@@ -48,19 +49,10 @@ def gla() -> Iterator[None]:
 
 
 def _module(config: Any = None, *, layer: int = 1, kind: Any = None) -> Any:
-    from megatron.core.transformer.enums import AttnMaskType
-
     from cp_plugin.megatron.mixers.linear_attention import LinearCoreAttention
 
-    return (kind or LinearCoreAttention)(
-        config=config or _config(),
-        layer_number=layer,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        cp_comm_type="p2p",
-        softmax_scale=None,
-        pg_collection=SimpleNamespace(tp=Alone(), cp=None),
-    )
+    groups = SimpleNamespace(tp=Alone(), cp=None)
+    return test_attention_module._module(config, kind or LinearCoreAttention, layer_number=layer, pg_collection=groups)
 
 
 def test_the_specs_choose_by_the_layers_number(adapter: None) -> None:
@@ -165,7 +157,7 @@ def test_calls_and_layers_it_does_not_support(gla: None) -> None:
 def test_audit_names_both_kinds(capfd: pytest.CaptureFixture[str]) -> None:
     train(2, f"{HYBRID} --num-layers 4 --cp-verbose")
     text = capfd.readouterr().out
-    rows = dict(_cells(line) for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3)
+    rows = _rows(text)
     assert rows["provider"].startswith("all_gather: ")
     assert rows["linear attention"] == "gla: gated linear attention (arXiv 2312.06635)"
     assert rows["linear provider"].startswith("lasp2: LASP-2")

@@ -97,14 +97,6 @@ def test_a_function_is_replaced_wherever_it_was_imported_by_value(library: types
         del sys.modules["importer"]
 
 
-def test_a_method_is_replaced_on_its_class(library: types.ModuleType) -> None:
-    provider = library.Provider()
-    patching.install([_patch("somelib:Provider.answer", lambda original: lambda self: original(self) + 41)])
-    assert provider.answer() == 42
-    patching.undo()
-    assert provider.answer() == 1
-
-
 def test_all_broken_contracts_are_named_and_nothing_is_replaced(library: types.ModuleType) -> None:
     bad = [
         _patch(contract=Contract("wraps", ("batch", "group")), otherwise="ranks would keep other tokens"),

@@ -1,18 +1,20 @@
-"""The planner's view of a training command against Megatron's own counts, models and refusals."""
+"""The planner's view of a training command against Megatron's own counts, models, saved activations and refusals."""
 
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import training
 from nightly import one_case
 
 from cp_plugin.megatron.planned import command as planned
 from cp_plugin.megatron.planned.sizes import from_args
-from cp_plugin.planner.training import operations
+from cp_plugin.planner.training import activations, operations
 from cp_plugin.planner.training.footprint import footprint, whole
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.planner.training.parallel import Parallel
@@ -149,12 +151,13 @@ READ: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("flags", READ)
-def test_divisions_and_kinds_of_layers(flags: str) -> None:
+def test_divisions_and_kinds_of_layers(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
     devices, expected = READ[flags]
     found, parallel, _ = planned.question(f"{LLAMA} {flags}".split(), devices)
     of = found if "attention_pattern" in expected else parallel
     assert {name: getattr(of, name) for name in expected} == expected
     assert devices != 64 or parallel == Parallel(**expected)
+    assert capfd.readouterr() == ("", "")
 
 
 REFUSED = {
@@ -165,7 +168,6 @@ REFUSED = {
     "--checkpoint-activations": r"^--checkpoint-activations is no longer valid, use",
     "--global-batch-size 17": r"^--global-batch-size 17: 64 devices with --tensor-model-parallel-size .* data-parallel",
     "--recompute-granularity selective --recompute-modules atn": r"Invalid choices for recompute_modules: {'atn'}",
-    "--context-parallel-size 8 --cp-provider rong": r"--cp-provider rong: did you mean ring\? Choose one of upstream",
     "--context-parallel-size 8 --cp-provider ring --qk-clip": r"--cp-provider ring does not support --qk-clip",
     "--help": r"--help after -- would only print Megatron's flags",
     "--yaml-cfg x.yaml": r"--yaml-cfg x.yaml makes Megatron ignore the command line",
@@ -189,26 +191,6 @@ def test_missing_sizes() -> None:
         planned.question([], 8)
 
 
-def test_no_side_effects(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer import transformer_config
-    from megatron.training import arguments, global_vars
-
-    from cp_plugin.megatron.patches import patching
-
-    monkeypatch.setattr(sys, "argv", ["plan"])
-    monkeypatch.setenv("WORLD_SIZE", "3")
-
-    def state() -> list[Any]:
-        replaced = [arguments.parse_args, arguments.validate_args, transformer_config.is_te_min_version]
-        return [dict(os.environ), list(sys.argv), replaced, global_vars._GLOBAL_ARGS, patching.installed()]
-
-    before = state()
-    found, parallel = planned.question(f"{LLAMA} --context-parallel-size 8 --cp-provider striped".split(), 64)[:2]
-    assert (found.layers, parallel.devices) == (32, 64)
-    assert state() == before
-    assert capfd.readouterr() == ("", "")
-
-
 def test_arguments_of_a_running_training(validated: Any) -> None:
     """With the plugin's start-up hooks in place, which ``question`` bypasses."""
     from cp_plugin.megatron import runtime
@@ -218,3 +200,106 @@ def test_arguments_of_a_running_training(validated: Any) -> None:
     assert (found.kv_heads, found.vocab, parallel.context, parallel.dtype) == (2, 127, 4, "float32")
     again, same = planned.question(words_of("--context-parallel-size 4 --cp-provider ring"), 4)[:2]
     assert (again, same) == (found, parallel)
+
+
+HIDDEN, FFN, SHARED, TOKENS, BATCH = 256, 512, 128, 128, 2
+OF_A_LAYER = (
+    f"--hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads 8 --seq-length {TOKENS} "
+    f"--max-position-embeddings {TOKENS} --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 "
+    "--disable-bias-linear --bf16 --untie-embeddings-and-output-weights --swiglu --normalization RMSNorm"
+)
+GROUPED = "--group-query-attention --num-query-groups 2"
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 32 --qk-head-dim 32 --qk-pos-emb-head-dim 16 "
+    "--v-head-dim 32 --qk-layernorm"
+)
+EXPERTS = f"{GROUPED} --num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size {SHARED}"
+PLUGIN = "--context-parallel-size 2 --cp-provider ring --cp-layout zigzag --cp-selfcheck off"
+ROWS = TOKENS // 2 * BATCH
+
+
+def norm(rows: int, width: int) -> int:
+    """Bytes that torch's norm saves beyond its input."""
+    return rows * (2 * 4 * width + 4 - 2 * width)
+
+
+def tables(size: int) -> int:
+    """RoPE's sines and cosines, for queries and keys."""
+    return 4 * TOKENS // 2 * size * 2
+
+
+def watch(path: Path) -> Callable[[], None]:
+    """Write the bytes of all non-parameter storages that the first forward saves to a file."""
+
+    def prepare() -> None:
+        from megatron.core.models.gpt import GPTModel
+
+        original = GPTModel.forward
+
+        def forward(self: torch.nn.Module, *args: object, **kwargs: object) -> torch.Tensor:
+            weights = {p.untyped_storage().data_ptr() for p in self.parameters()}
+            kept: dict[int, torch.Tensor] = {}
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                result = original(self, *args, **kwargs)
+            sizes = [t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in weights]
+            if os.environ["RANK"] == "0" and not path.exists():
+                path.write_text(str(sum(sizes)))
+            return result
+
+        GPTModel.forward = forward
+
+    return prepare
+
+
+@one_case
+@pytest.mark.parametrize(
+    ("model", "flags", "ranks", "beyond", "uncounted"),
+    [
+        (
+            GROUPED,
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            4,
+            2 * norm(ROWS // 2, HIDDEN) + 2 * ROWS * FFN // 2 * 2 + tables(32),
+            0,
+        ),
+        (
+            LATENT,
+            "",
+            2,
+            # the key's rotated part shares the storage of the compressed key, which only the norm's copy saves
+            2 * norm(ROWS, HIDDEN) + norm(ROWS, 64) + norm(ROWS, 32) - ROWS * 16 * 2 + 2 * ROWS * FFN * 2 + tables(16),
+            0,
+        ),
+        (
+            EXPERTS,
+            "",
+            2,
+            2 * norm(ROWS, HIDDEN) + 2 * ROWS * SHARED * 2 + 3 * 2 * ROWS * FFN * 2 + tables(32),
+            32 * ROWS,  # indices of the router
+        ),
+    ],
+    ids=["grouped", "latent", "experts"],
+)
+def test_saved_activations_of_a_layer(
+    model: str, flags: str, ranks: int, beyond: int, uncounted: int, tmp_path: Path, adapter: None
+) -> None:
+    """What autograd saves of Megatron's own layers.
+
+    On the CPU Megatron's norms and SwiGLU are torch operations that save more than the fused kernels that are counted:
+    each norm two float32 tensors and one number per row instead of its input, SwiGLU two more tensors, and a third if
+    its outputs are weighted for experts. RoPE's tables belong to no layer but are created for each.
+    """
+    measured = []
+    for layers in (1, 2):
+        path, words = tmp_path / str(layers), f"{OF_A_LAYER} {model} --num-layers {layers}"
+        training.train(ranks, f"{flags} {PLUGIN}", model=words, prepare=watch(path))
+        measured.append(int(path.read_text()))
+    command = f"{words} {training.DATA} {training.SGD} --train-iters 1 {flags} {PLUGIN}"
+    found, parallel = planned.question(command.split(), ranks)[:2]
+    counted = activations.whole(found, parallel, 0) + beyond
+    assert counted <= measured[1] - measured[0] <= counted + uncounted

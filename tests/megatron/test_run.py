@@ -37,26 +37,15 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("adapter")
-def test_one_process(script: Path) -> None:
+@pytest.mark.parametrize("ranks", [[], ["--nproc", "2"]], ids=["one process", "forked ranks"])
+def test_a_script_and_its_exit_status(script: Path, ranks: list[str]) -> None:
     """Test_early starts processes."""
-    words = [str(script), "--cp-device", "cpu", "--flag", "a b"]
-    done = in_a_fork(lambda: run.main(words))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert "name __main__" in lines
-    assert f"argv {[str(script), '--cp-device', 'cpu', '--flag', 'a b']}" in lines
-    assert "path True" in lines
-    assert "active True" in lines
-    assert "rank None" in lines
-
-
-@pytest.mark.usefixtures("adapter")
-def test_forked_ranks_and_their_exit_status(script: Path) -> None:
-    done = in_a_fork(lambda: run.main(["--nproc", "2", str(script), "--cp-device", "cpu", "--fail"]))
-    assert done.returncode == 7
-    assert "rank 0" in done.stdout
-    assert "path True" in done.stdout
-    assert "sys.exit(7)" in done.stderr
+    words = [str(script), "--cp-device", "cpu", "--flag", "a b", "--fail"]
+    done = in_a_fork(lambda: run.main([*ranks, *words]))
+    assert done.returncode == 7, done.stderr
+    said = done.stdout.splitlines()
+    assert {"name __main__", f"argv {words}", "path True", "active True", f"rank {0 if ranks else None}"} <= {*said}
+    assert ("sys.exit(7)" in done.stderr) == bool(ranks)
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

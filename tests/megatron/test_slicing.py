@@ -1,25 +1,26 @@
-"""Batch and RoPE slicing, for the signatures of every supported Megatron version."""
+"""Slicing and padding of batches: entries that no training has, other versions' signatures, and refusals.
+
+``cases.toml`` trains on slices in every layout, and on padded ones.
+"""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import context_parallel_batch
 import pytest
 import torch
-from nightly import each_value
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.comm import TraceMesh
+from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.state import Model
 from cp_plugin.methods import registry as providers
-from cp_plugin.placement.documents import get_layout
 
-PROVIDERS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
 TOKENS = 16
 
 
@@ -47,9 +48,8 @@ def _batch() -> dict[str, Any]:
     }
 
 
-# the parameters of get_batch_on_this_cp_rank: those without a version, 0.18, 0.19, and with Megatron's layout manager
+# the parameters of get_batch_on_this_cp_rank: those without a version, 0.19, and with Megatron's layout manager
 def _plainly(batch, cp_group=None): ...
-def _in_0_18(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None): ...
 def _in_0_19(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None, use_per_sequence_balancing=False): ...
 
 
@@ -61,15 +61,6 @@ def _with_layouts(
     use_per_sequence_balancing=False,
     use_contiguous_cp=False,
 ): ...
-
-
-CALLS = {
-    "plainly": (_plainly, {}),
-    "plainly, with a group": (_plainly, {"cp_group": "group"}),
-    "0.18": (_in_0_18, {"is_hybrid_cp": False, "cp_group": "group", "hybrid_cp_group_func": None}),
-    "0.19": (_in_0_19, {"is_hybrid_cp": False, "cp_group": "group", "use_per_sequence_balancing": False}),
-    "with layouts": (_with_layouts, {"is_hybrid_cp": False, "cp_group": "group", "use_contiguous_cp": False}),
-}
 
 
 def replace_get_batch(original: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
@@ -92,33 +83,22 @@ def on_rank(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Context
     return be
 
 
-@each_value
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(("provider", "layout"), PROVIDERS)
-def test_every_tensor_of_a_batch_is_cut_to_the_layout(
-    on_rank: Callable[[ContextParallel], list[Any]], provider: str, layout: str, call: str
-) -> None:
-    original, arguments = CALLS[call]
-    slicer = replace_get_batch(original)
-    assert inspect.signature(slicer) == inspect.signature(original)
-    for index in range(4):
-        asked = on_rank(one_rank_of(provider, layout, 4, index))
-        at = get_layout(layout).positions(TOKENS, 4, index)
-        batch, whole = _batch(), _batch()
-        whole["hidden"] = batch["hidden"]
-        assert slicer(batch, **arguments) is batch
-        assert asked[-1] == arguments.get("cp_group")
-        for key in ("tokens", "labels", "loss_mask", "position_ids", "hidden"):
-            assert torch.equal(batch[key], whole[key][:, at]), key
-        assert torch.equal(batch["attention_mask"], whole["attention_mask"][:, :, at])
-        for key in ("cu_seqlens", "max_seqlen", "source"):
-            assert batch[key] == whole[key]
-        for key in ("local_cp_size", "dataset_id"):
-            assert torch.equal(batch[key], whole[key])
-
-
 AT = {"contiguous": [4, 5, 6, 7], "zigzag": [2, 3, 12, 13], "striped": [1, 5, 9, 13]}
 """Of 16 tokens, those of the second of four ranks."""
+
+
+@pytest.mark.parametrize("layout", AT)
+def test_what_else_a_batch_has(on_rank: Callable[[ContextParallel], list[Any]], layout: str) -> None:
+    """That tokens, labels, loss mask and positions are cut to every provider's layouts, trainings show."""
+    asked = on_rank(one_rank_of("all_gather", layout, 4, 1))
+    batch, whole = _batch(), _batch()
+    whole["hidden"] = batch["hidden"]
+    assert replace_get_batch(_plainly)(batch, cp_group="group") is batch and asked[-1] == "group"
+    assert torch.equal(batch["attention_mask"], whole["attention_mask"][:, :, AT[layout]])
+    for key in ("tokens", "hidden"):
+        assert torch.equal(batch[key], whole[key][:, AT[layout]])
+    for key in ("cu_seqlens", "max_seqlen", "source", "local_cp_size", "dataset_id"):
+        assert batch[key] is whole[key] or torch.equal(batch[key], whole[key])
 
 
 def test_contiguous_tokens_that_a_script_asks_for(
@@ -141,6 +121,42 @@ def test_contiguous_tokens_that_a_script_asks_for(
     assert torch.equal(found["attention_mask"], _batch()["attention_mask"][:, :, AT["zigzag"]])
 
 
+@dataclass
+class Batches:
+    """``ContextParallelBatch`` of Megatron-Core 0.20 (``megatron.core.context_parallel.utils``), as far as it is used.
+
+    Nothing of that module is in a release that the tests install.
+    """
+
+    boundary_layout: str
+    batches_by_layout: dict[str, dict[str, Any]]
+    packed_seq_params_by_layout: dict[str, Any]
+
+    def get_batch(self, layout: str | None = None) -> dict[str, Any]:
+        return self.batches_by_layout[layout or self.boundary_layout]
+
+    def get_packed_seq_params(self, layout: str | None = None) -> Any:
+        return self.packed_seq_params_by_layout[layout or self.boundary_layout]
+
+
+def _of_several_layouts(
+    batch: dict[str, Any],
+    boundary_layout: str,
+    is_hybrid_cp: bool,
+    cp_group: Any,
+    additional_layouts: Iterable[str] = (),
+    use_per_sequence_balancing: bool = False,
+) -> Batches:
+    """``get_batches_on_this_cp_rank`` of that module, for batches in one layout."""
+    from megatron.core import utils
+
+    assert not use_per_sequence_balancing and not list(additional_layouts), "left to Megatron"
+    contiguous = boundary_layout == "contiguous"
+    sliced = utils.get_batch_on_this_cp_rank(dict(batch), is_hybrid_cp, cp_group, use_contiguous_cp=contiguous)
+    packed = None if sliced.get("cu_seqlens") is None else SimpleNamespace(cu_seqlens_q=sliced["cu_seqlens"].squeeze(0))
+    return Batches(boundary_layout, {boundary_layout: sliced}, {boundary_layout: packed})
+
+
 @pytest.fixture
 def get_batches(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The function that newer scripts call, as the plugin replaces it."""
@@ -149,7 +165,7 @@ def get_batches(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     from cp_plugin.megatron.patches.batch import replace_get_batches
 
     monkeypatch.setattr(utils, "get_batch_on_this_cp_rank", replace_get_batch(_with_layouts))
-    replaced = replace_get_batches(context_parallel_batch.get_batches_on_this_cp_rank)
+    replaced = replace_get_batches(_of_several_layouts)
     return lambda batch, boundary, **more: replaced(batch, boundary, False, "group", **more)
 
 
@@ -227,7 +243,7 @@ def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypa
     (patch,) = [patch for patch in OF_RUN if patch is batch.replace_get_batches]
     with pytest.raises(ValueError, match="it has no parameter cp_group, boundary_layout, additional_layouts"):
         patching.install([patch])
-    known = functools.partial(context_parallel_batch.get_batches_on_this_cp_rank)  # another object than that module's
+    known = functools.partial(_of_several_layouts)  # another object than this module's
     newer.get_batches_on_this_cp_rank = known
     patching.install([patch])
     assert newer.get_batches_on_this_cp_rank is not known
@@ -243,6 +259,51 @@ def test_batches_that_are_refused_and_one_without_tokens(on_rank: Callable[[Cont
         replace_get_batch(_in_0_19)(_batch(), is_hybrid_cp=True)
     batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens"))
     assert replace_get_batch(_plainly)(dict(batch)) == batch, "of a stage in the middle of a pipeline"
+
+
+@pytest.fixture
+def padding(on_rank: Callable[[ContextParallel], list[Any]]) -> Callable[..., ContextParallel]:
+    """``padding()``: one of four ranks of a run with ``--cp-pad-sequence`` and sequences of 9 tokens."""
+    from cp_plugin.megatron import runtime
+
+    def begin(**more: Any) -> ContextParallel:
+        model = Model(problem=Problem(size=4, heads=4, kv_heads=4, seq_length=12), resolved={}, padding=3, **more)
+        runtime.configure(Settings(provider="ring", pad_sequence=True), model)
+        on_rank(cp := one_rank_of("striped", "striped", 4, 0))
+        return cp
+
+    return begin
+
+
+def test_a_mask_is_padded_on_both_sides(padding: Callable[..., ContextParallel]) -> None:
+    """Trainings show it of the other entries: ``cases.toml`` (padded)."""
+    from cp_plugin.megatron.patches.batch import pad_batch
+
+    found = pad_batch({"attention_mask": torch.zeros(2, 1, 9, 9, dtype=torch.bool)}, padding())["attention_mask"]
+    assert found.shape == (2, 1, 12, 12) and found[..., 9:].all() and found[..., 9:, :].all() and not found[0, 0, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("batch", "more", "said"),
+    [
+        ({"labels": 9}, {}, "the batch has labels and no loss_mask, so padding would count"),
+        ({"tokens": 9, "features": 9}, {}, "the batch has 'features' of 9 tokens, which the plugin cannot pad"),
+        ({"tokens": 10}, {"experts": True}, "the batch has 10 tokens instead of the 9 of --seq-length, so routers"),
+        ({}, {}, "a router has 24 tokens on all ranks, but --seq-length has 9, padded to 12"),
+    ],
+)
+def test_what_cannot_be_padded_is_refused(
+    padding: Callable[..., ContextParallel], batch: Mapping[str, int], more: Mapping[str, Any], said: str
+) -> None:
+    """Without a batch, a router is called."""
+    from cp_plugin.megatron.patches.batch import pad_batch
+    from cp_plugin.megatron.patches.padding import replace_router_forward
+
+    cp = padding(**more)
+    with pytest.raises(ValueError, match=f"--cp-pad-sequence: {said}"):
+        if batch:
+            pad_batch({key: torch.zeros(2, tokens) for key, tokens in batch.items()}, cp)
+        replace_router_forward(lambda self, input, padding_mask=None: None)(SimpleNamespace(), torch.zeros(6, 3, 8))
 
 
 def test_rope_needs_the_group_by_which_it_is_cut(on_rank: Callable[[ContextParallel], list[Any]]) -> None:

@@ -10,6 +10,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,6 @@ import pytest
 import torch
 from feature_faults import STRIPED
 from nightly import nightly
-from rich.console import Console
 from training import train
 
 from cp_plugin.megatron.patches.hooks import difference
@@ -49,20 +49,6 @@ def test_the_audit_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
 REPLACED = ("get_batch_on_this_cp_rank", "get_pos_emb_on_this_cp_rank", "LocalSpecProvider.core_attention")
 
 
-def _narrow_terminal() -> None:
-    from cp_plugin.megatron.selfcheck import audit
-
-    audit.Console = lambda **_: Console(width=80)  # type: ignore[assignment]
-
-
-def test_the_verbose_audit_lists_what_was_replaced(capfd: pytest.CaptureFixture[str]) -> None:
-    """A name that is wider than its column goes on in the next line."""
-    train(2, f"{STRIPED} --cp-verbose", prepare=_narrow_terminal)
-    rows = (line.split("|") for line in capfd.readouterr().out.splitlines())
-    text = "".join(row[2].strip() for row in rows if len(row) == 4)
-    assert all(target in text for target in REPLACED)
-
-
 def test_audit_shows_choices_and_reasons(capfd: pytest.CaptureFixture[str]) -> None:
     train(4, "--context-parallel-size 4 --cp-provider burst --cp-intra-size 4", prepare=_two_hosts)
     text = capfd.readouterr().out
@@ -85,12 +71,35 @@ def _two_hosts() -> None:
 
 def _rows(text: str) -> dict[str, str]:
     """Left -> right column of the table."""
-    return dict(_cells(line) for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3)
+    cells = ([cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("| "))
+    return {row[1]: row[2] for row in cells if len(row) == 4}
 
 
-def _cells(line: str) -> tuple[str, str]:
-    _, name, value, _ = line.split("|")
-    return name.strip(), value.strip()
+def _between_hosts() -> None:
+    """Four hosts on a network that is not Gloo's, as far as the table can see."""
+    socket.gethostname = lambda: f"host{os.environ['RANK']}"
+    from cp_plugin.megatron.state import STATE
+
+    assert STATE.model is not None
+    STATE.model = replace(STATE.model, problem=replace(STATE.model.problem, network="nccl"))
+
+
+def test_start_up_says_what_the_table_chose(capfd: pytest.CaptureFixture[str]) -> None:
+    """What it says is what is sent: as many bytes as with the flag, of which it says nothing."""
+    flags = "--bf16 --context-parallel-size 2 --cp-provider ring"
+    sent = {}
+    for name, prepare, more, why in (
+        ("bfloat16", _between_hosts, "", "leave messages between hosts exposed; dk and dv are rounded at each"),
+        ("float32", None, "", "on CPU ranks there is no slow network to relieve"),
+        ("asked for model", None, "--cp-gradient-dtype model", ""),
+    ):
+        sent[name] = [rank.sent for rank in train(2, f"{flags} {more}", prepare=prepare)]
+        told = " ".join(line.strip("| ") for line in capfd.readouterr().out.splitlines())
+        assert ("sums of gradients travel in" in told) == bool(why)
+        assert f"sums of gradients travel in {name}" in told or not why
+        assert all(word in told for word in why.split())
+        assert "self-check passed" in told
+    assert sent["bfloat16"] == sent["asked for model"] != sent["float32"]
 
 
 def test_ranks_that_disagree_are_stopped() -> None:
