@@ -1,4 +1,4 @@
-"""Input files are data: never unpickled, evaluated or run, which ruff holds (S in pyproject.toml) but for what is here."""
+"""Input files are data: never unpickled, evaluated or run, which ruff holds (S in pyproject.toml) but for these."""
 
 from __future__ import annotations
 
