@@ -1,4 +1,4 @@
-"""Import rules: adapters, cycles, side effects, file sizes. The layers are import-linter's (pyproject.toml)."""
+"""Rules of the source: imports, cycles, side effects, sizes, versions, words. Layers: import-linter, in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
@@ -123,3 +124,101 @@ def test_threads_are_started_in_one_place() -> None:
     made = re.compile(r"\b(Thread|Timer|ThreadPoolExecutor|start_new_thread)\(")
     sources = SOURCES | {f"kernels/{file.name}": file.read_text() for file in KERNELS.glob("*.py")}
     assert {name for name, source in sources.items() if made.search(source)} == {"common/background.py"}
+
+
+ELSEWHERE = {
+    "megatron/compat.py": "the one file",
+    "common/versions.py": "which versions are supported",
+    "megatron/layers/modelopt.py": "nvidia-modelopt's version",
+}
+
+
+def _from_megatron(tree: ast.AST) -> set[str]:
+    return {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "megatron"
+    }
+
+
+def _named(node: ast.AST) -> set[str]:
+    parts = list(ast.walk(node))
+    return {n.id for n in parts if isinstance(n, ast.Name)} | {n.attr for n in parts if isinstance(n, ast.Attribute)}
+
+
+def branches(source: str) -> list[str]:
+    """The expressions of a source file that branch on a library's version."""
+    tree = ast.parse(source)
+    ours = _from_megatron(tree)
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare() if {"version_tuple", "megatron_version", "__version__"} & _named(node):
+                found.append(ast.unparse(node))
+            case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[held]) if (
+                "parameters" in _named(held)
+            ):
+                found.append(ast.unparse(node))
+            case ast.Call(func=ast.Name(id="hasattr" | "getattr"), args=[owner, *others]) if (
+                isinstance(owner, ast.Name) and owner.id in ours and (len(others) == 2 or node.func.id == "hasattr")
+            ):
+                found.append(ast.unparse(node))
+            case ast.Try(body=body, handlers=handlers) if any(
+                _named(h.type) & {"ImportError", "AttributeError", "ModuleNotFoundError"} for h in handlers if h.type
+            ):
+                found += [ast.unparse(line) for line in body if _from_megatron(line)]
+    return found
+
+
+def test_versions_are_asked_for_in_one_file() -> None:
+    found = {
+        file: lines
+        for file, source in SOURCES.items()
+        if file.startswith(("megatron/", "nemo/", "cli/", "common/", "core/")) and (lines := branches(source))
+    }
+    assert {file: lines for file, lines in found.items() if file not in ELSEWHERE} == {}
+    assert set(ELSEWHERE) <= found.keys(), "no longer needed here"
+
+
+FOREIGN = {
+    "has no effect": r"(would|does|do) nothing (with|without)\b|would do nothing",
+    "split (evenly) across": r"divide(s|d)? (the \w+ )?over\b",
+    "training, or a training run": r"\b(a|an|each|every|this) training\b(?! (run|script|command|step))|\btrainings\b",
+    "again": r"\banew\b",
+    "in the same way": r"\balike\b",
+    "next to": r"\bbeside\b(?!s)",
+    "setting --flag": r"is switched on|are switched on",
+    "terminating rank 3": r"is ended, since|says nothing",
+    "forward or backward pass": r"\b(in|for|as) the (forward|backward)\b(?! (pass|of))",
+    "forever": r"\bfor ever\b",
+}
+"""What to write -> what a translator writes."""
+
+
+def told(source: str) -> Iterator[str]:
+    """The texts of a module that may be shown: of three words or more, without docstrings and parts of f-strings."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    hidden = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    hidden |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in hidden:
+            text = node.value
+        else:
+            continue
+        if text.count(" ") > 1:
+            yield text
+
+
+def foreign(text: str) -> list[str]:
+    """What to write instead of each phrase found."""
+    return [instead for instead, phrase in FOREIGN.items() if re.search(phrase, text)]
+
+
+def test_no_message_is_translated() -> None:
+    found = {text: better for source in SOURCES.values() for text in told(source) if (better := foreign(text))}
+    assert found == {}

@@ -7,10 +7,11 @@ import inspect
 import itertools
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
+import generate
+import messages
 import pytest
 import third_party
 import torch
@@ -45,11 +46,6 @@ _FILE = re.compile(r"(?<![\w/.<-])((?:ci|tests|docs|examples|patches|cp_plugin)/
 _FENCE = re.compile(r"```.*?```", re.DOTALL)
 
 
-@pytest.fixture
-def generate(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("docs/generate")
-
-
 @pytest.mark.parametrize("name", [*providers.names(), "lasp2"])
 def test_every_method_has_a_complete_page(name: str) -> None:
     page = (METHODS / f"{name}.md").read_text()
@@ -75,13 +71,13 @@ def test_every_method_has_a_complete_page(name: str) -> None:
     assert len(page.split("##")[0].split()) > 40, "no idea"
 
 
-def test_the_pages_are_what_the_code_gives_now(generate: ModuleType) -> None:
+def test_the_pages_are_what_the_code_gives_now() -> None:
     stale = generate.stale_pages()
     assert not stale, "\n".join(["run python docs/generate.py", *stale.values()])
 
 
 @nightly
-def test_drawings_are_up_to_date(generate: ModuleType) -> None:
+def test_drawings_are_up_to_date() -> None:
     stale, reason = generate.stale_drawings()
     if reason:
         print(reason)
@@ -125,9 +121,8 @@ def test_a_page(page: Path) -> None:
             assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, heading
 
 
-def test_pages_can_be_read(script: Callable[[str], ModuleType]) -> None:
+def test_pages_can_be_read() -> None:
     """They are short, and so are those of messages, which only the site has."""
-    messages = script("docs/messages")
 
     def words(text: str) -> int:
         return sum(any(letter.isalnum() for letter in word) for word in text.split())
