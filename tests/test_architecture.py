@@ -1,4 +1,4 @@
-"""Rules of the source: imports, cycles, side effects, sizes, versions, words. Layers: import-linter, in pyproject.toml."""
+"""Rules of the source: imports, cycles, side effects, sizes, versions, words. The layers are import-linter's."""
 
 from __future__ import annotations
 
