@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import markdown_tables as markdown
 
 from cp_plugin import Options, Problem
@@ -45,7 +43,7 @@ def memory_table() -> str:
                 cells += [in_bytes(found.forward), in_bytes(found.backward)]
             except ValueError:
                 cells += ["cannot", "cannot"]
-        own = settled(providers.get(name), replace(problems[-1], hosts=_HOSTS), Options())
+        own = settled(providers.get(name), problems[-1].with_transport(hosts=_HOSTS), Options())
         rows.append((f"`{name}`", *cells, own.communicators))
     titles = ("provider", "8 ranks: forward", "backward", "64 ranks: forward", "backward", "communicators")
     return markdown.table(titles, rows)

@@ -1,4 +1,4 @@
-"""Import rules: adapters, cycles, side effects, file sizes. The layers are import-linter's (pyproject.toml)."""
+"""Rules of the source: imports, cycles, side effects, sizes, versions, words, state. The layers are import-linter's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
@@ -123,3 +124,205 @@ def test_threads_are_started_in_one_place() -> None:
     made = re.compile(r"\b(Thread|Timer|ThreadPoolExecutor|start_new_thread)\(")
     sources = SOURCES | {f"kernels/{file.name}": file.read_text() for file in KERNELS.glob("*.py")}
     assert {name for name, source in sources.items() if made.search(source)} == {"common/background.py"}
+
+
+ELSEWHERE = {
+    "megatron/compat.py": "the one file",
+    "common/versions.py": "which versions are supported",
+    "megatron/mixers/modelopt.py": "nvidia-modelopt's version",
+}
+
+
+def _from_megatron(tree: ast.AST) -> set[str]:
+    return {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "megatron"
+    }
+
+
+def _named(node: ast.AST) -> set[str]:
+    parts = list(ast.walk(node))
+    return {n.id for n in parts if isinstance(n, ast.Name)} | {n.attr for n in parts if isinstance(n, ast.Attribute)}
+
+
+def branches(source: str) -> list[str]:
+    """The expressions of a source file that branch on a library's version."""
+    tree = ast.parse(source)
+    ours = _from_megatron(tree)
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare() if {"version_tuple", "megatron_version", "__version__"} & _named(node):
+                found.append(ast.unparse(node))
+            case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[held]) if (
+                "parameters" in _named(held)
+            ):
+                found.append(ast.unparse(node))
+            case ast.Call(func=ast.Name(id="hasattr" | "getattr"), args=[owner, *others]) if (
+                isinstance(owner, ast.Name) and owner.id in ours and (len(others) == 2 or node.func.id == "hasattr")
+            ):
+                found.append(ast.unparse(node))
+            case ast.Try(body=body, handlers=handlers) if any(
+                _named(h.type) & {"ImportError", "AttributeError", "ModuleNotFoundError"} for h in handlers if h.type
+            ):
+                found += [ast.unparse(line) for line in body if _from_megatron(line)]
+    return found
+
+
+def test_versions_are_asked_for_in_one_file() -> None:
+    found = {
+        file: lines
+        for file, source in SOURCES.items()
+        if file.startswith(("megatron/", "nemo/", "cli/", "common/", "core/")) and (lines := branches(source))
+    }
+    assert {file: lines for file, lines in found.items() if file not in ELSEWHERE} == {}
+    assert set(ELSEWHERE) <= found.keys(), "no longer needed here"
+
+
+FOREIGN = {
+    "has no effect": r"(would|does|do) nothing (with|without)\b|would do nothing",
+    "split (evenly) across": r"divide(s|d)? (the \w+ )?over\b",
+    "training, or a training run": r"\b(a|an|each|every|this) training\b(?! (run|script|command|step))|\btrainings\b",
+    "again": r"\banew\b",
+    "in the same way": r"\balike\b",
+    "next to": r"\bbeside\b(?!s)",
+    "setting --flag": r"is switched on|are switched on",
+    "terminating rank 3": r"is ended, since|says nothing",
+    "forward or backward pass": r"\b(in|for|as) the (forward|backward)\b(?! (pass|of))",
+    "forever": r"\bfor ever\b",
+}
+"""What to write -> what a translator writes."""
+
+
+def told(source: str) -> Iterator[str]:
+    """The texts of a module that may be shown: of three words or more, without docstrings and parts of f-strings."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    hidden = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    hidden |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in hidden:
+            text = node.value
+        else:
+            continue
+        if text.count(" ") > 1:
+            yield text
+
+
+def foreign(text: str) -> list[str]:
+    """What to write instead of each phrase found."""
+    return [instead for instead, phrase in FOREIGN.items() if re.search(phrase, text)]
+
+
+def test_no_message_is_translated() -> None:
+    found = {text: better for source in SOURCES.values() for text in told(source) if (better := foreign(text))}
+    assert found == {}
+
+
+EXPLAINED = {
+    "core/options.py: _DECLARED": "names of all options, filled where they are declared",
+    "megatron/state.py: STATE": "the one State",
+    "attention/recompute.py: _local": "of the thread: autograd repeats a forward in threads of its own",
+    "comm/threads.py: _idle": "threads that outlive a call, since libraries keep what they build per thread",
+    "core/mask.py: _READ": "a cache of the numbers in a tensor, for as long as it lives unchanged",
+    "core/spelling.py: _python": "of the context: how messages that are written inside it spell options",
+    "core/layout.py: _orders": "a cache of what a function of its arguments returns, with a limit in bytes",
+    "huggingface/layers.py: _running": "of the thread: whose layer runs, for functions that transformers calls",
+    "huggingface/attention.py: _numbers": "names in the registry of transformers, which has no way to take one out",
+    "kernels/blocks.py: _depths": "as ``_orders``: which keys of a tree are at which depth",
+    "kernels/fused.py: _observer": "who watches the kernels of a traced method, in all of its threads",
+    "megatron/micro_batch.py: _OF_PACKS": "what was read of a pack, for as long as it lives unchanged",
+    "megatron/micro_batch.py: _OF_TENSORS": "as ``_OF_PACKS``, of the last bounds without one",
+    "megatron/patches/hybrid.py: _kept": "a cache of what a function of its arguments returns, with a limit in bytes",
+    "megatron/rules/rule.py: NAMES": "of all rules, filled where they are made",
+    "megatron/selfcheck/step.py: _CALLS": "numbers of keys in the store, which are used once",
+}
+WRITES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove"}
+WRITES |= {"setdefault", "update", "__setitem__"}
+STATEFUL = {"local", "count", "Recent", "State", "Watch", "Ledger", "WeakKeyDictionary", "WeakValueDictionary", "deque"}
+STATEFUL |= {"defaultdict", "Counter", "ContextVar", "ExitStack", "Lock", "RLock", "Queue"}
+"""Classes of objects that are there to be changed."""
+
+
+def _globals(tree: ast.Module) -> dict[str, ast.expr | None]:
+    """A module's top-level bindings."""
+    found: dict[str, ast.expr | None] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            found |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = node.value
+    return found
+
+
+def _class_of(value: ast.expr | None) -> str:
+    if not isinstance(value, ast.Call):
+        return ""
+    called = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+
+
+def _changed(node: ast.AST) -> Iterator[ast.expr]:
+    """What a piece of code changes in place."""
+    match node:
+        case ast.Subscript(value=owner, ctx=ast.Store() | ast.Del()):
+            yield owner
+        case ast.Attribute(value=owner, ctx=ast.Store() | ast.Del()):
+            yield owner
+        case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in WRITES:
+            yield owner
+        case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, *_]):
+            yield owner
+
+
+def mutable(source: str) -> set[str]:
+    """Module-level names of a source file that are rebound, changed in place, or of a stateful class."""
+    tree = ast.parse(source)
+    bound = _globals(tree)
+    found = {name for name, value in bound.items() if _class_of(value) in STATEFUL}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            parts = list(ast.walk(function))
+            own = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            own |= {n.arg for n in parts if isinstance(n, ast.arg)}
+            for node in parts:
+                found |= set(node.names) if isinstance(node, ast.Global) else set()
+                for owner in _changed(node):
+                    if isinstance(owner, ast.Name) and owner.id in bound.keys() - own:
+                        found.add(owner.id)
+    return found
+
+
+def modules_changed(source: str) -> set[str]:
+    """What a source file sets or changes in the package's modules: ``module.name = ``, ``module.name.clear()``."""
+    parts = list(ast.walk(ast.parse(source)))
+    modules = {
+        (alias.asname or alias.name).rpartition(".")[2]
+        for node in parts
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cp_plugin")
+        for alias in node.names
+        if PACKAGE.parent.joinpath(*f"{node.module}.{alias.name}".split(".")).with_suffix(".py").exists()
+    }
+    modules -= {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    modules -= {n.arg for n in parts if isinstance(n, ast.arg)}
+    found = set()
+    for node in parts:
+        for owner in _changed(node):
+            inside = isinstance(owner, ast.Attribute)  # else a function of the module may be called
+            module = owner.value if inside else owner
+            sets = isinstance(node, ast.Attribute) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+            if isinstance(module, ast.Name) and module.id in modules and (inside or sets):
+                found.add(ast.unparse(owner))
+    return found
+
+
+def test_state_is_in_one_object() -> None:
+    """Mutable state lives in the adapter's one ``State`` and the few places explained here."""
+    found = {f"{file}: {name}" for file, source in SOURCES.items() for name in mutable(source)}
+    assert found == set(EXPLAINED), found ^ set(EXPLAINED)
+    assert {file: changed for file, source in SOURCES.items() if (changed := modules_changed(source))} == {}

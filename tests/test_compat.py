@@ -1,70 +1,13 @@
-"""All version branches for Megatron-Core are in one file, and it finds functions that have moved."""
+"""The branches for versions of Megatron-Core: features, and functions that have moved."""
 
 from __future__ import annotations
 
-import ast
 import sys
 from types import ModuleType
 
 import pytest
-from package_sources import SOURCES
 
 from cp_plugin.megatron import compat
-
-ELSEWHERE = {
-    "megatron/compat.py": "the one file",
-    "common/versions.py": "which versions are supported",
-    "megatron/mixers/modelopt.py": "nvidia-modelopt's version",
-}
-
-
-def _from_megatron(tree: ast.AST) -> set[str]:
-    return {
-        (alias.asname or alias.name).partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "megatron"
-    }
-
-
-def _named(node: ast.AST) -> set[str]:
-    parts = list(ast.walk(node))
-    return {n.id for n in parts if isinstance(n, ast.Name)} | {n.attr for n in parts if isinstance(n, ast.Attribute)}
-
-
-def branches(source: str) -> list[str]:
-    """The expressions of a source file that branch on a library's version."""
-    tree = ast.parse(source)
-    ours = _from_megatron(tree)
-    found = []
-    for node in ast.walk(tree):
-        match node:
-            case ast.Compare() if {"version_tuple", "megatron_version", "__version__"} & _named(node):
-                found.append(ast.unparse(node))
-            case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[held]) if (
-                "parameters" in _named(held)
-            ):
-                found.append(ast.unparse(node))
-            case ast.Call(func=ast.Name(id="hasattr" | "getattr"), args=[owner, *others]) if (
-                isinstance(owner, ast.Name) and owner.id in ours and (len(others) == 2 or node.func.id == "hasattr")
-            ):
-                found.append(ast.unparse(node))
-            case ast.Try(body=body, handlers=handlers) if any(
-                _named(h.type) & {"ImportError", "AttributeError", "ModuleNotFoundError"} for h in handlers if h.type
-            ):
-                found += [ast.unparse(line) for line in body if _from_megatron(line)]
-    return found
-
-
-def test_versions_are_asked_for_in_one_file() -> None:
-    found = {
-        file: lines
-        for file, source in SOURCES.items()
-        if file.startswith(("megatron/", "nemo/", "cli/", "common/", "core/")) and (lines := branches(source))
-    }
-    assert {file: lines for file, lines in found.items() if file not in ELSEWHERE} == {}
-    assert set(ELSEWHERE) <= found.keys(), "no longer needed here"
 
 
 def test_features_by_version() -> None:

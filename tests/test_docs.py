@@ -7,11 +7,11 @@ import inspect
 import itertools
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
+import generate
+import messages
 import pytest
 import third_party
 import torch
@@ -26,7 +26,7 @@ from cp_plugin.cli import doctor
 from cp_plugin.cli.bench.contestants import Entry
 from cp_plugin.cli.draw.calls import record
 from cp_plugin.cli.flags import provider_options
-from cp_plugin.comm import Mesh, TraceMesh, run_threads
+from cp_plugin.comm import Mesh, run_threads
 from cp_plugin.kernels import backends
 from cp_plugin.linear import variants
 from cp_plugin.megatron.flags.args import add_arguments
@@ -34,7 +34,8 @@ from cp_plugin.megatron.flags.option_flags import options_from
 from cp_plugin.methods import registry as providers
 from cp_plugin.methods.protocol import Provider
 from cp_plugin.planner import candidates
-from cp_plugin.testing.traffic import by_phase_and_axis
+from cp_plugin.testing import verify
+from cp_plugin.testing.traffic import price_one, trace
 
 DOCS = ROOT / "docs"
 METHODS = DOCS / "methods"
@@ -43,11 +44,6 @@ WORDS, OF_A_PAGE, OF_THE_README = 50_000, 2_500, 700
 _LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 _FILE = re.compile(r"(?<![\w/.<-])((?:ci|tests|docs|examples|patches|cp_plugin)/[\w./-]+\w)")
 _FENCE = re.compile(r"```.*?```", re.DOTALL)
-
-
-@pytest.fixture
-def generate(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("docs/generate")
 
 
 @pytest.mark.parametrize("name", [*providers.names(), "lasp2"])
@@ -75,13 +71,13 @@ def test_every_method_has_a_complete_page(name: str) -> None:
     assert len(page.split("##")[0].split()) > 40, "no idea"
 
 
-def test_the_pages_are_what_the_code_gives_now(generate: ModuleType) -> None:
+def test_the_pages_are_what_the_code_gives_now() -> None:
     stale = generate.stale_pages()
     assert not stale, "\n".join(["run python docs/generate.py", *stale.values()])
 
 
 @nightly
-def test_drawings_are_up_to_date(generate: ModuleType) -> None:
+def test_drawings_are_up_to_date() -> None:
     stale, reason = generate.stale_drawings()
     if reason:
         print(reason)
@@ -125,9 +121,8 @@ def test_a_page(page: Path) -> None:
             assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, heading
 
 
-def test_pages_can_be_read(script: Callable[[str], ModuleType]) -> None:
+def test_pages_can_be_read() -> None:
     """They are short, and so are those of messages, which only the site has."""
-    messages = script("docs/messages")
 
     def words(text: str) -> int:
         return sum(any(letter.isalnum() for letter in word) for word in text.split())
@@ -153,36 +148,19 @@ def example(tmp_path: Path) -> Iterator[Provider]:
         yield providers.get("gather_q")
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_the_example_method_is_correct(example: Provider, causal: bool, kv_heads: int) -> None:
-    case = Case(seq_length=64, heads=4, kv_heads=kv_heads, causal=causal)
-    want = case.reference()
-
-    def error(size: int, **options: Any) -> float:
-        def rank(mesh: Mesh) -> float:
-            cp = ContextParallel("gather_q", mesh=mesh, **options)
-            assert cp.options.q_groups == options.get("q_groups")
-            return max(errors(run(cp, case), want))
-
-        return max(run_threads(rank, example.axes(size, Options())))
-
-    for layout, size in itertools.product(example.layouts, (1, 2, 4)):
-        assert error(size, layout=layout) <= 1e-10, (layout, size)
-    for groups in (2, 4) if kv_heads == 4 else ():
-        assert error(2, q_groups=groups) <= 1e-10, groups
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_example_methods_formula_is_its_traffic(example: Provider, dtype: torch.dtype) -> None:
-    for size in (1, 2, 4):
-        cp = ContextParallel("gather_q", mesh=TraceMesh(example.axes(size, Options()), 0))
-        shape = (64 // size, 2, 4, 16)
-        q, k, v = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
-        out = cp.attention(q, k, v)
-        out.backward(torch.empty_like(out))
-        problem = cp.problem(q, k, v, causal=True)
-        assert by_phase_and_axis(cp.mesh) == example.traffic(problem, cp.options, 0), size
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_example_method_is_correct_and_sends_what_it_says(example: Provider, size: int) -> None:
+    """As ``cp-plugin verify`` and ``traffic`` find, which the page prints."""
+    problems = [
+        Problem(size=size, heads=4, kv_heads=n, head_dim=16, seq_length=64, batch=2, dtype=dtype, causal=causal)
+        for n in (4, 1)
+        for dtype, causal in ((torch.float64, True), (torch.float64, False), (torch.bfloat16, True))
+    ]
+    planned = [s for groups in (None, 1, 4) for s in verify.plan(["gather_q"], problems, Options(q_groups=groups))]
+    assert size == 1 or {1, 2, 4} <= {setup.options.q_groups for setup in planned if setup.reason is None}
+    for result in verify.verify(planned, "cpu", threads=True):
+        assert result.ok, (result.setup, result.errors, result.failure)
+        assert price_one(result.setup).ranks[-1] == trace(result.setup, size - 1), result.setup
 
 
 def test_the_example_methods_option_is_a_flag_everywhere(example: Provider) -> None:

@@ -125,24 +125,6 @@ def test_ranks_with_the_same_story_share_one_paragraph(quiet):
     assert text.count("ValueError: planted fault") == 1 and text.count("told by") == quiet
 
 
-def test_tensors_of_every_kind_come_back():
-    half = torch.tensor(3.5, dtype=torch.bfloat16)
-    kinds = [
-        *(torch.arange(6.0).view(2, 3).t(), half, torch.empty(0, 4), torch.ones(3)[None].expand(2, 3)),
-        *(torch.nn.Parameter(torch.ones(3)), torch.ones(2, requires_grad=True), torch.tensor([True, False])),
-        *(torch.ones(2, dtype=torch.complex64).conj(), torch.eye(2).to_sparse(), torch.empty(3, device="meta")),
-        torch.arange(300_000.0),
-    ]
-    kinds[0].mark = "kept"
-    (found,) = run_ranks(lambda: kinds, 1)
-    assert found[0].mark == "kept"
-    for got, sent in zip(found, kinds, strict=True):
-        assert (type(got), got.dtype, got.shape, got.device) == (type(sent), sent.dtype, sent.shape, sent.device)
-        assert got.requires_grad == sent.requires_grad
-        assert got.is_meta or torch.equal(got.to_dense(), sent.to_dense())
-    found[0].zero_()  # and may be written to
-
-
 def test_output_modes(capfd):
     def body():
         print(f"out of {_rank()}")
@@ -251,12 +233,3 @@ def test_ranks_are_not_forked_from_a_process_that_has_initialised_cuda(monkeypat
         main_with_nproc(["--nproc", "3"], lambda words: None, preload=lambda: None)
     seen: list[list[str]] = []
     assert main_with_nproc(["a"], seen.append, preload=lambda: None) == 0 and seen == [["a"]], "no fork, no matter"
-
-
-def test_cpu_mode_forks(capfd: pytest.CaptureFixture[str]) -> None:
-    """There torch.cuda says that it is initialised, as Megatron wants to hear."""
-    from warm import cpu_mode
-
-    with cpu_mode():
-        assert torch.cuda.is_initialized()
-        assert main_with_nproc(["--nproc", "2"], lambda words: None, preload=lambda: None) == 0, capfd.readouterr().err

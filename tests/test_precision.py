@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import precision_tables as tables
 import pytest
 import torch
 from nightly import each_value, nightly
@@ -26,11 +25,6 @@ TENTH = 0.1
 both = pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=nightly)])
 
 
-@pytest.fixture
-def tables(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("docs/precision_tables")
-
-
 def shown() -> dict[tuple[str, str], dict[str, list[float]]]:
     """(gradients of, sums) -> column -> dq, dk and dv in percent."""
     lines = PAGE.read_text().splitlines()
@@ -46,7 +40,7 @@ def shown() -> dict[tuple[str, str], dict[str, list[float]]]:
 
 
 @both
-def test_the_figures_are_those_of_the_code(tables: ModuleType, ranks: int) -> None:
+def test_the_figures_are_those_of_the_code(ranks: int) -> None:
     page = shown()
     rows = list(tables.rows())
     assert list(page) == [(row.name, row.sums) for row in rows]
@@ -71,7 +65,7 @@ def test_claims_about_the_figures() -> None:
                 assert dk > shown()[name, "model"][column][1]
 
 
-def test_nccl_adds_from_rank_to_rank_in_the_dtype_that_travels(tables: ModuleType) -> None:
+def test_nccl_adds_from_rank_to_rank_in_the_dtype_that_travels() -> None:
     parts = [torch.tensor([256.0, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0])]
 
     def rank(mesh: Mesh) -> torch.Tensor:
@@ -97,7 +91,7 @@ def test_nccl_adds_from_rank_to_rank_in_the_dtype_that_travels(tables: ModuleTyp
     ],
 )
 def test_what_the_table_allows_has_at_most_twice_the_error_of_one_device(
-    tables: ModuleType, name: str, options: dict[str, Any], ranks: int, kv_heads: int
+    name: str, options: dict[str, Any], ranks: int, kv_heads: int
 ) -> None:
     """Without what ``verify`` grants to roundings of sums, and with NCCL's additions emulated."""
     assert {1, 2} == set(TOKENS) and {8, 64} == {way.ranks for way in WAYS}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from nightly import nightly
+from site_links import rewritten
 
 ROOT = Path(__file__).parent.parent
 PAGES = [path.relative_to(ROOT / "docs") for path in sorted((ROOT / "docs").rglob("*.md"))]
@@ -68,7 +68,5 @@ def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
         ("index.md", "```\n[a](../b.py)\n```", None, "```\n[a](../b.py)\n```"),
     ],
 )
-def test_links_out_of_the_pages(
-    page: str, link: str, repo_url: str | None, expected: str, script: Callable[[str], ModuleType]
-) -> None:
-    assert script("docs/site_links").rewritten(link, page, repo_url) == expected
+def test_links_out_of_the_pages(page: str, link: str, repo_url: str | None, expected: str) -> None:
+    assert rewritten(link, page, repo_url) == expected

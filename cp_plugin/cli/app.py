@@ -16,7 +16,7 @@ class Program(shell.Group):
     modules: ClassVar = {
         "doctor": "doctor",
         "draw": "draw.cli",
-        "traffic": "verify",
+        "traffic": "traffic",
         "verify": "verify",
         "bench": "bench.cli",
         "calibrate": "calibrate",

@@ -23,9 +23,6 @@ def calibrate(
         typer.Option(help="repeatable; default: bfloat16 and float16; float32 and bfloat16 on the CPU"),
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="size of a head; default: 128, 64 on the CPU")] = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="name of the cluster; default: the file's name")
-    ] = None,
     timeout: flags.Timeout = 1800,
 ) -> None:
     """Measure the kernels and links of the machines that the ranks run on, and write a profile for the planner.
@@ -54,7 +51,7 @@ def calibrate(
         def rank(mine: torch.device) -> Cluster:
             console = new_console(stderr=True, quiet=dist.get_rank() != 0)
             with console.status("calibrating") as status:
-                return measure(name or file.stem, mine, dtypes, head_dim, shown=status.update)
+                return measure(file.stem, mine, dtypes, head_dim, shown=status.update)
 
         found = started.run(rank, count, where, timeout, here)
         if started.is_first():

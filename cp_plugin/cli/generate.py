@@ -56,7 +56,6 @@ def generate(
     own_flags: Annotated[
         bool, typer.Option("--own-flags", help="ignore the flags saved in the checkpoint; give all of them here")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="show what Megatron prints")] = False,
     as_json: output.AsJson = None,
 ) -> None:
     """Continue prompts with a trained model. Any other flags are Megatron's or the plugin's.
@@ -83,8 +82,8 @@ def generate(
             raise ValueError(f"--load {load}: no such folder; name the one given to --save")
     saved = None if own_flags else (load, ckpt_step)
     more = ["--load", str(load), *([] if ckpt_step is None else ["--ckpt-step", str(ckpt_step)])]
-    rank = partial(_rank, request, saved, more, context.args, as_json=as_json, verbose=verbose)
-    with flags.errors_in_one_line(translated=False), _quiet(not verbose):
+    rank = partial(_rank, request, saved, more, context.args, as_json=as_json)
+    with flags.errors_in_one_line(translated=False), _quiet():
         _preload(context.args)
     if started:
         mistakes = [rank()]
@@ -115,7 +114,6 @@ def _rank(
     rest: list[str],
     *,
     as_json: Path | None,
-    verbose: bool,
 ) -> str | None:
     """Generate on this rank; return a user error, if there is one."""
     from cp_plugin.inference.request import Report
@@ -123,7 +121,7 @@ def _rank(
 
     first = os.environ["RANK"] == "0"
     try:
-        with _quiet(not verbose):
+        with _quiet():
             sys.argv = [sys.argv[0], *text.flags(saved, rest), *more]
             model = text.load()
             tokens = text.Tokens(request.as_bytes)
@@ -143,11 +141,8 @@ def _rank(
 
 
 @contextlib.contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Discard what this process prints; errors are still raised."""
-    if not wanted:
-        yield
-        return
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

@@ -61,9 +61,6 @@ _Explain = Annotated[
 _Provider = Annotated[
     str | None, typer.Option(metavar="NAME", help="with --explain: the method; default: the planner's choice")
 ]
-_EveryRank = Annotated[
-    bool, typer.Option("--every-rank", help="with --explain: simulate every rank instead of three representative ones")
-]
 _Plot = Annotated[
     Path | None, typer.Option(metavar="FILE", help="also draw what takes each method's time: .png, .svg or .pdf")
 ]
@@ -168,7 +165,6 @@ def plan(
     provider: _Provider = None,
     *,
     options: Options,
-    every_rank: _EveryRank = False,
     plot: _Plot = None,
     as_json: output.AsJson = None,
 ) -> None:
@@ -194,9 +190,7 @@ def plan(
                 raise ValueError("--json has no effect with --reproduce, which prints tables: leave --json out")
             raise typer.Exit(not _reproduced(reproduce))
         if explain:
-            raise typer.Exit(not _explained(given, provider, options, every_rank, as_json))
-        if every_rank:
-            raise ValueError("--every-rank has no effect without --explain: leave it out")
+            raise typer.Exit(not _explained(given, provider, options, as_json))
         chosen = {"provider": provider, "layout": options.layout, **options.chosen}
         for name in [name for name in chosen if name not in _ALWAYS]:
             flags.refuse({f"--{name.replace('_', '-')}": chosen[name] and in_words(chosen[name])}, _WITHOUT)
@@ -227,7 +221,7 @@ def _reproduced(names: list[str]) -> bool:
     return reproduce_and_show(names, new_console())
 
 
-def _explained(given: _Given, provider: str | None, options: Options, every: bool, as_json: Path | None) -> bool:
+def _explained(given: _Given, provider: str | None, options: Options, as_json: Path | None) -> bool:
     """Explain one configuration; return whether it fits. Context parallelism takes the remaining devices by default."""
     given.check()
     if given.megatron:
@@ -247,7 +241,7 @@ def _explained(given: _Given, provider: str | None, options: Options, every: boo
     least = next((shape for shape in shapes if asked.fits(footprint(asked.model, shape))), shapes[-1])
     asked = flags.packed(replace(asked, shapes=[least], free=False), given.documents)
     setup = _chosen(asked) if provider is None else _settled(asked, provider, options)
-    found = explaining.explain(asked.model, asked.shapes[0], setup, asked.cluster, every=every)
+    found = explaining.explain(asked.model, asked.shapes[0], setup, asked.cluster)
     output.show(
         as_json,
         lambda: show_plan.explained_as_json(found),

@@ -301,7 +301,7 @@ def print_explanation(console: Console, e: Explanation) -> None:
     print_lines(console, *(f"  {reason}" for reason in setup.why), legend([setup.provider.name]), "")
     ranks = ", ".join(map(str, e.timeline.programs))
     whole = len(e.timeline.programs) == e.timeline.setup.problem.size
-    which = "over all ranks" if whole else f"over representative ranks {ranks} (--every-rank: all)"
+    which = "over all ranks" if whole else f"over representative ranks {ranks}"
     columns = ("pass", "where the time goes", "least", "median", "most", "of the pass")
     print_table(console, f"One attention call, predicted, {which}", columns, [(c, "") for c in _time_rows(e)])
     if e.sent:

@@ -27,7 +27,7 @@ def read(path: Path) -> Any:
     """The content of a YAML file; ValueError if the file cannot be read, is not valid YAML, or is more than data; the
     message has the path."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506  (a SafeLoader)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:

@@ -135,16 +135,15 @@ def gain(found: Plan, ours: Priced, stock: Priced) -> Gain:
     )
 
 
-def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster, *, every: bool = False) -> Explanation:
+def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster) -> Explanation:
     """Simulate one attention call and price the training iteration around it; ValueError if the provider cannot run it,
     or the model cannot be divided so.
 
     Args:
         setup: resolved, for the problem of the model's first kind of attention.
-        every: simulate all ranks, however many.
     """
     stride, size = parallel.tensor, setup.problem.size
-    whole = every or size <= EVERY or cluster.device.shared_by > 0
+    whole = size <= EVERY or cluster.device.shared_by > 0
     one = Candidate(name=setup.provider.name, setup=setup, flags=as_flags(setup))
     letters = set(model.attention_pattern) - {first_letter(model)}
     others = beside(one, {letter: on(problem(model, parallel, letter), cluster, stride) for letter in letters})

@@ -94,7 +94,7 @@ class _Rank:
             os.eventfd_read(self.done)
             with os.fdopen(self.outbox, "rb", closefd=False) as file:
                 file.seek(0)
-                self.message = pickle.load(file)
+                self.message = pickle.load(file)  # noqa: S301  (only forked ranks write to it)
 
     def collect(self) -> None:
         """Collect the exit status of a process that has ended; one that left no message has failed."""

@@ -212,7 +212,7 @@ def test_lines_are_right_or_refused_in_one(kind: str, _cpu_megatron: None) -> No
 
 
 PLANTED: dict[str, tuple[str, Any, Callable[[], str], str]] = {
-    "a traceback": ("cli.verify.price", lambda *_: 1 / 0, lambda: a_command(["traffic"]), "ZeroDivisionError"),
+    "a traceback": ("cli.traffic.price", lambda *_: 1 / 0, lambda: a_command(["traffic"]), "ZeroDivisionError"),
     "another size": (
         *("cli.tables.asdict", lambda _: {"size": 4, "heads": 7}),
         *(lambda: a_command(["traffic", "--provider=ring", "--json=-", "--heads=8"]), "heads was read as 7"),

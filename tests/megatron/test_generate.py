@@ -129,7 +129,7 @@ def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: Checkpoints) -
         request = Request(prompts=(prompt,), new_tokens=4, as_bytes=True)
         folder = checkpoints("window")
         more = ["--load", str(folder)]
-        return command._rank(request, (folder, None), more, [], as_json=False, verbose=False)
+        return command._rank(request, (folder, None), more, [], as_json=False)
 
     for said in run_ranks(rank, 2, timeout=120):
         assert said is not None and "rank 1 got a different --prompt" in said

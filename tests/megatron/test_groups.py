@@ -111,7 +111,7 @@ def test_groups_are_destroyed_and_recreated() -> None:
 
 
 def test_models_with_groups_of_their_own_are_refused() -> None:
-    from cp_plugin.megatron.layers.groups import options_from
+    from cp_plugin.megatron.groups import options_from
 
     with pytest.raises(ValueError, match="does not support models whose modules have their own process groups"):
         options_from({"rank_offset": 2, "local_world_size": 2})

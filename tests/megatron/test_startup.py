@@ -81,7 +81,7 @@ def _between_hosts() -> None:
     from cp_plugin.megatron.state import STATE
 
     assert STATE.model is not None
-    STATE.model = replace(STATE.model, problem=replace(STATE.model.problem, network="nccl"))
+    STATE.model = replace(STATE.model, problem=STATE.model.problem.with_transport(network="nccl"))
 
 
 def test_start_up_says_what_the_table_chose(capfd: pytest.CaptureFixture[str]) -> None:

@@ -269,7 +269,7 @@ def test_upstreams_all_to_all_divides_key_value_heads(size: int, kv_heads: int, 
 
 
 @one_case
-@pytest.mark.parametrize("fp8", [(None, "comm"), (None,)])
+@pytest.mark.parametrize("fp8", [(None,), (None, "comm")])
 def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...]) -> None:
     asked = replace(ASKED, model=model("llama2-7b"), shapes=[replace(SHAPE, seq_length=2**15)], fp8=fp8)
     for one, width in product((found, answer(asked, hopeless=math.inf)), (80, 100)):

@@ -34,7 +34,6 @@ def draw(
     plot: Annotated[Path, typer.Option(help="picture to write, a .png, .svg or .pdf file")],
     provider: Annotated[str, typer.Option(metavar="NAME", help="method to draw")],
     ranks: Annotated[int, typer.Option(min=1, max=8, help="context-parallel ranks")] = 4,
-    mask: Annotated[flags.Mask, typer.Option(help="attention mask")] = flags.Mask.causal,
     documents: Annotated[
         str | None,
         typer.Option(metavar="LENGTHS", help="packed documents, such as 24,14,10,8,5,3; default: one document"),
@@ -46,8 +45,7 @@ def draw(
     with flags.errors_in_one_line():
         output.check_output(plot, "picture", output.PICTURES, "--plot")
         bounds = () if documents is None else tuple(itertools.accumulate(flags.lengths(documents), initial=0))
-        causal = mask is flags.Mask.causal
-        draw_method(plot, provider, ranks, causal=causal, bounds=bounds, layout=options.layout, **options.chosen)
+        draw_method(plot, provider, ranks, bounds=bounds, layout=options.layout, **options.chosen)
     typer.echo(f"wrote {plot}")
 
 
@@ -58,7 +56,6 @@ def draw_method(
     *,
     tokens: int = 0,
     timed_tokens: int = 0,
-    causal: bool = True,
     bounds: tuple[int, ...] = (),
     **options: Any,
 ) -> None:
@@ -78,7 +75,7 @@ def draw_method(
         lengths = (bounds[-1], bounds[-1])
     if lengths[0] > MOST:
         raise ValueError(f"{lengths[0]} tokens do not fit in a picture: use {MOST} tokens or fewer")
-    shown, timed = (record(provider, size, seq_length=n, causal=causal, bounds=bounds, **options) for n in lengths)
+    shown, timed = (record(provider, size, seq_length=n, bounds=bounds, **options) for n in lengths)
     divided = len(shown.ranks_of(0)) < size
     time = 1.3 + 0.3 * size
     heights = (0.75, 0.75 if divided else 0.01, 4.3, time)
@@ -130,7 +127,7 @@ def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
         canvas.fill(axes, shapes, _colour(call.rank, call.step, recording))
     axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal", xticks=[], yticks=[])
     axes.set(xlabel="keys, in the order of the sequence", ylabel="queries, in the order of the sequence")
-    mask = "Full" if recording.mask.full else "Packed" if recording.mask.packed else "Causal"
+    mask = "Packed" if recording.mask.packed else "Causal"
     title = f"{mask} attention matrix{', head 0' if divided else ''}; paler: later step"
     axes.set_title(title, fontsize=canvas.POINTS, loc="left")
     canvas.plain(axes)
