@@ -238,7 +238,7 @@ EXPLAINED = {
     "kernels/fused.py: _observer": "who watches the kernels of a traced method, in all of its threads",
     "megatron/micro_batch.py: _OF_PACKS": "what was read of a pack, for as long as it lives unchanged",
     "megatron/micro_batch.py: _OF_TENSORS": "as ``_OF_PACKS``, of the last bounds without one",
-    "megatron/patches/hybrid.py: _kept": "a cache of what a function of its arguments returns, with a limit in bytes",
+    "megatron/mixers/mamba.py: _kept": "a cache of what a function of its arguments returns, with a limit in bytes",
     "megatron/rules/rule.py: NAMES": "of all rules, filled where they are made",
     "megatron/selfcheck/step.py: _CALLS": "numbers of keys in the store, which are used once",
 }
