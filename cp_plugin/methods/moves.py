@@ -24,7 +24,7 @@ Kernel calls stay whole and collectives stay library collectives, which ATTENTIO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,57 +81,38 @@ class Moved:
     """Whether the differentiable operation keeps what the moves brought, and starts its backward there."""
 
     def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
-        dtype = queries.q.dtype
-
-        def attend(queries: Queries, kv: KeyValues) -> Sent:
-            out, lse = self.core.forward(queries, kv) or nothing_seen(queries, kv)
-            return (Pending.done((out.to(dtype), lse)),)
-
-        def send_home(move: Move, found: Sent) -> Sent:
-            return (move.return_out(*found),)
-
-        return merge(onto, Partial(*self._in_groups(queries, kv, attend, send_home)))
+        dtype, groups = queries.q.dtype, head_groups(self.groups, queries, kv)
+        arriving, leaving, parts = bring(self.moves, *groups[0]), None, []
+        for following in (*groups[1:], None):
+            here, arriving = arriving, bring(self.moves, *following) if following else None  # post
+            queries, kv = here.queries.wait(), here.kv.wait()  # wait
+            out, lse = self.core.forward(queries, kv) or nothing_seen(queries, kv)  # attend
+            del here, queries, kv  # large, and no longer needed
+            home = Pending.done((out.to(dtype), lse))
+            del out, lse
+            for move in reversed(self.moves):
+                home = move.return_out(home)  # post
+            if leaving:
+                parts.append(leaving.wait())  # wait
+            leaving = home
+        return merge(onto, Partial(*join_heads([*parts, home.wait()])))  # merge
 
     def backward(self, queries: Queries, kv: KeyValues, onto: Sums = NO_SUMS) -> Gradients | None:
-        def attend(queries: Queries, kv: KeyValues) -> Sent:
-            dq, *dkv = self.core.backward(queries, kv) or no_gradients(queries, kv)
-            return Pending.done((dq,)), Pending.done(tuple(dkv))
-
-        def send_home(move: Move, found: Sent) -> Sent:
-            dq, dkv = found
-            return move.return_dq(dq), move.return_dkv(dkv)
-
-        return add_sums(onto, Gradients(*self._in_groups(queries, kv, attend, send_home)))
-
-    def _in_groups(
-        self,
-        queries: Queries,
-        kv: KeyValues,
-        attend: Callable[[Queries, KeyValues], Sent],
-        send_home: Callable[[Move, Sent], Sent],
-    ) -> Tensors:
-        """The results of all heads, a group of which is computed while the next one's shards and the last one's results
-        travel."""
         groups = head_groups(self.groups, queries, kv)
         arriving, leaving, parts = bring(self.moves, *groups[0]), None, []
         for following in (*groups[1:], None):
             here, arriving = arriving, bring(self.moves, *following) if following else None  # post
-            home = attend(here.queries.wait(), here.kv.wait())  # wait, attend
-            del here  # large, and no longer needed
+            queries, kv = here.queries.wait(), here.kv.wait()  # wait
+            grads = self.core.backward(queries, kv) or no_gradients(queries, kv)  # attend
+            del here, queries, kv
+            dq, dkv = Pending.done(grads[:1]), Pending.done(grads[1:])
+            del grads
             for move in reversed(self.moves):
-                home = send_home(move, home)  # post
+                dq, dkv = move.return_dq(dq), move.return_dkv(dkv)  # post
             if leaving:
-                parts.append(wait_for(leaving))  # wait
-            leaving = home
-        return join_heads([*parts, wait_for(home)])  # wait
-
-
-Sent = tuple[Pending[Tensors], ...]
-"""Results on their way home."""
-
-
-def wait_for(sent: Sent) -> Tensors:
-    return tuple(t for pending in sent for t in pending.wait())
+                parts.append((*leaving[0].wait(), *leaving[1].wait()))  # wait
+            leaving = dq, dkv
+        return add_sums(onto, Gradients(*join_heads([*parts, (*dq.wait(), *dkv.wait())])))
 
 
 class Brought(NamedTuple):
