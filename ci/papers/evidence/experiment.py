@@ -31,6 +31,7 @@ from cp_plugin.planner.training.iteration import iteration, layer, multiplied
 from cp_plugin.planner.training.model import LINEAR, SOFTMAX, Model, model
 from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.planner.training.parallel import problem as problem_of
+from evidence import flops
 from evidence.data import Method, Row, Stack, method, paper
 from evidence.overlapped import OVERLAPPED
 
@@ -134,7 +135,7 @@ def predict(row: Row) -> float:
         case "TFLOP/s/GPU":
             return _attention_flops(run) / row.devices / seconds / 1e12
         case "model TFLOP/s/GPU":
-            return operations.training(run.model, row.length, row.batch) / row.devices / seconds / 1e12
+            return flops.training(run.model, row.length, row.batch) / row.devices / seconds / 1e12
         case "% of ideal":
             alone = replace(run, row=replace(row, devices=1), method=Method(provider="ring"))
             return 100 * _seconds(alone, cluster) / row.devices / seconds
