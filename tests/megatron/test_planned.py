@@ -14,7 +14,7 @@ from nightly import one_case
 
 from cp_plugin.megatron.planned import command as planned
 from cp_plugin.megatron.planned.sizes import from_args
-from cp_plugin.planner.training import activations, operations
+from cp_plugin.planner.training import activations
 from cp_plugin.planner.training.footprint import footprint, whole
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.planner.training.parallel import Parallel
@@ -81,7 +81,7 @@ def counted(flags: str, devices: int) -> tuple[Model, Parallel, float, float]:
 def test_operations_and_bytes_match_megatron(flags: str, name: str) -> None:
     """Operations of an iteration, bytes of parameters and optimizer; sizes of models in the catalogue."""
     found, p, flops, nbytes = counted(flags, 64)
-    assert operations.training(found, p.seq_length, p.global_batch) == pytest.approx(flops, rel=0.01)
+    assert flops.training(found, p.seq_length, p.global_batch) == pytest.approx(flops, rel=0.01)
     first = footprint(found, p)
     nbytes += 18 * LEFT_OUT.get(name, 0)
     assert first.stage == 0
