@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from evidence import flops as evidence_flops
 from nightly import one_case
 
 from cp_plugin.megatron.planned import command as planned
@@ -81,7 +82,7 @@ def counted(flags: str, devices: int) -> tuple[Model, Parallel, float, float]:
 def test_operations_and_bytes_match_megatron(flags: str, name: str) -> None:
     """Operations of an iteration, bytes of parameters and optimizer; sizes of models in the catalogue."""
     found, p, flops, nbytes = counted(flags, 64)
-    assert flops.training(found, p.seq_length, p.global_batch) == pytest.approx(flops, rel=0.01)
+    assert evidence_flops.training(found, p.seq_length, p.global_batch) == pytest.approx(flops, rel=0.01)
     first = footprint(found, p)
     nbytes += 18 * LEFT_OUT.get(name, 0)
     assert first.stage == 0
