@@ -107,8 +107,7 @@ def batch(seed: int) -> dict[str, Tensor]:
     tokens = torch.randint(0, VOCABULARY, (2, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
     places = torch.arange(TOKENS).expand(2, TOKENS)
     whole = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": places, "loss_mask": places.float()}
-    group = gpt.mpu.get_context_parallel_group()
-    return gpt.utils.get_batch_on_this_cp_rank(dict.fromkeys(gpt._DTYPES) | whole, is_hybrid_cp=False, cp_group=group)
+    return gpt._slice(dict.fromkeys(gpt._DTYPES) | whole)
 
 
 def calibrate(quantized: torch.nn.Module) -> None:

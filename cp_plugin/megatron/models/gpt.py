@@ -114,8 +114,7 @@ def get_batch(data_iterator: Iterator[Mapping[str, Tensor]] | None, vp_stage: in
         batch = utils.flatten_batch_for_packed_sequences(batch)
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(_DTYPES) | {key: batch[key] for key in ("cu_seqlens", "max_seqlen")}
-    # looked up where it is replaced
-    return utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    return _slice(batch)
 
 
 def _needs_batch(vp_stage: int | None) -> bool:
@@ -128,6 +127,11 @@ def _shapes(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
     if packed_by(args):
         return shapes | {"cu_seqlens": (b, s + 1), "max_seqlen": (b,)}
     return shapes | ({"attention_mask": (b, 1, s, s)} if args.create_attention_mask_in_dataloader else {})
+
+
+def _slice(batch: dict[str, Any]) -> dict[str, Any]:
+    """This context-parallel rank's shard, by Megatron's function, looked up where it is replaced."""
+    return utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
 def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
