@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EVERYTHING = {"pyproject.toml", "ci/constraints.txt", "tests/conftest.py", "tests/nightly.py"}
 BY_SUFFIX = {
     ".py": {"tests/test_architecture.py"},
-    ".md": {"tests/test_docs.py", "tests/test_printed_commands.py", "tests/test_site.py"},
-    ".sh": {"tests/test_pipelines.py"},
+    ".md": {"tests/docs/test_docs.py", "tests/tools/test_printed_commands.py", "tests/docs/test_site.py"},
+    ".sh": {"tests/ci/test_pipelines.py"},
 }
 """Tests that read all files with a suffix."""
 MODULE = re.compile(r"cp_(?:plugin|kernels)(?:\.\w+)+")

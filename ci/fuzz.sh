@@ -16,5 +16,5 @@ if [ "${1:-}" = --examples ]; then
 fi
 bash ci/environment.sh dev
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1 CP_PLUGIN_FUZZ="$examples"
-exec python -m pytest -s tests/core/test_fuzz_calls.py tests/megatron/test_fuzz_inputs.py tests/megatron/test_one_question.py \
+exec python -m pytest -s tests/engine/attention/test_fuzz_calls.py tests/megatron/flags/test_fuzz_inputs.py tests/megatron/flags/test_one_question.py \
   --hypothesis-show-statistics "$@"

@@ -9,5 +9,5 @@ cd "$(dirname "$0")/.."
 if outdated pyproject.toml ci/constraints.txt; then
   install -c ci/constraints.txt -r <(extras huggingface tokenizers sft) accelerate peft
 fi
-[ $# -gt 0 ] || set -- tests/huggingface tests/fake_cuda/test_host_waits.py tests/test_dataset.py tests/megatron/test_sft.py
+[ $# -gt 0 ] || set -- tests/huggingface tests/fake_cuda/test_host_waits.py tests/tools/test_dataset.py tests/megatron/runs/test_sft.py
 run_tests "$@"

@@ -45,12 +45,12 @@ step() { # NAME COMMAND...
 }
 
 models() {
-  bash ci/huggingface.sh tests/huggingface tests/test_gpu_check.py::test_training_over_process_groups &&
+  bash ci/huggingface.sh tests/huggingface tests/ci/test_gpu_check.py::test_training_over_process_groups &&
     .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples "${MODELS:-2000}" --seed "$(date +%Y%m%d)"
 }
 
 run() { # STEP
-  local apart=(tests/kernels tests/te tests/nemo tests/test_cluster.py tests/test_launch.py)
+  local apart=(tests/kernels tests/te tests/nemo tests/ci/test_cluster.py tests/testing/test_launch.py)
   case "$1" in
     cluster)
       if [ "$(id -u)" = 0 ]; then

@@ -49,17 +49,17 @@ run plan "$command" plan --model llama3-8b --cluster dgx-h100 --devices 8 --seq-
 run pretrain_gpt "$python" -m cp_plugin.pretrain_gpt --nproc 2 --help
 run torch_attention "$python" "$root/examples/torch_attention.py"
 run examples "$python" -c "
-from cp_plugin.cli.examples.config import FOLDER
+from cp_plugin.tools.examples.config import FOLDER
 found = list(FOLDER.glob('*/config.yaml'))
 assert len(found) == 9 and not FOLDER.is_symlink(), found
 print(len(found))"
 
 echo "types"
 types="$tools -m mypy --cache-dir $root/.venv-release/mypy --follow-imports=silent"
-cp "$root/tests/typed_user.py" .
+cp "$root/tests/equipment/libraries/typed_user.py" .
 run "a user's file, strictly" $types --strict --python-executable "$python" typed_user.py
 cd "$root"
-public=(cp_plugin/__init__.py cp_plugin/huggingface cp_plugin/attention/{api,linear,convolution,shift}.py cp_plugin/core/{layout,mask,problem,tree}.py)
-public+=(cp_plugin/methods/{protocol,registry}.py cp_plugin/comm)
+public=(cp_plugin/__init__.py cp_plugin/huggingface cp_plugin/engine/attention/{api,linear,convolution,shift}.py cp_plugin/engine/core/{layout,mask,problem,tree}.py)
+public+=(cp_plugin/engine/methods/{protocol,registry}.py cp_plugin/engine/comm)
 run "public modules" $types --python-executable .venv/bin/python --disable-error-code=import-not-found "${public[@]}"
 echo "ci/release.sh: $((SECONDS - began)) s"

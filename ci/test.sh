@@ -7,7 +7,7 @@
 #   ci/test.sh --all              also short versions of those that need their own environment or a quiet clock: planted
 #                                 faults in training, other megatron-core versions, the native hook, Megatron-Bridge,
 #                                 nvidia-modelopt, transformers, parity, the release
-#   ci/test.sh tests/core -k ring pass arguments to pytest
+#   ci/test.sh tests/engine -k ring pass arguments to pytest
 #
 # Everything left out is printed with the reason; ci/nightly.sh runs the rest. Environments run two at a time, since each
 # spends half its time on pip or imports; the output of each is printed when it is done.
@@ -21,7 +21,7 @@ ruff format --check .
 ruff check .
 lint-imports
 
-alone=(tests/test_cluster.py tests/test_launch.py) # they watch clocks and processes
+alone=(tests/ci/test_cluster.py tests/testing/test_launch.py) # they watch clocks and processes
 elsewhere=(tests/te tests/nemo)                    # they need their own environments
 
 trainer() { bash ci/huggingface.sh tests/huggingface/test_trainer.py -k example; }
@@ -33,7 +33,7 @@ in_parts() { # TEST FILE...: each in the process that it needs
       tests/te/* | tests/nemo/*) echo "LEFT OUT: $file: it needs its own environment (ci/te.sh, ci/nemo.sh)" ;;
       tests/kernels/*) kernels+=("$file") ;;
       tests/huggingface/test_trainer.py) trainer ;;
-      tests/test_cluster.py | tests/test_launch.py) clocks+=("$file") ;;
+      tests/ci/test_cluster.py | tests/testing/test_launch.py) clocks+=("$file") ;;
       *) others+=("$file") ;;
     esac
   done

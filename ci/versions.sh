@@ -30,8 +30,8 @@ if [ "${1:-}" = torch ]; then
       broken="import sys; from cp_kernels.interpreter import broken; sys.exit(broken())"
       TRITON_INTERPRET=1 PYTHONPATH=kernels "$python" -c "$broken" || pip_install "numpy<2.4"
       "$python" -c 'import numpy, torch, triton; print(*(f"{m.__name__} {m.__version__}" for m in (torch, triton, numpy)))'
-      CP_PLUGIN_NIGHTLY=1 run_tests -n 2 -m versions tests/megatron/test_{cases,elastic}.py
-      run_tests -n 2 -m "not case" tests/strict tests/fake_cuda tests/core "${tests[@]/#/tests/megatron/}"
+      CP_PLUGIN_NIGHTLY=1 run_tests -n 2 -m versions tests/megatron/runs/test_{cases,elastic}.py
+      run_tests -n 2 -m "not case" tests/strict tests/fake_cuda tests/engine ${tests[@]/#/tests/megatron/*/}
       TRITON_INTERPRET=1 run_tests -n 2 tests/kernels
     )
   done
@@ -41,6 +41,6 @@ fi
 for version; do
   echo "megatron-core $version"
   export PYTHONPATH="$(bash ci/megatron/overlay.sh "$version"):$PWD"
-  CP_PLUGIN_NIGHTLY=1 python -m pytest -q -m versions tests/megatron/test_{cases,elastic}.py
-  python -m pytest -q "${tests[@]/#/tests/megatron/}"
+  CP_PLUGIN_NIGHTLY=1 python -m pytest -q -m versions tests/megatron/runs/test_{cases,elastic}.py
+  python -m pytest -q ${tests[@]/#/tests/megatron/*/}
 done

@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cp_plugin.attention.api import ContextParallel
-    from cp_plugin.core.options import Options
-    from cp_plugin.core.problem import Problem
-    from cp_plugin.core.tree import Tree
-    from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
-    from cp_plugin.methods.protocol import Attend, Provider
+    from cp_plugin.engine.attention.api import ContextParallel
+    from cp_plugin.engine.core.options import Options
+    from cp_plugin.engine.core.problem import Problem
+    from cp_plugin.engine.core.tree import Tree
+    from cp_plugin.engine.core.values import Gradients, KeyValues, Partial, Queries
+    from cp_plugin.engine.methods.protocol import Attend, Provider
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,12 +27,12 @@ __all__ = [
     "Tree",
 ]
 _MODULES = {
-    "attention.api": ("ContextParallel",),
-    "core.options": ("Options",),
-    "core.problem": ("Problem",),
-    "core.tree": ("Tree",),
-    "core.values": ("Gradients", "KeyValues", "Partial", "Queries"),
-    "methods.protocol": ("Attend", "Provider"),
+    "engine.attention.api": ("ContextParallel",),
+    "engine.core.options": ("Options",),
+    "engine.core.problem": ("Problem",),
+    "engine.core.tree": ("Tree",),
+    "engine.core.values": ("Gradients", "KeyValues", "Partial", "Queries"),
+    "engine.methods.protocol": ("Attend", "Provider"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

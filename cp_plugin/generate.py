@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from cp_plugin.cli import shell
-from cp_plugin.cli.generate import generate
+from cp_plugin.tools import shell
+from cp_plugin.tools.generate import generate
 
 app = shell.program_of(generate)
 

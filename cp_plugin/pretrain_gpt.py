@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from cp_plugin.common import refusals
+from cp_plugin.engine.common import refusals
 from cp_plugin.megatron.flags import early
 from cp_plugin.testing.nproc import split_nproc
 

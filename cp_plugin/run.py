@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cp_plugin.common import refusals
+from cp_plugin.engine.common import refusals
 
 USAGE = "python -m cp_plugin.run [--nproc N] SCRIPT [flags of the script and of the plugin]"
 

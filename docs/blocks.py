@@ -23,13 +23,13 @@ import support
 import wins_page
 from evidence.regimes import CANONICAL, sentence
 
-from cp_plugin.cli.draw.cli import draw_method
-from cp_plugin.common.text import in_words
-from cp_plugin.core.problem import Problem
-from cp_plugin.linear.variants import variants
-from cp_plugin.methods import registry as providers
-from cp_plugin.placement.documents import ALL
+from cp_plugin.engine.common.text import show_option
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.linear.variants import variants
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.placement.documents import ALL
 from cp_plugin.testing.traffic import priced
+from cp_plugin.tools.draw.cli import draw_method
 
 ROOT = Path(__file__).parent.parent
 _SHOWN: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -100,7 +100,7 @@ def _sketch(path: str) -> str:
 
 def _drawing(name: str) -> str:
     provider, size, options = _SHOWN[name]
-    chosen = " ".join(f"--{key.replace('_', '-')} {in_words(value)}" for key, value in options.items())
+    chosen = " ".join(f"--{key.replace('_', '-')} {show_option(value)}" for key, value in options.items())
     command = f"cp-plugin draw --provider {provider} --plot {name}.svg --ranks {size} {chosen}".strip()
     return (
         f"![{provider} on {size} ranks: who holds which tokens, who computes which part of the attention matrix, and "
@@ -127,7 +127,7 @@ def _lengths(name: str) -> str:
 
 
 def _placed() -> str:
-    """For four packs of each kind; ``tests/core/test_placement.py`` takes sixteen."""
+    """For four packs of each kind; ``tests/engine/placement/test_placement.py`` takes sixteen."""
     rows = []
     for r in placement.measured(4):
         sides = (([p.balance for p in of], r.bytes(of)) for of in (r.zigzag, r.placed))

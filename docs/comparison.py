@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import markdown_tables as markdown
 
-from cp_plugin.cli.draw.calls import record
-from cp_plugin.common.text import in_bytes
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.common.text import show_bytes
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.testing.traffic import HEADS, priced, typical
+from cp_plugin.tools.draw.calls import record
 
 SIZES = (4, 8, 16, 32, 64, 128)
 _TITLES = {kind: f"{kind} {heads}/{kv_heads}" for kind, (heads, kv_heads) in HEADS.items()}
@@ -67,7 +67,7 @@ def states_table() -> str:
             p = Problem(size=64, heads=32, kv_heads=32, seq_length=length, decay=decay, delta=delta)
             found = providers.settle(name, p, Options(layout=layout))
             ranks = (found.provider.traffic(p, found.options, i) for i in range(p.size))
-            sent.append(in_bytes(max(sum(formula.values()) for formula in ranks)))
+            sent.append(show_bytes(max(sum(formula.values()) for formula in ranks)))
         rows.append((name, layout, f"{decay}, delta rule" if delta else decay, *sent))
     return markdown.table(("method", "tokens", "decay", *(f"{n} tokens" for n in lengths)), rows)
 

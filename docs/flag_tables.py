@@ -7,10 +7,10 @@ import argparse
 import markdown_tables as markdown
 import typer
 
-from cp_plugin.cli.app import app
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.args import add_arguments
-from cp_plugin.methods import registry as providers
+from cp_plugin.tools.app import app
 
 _OPTIONS = {option.flag: option for option in providers.registry().options.values()}
 

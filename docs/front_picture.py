@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_plugin.cli.draw.calls import record
-from cp_plugin.cli.draw.canvas import IDLE, INK, box, fill, new_figure, plain, save
 from cp_plugin.testing.traffic import priced, typical
+from cp_plugin.tools.draw.calls import record
+from cp_plugin.tools.draw.canvas import IDLE, INK, box, fill, new_figure, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

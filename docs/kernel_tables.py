@@ -5,10 +5,10 @@ from __future__ import annotations
 import markdown_tables as markdown
 
 from cp_plugin import Options, Problem
-from cp_plugin.attention.calls import settled
-from cp_plugin.common.text import in_bytes
-from cp_plugin.kernels.backends import devices
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import settled
+from cp_plugin.engine.common.text import show_bytes
+from cp_plugin.engine.kernels.backends import devices
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner.trace.memory import peaks
 
 _HOSTS = tuple(f"node{rank // 8}" for rank in range(64))
@@ -40,7 +40,7 @@ def memory_table() -> str:
         for problem in problems:
             try:
                 found = peaks(name, problem, Options(), index=problem.size - 1)
-                cells += [in_bytes(found.forward), in_bytes(found.backward)]
+                cells += [show_bytes(found.forward), show_bytes(found.backward)]
             except ValueError:
                 cells += ["cannot", "cannot"]
         own = settled(providers.get(name), problems[-1].with_transport(hosts=_HOSTS), Options())

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Problem
-from cp_plugin.attention import calls
-from cp_plugin.comm import Mesh, Pending, run_threads
-from cp_plugin.comm.mesh import Over, Tensors
-from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.options import Options
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention import calls
+from cp_plugin.engine.comm import Mesh, Pending, run_threads
+from cp_plugin.engine.comm.mesh import Over, Tensors
+from cp_plugin.engine.core.dtypes import dtype_name
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.testing.oracle import Case, make_case, relative_errors
 
 GRADIENTS = ("dq", "dk", "dv")

@@ -1,6 +1,6 @@
 """mkdocs hook: rewrites links that leave ``docs/``, adds pages of messages, and renders folded parts.
 
-On a code host ``[moves.py](../cp_plugin/methods/moves.py)`` leads to the file. The site has no such file: there it
+On a code host ``[moves.py](../cp_plugin/engine/methods/moves.py)`` leads to the file. The site has none: there it
 leads into the public repository, if ``mkdocs.yml`` names one, and is plain text otherwise. Inside ``<details>`` a code
 host reads Markdown, but mkdocs only if told to.
 """

@@ -9,10 +9,10 @@ import markdown_tables as markdown
 from evidence import regimes
 from evidence.regimes import REGIMES, Regime, apart, verdict
 
-from cp_plugin.cli.show_plan import NOT_SEARCHED
 from cp_plugin.planner import stock_rules
-from cp_plugin.planner.errors import OWN, in_words, typical_error
+from cp_plugin.planner.errors import OWN, describe, typical_error
 from cp_plugin.planner.price import Priced
+from cp_plugin.tools.show_plan import NOT_SEARCHED
 
 PAGE = Path(__file__).with_name("wins.md")
 _TITLES = ("regime", "stock's time over ours", "use", "from", "typical error", "example")
@@ -35,7 +35,7 @@ documents are padded to a multiple of twice the ranks. All predicted: no regime 
 
 Recomputation, for either side: {NOT_SEARCHED.removeprefix("recomputation searched: ")}.
 
-{in_words(OWN).capitalize()}: the median error of predicted ratios over the
+{describe(OWN).capitalize()}: the median error of predicted ratios over the
 published pairs of methods ([papers](papers.md)), so half are off by more.
 
 """

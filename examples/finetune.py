@@ -28,7 +28,7 @@ from trainer import TOLERANCE, model_of
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import run_ranks
-from cp_plugin.testing.ranks import join, under_torchrun
+from cp_plugin.testing.ranks import is_under_torchrun, join
 
 
 class Decoder(nn.Module):
@@ -181,4 +181,4 @@ def arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     chosen = arguments()
-    main(chosen) if under_torchrun() else run_ranks(main, chosen.ranks, args=(chosen,), timeout=None)
+    main(chosen) if is_under_torchrun() else run_ranks(main, chosen.ranks, args=(chosen,), timeout=None)

@@ -18,7 +18,7 @@ from quickstart import CORPUS, HERE, train
 from rich.console import Console
 from runs import Pair, TrainingError
 
-from cp_plugin.cli.output import print_table
+from cp_plugin.tools.output import print_table
 
 
 def main() -> int:

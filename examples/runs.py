@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cp_plugin.cli.output import print_verdict
+from cp_plugin.tools.output import print_verdict
 
 TOLERANCE = 1e-5
 """Largest relative difference of two losses in any iteration: float32 rounding in another order of summation."""
@@ -47,7 +47,7 @@ def dataset(prefix: Path, *words: object) -> list[str]:
     Raises:
         TrainingError: if it cannot be built.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "cp_plugin.cli", "dataset", str(prefix), *map(str, words)]
+    command = [sys.executable, "-W", "ignore", "-m", "cp_plugin.tools", "dataset", str(prefix), *map(str, words)]
     if status := subprocess.run(command, check=False).returncode:
         raise TrainingError(f"building the dataset {prefix} ended with status {status}")
     return json.loads(Path(f"{prefix}_text_document.json").read_text())["flags"]

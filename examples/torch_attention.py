@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cp_plugin
 from cp_plugin.testing.launch import run_ranks
-from cp_plugin.testing.ranks import join, under_torchrun
+from cp_plugin.testing.ranks import is_under_torchrun, join
 
 TOKENS, BATCH, HEADS, KV_HEADS, SIZE = 2048, 2, 8, 2, 64
 
@@ -53,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main() if under_torchrun() else run_ranks(main, 4)
+    main() if is_under_torchrun() else run_ranks(main, 4)

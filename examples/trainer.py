@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import run_ranks
-from cp_plugin.testing.ranks import join, under_torchrun
+from cp_plugin.testing.ranks import is_under_torchrun, join
 
 TOLERANCE = 1e-5
 """Largest relative difference of two losses: float32 rounding, summed in another order."""
@@ -130,4 +130,4 @@ def arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     chosen = arguments()
-    main(chosen) if under_torchrun() else compared(chosen)
+    main(chosen) if is_under_torchrun() else compared(chosen)

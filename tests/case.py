@@ -12,9 +12,9 @@ from typing import Any
 from nightly import covering
 from training import LATENT, LIMITS, MODEL, PACKED, SHORT, Record, compare, stock, train
 
-from cp_plugin.core.layout import LAYOUTS
-from cp_plugin.linear.variants import variants
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.core.layout import LAYOUTS
+from cp_plugin.engine.linear.variants import variants
+from cp_plugin.engine.methods import registry as providers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

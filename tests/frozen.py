@@ -1,7 +1,7 @@
 """Compare with an earlier commit what must stay while code is rearranged: results of trainings, messages, help, counts.
 
     python tests/frozen.py COMMIT                                     the refusals and every training of tests/megatron
-    python tests/frozen.py COMMIT tests/megatron/test_refusals.py ...    what these tests see
+    python tests/frozen.py COMMIT tests/megatron/flags/test_refusals.py ...    what these tests see
 
 The tests run in both trees (CP_PLUGIN_NIGHTLY=1: more of them) and note by the way: of every training
 of ``tests/training.py`` a digest of each rank's losses, gradient norms, weights and first gradients; the text of every
@@ -99,7 +99,7 @@ def seen(tree: Path, tests: list[str]) -> dict[str, list[str]]:
             found |= json.loads(file.read_text())
     commands = [""]
     for command in commands:  # grows
-        words = [sys.executable, "-m", "cp_plugin.cli", *command.split(), "--help"]
+        words = [sys.executable, "-m", "cp_plugin.tools", *command.split(), "--help"]
         text = subprocess.run(words, cwd=tree, env=world, check=True, capture_output=True, text=True).stdout
         found[f"cp-plugin {command} --help"] = text.splitlines()
         below = text.partition("─ Commands ─")[2]

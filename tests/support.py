@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.megatron.rules import cuda_graphs, experts, layers, layout, models
 from cp_plugin.megatron.rules.rule import Rule
-from cp_plugin.methods import registry as providers
 
 _TYPICAL = Problem(size=4, heads=16, kv_heads=16, head_dim=128, seq_length=4096)
 

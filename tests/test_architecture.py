@@ -71,7 +71,14 @@ def test_no_import_cycles_even_lazy_ones() -> None:
 
 
 def test_layouts_tiles_and_kernels_know_no_process_groups() -> None:
-    unaware = ("core/layout", "core/tiles", "core/mask", "kernels/", "linear/", "methods/")
+    unaware = (
+        "engine/core/layout",
+        "engine/core/tiles",
+        "engine/core/mask",
+        "engine/kernels/",
+        "engine/linear/",
+        "engine/methods/",
+    )
     assert not {name for name in importers("torch.distributed") if name.startswith(unaware)}
 
 
@@ -80,7 +87,7 @@ def test_layouts_tiles_and_kernels_know_no_process_groups() -> None:
     [
         ("megatron", ("megatron/", "nemo/")),
         *(
-            (library, ("kernels/backends/", "cli/bench/te_peer", "megatron/", "nemo/"))
+            (library, ("engine/kernels/backends/", "tools/bench/te_peer", "megatron/", "nemo/"))
             for library in ("transformer_engine", "flash_attn", "apex")
         ),
     ],
@@ -113,7 +120,7 @@ def test_files_have_at_most_400_lines() -> None:
 
 
 def test_the_command_line_is_frozen() -> None:
-    from cp_plugin.cli.app import Program
+    from cp_plugin.tools.app import Program
 
     commands = "bench calibrate dataset doctor draw example generate plan traffic verify"
     assert set(Program.modules) == set(commands.split())
@@ -123,12 +130,12 @@ def test_threads_are_started_in_one_place() -> None:
     """Which puts them on their starter's CUDA device."""
     made = re.compile(r"\b(Thread|Timer|ThreadPoolExecutor|start_new_thread)\(")
     sources = SOURCES | {f"kernels/{file.name}": file.read_text() for file in KERNELS.glob("*.py")}
-    assert {name for name, source in sources.items() if made.search(source)} == {"common/background.py"}
+    assert {name for name, source in sources.items() if made.search(source)} == {"engine/common/background.py"}
 
 
 ELSEWHERE = {
     "megatron/compat.py": "the one file",
-    "common/versions.py": "which versions are supported",
+    "engine/common/versions.py": "which versions are supported",
     "megatron/mixers/modelopt.py": "nvidia-modelopt's version",
 }
 
@@ -176,7 +183,8 @@ def test_versions_are_asked_for_in_one_file() -> None:
     found = {
         file: lines
         for file, source in SOURCES.items()
-        if file.startswith(("megatron/", "nemo/", "cli/", "common/", "core/")) and (lines := branches(source))
+        if file.startswith(("megatron/", "nemo/", "tools/", "engine/common/", "engine/core/"))
+        and (lines := branches(source))
     }
     assert {file: lines for file, lines in found.items() if file not in ELSEWHERE} == {}
     assert set(ELSEWHERE) <= found.keys(), "no longer needed here"
@@ -225,17 +233,17 @@ def test_no_message_is_translated() -> None:
 
 
 EXPLAINED = {
-    "core/options.py: _DECLARED": "names of all options, filled where they are declared",
+    "engine/core/options.py: _DECLARED": "names of all options, filled where they are declared",
     "megatron/state.py: STATE": "the one State",
-    "attention/recompute.py: _local": "of the thread: autograd repeats a forward in threads of its own",
-    "comm/threads.py: _idle": "threads that outlive a call, since libraries keep what they build per thread",
-    "core/mask.py: _READ": "a cache of the numbers in a tensor, for as long as it lives unchanged",
-    "core/spelling.py: _python": "of the context: how messages that are written inside it spell options",
-    "core/layout.py: _orders": "a cache of what a function of its arguments returns, with a limit in bytes",
+    "engine/attention/recompute.py: _local": "of the thread: autograd repeats a forward in threads of its own",
+    "engine/comm/threads.py: _idle": "threads that outlive a call, since libraries keep what they build per thread",
+    "engine/core/mask.py: _READ": "a cache of the numbers in a tensor, for as long as it lives unchanged",
+    "engine/core/spelling.py: _python": "of the context: how messages that are written inside it spell options",
+    "engine/core/layout.py: _orders": "a cache of what a function of its arguments returns, with a limit in bytes",
     "huggingface/layers.py: _running": "of the thread: whose layer runs, for functions that transformers calls",
     "huggingface/attention.py: _numbers": "names in the registry of transformers, which has no way to take one out",
-    "kernels/blocks.py: _depths": "as ``_orders``: which keys of a tree are at which depth",
-    "kernels/fused.py: _observer": "who watches the kernels of a traced method, in all of its threads",
+    "engine/kernels/blocks.py: _depths": "as ``_orders``: which keys of a tree are at which depth",
+    "engine/kernels/fused.py: _observer": "who watches the kernels of a traced method, in all of its threads",
     "megatron/micro_batch.py: _OF_PACKS": "what was read of a pack, for as long as it lives unchanged",
     "megatron/micro_batch.py: _OF_TENSORS": "as ``_OF_PACKS``, of the last bounds without one",
     "megatron/mixers/mamba.py: _kept": "a cache of what a function of its arguments returns, with a limit in bytes",

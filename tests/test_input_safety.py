@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from package_sources import SOURCES
 
-from cp_plugin.common import yaml_files
+from cp_plugin.engine.common import yaml_files
 
 
 def test_what_ruff_does_not_look_at() -> None:

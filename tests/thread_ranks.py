@@ -12,11 +12,11 @@ from oracle import Case, Result
 from torch.utils.checkpoint import checkpoint
 
 from cp_plugin import ContextParallel, Options, Problem, Tree
-from cp_plugin.attention.packs import place_documents
-from cp_plugin.attention.recompute import Recomputed
-from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.methods import registry as providers
-from cp_plugin.placement.documents import DOCUMENTS
+from cp_plugin.engine.attention.packs import place_documents
+from cp_plugin.engine.attention.recompute import Recomputed
+from cp_plugin.engine.comm import Mesh, run_threads
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.placement.documents import DOCUMENTS
 
 
 def run(cp: ContextParallel, problem: Case, *, recompute: bool = False) -> Result:

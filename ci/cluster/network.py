@@ -32,7 +32,7 @@ from typing import Literal, Self
 import torch
 from iproute import batch, missing, packets, shaping
 
-from cp_plugin.cli.flags import errors_in_one_line
+from cp_plugin.tools.flags import errors_in_one_line
 
 _NAMESPACES = Path("/run/netns")
 _OURS = re.compile(r"cpp-(\d+)-(\d+)-")  # cpp-<process id>-<its start time>-<station>

@@ -22,11 +22,11 @@ from rich.console import Console
 from run import measured, run_in, yield_to_network
 from scenarios import MBIT, Scenario
 
-from cp_plugin.cli.bench.cases import FULL
-from cp_plugin.cli.bench.report import CaseResult, Measured, Processors, Report
-from cp_plugin.cli.output import new_console
 from cp_plugin.planner.calibration.link_rates import calibrate
 from cp_plugin.planner.machine.hardware import Cluster
+from cp_plugin.tools.bench.cases import FULL
+from cp_plugin.tools.bench.report import CaseResult, Measured, Processors, Report
+from cp_plugin.tools.output import new_console
 
 MEDIAN_ERROR, RIGHT_PAIRS, APART = 0.15, 0.9, 0.15
 """Largest median error, least share of pairs in the right order, and the difference from which a pair counts."""

@@ -23,13 +23,13 @@ from network import Network, command, require_cluster
 from rich.console import Console
 from scenarios import SCENARIOS, Scenario, Target
 
-from cp_plugin.cli.bench.contestants import Contestant
-from cp_plugin.cli.bench.report import CaseResult, Processors, Report
-from cp_plugin.cli.bench.run import Rank, filled, plan, question
-from cp_plugin.cli.output import new_console
-from cp_plugin.common.names import one_of
+from cp_plugin.engine.common.names import one_of
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.testing.launch import run_ranks
+from cp_plugin.tools.bench.contestants import Contestant
+from cp_plugin.tools.bench.report import CaseResult, Processors, Report
+from cp_plugin.tools.bench.run import Rank, filled, plan, question
+from cp_plugin.tools.output import new_console
 
 app = typer.Typer(add_completion=False)
 

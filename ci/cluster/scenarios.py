@@ -13,8 +13,8 @@ import torch
 from network import Topology
 
 from cp_plugin import Problem
-from cp_plugin.cli.bench.cases import CAUSAL, LENGTHS, PACKED, TOKENS, WINDOWED, Case, make_case
-from cp_plugin.cli.bench.contestants import Entry
+from cp_plugin.tools.bench.cases import CAUSAL, LENGTHS, PACKED, TOKENS, WINDOWED, Case, make_case
+from cp_plugin.tools.bench.contestants import Entry
 
 MBIT = 10**6
 

@@ -95,9 +95,9 @@ def _flip(bit: str, received: Tensors, *_: Any) -> None:
     received[0].view(torch.int32).view(-1)[0] ^= 1 << int(bit)
 
 
-def _previous_keys(_: str, received: Tensors, before: Tensors, number: int, *, of_call: bool) -> None:
+def _previous_keys(_: str, received: Tensors, before: Tensors, number: int, *, compare_call: bool) -> None:
     """Receive the previous message again: the last one of the previous call, or one of the same call."""
-    if (number == 0) == of_call:
+    if (number == 0) == compare_call:
         for t, other in zip(received, before, strict=True):
             t.copy_(other)
 
@@ -105,7 +105,7 @@ def _previous_keys(_: str, received: Tensors, before: Tensors, number: int, *, o
 def _average(*_: Any) -> None:
     import torch
 
-    from cp_plugin.kernels import fused
+    from cp_plugin.engine.kernels import fused
 
     fused._weight = lambda part, whole: torch.full_like(part, 0.5).unsqueeze(-1)
 
@@ -151,8 +151,8 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "replace": _replace_in_module,
     "nothing": lambda _, *rest: None,
     "flip": _flip,
-    "stale": functools.partial(_previous_keys, of_call=True),
-    "late": functools.partial(_previous_keys, of_call=False),
+    "stale": functools.partial(_previous_keys, compare_call=True),
+    "late": functools.partial(_previous_keys, compare_call=False),
     "average": _average,
     "roll": _changed(lambda x: x.roll(1, 1)),
     "mask": _mask,
@@ -195,7 +195,7 @@ def _before(owner: Any, name: str, happen: Callable[[], None]) -> None:
 
 def _in_message(phase: str) -> Callable[[Callable[..., None]], None]:
     def put(happen: Callable[..., None]) -> None:
-        from cp_plugin.comm import GroupMesh
+        from cp_plugin.engine.comm import GroupMesh
 
         @_instead(GroupMesh, "_named")
         def named(original: Callable[..., Any], mesh: GroupMesh, *given: Any, **more: Any) -> Any:
@@ -208,7 +208,7 @@ def _in_message(phase: str) -> Callable[[Callable[..., None]], None]:
 
 def _at_received(happen: Callable[..., None]) -> None:
     """Pass the received keys and values, those of the previous message, and the message's number in the call."""
-    from cp_plugin.comm import GroupMesh, Pending
+    from cp_plugin.engine.comm import GroupMesh, Pending
 
     count, inside = 0, False
     before: Tensors = ()
@@ -238,7 +238,7 @@ def _at_received(happen: Callable[..., None]) -> None:
 def _in_call(number: int, happen: Callable[..., None]) -> None:
     """In that call of softmax attention, less those of the tiny step; the merge weight is restored afterwards."""
     from cp_plugin import ContextParallel
-    from cp_plugin.kernels import fused
+    from cp_plugin.engine.kernels import fused
     from cp_plugin.megatron.state import STATE
 
     weight, count = fused._weight, 0
@@ -292,8 +292,8 @@ def _at_attention(happen: Callable[..., None]) -> None:
 
 def _at_returned(happen: Callable[..., None]) -> None:
     """Pass the sums of dk and dv that come back from other ranks of a ring."""
-    from cp_plugin.comm import Pending
-    from cp_plugin.methods import ring
+    from cp_plugin.engine.comm import Pending
+    from cp_plugin.engine.methods import ring
 
     @_instead(ring, "_added")
     def adding(added: Callable[..., Any], arriving: Any, parts: Any) -> Any:
@@ -308,7 +308,7 @@ def _at_halo(phase: str) -> Callable[[Callable[..., None]], None]:
     """Pass the rows that a short convolution receives in a forward or backward."""
 
     def put(happen: Callable[..., None]) -> None:
-        from cp_plugin.attention import convolution
+        from cp_plugin.engine.attention import convolution
 
         @_instead(convolution, "_sent")
         def receiving(sent: Callable[..., Any], mesh: Any, *given: Any) -> Any:
@@ -322,7 +322,7 @@ def _at_halo(phase: str) -> Callable[[Callable[..., None]], None]:
 
 def _at_linear(happen: Callable[..., None]) -> None:
     """Pass q, k, v, decays and beta of linear attention, and where its documents begin and end."""
-    from cp_plugin.attention import linear
+    from cp_plugin.engine.attention import linear
 
     @_instead(linear, "fold")
     def changed(fold: Callable[..., Any], x: Any, parts: Any, documents: Any) -> Any:

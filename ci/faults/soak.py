@@ -23,10 +23,10 @@ import torch.distributed as dist
 import typer
 
 from cp_plugin import Problem
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Inputs, Setup, setups, shapes, through_autograd
-from cp_plugin.comm import GroupMesh, axis_groups
-from cp_plugin.core.options import Options
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.calls import Inputs, Setup, call_through_autograd, setups, shapes
+from cp_plugin.engine.comm import GroupMesh, axis_groups
+from cp_plugin.engine.core.options import Options
 from cp_plugin.testing.launch import RankError, run_ranks
 
 STEPS_A_TURN = 2
@@ -74,7 +74,7 @@ def _turn(setup: Setup, keep: bool) -> None:
     whole = shapes(setup.problem, setup.problem.seq_length)
     shards = Inputs(*(None if y is None else torch.rand(y.shape) - 0.5 for y in whole)).sharded(cp, torch.device("cpu"))
     for _ in range(STEPS_A_TURN):
-        through_autograd(cp, shards, setup.problem)
+        call_through_autograd(cp, shards, setup.problem)
     dist.barrier()
     for group in mesh.groups.values() if not keep else ():
         dist.destroy_process_group(group)

@@ -35,8 +35,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import build, driver
 from triton.runtime.jit import JITFunction
 
-from cp_plugin import comm
-from cp_plugin.comm import Mesh, TraceMesh, threads
+from cp_plugin.engine import comm
+from cp_plugin.engine.comm import Mesh, TraceMesh, threads
 
 CAPABILITY = 90
 STEPS = ("our_kernels", "nccl", "performance", "hot_path", "extremes", "providers")

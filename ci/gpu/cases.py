@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from cp_plugin import ContextParallel
-from cp_plugin.attention import calls
-from cp_plugin.attention.calls import Inputs, Setup, settled_or_reason
-from cp_plugin.comm import Mesh, TraceMesh, run_threads
-from cp_plugin.core.block import Scores
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import CallInfo, Problem
-from cp_plugin.core.values import Gradients, KeyValues, Partial, Queries
-from cp_plugin.kernels import backends, blocks
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.moves import no_gradients, nothing_seen
-from cp_plugin.methods.protocol import Attend
+from cp_plugin.engine.attention import calls
+from cp_plugin.engine.attention.calls import Inputs, Setup, settled_or_reason
+from cp_plugin.engine.comm import Mesh, TraceMesh, run_threads
+from cp_plugin.engine.core.block import Scores
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import CallInfo, Problem
+from cp_plugin.engine.core.values import Gradients, KeyValues, Partial, Queries
+from cp_plugin.engine.kernels import backends, blocks
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.moves import no_gradients, nothing_seen
+from cp_plugin.engine.methods.protocol import Attend
 from cp_plugin.testing import oracle, verify
 
 IN_FP8 = ("float8", "te_fp8")
@@ -97,7 +97,7 @@ def lacking(backend: str, device: torch.device, problem: Problem = USUAL) -> str
         return ""
     if backend == "reference":
         return ONLY_A_REFERENCE
-    return backends.get(backend).unsupported(CallInfo.of(problem, device)) or ""
+    return backends.get(backend).unsupported(CallInfo.from_problem(problem, device)) or ""
 
 
 def cannot(setup: Setup, device: torch.device) -> str:
@@ -174,7 +174,7 @@ def attend(cp: ContextParallel, x: Inputs, problem: Problem, documents: tuple[in
     """out, dq, dk, dv of this rank's tokens, without autograd, which has one thread per device."""
     q, k, v, dout = (y.detach() for y in x[:4])
     method = cp.method(problem, q.device, Scores(q.size(3) ** -0.5), problem.mask(documents))
-    return calls.of_method(method, q, k, v, dout)
+    return calls.call_method(method, q, k, v, dout)
 
 
 @lru_cache(maxsize=32)
@@ -203,7 +203,7 @@ class Alone(NamedTuple):
 
     def __call__(self) -> tuple[Tensor, ...]:
         """Forward and backward."""
-        return calls.of_method(self.method, *self.x[:4])
+        return calls.call_method(self.method, *self.x[:4])
 
 
 def rank_of(setup: Setup, device: torch.device, documents: tuple[int, ...] = (), index: int = 1) -> Alone:

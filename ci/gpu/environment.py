@@ -14,8 +14,8 @@ import torch
 from pack import described
 from record import Step
 
-from cp_plugin.core.problem import CallInfo
-from cp_plugin.kernels import backends
+from cp_plugin.engine.core.problem import CallInfo
+from cp_plugin.engine.kernels import backends
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (

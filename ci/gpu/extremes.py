@@ -13,8 +13,8 @@ from record import Found, Step, worst
 from torch import Tensor
 
 from cp_plugin import ContextParallel, KeyValues, Queries
-from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.block import Scores
+from cp_plugin.engine.comm import Mesh, run_threads
+from cp_plugin.engine.core.block import Scores
 
 REPEATS = 100_000
 """Merges in place per head size: a race between two warps on a row is rare."""

@@ -15,9 +15,9 @@ from cases import Alone, cannot, lacking, masked, of_timed, rank_of
 from record import Found, Step, in_a_line
 
 from cp_plugin import Options, Problem
-from cp_plugin.attention.calls import Setup, settled_or_reason
-from cp_plugin.common.text import in_bytes
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import Setup, settled_or_reason
+from cp_plugin.engine.common.text import show_bytes
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner.trace.memory import Meter, Peaks, peaks
 
 LARGE = Problem(size=8, seq_length=65536, heads=16, kv_heads=4)
@@ -65,7 +65,7 @@ def memory(step: Step, name: str, setup: Setup, rank: Alone) -> None:
     delta = torch.zeros_like(lse)
     backward, _ = peak_of(lambda: rank.backward(lse, delta))
     for phase, measured, bytes_ in zip(Peaks._fields, (forward, backward), predicted, strict=True):
-        detail = {"measured": in_bytes(measured), "predicted": in_bytes(bytes_), "inputs": in_bytes(given)}
+        detail = {"measured": show_bytes(measured), "predicted": show_bytes(bytes_), "inputs": show_bytes(given)}
         title, what = "peak memory over the prediction", f"{name}, {phase}"
         step.figure(title, what, measured / bytes_, wanted, of_timed(setup, step.device), **detail)
 

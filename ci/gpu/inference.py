@@ -10,7 +10,7 @@ from cases import cannot, provider
 from record import Found, Step, worst
 
 from cp_plugin import Options, Problem
-from cp_plugin.attention.calls import Setup
+from cp_plugin.engine.attention.calls import Setup
 from cp_plugin.testing import verify, verify_decode
 
 PROBLEM = Problem(

@@ -12,15 +12,15 @@ from cases import kernel as kernel_of
 from record import Call, Found, Step, in_a_line, medians, worst
 from torch import Tensor
 
-from cp_plugin.attention.calls import Inputs
-from cp_plugin.core.block import Block, Scores
-from cp_plugin.core.layout import Segments
-from cp_plugin.core.mask import CAUSAL
-from cp_plugin.core.problem import Problem
-from cp_plugin.core.tiles import tiles
-from cp_plugin.core.values import KeyValues, Partial, Queries
-from cp_plugin.kernels import backends
-from cp_plugin.kernels.blocks import kernel
+from cp_plugin.engine.attention.calls import Inputs
+from cp_plugin.engine.core.block import Block, Scores
+from cp_plugin.engine.core.layout import Segments
+from cp_plugin.engine.core.mask import CAUSAL
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.core.tiles import tiles
+from cp_plugin.engine.core.values import KeyValues, Partial, Queries
+from cp_plugin.engine.kernels import backends
+from cp_plugin.engine.kernels.blocks import kernel
 
 FORWARD, BACKWARD = 0.75, 0.65
 """Targets of our speed over that of torch's flash attention."""

@@ -29,12 +29,12 @@ from record import Found, NotRun, Step, found_by, worst
 from torch import Tensor
 
 from cp_plugin import Options, Problem
-from cp_plugin.attention import calls
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Setup, settled_or_reason
-from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Kind
+from cp_plugin.engine.attention import calls
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.calls import Setup, settled_or_reason
+from cp_plugin.engine.comm import Mesh, run_threads
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.protocol import Kind
 from cp_plugin.testing import verify
 from cp_plugin.testing.oracle import Case, make_case, make_inputs, relative_errors, tensors
 
@@ -217,7 +217,7 @@ def one(run: Run) -> Found:
         return None, {"reason": reason}
     made = [dist.new_group(ranks) for ranks in run.groups.ranks]
     mine = next(group for group, ranks in zip(made, run.groups.ranks, strict=True) if dist.get_rank() in ranks)
-    return near(run.setup, ContextParallel(run.setup, group=mine), device(), calls.through_autograd)
+    return near(run.setup, ContextParallel(run.setup, group=mine), device(), calls.call_through_autograd)
 
 
 def on_threads[T](run: Run, each: Callable[..., T]) -> T:

@@ -20,11 +20,11 @@ from record import Found, Row, Step, found_by, worst
 from spread import check_each
 from torch import Tensor
 
-from cp_plugin.core import payload
-from cp_plugin.core.block import Scores
-from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.inference import store
-from cp_plugin.kernels import fused as fused_operations
+from cp_plugin.engine.core import payload
+from cp_plugin.engine.core.block import Scores
+from cp_plugin.engine.core.dtypes import dtype_name
+from cp_plugin.engine.inference import store
+from cp_plugin.engine.kernels import fused as fused_operations
 
 _CPU = torch.device("cpu")
 MERGED = {torch.float32: 8 * 2**-21, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -20,14 +20,14 @@ from record import Call, Step, in_a_line, medians
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options
-from cp_plugin.attention.calls import Inputs, Setup, settled
-from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.block import Scores
-from cp_plugin.inference import store
-from cp_plugin.inference.store import Cache as Kept
-from cp_plugin.inference.store import Packed, Plain
-from cp_plugin.kernels import fused
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import Inputs, Setup, settled
+from cp_plugin.engine.comm import Mesh, run_threads
+from cp_plugin.engine.core.block import Scores
+from cp_plugin.engine.inference import store
+from cp_plugin.engine.inference.store import Cache as Kept
+from cp_plugin.engine.inference.store import Packed, Plain
+from cp_plugin.engine.kernels import fused
+from cp_plugin.engine.methods import registry as providers
 
 BANDWIDTH = 0.8
 """Target for merging and permuting, over a copy."""

@@ -20,8 +20,8 @@ from record import Step
 from torch.profiler import ProfilerActivity, profile
 
 from cp_plugin import Options, Problem
-from cp_plugin.attention.calls import Setup, settled
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import Setup, settled
+from cp_plugin.engine.methods import registry as providers
 
 FEW = Problem(size=8, seq_length=4096, heads=16, kv_heads=4)
 TINY = Problem(size=4, seq_length=32, heads=2, head_dim=16, dtype=torch.float32)

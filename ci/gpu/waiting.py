@@ -21,8 +21,8 @@ from record import Call, Found, Step
 from ring_trace import traced
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.attention.calls import settled
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import settled
+from cp_plugin.engine.methods import registry as providers
 
 MOST = 8
 TIMED = Problem(size=MOST, seq_length=65536, heads=16, kv_heads=8)

@@ -31,7 +31,7 @@ from typing import Any
 import replay_case
 from replay_case import CASES, ROOT
 
-from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
+from cp_plugin.engine.common.versions import MEGATRON_RANGE, megatron_supported
 
 PARTS = ("megatron", ":(glob)*.py")
 """Of a commit, what is unpacked: the package, and the scripts beside it."""
@@ -173,7 +173,7 @@ def started(trained: Entry) -> Entry:
 
 def contracts(tree: Path) -> list[Entry]:
     """What ``cp-plugin doctor --megatron`` finds of every symbol in this tree."""
-    command = [sys.executable, "-m", "cp_plugin.cli", "doctor", "--megatron", str(tree), "--json"]
+    command = [sys.executable, "-m", "cp_plugin.tools", "doctor", "--megatron", str(tree), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 2:
         return [{"symbol": "", "state": "unsupported", "broken": done.stderr.strip().removeprefix("error: ")}]

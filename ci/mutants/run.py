@@ -88,7 +88,7 @@ def sampled(seed: int) -> Iterator[Mutant]:
 
     names = sorted(name for name in operator_names() if not NO_BUG.search(name))
     kinds = [list(kind) for _, kind in groupby(names, key=lambda name: name.partition("_")[0])]
-    files = [file.relative_to(ROOT) for each in SAMPLED for file in sorted(ROOT.glob(f"cp_plugin/{each}/*.py"))]
+    files = [file.relative_to(ROOT) for each in SAMPLED for file in sorted(ROOT.glob(f"cp_plugin/engine/{each}/*.py"))]
     draw, sizes = random.Random(seed), [(ROOT / file).stat().st_size for file in files]
     for number in count(1):
         new, source = None, ""
@@ -103,11 +103,13 @@ def sampled(seed: int) -> Iterator[Mutant]:
 
 def tests_near(path: Path) -> list[str]:
     """The tests that name a module most often, themselves or in their text, and those of all methods."""
-    files = [file for each in ("core", "strict", "fake_cuda") for file in sorted(ROOT.glob(f"tests/{each}/test_*.py"))]
+    files = [
+        file for each in ("engine", "strict", "fake_cuda") for file in sorted(ROOT.glob(f"tests/{each}/**/test_*.py"))
+    ]
     word = re.compile(rf"(?:\b|_){path.stem}(?:\b|_)")
     named = {str(x.relative_to(ROOT)): len(word.findall(f"{x.stem} " * 99 + x.read_text())) for x in files}
     near = sorted(filter(named.get, named), key=lambda test: -named[test])[:5]
-    return list(dict.fromkeys((*near, *(f"tests/core/test_{every}.py" for every in ("mesh", "linear", "methods")))))
+    return list(dict.fromkeys((*near, *(f"tests/engine/test_{every}.py" for every in ("mesh", "linear", "methods")))))
 
 
 def copy_tree(to: Path) -> Path:

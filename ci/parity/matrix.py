@@ -14,8 +14,8 @@ import support
 from pydantic import BaseModel, ConfigDict
 from sides import Training
 
-from cp_plugin.methods import registry as providers
-from cp_plugin.placement.documents import DOCUMENTS
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.placement.documents import DOCUMENTS
 
 FILE = Path(__file__).with_name("cases.toml")
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")

@@ -19,10 +19,10 @@ import torch._dynamo  # noqa: F401  # operators on meta tensors import it, and i
 import typer
 from counts import Counts, compare, lines
 
-from cp_plugin.attention.calls import Setup, options_of, settled_or_reason
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import Setup, options_of, settled_or_reason
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner.trace.program import Attention, Event, Memory, Post, Products, Program, program
 
 FILE = Path(__file__).with_name("exact.json")

@@ -5,7 +5,7 @@
 Packs of three kinds on 8 ranks (131,072 tokens) and 64 (1,048,576). "balance" is the busiest rank's work over the mean;
 "bytes" are the keys the busiest rank receives or sends, whichever are more, over a ring's. The kinds are parametrised
 such that zigzag comes near earlier measurements of such packs: balance 2.1, 1.5 and 2.0 on 8 ranks, 3.8, 3.3 and 2.3 on
-64; bytes 0.09, 0.53 and 0.51, and 0.02, 0.10 and 0.11. ``tests/core/test_placement.py`` has the limits.
+64; bytes 0.09, 0.53 and 0.51, and 0.02, 0.10 and 0.11. ``tests/engine/placement/test_placement.py`` has the limits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from cp_plugin.cli.bench.cases import LENGTHS, TOKENS
-from cp_plugin.core.mask import Mask
-from cp_plugin.placement.documents import Placement, get_layout, place
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.engine.placement.documents import Placement, get_layout, place
+from cp_plugin.tools.bench.cases import LENGTHS, TOKENS
 
 PER_HOST = 8
 SECONDS = 0.005

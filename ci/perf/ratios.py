@@ -26,14 +26,14 @@ from rich.progress import track
 from rich.table import Table
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.attention.calls import settled
-from cp_plugin.cli.bench.cases import CAUSAL, make_case
-from cp_plugin.cli.bench.contestants import Entry, Provided, random_parts
-from cp_plugin.cli.bench.report import Processors
-from cp_plugin.cli.bench.run import bench, plan
-from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import settled
+from cp_plugin.engine.core.dtypes import dtype_name
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.testing.clock import take_turns
+from cp_plugin.tools.bench.cases import CAUSAL, make_case
+from cp_plugin.tools.bench.contestants import Entry, Provided, random_parts
+from cp_plugin.tools.bench.report import Processors
+from cp_plugin.tools.bench.run import bench, plan
 
 BUSY = 0.05
 """Share of all processors' time."""

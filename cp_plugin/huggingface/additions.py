@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cp_plugin.attention.agreement import Calls, gathered
-from cp_plugin.common.eager import eager
+from cp_plugin.engine.attention.agreement import Calls, gathered
+from cp_plugin.engine.common.eager import eager
 from cp_plugin.huggingface.attention import Division
 
 if TYPE_CHECKING:

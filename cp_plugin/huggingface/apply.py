@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from cp_plugin.attention.agreement import Calls, gathered, problem_of_ranks
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm import ConnectError, MessageError
+from cp_plugin.engine.attention.agreement import Calls, gathered, problem_of_ranks
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.comm import ConnectError, MessageError
+from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.huggingface import layers
 from cp_plugin.huggingface.additions import Additions
 from cp_plugin.huggingface.attention import Call, Division, refuse
@@ -42,7 +43,6 @@ from cp_plugin.huggingface.structure import (
     tokens,
     unchanged,
 )
-from cp_plugin.placement.documents import DOCUMENTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -176,7 +176,7 @@ def _require_same_results(model: PreTrainedModel, division: Division, whole: Ten
     cp, batch = division.cp, shard(division.cp, whole)
     with _named(model):
         mine = _evaluated(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
-    got = division.on((0, whole.size(1))).unshard(mine, 1)
+    got = division.place((0, whole.size(1))).unshard(mine, 1)
     dtype = coarsest(model, division.dtype)
     error = apart(want, got, 2, dtype)
     if not error <= (limit := allowed(dtype)):
@@ -236,8 +236,8 @@ class Both:
             (torch.randn(x.shape, generator=generator) * std).to(x.device, dtype)
             for x, std in ((query, 3), (key, 1), (value, 1))
         )
-        cp, read = division.on(division.call.documents), self.masks.get(id(mask), (mask, mask))[1]
-        mine = division.over_ranks(module, cp.shard(q, 2), cp.shard(k, 2), cp.shard(v, 2), read, **options)
+        cp, read = division.place(division.call.documents), self.masks.get(id(mask), (mask, mask))[1]
+        mine = division.attend_over_ranks(module, cp.shard(q, 2), cp.shard(k, 2), cp.shard(v, 2), read, **options)
         got = cp.unshard(mine, 1)
         mask_of_q = mask
         if mask is not None and mask.is_floating_point():
@@ -300,18 +300,18 @@ def require_next_token_loss(model: PreTrainedModel, division: Division) -> None:
             _alone(model, ids, labels, count)
             result = model(**mine, num_items_in_batch=2 * count, use_cache=False)
             logits = _logits(model, result, mine["input_ids"], mine["position_ids"])
-        _over_ranks(model, division, result.loss, logits, labels, 2 * count)
+        _check_over_ranks(model, division, result.loss, logits, labels, 2 * count)
     with unchanged(model):
         result = model.eval()(**batch | {"num_items_in_batch": None}, use_cache=False)
-    _over_ranks(model, division, result.loss, result.logits, labels, None)
+    _check_over_ranks(model, division, result.loss, result.logits, labels, None)
 
 
-def _over_ranks(
+def _check_over_ranks(
     model: PreTrainedModel, division: Division, loss: Tensor, logits: Tensor, labels: Tensor, items: int | None
 ) -> None:
     losses = gathered(division.cp.mesh, loss.detach().double().view(1))
     count = items or int((labels[:, 1:] != IGNORED).sum())
-    want = _cross_entropy(division.on((0, labels.size(1))).unshard(logits, 1), labels, count)
+    want = _cross_entropy(division.place((0, labels.size(1))).unshard(logits, 1), labels, count)
     how = f"the losses of {division.cp.size} ranks, with num_items_in_batch={items}, add up to"
     _compare(model, losses.sum(), want, how)
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from cp_plugin.attention.agreement import Calls
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.packs import place_documents
-from cp_plugin.core.mask import Mask
-from cp_plugin.core.tree import Tree
+from cp_plugin.engine.attention.agreement import Calls
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.packs import place_documents
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.engine.core.tree import Tree
+from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.huggingface.masks import Reader, from_tensor
-from cp_plugin.placement.documents import DOCUMENTS
 
 UNSUPPORTED = "context parallelism for transformers models does not support {}"
 _numbers = count()
@@ -132,7 +132,7 @@ class Division:
             "or model.state_dict(), or call huggingface.undo(model) first"
         )
 
-    def on(self, documents: tuple[int, ...]) -> ContextParallel:
+    def place(self, documents: tuple[int, ...]) -> ContextParallel:
         """Where the tokens of this pack are."""
         return placed(self.cp, documents)
 
@@ -156,10 +156,10 @@ class Division:
         **options: Any,
     ) -> tuple[Tensor, None]:
         """An entry of AttentionInterface."""
-        attend = self.over_ranks if self.probe is None else self.probe.attention
+        attend = self.attend_over_ranks if self.probe is None else self.probe.attention
         return attend(module, query, key, value, attention_mask, **options), None
 
-    def over_ranks(
+    def attend_over_ranks(
         self,
         module: nn.Module,
         query: Tensor,
@@ -192,7 +192,7 @@ class Division:
             self.ignored.add("tree")
         self.dtype = query.dtype
         left, right = (-1 if n is None else n for n in (seen.left, seen.right))
-        out = self.on(seen.documents).attention(
+        out = self.place(seen.documents).attention(
             *(x.permute(2, 0, 1, 3) for x in (query, key, value)),
             causal=right == 0,
             window=None if left == -1 and right <= 0 else (left, right),

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.convolution import copied
-from cp_plugin.common.text import shortened
-from cp_plugin.core.mask import document_bounds
-from cp_plugin.core.tree import Tree
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.convolution import copied
+from cp_plugin.engine.common.text import shortened
+from cp_plugin.engine.core.mask import document_bounds
+from cp_plugin.engine.core.tree import Tree
+from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.huggingface.attention import OfShard, placed, refuse
-from cp_plugin.placement.documents import DOCUMENTS
 
 IGNORED = -100
 """Label of a token that is not predicted, as in transformers."""

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.convolution import short_convolution
-from cp_plugin.common.eager import eager
-from cp_plugin.core.mask import document_bounds
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.convolution import short_convolution
+from cp_plugin.engine.common.eager import eager
+from cp_plugin.engine.core.mask import document_bounds
 from cp_plugin.huggingface.attention import Division, placed, refuse
 
 _running = threading.local()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_plugin.core.mask import Mask
+from cp_plugin.engine.core.mask import Mask
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _SIGN = 0x6D61736B

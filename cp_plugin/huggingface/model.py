@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cp_plugin.attention import agreement
-from cp_plugin.attention.convolution import copied
-from cp_plugin.common.eager import eager
-from cp_plugin.core.mask import document_bounds
-from cp_plugin.core.tree import Tree
+from cp_plugin.engine.attention import agreement
+from cp_plugin.engine.attention.convolution import copied
+from cp_plugin.engine.common.eager import eager
+from cp_plugin.engine.core.mask import document_bounds
+from cp_plugin.engine.core.tree import Tree
 from cp_plugin.huggingface.additions import Additions
 from cp_plugin.huggingface.attention import UNSUPPORTED, Call, Division, OfShard, refuse
 from cp_plugin.huggingface.batch import DIGEST, IGNORED, starts
-from cp_plugin.huggingface.rows import ASKED, ROWS, of_own_rows
+from cp_plugin.huggingface.rows import ASKED, ROWS, run_own_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,13 +80,13 @@ class Forward:
         if division.probe is not None:
             return self.run(named)
         if ROWS in named:
-            return of_own_rows(division.cp, self, self.model.training, named)
+            return run_own_rows(division.cp, self, self.model.training, named)
         asked = named.pop(ASKED, None)
         additions = self.additions if division.calls.is_next_compared() else None
         try:
             if additions is not None:
                 additions.watch()
-            output = self.run(named) if asked is None else asked.of(self, named)
+            output = self.run(named) if asked is None else asked.compute(self, named)
         finally:
             if additions is not None:
                 additions.unwatch()
@@ -99,12 +99,12 @@ class Forward:
         _skip(Forward.run)
         probed = self.division.probe is not None
         if not probed:
-            named = self.before(named)
+            named = self.prepare(named)
         try:
             self._begin(named)
             output = self.own(self.model)(**named)
             if not probed:
-                self.after(named, output)
+                self.check_output(named, output)
         finally:
             self._end()
         return output
@@ -120,7 +120,7 @@ class Forward:
 
         With rows of each rank's own that is right: it gets hidden states of its rows.
         """
-        ends = (getattr(vars(self.whole).get("forward"), "__code__", None), of_own_rows.__code__)
+        ends = (getattr(vars(self.whole).get("forward"), "__code__", None), run_own_rows.__code__)
         ours = ends[0] is getattr(self.method, "__code__", None)  # that of all divided forwards
         frame = None if ours or self.whole is self.model else sys._getframe()
         while frame is not None and frame.f_code not in ends:
@@ -128,7 +128,7 @@ class Forward:
         return frame is not None and frame.f_code is ends[0]
 
     @eager
-    def before(self, named: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, named: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the model; ValueError for what would be wrong without an error."""
         refused = None
         try:
@@ -192,7 +192,7 @@ class Forward:
                 return torch.tensor(False)
             return (positions == copied(cp.shard(tree.position_ids()), positions.device)).all()
         bounds = self._documents(named, tokens)
-        running = self.division.on(bounds).positions(tokens, positions.device)
+        running = self.division.place(bounds).positions(tokens, positions.device)
         fit = (positions == running).all()
         return fit | (positions == running - starts(bounds, running)).all() if bounds else fit
 
@@ -250,7 +250,7 @@ class Forward:
             self.noise[0].neftune_noise_alpha, self.noise = self.noise[1], None
 
     @eager
-    def after(self, named: dict[str, Any], output: Any) -> None:
+    def check_output(self, named: dict[str, Any], output: Any) -> None:
         """A model may swallow an argument that it does not know, or add to its loss what it was not asked for."""
         name, ignored = type(self.model).__name__, self.division.ignored
         if named.get("tree") is not None and "tree" in ignored:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from cp_plugin.attention.api import ContextParallel
+from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.huggingface.attention import placed, refuse
 from cp_plugin.huggingface.batch import IGNORED, shard
 from cp_plugin.huggingface.rows import ASKED
@@ -53,7 +53,7 @@ def hidden_states(
     Raises:
         ValueError: for a model that is not divided by ``cp``, or arguments that do not fit.
     """
-    return _of_rows(model, cp, input_ids, None, 1.0, attention_mask, position_ids, cu_seq_lens_q)
+    return _score_rows(model, cp, input_ids, None, 1.0, attention_mask, position_ids, cu_seq_lens_q)
 
 
 def log_probabilities(
@@ -80,10 +80,10 @@ def log_probabilities(
         float32 ``[b, s - 1]``: at t that of ``labels[:, t + 1]``.
     """
     labels = input_ids if labels is None else labels
-    return _of_rows(model, cp, input_ids, labels, temperature, attention_mask, position_ids, cu_seq_lens_q)[:, :-1]
+    return _score_rows(model, cp, input_ids, labels, temperature, attention_mask, position_ids, cu_seq_lens_q)[:, :-1]
 
 
-def _of_rows(
+def _score_rows(
     model: nn.Module,
     cp: ContextParallel,
     ids: Tensor,
@@ -127,7 +127,7 @@ class _Asked:
     """``[b, s / size]``: whose log-probabilities; None: hidden states."""
     temperature: float
 
-    def of(self, forward: Forward, named: dict[str, Any]) -> dict[str, Tensor]:
+    def compute(self, forward: Forward, named: dict[str, Any]) -> dict[str, Tensor]:
         model, kept = forward.model, []
         refuse(forward.division.cp is not self.cp, "another ContextParallel than the one of apply")
         head, inner = model.get_output_embeddings(), getattr(model, model.base_model_prefix, None)

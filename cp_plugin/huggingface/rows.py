@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_plugin.attention.agreement import gathered, problem_of_ranks
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm import Ledger, Mesh
-from cp_plugin.common.eager import eager
-from cp_plugin.core.mask import document_bounds
+from cp_plugin.engine.attention.agreement import gathered, problem_of_ranks
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.comm import Ledger, Mesh
+from cp_plugin.engine.common.eager import eager
+from cp_plugin.engine.core.mask import document_bounds
+from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.huggingface.attention import placed, refuse
 from cp_plugin.huggingface.batch import IGNORED, part
-from cp_plugin.placement.documents import DOCUMENTS
 
 ROWS = "cp_rows"
 """Key of a tensor ``[b, s]`` by which rows of a rank's own are known: 1 where an example begins; -1: nobody knows."""
@@ -90,14 +90,14 @@ class _ToOwners(torch.autograd.Function):
         return _ToOwners.apply(grad, ctx.mesh), None
 
 
-def of_own_rows(cp: ContextParallel, model: Callable[..., Any], training: bool, named: dict[str, Any]) -> Any:
+def run_own_rows(cp: ContextParallel, model: Callable[..., Any], training: bool, named: dict[str, Any]) -> Any:
     """The model's output for this rank's rows: in training, if there are labels, without logits."""
-    batch, where = _of_all_ranks(cp, training, named)
+    batch, where = _share_rows(cp, training, named)
     return _to_own_rows(model(**batch), where, training, batch.get("labels") is not None)
 
 
 @eager
-def _of_all_ranks(cp: ContextParallel, training: bool, named: dict[str, Any]) -> tuple[dict[str, Any], _Where]:
+def _share_rows(cp: ContextParallel, training: bool, named: dict[str, Any]) -> tuple[dict[str, Any], _Where]:
     """Arguments of the model for this rank's tokens of all ranks' rows. Collective. ValueError on every rank, for what
     cannot be divided on any, or for ranks that differ in more than rows."""
     named = dict(named)

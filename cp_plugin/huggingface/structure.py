@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from cp_plugin.attention.api import ContextParallel
+from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.huggingface.attention import Call, Division, refuse_options
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _apart_in_shards(
     model: PreTrainedModel, division: Division, positions: Tensor, training: bool, exact: bool
 ) -> str | None:
     count = len(positions)
-    cp, positions = division.on((0, count)), positions.to(model.device)[None]
+    cp, positions = division.place((0, count)), positions.to(model.device)[None]
     ids, alone = tokens(model, count)[:1], Alone()
     run = output if count == TOKENS * cp.size else body
     with probing(model, division, alone, Call(count, int(positions.max())), training), Plain(exact):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from cp_plugin.attention.api import ContextParallel
+from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.huggingface.batch import IGNORED
 from cp_plugin.huggingface.rows import ROWS, starts_of
 

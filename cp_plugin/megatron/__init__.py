@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from cp_plugin.common.versions import require_megatron
+from cp_plugin.engine.common.versions import require_megatron
 
 
 def activate(argv: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from itertools import product
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from cp_plugin.common.versions import MEGATRON_RANGE, version_tuple
+from cp_plugin.engine.common.versions import MEGATRON_RANGE, version_tuple
 
 if TYPE_CHECKING:
     from torch import Tensor

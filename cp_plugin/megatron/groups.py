@@ -21,19 +21,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm import GroupMesh, axis_groups, connect
-from cp_plugin.comm.every_rank import gather_objects
-from cp_plugin.common import yaml_files
-from cp_plugin.core.problem import Problem, describe_hosts
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.comm import GroupMesh, axis_groups, connect
+from cp_plugin.engine.comm.every_rank import gather_objects
+from cp_plugin.engine.common import yaml_files
+from cp_plugin.engine.core.problem import Problem, describe_hosts
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.gradient_dtype import float32_unless_told
+from cp_plugin.engine.methods.protocol import Kind
+from cp_plugin.engine.methods.registry import Resolved
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.state import STATE, Model
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.gradient_dtype import float32_unless_told
-from cp_plugin.methods.protocol import Kind
-from cp_plugin.methods.registry import Resolved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def create(
     places = _all_places(cp_group)
     found: dict[Kind, ContextParallel] = {}
     for kind in settings.kinds:
-        resolved = _for_the_hosts(settings, model, places) if kind == "softmax" else model.resolved[kind]
+        resolved = _resolve_for_hosts(settings, model, places) if kind == "softmax" else model.resolved[kind]
         axes, extra = resolved.axes, resolved.provider.extra_groups
         have = {axis: cp_group for axis, n in axes.items() if kind == "linear" and n == size > 1}
         mine = have | _make(options, places, axes, extra, without=have)
@@ -175,7 +175,7 @@ def _all_places(cp_group: dist.ProcessGroup) -> list[_Place]:
     return [_Place(ranks, tuple(everyone[rank][1] for rank in ranks)) for ranks in groups]
 
 
-def _for_the_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -> Resolved:
+def _resolve_for_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -> Resolved:
     """Resolve softmax attention for this rank's group, considering its hosts if the provider asks for them.
 
     All ranks make the groups of all context-parallel groups together, so all must be alike: where hosts would lead to

@@ -24,14 +24,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.packs import place_lengths
-from cp_plugin.common.recent import Recent
-from cp_plugin.core.mask import numbers_in
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.packs import place_lengths
+from cp_plugin.engine.common.recent import Recent
+from cp_plugin.engine.core.mask import numbers_in
+from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.state import STATE
-from cp_plugin.placement.documents import DOCUMENTS
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from cp_plugin.common import refusals
+from cp_plugin.engine.common import refusals
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args, early

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from cp_plugin.attention.api import ContextParallel
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.methods.protocol import Kind
+from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import STATE, Cut, Model
-from cp_plugin.methods.protocol import Kind
-from cp_plugin.placement.documents import get_layout
 
 
 def configure(settings: Settings, model: Model | None = None) -> None:
@@ -49,7 +49,7 @@ def converted() -> bool:
     return STATE.model is not None and STATE.model.converted
 
 
-def between_layers(cp: ContextParallel) -> ContextParallel:
+def batch_layout(cp: ContextParallel) -> ContextParallel:
     """With the layout of batches and of all layers but attention."""
     return cp.with_layout(get_layout("contiguous")) if converted() and cp.size > 1 else cp
 
@@ -91,7 +91,7 @@ def alone(kind: Kind | None = None) -> ContextParallel:
     """For a model, or a part of one, on a single context-parallel rank."""
     kind = kind or STATE.settings.kinds[0]
     if kind not in STATE.alone:
-        provider, options = STATE.settings.of(kind)
+        provider, options = STATE.settings.choice(kind)
         STATE.alone[kind] = ContextParallel(
             provider, layout=options.layout, backend=options.backend, fp8=options.fp8, group=None
         )

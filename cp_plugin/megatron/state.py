@@ -14,13 +14,13 @@ from weakref import ReferenceType, WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm import Watch
-from cp_plugin.comm.alarm import Alarm
-from cp_plugin.core.problem import Problem
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.comm import Watch
+from cp_plugin.engine.comm.alarm import Alarm
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.methods.protocol import Kind
+from cp_plugin.engine.methods.registry import Resolved
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.methods.protocol import Kind
-from cp_plugin.methods.registry import Resolved
 
 Scope = Literal["run", "process"]
 """Lifetime of a patch: a run, or the process (CPU mode, wheel), which outlives a run's patches."""

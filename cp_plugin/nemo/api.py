@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cp_plugin.common.text import in_words
+from cp_plugin.engine.common.text import show_option
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 from importlib.metadata import PackageNotFoundError, version
 
-from cp_plugin.common.versions import within
+from cp_plugin.engine.common.versions import is_in_range
 
 _UPSTREAM = "upstream"
 
@@ -73,8 +73,8 @@ def apply(
     Raises:
         ValueError: for what is not supported, naming the field of the config or the argument, its value, and the fix.
     """
+    from cp_plugin.engine.methods import registry as providers
     from cp_plugin.megatron.cpu import mode as cpu
-    from cp_plugin.methods import registry as providers
 
     known = providers.registry().options
     if unknown := sorted(options.keys() - known.keys()):
@@ -107,7 +107,7 @@ def _text(value: Any) -> str | None:
     """An option as its flag's value."""
     if value is None:
         return None
-    return in_words(tuple(value) if isinstance(value, list) else value)
+    return show_option(tuple(value) if isinstance(value, list) else value)
 
 
 TESTED_RANGE = ">=0.6.2,<0.6.3"
@@ -125,7 +125,7 @@ def bridge_version() -> str:
 
 def check_release(found: str, *, allow_untested: bool) -> None:
     """ValueError for an untested release, unless the user allows it."""
-    if not allow_untested and not within(found, TESTED_RANGE):
+    if not allow_untested and not is_in_range(found, TESTED_RANGE):
         raise ValueError(
             f"megatron-bridge {found} was not tested with cp_plugin; megatron-bridge{TESTED_RANGE} was: install a "
             "release in that range, or pass allow_untested_bridge=True to apply."

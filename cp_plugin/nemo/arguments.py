@@ -3,7 +3,7 @@
     config.model, .train, .dist, ...  --namespace-->  argparse.Namespace  --checks-->  the same, adjusted
                                       <--write_back--
 
-Messages of the checks name Megatron's flags; ``in_config_terms`` replaces them by fields of the config.
+Messages of the checks name Megatron's flags; ``rename_for_config`` replaces them by fields of the config.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def write_back(args: argparse.Namespace, config: Any) -> None:
             dataset.create_attention_mask = False
 
 
-def in_config_terms(text: str, config: Any) -> str:
+def rename_for_config(text: str, config: Any) -> str:
     """A message with flags replaced by fields of the config and arguments of ``apply``."""
 
     def named(found: re.Match[str]) -> str:

@@ -54,14 +54,14 @@ def prepare(config: Any, ours: Mapping[str, Any], planned: tuple[str, ...] = ())
         if linear is not None:
             asked, instead = f'linear_attention="{linear}"', "leave it out"
         refusals.check(config, asked, instead)
-    with _in_config_terms(config):
+    with _config_messages(config):
         given = arguments.namespace(config, ours)
         settings = replace(args.settings_from(given), planned=planned)
         if megatrons_cpu.active():
             checks.need_provider_on_cpu(given, settings)
         if not settings.active:
             return settings
-        checks.before(given, settings)
+        checks.check_parsed(given, settings)
         _sum_losses_per_token(given, config)
         if settings.undecided:
             from cp_plugin.megatron.planned import auto  # imports the whole planner
@@ -69,7 +69,7 @@ def prepare(config: Any, ours: Mapping[str, Any], planned: tuple[str, ...] = ())
             settings = auto.decide(given, settings)
             ours = {name: getattr(given, name) for name in arguments.own()}
             checks.count_tokens(given, settings)
-        model = checks.after(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
+        model = checks.check_validated(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
         arguments.write_back(given, config)
     megatrons.start(settings, model, given)
     config.model.transformer_layer_spec = with_core_attention(config.model.transformer_layer_spec)
@@ -89,7 +89,7 @@ def _sum_losses_per_token(given: argparse.Namespace, config: Any) -> None:
 
 
 @contextlib.contextmanager
-def _in_config_terms(config: Any) -> Iterator[None]:
+def _config_messages(config: Any) -> Iterator[None]:
     """Make messages and errors name the config's fields instead of Megatron's flags."""
     said = io.StringIO()
     try:
@@ -97,7 +97,7 @@ def _in_config_terms(config: Any) -> Iterator[None]:
             yield
     finally:
         if said.getvalue():
-            print(arguments.in_config_terms(said.getvalue(), config), end="", flush=True)
+            print(arguments.rename_for_config(said.getvalue(), config), end="", flush=True)
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def _errors_in_config_terms(config: Any) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(arguments.in_config_terms(str(error), config)) from None
+        raise ValueError(arguments.rename_for_config(str(error), config)) from None
 
 
 @wraps("megatron.bridge.training.setup:setup", "audit and self-check of the model", "state", package="megatron-bridge")

@@ -151,7 +151,7 @@ ON_CPU = (
 
 def rules_for(config: Any) -> tuple[Rule, ...]:
     """Return the rules that a config is checked by."""
-    return (MODEL,) if MODEL.of(config) else (*RULES, *(ON_CPU if cpu.active() else ()))
+    return (MODEL,) if MODEL.message(config) else (*RULES, *(ON_CPU if cpu.active() else ()))
 
 
 def check(config: Any, asked: str, instead: str) -> None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-from cp_plugin.core.problem import Fp8, Problem
+from cp_plugin.engine.core.problem import Fp8, Problem
 from cp_plugin.planner.candidates import ALL, Allowed, Candidate, candidates, composition, linear_candidates
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
-from cp_plugin.planner.price import beside, computes, least, on, on_side, simulated
+from cp_plugin.planner.price import add_recomputation, computes, least, other_kinds, place_on, simulated
 from cp_plugin.planner.trace.timeline import Timeline
 from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.model import LINEAR, Model, model
@@ -61,10 +61,10 @@ class Asked:
         return needs.total <= self.memory
 
 
-def of_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fixed: Fixed, **changes: int) -> Asked:
+def from_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fixed: Fixed, **changes: int) -> Asked:
     """Query for a catalogue model, with every division that is consistent with ``fixed``; ValueError for an unknown
     model or cluster, and sizes that fit nothing."""
-    found, there = model(name), of_whole_nodes(machine, devices, changes)
+    found, there = model(name), resize_cluster(machine, devices, changes)
     shapes: list[Parallel] = []
     reasons: dict[str, None] = {}
     for sizes in _sizes(there, devices, fixed):
@@ -92,7 +92,7 @@ def fitting(asked: Asked, global_batch: int | None = None) -> Asked:
     ``MOST`` tokens.
     """
     shapes = list(asked.shapes)
-    fits = [s for s in shapes if asked.fits(footprint(asked.model, on_side(s, stock=True)))] or shapes
+    fits = [s for s in shapes if asked.fits(footprint(asked.model, add_recomputation(s, stock=True)))] or shapes
     if len({shape.data for shape in fits}) == 1 and global_batch is None:
         return replace(asked, shapes=fits)
     batch = global_batch or _batch(fits)
@@ -108,7 +108,7 @@ def _batch(shapes: Sequence[Parallel]) -> int:
     return max((n for n in every if n * shapes[0].seq_length <= MOST), default=min(every))
 
 
-def of_whole_nodes(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:
+def resize_cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:
     """The cluster with these changes; ValueError for an unknown one, and for devices that are not whole nodes."""
     found = cluster(machine) if isinstance(machine, str) else machine
     if changes:
@@ -171,7 +171,7 @@ class Division:
         found = []
         for shape in shapes:
             problems = {
-                letter: on(problem(asked.model, shape, letter), asked.cluster, shape.tensor)
+                letter: place_on(problem(asked.model, shape, letter), asked.cluster, shape.tensor)
                 for letter in sorted(set(asked.model.attention_pattern))
             }
             key = shape.tensor, tuple(problems.items())
@@ -225,6 +225,6 @@ class Division:
         key = candidate.upstream, composition(candidate.setup)
         if key not in self._timelines:
             others = {letter: its for letter, its in self.problems.items() if letter != self.main}
-            each = {self.main: candidate, **beside(candidate, others)}
+            each = {self.main: candidate, **other_kinds(candidate, others)}
             self._timelines[key] = simulated(each, self.asked.cluster, self.stride)
         return self._timelines[key]

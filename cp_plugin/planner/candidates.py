@@ -6,19 +6,19 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
-from cp_plugin.attention.calls import Setup, can_place, settled_or_reason, with_float32_sums
-from cp_plugin.comm import Mesh, TraceMesh, sums
-from cp_plugin.common.text import in_words
-from cp_plugin.core.layout import LAYOUTS
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Fp8, Problem
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Provider
-from cp_plugin.methods.ulysses import heads_do_not_divide
-from cp_plugin.placement import documents
-from cp_plugin.placement.documents import DOCUMENTS
+from cp_plugin.engine.attention.calls import Setup, can_place, settled_or_reason, with_float32_sums
+from cp_plugin.engine.comm import Mesh, TraceMesh, sums
+from cp_plugin.engine.common.text import show_option
+from cp_plugin.engine.core.layout import LAYOUTS
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Fp8, Problem
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.protocol import Provider
+from cp_plugin.engine.methods.ulysses import heads_do_not_divide
+from cp_plugin.engine.placement import documents
+from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.planner import stock_rules
-from cp_plugin.planner.packs import in_each
+from cp_plugin.planner.packs import divide_each
 
 _BASELINES = ("linear_ring",)
 """Never chosen: quadratic work for linear attention."""
@@ -118,7 +118,7 @@ def candidates(
     names = [name for name in providers.names(kind) if name not in _BASELINES and (sparse or name not in _SPARSE)]
     found = {name: _supported(name, problem, _options(providers.get(name), problem, fp8, allowed)) for name in names}
     if kind == "softmax" and problem.size > 1:
-        theirs = in_each(problem) if problem.bounds else problem
+        theirs = divide_each(problem) if problem.bounds else problem
         for comm_type, provider, options in _upstream(problem):
             setup = with_float32_sums(providers.get(provider), theirs, options)  # priced as sent later
             if setup.reason is None:
@@ -148,7 +148,7 @@ def as_flags(setup: Setup) -> str:
     """Megatron flags for a setup: ``--cp-provider attention2d --cp-layout zigzag --cp-grid 8x8``."""
     linear = setup.provider.kind == "linear"  # shares the layout of the softmax layers
     chosen = providers.in_order(replace(setup.options, layout=None if linear else setup.layout, backend="auto"))
-    flags = [f"{option.flag} {in_words(value)}" for option, value in chosen.items()]
+    flags = [f"{option.flag} {show_option(value)}" for option, value in chosen.items()]
     return " ".join([f"--cp-{'linear-' * linear}provider {setup.provider.name}", *flags])
 
 

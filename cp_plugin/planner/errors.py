@@ -26,7 +26,7 @@ def tie(seconds: float, others: float, error: float = KNOWN_ERROR) -> bool:
     return bool(max(seconds, others) <= (1 + error) * min(seconds, others))
 
 
-def in_words(providers: Iterable[str]) -> str:
+def describe(providers: Iterable[str]) -> str:
     """``typical error 10 %; attention2d 28 %``: of all, and of those of the providers that are predicted worse."""
     own = {name: OWN[name] for name in providers if name in OWN}
     worse = sorted(own, key=lambda name: -own[name])
@@ -35,7 +35,7 @@ def in_words(providers: Iterable[str]) -> str:
 
 def legend(providers: Iterable[str]) -> str:
     """How far predictions are off, for below a table or above a single one."""
-    return f"{in_words(providers)} (medians, of predicted ratios; of predicted seconds {_percent(SECONDS)})"
+    return f"{describe(providers)} (medians, of predicted ratios; of predicted seconds {_percent(SECONDS)})"
 
 
 def off_by(*providers: str) -> str:

@@ -11,13 +11,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cp_plugin.attention.calls import Setup
+from cp_plugin.engine.attention.calls import Setup
 from cp_plugin.planner.candidates import Candidate, as_flags
 from cp_plugin.planner.errors import KNOWN_ERROR
 from cp_plugin.planner.machine.events import Post
 from cp_plugin.planner.machine.hardware import Cluster, Kernel, Link, Rate
 from cp_plugin.planner.machine.links import Level, Links
-from cp_plugin.planner.price import Priced, beside, on, price
+from cp_plugin.planner.price import Priced, other_kinds, place_on, price
 from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.trace.simulation import HOST, WAITING
 from cp_plugin.planner.trace.timeline import Pass, Timeline, run
@@ -146,7 +146,8 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster) ->
     whole = size <= EVERY or cluster.device.shared_by > 0
     one = Candidate(name=setup.provider.name, setup=setup, flags=as_flags(setup))
     letters = set(model.attention_pattern) - {first_letter(model)}
-    others = beside(one, {letter: on(problem(model, parallel, letter), cluster, stride) for letter in letters})
+    problems = {letter: place_on(problem(model, parallel, letter), cluster, stride) for letter in letters}
+    others = other_kinds(one, problems)
     priced = price(one, others, model, parallel, cluster, ranks="all" if whole else "few")
     timeline = priced.main
     return Explanation(
@@ -155,7 +156,7 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster) ->
         timeline=timeline,
         iteration=priced.iteration,
         footprint=priced.footprint,
-        free={r: run(setup, timeline.programs, without(cluster, r), stride).seconds for r in RESOURCES},
+        free={r: run(setup, timeline.programs, make_free(cluster, r), stride).seconds for r in RESOURCES},
         sent=max((_sent(timeline, rank) for rank in timeline.programs), key=lambda sent: sum(sent.values())),
     )
 
@@ -180,7 +181,7 @@ def split(of: Pass) -> dict[int, Split]:
     }
 
 
-def without(cluster: Cluster, resource: Resource) -> Cluster:
+def make_free(cluster: Cluster, resource: Resource) -> Cluster:
     """The cluster with one resource free."""
     device = cluster.device
     changes: dict[str, Any]

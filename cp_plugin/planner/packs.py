@@ -2,7 +2,7 @@
 
 Zigzag over a whole pack ignores document boundaries, so some ranks do several times the work of others. Stock Megatron
 pads each document to a multiple of twice the ranks and divides each over all of them. The ``documents`` layout is built
-for the lengths at hand (``cp_plugin.placement``).
+for the lengths at hand (``engine.placement``).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from cp_plugin.attention.calls import Setup
-from cp_plugin.core.layout import LAYOUTS, Layout, Segments
-from cp_plugin.core.mask import Mask
-from cp_plugin.core.problem import Problem
-from cp_plugin.placement.documents import get_layout
-from cp_plugin.placement.pairs import Ints
+from cp_plugin.engine.attention.calls import Setup
+from cp_plugin.engine.core.layout import LAYOUTS, Layout, Segments
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.placement.documents import get_layout
+from cp_plugin.engine.placement.pairs import Ints
 
 
-def in_each(problem: Problem) -> Problem:
+def divide_each(problem: Problem) -> Problem:
     """The problem as stock Megatron runs it: each document padded and divided over all ranks in zigzag."""
     lengths = [end - start for start, end in pairwise(problem.bounds)]
     bounds = tuple(accumulate(padded(lengths, problem.size), initial=0))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.problem import Problem
+from cp_plugin.engine.core.dtypes import dtype_name
+from cp_plugin.engine.core.problem import Problem
 from cp_plugin.planner.candidates import Candidate, linear_candidates
 from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.machine.events import Post, Seconds
@@ -143,7 +143,7 @@ def held(candidate: Candidate, timelines: Mapping[str, Timeline], model: Model, 
     return footprint(model, trained(candidate, parallel), peaks, communicators)
 
 
-def beside(candidate: Candidate, problems: Mapping[str, Problem]) -> dict[str, Candidate]:
+def other_kinds(candidate: Candidate, problems: Mapping[str, Problem]) -> dict[str, Candidate]:
     """Candidates for the other kinds of layers: the same method on the same token layout, LASP-2 for linear ones."""
     tokens = candidate.setup.problem
     found = {}
@@ -158,13 +158,13 @@ def beside(candidate: Candidate, problems: Mapping[str, Problem]) -> dict[str, C
 
 def trained(candidate: Candidate, parallel: Parallel) -> Parallel:
     """The shape as the candidate trains it: recomputation as on its side, documents padded by stock Megatron."""
-    found = on_side(parallel, stock=candidate.upstream)
+    found = add_recomputation(parallel, stock=candidate.upstream)
     if not candidate.upstream or candidate.setup.problem.size == 1:
         return found
     return replace(found, seq_length=candidate.setup.problem.seq_length, documents=())
 
 
-def on_side(parallel: Parallel, *, stock: bool) -> Parallel:
+def add_recomputation(parallel: Parallel, *, stock: bool) -> Parallel:
     """The shape with what is recomputed: stock Megatron repeats attention, too, our methods only if asked to."""
     return replace(parallel, recompute_attention=stock or parallel.recompute_attention)
 
@@ -202,7 +202,7 @@ def computes(problem: Problem, cluster: Cluster) -> Seconds:
     )
 
 
-def on(problem: Problem, cluster: Cluster, stride: int) -> Problem:
+def place_on(problem: Problem, cluster: Cluster, stride: int) -> Problem:
     """The problem with the hosts of its ranks and the network between them."""
     hosts = tuple(f"node{n}" for n in place(problem.size, cluster, stride))
     return problem.with_transport(hosts=hosts, network="gloo" if cluster.device.name == CPU else "nccl")

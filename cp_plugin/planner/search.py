@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cp_plugin.common.text import in_bytes
+from cp_plugin.engine.common.text import show_bytes
 from cp_plugin.planner.asked import Asked, Division
 from cp_plugin.planner.candidates import DEFAULT, Candidate, refusals, variants
 from cp_plugin.planner.errors import KNOWN_ERROR, tie, typical_error
 from cp_plugin.planner.machine.events import Seconds
-from cp_plugin.planner.price import Priced, held, on_side, priced, trained
+from cp_plugin.planner.price import Priced, add_recomputation, held, priced, trained
 from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.iteration import iteration
 from cp_plugin.planner.training.parallel import Parallel, divided_alike, selections
@@ -114,7 +114,7 @@ def _choices(asked: Asked, *, stock: bool) -> list[list[Parallel]]:
     """Each division of the model with its recomputations, as they are on this side."""
     found: dict[Parallel, list[Parallel]] = {}
     for shape in asked.shapes:
-        found.setdefault(divided_alike(shape), []).append(on_side(shape, stock=stock))
+        found.setdefault(divided_alike(shape), []).append(add_recomputation(shape, stock=stock))
     return [[*some, *(selections(asked.model, some[0]) if asked.free else ())] for some in found.values()]
 
 
@@ -228,7 +228,7 @@ class _Search:
     def _fastest_shape(self) -> Parallel:
         """With the recomputation that takes least of those that fit without attention."""
         cluster, alone = self.asked.cluster, self.division.alone
-        shapes = [*self.shapes, *self._by_layer(lambda shape: footprint(self.asked.model, shape))]
+        shapes = [*self.shapes, *self._recompute_layers(lambda shape: footprint(self.asked.model, shape))]
         return min(shapes, key=lambda shape: iteration(self.asked.model, shape, cluster, alone).seconds)
 
     def _best_of(self, some: Sequence[tuple[float, Candidate]]) -> Priced:
@@ -255,13 +255,13 @@ class _Search:
         key = id(timelines)
         if key not in self._seen:
             cluster = self.asked.cluster
-            shapes = [*self.shapes, *self._by_layer(lambda s: held(candidate, timelines, self.asked.model, s))]
+            shapes = [*self.shapes, *self._recompute_layers(lambda s: held(candidate, timelines, self.asked.model, s))]
             every = (priced(candidate, timelines, self.asked.model, shape, cluster) for shape in shapes)
             self._seen[key] = min(every, key=self.rank)
             self.simulated += 1
         return replace(self._seen[key], candidate=candidate)
 
-    def _by_layer(self, needs: Callable[[Parallel], Footprint]) -> list[Parallel]:
+    def _recompute_layers(self, needs: Callable[[Parallel], Footprint]) -> list[Parallel]:
         """Full recomputation of the fewest layers of each stage that fit; empty unless recomputation is open."""
         full = next((shape for shape in self.shapes if shape.recompute == "full"), None)
         if full is None or not self.asked.free:
@@ -295,15 +295,15 @@ def _enough(in_vain: Sequence[int], bound: float, best: float) -> bool:
 
 def _what_would_fit(asked: Asked) -> str:
     """Message naming the shape that needs least memory."""
-    needs = {shape: footprint(asked.model, on_side(shape, stock=True)) for shape in asked.shapes}
+    needs = {shape: footprint(asked.model, add_recomputation(shape, stock=True)) for shape in asked.shapes}
     shape = min(needs, key=lambda s: needs[s].total)
-    parts = ", ".join(f"{name} {in_bytes(n)}" for name, n in needs[shape].parts.items())
+    parts = ", ".join(f"{name} {show_bytes(n)}" for name, n in needs[shape].parts.items())
     advice = "more devices (--devices), a shorter --seq-length, a smaller model, or a device with more memory"
     if shape.recompute != "full":
         advice = f"--recompute-granularity full, {advice}"
     return (
         f"nothing fits: {asked.model.name} with {shape.seq_length} tokens on {shape.devices} devices needs at least "
-        f"{in_bytes(needs[shape].total)} on each ({parts}), with tensor {shape.tensor}, pipeline {shape.pipeline}, "
+        f"{show_bytes(needs[shape].total)} on each ({parts}), with tensor {shape.tensor}, pipeline {shape.pipeline}, "
         f"context {shape.context}, recomputation {shape.recompute}; {asked.cluster.device.name} has "
-        f"{in_bytes(asked.memory)}. Use {advice}"
+        f"{show_bytes(asked.memory)}. Use {advice}"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cp_plugin.core.problem import Problem
+from cp_plugin.engine.core.problem import Problem
 
 VERSION = "2.21"
 """Of Transformer Engine: the newest whose rules are known."""

@@ -28,7 +28,7 @@ class Taken(NamedTuple):
     total: Sequence[float]
 
     @classmethod
-    def of(cls, ranks: Sequence[Sequence[Both]], factor: float = 1.0) -> Taken:
+    def from_rounds(cls, ranks: Sequence[Sequence[Both]], factor: float = 1.0) -> Taken:
         """From the rounds of all ranks; ``factor`` scales the times."""
         rounds = list(zip(*ranks, strict=True))
         return cls(*([factor * max(s[which] for s in of_ranks) for of_ranks in rounds] for which in (0, 1)))

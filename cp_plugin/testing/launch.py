@@ -36,8 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_plugin.common import refusals
-from cp_plugin.common.text import within_terminal
+from cp_plugin.engine.common import refusals
+from cp_plugin.engine.common.text import wrap_for_terminal
 from cp_plugin.testing.launch_rank import Job, Message, frozen, live, passing_on_sigterm
 from cp_plugin.testing.nproc import split_nproc
 
@@ -231,7 +231,7 @@ def exit_status(nproc: int, run: Callable[[], object], flag: str = "--nproc") ->
     except RankError as error:
         if error.refusals:
             lines = "\n".join(f"cp_plugin: {said}" for said in error.refusals)
-            print(within_terminal(lines, sys.stderr), file=sys.stderr, flush=True)
+            print(wrap_for_terminal(lines, sys.stderr), file=sys.stderr, flush=True)
             return refusals.STATUS
         print(error, file=sys.stderr, flush=True)
         return error.exit_status if error.exit_status > 0 else 128 - error.exit_status
@@ -357,12 +357,12 @@ def _error(ranks: Sequence[_Rank], job: Job) -> RankError:
             rank=first.rank,
             traceback=first.message.error,
             exit_status=first.message.status,
-            refusals=() if "" in said else _by_rank(said, all_alike=len(failed) == job.world_size),
+            refusals=() if "" in said else _name_ranks(said, all_alike=len(failed) == job.world_size),
         )
     return RankTimeout(message, rank=first.rank, traceback=_text(first.stacks))
 
 
-def _by_rank(said: Mapping[str, int], *, all_alike: bool) -> tuple[str, ...]:
+def _name_ranks(said: Mapping[str, int], *, all_alike: bool) -> tuple[str, ...]:
     """Messages, with a rank that has each unless all ranks have the same."""
     alone = all_alike and len(said) == 1
     return tuple(text if alone else f"rank {rank}: {text}" for text, rank in said.items())

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_plugin.common import refusals
+from cp_plugin.engine.common import refusals
 
 _PR_SET_PDEATHSIG = 1
 

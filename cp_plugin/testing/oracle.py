@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.attention.calls import Inputs, shapes
-from cp_plugin.core.mask import Window
-from cp_plugin.core.problem import Problem
-from cp_plugin.methods.protocol import Kind
+from cp_plugin.engine.attention.calls import Inputs, shapes
+from cp_plugin.engine.core.mask import Window
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.methods.protocol import Kind
 
 TENSORS = ("out", "dq", "dk", "dv")
 """What is compared; under linear attention more, see ``tensors``."""
@@ -106,7 +106,7 @@ def reference(
     """out, dq, dk, dv ``[s, b, heads, size]`` in float64.
 
     Args:
-        q, k, v, dout: the whole sequence; shapes as in ``cp_plugin.methods.protocol``.
+        q, k, v, dout: the whole sequence; shapes as in ``engine.methods.protocol``.
         causal: a token sees the tokens up to and including itself; otherwise all.
         seen: bool ``[s, s]``: further restricts which keys each query sees; None: no restriction.
     """
@@ -133,7 +133,7 @@ def softmax_reference(
     """out, dq, dk, dv in float64, one key/value head and one chunk of queries at a time.
 
     Args:
-        q, k, v, dout: the whole sequence; shapes as in ``cp_plugin.methods.protocol``.
+        q, k, v, dout: the whole sequence; shapes as in ``engine.methods.protocol``.
         hidden: queries -> the keys that they do not see: bool ``[queries, s]``.
         scale: of the scores; default: 1 / sqrt(d).
         softcap: cap c of the scaled scores s, which become ``c * tanh(s / c)``.

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from cp_plugin.comm.every_rank import gather_hosts
-from cp_plugin.common.text import in_bytes
-from cp_plugin.core.problem import Problem
+from cp_plugin.engine.comm.every_rank import gather_hosts
+from cp_plugin.engine.common.text import show_bytes
+from cp_plugin.engine.core.problem import Problem
 from cp_plugin.testing.launch import run_ranks
 
 
-def under_torchrun() -> bool:
+def is_under_torchrun() -> bool:
     """Whether this process was started as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -38,7 +38,7 @@ def with_progress[T](items: Sequence[T], doing: str) -> Iterable[T]:
 
 def number_of_ranks(ranks: int | None) -> int:
     """torchrun's number of ranks, or ``--ranks``, or 4; ValueError for both."""
-    if not under_torchrun():
+    if not is_under_torchrun():
         return 4 if ranks is None else ranks
     if ranks is not None:
         raise ValueError(
@@ -54,7 +54,7 @@ def start(device: str, ranks: int) -> torch.device | None:
     device: ``cpu`` or ``cuda``.
     """
     devices = torch.cuda.device_count()
-    if under_torchrun():
+    if is_under_torchrun():
         if device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= devices:
             raise ValueError(
                 f"every rank needs a CUDA device, but this machine has {devices}; start fewer ranks, or use --device "
@@ -122,7 +122,7 @@ def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) ->
     )
     if needed > free:
         raise ValueError(
-            f"{shapes}: this needs up to {in_bytes(needed)} of memory, but {in_bytes(free)} is free: use a smaller "
+            f"{shapes}: this needs up to {show_bytes(needed)} of memory, but {show_bytes(free)} is free: use a smaller "
             "--seq-length, or fewer ranks or heads"
         )
     pairs = problem.seq_length**2 * problem.batch * problem.heads * (problem.head_dim + problem.v_head_dim)

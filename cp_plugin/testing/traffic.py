@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_plugin.attention import calls
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Setup, can_place, settled_or_reason, setups, with_float32_sums
-from cp_plugin.comm import Mesh, TraceMesh
-from cp_plugin.common.without_data import WithoutData
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem, Transport
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Formula, Provider
-from cp_plugin.placement.documents import DOCUMENTS
+from cp_plugin.engine.attention import calls
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.calls import Setup, can_place, settled_or_reason, setups, with_float32_sums
+from cp_plugin.engine.comm import Mesh, TraceMesh
+from cp_plugin.engine.common.without_data import WithoutData
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem, Transport
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.protocol import Formula, Provider
+from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.ranks import refuse_too_large, with_progress
 
@@ -138,11 +138,11 @@ def _sent(cp: ContextParallel, problem: Problem, device: str) -> Formula:
     """Forward and backward of zeros on this rank; what its ledger says."""
     shapes = calls.shapes(problem, problem.seq_length // problem.size)
     zeros = (None if y is None else torch.zeros_like(y, device=device).requires_grad_() for y in shapes)
-    calls.through_autograd(cp, calls.Inputs(*zeros), problem)
-    return by_phase_and_axis(cp.mesh)
+    calls.call_through_autograd(cp, calls.Inputs(*zeros), problem)
+    return read_ledger(cp.mesh)
 
 
-def by_phase_and_axis(mesh: Mesh) -> Formula:
+def read_ledger(mesh: Mesh) -> Formula:
     """A ledger in the form of a formula."""
     sent: dict[tuple[str, str], int] = {}
     for line in mesh.ledger.entries():

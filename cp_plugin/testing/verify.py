@@ -7,7 +7,7 @@
 Float64 and float32 have fixed limits. In half precision the limit of each tensor is twice the error of one call of the
 same kernel on one device; with ``--fp8`` its inputs and results are rounded as in transit. (A method rounds some of
 them, and a tensor again where parts of it are merged: 2.6 % each, e4m3's mean.) ``--gradient-dtype model`` adds the
-roundings of sums, see ``of_sums``.
+roundings of sums, see ``sum_rounding``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from cp_plugin.attention import calls
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Setup, options_of, settled_or_reason, setups
-from cp_plugin.comm import Mesh, ThreadMesh, run_threads
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Decay, Problem
-from cp_plugin.kernels import blocks
-from cp_plugin.linear import kernels
-from cp_plugin.methods import fp8
-from cp_plugin.methods.protocol import Kind, Provider
+from cp_plugin.engine.attention import calls
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.calls import Setup, options_of, settled_or_reason, setups
+from cp_plugin.engine.comm import Mesh, ThreadMesh, run_threads
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Decay, Problem
+from cp_plugin.engine.kernels import blocks
+from cp_plugin.engine.linear import kernels
+from cp_plugin.engine.methods import fp8
+from cp_plugin.engine.methods.protocol import Kind, Provider
 from cp_plugin.testing.launch import RankError, run_ranks
 from cp_plugin.testing.oracle import TENSORS, Case, make_case, relative_errors, tensors
 from cp_plugin.testing.ranks import join, refuse_too_large, with_progress
@@ -142,7 +142,7 @@ def verify(
 
 def _call(setup: Setup, cp: ContextParallel, case: Case, here: torch.device) -> dict[str, tuple[float, float]]:
     """On the first rank: tensor -> its error and its limit."""
-    call = calls.directly if isinstance(cp.mesh, ThreadMesh) else calls.through_autograd
+    call = calls.directly if isinstance(cp.mesh, ThreadMesh) else calls.call_through_autograd
     got = [cp.unshard(x) for x in call(cp, case.inputs.sharded(cp, here), setup.problem)]
     if cp.index > 0:
         return {}
@@ -170,13 +170,13 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
     if setup is not None and setup.provider.kind == "linear":
         alone = ContextParallel(setup.provider, group=None, backend=options.backend)
         whole = case.inputs.sharded(alone, device)
-        got = calls.through_autograd(alone, whole, replace(problem, size=1), cu_seqlens=case.cu_seqlens)
+        got = calls.call_through_autograd(alone, whole, replace(problem, size=1), cu_seqlens=case.cu_seqlens)
     else:
         sent = fp8.four_bits if options.fp8 is not None else torch.clone
         inputs = tuple(sent(x.to(device)) for x in case.inputs[:4])
         kernel = blocks.choose(options, problem, device).kernel
-        got = tuple(map(sent, calls.of_kernel(kernel, inputs, problem.mask(case.documents), sent)))
-    rounding = {} if setup is None else of_sums(setup)
+        got = tuple(map(sent, calls.call_kernel(kernel, inputs, problem.mask(case.documents), sent)))
+    rounding = {} if setup is None else sum_rounding(setup)
     errors = relative_errors(got, case.want, tensors(problem))
     found = {name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in errors.items()}
     if "dlog_decay" in found:  # never in half precision
@@ -184,7 +184,7 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
     return found
 
 
-def of_sums(setup: Setup) -> dict[str, float]:
+def sum_rounding(setup: Setup) -> dict[str, float]:
     """What rounding may add to each gradient's error where sums travel in the model's dtype: half its epsilon per rank
     that adds a part. Roundings are independent, so the error grows with the root of the number of ranks."""
     if setup.options.gradient_dtype != "model":

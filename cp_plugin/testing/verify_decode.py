@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Inputs, Setup
-from cp_plugin.comm import ThreadMesh
-from cp_plugin.core.block import Block, Scores
-from cp_plugin.core.mask import CAUSAL
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.inference import Session, slots_for, tree
-from cp_plugin.kernels import blocks
-from cp_plugin.linear import rules
-from cp_plugin.linear.tokens import tokens_of
-from cp_plugin.methods import fp8
-from cp_plugin.methods.protocol import Kind, Provider
-from cp_plugin.placement.documents import DOCUMENTS, get_layout
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.calls import Inputs, Setup
+from cp_plugin.engine.comm import ThreadMesh
+from cp_plugin.engine.core.block import Block, Scores
+from cp_plugin.engine.core.mask import CAUSAL
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.core.values import KeyValues, Queries
+from cp_plugin.engine.inference import Session, slots_for, tree
+from cp_plugin.engine.kernels import blocks
+from cp_plugin.engine.linear import rules
+from cp_plugin.engine.linear.tokens import tokens_of
+from cp_plugin.engine.methods import fp8
+from cp_plugin.engine.methods.protocol import Kind, Provider
+from cp_plugin.engine.placement.documents import DOCUMENTS, get_layout
 from cp_plugin.testing import verify as training
 from cp_plugin.testing.oracle import linear_reference, make_inputs, reference, relative_errors
 from cp_plugin.testing.verify import HALF_FACTOR, LIMITS, Result
@@ -98,7 +98,7 @@ def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options:
     """As ``verify.plan``, without setups that differ in the backward only."""
     found = {}
     for setup in training.plan(chosen, problems, options):
-        setup = replace(_in_two(setup), options=replace(setup.options, backward=None))
+        setup = replace(_split_prompts(setup), options=replace(setup.options, backward=None))
         found.setdefault((setup.provider.name, setup.problem, setup.options), setup)
     return list(found.values())
 
@@ -120,7 +120,7 @@ def _lengths(problem: Problem) -> tuple[int, ...]:
     return tuple(n if i % 2 else n // 2 + 1 for i in range(problem.batch))
 
 
-def _in_two(setup: Setup) -> Setup:
+def _split_prompts(setup: Setup) -> Setup:
     """The setup, with a reason if its prompts cannot be split into two chunks, or leave no single state."""
     if setup.reason is None and setup.provider.kind == "linear" and setup.layout == DOCUMENTS.name:
         return replace(setup, reason=f"on the layout {DOCUMENTS.name!r} linear attention leaves no one state behind")
@@ -148,7 +148,7 @@ def _softmax(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int
         batch=batch,
         capacity=capacity,
         group=None if on_threads or cp.size == 1 else dist.group.WORLD,
-        mesh=cp.mesh.beside({tree.AXIS: cp.size}) if on_threads else None,
+        mesh=cp.mesh.duplicate({tree.AXIS: cp.size}) if on_threads else None,
         fp8=setup.options.fp8 is not None,
         device=here,
     )
@@ -179,7 +179,7 @@ def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]
         prompt.append(cp.unshard(out))
     with cp.mesh.ledger.phase("decode"):
         for first, stop in pairwise(accumulate(case.steps, initial=n)):
-            out, state = rules.run(whole.at(slice(first, stop)), state)
+            out, state = rules.run(whole.select(slice(first, stop)), state)
             decoded.append(out.to(x.q.dtype))
     return torch.cat(prompt), torch.cat(decoded), []
 
@@ -204,13 +204,13 @@ def _limits(setup: Setup, case: Texts, here: torch.device) -> tuple[float, float
     else:
         rounded = fp8.four_bits if setup.options.fp8 is not None else torch.clone
         of_prompts, of_decoded = (
-            _distances(case, [_by_one_call(setup, text, here, sent, rounded) for text in case.texts()])[number]
+            _distances(case, [_decode_once(setup, text, here, sent, rounded) for text in case.texts()])[number]
             for number, sent in enumerate((rounded, torch.clone))
         )
     return HALF_FACTOR * of_prompts, HALF_FACTOR * of_decoded
 
 
-def _by_one_call(
+def _decode_once(
     setup: Setup, text: Inputs, here: torch.device, sent: Callable[[Tensor], Tensor], kept: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Outputs of one kernel call for a text.
@@ -222,7 +222,7 @@ def _by_one_call(
     kernel = blocks.choose(setup.options, setup.problem, here).kernel
     q, k, v = (f(x.to(here)) for f, x in zip((sent, kept, kept), text[:3], strict=True))
     whole = (range(q.size(0)),)
-    found = kernel.forward(Queries(q), KeyValues(k, v), Block(whole, whole, CAUSAL, Scores.of(q)))
+    found = kernel.forward(Queries(q), KeyValues(k, v), Block(whole, whole, CAUSAL, Scores.from_call(q)))
     assert found is not None, "it finds the block empty"
     return sent(found.out.to(q.dtype))
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cp_plugin import Options, Problem, Provider
-from cp_plugin.comm import Mesh
-from cp_plugin.core.options import Option, whole_number
-from cp_plugin.core.spelling import spelled
-from cp_plugin.methods.gather import GatherQ
-from cp_plugin.methods.moves import Moved
-from cp_plugin.methods.protocol import Attend, Choice, Formula
+from cp_plugin.engine.comm import Mesh
+from cp_plugin.engine.core.options import Option, whole_number
+from cp_plugin.engine.core.spelling import spelled
+from cp_plugin.engine.methods.gather import GatherQ
+from cp_plugin.engine.methods.moves import Moved
+from cp_plugin.engine.methods.protocol import Attend, Choice, Formula
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:

@@ -5,7 +5,7 @@
     tensors of several parts  ->  one message in uint8: part after part, the elements and exponents of each tensor
 
 The scale of a block is 2^(exponent - 127), the smallest that maps its largest finite number to at most 448, but at
-least 2^-126. ``cp_plugin/core/payload.py`` explains the format and has the bit-identical torch version.
+least 2^-126. ``cp_plugin/engine/core/payload.py`` explains the format and has the bit-identical torch version.
 
 A message is packed by one launch, and unpacked by one, for any number of tensors and parts: a table says where each
 block is in its tensor, and where in the message.

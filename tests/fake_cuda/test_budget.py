@@ -13,8 +13,8 @@ import torch
 from equipment.cuda import budget
 from equipment.cuda.device import Start
 
-from cp_plugin.comm import Mesh, Pending
-from cp_plugin.kernels import merge
+from cp_plugin.engine.comm import Mesh, Pending
+from cp_plugin.engine.kernels import merge
 
 STEP = "step/zigzag, keys of an earlier rank/sdpa"
 
@@ -46,7 +46,7 @@ def test_an_extra_launch_in_a_ring_step_is_found_and_named(gpu: Start, monkeypat
     monkeypatch.setattr(Mesh, "shift", with_copies)
     found, launches = changed(gpu, STEP), budget.kept()[STEP]["forward"].launches
     assert f"{STEP}, forward: launches {launches} -> {launches + 2}" in found
-    assert any("forward: +2 mul" in line and "cp_plugin/comm/shards.py" in line for line in found), found
+    assert any("forward: +2 mul" in line and "cp_plugin/engine/comm/shards.py" in line for line in found), found
 
 
 def test_a_sum_in_a_merge_is_found_and_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,4 +58,4 @@ def test_a_sum_in_a_merge_is_found_and_named(gpu: Start, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(merge.fused, "merge_into", with_sum)
     found = changed(gpu, STEP)
-    assert any("+1 sum" in line and "cp_plugin/kernels/merge.py" in line for line in found), found
+    assert any("+1 sum" in line and "cp_plugin/engine/kernels/merge.py" in line for line in found), found

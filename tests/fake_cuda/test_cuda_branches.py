@@ -18,12 +18,12 @@ from equipment.cuda.device import CUDA, MixedDevicesError, Start, once_warm
 from nightly import NIGHT, nightly, one_case, pairs_at_night
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.attention.calls import asked_of
-from cp_plugin.kernels.backends import devices, sdpa
-from cp_plugin.kernels.blocks import LONG, Planned
-from cp_plugin.kernels.cost import cost, speeds_on
-from cp_plugin.linear.variants import variants
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import asked_of
+from cp_plugin.engine.kernels.backends import devices, sdpa
+from cp_plugin.engine.kernels.blocks import LONG, Planned
+from cp_plugin.engine.kernels.cost import cost, speeds_on
+from cp_plugin.engine.linear.variants import variants
+from cp_plugin.engine.methods import registry as providers
 
 BLOCKS = {
     "causal": {},
@@ -165,6 +165,6 @@ def test_a_cpu_tensor_on_its_way_into_a_kernel_is_named(gpu: Start, monkeypatch:
     monkeypatch.setattr(sdpa, "heads_first", lambda x: heads_first(x) * torch.ones(x.size(3)))
     gpu()
     with pytest.raises(
-        MixedDevicesError, match=r"aten\.mul at cp_plugin/kernels/backends/sdpa\.py:\d+ _arranged: a CPU tensor"
+        MixedDevicesError, match=r"aten\.mul at cp_plugin/engine/kernels/backends/sdpa\.py:\d+ _arranged: a CPU tensor"
     ):
         Softmax(provider="ring", backend="sdpa").run()

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cp_plugin import ContextParallel
-from cp_plugin.attention.convolution import short_convolution
-from cp_plugin.attention.recompute import Recomputed
-from cp_plugin.attention.shift import shift
-from cp_plugin.inference.session import Session
-from cp_plugin.kernels import merge
+from cp_plugin.engine.attention.convolution import short_convolution
+from cp_plugin.engine.attention.recompute import Recomputed
+from cp_plugin.engine.attention.shift import shift
+from cp_plugin.engine.inference.session import Session
+from cp_plugin.engine.kernels import merge
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,7 @@ def test_a_planted_wait_is_found_and_named(gpu: Start, monkeypatch: pytest.Monke
     device, case = gpu(), Softmax(provider="ring", backend="sdpa", ranks=2)
     cp = case.context_parallel()
     with pytest.raises(
-        AssertionError, match=rf"waits for the device:\n(.*\n)*cp_plugin/kernels/merge\.py:\d+ merge_rows: .*{word}"
+        AssertionError,
+        match=rf"waits for the device:\n(.*\n)*cp_plugin/engine/kernels/merge\.py:\d+ merge_rows: .*{word}",
     ):
         once_warm(device, lambda: case.run(cp))

@@ -11,7 +11,7 @@ from equipment.cuda.calls import Linear, leaf
 from equipment.cuda.device import CUDA, Start, once_warm
 
 from cp_plugin import Options, Problem
-from cp_plugin.linear import fla, kernels
+from cp_plugin.engine.linear import fla, kernels
 
 CPU, HALF = torch.device("cpu"), Problem(size=4)
 PER_HEAD, GATED, PER_KEY = (replace(HALF, decay=decay) for decay in ("head", "token", "key"))

@@ -15,10 +15,10 @@ from equipment.cuda.device import CUDA, CaptureError, FakeCuda, Start
 from nightly import each_value
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.attention.calls import Inputs, directly, settled
-from cp_plugin.comm import Mesh, Watch, run_threads
-from cp_plugin.common import background
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import Inputs, directly, settled
+from cp_plugin.engine.comm import Mesh, Watch, run_threads
+from cp_plugin.engine.common import background
+from cp_plugin.engine.methods import registry as providers
 
 MINE = 3
 """The device of the main thread's rank."""
@@ -145,7 +145,7 @@ def test_of_a_healthy_run_another_thread_asks_nothing(device: FakeCuda) -> None:
     """So that it cannot invalidate the capture of a graph."""
     watch = Watch()
     for _ in range(3):
-        watch.in_stream(lambda: "a message")
+        watch.mark_wait(lambda: "a message")
     with device.capturing():
         assert elsewhere(lambda: watch.overdue(1000)) is None
         with pytest.raises(CaptureError):
@@ -158,9 +158,9 @@ def test_the_oldest_message_is_overdue(device: FakeCuda) -> None:
     watch = Watch()
     device.running = False
     with watch.blocking(lambda: "the first"):
-        watch.in_stream(lambda: "the second")
+        watch.mark_wait(lambda: "the second")
         assert watch.overdue(0) == "the first has not ended after 0 s"
-    watch.in_stream(lambda: "the third")
+    watch.mark_wait(lambda: "the third")
     with watch.blocking(lambda: "the fourth"):
         assert watch.overdue(1000) is None
         assert watch.overdue(0) == "the second has not ended after 0 s"
@@ -173,11 +173,11 @@ def test_what_is_kept_are_the_messages_under_way(device: FakeCuda) -> None:
     watch = Watch()
     device.running = False
     for _ in range(5):
-        watch.in_stream(lambda: "a message")
+        watch.mark_wait(lambda: "a message")
     assert len(watch._in_stream) == 5
     asked = len(device.touched)
     device.running = True
-    watch.in_stream(lambda: "the last")
+    watch.mark_wait(lambda: "the last")
     assert len(watch._in_stream) == 1
     assert [touch.call for touch in device.touched[asked:]] == ["Event.record", *["Event.query"] * 5]
 
@@ -203,7 +203,7 @@ def test_a_message_that_does_not_end_is_found_on_the_right_device(gpu: Start, mo
         monkeypatch.setattr(failures.dist, name, lambda value=value: value)
     monkeypatch.setattr(os, "_exit", lambda status: ended.set())
     device.running = False
-    failures.STATE.messages.in_stream(lambda: "forward exchange along 'cp' with rank 2")
+    failures.STATE.messages.mark_wait(lambda: "forward exchange along 'cp' with rank 2")
     failures.watch(timeout=0.02)
     assert ended.wait(20)
     assert "forward exchange along 'cp' with rank 2 has not ended after 0 s" in reports[0]

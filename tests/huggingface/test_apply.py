@@ -14,7 +14,7 @@ import torch
 from tiny import compare, model_of, on_ranks, tokens, train, transformers
 
 from cp_plugin import ContextParallel, Tree, huggingface
-from cp_plugin.comm import Mesh, TraceMesh
+from cp_plugin.engine.comm import Mesh, TraceMesh
 from cp_plugin.huggingface import layers
 from cp_plugin.testing.launch import run_ranks
 

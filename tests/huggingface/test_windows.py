@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cp_plugin.core.mask import Mask
+from cp_plugin.engine.core.mask import Mask
 from cp_plugin.huggingface.masks import Reader, as_tensor, from_tensor
 
 

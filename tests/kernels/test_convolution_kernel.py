@@ -11,9 +11,9 @@ from nightly import pairs_at_night
 from torch import Tensor
 
 from cp_plugin import ContextParallel
-from cp_plugin.attention.convolution import short_convolution
-from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.kernels import fused
+from cp_plugin.engine.attention.convolution import short_convolution
+from cp_plugin.engine.comm import Mesh, run_threads
+from cp_plugin.engine.kernels import fused
 
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-7, torch.float32: 2**-21, torch.float64: 2**-48}
 """Half a unit of the last place of a result, and a few of sums; the interpreter cuts bfloat16 off."""

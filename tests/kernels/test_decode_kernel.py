@@ -11,12 +11,12 @@ from nightly import pairs_at_night
 from oracle import attend_to_slots
 from torch import Tensor
 
-from cp_plugin.core import payload
-from cp_plugin.core.block import Scores
-from cp_plugin.inference import store
-from cp_plugin.inference.slots import NOWHERE
-from cp_plugin.inference.store import Cache, Latent, Packed, Plain
-from cp_plugin.kernels import fused
+from cp_plugin.engine.core import payload
+from cp_plugin.engine.core.block import Scores
+from cp_plugin.engine.inference import store
+from cp_plugin.engine.inference.slots import NOWHERE
+from cp_plugin.engine.inference.store import Cache, Latent, Packed, Plain
+from cp_plugin.engine.kernels import fused
 
 inf, nan = torch.inf, torch.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of -inf - -inf

@@ -10,9 +10,9 @@ from cp_kernels import codes
 from cp_kernels import float8 as kernel
 from torch import Tensor
 
-from cp_plugin.core import scaling
-from cp_plugin.core.scaling import E4M3, E5M2, Extent
-from cp_plugin.kernels import fused
+from cp_plugin.engine.core import scaling
+from cp_plugin.engine.core.scaling import E4M3, E5M2, Extent
+from cp_plugin.engine.kernels import fused
 
 inf, nan = torch.inf, torch.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN

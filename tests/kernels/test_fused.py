@@ -16,10 +16,10 @@ from nightly import each_pair
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_plugin.core import payload
-from cp_plugin.core.values import Partial
-from cp_plugin.kernels import fused
-from cp_plugin.kernels.merge import merge, merge_all, merge_rows
+from cp_plugin.engine.core import payload
+from cp_plugin.engine.core.values import Partial
+from cp_plugin.engine.kernels import fused
+from cp_plugin.engine.kernels.merge import merge, merge_all, merge_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of log(0) and of 0 / 0
 

@@ -7,8 +7,8 @@ import torch
 from cp_kernels import interpreter
 from triton.runtime.errors import InterpreterError
 
-from cp_plugin.core.problem import CallInfo
-from cp_plugin.kernels import backends
+from cp_plugin.engine.core.problem import CallInfo
+from cp_plugin.engine.kernels import backends
 
 
 def test_the_interpreter_works_with_this_numpy() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nightly import pairs_at_night
 from torch import Tensor
 
-from cp_plugin.core import payload
+from cp_plugin.engine.core import payload
 
 inf, nan = torch.inf, torch.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN

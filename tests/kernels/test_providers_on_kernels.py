@@ -13,11 +13,11 @@ from nightly import nightly
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.attention import calls
-from cp_plugin.comm import Mesh, run_threads
-from cp_plugin.core.block import Scores
-from cp_plugin.core.mask import Mask
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention import calls
+from cp_plugin.engine.comm import Mesh, run_threads
+from cp_plugin.engine.core.block import Scores
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.engine.methods import registry as providers
 
 CPU = torch.device("cpu")
 TOKENS = 48
@@ -40,7 +40,7 @@ def test_provider_equals_reference(provider: str, mask: dict) -> None:
     problem = Problem(size=4, heads=heads, kv_heads=heads, head_dim=16, seq_length=TOKENS, dtype=torch.float32)
     tokens = (range(TOKENS),)
     whole = Inputs.random(tokens, tokens, heads=(heads, heads))
-    of = Mask.of(mask["causal"], mask.get("window"), mask.get("documents", ()))
+    of = Mask.from_arguments(mask["causal"], mask.get("window"), mask.get("documents", ()))
     want = answer(whole, tokens, tokens, View(of.left, of.right, of.documents), 0.25)
     settled = providers.settle(provider, problem, Options(backend="triton"))
 
@@ -50,7 +50,7 @@ def test_provider_equals_reference(provider: str, mask: dict) -> None:
         call = cp.problem(q, k, v, causal=mask["causal"])
         call = replace(call, window=mask.get("window"), documents="documents" in mask)
         method = cp.method(call, CPU, Scores(0.25), call.mask(mask.get("documents", ())))
-        return [cp.unshard(x) for x in calls.of_method(method, q, k, v, dout)]
+        return [cp.unshard(x) for x in calls.call_method(method, q, k, v, dout)]
 
     got = run_threads(rank, settled.axes, patience=300)[0]
     for a, b in zip(got, (want.out, want.dq, want.dk, want.dv), strict=True):

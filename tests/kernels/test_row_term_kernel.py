@@ -7,7 +7,7 @@ import torch
 from cp_kernels import row_term as kernel
 from torch import Tensor
 
-from cp_plugin.kernels import fused
+from cp_plugin.engine.kernels import fused
 
 inf, nan = torch.inf, torch.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN and of 0 / 0

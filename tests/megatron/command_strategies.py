@@ -13,8 +13,8 @@ import training
 import typer
 from hypothesis import strategies as st
 
-from cp_plugin.cli.app import app
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.tools.app import app
 
 NUMBERS = ("1", "2", "4", "8", "64")
 ODD = ("0", "-1", "1e3", "2.5", "", " ", "auto", "none", "4x", "0x2", "04", "¾", "٣", "9" * 30, "nan", "inf", "1e-300")

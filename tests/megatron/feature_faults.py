@@ -16,7 +16,7 @@ from state_space_kernels import STATES
 from torch import Tensor
 
 from cp_plugin import ContextParallel
-from cp_plugin.core.block import Scores
+from cp_plugin.engine.core.block import Scores
 
 STEP = "differs from the step on one rank"
 OUT = r"layer \d, head \d: out of \d+ of \d+ rows"
@@ -101,10 +101,10 @@ def padding_counts() -> None:
     batch._BEHIND_THE_END["loss_mask"] = 1
 
 
-own_tokens_alone = planted("cp_plugin.attention.convolution:_sent", "own_tokens_alone")(
+own_tokens_alone = planted("cp_plugin.engine.attention.convolution:_sent", "own_tokens_alone")(
     lambda fetch: lambda *given: fetch(*given) * 0
 )
-gradients_as_states = planted("cp_plugin.linear.scan:transposed", "gradients_as_states")(lambda _: lambda x: x)
+gradients_as_states = planted("cp_plugin.engine.linear.scan:transposed", "gradients_as_states")(lambda _: lambda x: x)
 
 
 def another_delta_net() -> None:
@@ -115,7 +115,7 @@ def another_delta_net() -> None:
 
 # -- linear and softmax layers, FP8
 
-ATTENTION = "cp_plugin.attention.api:ContextParallel"
+ATTENTION = "cp_plugin.engine.attention.api:ContextParallel"
 
 
 @planted("cp_plugin.megatron.mixers.linear_attention:LinearCoreAttention.context_parallel")
@@ -149,7 +149,7 @@ softmax_layers_wrong = planted(f"{ATTENTION}.attention", "softmax_layers_wrong")
 )
 
 
-@planted("cp_plugin.core.payload:pack")
+@planted("cp_plugin.engine.core.payload:pack")
 def wrong_exponents(pack: Any) -> Any:
     def wrong(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
         elements, exponents = pack(x, block)

@@ -139,18 +139,18 @@ def _value(word: str) -> Any:
 def run_that(rule: Rule, line: str) -> Run:
     """The run of an example: of the newest Megatron to which the rule applies."""
     runs = [run_of(line, linear=rule.name.startswith("linear "), version=version) for version in ("0.19.0", "0.18.2")]
-    return next((run for run in runs if rule.of(run)), runs[0])
+    return next((run for run in runs if rule.message(run)), runs[0])
 
 
 def check_run(rule: Rule, line: str) -> None:
     """The message names the flag, its value and the fix; what a rule adjusts is right after it."""
     run = run_that(rule, line)
-    said = rule.of(run)
+    said = rule.message(run)
     flag, *values = line.partition(" --")[0].split()
     if rule.kind == "adjust":
         assert said and "--" in said and rule.sets
         vars(run.args).update(rule.sets)
-        assert rule.of(run) is None, f"{rule.name!r} still applies"
+        assert rule.message(run) is None, f"{rule.name!r} still applies"
     else:
         check(rule, said, "")
         asked = [flag, *(values if rule.kind == "refuse" else ())]

@@ -115,7 +115,7 @@ def attend_once(forwards: int = 1) -> None:
     """
     from megatron.training import training
 
-    from cp_plugin.kernels.backends.sdpa import Sdpa
+    from cp_plugin.engine.kernels.backends.sdpa import Sdpa
     from cp_plugin.megatron import runtime
 
     calls, step = {"forward": 0, "backward": 0}, training.train_step

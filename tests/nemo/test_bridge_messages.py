@@ -53,7 +53,7 @@ FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("dataset.inter_document_masking", True, "config.dataset.inter_document_masking = True: Bridge reads"),
     ("dataset.reset_position_ids", True, "config.dataset.reset_position_ids"),
 )
-"""``tests/megatron/test_refusals.py`` has the others."""
+"""``tests/megatron/flags/test_refusals.py`` has the others."""
 
 
 def _said() -> list[str]:

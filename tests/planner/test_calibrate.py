@@ -11,14 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cp_plugin.cli.app import app
-from cp_plugin.comm import GroupMesh
+from cp_plugin.engine.comm import GroupMesh
 from cp_plugin.planner.calibration import kernel_rates, link_rates
 from cp_plugin.planner.calibration.kernel_rates import fit
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster, Link
 from cp_plugin.planner.trace.program import Attention, Shape
 from cp_plugin.testing.launch import run_ranks
+from cp_plugin.tools.app import app
 
 _HERE = torch.device("cpu")
 _SIZES = kernel_rates.Sizes(

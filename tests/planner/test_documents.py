@@ -14,24 +14,19 @@ from rich.console import Console
 from round_cluster import round_cluster
 from typer.testing import CliRunner
 
-from cp_plugin.attention import calls
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Setup, settled
-from cp_plugin.cli import flags as given
-from cp_plugin.cli.app import app
-from cp_plugin.cli.bench.cases import LENGTHS
-from cp_plugin.cli.draw.calls import record
-from cp_plugin.cli.show_plan import print_plan
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Formula
-from cp_plugin.placement.documents import place
+from cp_plugin.engine.attention import calls
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.calls import Setup, settled
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.protocol import Formula
+from cp_plugin.engine.placement.documents import place
 from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.candidates import candidates
 from cp_plugin.planner.machine.hardware import Cluster
-from cp_plugin.planner.packs import balance, in_each, pairs, work
-from cp_plugin.planner.price import least, on, price
+from cp_plugin.planner.packs import balance, divide_each, pairs, work
+from cp_plugin.planner.price import least, place_on, price
 from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.trace.timeline import simulate
@@ -39,7 +34,12 @@ from cp_plugin.planner.training.model import Model
 from cp_plugin.planner.training.parallel import Parallel, problem
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.oracle import make_case
-from cp_plugin.testing.traffic import by_phase_and_axis
+from cp_plugin.testing.traffic import read_ledger
+from cp_plugin.tools import flags as given
+from cp_plugin.tools.app import app
+from cp_plugin.tools.bench.cases import LENGTHS
+from cp_plugin.tools.draw.calls import record
+from cp_plugin.tools.show_plan import print_plan
 
 DOCUMENTS = "documents"
 LENGTHS_OF_PACK = (41, 30, 21, 17, 9, 7, 2, 1)
@@ -69,9 +69,9 @@ def test_ledger_is_trace_and_formula_on_placed_tokens() -> None:
             cp = ContextParallel(one, group=dist.group.WORLD)
             x, want = make_case(one.problem, documents=BOUNDS)[:2]
             shards = calls.Inputs(*(None if y is None else cp.shard(y).requires_grad_() for y in x))
-            got = calls.through_autograd(cp, shards, one.problem)
+            got = calls.call_through_autograd(cp, shards, one.problem)
             error = max(float((a - cp.shard(b)).abs().max()) for a, b in zip(got, want, strict=False))
-            found.append((dict(by_phase_and_axis(cp.mesh)), error))
+            found.append((dict(read_ledger(cp.mesh)), error))
         return found
 
     ledgers = run_ranks(rank, PACK.size, init_process_group=True, timeout=120)
@@ -104,12 +104,12 @@ def test_keys_and_balance_are_those_of_the_placement(window: tuple[int, int] | N
 
 
 def test_stock_pads_and_divides_each_document() -> None:
-    theirs = in_each(PACK)
+    theirs = divide_each(PACK)
     assert theirs.bounds == tuple(accumulate((48, 32, 24, 24, 16, 8, 8, 8), initial=0))
     one = candidates(PACK)["stock p2p"][0].setup
     assert one.problem == theirs and len(set(work(one).tolist())) == 1
     shape = Parallel(devices=4, context=4, seq_length=128, documents=LENGTHS_OF_PACK)
-    its = on(problem(TINY, shape), SLOW, 1)
+    its = place_on(problem(TINY, shape), SLOW, 1)
     found = {n: price(candidates(its)[n][0], {}, TINY, shape, SLOW) for n in ("stock p2p", "ring")}
     padded, ours = found["stock p2p"], found["ring"]
     assert padded.sent == pytest.approx(ours.sent * 168 / 128), "both send gradients in the model's dtype"
@@ -122,7 +122,7 @@ def test_stock_pads_and_divides_each_document() -> None:
 def test_the_busiest_ranks_stand_for_all(name: str, placed: bool) -> None:
     """Those that compute most and send most, of 8 ranks, against a simulation of all."""
     shape = Parallel(devices=8, context=8, seq_length=2**16, documents=LENGTHS["chat"].pack(2**16))
-    found = candidates(on(problem(TINY, shape), SLOW, 1))[name]
+    found = candidates(place_on(problem(TINY, shape), SLOW, 1))[name]
     one = next(c for c in found if (c.setup.layout == DOCUMENTS) == placed)
     few, every = (simulate(one.setup, cluster=SLOW, ranks=ranks) for ranks in ("busiest", "all"))
     assert few.seconds == pytest.approx(every.seconds, rel=0.15)

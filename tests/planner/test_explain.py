@@ -10,19 +10,19 @@ import pytest
 from nightly import one_case
 from typer.testing import CliRunner
 
-from cp_plugin.attention.calls import settled
-from cp_plugin.cli.app import app
-from cp_plugin.cli.show_plan import flags
-from cp_plugin.core.options import Options
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import settled
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.explain import RESOURCES, Explanation, explain, split
 from cp_plugin.planner.machine.hardware import cluster, override
-from cp_plugin.planner.price import on, priced
+from cp_plugin.planner.price import place_on, priced
 from cp_plugin.planner.search import answer
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel, problem, selections
+from cp_plugin.tools.app import app
+from cp_plugin.tools.show_plan import flags
 
 LLAMA = model("llama3-8b")
 ASKED = ["plan", "--explain", "--model", "llama3-8b", "--cluster", "dgx-h100", "--seq-length", "65536"]
@@ -31,7 +31,7 @@ ASKED = ["plan", "--explain", "--model", "llama3-8b", "--cluster", "dgx-h100", "
 def explained(name: str, *, size: int = 4, per_node: int = 1, of_model: str = "llama3-8b") -> Explanation:
     of, machine = model(of_model), override(cluster("h100-1-per-node"), per_node=per_node, nics=per_node)
     shape = Parallel(devices=size, context=size, seq_length=2**15, recompute="full")
-    setup = settled(providers.get(name), on(problem(of, shape), machine, 1), Options())
+    setup = settled(providers.get(name), place_on(problem(of, shape), machine, 1), Options())
     return explain(of, shape, setup, machine)
 
 

@@ -16,8 +16,8 @@ from cp_plugin.planner.training.footprint import (
     GRADIENT,
     MASTER,
     RUNTIME,
+    count_in_flight,
     footprint,
-    in_flight,
     stage_weights,
     whole,
 )
@@ -148,10 +148,10 @@ def test_what_selective_recomputation_drops(m: Model, modules: tuple[str, ...], 
 
 def test_micro_batches_in_flight() -> None:
     p = Parallel(devices=4, pipeline=4, global_batch=16)
-    assert [in_flight(p, stage) for stage in range(4)] == [4, 3, 2, 1]
-    assert in_flight(replace(p, global_batch=2), 0) == 2
+    assert [count_in_flight(p, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert count_in_flight(replace(p, global_batch=2), 0) == 2
     chunks = replace(p, virtual=2)
-    assert in_flight(chunks, 0) == 4 * (1 + 3 / (4 * 2)), "as Megatron's theoretical_memory_usage has it"
+    assert count_in_flight(chunks, 0) == 4 * (1 + 3 / (4 * 2)), "as Megatron's theoretical_memory_usage has it"
 
 
 def test_only_the_last_stage_has_logits() -> None:

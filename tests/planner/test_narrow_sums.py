@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from cp_plugin.attention.calls import settled
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.gradient_dtype import TOKENS
+from cp_plugin.engine.attention.calls import settled
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.gradient_dtype import TOKENS
 from cp_plugin.planner.candidates import Allowed, Candidate, candidates, composition, variants
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.events import Post
-from cp_plugin.planner.price import least, on
+from cp_plugin.planner.price import least, place_on
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.trace.timeline import simulate
 
@@ -49,7 +49,7 @@ def test_bytes_time_and_bound(name: str, options: dict[str, object], saved: int)
     wide, narrow = (simulate(s, cluster=SLOW, ranks="busiest") for s in setups)
     assert narrow.forward.seconds == wide.forward.seconds
     gain = wide.backward.seconds - narrow.backward.seconds
-    link = saved / SLOW.inter.of("exchange" if name == "ring" else "reduce_scatter").bytes_per_s
+    link = saved / SLOW.inter.link("exchange" if name == "ring" else "reduce_scatter").bytes_per_s
     assert 0.9 * link <= gain <= 1.1 * link, (gain, link)
     bounds = [least(Candidate(name=name, setup=setup, flags=""), SLOW, 1).backward for setup in setups]
     assert bounds[1] < bounds[0]
@@ -58,7 +58,7 @@ def test_bytes_time_and_bound(name: str, options: dict[str, object], saved: int)
 
 def test_the_default_is_priced_as_it_is_sent() -> None:
     """With equal heads and few tokens between nodes, the table chooses bfloat16: of ours alone, and for every size."""
-    found = candidates(on(PROBLEM.with_transport(hosts=()), SLOW, 1))
+    found = candidates(place_on(PROBLEM.with_transport(hosts=()), SLOW, 1))
     for name, some in found.items():
         for one in some:
             summed = not one.upstream and "gradient_dtype" in one.setup.provider.options
@@ -69,11 +69,11 @@ def test_the_default_is_priced_as_it_is_sent() -> None:
             sent = program(one.setup, 3).sent
             assert sent == one.setup.provider.traffic(one.setup.problem, one.setup.options, 3)
     ring = found["ring"][0]
-    told = candidates(on(PROBLEM, SLOW, 1), allowed=Allowed(options=Options(gradient_dtype="float32")))["ring"][0]
+    told = candidates(place_on(PROBLEM, SLOW, 1), allowed=Allowed(options=Options(gradient_dtype="float32")))["ring"][0]
     assert least(ring, SLOW, 1).backward < least(told, SLOW, 1).backward
     assert "--cp-gradient-dtype float32" in told.flags
     processors = hardware.override(hardware.cluster("cpu"), per_node=1, nics=1)
-    assert candidates(on(PROBLEM, processors, 1))["ring"][0].setup.options.gradient_dtype is None, "Gloo"
+    assert candidates(place_on(PROBLEM, processors, 1))["ring"][0].setup.options.gradient_dtype is None, "Gloo"
 
 
 def test_variants_are_chosen_anew() -> None:

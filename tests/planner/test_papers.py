@@ -20,12 +20,12 @@ from oracle import Case, assert_close
 from thread_ranks import on_threads
 from typer.testing import CliRunner
 
-from cp_plugin.cli import plan as plan_command
-from cp_plugin.cli.app import app
 from cp_plugin.planner.errors import KNOWN_ERROR, OWN, SECONDS
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.training.model import models
+from cp_plugin.tools import plan as plan_command
+from cp_plugin.tools.app import app
 
 GENERATOR = "papers_page"
 ROWS = {name: data.rows(name) for name in data.NAMES}
@@ -96,7 +96,7 @@ def test_overlapped_variant_computes_attention(size: int, causal: bool) -> None:
 
 
 def test_command_without_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plan_command, "__file__", str(tmp_path / "cp_plugin/cli/plan.py"))
+    monkeypatch.setattr(plan_command, "__file__", str(tmp_path / "cp_plugin/tools/plan.py"))
     done = CliRunner().invoke(app, ["plan", "--reproduce", "lasp2", "--reproduce", "burst"])
     assert done.exit_code == 2 and "run it in a checkout" in done.output
 

@@ -18,27 +18,27 @@ from nightly import nightly, one_case
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cp_plugin.attention.calls import settled
-from cp_plugin.cli.app import app
-from cp_plugin.cli.show_plan import as_json, flags, folded, print_plan, sizes, why
-from cp_plugin.core import layout
-from cp_plugin.core.mask import Window
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Fp8, Problem
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import settled
+from cp_plugin.engine.core import layout
+from cp_plugin.engine.core.mask import Window
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Fp8, Problem
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner import asked
-from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
+from cp_plugin.planner.asked import Asked, Fixed, fitting, from_name
 from cp_plugin.planner.candidates import Allowed, candidates, composition, variants
 from cp_plugin.planner.errors import KNOWN_ERROR, OWN, off_by, typical_error
 from cp_plugin.planner.explain import gain
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.packs import pairs
-from cp_plugin.planner.price import Priced, computes, least, on, price, simulated
+from cp_plugin.planner.price import Priced, computes, least, place_on, price, simulated
 from cp_plugin.planner.search import Plan, answer, find_faster
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel, Recompute, problem, selections
+from cp_plugin.tools.app import app
+from cp_plugin.tools.show_plan import as_json, flags, folded, print_plan, sizes, why
 
 SHAPE = Parallel(devices=16, context=16, seq_length=2**17, recompute="full")
 LLAMA, SLOW = model("llama3-8b"), cluster("h100-1-per-node")
@@ -58,7 +58,7 @@ def found() -> Plan:
 
 def test_finds_what_exhaustive_search_finds(found: Plan) -> None:
     """Every candidate and all its variants, against the few that were simulated; none undercuts its lower bound."""
-    given = on(problem(LLAMA, SHAPE), SLOW, 1)
+    given = place_on(problem(LLAMA, SHAPE), SLOW, 1)
     every = [c for some in candidates(given).values() for c in some]
     every += [v for c in every for v in variants(c)]
     alike = {composition(c.setup): c for c in every}
@@ -227,7 +227,7 @@ def test_a_clear_gain_is_no_tie_because_another_is_uncertain() -> None:
 def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> None:
     """Ours keeps its output; stock Megatron runs its forward once more, messages included, and keeps less."""
     shape = replace(SHAPE, recompute=recompute)
-    given = candidates(on(problem(LLAMA, shape), SLOW, 1))
+    given = candidates(place_on(problem(LLAMA, shape), SLOW, 1))
     theirs, ours = (price(given[name][0], {}, LLAMA, shape, SLOW) for name in ("stock p2p", "ring"))
     expected = 0.0 if recompute == "none" else LLAMA.layers * theirs.main.forward.seconds
     assert theirs.repeats == pytest.approx(expected) and ours.repeats == 0
@@ -238,7 +238,7 @@ def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> No
 @nightly
 def test_each_side_in_its_own_best_shape() -> None:
     """As good as each side searched alone; stock may recompute what leaves attention's output."""
-    asked = fitting(of_name("llama3-8b", 64, 2**19, "dgx-h100", Fixed()))
+    asked = fitting(from_name("llama3-8b", 64, 2**19, "dgx-h100", Fixed()))
     both = answer(asked)
     for upstream in (False, True):
         own = [p for p in both.found if p.candidate.upstream == upstream]
@@ -314,7 +314,7 @@ def test_equal_compositions() -> None:
 
 def test_memory_limits_the_choice() -> None:
     shapes = [Parallel(devices=8, context=8, seq_length=2**20, recompute=again) for again in ("none", "full")]
-    asked = fitting(of_name("llama3-8b", 64, 2**20, "dgx-h100", Fixed(context=64)))
+    asked = fitting(from_name("llama3-8b", 64, 2**20, "dgx-h100", Fixed(context=64)))
     assert {s.recompute for s in asked.shapes} == {"full"}
     with pytest.raises(ValueError, match=r"nothing fits: llama3-8b with 1048576 tokens on 8 devices needs at least"):
         answer(replace(ON_DGX, shapes=shapes, limit=30e9))

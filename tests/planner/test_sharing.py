@@ -8,10 +8,10 @@ import pytest
 import torch
 from round_cluster import round_cluster
 
-from cp_plugin.attention.calls import settled
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import settled
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.links import Links
 from cp_plugin.planner.trace.program import Post, Products, Wait, program

@@ -10,13 +10,13 @@ from itertools import pairwise
 
 import pytest
 
-from cp_plugin.core.problem import Problem
+from cp_plugin.engine.core.problem import Problem
 from cp_plugin.planner import stock_rules
 from cp_plugin.planner.candidates import Candidate, candidates
 from cp_plugin.planner.machine.events import Event, Memory, Post, Wait
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.price import least, simulated
-from cp_plugin.planner.trace.program import Program, in_one_call, program
+from cp_plugin.planner.trace.program import Program, join_tiles, program
 from cp_plugin.planner.trace.stock import stock_program
 from cp_plugin.planner.trace.timeline import run
 
@@ -119,7 +119,7 @@ def test_takes_longer_than_ours_and_no_less_than_its_bound(problem: Problem) -> 
     one = gathering(problem)
     theirs = simulated({"N": one}, FAST, 1)["N"]
     ours = simulated({"N": replace(one, name="all_gather")}, FAST, 1)["N"]
-    alike = {rank: in_one_call(of) for rank, of in ours.programs.items()}
+    alike = {rank: join_tiles(of) for rank, of in ours.programs.items()}
     bound = least(one, FAST, 1)
     assert theirs.forward.seconds > run(ours.setup, alike, FAST).forward.seconds, "by its moves: with the same kernels"
     assert (theirs.forward.seconds > ours.forward.seconds) == (not problem.bounds), (

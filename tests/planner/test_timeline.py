@@ -8,15 +8,15 @@ import pytest
 from nightly import nightly
 from round_cluster import round_cluster
 
-from cp_plugin.attention.calls import Setup, asked_of, settled
-from cp_plugin.core.mask import Mask
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.core.tiles import tiles
-from cp_plugin.kernels.backends import devices
-from cp_plugin.kernels.blocks import LONG
-from cp_plugin.kernels.cost import cost, speeds_on
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import Setup, asked_of, settled
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.core.tiles import tiles
+from cp_plugin.engine.kernels.backends import devices
+from cp_plugin.engine.kernels.blocks import LONG
+from cp_plugin.engine.kernels.cost import cost, speeds_on
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.machine.links import Links
@@ -41,7 +41,7 @@ def toy(*, per_node: int = 1, nics: int = 1, rate: float = 1e9) -> Cluster:
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("causal", [True, False])
 def test_ranks_share_all_pairs(size: int, causal: bool) -> None:
-    """And send what the formula says, which real ranks are held to: ``tests/core/test_traffic.py``."""
+    """And send what the formula says, which real ranks are held to: ``tests/testing/test_traffic.py``."""
     problem = Problem(size=size, heads=8, kv_heads=8, head_dim=16, seq_length=64 * size, causal=causal)
     n = problem.seq_length
     for setup in setups(problem):
@@ -118,7 +118,7 @@ def test_tiles_are_launches_on_a_cpu_and_one_launch_on_a_gpu() -> None:
     for tiled in (True, False):
         events = [e for e in program(setup, 0, tiled=tiled).forward if isinstance(e, Attention)]
         cp_segments = (range(0, 64), range(448, 512))
-        whole = tiles(cp_segments, (range(512),), Mask.of(True))
+        whole = tiles(cp_segments, (range(512),), Mask.from_arguments(True))
         assert len(events) == (sum(len(tile.cut()) for tile in whole) if tiled else 1)
 
 
@@ -159,7 +159,7 @@ def test_a_block_is_priced_as_auto_computes_it(name: str, layout: str, tokens: i
     assert at == speeds_on(devices.family((9, 0)), "flash", 3) and "flash 3 is installed" in kernel_time.assumed(device)
     events = [e for e in program(setup, 5).forward if isinstance(e, Attention)]
     blocks = asked_of(name, problem, setup.options, 5)
-    calls = [len(kernel_time.in_tiles(event, at)[0]) for event in events]
+    calls = [len(kernel_time.cut_tiles(event, at)[0]) for event in events]
     weighed = [cost(*each.block.area, each.sizes, at, LONG) for each in blocks]
     assert sum(calls) == sum(c.tiles or 0 for c in weighed if c.by_library) and any(c.tiles for c in weighed)
     for event, parts in zip(events, calls, strict=True):

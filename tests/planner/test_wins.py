@@ -14,8 +14,8 @@ from evidence.regimes import CANONICAL, REGIMES, verdict
 from nightly import nightly
 from typer.testing import CliRunner
 
-from cp_plugin.cli.app import app
 from cp_plugin.planner.errors import typical_error
+from cp_plugin.tools.app import app
 
 ROOT = Path(__file__).parents[2]
 GENERATOR = "wins_page"

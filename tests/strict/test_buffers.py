@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core.linear_cases import LinearCase
-from core.linear_cases import on_shards as on_shards_linear
-from core.method_cases import METHODS
-from core.test_mesh import with_any_strides
 from equipment.nccl import programs
 from equipment.nccl.model import run_with_data
+from linear_cases import LinearCase
+from linear_cases import on_shards as on_shards_linear
+from method_cases import METHODS
 from oracle import Case, Result, errors, relative_error
+from test_mesh import with_any_strides
 from thread_ranks import on_shards, typical
 
 from cp_plugin import ContextParallel
-from cp_plugin.comm import Mesh
+from cp_plugin.engine.comm import Mesh
 
 CASE = Case(seq_length=16, heads=8, kv_heads=4, causal=True, batch=1, head_dim=8, v_head_dim=4)
 

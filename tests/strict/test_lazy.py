@@ -115,7 +115,7 @@ def attend(provider: str, size: int, world: int, **options: Any) -> None:
 
 def test_without_connecting_its_groups_attention2d_does_not_start(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks on the grid's diagonal never come."""
-    monkeypatch.setattr("cp_plugin.comm.group.connect", lambda groups, **_: None)
+    monkeypatch.setattr("cp_plugin.engine.comm.group.connect", lambda groups, **_: None)
     with pytest.raises(RankError, match=r"first operation of group 'CONTEXT_PARALLEL_GROUP'") as failed:
         attend("attention2d", 4, 4, grid=(2, 2), layout="striped")
     assert "these never did: 0, 3" in str(failed.value)

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from core.linear_cases import DECAYS, LinearCase
-from core.method_cases import METHODS
 from equipment.nccl import programs
 from equipment.nccl.model import Program, run_checked
 from equipment.nccl.order import Trace
+from linear_cases import DECAYS, LinearCase
+from method_cases import METHODS
 from nightly import NIGHT, nightly
 from oracle import Case
 
 from cp_plugin import Options, Problem
-from cp_plugin.comm import WHOLE
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.comm import WHOLE
+from cp_plugin.engine.methods import registry as providers
 
 LINEAR = [(name, layout) for name in providers.names("linear") for layout in providers.get(name).layouts]
 MANY = [16, *(pytest.param(size, marks=nightly) for size in (32, 64))]

@@ -14,9 +14,9 @@ from equipment.nccl.model import run_checked, run_with_data
 from equipment.nccl.order import OrderError
 from oracle import Case
 
-from cp_plugin.comm import GroupMesh, Mesh, Pending
-from cp_plugin.comm import group as mesh_group
-from cp_plugin.methods import ring
+from cp_plugin.engine.comm import GroupMesh, Mesh, Pending
+from cp_plugin.engine.comm import group as mesh_group
+from cp_plugin.engine.methods import ring
 
 GRID = {"row": 2, "col": 2}
 CASE = Case(seq_length=16, heads=4, kv_heads=4, causal=True, batch=1, head_dim=8, v_head_dim=8)
@@ -186,7 +186,7 @@ def test_programs_that_nccl_would_not_carry_out(
 
 def being_received() -> torch.Tensor:
     """The bytes of this rank's receive buffer in flight."""
-    return next(region.bytes_now() for region in model._rank().in_flight._regions if region.received)
+    return next(region.bytes_now() for region in model._rank().count_in_flight._regions if region.received)
 
 
 def read_early(mesh: Mesh) -> None:

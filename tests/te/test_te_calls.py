@@ -16,11 +16,11 @@ import torch
 from library_tiles import run
 from oracle import Case, assert_close
 
-from cp_plugin.core.block import Scores
-from cp_plugin.core.problem import CallInfo
-from cp_plugin.kernels.backends import te
-from cp_plugin.kernels.backends.signatures import parameters
-from cp_plugin.kernels.backends.te import TransformerEngine
+from cp_plugin.engine.core.block import Scores
+from cp_plugin.engine.core.problem import CallInfo
+from cp_plugin.engine.kernels.backends import te
+from cp_plugin.engine.kernels.backends.signatures import parameters
+from cp_plugin.engine.kernels.backends.te import TransformerEngine
 
 pytestmark = pytest.mark.usefixtures("te")
 

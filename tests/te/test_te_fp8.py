@@ -20,12 +20,12 @@ from oracle import Case, errors
 from test_te_calls import CUDA_ORDER
 from torch import Tensor
 
-from cp_plugin.core.block import Scores
-from cp_plugin.core.problem import CallInfo
-from cp_plugin.core.scaling import IN_BACKWARD, Delayed, Scaling, largest, scale_for
-from cp_plugin.kernels.backends import te, te_fp8
-from cp_plugin.kernels.backends.float8 import E4M3, E5M2, Float8
-from cp_plugin.kernels.backends.te_fp8 import TransformerEngineFp8
+from cp_plugin.engine.core.block import Scores
+from cp_plugin.engine.core.problem import CallInfo
+from cp_plugin.engine.core.scaling import IN_BACKWARD, Delayed, Scaling, largest, scale_for
+from cp_plugin.engine.kernels.backends import te, te_fp8
+from cp_plugin.engine.kernels.backends.float8 import E4M3, E5M2, Float8
+from cp_plugin.engine.kernels.backends.te_fp8 import TransformerEngineFp8
 
 pytestmark = pytest.mark.usefixtures("te")
 
@@ -67,7 +67,7 @@ def test_arguments_bind_to_the_real_functions(library: te_fp8.Library, causal: b
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
 def test_its_float8_tensors_have_our_numbers(library: te_fp8.Library, dtype: torch.dtype, size: float) -> None:
-    from cp_plugin.kernels.backends.float8 import rounded
+    from cp_plugin.engine.kernels.backends.float8 import rounded
 
     x = (torch.randn(16, 2, 3, 8) * size).to(torch.bfloat16)
     tensor = te_fp8.quantized(x, dtype, scale_for(largest(x), dtype))

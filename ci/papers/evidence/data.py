@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cp_plugin.common.names import find
+from cp_plugin.engine.common.names import find
 
 PUBLISHED = Path(__file__).parents[1] / "published"
 NAMES = ("attention2d", "striped", "burst", "lasp2", "magiattention")
@@ -53,7 +53,7 @@ class Method(_Data):
     """Whether logits are never materialised."""
     zero: Literal[0, 1, 3] = 0
     linear: str = ""
-    """Kind of linear attention (``cp_plugin.linear.variants``); empty: softmax."""
+    """Kind of linear attention (``cp_plugin.engine.linear.variants``); empty: softmax."""
 
 
 class Stack(_Data):

@@ -12,17 +12,17 @@ from math import ceil, sqrt
 
 import torch
 
-from cp_plugin.attention.calls import Setup, settled
-from cp_plugin.core.options import Options, grids
-from cp_plugin.core.problem import Problem
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.attention.calls import Setup, settled
+from cp_plugin.engine.core.options import Options, grids
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.events import Attention, Event, Post, Seconds
 from cp_plugin.planner.machine.hardware import Cluster, Device
 from cp_plugin.planner.machine.kernel_time import pairs
 from cp_plugin.planner.machine.kernel_time import seconds as computing
 from cp_plugin.planner.machine.links import Links
-from cp_plugin.planner.trace.program import Program, in_one_call
+from cp_plugin.planner.trace.program import Program, join_tiles
 from cp_plugin.planner.trace.timeline import links_of, programs_of
 from cp_plugin.planner.trace.timeline import run as simulated
 from cp_plugin.planner.training import operations
@@ -259,5 +259,5 @@ def _programs(setup: Setup) -> dict[int, Program]:
     name = f"{setup.provider.name} {setup.problem} {setup.options}"
     if name not in _KNOWN:
         found = programs_of(setup, [setup.problem.size - 1])
-        _KNOWN[name] = {rank: in_one_call(program) for rank, program in found.items()}
+        _KNOWN[name] = {rank: join_tiles(program) for rank, program in found.items()}
     return _KNOWN[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cp_plugin.linear.variants import variants
+from cp_plugin.engine.linear.variants import variants
 from cp_plugin.planner.training import operations
 from cp_plugin.planner.training.model import LINEAR, WINDOW, Model
 

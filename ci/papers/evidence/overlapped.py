@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cp_plugin.comm import WHOLE, Mesh, sums
-from cp_plugin.comm.shards import shift
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
-from cp_plugin.kernels.merge import add, merge, widened
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.attention2d import KV, Q, Transpose
-from cp_plugin.methods.moves import Moved
-from cp_plugin.methods.protocol import Attend, Formula
+from cp_plugin.engine.comm import WHOLE, Mesh, sums
+from cp_plugin.engine.comm.shards import shift
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
+from cp_plugin.engine.kernels.merge import add, merge, widened
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.attention2d import KV, Q, Transpose
+from cp_plugin.engine.methods.moves import Moved
+from cp_plugin.engine.methods.protocol import Attend, Formula
 
 
 @dataclass(frozen=True, slots=True)

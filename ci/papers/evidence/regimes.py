@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cp_plugin.cli.flags import packed
-from cp_plugin.cli.show_plan import recomputes, sizes
-from cp_plugin.core.problem import Fp8
+from cp_plugin.engine.core.problem import Fp8
 from cp_plugin.planner import search
-from cp_plugin.planner.asked import Asked, Fixed, fitting, of_name
+from cp_plugin.planner.asked import Asked, Fixed, fitting, from_name
 from cp_plugin.planner.candidates import STOCK
 from cp_plugin.planner.errors import off_by, tie, typical_error
 from cp_plugin.planner.explain import Gain, gain
@@ -21,6 +19,8 @@ from cp_plugin.planner.machine.hardware import Cluster, cluster, override
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import Plan, simplest
 from cp_plugin.planner.training.model import WINDOW, Model, model
+from cp_plugin.tools.flags import packed
+from cp_plugin.tools.show_plan import recomputes, sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Regime:
     @property
     def asked(self) -> Asked:
         """What ``cp-plugin plan`` asks: every division over the devices."""
-        asked = packed(of_name(self.model, self.devices, self.tokens, self.machine, Fixed()), self.documents or None)
+        asked = packed(from_name(self.model, self.devices, self.tokens, self.machine, Fixed()), self.documents or None)
         return fitting(replace(asked, model=self.trained, fp8=self.fp8))
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from cp_plugin.cli.output import print_lines
-from cp_plugin.cli.tables import Cells
+from cp_plugin.tools.output import print_lines
+from cp_plugin.tools.tables import Cells
 from evidence import data
 from evidence.data import Kind, Row, method
 from evidence.experiment import predict

@@ -76,7 +76,7 @@ class _AnyGenerator(type(torch.Generator)):
         return isinstance(thing, cls._real)
 
     def __call__(cls, device: Any = "cpu") -> torch.Generator:
-        return cls._real(device=on_cpu(device))
+        return cls._real(device=replace_cuda(device))
 
 
 class Generator(torch.Generator, metaclass=_AnyGenerator):
@@ -91,11 +91,11 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if kwargs and "device" in kwargs:
-            kwargs = {**kwargs, "device": on_cpu(kwargs["device"])}
+            kwargs = {**kwargs, "device": replace_cuda(kwargs["device"])}
         if kwargs and kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}  # needs a CUDA driver
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | int | torch.device):
-            args = (args[0], on_cpu(args[1]), *args[2:])
+            args = (args[0], replace_cuda(args[1]), *args[2:])
         if func is torch.Tensor.type:
             return _tensor_type(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -107,7 +107,7 @@ def _tensor_type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: 
     return tensor.type(dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype, *args, **kwargs)
 
 
-def on_cpu(device: Any) -> Any:
+def replace_cuda(device: Any) -> Any:
     """The CPU for any CUDA device; everything else (None, "meta", ...) unchanged."""
     if isinstance(device, str | torch.device):
         return torch.device("cpu") if torch.device(device).type == "cuda" else device

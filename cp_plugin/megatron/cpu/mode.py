@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from cp_plugin.common.names import one_of
+from cp_plugin.engine.common.names import one_of
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
 from cp_plugin.megatron.flags.args import DEVICES
 from cp_plugin.megatron.patches import patching

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cp_plugin.common.names import one_of
-from cp_plugin.core.options import Options
+from cp_plugin.engine.common.names import one_of
+from cp_plugin.engine.core.options import Options
 from cp_plugin.megatron.flags import linear_flags, option_flags
 from cp_plugin.megatron.flags.declared import declared
 from cp_plugin.megatron.flags.linear_flags import DeltaNet, Linear
 from cp_plugin.megatron.flags.option_flags import AUTO
 
 if TYPE_CHECKING:
-    from cp_plugin.methods.protocol import Kind
+    from cp_plugin.engine.methods.protocol import Kind
 
 UPSTREAM = "upstream"
 SELFCHECKS = ("once", "strict", "off")
@@ -72,7 +72,7 @@ class Settings:
         """Settings of the layers in which a provider computes linear attention; None: there are none."""
         return self.linear or self.delta_net
 
-    def of(self, kind: Kind) -> tuple[str, Options]:
+    def choice(self, kind: Kind) -> tuple[str, Options]:
         """Provider and options of a kind of attention."""
         if kind == "softmax":
             return self.provider, self.options

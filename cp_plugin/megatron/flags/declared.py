@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cp_plugin.common.names import one_of
-from cp_plugin.common.plugins import third_parties
-from cp_plugin.core import options as functions
-from cp_plugin.core.options import AUTO, Option
+from cp_plugin.engine.common.names import one_of
+from cp_plugin.engine.common.plugins import third_parties
+from cp_plugin.engine.core import options as functions
+from cp_plugin.engine.core.options import AUTO, Option
 
 FILE = Path(__file__).with_suffix(".json")
 LAYOUT, KERNEL = "layout", "backend"
@@ -73,11 +73,11 @@ def declared() -> Declared:
 
 def imported() -> Declared:
     """The declarations of everything that is installed, from the objects themselves; imports torch."""
-    from cp_plugin.kernels import backends
-    from cp_plugin.linear.kernels import KERNELS
-    from cp_plugin.linear.variants import variants
-    from cp_plugin.methods import registry
-    from cp_plugin.placement.documents import ALL
+    from cp_plugin.engine.kernels import backends
+    from cp_plugin.engine.linear.kernels import KERNELS
+    from cp_plugin.engine.linear.variants import variants
+    from cp_plugin.engine.methods import registry
+    from cp_plugin.engine.placement.documents import ALL
 
     options = registry.registry().options
     others = [str(name) for name in options if name not in (LAYOUT, KERNEL)]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
-from cp_plugin.common.names import not_one_of
+from cp_plugin.engine.common.names import not_one_of
 from cp_plugin.megatron.flags import args
 from cp_plugin.megatron.flags.linear_flags import attribute
 from cp_plugin.testing.nproc import split_nproc

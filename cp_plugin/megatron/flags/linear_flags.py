@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cp_plugin.common.names import one_of
-from cp_plugin.core.options import AUTO, Options
+from cp_plugin.engine.common.names import one_of
+from cp_plugin.engine.core.options import AUTO, Options
 from cp_plugin.megatron.flags.declared import declared
 
 if TYPE_CHECKING:
-    from cp_plugin.core.problem import Problem
-    from cp_plugin.linear.variants import Variant
+    from cp_plugin.engine.core.problem import Problem
+    from cp_plugin.engine.linear.variants import Variant
 
 LINEAR, SOFTMAX = "L", "N"
 SOFTMAX_PROVIDER = "all_gather"
@@ -41,7 +41,7 @@ class Linear:
     @property
     def kind(self) -> Variant:
         """The variant."""
-        from cp_plugin.linear.variants import get
+        from cp_plugin.engine.linear.variants import get
 
         return get(self.variant)
 

@@ -1,4 +1,4 @@
-"""Flags generated from the providers' declared options (``cp_plugin.core.options.Option``).
+"""Flags generated from the providers' declared options (``engine.core.options.Option``).
 
 ``auto``, or leaving the flag out, leaves the choice to the provider.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from cp_plugin.common.text import in_words
-from cp_plugin.core.options import AUTO as AUTO
-from cp_plugin.core.options import Option, Options
+from cp_plugin.engine.common.text import show_option
+from cp_plugin.engine.core.options import AUTO as AUTO
+from cp_plugin.engine.core.options import Option, Options
 from cp_plugin.megatron.flags.declared import KERNEL, LAYOUT, declared
 
 
@@ -57,4 +57,4 @@ def options_from(args: argparse.Namespace) -> Options:
 
 def shown(options: Options) -> dict[str, str]:
     """Flag -> value as on a command line, for all chosen options but layout and kernel."""
-    return {option.flag: in_words(options.chosen[option]) for option in all_options() if option in options.chosen}
+    return {option.flag: show_option(options.chosen[option]) for option in all_options() if option in options.chosen}

@@ -56,7 +56,7 @@ def flags_read(error: BaseException, args: object, package: str | tuple[str, ...
     return ""
 
 
-def in_setup(error: BaseException, args: argparse.Namespace | None, doing: str, said: str) -> str | None:
+def setup_error(error: BaseException, args: argparse.Namespace | None, doing: str, said: str) -> str | None:
     """An error of Megatron's own set-up in one line; None for all others, which need their traceback."""
     found = stopped(error)
     if found is None or os.environ.get(WHOLE):

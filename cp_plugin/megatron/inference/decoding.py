@@ -25,10 +25,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.inference import Session, slots_for
-from cp_plugin.inference.slots import Chunk
-from cp_plugin.inference.store import Latent
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.inference import Session, slots_for
+from cp_plugin.engine.inference.slots import Chunk
+from cp_plugin.engine.inference.store import Latent
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.mixers import table
 from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention, CoreAttention
@@ -210,12 +210,12 @@ def decoding(model: torch.nn.Module, *, batch: int, context: int, fp8: bool = Fa
     so_far = Decoding(model, session)
     STATE.cut.any = True
     with ExitStack() as back:
-        for owner, name, value in list(_in(model, so_far)):
+        for owner, name, value in list(_replacements(model, so_far)):
             back.callback(patching.lend(owner, name, value))
         yield so_far
 
 
-def _in(model: torch.nn.Module, so_far: Decoding) -> Iterator[tuple[Any, str, Any]]:
+def _replacements(model: torch.nn.Module, so_far: Decoding) -> Iterator[tuple[Any, str, Any]]:
     """Attributes to replace in the model: object, name, value."""
     for module in model.modules():
         if isinstance(module, AnyCoreAttention):

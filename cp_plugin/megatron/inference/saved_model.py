@@ -62,7 +62,7 @@ def flags(folder: Path, step: int | None, parser: argparse.ArgumentParser) -> li
         ValueError: for a folder without such a checkpoint, or with arguments that cannot be read or put in flags.
     """
     saved = vars(arguments(folder, step))
-    asked = [a for a in _of_the_model(parser) if saved.get(a.dest) is not None and saved[a.dest] != a.default]
+    asked = [a for a in _model_actions(parser) if saved.get(a.dest) is not None and saved[a.dest] != a.default]
     words = [word for action in {a.dest: a for a in asked}.values() for word in _words(action, saved[action.dest])]
     if saved.get("padded_vocab_size") and "--padded-vocab-size" not in words:
         words += ["--padded-vocab-size", str(saved["padded_vocab_size"])]
@@ -105,7 +105,7 @@ def _common(directory: Path) -> dict[str, Any]:
         return dist_checkpointing.load_common_state_dict(str(directory))
 
 
-def _of_the_model(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
+def _model_actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
     of_models = {f.name for f in fields(MLATransformerConfig)} - {f.name for f in fields(ModelParallelConfig)}
     for group in parser._action_groups:
         for action in group._group_actions:

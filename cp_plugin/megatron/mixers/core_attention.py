@@ -28,13 +28,13 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from cp_plugin.attention.api import ContextParallel
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.methods.protocol import Kind
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.mixers import fp8_scaling as scaling
 from cp_plugin.megatron.mixers.mixer import Mixer
 from cp_plugin.megatron.rules import layers as rules
-from cp_plugin.methods.protocol import Kind
 
 
 class AnyCoreAttention(MegatronModule):
@@ -172,7 +172,7 @@ class CoreAttention(AnyCoreAttention):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else None
         self.softmax_offset = _softmax_offset(config)
-        self.scaling = scaling.of_layer(config)
+        self.scaling = scaling.make_scaling(config)
         if self.scaling is not None:
             self.register_load_state_dict_pre_hook(scaling.load)
 

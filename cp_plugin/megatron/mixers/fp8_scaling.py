@@ -23,8 +23,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from cp_plugin.core import scaling
-from cp_plugin.core.scaling import IN_BACKWARD, ROLES, Delayed
+from cp_plugin.engine.core import scaling
+from cp_plugin.engine.core.scaling import IN_BACKWARD, ROLES, Delayed
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, wraps
 
@@ -33,7 +33,7 @@ HISTORY = "fp8_amax_history"
 _RECIPE, _LENGTH = "--fp8-recipe", "--fp8-amax-history-len"
 
 
-def of_layer(config: TransformerConfig) -> Delayed | None:
+def make_scaling(config: TransformerConfig) -> Delayed | None:
     """The scaling of a layer; None: its kernel does not compute in FP8."""
     if runtime.settings().options.fp8 != "compute":
         return None

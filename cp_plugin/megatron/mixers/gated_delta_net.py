@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from cp_plugin.attention.convolution import short_convolution
-from cp_plugin.core.dtypes import accumulation_dtype
+from cp_plugin.engine.attention.convolution import short_convolution
+from cp_plugin.engine.core.dtypes import accumulation_dtype
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.mixers import mamba
@@ -91,7 +91,7 @@ def replace_forward(call: Call) -> tuple[Tensor, Tensor | None]:
         raise ValueError("gated delta net layers do not support inference: their state is not kept yet")
     hidden, packed = call["hidden_states"], call["packed_seq_params"]
     groups = call.arguments.get("pg_collection") or layer.pg_collection
-    cp = runtime.between_layers(runtime.context_parallel(groups.cp, "linear"))
+    cp = runtime.batch_layout(runtime.context_parallel(groups.cp, "linear"))
     projected, _ = layer.in_proj(hidden)
     out, gate = attend(layer, MicroBatch.find(cp, packed, projected.size(0) * cp.size), projected)
     return layer.out_proj(layer._apply_gated_norm(out, gate).view(*out.shape[:2], -1))

@@ -1,4 +1,4 @@
-"""Core attention of linear layers: a variant of ``cp_plugin.linear`` between Megatron's q, k, v and output.
+"""Core attention of linear layers: a variant of ``engine.linear`` between Megatron's q, k, v and output.
 
 Megatron applies RoPE to q and k of these layers too. A gated variant gets the gate appended to the values (``Gate``):
 v ``[s/cp, b, g, d]`` becomes ``[s/cp, b, g, 2 * d]``.
@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, rms_norm
 
-from cp_plugin.core.problem import Problem
-from cp_plugin.linear.features import initial
-from cp_plugin.linear.variants import GATE_RANK, Heads, LinearAttention
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.linear.features import initial
+from cp_plugin.engine.linear.variants import GATE_RANK, Heads, LinearAttention
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags.linear_flags import Linear
 from cp_plugin.megatron.micro_batch import MicroBatch
@@ -178,10 +178,10 @@ def replace_num_floating_point_operations(call: Call) -> float:
     squares = batch * args.seq_length**2 if squares is None else squares
     softmax = 2 * args.num_attention_heads * args.kv_channels * squares  # two products, half of them masked
     layers = linear.layers(args.num_layers)
-    return call.original() + _FORWARD_AND_BACKWARD * layers * (tokens * per_token(args, linear) - softmax)
+    return call.original() + _FORWARD_AND_BACKWARD * layers * (tokens * count_operations(args, linear) - softmax)
 
 
-def per_token(args: argparse.Namespace, linear: Linear) -> int:
+def count_operations(args: argparse.Namespace, linear: Linear) -> int:
     """Operations of one layer's forward, over all tensor-parallel ranks.
 
     For keys of d features and values of e: 2 d e per key/value head (k v^T into the state), 2 d e per query head (the

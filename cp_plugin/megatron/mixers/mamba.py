@@ -12,8 +12,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from cp_plugin.common.recent import Recent
-from cp_plugin.core.layout import KEPT_BYTES, Layout
+from cp_plugin.engine.common.recent import Recent
+from cp_plugin.engine.core.layout import KEPT_BYTES, Layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.mixers.mixer import Mixer
@@ -63,7 +63,7 @@ def replace_redo(call: Call) -> Tensor:
 
 def batch_of(tokens: int, size: int, packed: PackedSeqParams | Tensor | None) -> MicroBatch:
     """The micro-batch of a layer on so many context-parallel ranks; other args as of ``MicroBatch.find``."""
-    cp = runtime.between_layers(runtime.context_parallel())
+    cp = runtime.batch_layout(runtime.context_parallel())
     assert cp.size == size, f"states of {size} context-parallel ranks in a model of {cp.size}"
     return MicroBatch.find(cp, packed, tokens)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cp_plugin.engine.methods.protocol import Kind
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.patches.patching import Patch
-from cp_plugin.methods.protocol import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cp_plugin.common.versions import MODELOPT_MINIMUM, version_tuple
+from cp_plugin.engine.common.versions import MODELOPT_MINIMUM, version_tuple
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.mixers.core_attention import CoreAttention
 from cp_plugin.megatron.mixers.spec import with_core_attention

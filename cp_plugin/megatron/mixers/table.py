@@ -6,7 +6,7 @@ M G   Mamba, gated delta net
 D     refused (``rules.models``)
 
 All layers compute in one layout, unless ``--linear-cp-layout contiguous`` makes Megatron's layout manager convert
-zigzag tokens around attention; then everything else is contiguous (``runtime.between_layers``).
+zigzag tokens around attention; then everything else is contiguous (``runtime.batch_layout``).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _, GatedDeltaNetSubmodules = find("megatron.core.ssm.gated_delta_net.common:Gate
 _, MLPLayer = find("megatron.core.ssm.mlp_layer:MLPLayer")
 
 
-def on_cpu(spec: ModuleSpec, config: Any, pattern: str) -> ModuleSpec:
+def use_local_spec(spec: ModuleSpec, config: Any, pattern: str) -> ModuleSpec:
     """A script's spec for CPU mode: the local one instead of Transformer Engine's.
 
     Raises:

@@ -17,10 +17,10 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import arguments, checkpointing, get_args, initialize, training
 from torch import Tensor
 
-from cp_plugin.comm.every_rank import gather_objects
-from cp_plugin.common.text import ranks_named
-from cp_plugin.core.options import whole_number
-from cp_plugin.inference.request import Report, Request, Sampler
+from cp_plugin.engine.comm.every_rank import gather_objects
+from cp_plugin.engine.common.text import ranks_named
+from cp_plugin.engine.core.options import whole_number
+from cp_plugin.engine.inference.request import Report, Request, Sampler
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags.args import peek

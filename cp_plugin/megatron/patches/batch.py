@@ -14,14 +14,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cp_plugin.attention.api import ContextParallel
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches.patching import Call, Run, replaces, wraps
 from cp_plugin.megatron.rules.run import packed_by
 from cp_plugin.megatron.state import STATE
-from cp_plugin.placement.documents import get_layout
 
 _BEHIND_THE_END = {
     "tokens": 0,
@@ -51,7 +51,7 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
             f"batch to batch. Leave it out, or {runtime.settings().instead}"
         )
     cp = runtime.context_parallel(call["cp_group"])
-    layout = runtime.between_layers(cp).layout
+    layout = runtime.batch_layout(cp).layout
     if call.arguments.get("use_contiguous_cp") and cp.size > 1 and layout.name != "contiguous":
         raise ValueError(
             "the training script slices its batch with use_contiguous_cp=True, but this model computes in the "
@@ -96,7 +96,7 @@ def _slice(batch: dict[str, Any], cp: ContextParallel, group: dist.ProcessGroup 
         compare, STATE.first_batch = STATE.first_batch, None
         compare(batch, group)
     if STATE.slices is not None:
-        STATE.slices.sliced(batch, runtime.between_layers(cp), group)
+        STATE.slices.sliced(batch, runtime.batch_layout(cp), group)
     return slice_batch(batch, cp)
 
 
@@ -181,7 +181,7 @@ def replace_get_batches(call: Call) -> Any:
 
 
 def _check_layouts(cp: ContextParallel, boundary: str, views: Sequence[str], *, packed: bool) -> None:
-    own = {cp.layout.name, runtime.between_layers(cp).layout.name}
+    own = {cp.layout.name, runtime.batch_layout(cp).layout.name}
     between = {"contiguous"} if runtime.converted() else {"zigzag", *own}
     in_order = cp.numbers == tuple(range(cp.size))  # a grid numbers its ranks otherwise than Megatron
     others = own | ({"zigzag", "contiguous"} if in_order else set())
@@ -215,7 +215,7 @@ def slice_batch(batch: dict[str, Any], cp: ContextParallel, between: ContextPara
     Raises:
         ValueError: if the layout cannot divide the sequence.
     """
-    between = between or runtime.between_layers(cp)
+    between = between or runtime.batch_layout(cp)
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
         if key in METADATA or not isinstance(value, Tensor) or (key == "position_ids" and value.dim() == 3):

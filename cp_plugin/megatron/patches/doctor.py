@@ -32,7 +32,7 @@ def examined(folder: str, words: Sequence[str]) -> dict[str, Any]:
             f"--megatron {folder}: no megatron/core in it; give a Megatron-LM checkout or an unpacked wheel"
         )
     sys.path.insert(0, str(root))
-    from cp_plugin.common.versions import require_megatron
+    from cp_plugin.engine.common.versions import require_megatron
     from cp_plugin.megatron.flags.args import Settings, peek
 
     require_megatron()

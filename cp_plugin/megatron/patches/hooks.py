@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from cp_plugin import __version__
-from cp_plugin.attention.recompute import Recomputed
-from cp_plugin.comm.every_rank import gather_objects
-from cp_plugin.common import refusals
-from cp_plugin.common.text import group_ranks, ranks_named
+from cp_plugin.engine.attention.recompute import Recomputed
+from cp_plugin.engine.comm.every_rank import gather_objects
+from cp_plugin.engine.common import refusals
+from cp_plugin.engine.common.text import group_ranks, ranks_named
 from cp_plugin.megatron import groups, runtime
 from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.cpu import mode as cpu
@@ -160,7 +160,7 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
         start(settings, None, parsed)
         yield
         return
-    checks.before(parsed, settings)
+    checks.check_parsed(parsed, settings)
     with checks.lift_divisor(parsed, settings):
         yield
     if settings.undecided:
@@ -171,7 +171,7 @@ def validation(parsed: argparse.Namespace) -> Iterator[None]:
             start(settings, None, parsed)
             return
         checks.count_tokens(parsed, settings)
-    model = checks.after(parsed, settings, _device())
+    model = checks.check_validated(parsed, settings, _device())
     start(settings, model, parsed)
 
 
@@ -250,7 +250,7 @@ def replace_hybrid_model(call: Call) -> None:
     if cpu.active():
         from cp_plugin.megatron.models import hybrid  # imports much of Megatron
 
-        stack = hybrid.on_cpu(stack, call["config"], call.arguments.get("hybrid_layer_pattern") or "")
+        stack = hybrid.use_local_spec(stack, call["config"], call.arguments.get("hybrid_layer_pattern") or "")
     call.original(hybrid_stack_spec=spec.with_core_attention(stack) if runtime.settings().active else stack)
 
 

@@ -38,10 +38,10 @@ def replace_calc_loss(call: Call) -> Any:
     compute = call["loss_func"]
     if compute is None or call["collect_non_loss_data"]:
         return call.original()
-    return call.original(loss_func=partial(_of_all_ranks, compute, call["config"].calculate_per_token_loss))
+    return call.original(loss_func=partial(_sum_over_ranks, compute, call["config"].calculate_per_token_loss))
 
 
-def _of_all_ranks(compute: Callable[..., Any], per_token: bool, output: Tensor) -> Any:
+def _sum_over_ranks(compute: Callable[..., Any], per_token: bool, output: Tensor) -> Any:
     found = compute(output)
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         return found

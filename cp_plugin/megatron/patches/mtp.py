@@ -2,7 +2,7 @@
 
 Its layers get the plugin's attention by the same spec. Two further functions are replaced:
 
-    ``roll_tensor``        next token of every token: assumes zigzag; here ``cp_plugin.attention.shift``. The last
+    ``roll_tensor``        next token of every token: assumes zigzag; here ``engine.attention.shift``. The last
                            token of a packed document has no next one. Some versions roll several tensors in one call
     ``process_mtp_loss``   divides by this rank's unmasked tokens, whose number differs between ranks; here by the
                            tokens of all ranks
@@ -18,8 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.shift import shift
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.shift import shift
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.patches.patching import Call, Run, replaces, wraps

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from cp_plugin.common.versions import MEGATRON_RANGE, megatron_supported
+from cp_plugin.engine.common.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.compat import find, hybrid_pattern, megatron_version
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import STATE, Place, Scope

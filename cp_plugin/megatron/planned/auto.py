@@ -15,9 +15,10 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cp_plugin.attention.calls import settled_or_reason
-from cp_plugin.common.text import in_bytes
-from cp_plugin.core.problem import Problem
+from cp_plugin.engine.attention.calls import settled_or_reason
+from cp_plugin.engine.common.text import show_bytes
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags import args as our_flags
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings
@@ -25,10 +26,9 @@ from cp_plugin.megatron.flags.linear_flags import attribute
 from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.megatron.planned.sizes import Packed, question
 from cp_plugin.megatron.rules import checks
-from cp_plugin.methods import registry as providers
 from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.candidates import STOCK, Allowed, without_sums
-from cp_plugin.planner.errors import in_words, off_by
+from cp_plugin.planner.errors import describe, off_by
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Inferred
 from cp_plugin.planner.price import Priced
@@ -61,7 +61,7 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
     told = _Answer(found=found, best=best, stock=stock, cluster=cluster, packed=packed, real=real)
     reason = _why_not_stock(args, real, stock) if may_leave and stock is not None else _ELSEWHERE
     leave = told.stock_is_enough and not reason
-    lines = tuple(_of_stock(told) if leave else _of_ours(told, reason))
+    lines = tuple(_describe_stock(told) if leave else _describe_ours(told, reason))
     args.cp_cluster = None
     if leave:
         assert stock is not None
@@ -116,9 +116,9 @@ def _best(found: Plan, real: Problem, allowed: Allowed) -> Priced:
     least = min(ours, key=lambda priced: priced.footprint.total)
     raise ValueError(
         f"{_ASKED}: nothing fits the memory: {least.candidate.name}, the smallest, needs "
-        f"{in_bytes(least.footprint.total)}, and {found.asked.cluster.device.name} has {in_bytes(found.asked.memory)}. "
-        "Raise --context-parallel-size or --tensor-model-parallel-size, use --recompute-granularity full, or name "
-        f"another device with {CLUSTER}"
+        f"{show_bytes(least.footprint.total)}, and {found.asked.cluster.device.name} has "
+        f"{show_bytes(found.asked.memory)}. Raise --context-parallel-size or --tensor-model-parallel-size, use "
+        f"--recompute-granularity full, or name another device with {CLUSTER}"
     )
 
 
@@ -163,19 +163,19 @@ def _comm_type(stock: Priced) -> str:
     return stock.candidate.name.removeprefix(f"{STOCK} ")
 
 
-def _of_stock(told: _Answer) -> Iterator[str]:
+def _describe_stock(told: _Answer) -> Iterator[str]:
     """Lines for a choice of stock Megatron."""
     stock, best = told.stock, told.best
     assert stock is not None
     yield (
         f"{stock.candidate.name}: stock Megatron, nothing is replaced; predicted {_ms(stock)} ms per attention call, "
-        f"{best.candidate.name} {_ms(best)}; iterations are {_beside_ours(told)}"
+        f"{best.candidate.name} {_ms(best)}; iterations are {_compare_stock(told)}"
     )
     yield f"planned for {told.cluster.how}"
     yield f"equivalent flags without the planner: --cp-provider {UPSTREAM} {stock.candidate.flags}"
 
 
-def _of_ours(told: _Answer, reason: str) -> Iterator[str]:
+def _describe_ours(told: _Answer, reason: str) -> Iterator[str]:
     """Lines for a choice of one of the plugin's providers; reason: why stock Megatron is not chosen."""
     best, found, stock, setup = told.best, told.found, told.stock, told.best.candidate.setup
     chosen = ", ".join(part for part in (setup.layout, str(setup)) if part)
@@ -192,14 +192,14 @@ def _of_ours(told: _Answer, reason: str) -> Iterator[str]:
     if lost := [lost.seconds for lost in found.lost if not lost.name.startswith(STOCK)]:
         parts.append(f"others take at least {lost[0] / fastest:.2f}x")
     parts += [] if stock is None else [f"{stock.candidate.name} {_ms(stock)}"]
-    parts.append(in_words(p.provider for p in (*ours, *filter(None, [stock]))))
+    parts.append(describe(p.provider for p in (*ours, *filter(None, [stock]))))
     yield "; ".join(parts)
     yield f"planned for {told.cluster.how}"
     yield f"equivalent flags without the planner: {best.candidate.flags}"
     if stock is not None and told.stock_is_enough:
         yield (
             f"stock Megatron would do just as well: --cp-provider {UPSTREAM} {stock.candidate.flags}, whose iterations "
-            f"are {_beside_ours(told)}; it was not chosen because {reason}"
+            f"are {_compare_stock(told)}; it was not chosen because {reason}"
         )
     if told.packed is not None:
         count, longest = len(told.packed.lengths), max(told.packed.lengths)
@@ -211,7 +211,7 @@ def _of_ours(told: _Answer, reason: str) -> Iterator[str]:
         yield "planned for packs as single sequences, because document lengths are unknown before training"
 
 
-def _beside_ours(told: _Answer) -> str:
+def _compare_stock(told: _Answer) -> str:
     """Stock Megatron's iteration time: ``a tie (typical error 10 %)``, or ``1.24x as long (typical error 10 %)``."""
     stock, found = told.stock, told.found
     assert stock is not None

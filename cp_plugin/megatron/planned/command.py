@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from cp_plugin.common.versions import require_megatron
+from cp_plugin.engine.common.versions import require_megatron
 from cp_plugin.megatron.flags import early, stops
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches import patching
@@ -102,10 +102,10 @@ def _validated(flags: list[str]) -> tuple[argparse.Namespace, Settings]:
     args = arguments.parse_args(ours)
     settings = our_flags.settings_from(args)
     if settings.active:
-        checks.before(args, settings)
+        checks.check_parsed(args, settings)
         with checks.lift_divisor(args, settings):
             _validate(args)
-        checks.after(args, settings, None)
+        checks.check_validated(args, settings, None)
     else:
         _validate(args)
     _check_config(args)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.options import Options
+from cp_plugin.engine.core.dtypes import dtype_name
+from cp_plugin.engine.core.options import Options
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.megatron.rules import checks

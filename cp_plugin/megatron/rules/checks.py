@@ -14,10 +14,14 @@ from dataclasses import replace
 
 import torch
 
-from cp_plugin.attention import calls
-from cp_plugin.core.problem import Problem
-from cp_plugin.kernels import blocks
-from cp_plugin.linear import kernels
+from cp_plugin.engine.attention import calls
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.kernels import blocks
+from cp_plugin.engine.linear import kernels
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.protocol import Kind
+from cp_plugin.engine.methods.registry import Resolved
+from cp_plugin.engine.placement.documents import ALL, get_layout
 from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.flags import linear_flags
 from cp_plugin.megatron.flags.args import Settings
@@ -26,10 +30,6 @@ from cp_plugin.megatron.rules import experts, flags, layers, layout, models, pre
 from cp_plugin.megatron.rules.rule import Rule, adjust, refuse, when
 from cp_plugin.megatron.rules.run import Run
 from cp_plugin.megatron.state import Model
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.protocol import Kind
-from cp_plugin.methods.registry import Resolved
-from cp_plugin.placement.documents import ALL, get_layout
 
 TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES, *experts.RULES)
 """For every training with the plugin, in reporting order."""
@@ -65,7 +65,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 """By subject."""
 
 
-def before(args: argparse.Namespace, settings: Settings) -> None:
+def check_parsed(args: argparse.Namespace, settings: Settings) -> None:
     """Check and adjust the parsed namespace; ValueError for everything unsupported."""
     run = run_of(args, settings)
     _refuse(run, late=False)
@@ -108,7 +108,7 @@ def refuse_all(args: argparse.Namespace, settings: Settings) -> None:
     _refuse(run, late=True)
 
 
-def after(args: argparse.Namespace, settings: Settings, device: torch.device | None) -> Model:
+def check_validated(args: argparse.Namespace, settings: Settings, device: torch.device | None) -> Model:
     """Check the namespace after Megatron's validation and return the model's attention as the providers resolve it.
 
     device: None: another machine's, whose kernels are unknown.
@@ -149,7 +149,7 @@ def resolve(settings: Settings, problem: Problem) -> Model:
 
 def resolve_kind(kind: Kind, settings: Settings, problem: Problem) -> Resolved:
     """``resolve`` for one kind of attention; ``problem``: a softmax call of the model."""
-    flag, (provider, options) = "--cp-provider", settings.of(kind)
+    flag, (provider, options) = "--cp-provider", settings.choice(kind)
     its = settings.linear_layers
     if kind == "linear" and its is not None:
         flag, problem = "--cp-linear-provider", its.problem(problem)
@@ -163,7 +163,7 @@ def resolve_kind(kind: Kind, settings: Settings, problem: Problem) -> Resolved:
 def _check_kernels(settings: Settings, model: Model, device: torch.device) -> None:
     """ValueError for calls that no kernel of the device can do."""
     if "linear" in model.resolved:
-        call, (_, options) = model.resolved["linear"].problem, settings.of("linear")
+        call, (_, options) = model.resolved["linear"].problem, settings.choice("linear")
         kernels.choose(options.backend, device, call)
     if "softmax" in model.resolved:
         blocks.choose(settings.options, model.problem, device)

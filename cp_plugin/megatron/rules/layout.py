@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from cp_plugin.core.layout import Layout
+from cp_plugin.engine.core.layout import Layout
+from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.megatron.compat import weakens_expert_losses
 from cp_plugin.megatron.rules.rule import Found, Rule, nonzero, spelled, value_of, when
-from cp_plugin.placement.documents import DOCUMENTS
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run

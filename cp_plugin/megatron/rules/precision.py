@@ -25,7 +25,7 @@ def _follows(run: Run, recipe: str) -> Found:
     return when(_computes(run) and _recipe(run) == recipe, instead=run.instead)
 
 
-def _of_linear_layers(run: Run) -> Found:
+def _linear_layers(run: Run) -> Found:
     mxfp8, fp4 = _recipe(run) == "mxfp8", getattr(run.args, "fp4", None)
     return when(_computes(run) and (mxfp8 or fp4), recipe="--fp8-recipe mxfp8" if mxfp8 else "--fp4-format")
 
@@ -64,7 +64,7 @@ RULES = (
         kind="warn",
         what="{recipe} applies to linear layers only",
         why="attention uses FP8 with one scale per tensor (current scaling)",
-        looks_at=_of_linear_layers,
+        looks_at=_linear_layers,
     ),
     Rule(
         name="determinism on CUDA",

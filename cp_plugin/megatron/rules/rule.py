@@ -50,7 +50,7 @@ class Rule:
         because = "; ".join(part for part in (self.why, self.fix) if part)
         return f"{self.what}: {because}" if because else self.what
 
-    def of(self, subject: Any) -> str | None:
+    def message(self, subject: Any) -> str | None:
         """The message for a subject; None: the rule does not apply.
 
         Raises:
@@ -129,7 +129,7 @@ def shown(value: Any) -> str:
 
 def refuse(rules: Iterable[Rule], subject: Any, *, prefix: str = "", suffix: str = "") -> None:
     """Raise one ValueError for everything that the rules refuse; prefix and suffix enclose the non-sentences."""
-    found = [(rule, said) for rule in rules if rule.kind == "refuse" and (said := rule.of(subject)) is not None]
+    found = [(rule, said) for rule in rules if rule.kind == "refuse" and (said := rule.message(subject)) is not None]
     if found:
         parts = " | ".join(said for rule, said in found if not rule.sentence)
         sentences = [said for rule, said in found if rule.sentence]
@@ -140,7 +140,7 @@ def adjust(rules: Iterable[Rule], subject: Any, kind: Literal["adjust", "warn"] 
     """Apply the rules of this kind to the subject's ``args`` and return their messages; warnings set nothing."""
     told = []
     for rule in rules:
-        said = rule.of(subject) if rule.kind == kind else None
+        said = rule.message(subject) if rule.kind == kind else None
         if said is not None:
             vars(subject.args).update(rule.sets)  # before the next one looks
             told.append(said)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_plugin.comm import network_between
-from cp_plugin.core.layout import LAYOUTS, Layout
-from cp_plugin.core.problem import Problem, Transport
+from cp_plugin.engine.comm import network_between
+from cp_plugin.engine.core.layout import LAYOUTS, Layout
+from cp_plugin.engine.core.problem import Problem, Transport
+from cp_plugin.engine.methods import registry
+from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu import mode as cpu
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules.rule import value_of
-from cp_plugin.methods import registry
-from cp_plugin.placement.documents import get_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Run:
         """The token layout; while undecided, the one that accepts most lengths."""
         if self.settings.undecided:
             return get_layout(self.settings.options.layout or "contiguous")
-        provider, options = self.settings.of(self.settings.kinds[-1])  # one layout serves both kinds
+        provider, options = self.settings.choice(self.settings.kinds[-1])  # one layout serves both kinds
         return registry.layout_for(registry.get(provider), options)
 
     @property

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_plugin import __version__
-from cp_plugin.comm.every_rank import gather_objects
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.kernels import blocks
-from cp_plugin.linear import kernels
+from cp_plugin.engine.comm.every_rank import gather_objects
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.kernels import blocks
+from cp_plugin.engine.linear import kernels
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.flags import option_flags
 from cp_plugin.megatron.mixers import table as mixers

@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm import WHOLE
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.comm import WHOLE
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.mixers import modelopt
 from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention
@@ -70,7 +70,7 @@ class Place:
         """Roundings of a gradient that is summed between ranks."""
         return self.cp.size if self.cp.options.gradient_dtype == "model" else 0
 
-    def of_all_ranks(self, x: Tensor) -> list[Tensor]:
+    def gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's tensor; collective over the group."""
         if self.group is None or self.group.size() == 1:
             return [x]

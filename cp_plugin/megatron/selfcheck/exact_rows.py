@@ -29,9 +29,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.core.block import Scores
-from cp_plugin.linear import rules
-from cp_plugin.linear.tokens import Tokens
+from cp_plugin.engine.core.block import Scores
+from cp_plugin.engine.linear import rules
+from cp_plugin.engine.linear.tokens import Tokens
 
 _CHUNK = 1 << 22
 _SLAB = 1 << 13
@@ -49,7 +49,7 @@ class Rounding:
     of_norm: float | None = None  # limit for norms (FP8); None: the bound applies elementwise
 
     @classmethod
-    def of(cls, dtype: torch.dtype, *, cuda: bool, of_norm: float | None = None, hops: int = 0) -> Rounding:
+    def from_dtype(cls, dtype: torch.dtype, *, cuda: bool, of_norm: float | None = None, hops: int = 0) -> Rounding:
         """The rounding of a kernel for this dtype."""
         numbers = torch.finfo(dtype)
         accumulation = 2.0**-53 if dtype == torch.float64 else 2.0**-24
@@ -187,7 +187,7 @@ def _states(x: Tokens, at: Sequence[int]) -> Tensor:
     ends = sorted({0, *(token + 1 for token in at), *range(_SLAB, max(at), _SLAB)})
     found = {}
     for start, stop in pairwise(ends):
-        _, state = rules.run(x.at(slice(start, stop)), state)
+        _, state = rules.run(x.select(slice(start, stop)), state)
         found[stop] = state[0, 0]
     return torch.stack([found[token + 1] for token in at])
 

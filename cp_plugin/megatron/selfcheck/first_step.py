@@ -21,14 +21,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cp_plugin.comm.every_rank import gather_findings
-from cp_plugin.common.text import group_ranks
-from cp_plugin.core.layout import Layout
+from cp_plugin.engine.comm.every_rank import gather_findings
+from cp_plugin.engine.common.text import group_ranks
+from cp_plugin.engine.core.layout import Layout
+from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck.readings import named_parameters, projections
 from cp_plugin.megatron.state import STATE
-from cp_plugin.placement.documents import get_layout
 
 _WITHIN = 1e-3
 _SAME = 1e-6
@@ -186,4 +186,4 @@ def layout_of_run(*, between: bool = False) -> Layout:
     if not runtime.settings().active:
         return get_layout("zigzag")
     cp = runtime.context_parallel()
-    return (runtime.between_layers(cp) if between else cp).layout
+    return (runtime.batch_layout(cp) if between else cp).layout

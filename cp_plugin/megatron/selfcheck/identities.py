@@ -12,7 +12,7 @@ Batch entries and documents do not see each other: each has a weight in the sums
 another one breaks them. docs/selfcheck.md says why they hold and what they find.
 
 Rounding (u: unit roundoff of the dtype, a: of the accumulation). A kernel rounds elements independently: the error
-grows as the root of the sum of squares, by less than 5 u in 10,000 calls (``tests/megatron/test_identities.py``). Where
+grows as the root of the sum of squares, by less than 5 u in 10,000 calls (``test_identities.py``). Where
 attention is uniform, all weights are rounded alike, and the sum as much as one of them. In float32 a kernel's own sums
 count as well, by less than 16 a for each unit of the sum of magnitudes. In float16, weights and gradients below the
 smallest number are lost.
@@ -27,8 +27,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cp_plugin.attention.convolution import Rows
-from cp_plugin.comm.every_rank import of_every_rank
+from cp_plugin.engine.attention.convolution import Rows
+from cp_plugin.engine.comm.every_rank import gather_ranks
 from cp_plugin.megatron.selfcheck.checked_call import AttentionError, Place
 from cp_plugin.megatron.selfcheck.exact_rows import Rounding
 from cp_plugin.megatron.selfcheck.slices import digest
@@ -103,9 +103,9 @@ class Identities:
 
     def _judge(self) -> None:
         place, size = self.place, self.place.cp.size
-        digests = [_by_rank(rows, size) for exchange in self._exchanged for rows in exchange]
+        digests = [_rank_digests(rows, size) for exchange in self._exchanged for rows in exchange]
         mine = [dots.flatten() for dots in self._dots.values()] + [x.view(torch.float64) for x in digests]
-        everyone = of_every_rank(place.cp.mesh, torch.cat(mine)).cpu().split([x.numel() for x in mine], 1)
+        everyone = gather_ranks(place.cp.mesh, torch.cat(mine)).cpu().split([x.numel() for x in mine], 1)
         found = [x.contiguous().view(torch.int64) for x in everyone[len(self._dots) :]]
         wrong = []
         for name, left, arrived in zip(("forward", "backward"), found[::2], found[1::2], strict=False):
@@ -142,11 +142,11 @@ class Identities:
 
 def rounding_of(place: Place, q: Tensor) -> Rounding:
     """Of this call; payloads and products in FP8 (e4m3) have three bits of mantissa."""
-    found = Rounding.of(q.dtype, cuda=q.is_cuda, hops=place.hops)
+    found = Rounding.from_dtype(q.dtype, cuda=q.is_cuda, hops=place.hops)
     return found if place.cp.options.fp8 is None else replace(found, unit=2.0**-4)
 
 
-def _by_rank(rows: Rows, size: int) -> Tensor:
+def _rank_digests(rows: Rows, size: int) -> Tensor:
     """Digests of the rows of each other rank, int64 ``[size]``."""
     x, at, counts = rows
     found = torch.zeros(size, dtype=torch.int64, device=x.device)

@@ -25,12 +25,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from cp_plugin.comm.every_rank import gather_objects
-from cp_plugin.core.layout import Layout
+from cp_plugin.engine.comm.every_rank import gather_objects
+from cp_plugin.engine.core.layout import Layout
+from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.selfcheck.restored import namespaces
-from cp_plugin.placement.documents import DOCUMENTS
 
 _DIVIDES = re.compile("CONTEXT_PARALLEL|TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
 """Megatron's names of groups whose ranks divide sequences; those over which gradients are averaged are left."""
@@ -110,7 +110,7 @@ class OneRank:
                         put(vars(module), name, new)
             for names in namespaces([*roots, args]):
                 for name, value in list(names.items()):
-                    if (new := self._of_one_rank(names, name, value)) is not None:
+                    if (new := self._replace_value(names, name, value)) is not None:
                         put(names, name, new)
             rope.forget_cached_embeddings()
             yield
@@ -121,7 +121,7 @@ class OneRank:
             return [self.to.get(id(one), one) for one in value]
         return self.to.get(id(value))
 
-    def _of_one_rank(self, names: Mapping[str, Any], name: str, value: Any) -> Any:
+    def _replace_value(self, names: Mapping[str, Any], name: str, value: Any) -> Any:
         """The value in the place of one of these names; None: it stays."""
         if (new := self._swapped(value)) is not None:
             return new

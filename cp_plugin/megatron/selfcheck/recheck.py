@@ -37,11 +37,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 
-from cp_plugin.attention import convolution
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm.group import pack, unpack
-from cp_plugin.core.block import Scores
-from cp_plugin.linear.tokens import Tokens, tokens_of
+from cp_plugin.engine.attention import convolution
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.comm.group import pack, unpack
+from cp_plugin.engine.core.block import Scores
+from cp_plugin.engine.linear.tokens import Tokens, tokens_of
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.mixers import gated_delta_net, modelopt, table
 from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention, CoreAttention
@@ -107,15 +107,15 @@ class _Watch:
     def follow(self, layers: Sequence[Any]) -> list[Any]:
         """Attach to these layers; return the hooks."""
         self._layers = layers
-        before = [layer.register_forward_pre_hook(self._before) for layer in layers]
-        return before + [layer.register_forward_hook(self._after, with_kwargs=True) for layer in layers]
+        before = [layer.register_forward_pre_hook(self._enter) for layer in layers]
+        return before + [layer.register_forward_hook(self._leave, with_kwargs=True) for layer in layers]
 
-    def _before(self, module: Any, _: Any) -> None:
+    def _enter(self, module: Any, _: Any) -> None:
         able = (layer for layer in self._layers if not modelopt.quantizes(layer))
         if self._drawn.begin(module.training, able) and self._drawn.is_next(module) and self._kind != "softmax":
             self._inside = Inside()
 
-    def _after(self, module: Any, args: Any, named: dict[str, Any], out: Tensor) -> None:
+    def _leave(self, module: Any, args: Any, named: dict[str, Any], out: Tensor) -> None:
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.close()
@@ -136,7 +136,7 @@ class _Watch:
         if not self._drawn.rows:
             return
         causal = (call.get("attn_mask_type") or module.attn_mask_type) in _CAUSAL
-        scores = Scores.of(q, module.softmax_scale, module.softcap)
+        scores = Scores.from_call(q, module.softmax_scale, module.softcap)
         count = _ROWS if place.problems is None else q.size(0)
         rows = Rows(place, count, *((q, k, v) if documents is None else (x.unsqueeze(1) for x in (q, k, v))), out)
         sink = None if module.softmax_offset is None else module.softmax_offset[rows.head].detach().clone()
@@ -218,7 +218,8 @@ class Rows:
             beside: what else is to be exchanged, ``[s, b, g, ...]``.
         """
         of_norm = TOLERANCE_FP8.get(place.cp.options.fp8)
-        self.place, self.rounding = place, Rounding.of(q.dtype, cuda=q.is_cuda, of_norm=of_norm, hops=place.hops)
+        self.place = place
+        self.rounding = Rounding.from_dtype(q.dtype, cuda=q.is_cuda, of_norm=of_norm, hops=place.hops)
         self.shape = s, b, h = q.shape[:3]
         self.batch, self.head = place.draw.randrange(b), place.draw.randrange(h)
         kv_head = self.head * k.size(2) // h
@@ -229,7 +230,7 @@ class Rows:
         self.tokens = everyone[cp.index][self.rows].tolist()
         self.at_rows = everyone[cp.index][self.rows].to(q.device)
         self.at = torch.cat(everyone).to(q.device)
-        self.q, self.got = self._of(q), self._of(out)
+        self.q, self.got = self._head_rows(q), self._head_rows(out)
         self.local = [x[:, self.batch, kv_head].detach() for x in (k, v, *beside)]
         self.dout: Tensor | None = None
 
@@ -251,22 +252,22 @@ class Rows:
             q.register_hook(self._check_gradient)
 
     def _keep_gradient(self, dout: Tensor) -> None:
-        self.dout = self._of(dout)
+        self.dout = self._head_rows(dout)
 
     def _check_gradient(self, dq: Tensor) -> None:
         assert self.dout is not None, "the gradient of queries before that of the output"
         with self.place.booked():
-            self._judge("dq", self._of(dq), self.exact(*self._gathered()).dq(self.dout))
+            self._judge("dq", self._head_rows(dq), self.exact(*self._gathered()).dq(self.dout))
         self.local = []
 
-    def _of(self, x: Tensor) -> Tensor:
+    def _head_rows(self, x: Tensor) -> Tensor:
         """The head's rows ``[r, d]`` of a tensor whose heads may be joined."""
         return x.detach().reshape(*self.shape, -1)[self.rows, self.batch, self.head]
 
     def _gathered(self) -> list[Tensor]:
         """All ranks' ``local``, concatenated: ``[n, ...]``."""
         shapes, dtypes = zip(*((x.shape, x.dtype) for x in self.local), strict=True)
-        everyone = self.place.of_all_ranks(pack([x.contiguous() for x in self.local]))
+        everyone = self.place.gather(pack([x.contiguous() for x in self.local]))
         return [torch.cat(x) for x in zip(*(unpack(one, shapes, dtypes, 1) for one in everyone), strict=True)]
 
     def _judge(self, name: str, got: Tensor, want: Exact) -> None:
@@ -277,7 +278,7 @@ class Rows:
             if wrong := self._wrong(name, *mine.tolist()):
                 place.problems.append(f"layer {place.layer}, head {self._head}: {wrong}")
             return
-        everyone = torch.stack(place.of_all_ranks(mine)).tolist()
+        everyone = torch.stack(place.gather(mine)).tolist()
         by_rank = {rank: self._wrong(name, *one) for rank, one in zip(place.ranks, everyone, strict=True)}
         found = [f"rank {rank}: {wrong}" for rank, wrong in by_rank.items() if wrong]
         if found:

@@ -24,7 +24,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.transformer import multi_latent_attention as latent
 from torch import Tensor
 
-from cp_plugin.comm.every_rank import of_every_rank
+from cp_plugin.engine.comm.every_rank import gather_ranks
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.mixers import modelopt
@@ -119,10 +119,10 @@ class _Watch:
         self._call: _Call | None = None
         self._armed: set[type] = set()
         for layer in layers:
-            layer.register_forward_pre_hook(self._before, with_kwargs=True)
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
             layer.core_attention.register_forward_pre_hook(self._attends, with_kwargs=True)
 
-    def _before(self, layer: Any, _: Any, named: dict[str, Any]) -> None:
+    def _enter(self, layer: Any, _: Any, named: dict[str, Any]) -> None:
         drawn = self._drawn
         if not drawn.begin(layer.training, self._layers) or layer is not drawn.layer or not drawn.is_due():
             return
@@ -150,7 +150,7 @@ class _Watch:
             return
         with place.booked():
             wrong = call.wrong(batch, q, given["key"], packed)
-            everyone = of_every_rank(place.cp.mesh, wrong).tolist()
+            everyone = gather_ranks(place.cp.mesh, wrong).tolist()
         kind = type(call.layer)
         if kind not in self._armed and all(rows for rows, *_ in everyone):
             self._leave_out(call.layer, "a rotation of another form")

@@ -23,8 +23,8 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.comm.every_rank import gather_objects, of_every_rank
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.comm.every_rank import gather_objects, gather_ranks
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.selfcheck.checked_call import Drawn, Steps
 from cp_plugin.megatron.state import STATE
@@ -100,8 +100,8 @@ class Slices:
         self._got: dict[str, Tensor] = {}
         self._armed: dict[str, bool] = {}
         for model in models:
-            model.register_forward_pre_hook(self._before, with_kwargs=True)
-            model.register_forward_hook(self._after)
+            model.register_forward_pre_hook(self._enter, with_kwargs=True)
+            model.register_forward_hook(self._leave)
             if getattr(model, "pre_process", False) and hasattr(model, "embedding"):
                 model.embedding.register_forward_pre_hook(self._embeds, with_kwargs=True)
 
@@ -154,7 +154,7 @@ class Slices:
             with self._place.booked():
                 self._got[key] = digest(x, self._mine)
 
-    def _before(self, model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _enter(self, model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._whole is None:
             return
         given = inspect.signature(model.forward).bind_partial(*args, **named).arguments
@@ -178,7 +178,7 @@ class Slices:
         self._take("tokens", given.get("input_ids"))
         self._take("position_ids", given.get("position_ids"))
 
-    def _after(self, model: Any, _: Any, output: Any) -> None:
+    def _leave(self, model: Any, _: Any, output: Any) -> None:
         if self._whole is None:
             return
         self._undo()
@@ -195,7 +195,7 @@ class Slices:
             zero = torch.zeros((), dtype=torch.int64, device=device)
             mine = [x for key in _ALL for x in (*whole.get(key, (zero, zero)), self._got.get(key, zero))]
             seen = torch.tensor([key in self._got for key in _ALL], device=device).long()
-            numbers = of_every_rank(place.cp.mesh, torch.cat((torch.stack(mine), seen))).tolist()
+            numbers = gather_ranks(place.cp.mesh, torch.cat((torch.stack(mine), seen))).tolist()
         problems, left_out = [], []
         for i, key in enumerate(_ALL):
             everyone = [(*found[3 * i : 3 * i + 3], found[3 * len(_ALL) + i]) for found in numbers]

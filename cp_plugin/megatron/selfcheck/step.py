@@ -33,7 +33,7 @@ from megatron.training import global_vars
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from cp_plugin.comm.every_rank import gather_objects
+from cp_plugin.engine.comm.every_rank import gather_objects
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.mixers import fp8_scaling, gated_delta_net
 from cp_plugin.megatron.mixers.core_attention import CoreAttention
@@ -176,7 +176,7 @@ class _Step:
             sizes = self.padded, self.tokens, self.named["micro_batch_size"]
             choices = Choices(self.config, layout_of_run(between=True), *sizes)
             found: list[str] = []
-            if self._in_fp8():
+            if self._uses_fp8():
                 with runtime.without_fp8(), recheck.every_call(self.chunks) as calls:
                     self._run()
                 found += calls.found
@@ -223,7 +223,7 @@ class _Step:
         )
         return found, line
 
-    def _in_fp8(self) -> bool:
+    def _uses_fp8(self) -> bool:
         """Return True if attention of the run travels, or is computed, in FP8."""
         return any(runtime.context_parallel(kind=kind).options.fp8 is not None for kind in runtime.settings().kinds)
 
@@ -319,7 +319,7 @@ class _Step:
                 back.enter_context(patching.lent(owner, **tiny_batch.quiet(owner)))
             for module in modules:
                 if isinstance(module, CoreAttention):
-                    back.enter_context(patching.lent(module, scaling=fp8_scaling.of_layer(module.config)))
+                    back.enter_context(patching.lent(module, scaling=fp8_scaling.make_scaling(module.config)))
                     back.callback(
                         module.register_forward_pre_hook(tiny_batch.Strong(), with_kwargs=True, prepend=True).remove
                     )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from cp_plugin.core.layout import Layout
+from cp_plugin.engine.core.layout import Layout
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.rules.experts import RANDOM
 from cp_plugin.megatron.selfcheck.checked_call import CALL

@@ -28,10 +28,10 @@ from megatron.training import global_vars
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import CheckpointException
 
-from cp_plugin.comm import MessageError, group
-from cp_plugin.comm.alarm import EXIT_STATUS, Alarm
-from cp_plugin.common import background, refusals
-from cp_plugin.common.text import ranks_named
+from cp_plugin.engine.comm import MessageError, group
+from cp_plugin.engine.comm.alarm import EXIT_STATUS, Alarm
+from cp_plugin.engine.common import background, refusals
+from cp_plugin.engine.common.text import ranks_named
 from cp_plugin.megatron.flags import stops
 from cp_plugin.megatron.state import STATE
 
@@ -91,7 +91,7 @@ def told() -> Iterator[None]:
             raise
         frames = [f for e in dict.fromkeys((raised, error)) for f, _ in traceback.walk_tb(e.__traceback__)]
         doing = ", ".join(_place(frames)[:2] if finished_steps() is None else ["the first step", *_place(frames)[1:2]])
-        said = None if finished_steps() else stops.in_setup(error, global_vars._GLOBAL_ARGS, doing, summary(error))
+        said = None if finished_steps() else stops.setup_error(error, global_vars._GLOBAL_ARGS, doing, summary(error))
         if STATE.alarm is not None:
             story = described(error)
             with _sigterm_waits():  # torchrun kills the others as soon as one has failed

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.comm.every_rank import gather_objects
-from cp_plugin.core.block import Block, Scores
-from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
-from cp_plugin.core.mask import Mask
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.kernels import blocks, fused
-from cp_plugin.kernels.backends import BlockKernel
-from cp_plugin.kernels.fused import observed
+from cp_plugin.engine.comm.every_rank import gather_objects
+from cp_plugin.engine.core.block import Block, Scores
+from cp_plugin.engine.core.dtypes import accumulation_dtype, dtype_name
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.core.values import KeyValues, Queries
+from cp_plugin.engine.kernels import blocks, fused
+from cp_plugin.engine.kernels.backends import BlockKernel
+from cp_plugin.engine.kernels.fused import observed
 from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.machine.events import Attention, Direction, Shape
 from cp_plugin.planner.machine.hardware import Kernel, Rate
@@ -63,12 +63,12 @@ def seconds_each(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds per call with all ranks calling repeatedly: harmonic mean over ranks. Collective."""
     call()
     dist.barrier()
-    mine = _on_cuda(call) if device.type == "cuda" else _by_the_clock(call)
+    mine = _time_on_cuda(call) if device.type == "cuda" else _time_on_cpu(call)
     found = gather_objects(1 / mine)
     return len(found) / sum(found)
 
 
-def _by_the_clock(call: Callable[[], Any]) -> float:
+def _time_on_cpu(call: Callable[[], Any]) -> float:
     start, calls = time.perf_counter(), 0
     while (took := time.perf_counter() - start) < WINDOW_S or calls == 0:
         call()
@@ -76,7 +76,7 @@ def _by_the_clock(call: Callable[[], Any]) -> float:
     return took / calls
 
 
-def _on_cuda(call: Callable[[], Any]) -> float:
+def _time_on_cuda(call: Callable[[], Any]) -> float:
     """Median over five series of back-to-back calls."""
 
     def series(calls: int) -> float:
@@ -118,7 +118,7 @@ def _calls(
         return torch.randn(tokens, 1, heads, head_dim, dtype=dtype, device=device)
 
     q, k, v, dout = random(shape.rows), random(shape.keys), random(shape.keys), random(shape.rows)
-    mask = Mask.of(causal=shape.diagonal == 0)
+    mask = Mask.from_arguments(causal=shape.diagonal == 0)
     block = Block((range(shape.rows),), (range(shape.keys),), mask, Scores(head_dim**-0.5))
     queries, kv = Queries(q), KeyValues(k, v)
     found = kernel.forward(queries, kv, block)
@@ -203,11 +203,11 @@ def fit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
         raise ValueError(f"times must be positive, not {taken.min():g} s")
     relative = rows / taken[:, None]
     columns = range(rows.shape[1])
-    found = [_of(relative, list(chosen)) for n in columns for chosen in combinations(columns, n + 1)]
+    found = [_fit(relative, list(chosen)) for n in columns for chosen in combinations(columns, n + 1)]
     return min((f for f in found if min(f.figures) >= 0), key=lambda f: f.error)
 
 
-def _of(relative: np.ndarray, chosen: list[int]) -> Fit:
+def _fit(relative: np.ndarray, chosen: list[int]) -> Fit:
     """Unconstrained fit of the chosen columns, scaled because they differ by many orders of magnitude."""
     columns = relative[:, chosen]
     scale = np.abs(columns).max(0)

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_plugin.comm import GroupMesh, Mesh, coordinates, flat_index, network_between
-from cp_plugin.comm.every_rank import gather_hosts, gather_objects
-from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.problem import neighbours_per_host
+from cp_plugin.engine.comm import GroupMesh, Mesh, coordinates, flat_index, network_between
+from cp_plugin.engine.comm.every_rank import gather_hosts, gather_objects
+from cp_plugin.engine.core.dtypes import dtype_name
+from cp_plugin.engine.core.problem import neighbours_per_host
 from cp_plugin.planner.calibration import kernel_rates
 from cp_plugin.planner.calibration.kernel_rates import fit
 from cp_plugin.planner.machine.events import Post
@@ -81,7 +81,7 @@ class Measured:
     def figures(self, profile: Cluster) -> dict[str, Any]:
         """The fields ``intra``, ``inter`` and ``nics`` of a profile, for a ``profile`` that has all others."""
         intra = self._link(profile, self._by_node, INTRA, "inside a node") if self.per_node > 1 else None
-        inter, nics = (intra, self.per_node) if self._nodes == 1 else self._between_nodes(profile)
+        inter, nics = (intra, self.per_node) if self._nodes == 1 else self._measure_nodes(profile)
         assert inter is not None
         found = override(profile, intra=intra or inter, inter=inter, nics=nics)
         verbs: tuple[Verb, ...] = ("all_to_all", "reduce_scatter", "all_gather") if self._nodes > 1 else ()
@@ -107,7 +107,7 @@ class Measured:
         seconds = sorted(run(times) for _ in range(_ROUNDS))[_ROUNDS // 2]
         return Sample(mesh.axes, verb, axis, _sent(tensors, verb, mesh.axes[axis]), seconds)
 
-    def _between_nodes(self, profile: Cluster) -> tuple[Link, int]:
+    def _measure_nodes(self, profile: Cluster) -> tuple[Link, int]:
         """A card's link and the number of cards per node: all ranks of a node together against one alone."""
         each = self._link(override(profile, nics=self.per_node), self._by_node, INTER, "between nodes")
         if self.per_node == 1:

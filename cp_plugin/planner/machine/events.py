@@ -8,7 +8,7 @@ Direction = Literal["forward", "backward"]
 
 
 class Shape(NamedTuple):
-    """An attention tile: queries, keys, and the diagonal between them (``cp_plugin.core.tiles``)."""
+    """An attention tile: queries, keys, and the diagonal between them (``engine.core.tiles``)."""
 
     rows: int
     keys: int

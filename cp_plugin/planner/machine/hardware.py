@@ -21,7 +21,7 @@ import tomli_w
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel, model_validator
 
-from cp_plugin.common.names import find
+from cp_plugin.engine.common.names import find
 from cp_plugin.planner.machine import profile_files
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8"]
@@ -31,7 +31,7 @@ CARDS_PER_DEVICE = 4
 """Upper limit: 32 cards with 8 devices (EC2 p5)."""
 
 
-def _within(low: float, high: float, unit: str) -> AfterValidator:
+def _bounded(low: float, high: float, unit: str) -> AfterValidator:
     def check(value: float) -> float:
         if not low <= value <= high:
             where = f"below {low:g}" if value < low else f"above {high:g}"
@@ -41,16 +41,16 @@ def _within(low: float, high: float, unit: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Seconds = Annotated[float, _within(0, 1, "seconds, such as 5e-6 for 5 microseconds")]
+Seconds = Annotated[float, _bounded(0, 1, "seconds, such as 5e-6 for 5 microseconds")]
 """Fixed cost of one message or kernel call."""
-Bytes = Annotated[float, _within(1e6, 1e14, "bytes, such as 80e9 for 80 GB")]
-BytesPerSecond = Annotated[float, _within(1e6, 1e14, "bytes per second, such as 25e9 for 25 GB/s or 200 Gb/s")]
-FlopsPerSecond = Annotated[float, _within(1e6, 2e16, "FLOP/s, such as 250e12 for 250 TFLOP/s")]
-Ranks = Annotated[int, _within(1, 4096, "a number of devices, such as 8")]
-Cards = Annotated[int, _within(1, 4096, "a number of network cards, such as 8")]
-Processors = Annotated[int, _within(0, 4096, "a number of multiprocessors, such as 132")]
-Sharers = Annotated[int, _within(0, 4096, "a number of ranks, 0 where none share")]
-Tokens = Annotated[int, _within(1, 65536, "a number of tokens, such as 128")]
+Bytes = Annotated[float, _bounded(1e6, 1e14, "bytes, such as 80e9 for 80 GB")]
+BytesPerSecond = Annotated[float, _bounded(1e6, 1e14, "bytes per second, such as 25e9 for 25 GB/s or 200 Gb/s")]
+FlopsPerSecond = Annotated[float, _bounded(1e6, 2e16, "FLOP/s, such as 250e12 for 250 TFLOP/s")]
+Ranks = Annotated[int, _bounded(1, 4096, "a number of devices, such as 8")]
+Cards = Annotated[int, _bounded(1, 4096, "a number of network cards, such as 8")]
+Processors = Annotated[int, _bounded(0, 4096, "a number of multiprocessors, such as 132")]
+Sharers = Annotated[int, _bounded(0, 4096, "a number of ranks, 0 where none share")]
+Tokens = Annotated[int, _bounded(1, 65536, "a number of tokens, such as 128")]
 
 
 class _Profile(BaseModel):
@@ -132,7 +132,7 @@ class Link(_Profile):
     """Figures of verbs that differ: sends between nodes are slower than collectives."""
     source: str = ""
 
-    def of(self, verb: str) -> Link:
+    def link(self, verb: str) -> Link:
         return self.verbs.get(verb, self)  # type: ignore[call-overload]
 
     @property

@@ -7,10 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from cp_plugin.common.text import in_words
-from cp_plugin.core.tiles import Tile
-from cp_plugin.kernels import cost
-from cp_plugin.kernels.backends import devices
+from cp_plugin.engine.common.text import show_option
+from cp_plugin.engine.core.tiles import Tile
+from cp_plugin.engine.kernels import cost
+from cp_plugin.engine.kernels.backends import devices
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Products, Shape
 from cp_plugin.planner.machine.hardware import Device, Kernel, Rate
 
@@ -36,14 +36,14 @@ def _attention(event: Attention, device: Device) -> float:
     rate = kernel.rate(event.direction, event.head_dim)
     at = auto_speeds(device.processors) if event.auto and event.dtype in _ALIKE else None
     if at is None:
-        return _in_one_call(event, device, rate, kernel.block)
-    parts, merged = in_tiles(event, at)
+        return _time_one_call(event, device, rate, kernel.block)
+    parts, merged = cut_tiles(event, at)
     if parts:
-        each = (_in_one_call(event._replace(shapes=(s,), rows=s.rows), device, rate, kernel.block) for s in parts)
+        each = (_time_one_call(event._replace(shapes=(s,), rows=s.rows), device, rate, kernel.block) for s in parts)
         return sum(each) + merged / device.memory_bytes_per_s
     slower = getattr(at.library, event.direction) / getattr(at.own, event.direction)
     rate = rate.model_copy(update={"flops_per_s": rate.flops_per_s / slower})
-    return _in_one_call(event, device, rate, kernel.block)
+    return _time_one_call(event, device, rate, kernel.block)
 
 
 @lru_cache
@@ -71,7 +71,7 @@ def _family(processors: int) -> devices.Family | None:
 
 
 @lru_cache(maxsize=8192)
-def in_tiles(event: Attention, at: cost.Speeds) -> tuple[tuple[Shape, ...], int]:
+def cut_tiles(event: Attention, at: cost.Speeds) -> tuple[tuple[Shape, ...], int]:
     """Calls of a library for a block, as ``auto`` cuts it, and the bytes of merging and sorting; none: our kernel."""
     assert event.auto is not None
     shapes, keys, kv_heads, *unsorted = event.auto
@@ -83,7 +83,7 @@ def in_tiles(event: Attention, at: cost.Speeds) -> tuple[tuple[Shape, ...], int]
     parts = [Shape(len(t.q), len(t.k), t.diagonal) for tile in tiles for t in tile.cut()]
     if len(parts) == 1:
         return tuple(parts), 0
-    library, own = cost.of_tiles(tiles, event.rows, keys, *unsorted, sizes, at)
+    library, own = cost.estimate_tiles(tiles, event.rows, keys, *unsorted, sizes, at)
     if library > own:
         return (), 0
     forward = event.direction == "forward"
@@ -93,9 +93,9 @@ def in_tiles(event: Attention, at: cost.Speeds) -> tuple[tuple[Shape, ...], int]
     return tuple(parts), merged + moved * 2 * sizes.itemsize
 
 
-def _in_one_call(event: Attention, device: Device, rate: Rate, block: tuple[int, int]) -> float:
+def _time_one_call(event: Attention, device: Device, rate: Rate, block: tuple[int, int]) -> float:
     if device.processors:
-        in_blocks, longest = _of_gpu(event.shapes, event.direction, block)
+        in_blocks, longest = _count_pairs(event.shapes, event.direction, block)
         work = _each(event) * max(event.heads * in_blocks, device.processors * longest)
     else:
         work = flops(event, block)
@@ -103,13 +103,13 @@ def _in_one_call(event: Attention, device: Device, rate: Rate, block: tuple[int,
 
 
 @lru_cache(maxsize=8192)
-def _of_gpu(shapes: tuple[Shape, ...], direction: Direction, block: tuple[int, int]) -> tuple[int, int]:
+def _count_pairs(shapes: tuple[Shape, ...], direction: Direction, block: tuple[int, int]) -> tuple[int, int]:
     """(query, key) pairs of one head computed by a GPU: in all blocks, and in the longest one."""
-    many = [(_in_blocks(shape, block), n) for shape, n in Counter(shapes).items()]
+    many = [(_pad_to_blocks(shape, block), n) for shape, n in Counter(shapes).items()]
     return sum(n * pairs(s, block) for s, n in many), max((_longest(s, direction, block) for s, _ in many), default=0)
 
 
-def _in_blocks(shape: Shape, block: tuple[int, int]) -> Shape:
+def _pad_to_blocks(shape: Shape, block: tuple[int, int]) -> Shape:
     """The tile padded to whole blocks."""
     rows, keys = (-(-size // of) * of for size, of in zip(shape[:2], block, strict=True))
     return Shape(rows, keys, keys - 1 if shape.diagonal >= shape.keys - 1 else shape.diagonal)
@@ -153,7 +153,7 @@ def kernel_for(device: Device, dtype: str) -> Kernel:
     if found is None:
         raise ValueError(
             f"the profile of {device.name} has no attention rate for {dtype}, only for "
-            f"{', '.join(map(in_words, device.attention))}: add it, or use one of these"
+            f"{', '.join(map(show_option, device.attention))}: add it, or use one of these"
         )
     return found
 

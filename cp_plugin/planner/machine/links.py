@@ -3,7 +3,7 @@
 All ranks do the same at the same time. A node's cards are shared by those of its ranks whose messages leave it, and by
 other groups on the node that send as much. An NCCL ring enters and leaves each node once, whatever the number of its
 ranks there, and uses all their cards; its latency is that of NCCL's protocols. Tensors of one verb are one message.
-Gloo collectives are modelled after ``cp_plugin.comm.group``.
+Gloo collectives are modelled after ``engine.comm.group``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cp_plugin.comm import WHOLE, coordinates
-from cp_plugin.comm.group import SHORT
+from cp_plugin.engine.comm import WHOLE, coordinates
+from cp_plugin.engine.comm.group import SHORT
 from cp_plugin.planner.machine.events import Post
 from cp_plugin.planner.machine.hardware import Cluster, Link, Verb, Wire
 
@@ -122,11 +122,11 @@ class Links:
         busy: list[tuple[Level, float]] = []
         seconds = 0.0
         if inside:
-            link = self.cluster.intra.of("exchange")
+            link = self.cluster.intra.link("exchange")
             busy.append(("intra", post.nbytes / link.bytes_per_s))
             seconds = link.latency_s + busy[-1][1]
         if outside:
-            link = self.cluster.inter.of("exchange")
+            link = self.cluster.inter.link("exchange")
             busy.append(("inter", post.nbytes / self._share(link, crossing)))
             seconds = max(seconds, link.latency_s + busy[-1][1])
         return Cost(seconds, tuple(busy))
@@ -151,7 +151,7 @@ class Links:
             return self._steps_around(post, rank, same)
         here, direct = int((nodes == self.nodes[rank]).sum()), self._gloo or post.verb == "all_to_all"
         verb = "all_to_all" if direct and post.verb == "all_gather" else post.verb
-        intra, (latency_s, card) = self.cluster.intra.of(verb), self._card(verb)
+        intra, (latency_s, card) = self.cluster.intra.link(verb), self._card(verb)
         busy: list[tuple[Level, float]] = []
         latencies: list[float] = []
         if here > 1:
@@ -170,7 +170,7 @@ class Links:
         inside, between = self.cluster.intra.wire, self.cluster.inter.wire
         assert inside is not None
         if nodes > 1 and between is None:  # measured: every step between nodes takes as long
-            latency = (nodes - 1) * self.cluster.inter.of(post.verb).latency_s
+            latency = (nodes - 1) * self.cluster.inter.link(post.verb).latency_s
             return Cost(latency + max(s for _, s in busy), tuple(busy))
         full = max(s for _, s in busy)
         found = [
@@ -183,7 +183,7 @@ class Links:
     def _to_each(self, post: Post, rank: int) -> Cost:
         """``all_to_all_v``: a message of its own size to each rank."""
         inside = self.nodes[self.members(post.axis, rank)] == self.nodes[rank]
-        each, link = np.asarray(post.each), self.cluster.intra.of("all_to_all")
+        each, link = np.asarray(post.each), self.cluster.intra.link("all_to_all")
         levels: tuple[tuple[Level, np.ndarray, float, float], ...] = (
             ("intra", each[inside], link.latency_s, link.bytes_per_s),
             ("inter", each[~inside], *self._card("all_to_all")),
@@ -195,7 +195,7 @@ class Links:
 
     def _card(self, verb: str) -> tuple[float, float]:
         """Latency and a rank's share of its node's cards when all use them."""
-        link = self.cluster.inter.of(verb)
+        link = self.cluster.inter.link(verb)
         return link.latency_s, link.bytes_per_s * self.cluster.nics / self.cluster.per_node
 
     def _rounds(self, direct: bool, peers: int) -> int:
@@ -206,7 +206,7 @@ class Links:
         """Gloo's ring in axis order: every step takes as long as its slowest message."""
         out, steps = self._leave(post.axis, 1), self.axes[post.axis] - 1
         crossing, inside = self._crossing(out), self.cluster.intra
-        between = self.cluster.inter.of("all_gather")
+        between = self.cluster.inter.link("all_gather")
         rates = [
             self._share(between, int(c)) if leaves else inside.bytes_per_s
             for leaves, c in zip(out, crossing, strict=True)
@@ -285,6 +285,6 @@ def all_reduce(cluster: Cluster, group: Group, nbytes: float) -> float:
 def message(cluster: Cluster, stride: int, nbytes: float) -> float:
     """Send from every rank to the one ``stride`` further."""
     inside = stride < cluster.per_node
-    link = (cluster.intra if inside else cluster.inter).of("exchange")
+    link = (cluster.intra if inside else cluster.inter).link("exchange")
     share = 1.0 if inside else cluster.nics / cluster.per_node
     return link.latency_s + nbytes / (link.bytes_per_s * share)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from cp_plugin.common.names import did_you_mean
+from cp_plugin.engine.common.names import did_you_mean
 
 Named = Mapping[str, Callable[[str], BaseModel]]
 """Field -> lookup of the name it may hold instead of a table."""

@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from cp_plugin.attention.calls import shapes, without_peers
-from cp_plugin.common.without_data import Kind, Mode, WithoutData, tensors_in
-from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.options import Options
-from cp_plugin.core.problem import Problem
-from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.kernels.blocks import RecordingKernel
-from cp_plugin.methods.moves import nothing_seen
-from cp_plugin.methods.protocol import Provider
+from cp_plugin.engine.attention.calls import shapes, without_peers
+from cp_plugin.engine.common.without_data import Kind, Mode, WithoutData, tensors_in
+from cp_plugin.engine.core.dtypes import dtype_name
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.core.values import KeyValues, Queries
+from cp_plugin.engine.kernels.blocks import RecordingKernel
+from cp_plugin.engine.methods.moves import nothing_seen
+from cp_plugin.engine.methods.protocol import Provider
 
 
 class Peaks(NamedTuple):

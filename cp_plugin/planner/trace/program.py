@@ -15,28 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_plugin.attention import calls
-from cp_plugin.attention.api import ContextParallel
-from cp_plugin.attention.calls import Setup
-from cp_plugin.comm import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
-from cp_plugin.comm.mesh import Tensors
-from cp_plugin.core.block import Block, Scores
-from cp_plugin.core.dtypes import accumulation_dtype, dtype_name
-from cp_plugin.core.layout import Segments, sort_positions
-from cp_plugin.core.mask import Mask
-from cp_plugin.core.problem import Problem
-from cp_plugin.core.tiles import Tile, may_meet, tiles
-from cp_plugin.core.values import KeyValues, Queries
-from cp_plugin.kernels import blocks
-from cp_plugin.kernels.backends import BlockKernel
-from cp_plugin.kernels.blocks import RecordingKernel, results
-from cp_plugin.kernels.fused import observed
-from cp_plugin.linear import kernels
-from cp_plugin.linear.tokens import CHUNK, Tokens
-from cp_plugin.methods.protocol import Formula, Parts, Provider, Scan
+from cp_plugin.engine.attention import calls
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.calls import Setup
+from cp_plugin.engine.comm import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
+from cp_plugin.engine.comm.mesh import Tensors
+from cp_plugin.engine.core.block import Block, Scores
+from cp_plugin.engine.core.dtypes import accumulation_dtype, dtype_name
+from cp_plugin.engine.core.layout import Segments, sort_positions
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.core.tiles import Tile, may_meet, tiles
+from cp_plugin.engine.core.values import KeyValues, Queries
+from cp_plugin.engine.kernels import blocks
+from cp_plugin.engine.kernels.backends import BlockKernel
+from cp_plugin.engine.kernels.blocks import RecordingKernel, results
+from cp_plugin.engine.kernels.fused import observed
+from cp_plugin.engine.linear import kernels
+from cp_plugin.engine.linear.tokens import CHUNK, Tokens
+from cp_plugin.engine.methods.protocol import Formula, Parts, Provider, Scan
 from cp_plugin.planner.machine.events import Attention, Auto, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.trace.memory import Meter, Passes, Peaks
-from cp_plugin.testing.traffic import by_phase_and_axis
+from cp_plugin.testing.traffic import read_ledger
 
 _CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ class Program:
         return sum(Tile(range(s.rows), range(s.keys), s.diagonal).pairs * e.heads for e in found for s in e.shapes)
 
 
-def in_one_call(of: Program) -> Program:
+def join_tiles(of: Program) -> Program:
     """The same where one call of a library takes any tiles of a mask, as in other implementations."""
     kept = (
         (e._replace(auto=None) if isinstance(e, Attention) else e for e in each) for each in (of.forward, of.backward)
@@ -73,7 +73,7 @@ def program(setup: Setup, index: int, *, tiled: bool = False) -> Program:
     shapes = calls.shapes(problem, problem.seq_length // problem.size)
     inputs = calls.Inputs(*(None if y is None else y.new_empty(y.shape).requires_grad_() for y in shapes))
     with traced(setup, index, tiled=tiled) as seen:
-        calls.through_autograd(seen.cp, inputs, problem, seen.end_forward)
+        calls.call_through_autograd(seen.cp, inputs, problem, seen.end_forward)
         return seen.program()
 
 
@@ -98,7 +98,7 @@ class Seen:
         return Program(
             forward=tuple(self.events[:events]),
             backward=tuple(self.events[events:]),
-            sent=by_phase_and_axis(self.cp.mesh),
+            sent=read_ledger(self.cp.mesh),
             peaks=Peaks(peak, self.meter.peak),
         )
 
@@ -140,7 +140,7 @@ class _Traced(ContextParallel):
 
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Parts]:
         segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
-        parts = Parts.of_segments(problem, segments, _linear_kernel(self._events, problem))
+        parts = Parts.from_segments(problem, segments, _linear_kernel(self._events, problem))
         return self.provider.build(self.mesh, parts, problem, self.options), parts
 
 
@@ -155,7 +155,7 @@ class _Recorded(TraceMesh):
         self.passes: Passes | None = None
         """Must not count the allocation of receive buffers."""
 
-    def _along(self, axis: str, group: str) -> str:
+    def _group_name(self, axis: str, group: str) -> str:
         return group if group in self._groups else axis
 
     def _named(

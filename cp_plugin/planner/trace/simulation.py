@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
-from cp_plugin.comm import coordinates
+from cp_plugin.engine.comm import coordinates
 from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.machine.events import Attention, Event, Memory, Post, Products, Wait
 from cp_plugin.planner.machine.hardware import Device

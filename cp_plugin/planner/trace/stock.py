@@ -29,18 +29,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.attention import calls
-from cp_plugin.attention.calls import Setup
-from cp_plugin.comm import Pending
-from cp_plugin.comm.mesh import Over
-from cp_plugin.common.without_data import empty
-from cp_plugin.core.dtypes import dtype_name
-from cp_plugin.core.layout import Segments
-from cp_plugin.core.problem import Problem
-from cp_plugin.core.tiles import tiles
-from cp_plugin.kernels.blocks import results
+from cp_plugin.engine.attention import calls
+from cp_plugin.engine.attention.calls import Setup
+from cp_plugin.engine.comm import Pending
+from cp_plugin.engine.comm.mesh import Over
+from cp_plugin.engine.common.without_data import empty
+from cp_plugin.engine.core.dtypes import dtype_name
+from cp_plugin.engine.core.layout import Segments
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.core.tiles import tiles
+from cp_plugin.engine.kernels.blocks import results
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Post, Shape
-from cp_plugin.planner.trace.program import Program, Seen, in_one_call, program, traced
+from cp_plugin.planner.trace.program import Program, Seen, join_tiles, program, traced
 
 _AXIS = "cp"
 
@@ -89,7 +89,7 @@ class _AllGather:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
         """out ``[s, b, h, e]`` and the chunks' lse."""
-        keys, values = (self._in_order(x) for x in self._gather(k, v))
+        keys, values = (self._reorder(x) for x in self._gather(k, v))
         out = results(q, v)[0]
         self._zeros(out.shape)  # whatever the layout, though only packed documents need it
         each = [results(self._part(q), values) for _ in self._chunks]
@@ -109,7 +109,7 @@ class _AllGather:
         dq = torch.empty_like(q)
         self._zeroed(dq)
         dk, dv = (self._zeros((size * x.size(0), *x.shape[1:])) for x in (k, v))
-        keys, values = (self._in_order(x) for x in self._gather(k, v))
+        keys, values = (self._reorder(x) for x in self._gather(k, v))
         self._pass(dout, out, *lses)  # delta
         each = [
             (torch.empty_like(self._part(q)), *(torch.empty_like(self._slice(x, chunk)) for x in (keys, values)))
@@ -124,7 +124,7 @@ class _AllGather:
             for whole, part in zip((dk, dv), sums_of_chunk, strict=True):
                 self._slice(whole, chunk).add_(part)
         del each, parts, sums_of_chunk, part, keys, values
-        dk, dv = self._in_order(dk), self._in_order(dv)
+        dk, dv = self._reorder(dk), self._reorder(dv)
         sums = _Narrow(self._mesh)
         return dq, *(sums.reduce_scatter(_AXIS, (x,)).wait()[0] for x in (dk, dv))
 
@@ -145,7 +145,7 @@ class _AllGather:
         """One after the other: each has arrived before the next is sent."""
         return [self._mesh.all_gather(_AXIS, (x,)).wait()[0] for x in tensors]
 
-    def _in_order(self, x: Tensor) -> Tensor:
+    def _reorder(self, x: Tensor) -> Tensor:
         """Chunks of all ranks from the ranks' order into the sequence's, or back: a pass over all of them."""
         return x.unflatten(0, (2 * self._problem.size, -1)).index_select(0, self._order).flatten(0, 1)
 
@@ -213,4 +213,4 @@ def _as_sent(of: Program) -> Program:
         wide = event.verb == "reduce_scatter" or (event.verb == "exchange" and event.nbytes > least_exchanged)
         return event._replace(nbytes=event.nbytes // 2) if wide else event
 
-    return in_one_call(replace(of, backward=tuple(map(narrowed, of.backward))))
+    return join_tiles(replace(of, backward=tuple(map(narrowed, of.backward))))

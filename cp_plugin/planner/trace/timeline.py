@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from cp_plugin.attention.calls import Setup
+from cp_plugin.engine.attention.calls import Setup
 from cp_plugin.planner.machine.events import Post, Seconds
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import Links, place
@@ -61,7 +61,7 @@ class Timeline:
     @property
     def seconds_of(self) -> Seconds:
         """Seconds by pass, with the time each keeps a rank's network card busy."""
-        on_card = (self._on_card("forward"), self._on_card("backward"))
+        on_card = (self._card_seconds("forward"), self._card_seconds("backward"))
         return Seconds(self.forward.seconds, self.backward.seconds, *on_card)
 
     @property
@@ -75,7 +75,7 @@ class Timeline:
         kinds, passes = ("attention", "products", "memory"), (self.forward, self.backward)
         return max(sum(p.total(kind)[r] for p in passes for kind in kinds) for r in self.programs)
 
-    def _on_card(self, phase: Literal["forward", "backward"]) -> float:
+    def _card_seconds(self, phase: Literal["forward", "backward"]) -> float:
         alone = len(self.programs) < self.setup.problem.size
         return max(
             sum(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cp_plugin.linear.features import IDENTITY
-from cp_plugin.linear.variants import variants
+from cp_plugin.engine.linear.features import IDENTITY
+from cp_plugin.engine.linear.variants import variants
 from cp_plugin.planner.training.model import EXPERTS, LINEAR, Model
 from cp_plugin.planner.training.parallel import Parallel
 
@@ -78,7 +78,7 @@ def _attention(model: Model, parallel: Parallel, number: int) -> list[Kept]:
         kv_heads = heads
     sizes = heads * model.head_dim + kv_heads * (model.head_dim + model.v_head_dim)
     found.append(Kept("q, k and v", rows * sizes * b, "mla_up_proj" if model.latent else ""))
-    found.append(Kept("allocated with v", rows * _beside_v(model, number, heads, kv_heads) * b))
+    found.append(Kept("allocated with v", rows * _kept_with_v(model, number, heads, kv_heads) * b))
     if model.attention_of(number) == LINEAR:
         kind = variants()[model.linear]
         if kind.features is not IDENTITY:
@@ -91,7 +91,7 @@ def _attention(model: Model, parallel: Parallel, number: int) -> list[Kept]:
     return [*found, Kept("attention output", rows * heads * model.v_head_dim * b)]
 
 
-def _beside_v(model: Model, number: int, heads: float, kv_heads: float) -> float:
+def _kept_with_v(model: Model, number: int, heads: float, kv_heads: float) -> float:
     """Elements per token of unrotated q and k, which stay allocated because v shares their storage.
 
     MLA, and linear attention that appends a one to v, allocate v separately.

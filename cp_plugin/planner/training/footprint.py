@@ -91,7 +91,7 @@ def footprint(
     return max(stages, key=lambda found: found.total)
 
 
-def in_flight(parallel: Parallel, stage: int) -> float:
+def count_in_flight(parallel: Parallel, stage: int) -> float:
     """Maximum number of micro-batches in flight on a stage, in units of all its layers.
 
     1F1B: the number of stages from here on. Interleaved with v chunks: ``(2 (p - stage - 1) + (v - 1) p + 1) / v``
@@ -124,7 +124,7 @@ def whole(model: Model) -> Weights:
     return stage_weights(model, Parallel(vocab_multiple=1), 0)
 
 
-def on_device(parallel: Parallel, of: Weights) -> tuple[float, float]:
+def device_parameters(parallel: Parallel, of: Weights) -> tuple[float, float]:
     """Parameters on one device: dense, and routed experts."""
     return of.sharded / parallel.tensor + of.replicated, of.routed / (parallel.expert_tensor * parallel.expert)
 
@@ -142,7 +142,7 @@ def _stage(model: Model, parallel: Parallel, stage: int, attention: float, commu
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=per_microbatch * in_flight(parallel, stage),
+        activations=per_microbatch * count_in_flight(parallel, stage),
         recomputed=_repeated(model, parallel, dropped),
         attention=attention,
         communicators=communicators,
@@ -155,7 +155,7 @@ def _states(model: Model, parallel: Parallel, stage: int) -> tuple[float, float,
     """Bytes of parameters, gradients and optimizer states: 18 per 16-bit parameter, sharded as ``zero`` says."""
     p, states = parallel, ADAM + (MASTER if parallel.element < 4 else 0)
     parameters = gradients = optimizer = 0.0
-    own = on_device(p, stage_weights(model, p, stage))
+    own = device_parameters(p, stage_weights(model, p, stage))
     for number, sharers in zip(own, (p.sharers, p.expert_sharers), strict=True):
         parameters += number * p.element / (sharers if p.zero >= 3 else 1)
         gradients += number * GRADIENT / (sharers if p.zero >= 2 else 1)
@@ -169,7 +169,7 @@ def _states(model: Model, parallel: Parallel, stage: int) -> tuple[float, float,
 
 def _largest_layer(model: Model, parallel: Parallel, layers: Iterable[int]) -> float:
     found = (weights.summed([weights.attention(model, n), weights.ffn(model, n)]) for n in model.alike(layers))
-    return max((sum(on_device(parallel, each)) for each in found), default=0)
+    return max((sum(device_parameters(parallel, each)) for each in found), default=0)
 
 
 def _repeated(model: Model, parallel: Parallel, layers: dict[int, int]) -> float:

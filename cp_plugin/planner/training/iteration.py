@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cp_plugin.common.names import not_one_of
+from cp_plugin.engine.common.names import not_one_of
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import Group, all_reduce, cost, message
 from cp_plugin.planner.training import operations
-from cp_plugin.planner.training.footprint import GRADIENT, on_device, stage_weights
+from cp_plugin.planner.training.footprint import GRADIENT, device_parameters, stage_weights
 from cp_plugin.planner.training.model import EXPERTS, Model
 from cp_plugin.planner.training.parallel import Parallel, check
 
@@ -299,7 +299,7 @@ def _messages(model: Model, parallel: Parallel, cluster: Cluster, stage: int) ->
 def _update(model: Model, parallel: Parallel, cluster: Cluster, number: int, stage: _Stage) -> tuple[float, float]:
     """Seconds of the optimizer, and of exposed communication."""
     p, sums, gathers, optimizer = parallel, 0.0, 0.0, 0.0
-    own = on_device(p, stage_weights(model, p, number))
+    own = device_parameters(p, stage_weights(model, p, number))
     groups = (Group(p.sharers, stride=p.tensor), Group(p.expert_sharers, stride=p.expert_tensor * p.expert))
     for elements, group in zip(own, groups, strict=True):
         if p.zero == 0:

@@ -13,9 +13,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal
 
-from cp_plugin.common.names import find
-from cp_plugin.core.mask import Window
-from cp_plugin.linear.variants import variants
+from cp_plugin.engine.common.names import find
+from cp_plugin.engine.core.mask import Window
+from cp_plugin.engine.linear.variants import variants
 
 Norm = Literal["rms", "layer"]
 SOFTMAX, WINDOW, LINEAR = "N", "W", "L"
@@ -58,7 +58,7 @@ class Model:
     window: Window | None = None
     """Tokens visible before and after a token in W layers."""
     linear: str = ""
-    """Kind of linear attention in L layers (``cp_plugin.linear.variants``)."""
+    """Kind of linear attention in L layers (``engine.linear.variants``)."""
 
     ffn_pattern: str = DENSE
     """Cycled over the layers: D dense, E experts."""

@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from cp_plugin.common.names import one_of
-from cp_plugin.core.problem import Problem
-from cp_plugin.linear.variants import variants
+from cp_plugin.engine.common.names import one_of
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.linear.variants import variants
 from cp_plugin.planner.training.model import LINEAR, SOFTMAX, WINDOW, Model
 
 Recompute = Literal["none", "selective", "full"]
@@ -53,7 +53,7 @@ class Parallel:
     """Layers recomputed at once from their first input."""
     recompute_attention: bool = False
     """Whether recomputation includes attention, whose output is kept otherwise: as asked of our methods
-    (``--cp-recompute-attention``); what a candidate then does is settled by ``planner.price.on_side``."""
+    (``--cp-recompute-attention``); what a candidate then does is settled by ``planner.price.add_recomputation``."""
     micro_batch: int = 1
     global_batch: int = 0
     """0: one micro-batch per data-parallel rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cp_plugin.linear.variants import Learned, variants
+from cp_plugin.engine.linear.variants import Learned, variants
 from cp_plugin.planner.training.model import EXPERTS, LINEAR, Model
 
 

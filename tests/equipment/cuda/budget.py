@@ -27,10 +27,10 @@ from equipment.cuda.device import CUDA, FakeCuda
 from equipment.cuda.ops import Launch
 
 from cp_plugin import ContextParallel
-from cp_plugin.attention.convolution import short_convolution
-from cp_plugin.comm import Ledger
-from cp_plugin.comm.payload import PayloadMesh
-from cp_plugin.inference.session import Session
+from cp_plugin.engine.attention.convolution import short_convolution
+from cp_plugin.engine.comm import Ledger
+from cp_plugin.engine.comm.payload import PayloadMesh
+from cp_plugin.engine.inference.session import Session
 
 HERE = Path(__file__).parent
 FILE = HERE / "budget.json"

@@ -17,11 +17,11 @@ from equipment.cuda.device import CUDA
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.comm import Pending, TraceMesh
-from cp_plugin.comm.mesh import Tensors
-from cp_plugin.core.mask import _READ
-from cp_plugin.linear.variants import Heads, LinearAttention, variants
-from cp_plugin.methods import registry as providers
+from cp_plugin.engine.comm import Pending, TraceMesh
+from cp_plugin.engine.comm.mesh import Tensors
+from cp_plugin.engine.core.mask import _READ
+from cp_plugin.engine.linear.variants import Heads, LinearAttention, variants
+from cp_plugin.engine.methods import registry as providers
 
 BACKENDS = ("auto", "sdpa", "cudnn", "flash2", "flash3", "te", "triton", "te_fp8", "float8", "reference")
 MASKS = ("causal", "full", "window", "documents", "sink", "gqa", "mla")

@@ -2,7 +2,7 @@
 
 ours          only the launch is replaced; tables, checks and strides are real
 flash-attn    version 2 or 3
-TE            ``tests/fake_te.py``, with float8 tensors and quantisers
+TE            ``tests/equipment/libraries/fake_te.py``, with float8 tensors and quantisers
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fake_flash import FA2, FA3_LATER
 from library_signatures import function, put
 from torch import Tensor
 
-from cp_plugin import linear
-from cp_plugin.kernels import backends
-from cp_plugin.kernels.backends import te
-from cp_plugin.linear import fla
+from cp_plugin.engine import linear
+from cp_plugin.engine.kernels import backends
+from cp_plugin.engine.kernels.backends import te
+from cp_plugin.engine.linear import fla
 
 Given = dict[str, Any]
 

@@ -18,8 +18,8 @@ from equipment.nccl.order import Operation
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cp_plugin.comm.group import as_bytes
-from cp_plugin.common.without_data import Mode
+from cp_plugin.engine.comm.group import as_bytes
+from cp_plugin.engine.common.without_data import Mode
 
 POISON = 0xFF
 """Every byte: NaN in floating-point formats, -1 or the largest number in others."""

@@ -1,4 +1,4 @@
-"""A model of NCCL in one process, as the ``torch.distributed`` that ``cp_plugin.comm`` calls.
+"""A model of NCCL in one process, as the ``torch.distributed`` that ``cp_plugin.engine.comm`` calls.
 
 ``GroupMesh`` itself runs on it with its NCCL branches: it posts, packs, keeps and waits as on GPUs. Two forms of ranks:
 
@@ -26,11 +26,11 @@ from equipment.nccl.buffers import InFlight, Region
 from equipment.nccl.order import Communicator, Operation, Piece, Trace, check
 from torch import Tensor
 
-from cp_plugin.attention import agreement
-from cp_plugin.comm import GroupMesh, axis_groups, connect
-from cp_plugin.comm import group as mesh_group
-from cp_plugin.comm.threads import Hub, in_turns
-from cp_plugin.core.dtypes import dtype_name
+from cp_plugin.engine.attention import agreement
+from cp_plugin.engine.comm import GroupMesh, axis_groups, connect
+from cp_plugin.engine.comm import group as mesh_group
+from cp_plugin.engine.comm.threads import Hub, in_turns
+from cp_plugin.engine.core.dtypes import dtype_name
 
 PATIENCE = 60.0
 """Seconds that a rank with data waits for a message."""
@@ -58,7 +58,7 @@ class Rank:
     hub: Hub | None = None
     """Of ranks with data."""
     trace: Trace = field(init=False)
-    in_flight: InFlight = field(init=False)
+    count_in_flight: InFlight = field(init=False)
     coalescing: list[tuple[str, Tensor, Tensor]] | None = None
     """Collectives posted together."""
     phase: Callable[[], str] = field(default=lambda: "")
@@ -66,7 +66,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.trace = Trace(self.number)
-        self.in_flight = InFlight(self.number, data=self.hub is not None)
+        self.count_in_flight = InFlight(self.number, data=self.hub is not None)
 
     def count(self, key: Any) -> int:
         """How often this was called with a key."""
@@ -95,10 +95,10 @@ class Work:
 
     def wait(self) -> None:
         self._rank.trace.waited.append(self._operation)
-        self._rank.in_flight.end(self._regions)
+        self._rank.count_in_flight.end(self._regions)
         received = [region for region in self._regions if region.received]
         for region, arriving in zip(received, self._arriving, strict=self._rank.hub is not None):
-            self._rank.in_flight.deliver(region, arriving())
+            self._rank.count_in_flight.deliver(region, arriving())
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def _launch(
         raise ValueError(f"{pieces[0]}: NCCL sends and receives contiguous tensors only")
     rank = _rank()
     operation = rank.trace.post(communicator, tuple(pieces), rank.phase())
-    regions = rank.in_flight.post(operation, sent, received)
+    regions = rank.count_in_flight.post(operation, sent, received)
     return Work(rank, operation, regions, arriving if rank.hub is not None else ())
 
 
@@ -239,12 +239,12 @@ _DIST = SimpleNamespace(
 
 @contextmanager
 def modelled() -> Iterator[None]:
-    """Meanwhile ``cp_plugin.comm`` calls the model."""
+    """Meanwhile ``cp_plugin.engine.comm`` calls the model."""
     with (
         patch.object(mesh_group, "dist", _DIST),
         patch.object(mesh_group, "_all_gather_single", collective("all_gather")),
         patch.object(mesh_group, "_reduce_scatter_single", collective("reduce_scatter")),
-        patch.object(sys.modules["cp_plugin.comm.connect"], "dist", _DIST),
+        patch.object(sys.modules["cp_plugin.engine.comm.connect"], "dist", _DIST),
     ):
         yield
 
@@ -304,11 +304,11 @@ def _run[T](
     _here.rank = rank
     mesh = _mesh(rank, axes, extra)
     rank.phase = lambda: mesh.ledger.current_phase
-    with rank.in_flight:
+    with rank.count_in_flight:
         if collective is not None:
             connect(mesh.groups, collective=collective)
         result = program(mesh)
-    rank.in_flight.require_all_ended()
+    rank.count_in_flight.require_all_ended()
     return result
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import zip_longest
 
-from cp_plugin.common.text import ranks_named
+from cp_plugin.engine.common.text import ranks_named
 
 
 class OrderError(AssertionError):

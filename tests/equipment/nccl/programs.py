@@ -8,20 +8,20 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from core.linear_cases import LinearCase, sharded
 from equipment.nccl.model import Program, beside
+from linear_cases import LinearCase, sharded
 from oracle import Case
 from thread_ranks import typical
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options
-from cp_plugin.attention.shift import shift
-from cp_plugin.comm import Mesh
-from cp_plugin.core.dtypes import accumulation_dtype
-from cp_plugin.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
-from cp_plugin.inference import Session, slots_for, tree
-from cp_plugin.methods import registry as providers
-from cp_plugin.methods.local import Local
+from cp_plugin.engine.attention.shift import shift
+from cp_plugin.engine.comm import Mesh
+from cp_plugin.engine.core.dtypes import accumulation_dtype
+from cp_plugin.engine.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
+from cp_plugin.engine.inference import Session, slots_for, tree
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.local import Local
 
 LAYERS = 2
 

@@ -1,0 +1,1 @@
+"""Context-parallel attention itself: layouts, kernels, methods, and the public call. Knows no trainer."""

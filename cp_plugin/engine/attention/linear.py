@@ -1,0 +1,372 @@
+"""Linear attention of ``ContextParallel``: the public calls, a shard's tokens, and the only autograd.Function for any
+``Scan``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.engine.attention import agreement, autocast
+from cp_plugin.engine.attention.inputs import check_numbers
+from cp_plugin.engine.attention.recompute import once
+from cp_plugin.engine.attention.tokens import Sharding
+from cp_plugin.engine.comm import Mesh
+from cp_plugin.engine.common.eager import eager
+from cp_plugin.engine.common.first_order import first_order
+from cp_plugin.engine.common.recent import Recent
+from cp_plugin.engine.common.text import shortened
+from cp_plugin.engine.core.dtypes import accumulation_dtype
+from cp_plugin.engine.core.mask import document_bounds
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Decay, Problem
+from cp_plugin.engine.core.spelling import as_called
+from cp_plugin.engine.core.values import dense
+from cp_plugin.engine.linear import kernels
+from cp_plugin.engine.linear.tokens import Tokens, tokens_of
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.protocol import Continued, Kind, Parts, Provider, Scan
+from cp_plugin.engine.placement.documents import Placement, placement_of
+
+
+class Documents(NamedTuple):
+    """Where documents begin and end: bool ``[s]``, of this rank's tokens."""
+
+    starts: Tensor
+    ends: Tensor
+
+
+def documents_of(positions: Tensor, cu_seqlens: Tensor, bounds: tuple[int, ...]) -> Documents:
+    """First and last tokens of documents among these positions, on the positions' device.
+
+    No host synchronisation: bounds on the CPU are copied once per micro-batch, by its first layer.
+
+    Args:
+        bounds: the numbers in ``cu_seqlens``.
+    """
+    here = cu_seqlens.device == positions.device and cu_seqlens.dtype == positions.dtype
+    edges = cu_seqlens if here else _copied(bounds, positions.device)
+    first, last = edges[:-1], edges[1:]
+    return Documents(_is_edge(positions, first), _is_edge(positions + 1, last))
+
+
+@lru_cache(maxsize=64)
+def check_placed(placement: Placement, bounds: tuple[int, ...]) -> None:
+    """ValueError unless documents with these bounds lie within the documents that were placed.
+
+    A state does not pass from one placed document to the next, so a document may not either.
+    """
+    placed = tuple(accumulate(placement.documents, initial=0))
+    missing = sorted(set(placed[1:-1]).difference(bounds))
+    if missing:
+        raise ValueError(
+            f"these tokens were placed by documents with bounds {shortened(placed)}, and cu_seqlens "
+            f"{'is missing' if not bounds else f'{shortened(bounds)} lacks {shortened(missing)}'}: pass the cu_seqlens "
+            "that the pack was placed with, or place the pack with these"
+        )
+
+
+@lru_cache(maxsize=64)
+def _copied(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(bounds, device=device)
+
+
+def _is_edge(positions: Tensor, edges: Tensor) -> Tensor:
+    """``isin`` for increasing edges; torch's sorts, and synchronises for the number of edges."""
+    return edges[torch.searchsorted(edges, positions).clamp(max=len(edges) - 1)] == positions
+
+
+def decay_of(log_decay: Tensor | None, k: Tensor) -> Decay:
+    """The kind of a decay tensor; ValueError for a shape that is none."""
+    if log_decay is None:
+        return "none"
+    shapes: dict[tuple[int, ...], Decay] = {
+        (k.size(2),): "head",
+        (*k.shape[:3],): "token",
+        (*k.shape[:3], k.size(3)): "key",
+    }
+    found = shapes.get(tuple(log_decay.shape))
+    if found is None:
+        raise ValueError(
+            f"log_decay has shape {tuple(log_decay.shape)}; for k {tuple(k.shape)} it must be one of "
+            f"{', '.join(map(str, shapes))}: per key/value head, per token and head, or per token, head and dimension"
+        )
+    return found
+
+
+def check_beta(beta: Tensor | None, k: Tensor) -> None:
+    """ValueError for a beta of another shape than a number for each token and key/value head."""
+    if beta is not None and beta.shape != k.shape[:3]:
+        raise ValueError(
+            f"beta has shape {tuple(beta.shape)}; for k {tuple(k.shape)} it must be {tuple(k.shape[:3])}: one number "
+            "per token and key/value head"
+        )
+
+
+def without_padding(x: Tokens, kept: Tensor) -> Tokens:
+    """Tokens that leave the state unchanged where ``kept``, bool ``[s, b]``, is False."""
+    kept = kept[..., None, None]
+    return x._replace(k=x.k * kept, log_decay=None if x.log_decay is None else x.log_decay * kept)
+
+
+def attend(x: Tokens, scan: Scan, parts: Parts, mesh: Mesh, documents: Documents | None) -> Tensor:
+    """Outputs ``[s, b, h, e]`` of a shard in q's dtype; differentiable in all that ``Tokens.differentiable`` has."""
+    return _joined(_Linear.apply(scan, mesh, *fold(x, parts, documents)), x, parts)
+
+
+def directly(inputs: tuple[Tensor | None, ...], dout: Tensor, scan: Scan, parts: Parts) -> tuple[Tensor, ...]:
+    """Outputs of a shard and the gradients of its inputs (q, k, v, log_decay and beta), with the scan outside of
+    autograd, which on CUDA would deadlock ranks that are threads of one process."""
+    x = tokens_of(*inputs)  # type: ignore[arg-type]
+    given = [y for y in inputs if y is not None]
+    folded = fold(x, parts, None)
+    values = folded.each(Tensor.detach)
+    with torch.no_grad():
+        found, kept = scan.forward(values)
+    found = found.to(x.q.dtype).detach().requires_grad_()
+    out = _joined(found, x, parts)
+    dfound, *beside = torch.autograd.grad(out, (found, *given), dout, allow_unused=True, materialize_grads=True)
+    inner = folded.differentiable
+    with torch.no_grad():
+        grads = scan.backward(dfound.to(accumulation_dtype(x.q.dtype)), values, kept)
+    through = torch.autograd.grad(inner, given, [g.to(y.dtype) for g, y in zip(grads, inner, strict=True)])
+    return out.detach(), *(a + b for a, b in zip(through, beside, strict=True))
+
+
+def extend(x: Tokens, scan: Continued, parts: Parts, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs ``[s, b, h, e]`` in q's dtype of tokens that follow ``state``, and the state after them."""
+    with torch.no_grad():
+        out, after = scan.extend(fold(x, parts, None), state)
+        return _joined(out.to(x.q.dtype), x, parts), after
+
+
+def fold(x: Tokens, parts: Parts, documents: Documents | None) -> Tokens:
+    """A shard as a batch of segments."""
+    starts = ends = None
+    if documents is not None:
+        starts, ends = (y.unsqueeze(1).expand(*x.q.shape[:2]) for y in documents)
+    return Tokens._make((*map(parts.fold, x[:-1]), parts.fold(starts, ends)))
+
+
+def _joined(found: Tensor, x: Tokens, parts: Parts) -> Tensor:
+    """The outputs of a shard from those of its segments; two directions are summed, counting a token itself once."""
+    out = parts.unfold(found)
+    if parts.directions == 1:
+        return out[0]
+    repeat = x.q.size(2) // x.k.size(2)
+    itself = (x.q * x.k.repeat_interleave(repeat, 2)).sum(3, keepdim=True) * x.v.repeat_interleave(repeat, 2)
+    return out[0] + out[1] - itself
+
+
+@first_order
+class _Linear(torch.autograd.Function):
+    """Any scan as one differentiable operation."""
+
+    @staticmethod
+    def forward(ctx: Any, scan: Scan, mesh: Mesh, *tokens: Tensor | None) -> Tensor:
+        *values, starts = tokens
+        x = Tokens._make((*(None if y is None else dense(y) for y in values), starts))
+
+        def compute() -> tuple[Tensor, tuple[Tensor, ...]]:
+            out, kept = scan.forward(x)
+            return out.to(x.q.dtype), kept
+
+        with mesh.ledger.phase("forward"):
+            out, kept = once(compute)
+        ctx.save_for_backward(*x, *kept)
+        ctx.scan, ctx.mesh = scan, mesh
+        return out.detach()  # a kept result must not get a history
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        saved, n = ctx.saved_tensors, len(Tokens._fields)  # read once: a checkpoint unpacks tensors a single time
+        x, kept = Tokens(*saved[:n]), saved[n:]
+        with ctx.mesh.ledger.phase("backward"), autocast.off(dout.device.type):
+            grads = iter(ctx.scan.backward(dense(dout).to(accumulation_dtype(x.q.dtype)), x, kept))
+        return None, None, *(None if y is None else next(grads).to(y.dtype) for y in x[:-1]), None
+
+
+class LinearAttention(Sharding):
+    """Linear attention over sharded sequences; ``ContextParallel`` has the provider and the options."""
+
+    provider: Provider
+    options: Options
+    from_python: bool
+    """Whether messages write options as arguments: it was made in Python, not from the flags of a training."""
+    _calls: agreement.Calls
+    _scans: Recent[Hashable, tuple[Scan, Parts]]
+
+    @abstractmethod
+    def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
+        """Describe a call."""
+
+    @as_called
+    def refuse(self, problem: Problem) -> None:
+        """ValueError for a problem that the provider does not support."""
+        reason = providers.unsupported(self.provider, problem, self.options)
+        if reason is not None:
+            raise ValueError(f"provider {self.provider.name!r} cannot do this: {reason}")
+
+    def _is_for(self, kind: Kind) -> None:
+        """ValueError for a provider of another kind."""
+        if self.provider.kind != kind:
+            raise ValueError(
+                f"provider {self.provider.name!r} is for {self.provider.kind} attention: for {kind} attention use one "
+                f"of {', '.join(providers.names(kind))}"
+            )
+
+    @eager
+    @autocast.cast("q", "k", "v")
+    def linear_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None = None,
+        *,
+        beta: Tensor | None = None,
+        causal: bool = True,
+        scale: float = 1.0,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Linear attention over the whole sequence; every rank passes its shard, with feature maps already applied.
+
+        ``S_t = exp(log_decay_t) * S_(t-1) + k_t v_t^T``, ``o_t = S_t^T q_t``. Without a causal mask the same from the
+        last token back is added, counting each token's own key and value once. With beta by the delta rule, causal
+        only (``linear.delta``): ``beta_t (v_t - (exp(log_decay_t) * S_(t-1))^T k_t)`` takes the place of v_t.
+
+        Args:
+            q: ``[s, b, h, d]``; k: ``[s, b, g, d]`` with g dividing h; v: ``[s, b, g, e]``. Same dtype and device.
+            log_decay: at most 0: ``[g]``, ``[s, b, g]`` or ``[s, b, g, d]``; None is no decay. On CUDA the values are
+                looked at where ranks compare their calls, as the host must wait for them.
+            beta: ``[s, b, g]``, the share that is replaced, from 0 to 1 (or 2); keys should have a norm of 1.
+            scale: factor on q.
+            cu_seqlens: int ``[n + 1]``: as for ``attention``.
+
+        Returns:
+            ``[s, b, h, e]`` in q's dtype; gradients flow to q, k, v, log_decay and beta. States are in float32.
+
+        Raises:
+            ValueError: for a provider of softmax attention, shapes, dtypes or devices that do not fit, bounds that do
+                not increase from 0 to the length of the sequence or lack some of the placed documents', a log_decay
+                above 0, or a problem the provider does not support.
+        """
+        problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, cu_seqlens=cu_seqlens, scale=scale)
+        scan, parts = self.scan(problem, q.device)
+        documents = self._documents(problem.seq_length, cu_seqlens, q.device)
+        return attend(tokens_of(q * scale, k, v, log_decay, beta), scan, parts, self.mesh, documents)
+
+    @eager
+    @autocast.cast("q", "k", "v")
+    def extend_linear(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None = None,
+        *,
+        beta: Tensor | None = None,
+        scale: float = 1.0,
+        state: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Causal linear attention of the next chunk of a sequence, for generation; not differentiable.
+
+        Built-in providers' ranks gather each other's states here, as ``lasp2`` does, since all of them need the state.
+
+        Args:
+            q, k, v, log_decay, beta, scale: as in ``linear_attention``: this rank's tokens of the chunk.
+            state: as returned for the chunk before; None at the start.
+            kept: bool ``[s, b]``: False for padding, which leaves the state unchanged. None: no padding.
+
+        Returns:
+            ``[s, b, h, e]`` in q's dtype, and the state ``[b, g, d, e]`` in the accumulation dtype, on every rank.
+        """
+        problem = self._linear_problem(q, k, v, log_decay, beta, causal=True, scale=scale, kept=kept)
+        x = tokens_of(q * scale, k, v, log_decay, beta)
+        if kept is not None:
+            x = without_padding(x, kept)
+            problem = replace(problem, decay="token" if problem.decay == "head" else problem.decay)
+        return extend(x, *self._continued(problem, k.device), state)
+
+    @as_called
+    def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Parts]:
+        """The composed method for a problem of linear attention, and the parts it is built around; ValueError for a
+        problem the provider does not support."""
+
+        def composed() -> tuple[Scan, Parts]:
+            placement = placement_of(self.layout, problem.seq_length, self.size) if self.size > 1 else None
+            self.refuse(problem if placement is None else replace(problem, placed=self.layout))
+            packed = problem.documents or placement is not None
+            kernel = kernels.choose(self.options.backend, device, replace(problem, documents=packed)).kernel
+            if placement is None:
+                segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
+                parts = Parts.from_segments(problem, segments, kernel)
+            else:
+                parts = Parts.from_placement(placement, self.index, kernel, device)
+            return self.provider.build(self.mesh, parts, problem, self.options), parts
+
+        return self._scans.get((problem, device, self.options), composed)
+
+    def _continued(self, problem: Problem, device: torch.device) -> tuple[Continued, Parts]:
+        """``scan`` for generation; ValueError for one that does not have the state after the last token."""
+        scan, parts = self.scan(problem, device)
+        if not isinstance(scan, Continued):
+            raise ValueError(f"the {self.layout.name} layout leaves no single final state: use another layout")
+        return scan, parts
+
+    def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> Documents | None:
+        """Which of this rank's tokens begin and end documents.
+
+        ValueError for bounds that are none, or under which a document reaches into another of this pack's layout.
+        """
+        bounds = document_bounds(cu_seqlens, seq_length)
+        placement = placement_of(self.layout, seq_length, self.size) if self.size > 1 else None
+        if placement is not None:
+            check_placed(placement, bounds)
+        if cu_seqlens is None:
+            return None
+        return documents_of(self.positions(seq_length, device), cu_seqlens, bounds)
+
+    def _linear_problem(
+        self,
+        *tensors: Any,
+        causal: bool,
+        cu_seqlens: Tensor | None = None,
+        scale: float = 1.0,
+        kept: Tensor | None = None,
+    ) -> Problem:
+        """tensors: q, k, v, log_decay and beta."""
+        q, k, v, log_decay, beta = tensors
+        with agreement.compare_call(self, "linear_attention", tensors) as settings:
+            self._is_for("linear")
+            check_numbers(scale)
+            problem = self.problem(q, k, v, causal=causal)
+            decay = decay_of(log_decay, k)
+            check_beta(beta, k)
+            if kept is not None and (kept.shape != k.shape[:2] or kept.dtype != torch.bool):
+                raise ValueError(f"kept must be bool {tuple(k.shape[:2])}, got {kept.dtype} {tuple(kept.shape)}")
+            self._refuse_growth(log_decay)
+            documents = document_bounds(cu_seqlens, problem.seq_length)
+            settings |= {"causal": causal, "documents": documents, "scale": scale}
+        return replace(problem, decay=decay, delta=beta is not None, documents=cu_seqlens is not None)
+
+    def _refuse_growth(self, log_decay: Tensor | None) -> None:
+        """ValueError for a decay above 0. CUDA is asked where ranks compare their calls, as the host must wait."""
+        if log_decay is None or log_decay.is_meta:
+            return
+        if log_decay.device.type == "cuda" and not agreement.may_wait(self):
+            return
+        if (log_decay.detach() > 0).any():
+            raise ValueError(
+                f"log_decay must be at most 0, got {log_decay.max().item():.3g}: with a decay rate, pass its negative; "
+                "with a factor on the state, from 0 to 1, its logarithm"
+            )

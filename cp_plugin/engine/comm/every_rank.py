@@ -1,0 +1,55 @@
+"""A few numbers, objects or sentences of every rank, beside what a method sends."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from cp_plugin.engine.comm.mesh import Mesh
+
+
+def gather_objects[T](x: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's object, in rank order. Collective over the group; None: over all ranks."""
+    everyone = [x] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, x, group=group)
+    return everyone
+
+
+def gather_hosts(group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
+    """Return every rank's host, in rank order. Collective over the group; None: over all ranks."""
+    return tuple(gather_objects(socket.gethostname(), group))
+
+
+def gather_findings(found: Sequence[str]) -> dict[int, str]:
+    """Return what each rank has found, of those that have found something. Collective over all ranks."""
+    return {rank: "; ".join(texts) for rank, texts in enumerate(gather_objects(found)) if texts}
+
+
+def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Return every rank's text, in rank order. Collective over the group, by its store, which needs no device."""
+    store = distributed_c10d._get_process_group_store(group)
+    number = store.add(f"cp_plugin/{group.rank()}", 1)
+    store.set(f"cp_plugin/{group.rank()}/{number}", text)
+    return [x.decode() for x in store.multi_get([f"cp_plugin/{rank}/{number}" for rank in range(group.size())])]
+
+
+def gather_ranks(mesh: Mesh, x: Tensor) -> Tensor:
+    """Every rank's tensor, in rank order, the same to the bit on each rank: ``[size, *x.shape]``. Collective.
+
+    Tensors go around each axis: neighbours are connected already, where NCCL would allocate buffers for a collective
+    that many groups never need.
+    """
+    found = x[None]
+    for axis in reversed(mesh.axes):  # fastest axis first: the order of the flat index
+        size, here = mesh.axes[axis], mesh.coordinates[axis]
+        parts = {here: found}
+        for step in range(1, size):
+            (found,) = mesh.shift(axis, (found,)).wait()
+            parts[(here - step) % size] = found
+        found = torch.cat([parts[place] for place in range(size)])
+    return found

@@ -1,0 +1,198 @@
+"""One layer's cache on one rank, and attention to it: keys and values in the model's dtype or in one byte per element.
+
+With multi-latent attention it holds one vector per token, from which a matrix makes the keys and values of all heads.
+
+In one byte: e4m3 and a power of two per (token, batch, head), like payloads of ``--cp-fp8 comm``
+(``engine.core.payload``) in blocks of one token, since tokens arrive one by one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.engine.core import payload
+from cp_plugin.engine.core.block import Scores
+from cp_plugin.engine.core.dtypes import accumulation_dtype
+from cp_plugin.engine.core.mask import Window
+from cp_plugin.engine.core.values import Partial
+from cp_plugin.engine.kernels import fused
+from cp_plugin.engine.kernels.backends import reference
+from cp_plugin.engine.kernels.merge import merge_all
+
+Where = slice | tuple[Tensor, Tensor]
+"""Slots; or int64 ``[n]`` slots and sequences."""
+
+
+class Kept(NamedTuple):
+    """Rows ``[n, b, h, d]`` as stored: numbers, or bytes and their exponents ``[n, b, h]``."""
+
+    rows: Tensor
+    exponents: Tensor | None
+
+
+class Plain:
+    """Rows in slots, in the model's dtype; methods as of ``Cache``."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self._x = torch.zeros(shape, dtype=dtype, device=device)
+
+    def put(self, where: Where, x: Tensor) -> None:
+        self._x[where] = x
+
+    def get(self, first: int, stop: int) -> Tensor:
+        return self._x[first:stop]
+
+    def kept(self, slots: int) -> Kept:
+        return Kept(self._x[:slots], None)
+
+    @property
+    def nbytes(self) -> int:
+        return self._x.nbytes
+
+
+class Packed:
+    """Rows in slots, in one byte per element and one more per row; methods as of ``Cache``."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ValueError for a dtype that cannot be packed."""
+        if dtype not in payload.DTYPES:
+            raise ValueError(f"an FP8 cache holds {payload.DTYPES}, got {dtype}")
+        self._dtype = dtype
+        self._bytes = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._exponents = torch.ones(shape[:3], dtype=torch.uint8, device=device)
+
+    def put(self, where: Where, x: Tensor) -> None:
+        if len(x):
+            rows, exponents = fused.pack((x if x.dim() == 4 else x.unsqueeze(1)).contiguous(), 1)
+            self._bytes[where] = rows.view(torch.uint8).view(x.shape)
+            self._exponents[where] = exponents.view(x.shape[:-1])
+
+    def get(self, first: int, stop: int) -> Tensor:
+        return fused.unpack(self._bytes[first:stop], self._exponents[first:stop], 1, self._dtype)
+
+    def kept(self, slots: int) -> Kept:
+        return Kept(self._bytes[:slots], self._exponents[:slots])
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.nbytes + self._exponents.nbytes
+
+
+class Latent(NamedTuple):
+    """What multi-latent attention makes keys and values of (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Decode does not materialise keys: queries and outputs are multiplied instead.
+    """
+
+    rows: Tensor
+    """``[s, b, 1, r + p]``: compressed keys and values, followed by the rotated part of the keys."""
+    up_k: Tensor
+    """``[h, d - p, r]``: the rest of head h's key is ``up_k[h] @ compressed``."""
+    up_v: Tensor
+    """``[h, e, r]``: its value."""
+
+    def heads(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of each head from such rows."""
+        rank = self.up_k.size(2)
+        compressed, rotated = rows.split((rank, rows.size(3) - rank), 3)
+        k = torch.einsum("sbxr,hdr->sbhd", compressed, self.up_k)
+        v = torch.einsum("sbxr,her->sbhe", compressed, self.up_v)
+        return torch.cat((k, rotated.expand(-1, -1, k.size(2), -1)), 3), v.contiguous()
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries whose keys are the rows themselves."""
+        plain = self.up_k.size(1)
+        return torch.cat((torch.einsum("sbhd,hdr->sbhr", q[..., :plain], self.up_k), q[..., plain:]), 3)
+
+    def outputs(self, out: Tensor) -> Tensor:
+        """Outputs from those whose values are the compressed part of the rows."""
+        return torch.einsum("sbhr,her->sbhe", out, self.up_v.to(out.dtype))
+
+
+class Cache:
+    """One layer's keys ``[capacity, b, g, d]`` and values ``[capacity, b, g, e]``.
+
+    A latent cache has rows only: they are the keys, and their first ``v_head_dim`` elements the values.
+    """
+
+    def __init__(self, kind: type[Plain] | type[Packed], capacity: int, v_head_dim: int, *like: Tensor) -> None:
+        """like: keys and values, or rows, as those to come."""
+        self.v_head_dim = v_head_dim
+        self._stores = [kind((capacity, *x.shape[1:]), x.dtype, x.device) for x in like]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, full or empty."""
+        return sum(store.nbytes for store in self._stores)
+
+    def put(self, where: Where, *x: Tensor) -> None:
+        """Keep rows: ``[n, b, h, d]`` in a slice of slots, ``[n, h, d]`` each in its slot of its sequence."""
+        for store, part in zip(self._stores, x, strict=True):
+            store.put(where, part)
+
+    def get(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values in the slots ``first .. stop - 1``, in the model's dtype; read-only."""
+        k, *v = (store.get(first, stop) for store in self._stores)
+        return k, v[0] if v else k[..., : self.v_head_dim]
+
+    def kept(self, slots: int) -> tuple[Kept, Kept | None]:
+        """The first slots as stored."""
+        k, *v = (store.kept(slots) for store in self._stores)
+        return k, v[0] if v else None
+
+
+ELEMENTS = 2**22
+"""Scores, and elements of keys, per block."""
+
+
+def attend(
+    q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scores: Scores, window: Window | None = None
+) -> Partial:
+    """Causal attention to the occupied slots, by position; ValueError on a GPU, for a dtype or head size that its
+    kernel does not support.
+
+    Sequences of a batch differ in length, so positions are compared one by one. On a GPU this is two kernels per layer
+    (``cp_kernels.decode``). Plain torch reads keys in blocks and converts them to the accumulation dtype there: memory
+    beyond the cache does not grow with the context.
+
+    Args:
+        q: ``[t, b, h, d]``.
+        held: positions of the slots, int32 ``[n, b]``.
+        positions: of the queries, int32 ``[t, b]``.
+
+    Returns:
+        out ``[t, b, h, e]`` and lse ``[t, b, h]`` in the accumulation dtype; 0 and -inf for a query that sees nothing.
+    """
+
+    def choose_blocks() -> fused.Parts:
+        out, lse = _attend(q, cache, held, positions, scores, window)
+        return out.unsqueeze(0), lse.unsqueeze(0)
+
+    left = -1 if window is None else window[0]
+    cached = *cache.kept(len(held)), cache.v_head_dim, held
+    parts = fused.decode(q, *cached, positions, scores.scale, left, scores.softcap, choose_blocks)
+    return Partial(*fused.merge_parts(*parts))
+
+
+def _attend(q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scores: Scores, window: Window | None) -> Partial:
+    t, b, h, d = q.shape
+    wide = accumulation_dtype(q.dtype)
+    block = max(1, ELEMENTS // (b * h * max(t, d)))
+    found = [
+        Partial(*reference.attend(q.to(wide), *cache.get(i, j), _hidden(held[i:j], positions, window), scores))
+        for i, j in ((i, min(i + block, len(held))) for i in range(0, len(held), block))
+    ]
+    out = q.new_zeros((t, b, h, cache.v_head_dim), dtype=wide)
+    return merge_all(found) or Partial(out, q.new_full((t, b, h), -torch.inf, dtype=wide))
+
+
+def _hidden(held: Tensor, positions: Tensor, window: Window | None) -> Tensor:
+    """Which slots a query does not see: bool ``[b, 1, 1, t, n]``."""
+    apart = positions.T.unsqueeze(2) - held.T.unsqueeze(1)
+    seen = apart >= 0
+    if window is not None and window[0] != -1:
+        seen &= apart <= window[0]
+    return ~seen[:, None, None]

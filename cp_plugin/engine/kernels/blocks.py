@@ -1,0 +1,357 @@
+"""Attention of a block: queries and keys at known positions, under a mask.
+
+library kernels   support full and causal tiles: the block is cut into these and the results merged (``Tiled``)
+own kernels       take positions and mask directly, in one launch, a tree in one per depth (``Whole``)
+auto on CUDA      a library for one tile or a few large ones, otherwise our kernels (``Either``)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cp_plugin.engine.common.recent import Recent
+from cp_plugin.engine.core.block import Block
+from cp_plugin.engine.core.dtypes import accumulation_dtype
+from cp_plugin.engine.core.layout import KEPT_BYTES, Segments, join_adjacent, sort_positions, take
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import CallInfo, Problem
+from cp_plugin.engine.core.scaling import Scaling
+from cp_plugin.engine.core.spelling import spelled
+from cp_plugin.engine.core.tiles import Tile, may_meet, square_tiles, tiles
+from cp_plugin.engine.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Shard, Sums
+from cp_plugin.engine.kernels import backends, fused
+from cp_plugin.engine.kernels.backends import AnyBackend, Backend, BlockBackend, BlockKernel
+from cp_plugin.engine.kernels.cost import Cost, Sizes, Speeds, cost, speeds
+from cp_plugin.engine.kernels.merge import accumulator, add, add_rows, add_sums, merge, merge_rows
+
+
+class Chosen(NamedTuple):
+    """The chosen kernel and the reason."""
+
+    kernel: BlockKernel
+    backends: tuple[str, ...]
+    """Its name; a second one takes the blocks of many or small tiles."""
+    why: str
+
+    @property
+    def name(self) -> str:
+        return ", and ".join(
+            (*self.backends[:1], *(f"{own} where a block has many or small tiles" for own in self.backends[1:]))
+        )
+
+
+class Planned:
+    """The problems for which ``auto`` takes a library that builds plans: the first few of tensors of the same heads.
+
+    cuDNN builds a plan for each tile shape, in each thread, and never frees it; where lengths vary, that would be in
+    every step. The answer for a problem never changes, and is the same on ranks that make the same calls.
+    """
+
+    MOST = 8
+
+    def __init__(self) -> None:
+        self._first: dict[Hashable, set[Problem]] = defaultdict(set)
+
+    def __contains__(self, problem: Problem) -> bool:
+        p = problem
+        first = self._first[p.heads, p.kv_heads, p.head_dim, p.v_head_dim, p.dtype]
+        if len(first) < self.MOST:
+            first.add(problem)
+        return problem in first
+
+
+def choose(
+    options: Options, problem: Problem, device: torch.device, scaling: Scaling | None = None, *, plans: bool = True
+) -> Chosen:
+    """The kernel for such a problem; ValueError if the requested kernel cannot run it, with the reason and an
+    alternative.
+
+    Args:
+        scaling: scales of an FP8 kernel; None: current scaling.
+        plans: False: ``auto`` takes no library that builds a plan per shape, as for packed documents.
+    """
+    call = CallInfo.from_problem(problem, device)
+    if options.fp8 == "compute" and options.backend == "auto":
+        backend, why = backends.get(backends.fp8_kernels()[0]), spelled("fp8", "compute")
+        reason = backends.refusal(backend, call)
+        if reason is not None:
+            raise ValueError(
+                f"{spelled('fp8', 'compute')} cannot run here: {reason}; use {spelled('fp8', 'comm')}, which sends in "
+                f"FP8 and computes in {str(problem.dtype).removeprefix('torch.')}, or "
+                f"{spelled('backend', backends.fp8_kernels()[1])}, a reference with the same numerics"
+            )
+        return Chosen(kernel(_scaled(backend, scaling), problem, device, auto=False), (backend.name,), why)
+    plans = plans and not problem.documents
+    backend, why = backends.choose(options.backend, call, plans=plans)
+    backend = _scaled(backend, scaling)
+    found = kernel(backend, problem, device, auto=options.backend == "auto")
+    second = (backends.OURS,) if isinstance(found, Either) else ()
+    return Chosen(found, (backend.name, *second), why)
+
+
+def _scaled(backend: AnyBackend, scaling: Scaling | None) -> AnyBackend:
+    if scaling is None or not backends.about(backend).in_fp8:
+        return backend
+    return replace(backend, scaling=scaling)  # type: ignore[type-var]
+
+
+def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto: bool) -> BlockKernel:
+    """The block kernel of a backend; with ``auto`` on CUDA also our own beside it."""
+    if not isinstance(backend, Backend):
+        return InOrder(Whole(backend), enough=LONG)
+    library = Tiled(backend)
+    own = backends.get(backends.OURS)
+    if auto and device.type == "cuda" and backends.refusal(own, CallInfo.from_problem(problem, device)) is None:
+        return Either(library, InOrder(Whole(own), enough=LONG), speeds(backend, device))
+    return InOrder(library)
+
+
+LONG = 1024
+"""Run length from which run boundaries cost our kernels less than sorting the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """Sorts tokens into the fewest runs, and restores the storage order of the results."""
+
+    inner: BlockKernel
+    enough: int | None = None
+    """Runs of at least this length stay as they are."""
+
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
+        rows, keys = (self._order(side, block.mask, queries.q.device) for side in (block.rows, block.keys))
+        queries, kv = rows.sort(queries), keys.sort(kv)
+        block = block._replace(rows=rows.segments, keys=keys.segments)
+        if rows.order is None:
+            return self.inner.forward(queries, kv, block, onto)
+        found = self.inner.forward(queries, kv, block)
+        return onto if found is None else merge(onto, Partial(*rows.store(*found)))
+
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
+        rows, keys = (self._order(side, block.mask, queries.q.device) for side in (block.rows, block.keys))
+        queries, kv = rows.sort(queries), keys.sort(kv)
+        block = block._replace(rows=rows.segments, keys=keys.segments)
+        if rows.order is None and keys.order is None:
+            return self.inner.backward(queries, kv, block, onto)
+        grads = self.inner.backward(queries, kv, block)
+        if grads is None:
+            return None
+        return add_sums(onto, Gradients(*rows.store(grads.dq), *keys.store(grads.dk, grads.dv)))
+
+    def _order(self, segments: Segments, mask: Mask, device: torch.device) -> Sorted:
+        if mask.full or (self.enough is not None and min(map(len, segments)) >= self.enough):
+            return Sorted(segments, None)
+        return Sorted(*sort_positions(segments, device))
+
+
+class Sorted(NamedTuple):
+    """Sorted positions and the permutation."""
+
+    segments: Segments
+    order: Tensor | None
+    """``sorted[i] = stored[order[i]]``; None: unchanged."""
+
+    def sort[S: Shard](self, shard: S) -> S:
+        if self.order is None:
+            return shard
+        return type(shard)(*fused.gather_rows(shard.tensors, self.order), owners=shard.owners)
+
+    def store(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors if self.order is None else fused.scatter_rows(tensors, self.order)
+
+
+class RowTerms:
+    """Caches the row term of the last query block, which a ring uses in every step, while its ``dout`` is alive."""
+
+    def __init__(self) -> None:
+        self._terms = WeakTensorKeyDictionary()
+
+    def get(self, dout: Tensor, delta: Tensor, backend: Backend) -> Tensor:
+        """``backend.row_term(dout, delta)``, computed once per version of these tensors."""
+        kept, versions = self._terms.get(dout), (dout._version, delta._version)
+        if kept is None or kept[0]() is not delta or kept[1] != versions:
+            kept = weakref.ref(delta), versions, backend.row_term(dout, delta)
+            self._terms = WeakTensorKeyDictionary({dout: kept})
+        return kept[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """Block attention by a tile kernel."""
+
+    backend: Backend
+    row_terms: RowTerms = field(default_factory=RowTerms, compare=False)
+
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
+        q, k, v = queries.q, kv.k, kv.v
+        for tile in self.tiles(block):
+            q_t, k_t, v_t = take(q, tile.q), take(k, tile.k), take(v, tile.k)
+            out, lse = self.backend.forward(q_t, k_t, v_t, tile.diagonal, block.scores)
+            onto = merge_rows(onto, tile.q, Partial(out, lse), q)
+        return onto
+
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
+        found = self.tiles(block)
+        if not found:
+            return None
+        (q, dout, lse, delta), (k, v) = queries.tensors, kv.tensors
+        row_term = self.row_terms.get(dout, delta, self.backend)
+        dq, dk, dv = onto
+        for tile in found:
+            dout_t, q_t, lse_t, row_term_t = (take(x, tile.q) for x in (dout, q, lse, row_term))
+            k_t, v_t = take(k, tile.k), take(v, tile.k)
+            grads = self.backend.backward(dout_t, q_t, k_t, v_t, lse_t, row_term_t, tile.diagonal, block.scores)
+            dq = add_rows(dq, tile.q, grads[0], q)
+            dk = add_rows(dk, tile.k, grads[1], k)
+            dv = add_rows(dv, tile.k, grads[2], v)
+        assert dq is not None and dk is not None and dv is not None
+        return Gradients(dq, dk, dv)
+
+    def tiles(self, block: Block) -> tuple[Tile, ...]:
+        """The kernel calls that a block needs."""
+        return tiles(*block.area) if self.backend.any_diagonal else square_tiles(*block.area)
+
+
+class Level(NamedTuple):
+    """Keys at one depth of a tree, and the packed documents formed by their subtrees."""
+
+    place: slice
+    """Their range among the keys sorted by depth."""
+    keys: Segments
+    mask: Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Block attention by a block backend: in one call, or for a tree one per depth, with subtrees as documents."""
+
+    backend: BlockBackend
+
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
+        if not may_meet(*block.area):
+            return onto
+        if not block.mask.stops:
+            running = None if onto is None else Partial(accumulator(onto.out), onto.lse)
+            return self.backend.forward(queries, kv, block, running)
+        order, levels = _depth_order(block.keys, block.mask, queries.q.device)
+        kv = Sorted(block.keys, order).sort(kv)
+        for place, keys, mask in levels:
+            there = KeyValues(kv.k[place], kv.v[place], owners=kv.owners)
+            onto = self.forward(queries, there, block._replace(keys=keys, mask=mask), onto)
+        return onto
+
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
+        if not may_meet(*block.area):
+            return None
+        if not block.mask.stops:
+            return self.backend.backward(queries, kv, block, onto)
+        order, levels = _depth_order(block.keys, block.mask, queries.q.device)
+        by_depth = Sorted(block.keys, order)
+        kv = by_depth.sort(kv)
+        dq, dkv, met = onto.dq, [], False
+        for place, keys, mask in levels:
+            there = KeyValues(kv.k[place], kv.v[place], owners=kv.owners)
+            grads = self.backward(queries, there, block._replace(keys=keys, mask=mask), Sums(dq=dq))
+            if grads is not None:
+                dq, met = grads.dq, True
+            dkv.append(tuple(map(torch.zeros_like, there.tensors)) if grads is None else grads[1:])
+        if dq is None or not met:
+            return None
+        dk, dv = by_depth.store(*(torch.cat(parts) for parts in zip(*dkv, strict=True)))
+        return Gradients(dq, add(onto.dk, dk), add(onto.dv, dv))
+
+
+def _depth_order(keys: Segments, mask: Mask, device: torch.device) -> tuple[Tensor | None, tuple[Level, ...]]:
+    """The permutation of keys by depth, as for ``Sorted``, and the levels that occur."""
+    return _depths.get((keys, mask, device), lambda: _sorted_by_depth(keys, mask, device))
+
+
+def _sorted_by_depth(keys: Segments, mask: Mask, device: torch.device) -> tuple[Tensor | None, tuple[Level, ...]]:
+    rows: dict[int, list[Tensor]] = defaultdict(list)
+    held: dict[int, list[range]] = defaultdict(list)
+    levels = mask.levels()
+    depth_of = {number: depth for depth, (numbers, _) in enumerate(levels) for number in numbers}
+    offset = 0
+    for segment in keys:
+        for number, here in mask.pieces(segment):
+            rows[depth_of[number]].append(torch.arange(offset + here.start, offset + here.stop))
+            held[depth_of[number]].append(segment[here.start : here.stop])
+        offset += len(segment)
+    order, found, begin = torch.cat([row for depth in sorted(rows) for row in rows[depth]]), [], 0
+    for depth in sorted(held):
+        tokens = sum(map(len, held[depth]))
+        found.append(Level(slice(begin, begin + tokens), join_adjacent(held[depth]), levels[depth][1]))
+        begin += tokens
+    return (order.to(device) if len(found) > 1 else None), tuple(found)
+
+
+def _nbytes(found: tuple[Tensor | None, tuple[Level, ...]]) -> int:
+    order, levels = found
+    return 64 * sum(len(level.keys) for level in levels) + (0 if order is None else order.nbytes)
+
+
+_depths: Recent[tuple[Segments, Mask, torch.device], tuple[Tensor | None, tuple[Level, ...]]] = Recent(
+    KEPT_BYTES, _nbytes
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """A library kernel for a single tile or where tiles are estimated cheaper, otherwise our own."""
+
+    library: Tiled
+    own: InOrder
+    speeds: Speeds | None = None
+    """For the estimate; None: blocks of several tiles go to our own kernel."""
+
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
+        return self._choose(queries, kv, block).forward(queries, kv, block, onto)
+
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
+        return self._choose(queries, kv, block).backward(queries, kv, block, onto)
+
+    def cost(self, block: Block, sizes: Sizes) -> Cost:
+        """The estimate for a block, and which of the two runs it."""
+        return cost(*block.area, sizes, self.speeds, self.own.enough or 0)
+
+    def _choose(self, queries: Queries, kv: KeyValues, block: Block) -> InOrder:
+        sizes = Sizes.from_tensors(queries.q, kv.k, kv.v)
+        return InOrder(self.library) if self.cost(block, sizes).by_library else self.own
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingKernel:
+    """A ``BlockKernel`` without attention; results are uninitialised.
+
+    Runs a method on meta tensors and a mesh without peers: ``engine.attention.calls.without_peers``.
+    """
+
+    asked: Callable[[Queries, KeyValues, Block], object] = lambda queries, kv, block: None
+    """Called in both directions; in the backward queries carry a dout."""
+
+    def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
+        self.asked(queries, kv, block)
+        if not may_meet(*block.area):
+            return onto
+        return Partial(accumulator(onto.out), onto.lse) if onto is not None else Partial(*results(queries.q, kv.v))
+
+    def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
+        self.asked(queries, kv, block)
+        if not may_meet(*block.area):
+            return None
+        return add_sums(onto, Gradients(*map(torch.empty_like, (queries.q, *kv.tensors))))
+
+
+def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised kernel results: out ``[s, b, h, e]`` and lse ``[s, b, h]``."""
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    return q.new_empty((*q.shape[:3], v.size(3))), lse

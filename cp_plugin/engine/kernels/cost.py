@@ -1,0 +1,162 @@
+"""Cost model of a block: a library kernel in tiles against one launch of ours.
+
+    library    faster products; launches per tile, and merging
+    own        slower products, seven instead of five in the backward; nothing to merge, whatever the mask
+
+Estimated seconds of forward plus backward, from the speeds in ``kernels.backends.devices``; meaningful only relative to
+each other. Pure Python on shapes, cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_plugin.engine.core.layout import Segments, sort_positions
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.engine.core.tiles import Tile, tiles_up_to
+from cp_plugin.engine.kernels.backends import AnyBackend, devices
+from cp_plugin.engine.kernels.backends.devices import Family, Rate
+
+MOST = 256
+"""Blocks of more tiles go to our own kernel."""
+_BLOCK = 128
+"""Approximate kernel block size."""
+_LAUNCHES, _OWN_LAUNCHES = 10, 3
+"""Per tile: kernel, sign of the log-sum-exp, merge; three kernels, dense log-sum-exp, three sums. Own: one forward, two
+backward.
+"""
+_SUMS = 8
+"""Bytes to read and write an element of a float32 running sum."""
+_CPU = torch.device("cpu")
+
+
+class Sizes(NamedTuple):
+    """Sizes of a block's tensors besides tokens."""
+
+    heads: int
+    """Query heads times batch."""
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    itemsize: int
+
+    @classmethod
+    def from_tensors(cls, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
+        """From ``[s, b, h, d]``, ``[s, b, g, d]`` and ``[s, b, g, e]``."""
+        return cls(q.size(1) * q.size(2), q.size(1) * k.size(2), q.size(3), v.size(3), q.element_size())
+
+
+class Speeds(NamedTuple):
+    """Speeds of a library kernel and ours on one GPU."""
+
+    library: Rate
+    own: Rate
+    processors: int
+    bytes_per_s: float
+
+
+class Cost(NamedTuple):
+    """Estimates for a block."""
+
+    tiles: int | None
+    """Library calls per direction; None: not counted."""
+    library_s: float
+    own_s: float
+    why: str
+    """The reason for the choice."""
+
+    @property
+    def by_library(self) -> bool:
+        """Whether the library runs the block."""
+        return self.library_s <= self.own_s
+
+
+def speeds(backend: AnyBackend, device: torch.device) -> Speeds | None:
+    """Speeds for the backend that ``auto`` chose and ours; None if unknown."""
+    return speeds_on(devices.find(device), backend.name, getattr(backend, "generation", None))
+
+
+def speeds_on(family: Family, backend: str, generation: int | None = None) -> Speeds | None:
+    """The same for a GPU family."""
+    line, scale = family.candidate(backend, generation), family.scale
+    if line is None or line.rate is None or scale is None:
+        return None
+    return Speeds(line.rate, scale.own, scale.processors, scale.bytes_per_s)
+
+
+@lru_cache(maxsize=1024)
+def cost(rows: Segments, keys: Segments, mask: Mask, sizes: Sizes, at: Speeds | None, enough: int = 0) -> Cost:
+    """The estimate for a block of these positions.
+
+    Args:
+        at: None: the library runs single tiles only.
+        enough: run length from which our kernels skip sorting.
+    """
+    if at is None and (mask.windowed or mask.packed):
+        return Cost(None, 1.0, 0.0, "a sliding window or packed documents")
+    (q_runs, q_order), (k_runs, k_order) = sort_positions(rows, _CPU), sort_positions(keys, _CPU)
+    found = tiles_up_to(MOST, q_runs, k_runs, mask)
+    if found is None:
+        return Cost(None, 1.0, 0.0, f"more than {MOST} tiles")
+    parts = [part for tile in found for part in tile.cut()]
+    if len(parts) <= 1:
+        return Cost(len(parts), 0.0, 1.0, "one tile")
+    if at is None:
+        return Cost(len(parts), 1.0, 0.0, "several tiles")
+    tokens = [sum(map(len, side)) for side in (rows, keys)]
+    unsorted = [0 if order is None else n for order, n in zip((q_order, k_order), tokens, strict=True)]
+    library, own = estimate_tiles(found, *tokens, *unsorted, sizes, at)
+    short = [n if min(map(len, side)) < enough else 0 for side, n in zip((rows, keys), unsorted, strict=True)]
+    own += _ordering(*short, sizes, at)
+    return Cost(len(parts), library, own, f"{library * 1e3:.3g} ms in tiles, {own * 1e3:.3g} ms in one launch")
+
+
+def estimate_tiles(
+    found: Sequence[Tile], rows: int, keys: int, unsorted_rows: int, unsorted_keys: int, sizes: Sizes, at: Speeds
+) -> tuple[float, float]:
+    """Seconds of a library, which sorts tokens first, and of our kernel without sorting, for a block of these."""
+    library = sum(_tile(part, sizes, at) for tile in found for part in tile.cut())
+    return library + _ordering(unsorted_rows, unsorted_keys, sizes, at), _own(found, rows, keys, sizes, at)
+
+
+def _tile(tile: Tile, sizes: Sizes, at: Speeds) -> float:
+    rows, keys = len(tile.q), len(tile.k)
+    products = _products(_whole_blocks(tile), rows, keys, sizes, at.library, at.processors)
+    nbytes = _elements(rows, keys, sizes) * (sizes.itemsize + _SUMS)
+    if tile.q.step < 0:  # inputs and outputs are copied in reverse
+        nbytes += 3 * _elements(rows, keys, sizes) * 2 * sizes.itemsize
+    return products + nbytes / at.bytes_per_s + _LAUNCHES * devices.LAUNCH_S
+
+
+def _own(found: Sequence[Tile], rows: int, keys: int, sizes: Sizes, at: Speeds) -> float:
+    pairs = sum(tile.pairs for tile in found) + rows * _BLOCK // 2  # each row ends within a block
+    return _products(pairs, rows, keys, sizes, at.own, at.processors) + _OWN_LAUNCHES * devices.LAUNCH_S
+
+
+def _products(pairs: int, rows: int, keys: int, sizes: Sizes, rate: Rate, processors: int) -> float:
+    """Forwards are parallel over blocks of queries, backwards over blocks of keys."""
+    d, e = sizes.head_dim, sizes.v_head_dim
+    busy = (min(1.0, -(-tokens // _BLOCK) * sizes.heads / processors) for tokens in (rows, keys))
+    forward, backward = (each * 1e12 * share for each, share in zip(rate, busy, strict=True))
+    return 2 * pairs * sizes.heads * ((d + e) / forward + (3 * d + 2 * e) / backward)
+
+
+def _whole_blocks(tile: Tile) -> int:
+    rows, keys = (-(-n // _BLOCK) for n in (len(tile.q), len(tile.k)))
+    return _BLOCK**2 * (rows * keys if tile.full else rows * (rows + 1) // 2)
+
+
+def _elements(rows: int, keys: int, sizes: Sizes) -> int:
+    """Elements of out, dq, dk and dv."""
+    size = sizes.head_dim + sizes.v_head_dim
+    return (rows * sizes.heads + keys * sizes.kv_heads) * size
+
+
+def _ordering(rows: int, keys: int, sizes: Sizes, at: Speeds) -> float:
+    """Gather or scatter of q, dout, out, dq, of k and v (twice) and their gradients."""
+    return (_elements(rows, 0, sizes) * 2 + _elements(0, keys, sizes) * 3) * 2 * sizes.itemsize / at.bytes_per_s

@@ -1,0 +1,123 @@
+"""Cost of document parts under a causal mask: (query, key) pairs and keys from other ranks, in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Intervals = list[tuple[int, int]]
+"""Parts (start, stop) of one document on one rank: increasing, not touching."""
+
+
+class Pairs:
+    """Causal work: the keys seen by the first tokens of a document."""
+
+    def __init__(self, left: int | None) -> None:
+        """left: earlier tokens that a token sees; None: all of its document."""
+        self.left = left
+        self.seen = None if left is None else left + 1
+
+    def __call__(self, tokens: int) -> int:
+        if self.seen is None or tokens <= self.seen:
+            return tokens * (tokens + 1) // 2
+        return self.seen * (self.seen + 1) // 2 + (tokens - self.seen) * self.seen
+
+    def many(self, tokens: Ints) -> Ints:
+        """Vectorised ``__call__``."""
+        if self.seen is None:
+            return tokens * (tokens + 1) // 2
+        seen = np.minimum(tokens, self.seen)
+        return seen * (seen + 1) // 2 + (tokens - seen) * self.seen
+
+    def tokens(self, pairs: int) -> int:
+        """The most tokens that see at most so many keys in total."""
+        full = None if self.seen is None else self.seen * (self.seen + 1) // 2
+        if full is None or pairs <= full:
+            return (isqrt(8 * pairs + 1) - 1) // 2
+        assert self.seen is not None
+        return self.seen + (pairs - full) // self.seen
+
+    def count(self, parts: Iterable[tuple[int, int]]) -> int:
+        """Work of these parts of one document."""
+        return sum(self(stop) - self(start) for start, stop in parts)
+
+    def missing(self, parts: Intervals) -> int:
+        """Keys that these parts of a document see and do not contain."""
+        if self.left is None:
+            return parts[-1][1] - sum(stop - start for start, stop in parts) if parts else 0
+        found = end = 0
+        for start, stop in parts:
+            found += start - max(0, start - self.left, end) if start > end else 0
+            end = stop
+        return found
+
+    def heads(self, start: int, stop: int, tokens: int, work: int) -> int:
+        """How many of ``tokens`` to take from the start (the rest from the stop) for this much work."""
+        if self.left is None:  # linear in the answer: the squares cancel
+            apart = stop - start - tokens
+            most = tokens * (2 * stop - tokens + 1) // 2
+            return max(0, min(tokens, (most - work) // apart)) if apart > 0 else tokens
+        low, high = 0, tokens
+        while low < high:
+            x = (low + high) // 2
+            if self.count([(start, start + x), (stop - tokens + x, stop)]) <= work:
+                high = x
+            else:
+                low = x + 1
+        return low
+
+    def moved(self, stop: int, start: int, tokens: int) -> int:
+        """Work of the last tokens before ``stop`` minus that of the first ones from ``start``."""
+        return self(stop) - self(stop - tokens) - self(start + tokens) + self(start)
+
+    def exchanged(self, stop: int, start: int, most: int, work: int) -> int:
+        """The fewest tokens (at most ``most``) for which ``moved`` is about ``work``; 0 if none."""
+        apart = stop - start
+        longest = min(most, apart // 2)
+        if longest <= 0:
+            return 0
+        if self.left is None:  # moved is n (apart - n)
+            square = apart * apart - 4 * work
+            return min(longest, (apart - isqrt(square)) // 2) if square > 0 else longest
+        low, high = 0, longest
+        while low < high:
+            n = (low + high) // 2
+            low, high = (low, n) if self.moved(stop, start, n) >= work else (n + 1, high)
+        return low
+
+
+def traffic(document: Ints, start: Ints, stop: Ints, rank: Ints, left: int | None, size: int) -> Ints:
+    """Keys sent between ranks, each once: ``[receiver, sender]``.
+
+    document, start, stop, rank: of each piece; a piece needs the keys before it that its rank does not hold.
+    """
+    by_rank = np.lexsort((start, document, rank))
+    d, end, r = document[by_rank], start[by_rank], rank[by_rank]
+    same = np.zeros(len(d), bool)
+    same[1:] = (d[1:] == d[:-1]) & (r[1:] == r[:-1])
+    held = np.where(same, np.concatenate([[0], stop[by_rank][:-1]]), 0)
+    begin = held if left is None else np.maximum(held, end - left)
+    gaps = np.flatnonzero(begin < end)
+    d, begin, end, r = d[gaps], begin[gaps], end[gaps], r[gaps]
+
+    line = np.lexsort((start, document))  # all pieces in document order, without gaps
+    width = int(stop.max()) + 1
+    at = (document * width + start)[line]
+    first = np.searchsorted(at, d * width + begin, side="right") - 1
+    after = np.searchsorted(at, d * width + end)
+    count = after - first
+    gap = np.repeat(np.arange(len(gaps)), count)
+    piece = line[np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)]
+    keys = np.minimum(stop[piece], end[gap]) - np.maximum(start[piece], begin[gap])
+    found = np.zeros((size, size), np.int64)
+    np.add.at(found, (r[gap], rank[piece]), keys)
+    return found
+
+
+def busy(traffic: Ints) -> list[int]:
+    """Keys received or sent by each rank, whichever is more (links are full duplex). traffic: from ``traffic``."""
+    return np.maximum(traffic.sum(0), traffic.sum(1)).tolist()

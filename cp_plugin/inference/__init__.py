@@ -1,6 +1,0 @@
-"""Context-parallel inference: prefill by any provider, a sharded KV cache, tree-reduced decode."""
-
-from cp_plugin.inference.session import Session
-from cp_plugin.inference.slots import CacheFullError, Slots, slots_for
-
-__all__ = ["CacheFullError", "Session", "Slots", "slots_for"]

@@ -1,0 +1,255 @@
+"""Contestants by name: any provider with options, and upstream peers; and the ideal that they are compared with.
+
+ring                                  a provider with default options
+attention2d:grid=8x8,head_parallel=4  with options
+torch-ring:rotate=alltoall,hops=p2p   PyTorch's experimental context parallelism, see ``torch_ring``
+te-a2a+p2p                            Transformer Engine's, see ``te_peer``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.calls import Inputs, Setup, call_kernel, call_through_autograd, settled, shapes
+from cp_plugin.engine.common.names import one_of
+from cp_plugin.engine.common.text import show_option
+from cp_plugin.engine.core.block import Block, Scores
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.kernels import backends, blocks
+from cp_plugin.engine.linear.kernels import KERNELS
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.protocol import Kind
+from cp_plugin.tools.bench import te_peer
+from cp_plugin.tools.bench.cases import Case
+from cp_plugin.tools.tables import settings
+
+TORCH = "torch-ring"
+_TE = "te-"
+PEERS = (TORCH, *(f"{_TE}{comm_type}" for comm_type in te_peer.COMM_TYPES))
+_TORCH_CHOICES = {"rotate": ("alltoall", "allgather"), "hops": ("alltoall", "p2p")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The name of a provider or a peer, with options."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def provided(self) -> bool:
+        """Whether it is one of this project's providers."""
+        return self.name not in PEERS
+
+    @property
+    def kind(self) -> Kind:
+        return providers.get(self.name).kind if self.provided else "softmax"
+
+    @classmethod
+    def parse(cls, text: str, flag: str = "--provider") -> Self:
+        """Parse ``name[:option=value[,option=value]]``; ValueError names the invalid part."""
+        name, _, rest = text.partition(":")
+        try:
+            one_of(flag, name, [*providers.names(), *providers.names("linear"), *PEERS])
+            options = dict(_option(name, part) for part in rest.split(",")) if rest else {}
+        except ValueError as error:
+            raise ValueError(f"{flag} {text}: {str(error).removeprefix(f'{flag} {name}: ')}") from None
+        return cls(name=name, options=tuple(options.items()))
+
+    def __str__(self) -> str:
+        chosen = ",".join(f"{key}={_text(key, value)}" for key, value in self.options)
+        return f"{self.name}:{chosen}" if chosen else self.name
+
+    def missing(self, device: str) -> str | None:
+        """Why a peer is not available here, or None; providers always are."""
+        if self.provided:
+            return None
+        if self.name != TORCH:
+            return te_peer.missing(device)
+        try:
+            from cp_plugin.tools.bench import torch_ring  # noqa: F401
+        except ImportError as error:
+            return f"PyTorch {torch.__version__} has it elsewhere, or not at all: {error}"
+        return None
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Why a peer cannot do this problem, or None."""
+        if self.name != TORCH:
+            return te_peer.unsupported(self.name.removeprefix(_TE), problem)
+        if problem.window is not None or problem.documents:
+            return f"PyTorch's ring has no {'documents' if problem.documents else 'sliding window'}"
+        if problem.dtype == torch.float64:
+            return "PyTorch's ring merges in float32"
+        if problem.v_head_dim != problem.head_dim:
+            return "PyTorch's ring takes keys and values of one size"
+        return None
+
+    def setup(self, problem: Problem) -> Setup:
+        """A provider with all options settled; ValueError for options that do not fit."""
+        return settled(providers.get(self.name), problem, Options(**dict(self.options)))
+
+    def peer(self, problem: Problem) -> Contestant:
+        """Set a peer up on this rank; collective over all ranks."""
+        if self.name != TORCH:
+            return te_peer.TransformerEngine(self.name.removeprefix(_TE), problem)
+        from cp_plugin.tools.bench.torch_ring import TorchRing
+
+        return TorchRing(dist.group.WORLD, causal=problem.causal, **dict(self.options))
+
+
+def _option(name: str, part: str) -> tuple[str, Any]:
+    key, equals, value = part.partition("=")
+    declared = {} if name in PEERS else providers.registry().options
+    known = _TORCH_CHOICES if name == TORCH else declared
+    if key not in known or not equals or not value:
+        raise ValueError(f"{part!r} is not option=value; options of {name} are {', '.join(known) or 'none'}")
+    if name == TORCH:
+        if value not in _TORCH_CHOICES[key]:
+            raise ValueError(f"{key} must be one of {', '.join(_TORCH_CHOICES[key])}")
+        return key, value
+    option = declared[key]
+    if key == "backend":
+        one_of(key, value, (*backends.names(), *KERNELS))
+        return key, value
+    if option.choices and value != option.unset:
+        one_of(key, value, option.choices)
+    try:
+        return key, option.parse(value)
+    except ValueError:
+        raise ValueError(f"{key} must be {option.accepted}, or {option.unset}, not {value!r}") from None
+
+
+def _text(key: str, value: Any) -> str:
+    return providers.registry().options[key].unset if value is None else show_option(value)
+
+
+class Contestant(Protocol):
+    """One way to compute attention over all ranks. Whole tensors are ``[s, b, heads, d]``."""
+
+    @property
+    def settings(self) -> str:
+        """The chosen options, in a few words."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The reasons for them, a sentence each."""
+
+    def shard(self, x: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, in the contestant's own order of dimensions."""
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """A part ``[s / size, b, heads, d]`` in that order."""
+
+    def step(self, x: Inputs, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
+        """Forward, ``between``, and backward on this rank's parts: ``testing.oracle.tensors``."""
+
+    def booked(self) -> int | None:
+        """Bytes this rank has sent since the last call, by its ledger; None without one."""
+
+
+class Provided:
+    """A provider of this project, as a ``Contestant``."""
+
+    def __init__(self, cp: ContextParallel, setup: Setup, problem: Problem, cu_seqlens: Tensor | None = None) -> None:
+        self._cp, self._problem, self._cu_seqlens = cp, problem, cu_seqlens
+        self.settings, self.notes = settings(setup), tuple(setup.why)
+
+    def shard(self, x: Tensor) -> Tensor:
+        return x if x.dim() == 1 else self._cp.shard(x).contiguous()  # a decay per head has no token dimension
+
+    def arranged(self, x: Tensor) -> Tensor:
+        return x
+
+    def step(self, x: Inputs, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
+        leaves = Inputs(*(None if y is None else y.detach().requires_grad_() for y in x))
+        return call_through_autograd(self._cp, leaves, self._problem, between, self._cu_seqlens)
+
+    def booked(self) -> int:
+        sent = self._cp.mesh.ledger.bytes()
+        self._cp.mesh.ledger.reset()
+        return sent
+
+
+class Share(NamedTuple):
+    factor: float
+    """1 / size of all the work, over the work of one step."""
+    step: Callable[..., tuple[Tensor, ...]]
+    """Forward, the callback that it is given, backward."""
+
+
+def share(case: Case, setup: Setup | None, device: torch.device) -> Share:
+    """The ideal: a rank's share of the work in one call of the same kernel, without communication.
+
+        softmax   1 / size of the heads; where they do not divide, as many queries of all heads as a rank has tokens,
+                  taken where they see 1 / size of all pairs, and the keys that they see
+        linear    as many tokens as a rank has
+
+    For a provider's kernel, or, without a setup, for a peer's: the one of ``--cp-backend auto``. All ranks compute at
+    the same time, so ranks that share a processor share it in the ideal, too.
+    """
+    if setup is not None and setup.provider.kind == "linear":
+        return _linear_share(case, setup, device)
+    return _softmax_share(case, Options() if setup is None else setup.options, device)
+
+
+def random_parts(problem: Problem, tokens: int, device: torch.device) -> Inputs:
+    """Random inputs of this many tokens."""
+    like = shapes(problem, tokens)
+    q, k, v, dout = (torch.randn_like(x, device=device) for x in like[:4])
+    decay = None if like.log_decay is None else -torch.rand_like(like.log_decay, device=device, dtype=torch.float32)
+    return Inputs(q, k, v, dout, decay)
+
+
+class Run(NamedTuple):
+    """Consecutive queries."""
+
+    first: int
+    pairs: int
+    """Visible (query, key) pairs."""
+
+
+def busy_as_one_rank(case: Case) -> Run:
+    """The first run of as many queries as a rank has whose visible pairs come closest to 1 / size of all."""
+    first, last = case.visible
+    rows = case.problem.seq_length // case.problem.size
+    before = np.concatenate(([0], np.cumsum(last - first)))
+    pairs = before[rows:] - before[:-rows]
+    number = int(np.abs(pairs - case.pairs / case.problem.size).argmin())
+    return Run(number, int(pairs[number]))
+
+
+def _softmax_share(case: Case, options: Options, device: torch.device) -> Share:
+    problem, size = case.problem, case.problem.size
+    whole = range(problem.seq_length)
+    if problem.heads % size == 0 and problem.kv_heads % size == 0:
+        rows, keys, factor = whole, whole, 1.0
+        problem = replace(problem, heads=problem.heads // size, kv_heads=problem.kv_heads // size)
+    else:
+        run, (first, last) = busy_as_one_rank(case), case.visible
+        rows = whole[run.first : run.first + len(whole) // size]
+        keys = whole[int(first[rows].min()) : int(last[rows].max())]
+        factor = case.pairs / size / run.pairs
+    block = Block((rows,), (keys,), case.mask, Scores(problem.head_dim**-0.5))
+    q, _, _, dout, *_ = random_parts(problem, len(rows), device)
+    _, k, v, *_ = random_parts(problem, len(keys), device)
+    kernel = blocks.choose(options, problem, device).kernel
+    return Share(factor, lambda between=lambda: None: call_kernel(kernel, (q, k, v, dout), block, between=between))
+
+
+def _linear_share(case: Case, setup: Setup, device: torch.device) -> Share:
+    tokens = case.problem.seq_length // case.problem.size
+    alone = replace(case.problem, size=1, seq_length=tokens)
+    ends = (*(b for b in case.bounds if b < tokens), tokens) if case.bounds else ()
+    cp = ContextParallel(setup.provider, group=None, backend=setup.options.backend)
+    provided = Provided(cp, setup, alone, torch.tensor(ends) if ends else None)
+    return Share(1.0, partial(provided.step, random_parts(case.problem, tokens, device)))

@@ -1,0 +1,261 @@
+"""``cp-plugin doctor``: installed libraries, and one tile of every kernel on every device.
+
+With ``--megatron DIR``: what the plugin would replace in a Megatron, and whether it is as needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from itertools import product, starmap
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from cp_plugin.engine.attention import calls
+from cp_plugin.engine.common.versions import MEGATRON_RANGE, TORCH_MINIMUM, megatron_supported, torch_supported
+from cp_plugin.engine.core.dtypes import dtype_name
+from cp_plugin.engine.core.mask import CAUSAL
+from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import CallInfo, Problem
+from cp_plugin.engine.kernels import backends, blocks
+from cp_plugin.engine.kernels.backends import AnyBackend
+from cp_plugin.testing import oracle
+from cp_plugin.tools import flags, output
+from cp_plugin.tools.output import new_console, print_lines, print_table, print_verdict
+
+_OPTIONAL = {
+    "transformer-engine": "FP8 and fused layers on CUDA; ci/gpu/build_te.sh, or pip install 'cp-plugin[te]'",
+    "flash-attn": "FlashAttention-2 on CUDA; pip install 'cp-plugin[flash]' (takes hours to build)",
+    "flash_attn_3": "FlashAttention-3 on Hopper; build hopper/ of github.com/Dao-AILab/flash-attention",
+    "flash-attn-4": "FlashAttention-4 on Blackwell; pip install --pre flash-attn-4",
+    "triton": "tile kernels on CUDA; comes with torch, or pip install 'cp-plugin[triton]'",
+    "nvidia-modelopt": "quantisation; pip install 'cp-plugin[modelopt]'",
+    "megatron-bridge": "NeMo; pip install 'cp-plugin[nemo]'",
+    "matplotlib": "plots; pip install 'cp-plugin[plot]'",
+}
+_APEX_ADVICE = (
+    "optional: NVIDIA Apex speeds up norms and optimizers. Build it from github.com/NVIDIA/apex; "
+    "never `pip install apex`, which is an unrelated project"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """A library that the plugin can use, or one tile of one kernel, forward and backward, against float64."""
+
+    name: str
+    found: str
+    """The version of a library; the device and dtype of a tile."""
+    result: str = ""
+    """What to do about a library; what a tile gave."""
+    works: bool | None = True
+    """None: not installed, or not for this device or dtype."""
+    needed: bool = True
+    """Whether the plugin cannot work without it, ``auto`` chooses it here, or others are compared with it."""
+
+    @property
+    def ok(self) -> bool:
+        return self.works is not False or not self.needed
+
+
+def show(console: Console, *, everything: bool) -> bool:
+    """Print the findings; return whether everything required works here.
+
+    everything: list unavailable libraries and kernels in full, not in a line.
+    """
+    facts = [*library_checks(), *kernel_checks()]
+    rows = [
+        ((fact.name, fact.found, fact.result), "red" if fact.works is False else "")
+        for fact in facts
+        if everything or fact.works is not None
+    ]
+    print_table(console, "Libraries, and one tile of each attention kernel", ("what", "here", "result"), rows)
+    shown = {cells[0] for cells, _ in rows}
+    if idle := [name for name in dict.fromkeys(fact.name for fact in facts) if name not in shown]:
+        where = "not here" if torch.cuda.is_available() else "not here, without a GPU"
+        print_lines(console, f"{where}: {', '.join(idle)}; --all shows why, and how to get them")
+    if spare := dict.fromkeys(fact.name for fact in facts if fact.works is False and fact.ok):
+        print_lines(console, f"broken, but never chosen automatically: {', '.join(spare)}", style="bold yellow")
+    broken = dict.fromkeys(fact.name for fact in facts if not fact.ok)
+    print_verdict(not broken, ", ".join(broken) or "everything required works here", console)
+    return not broken
+
+
+def library_checks() -> list[Fact]:
+    """All libraries that the plugin can use, required ones first."""
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    version = _version("megatron-core")
+    return [
+        Fact(
+            name="torch",
+            found=f"{torch.__version__}, {devices} CUDA device{'' if devices == 1 else 's'}",
+            result="" if (ok := torch_supported(torch.__version__)) else f"needs torch {TORCH_MINIMUM} or newer",
+            works=ok,
+        ),
+        Fact(
+            name="megatron-core",
+            found=version or "no",
+            result="" if (ok := version is not None and megatron_supported(version)) else f"needs {_MEGATRON}",
+            works=ok,
+        ),
+        *starmap(_optional, _OPTIONAL.items()),
+        _apex(),
+    ]
+
+
+_MEGATRON = f"megatron-core {MEGATRON_RANGE}: pip install 'megatron-core{MEGATRON_RANGE}'"
+
+
+def kernel_checks() -> list[Fact]:
+    """Run one causal tile with grouped heads through every backend that claims it, on every device and dtype."""
+    names = [name for name in backends.names() if name != "auto"]
+    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
+    every = product(devices, names, (torch.float32, torch.bfloat16, torch.float16))
+    return [_run_tile(backends.get(name), device, dtype) for device, name, dtype in every]
+
+
+def _optional(name: str, advice: str) -> Fact:
+    version = _version(name)
+    if version is None:
+        return Fact(name=name, found="no", result=f"optional: {advice}", works=None)
+    return Fact(name=name, found=version)
+
+
+def _apex() -> Fact:
+    found = _distribution("apex")
+    if found is None:
+        return Fact(name="NVIDIA Apex", found="no", result=_APEX_ADVICE, works=None)
+    files = {str(f).split("/")[1] for f in found.files or () if str(f).startswith("apex/") and "/" in str(f)}
+    if "normalization" in files:
+        return Fact(name="NVIDIA Apex", found=found.version)
+    advice = "this is PyPI's unrelated `apex`, which Megatron would mistake for NVIDIA's: pip uninstall apex"
+    return Fact(name="NVIDIA Apex", found=f"WRONG: {found.version}", result=advice, works=False)
+
+
+_ROUNDING = 0.2
+"""Relative error of kernels that round to float8: gradients keep two bits of mantissa there."""
+
+
+def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> Fact:
+    said = backends.about(backend)
+    problem = Problem(size=1, heads=4, kv_heads=2, head_dim=64, seq_length=128, dtype=dtype)
+    chosen = blocks.choose(Options(), Problem(size=1, head_dim=64, dtype=dtype), device).backends
+    libraries = ", ".join(f"{name} {_version(name) or 'not installed'}" for name in said.packages)
+
+    def fact(result: str, works: bool | None) -> Fact:
+        result += f" ({libraries})" if libraries else ""
+        needed = backend.name in ("reference", *chosen)
+        found = f"{device.type} {dtype_name(dtype)}"
+        return Fact(name=backend.name, found=found, result=result, works=works, needed=needed)
+
+    reason = backend.unsupported(CallInfo(device, dtype, 64, 64))
+    if reason is not None:
+        return fact(f"not here: {reason}", None)
+    case = oracle.make_case(problem)
+    try:
+        kernel = blocks.kernel(backend, problem, device, auto=False)
+        got = calls.call_kernel(kernel, tuple(x.to(device) for x in case.inputs[:4]), CAUSAL)
+    except Exception as failure:  # a kernel of another library may raise anything
+        return fact(f"fails: {type(failure).__name__}: {failure}", False)
+    error = max(oracle.relative_errors(got, case.want).values())
+    tolerance = max(8 * torch.finfo(dtype).eps, _ROUNDING if said.in_fp8 else 0.0)
+    if error <= tolerance:
+        return fact(f"works, relative error {error:.1e}", True)
+    return fact(f"WRONG: relative error {error:.1e}, not {tolerance:.1e}", False)
+
+
+def _version(name: str) -> str | None:
+    found = _distribution(name)
+    return found.version if found is not None else None
+
+
+def _distribution(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+_STATES = {"broken": "red", "absent": "dim", "checked": ""}
+
+
+def examine(folder: str, words: Sequence[str]) -> dict[str, Any]:
+    """What ``megatron.patches.doctor`` finds, which imports Megatron into this process. ValueError for a folder without
+    Megatron, an unsupported version, or wrong flags; and if Megatron fails."""
+    from cp_plugin.megatron.patches.doctor import examined
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):  # notices, warnings, usage
+            return examined(folder, words)
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:  # a Megatron of another version may raise anything; argparse exits
+        why = said.getvalue().strip().rpartition("\n")[2] if isinstance(error, SystemExit) else repr(error)
+        raise ValueError(f"--megatron {folder}: Megatron could not be examined: {why}") from None
+
+
+def stops(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The symbols for which a run would not start."""
+    return [one for one in found["symbols"] if one["state"] == "broken" and one["needed"] and not one["late"]]
+
+
+def show_megatron(console: Console, found: dict[str, Any], folder: str) -> None:
+    """Print the table, what its words mean, every broken contract, and whether a run would start."""
+    rows = [
+        ((one["state"], one["contract"], one["symbol"], one["for"]), _STATES[one["state"]]) for one in found["symbols"]
+    ]
+    title = f"megatron-core {found['version']} in {folder}: what a run would replace"
+    print_table(console, title, ("state", "contract", "symbol", "what for"), rows)
+    counts = Counter(one["state"] for one in found["symbols"])
+    print_lines(console, f"checked, what the plugin relies on is there: {counts['checked']}")
+    if counts["absent"]:
+        print_lines(console, f"absent, not in this version, and not needed: {counts['absent']}")
+    broken = [one for one in found["symbols"] if one["state"] == "broken"]
+    for one in broken:
+        print_lines(console, "", *one["broken"].splitlines())
+    stopping = stops(found)
+    others = [one["for"] for one in broken if one not in stopping]
+    verdict = f"{len(stopping)} broken: a run would not start" if stopping else "a run would start"
+    print_verdict(not stopping, verdict + "".join(f"; broken: {what}" for what in others), console)
+
+
+def doctor(
+    everything: Annotated[
+        bool, typer.Option("--all", help="also list libraries and kernels that are not available here")
+    ] = False,
+    megatron: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="examine this Megatron-LM checkout, or unpacked wheel, instead"),
+    ] = None,
+    as_json: output.AsJson = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="WORDS", help="with --megatron, after --: the flags of a run; default: examine everything"
+        ),
+    ] = None,
+) -> None:
+    """Show what is installed, which attention kernels work here, and how to get what is missing."""
+    with flags.errors_in_one_line(translated=False):
+        if megatron is None and (words or as_json):
+            given = " ".join([*(words or []), *(["--json"] if as_json else [])])
+            raise ValueError(f"{given} has no effect without --megatron DIR: add it, or leave this out")
+        if megatron is not None and everything:
+            raise ValueError("--all has no effect with --megatron: leave it out")
+        found = {} if megatron is None else examine(megatron, words or [])
+    console = new_console()
+    if megatron is None:
+        works = show(console, everything=everything)
+    else:
+        output.show(as_json, lambda: found, lambda: show_megatron(console, found, megatron))
+        works = not stops(found)
+    if not works:
+        raise typer.Exit(1)

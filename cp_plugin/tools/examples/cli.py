@@ -1,0 +1,117 @@
+"""The ``cp-plugin example`` command: tables of published experiments, and Megatron's flags or the self-contained script
+of one, which runs on every node."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from enum import StrEnum
+from importlib.resources import files
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cp_plugin.tools import flags
+from cp_plugin.tools.examples.config import Example, Experiment, examples, load, words
+from cp_plugin.tools.output import Cells, new_console, print_lines, print_table
+
+Printed = StrEnum("Printed", ["sh", "flags"])
+
+
+def example(
+    name: Annotated[str | None, typer.Argument(help="an example; default: list all")] = None,
+    variant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="a variant of the example; default: its first")
+    ] = None,
+    seq_length: Annotated[
+        int | None, typer.Option(help="tokens of one sequence; default: the example's first length")
+    ] = None,
+    printed: Annotated[
+        Printed | None, typer.Option("--print", help="print the script for each node (sh), or only the flags")
+    ] = None,
+) -> None:
+    """Show or print a published experiment."""
+    with flags.errors_in_one_line():
+        if printed is None:
+            flags.refuse(
+                {"--variant": variant, "--seq-length": seq_length}, "has no effect without --print sh or flags"
+            )
+            if name is None:
+                print_examples(new_console(), examples())
+            else:
+                print_example(new_console(), load(name))
+            return
+        if name is None:
+            raise ValueError("NAME is missing: cp-plugin example shows all examples")
+        chosen = load(name).experiment(variant)
+        if printed == Printed.flags:
+            print("\n".join(shlex.join(line) for line in words(chosen.with_length(seq_length))))
+        else:
+            print(render(chosen, seq_length), end="")
+
+
+def print_examples(console: Console, examples: Iterable[Example]) -> None:
+    rows = [(_row(example), "") for example in examples]
+    print_table(console, "Examples", ("name", "GPUs", "method", "tokens", "variants", "what"), rows)
+    print_lines(console, "\nMore about one of them: cp-plugin example NAME")
+
+
+def print_example(console: Console, example: Example) -> None:
+    base, *others = every = [example.experiment(variant) for variant in example.variants]
+    print_lines(console, f"{base.title} ({base.paper}{', ' + base.section if base.section else ''})\n")
+    for paragraph in base.about.strip().split("\n\n"):
+        print_lines(console, " ".join(paragraph.split()) + "\n")
+    rows = [((one.variant, one.planner_model, str(one.devices), _provider(one), _lengths(one)), "") for one in every]
+    print_table(console, "Variants", ("variant", "model", "GPUs", "method", "tokens"), rows)
+    other = others[-1] if others else base
+    print_lines(
+        console,
+        f"\nNext: cp-plugin example {example.name} --print sh: the script for each node; --print flags: Megatron's "
+        f"flags; of another variant or length: --variant {other.variant} --seq-length {other.lengths[-1]}",
+    )
+
+
+def render(experiment: Experiment, seq_length: int | None = None) -> str:
+    """Return ``train.sh`` with the experiment's flags."""
+    chosen = experiment.with_length(seq_length)
+    fields = {
+        "title": experiment.title,
+        "name": experiment.name,
+        "variant": shlex.quote(experiment.variant),
+        "nodes": str(experiment.cluster.nodes),
+        "per_node": str(experiment.cluster.per_node),
+        "flags": "\n".join(f"  {shlex.join(line)}" for line in words(chosen)),
+        "connections": "8" if chosen.get("use-megatron-fsdp") else "1",
+    }
+    text = files("cp_plugin.tools.examples").joinpath("train.sh").read_text(encoding="utf-8")
+    for field, value in fields.items():
+        text = text.replace(f"@{field}@", value)
+    return text
+
+
+def _row(example: Example) -> Cells:
+    base = example.experiment()
+    others = ", ".join(example.variants[1:])
+    return (example.name, str(base.devices), _provider(base), _lengths(base), others, base.title)
+
+
+def _provider(one: Experiment) -> str:
+    own = one.flags
+    linear, pattern = own.get("cp-linear-attention"), str(own.get("cp-layer-pattern", "L"))
+    if not linear:
+        return str(own.get("cp-provider", "upstream"))
+    found = f"{own.get('cp-linear-provider', 'lasp2')} ({linear}, {pattern})"
+    return f"{found}, {own.get('cp-provider', 'all_gather')}" if "N" in pattern else found
+
+
+def _lengths(one: Experiment) -> str:
+    few = [_tokens(n) for n in (min(one.lengths), max(one.lengths))]
+    return few[0] if few[0] == few[1] else " to ".join(few)
+
+
+def _tokens(n: int) -> str:
+    for size, unit in ((2**20, "M"), (2**10, "k")):
+        if n % size == 0:
+            return f"{n // size}{unit}"
+    return f"{n:,}"

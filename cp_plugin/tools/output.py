@@ -1,0 +1,176 @@
+"""What all commands write in the same way: tables and lines within the width of the terminal, errors, and the verdict;
+JSON (``--json [FILE]``) instead of tables or besides; and files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cp_plugin.engine.common.text import either, wrap_for_terminal
+
+Cells = tuple[str, ...]
+REASONS = ("cannot: ", "DIFFERS: ", "FAIL: ")
+"""Beginnings of a cell that says why a row has no result."""
+WIDTH = 100
+"""Columns where the output is not a terminal and COLUMNS is not set."""
+_UNITS = re.compile(r"(?<=\d) +(?=[^ \d(])")
+"""Between a number and its unit."""
+_WITHIN_FLAGS = re.compile(r" +(?! |--)")
+_UNBROKEN = "\xa0"
+
+
+def new_console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """The console of a command."""
+    return Console(stderr=stderr, quiet=quiet, width=shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tuple[Cells, str]]) -> None:
+    """Print rows of (cells, style), wrapped between words to the console's width.
+
+    Empty columns are left out; rows may be shorter than the columns. Rows with a cell ``cannot: ...``, or another of
+    ``REASONS``, are listed below the table by reason.
+    """
+    missing = ("",) * len(columns)
+    shown = [((*cells, *missing), style) for cells, style in rows if _reason(cells) is None]
+    filled = [i for i in range(len(columns)) if any(cells[i] for cells, _ in shown)]
+    if title:
+        print_lines(console, title, style="italic")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for i in filled:
+        table.add_column(columns[i], no_wrap=i == 0, overflow="fold")
+    for cells, style in shown:
+        table.add_row(*(Text(cells[i]) for i in filled), style=style)
+    if shown:
+        with console.capture() as printed:
+            console.print(table)
+        console.file.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
+    refused: dict[tuple[str, str], dict[str, None]] = {}
+    for cells, style in rows:
+        if (reason := _reason(cells)) is not None:
+            refused.setdefault((reason, style), {})[cells[0]] = None
+    for (reason, style), names in refused.items():
+        print_lines(console, f"{', '.join(names)}: {reason}", style=style)
+
+
+def _reason(cells: Cells) -> str | None:
+    return next((cell for cell in cells if cell.startswith(REASONS)), None)
+
+
+def _wrapped(text: str, width: int, kept: re.Pattern[str] = _UNITS) -> list[str]:
+    """Lines of at most ``width`` columns, unless a word is longer, indented like the first; spaces in ``kept`` stay."""
+    if len(text) <= width:
+        return [text]
+    indent = " " * (len(text) - len(text.lstrip(" ")))
+    indents = {"initial_indent": indent, "subsequent_indent": indent}
+    whole = kept.sub(_UNBROKEN, text.strip(" "))
+    lines = textwrap.wrap(whole, width, **indents, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_UNBROKEN, " ") for line in lines]
+
+
+def print_lines(console: Console, *lines: str, style: str = "") -> None:
+    """Print lines verbatim, wrapped between words to the console's width."""
+    for text in lines:
+        for line in text.split("\n"):
+            for part in _wrapped(line, console.width):
+                _print(console, part, style)
+
+
+def print_flags(console: Console, title: str, flags: str, style: str = "bold green") -> None:
+    """Print flags to paste into a shell: on several lines that end in a backslash, where one is too long."""
+    _print(console, title, style)
+    _print(console, "    " + " \\\n    ".join(_wrapped(flags, console.width - 6, _WITHIN_FLAGS)), style)
+
+
+def print_verdict(ok: bool, text: str, console: Console | None = None) -> None:
+    """Print the last line: PASS or FAIL, and why; never broken, since scripts read it."""
+    colour, word = ("green", "PASS") if ok else ("red", "FAIL")
+    _print(console or new_console(), f"{word}: {text}", f"bold {colour}")
+
+
+def _print(console: Console, line: str, style: str) -> None:
+    console.print(line, style=style or None, markup=False, highlight=False, soft_wrap=True)
+
+
+PICTURES = (".svg", ".png", ".pdf")
+STDOUT = "-"
+"""The value of ``--json`` without a file."""
+
+
+def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), flag: str = "") -> None:
+    """ValueError for an unwritable file or a wrong suffix; ``kind`` of file and ``flag``: for the message."""
+    if not path.name:
+        example = f"{kind}{suffixes[0] if suffixes else ''}"
+        raise ValueError(f"{flag or path}: name the {kind} to write, such as {example}")
+    if suffixes and path.suffix not in suffixes:
+        listed = either(suffixes)
+        shown = f"{flag} {path}".strip()
+        raise ValueError(f"{shown}: {kind}s are {listed} files; write {path.with_suffix(suffixes[0])}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        shown = f"{flag} {path}".strip()
+        raise ValueError(f"{shown} cannot be written: name a file in an existing folder that you can write to")
+
+
+def json_file(text: str) -> Path:
+    """A file that can be written by the reporting process, or ``STDOUT``; BadParameter for another."""
+    from cp_plugin.testing.ranks import is_first  # it imports torch
+
+    path = Path(text)
+    if text != STDOUT and is_first():
+        try:
+            check_output(path, "file", (".json",), "--json")
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return path
+
+
+AsJson = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="[FILE]", parser=json_file, help="print JSON and nothing else, or write it to FILE too"
+    ),
+]
+
+
+def only_json(to: Path | None) -> bool:
+    """Whether nothing but JSON is printed."""
+    return to is not None and str(to) == STDOUT
+
+
+def error(text: str) -> None:
+    """Print a user's error on stderr; in one line, unless that is a terminal."""
+    typer.echo(wrap_for_terminal(f"error: {text}", sys.stderr), err=True)
+
+
+def show(to: Path | None, as_json: Callable[[], Any], print_tables: Callable[[], None]) -> None:
+    """Print the tables, unless only JSON was asked for; print or write the JSON, if it was."""
+    if not only_json(to):
+        print_tables()
+    if to is None:
+        return
+    text = json.dumps(as_json(), indent=2)
+    if only_json(to):
+        print(text, flush=True)
+    else:
+        to.write_text(f"{text}\n")
+        typer.echo(f"wrote {to}")
+
+
+def verdict(ok: bool, text: str, as_json: Path | None) -> None:
+    """Print the verdict, unless only JSON is printed; exit with status 1 on failure."""
+    if not only_json(as_json):
+        print_verdict(ok, text)
+    if not ok:
+        raise typer.Exit(1)

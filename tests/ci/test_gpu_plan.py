@@ -1,0 +1,323 @@
+"""The plan of ci/gpu/check.sh: which steps have time, what is wrong or not run, and which timings are withheld."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from nightly import nightly
+from processes import alive, wait_until
+
+ROOT = Path(__file__).parents[2]
+HERE = ROOT / "ci/gpu"
+PATHS = os.pathsep.join(map(str, (HERE, ROOT, ROOT / "kernels", ROOT / "tests/kernels")))
+TRITON, FLASH = "kernel triton for heads of 128/128", "kernel sdpa for heads of 128/128"
+
+
+@pytest.fixture
+def plan(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("ci/gpu/plan")
+
+
+def left_by(folder: Path, name: str, **had: object) -> None:
+    """Write the file of an unfinished step, or one with other contents."""
+    nothing = {"finished": False, "error": "", "seconds": 1.0, "checks": [], "figures": [], "not_run": []}
+    (folder / f"{name}.json").write_text(json.dumps({"step": name} | nothing | had))
+
+
+def finished(folder: Path, *steps: str) -> tuple[int, str, str]:
+    """Exit status, output and page."""
+    command = [sys.executable, str(HERE / "report.py"), "finish", str(folder), *steps]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout, (folder / "page.md").read_text()
+
+
+def program(text: str, folder: Path, **environment: str) -> list[str]:
+    """The lines that begin with ``>`` of what a program prints beside the scripts of the check."""
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(folder)],
+        env={**os.environ, "PYTHONPATH": PATHS} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line.removeprefix("> ") for line in done.stdout.splitlines() if line.startswith("> ")]
+
+
+@pytest.mark.parametrize("over", [0.0, 10.0])
+def test_calls_end_in_time_and_have_the_steps_that_teach_most(plan: ModuleType, over: float) -> None:
+    """Even if every step is killed: ``over`` seconds after its cap."""
+
+    def call(budget: int, first: str) -> dict[str, float]:
+        elapsed, caps = 0.0, {}
+        for name in list(plan.PLAN)[list(plan.PLAN).index(first) :]:
+            seconds = plan.cap(name, budget, elapsed, smoke=False)
+            if seconds is None:
+                break
+            caps[name] = seconds
+            elapsed += seconds + over
+        assert elapsed + plan.END_S <= budget
+        return caps
+
+    nine, three = call(540, "environment"), call(180, "extremes")
+    assert {"environment", "our_kernels", "nccl", "megatron_training", "performance", "hot_path"} <= nine.keys()
+    assert {"extremes", "providers"} <= three.keys()
+    assert max(step.seconds for step in plan.PLAN.values()) * plan.LONGER < 600
+
+
+def test_the_page_describes_the_plan(plan: ModuleType) -> None:
+    """Steps in their order, with their caps; estimates that keep them, and a rehearsal of each."""
+    text = (ROOT / "docs/gpu/README.md").read_text().split("## The plan of nine minutes")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert [(row[0].strip("`"), int(row[2])) for row in rows] == [
+        (name, step.seconds) for name, step in plan.PLAN.items()
+    ]
+    assert all(int(estimate) <= int(cap) and rehearsal.isdecimal() for *_, cap, estimate, rehearsal in rows)
+
+
+@pytest.mark.parametrize("how", ["killed 0.5 s after the cap of 3 s for nccl", "the call was stopped"])
+def test_a_step_that_does_not_end_is_killed_with_its_processes(how: str, tmp_path: Path) -> None:
+    """By its cap, or by SIGTERM to the call: what it had stays, in few files, with its last case; nothing is wrong."""
+    (tmp_path / "nccl.py").write_text(
+        "import json, os, pathlib, subprocess, sys, time; child = subprocess.Popen(['sleep', '600'])\n"
+        "out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1])\n"
+        "had = {'finished': False, 'error': '', 'seconds': 1.0, 'figures': [], 'not_run': [], 'now': 'ring, full'}\n"
+        "had['checks'] = [{'group': 'over NCCL', 'name': 'ring', 'ok': True, 'of': [], 'detail': {}}]\n"
+        "(out / 'nccl.json').write_text(json.dumps({'step': 'nccl'} | had))\n"
+        "pathlib.Path(__file__).with_name('child').write_text(str(child.pid)); time.sleep(600)\n"
+    )
+    (tmp_path / "report.py").symlink_to(HERE / "report.py")
+    text = (
+        "import pathlib, sys, plan\n"
+        "plan.HERE, plan.GRACE_S, plan.SMOKE = pathlib.Path(sys.argv[1]), 0.5, 3 / plan.PLAN['nccl'].seconds\n"
+        "sys.argv[1:] = ['--smoke', '--only', 'nccl', '--out', sys.argv[1] + '/out']; sys.exit(plan.main())\n"
+    )
+    command, started = [sys.executable, "-c", text, str(tmp_path)], tmp_path / "child"
+    call = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PATHS}, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: call.poll() is not None or (started.exists() and started.read_text()))
+    if stopped := how == "the call was stopped":
+        call.terminate()
+    output, _ = call.communicate(timeout=30)
+    assert call.returncode == (143 if stopped else 0) and "PASS: nothing is wrong" in output
+    wait_until(lambda: not alive(int(started.read_text())))  # a killed process may take a moment to end
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"check.json", "page.md", "check.log"}
+    page = (tmp_path / "out/page.md").read_text()
+    assert "| over NCCL | 1 | 1 |" in page and f"| the rest of nccl | {how}, during ring, full |" in page
+
+
+def test_only_timings_of_what_is_wrong_are_withheld(tmp_path: Path) -> None:
+    """A kernel alone, and a provider on one kernel."""
+
+    def check(name: str, *of: str) -> dict[str, Any]:
+        return {"group": "checked", "name": name, "ok": False, "of": of, "detail": {"failure": "planted"}}
+
+    def figure(name: str, value: float, *of: str) -> dict[str, Any]:
+        return {"group": "timed", "name": name, "value": value, "wanted": None, "of": of, "detail": {}}
+
+    wrong = [check("triton's forward", TRITON), check("striped on torch's", "provider striped", FLASH)]
+    wrong.append(check("first words"))  # of nothing that is timed
+    kept = {
+        "sdpa": figure("sdpa", 1.01, FLASH),
+        "triton, other heads": figure("triton, other heads", 1.02, "kernel triton for heads of 64/64"),
+        "ring on torch's": figure("ring on torch's", 1.03, "provider ring", FLASH),
+        "striped on cuDNN": figure("striped on cuDNN", 1.04, "provider striped", "kernel cudnn for heads of 128/128"),
+    }
+    gone = [figure("triton", 1.05, TRITON), figure("ring on ours", 1.06, "provider ring", TRITON)]
+    gone.append(figure("striped on torch's", 1.07, "provider striped", FLASH))
+    left_by(tmp_path, "providers", checks=wrong, finished=True)
+    left_by(tmp_path, "performance", figures=[*kept.values(), *gone], finished=True)
+    status, _, page = finished(tmp_path, "providers", "performance")
+    assert status == 1 and "**3 wrong:**" in page
+    assert all(f"| {name} | {one['value']:.3g} |" in page for name, one in kept.items())
+    assert not any(f"{one['value']:.3g}" in page for one in gone)
+    reason = "its timing is withheld, since checked: "
+    assert f"| timed: triton; timed: ring on ours | {reason}triton's forward is wrong |" in page
+    assert f"| timed: striped on torch's | {reason}striped on torch's is wrong |" in page
+
+
+def test_steps_that_end_early(tmp_path: Path) -> None:
+    """One that checks and crashed is wrong, also without a file; one that its cap ended, or that measures, is not."""
+    right = {"group": "backend sdpa", "name": "ring", "ok": True, "of": [], "detail": {"error": 1e-3, "limit": 2e-3}}
+    figure = {"group": "speed", "name": "triton", "value": 0.7, "wanted": [">=", 0.75], "detail": {"ms": 1.25}}
+    left_by(tmp_path, "providers", checks=[right])
+    left_by(tmp_path, "nccl", checks=[right], capped="killed 10 s after its cap")
+    left_by(tmp_path, "performance", figures=[figure])
+    status, output, page = finished(tmp_path, "our_kernels", "nccl", "performance", "providers")
+    assert status == 1
+    assert [line for line in output.splitlines() if line.startswith("WRONG")] == [
+        "WRONG step our_kernels: it left nothing",
+        "WRONG step providers: it crashed: see check.log",
+    ]
+    assert "| backend sdpa | 1 | 1 | 50% |" in page
+    assert "| triton | 0.7 | at least 0.75 | missed | 1.25 |" in page
+    assert "| the rest of nccl | killed 10 s after its cap |" in page and "the rest of performance" in page
+
+
+@nightly
+def test_what_stops_a_case_of_several_ranks(tmp_path: Path) -> None:
+    """Whatever happened first: the end of a rank breaks the connections of others, whose errors come after it. A rank
+    that raises or never comes is wrong; a library that refuses, a compiler, or a cap leaves a case that is not run."""
+    text = """
+import sys, time, types
+import torch.distributed as dist
+from over_ranks import over_ranks
+from record import NotRun, Step
+
+def elsewhere(source, file, module):
+    named = types.ModuleType(module)
+    exec(compile(source, file, "exec"), vars(named))
+    return named.call
+
+def hangs(): time.sleep(60)
+def fails(): raise ValueError("planted")
+def late(): time.sleep(1)
+refuses = elsewhere("def call(): raise RuntimeError('not with this Triton')", "/site/fla/ops.py", "fla.ops")
+mistaken = elsewhere("def call(): raise TypeError('one argument too many')", "/site/fla/ops.py", "fla.ops")
+compiles = elsewhere("def call():\\n import time\\n time.sleep(60)", "/site/triton/compiler/compiler.py", "triton")
+faults = [hangs, fails, refuses, mistaken, compiles]
+
+def each(case):
+    if case % 2 == 0 and dist.get_rank() == 0:
+        late()  # so its time for the next case ends later than rank 1's
+    elif case % 2 == 1:
+        faults[case // 2]() if dist.get_rank() else dist.barrier()
+
+def done(case, found):
+    print(">", case, found, flush=True)
+
+with Step("nccl", ["--smoke", "--out", sys.argv[1]]) as step:
+    over_ranks(step, each, 11, done, ranks=2, case_s=8)
+with Step("nccl", ["--smoke", "--out", sys.argv[1], "--seconds", "2"]) as step:
+    over_ranks(step, lambda case: case and hangs(), 3, done, ranks=2, case_s=20)
+"""
+    lines = program(text, tmp_path)
+    fine = {f"{case} [None, None]" for case in range(0, 11, 2)}
+    assert fine <= {*lines}
+    assert [line for line in lines if line not in fine] == [
+        "1 (False, {'failure': 'ranks [1] did not finish within 8 s; rank 1 in hangs (<string>:12)'})",
+        "3 (False, {'failure': 'rank 1: ValueError: planted'})",
+        "5 (None, {'reason': 'rank 1: RuntimeError: not with this Triton'})",
+        "7 (False, {'failure': 'rank 1: TypeError: one argument too many'})",
+        "9 (None, {'reason': 'ranks [1] were still compiling or autotuning kernels after 8 s'})",
+        "0 [0, 0]",
+        "1 (None, {'reason': 'out of time: the cap of its step'})",
+        "2 (None, {'reason': 'out of time: the cap of its step'})",
+    ]
+
+
+@nightly
+def test_what_ends_a_process_of_cases(tmp_path: Path) -> None:
+    """Its rows so far are kept, and other processes go on."""
+    (tmp_path / "planted.py").write_text(
+        """
+import os, time
+
+def rows(group):
+    yield "group", group, True, {}
+    if group == "device":
+        yield "group", "lost", False, {"failure": "RuntimeError: CUDA error: an illegal memory access"}
+    elif group == "raises":
+        raise ValueError("planted")
+    elif group == "ends":
+        os._exit(7)
+    elif group == "hangs":
+        time.sleep(600)
+    yield "group", f"{group}, again", True, {}
+"""
+    )
+    text = """
+import sys
+sys.path.append(sys.argv[1])
+from planted import rows
+from spread import spread
+
+for group, row in spread(rows, ["device", "raises", "ends", "hangs", "fine"], here=False, seconds=60):
+    print(">", group, row[-2:])
+"""
+    lines = program(text, tmp_path)
+    assert sorted(lines) == sorted(
+        [
+            *(f"{group} (True, {{}})" for group in ("device", "raises", "ends", "hangs", "fine", "fine")),
+            "device (False, {'failure': 'RuntimeError: CUDA error: an illegal memory access'})",
+            "device (None, {'reason': 'the device was lost in lost'})",
+            "raises (False, {'failure': 'ValueError: planted'})",
+            "ends (False, {'failure': 'its process ended with status 7'})",
+            "hangs (None, {'reason': 'out of time: the cap of its step'})",
+        ]
+    )
+
+
+@nightly
+def test_ranks_are_threads_where_nccl_does_not_share_a_gpu(tmp_path: Path) -> None:
+    """Every provider once, then the rest; the page says why, and what is wrong is wrong."""
+    text = """
+import json, pathlib, sys, nccl, over_ranks
+from cp_plugin.engine.methods import registry as providers
+from record import Step
+
+out = sys.argv[1]
+over_ranks.one_over_ranks = lambda *_, **__: (False, {"failure": "Duplicate GPU detected"})
+started = Step.__init__
+def on_one_gpu(step, *given):
+    started(step, *given)
+    step.devices = 1
+Step.__init__ = on_one_gpu
+near, planted = nccl.near, (False, {"failure": "planted"})
+nccl.near = lambda setup, *rest: planted if setup.provider.name == "ring" else near(setup, *rest)
+sys.argv = ["nccl.py", "--smoke", "--out", out]
+try:
+    nccl.main()
+except SystemExit as end:
+    print("> status", end.code)
+step = json.loads(pathlib.Path(out, "nccl.json").read_text())
+every = [*providers.names(), *providers.names("linear")]
+names = [check["name"].split(": ")[1].split()[0] for check in step["checks"]]
+print(">", sorted(names[: len(every)]) == sorted(every), {c["group"] for c in step["checks"]})
+print(">", {c["name"].split(": ")[1].split()[0] for c in step["checks"] if not c["ok"]}, step["checks"][0]["of"])
+print(">", [row for row in step["not_run"] if "Duplicate" in row["reason"]], flush=True)
+"""
+    status, order, wrong, reason = program(text, tmp_path)
+    refused = "4 ranks cannot share 1 GPU here: Duplicate GPU detected"
+    assert status == "status 1"
+    assert order == "True {'ranks as threads, not over Gloo'}"
+    assert wrong.startswith("{'ring'} ['provider ")
+    assert reason == f"[{{'name': 'over Gloo: 4 ranks say their first words', 'reason': '{refused}'}}]"
+
+
+@nightly
+def test_a_training_that_goes_wrong(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong gradient, one too small to be seen among others, a loss of NaN or too many bytes on one rank, or no
+    self-check. In bfloat16 equal losses, by chance, of one rank in both precisions leave a limit."""
+    training = script("ci/gpu/megatron_training")
+    sizes = {"w": torch.ones(8), "q": torch.ones(8) / 1e6}
+    right = training.Trained([4.0, 3.0], sizes, {("forward", "cp"): 8}, {("forward", "cp"): 8}, True)
+    too_many = "rank 3 sent {('forward', 'cp'): 9} bytes instead of {('forward', 'cp'): 8}"
+    wrong = {
+        "w": (3, {"gradients": sizes | {"w": torch.ones(8) + torch.eye(8)[3] / 100}}),
+        "q": (3, {"gradients": sizes | {"q": -sizes["q"]}}),
+        "losses": (3, {"losses": [4.0, float("nan")]}),
+        too_many: (3, {"sent": {("forward", "cp"): 9}}),
+        "rank 0: no self-check": (0, {"checked": False}),
+    }
+    step = training.Step("megatron_training", ["--smoke", "--out", str(tmp_path)])
+    for said, (rank, changed) in {"": (0, {}), **wrong}.items():
+        of_ranks = [right._replace(**changed) if n == rank else right for n in range(4)]
+        monkeypatch.setattr(training, "train", lambda n, *_, of_ranks=of_ranks: of_ranks if n > 1 else [right])
+        training.one_rank.cache_clear()
+        ok, detail = training.compared(training.Run("planted", ""), step)
+        assert (ok, detail.get("failure", detail["tensor"])) == (not said, said or "losses")
+    rounded = right._replace(gradients={name: 1.01 * x for name, x in sizes.items()})
+    limits = training.limits_of(rounded, right)
+    for loss, near in ((4.0001, True), (4.001, False)):
+        ok, detail = training.judged([rounded._replace(losses=[loss, 3.0])], rounded, limits)
+        assert (ok, detail["tensor"]) == (near, "losses")

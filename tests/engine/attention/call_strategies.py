@@ -1,0 +1,165 @@
+"""Random calls of plain torch: methods, masks, documents, sizes, dtypes, wrappers, derivatives, ranks that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from call_cases import CALLS, LOSSES, MODES, OFTEN, PENALTIES, SHARDED, VIEWS, Batch, Trial
+from hypothesis import strategies as st
+from linear_cases import DECAYS
+from mask_cases import trees
+
+from cp_plugin.engine.methods import registry as providers
+
+MOST = ["attention", "linear_attention"] * 3
+
+
+@st.composite
+def trials(
+    draw: st.DrawFn, within: Sequence[str] = ("nothing",), size: int | None = None, call: str | None = None
+) -> Trial:
+    forked = size is not None
+    call = call or draw(st.sampled_from([name for name in CALLS if not (forked and CALLS[name].whole)] + MOST))
+    linear = call in ("linear_attention", "short_convolution", "extend_linear")
+    softmax = call in ("attention", "session")
+    kinds = ["linear"] if linear else ["softmax"] if softmax else ["softmax", "linear"]
+    known = [name for kind in kinds for name in providers.names(kind)]
+    provider = draw(st.sampled_from([name for name in known if name != "linear_ring"]))  # it refuses most
+    layouts = providers.get(provider).layouts
+    size = size or draw(st.sampled_from([2, 2, 3, 3, 4, 4, 5, 6, 8]))
+    options: dict[str, Any] = {"layout": draw(st.sampled_from(layouts))} if draw(st.booleans()) else {}
+    if softmax or call == "linear_attention":
+        options["backend"] = draw(st.sampled_from(["auto", "reference"]))
+    if softmax and size % 2 == 0 and draw(st.integers(0, 3)) == 0:
+        options["head_parallel"] = 2
+    numbers = st.none() | st.sampled_from([1, 2, 3, 4])
+    own: dict[str, st.SearchStrategy[Any]] = {
+        "grid": st.none() | st.sampled_from([(n, size // n) for n in range(1, size + 1) if size % n == 0]),
+        "intra_size": numbers,
+        "backward": st.sampled_from([None, "auto", "kv", "q"]),
+        "head_groups": numbers,
+    }
+    drawn = {name: draw(x) for name, x in own.items() if softmax and name in providers.get(provider).options}
+    options |= {name: x for name, x in drawn.items() if x is not None}
+    kv_heads = draw(st.sampled_from([1, 2, size]))
+    bound = st.sampled_from([-1, 0, 1, 5])
+    asked: dict[str, Any] = {"scale": draw(st.none() | st.sampled_from([0.3, 1.0])), "window": None, "causal": True}
+    if softmax:
+        asked |= {"sink": draw(st.booleans()), "window": draw(st.none() | st.tuples(bound, bound))}
+        asked["softcap"] = draw(st.none() | st.none() | st.sampled_from([0.5, 2, 30.0]))
+    if linear:
+        asked |= {"decay": draw(st.sampled_from(DECAYS)), "delta": draw(st.booleans())}
+    if call == "attention" or (call == "linear_attention" and not asked["delta"]):
+        asked["causal"] = draw(st.sampled_from([True, True, False]))
+    if call == "short_convolution":
+        asked |= {"width": draw(st.integers(1, 5)), "bias": draw(st.booleans())}
+    if call in ("shift", "unshard"):
+        asked |= {"dim": draw(st.integers(-4, 3)), "by": draw(st.integers(-3, 3) | st.sampled_from([7, -30, 48]))}
+    wrapping = draw(st.lists(st.sampled_from(OFTEN), max_size=2, unique=True))
+    whole = CALLS[call].whole
+    t = Trial(
+        call=call,
+        provider=provider,
+        size=size,
+        dtype=draw(st.sampled_from([torch.float64] * 6 + [torch.float32, torch.float16, torch.bfloat16])),
+        kv_heads=kv_heads,
+        heads=kv_heads * draw(st.integers(1, 2)),
+        head_dim=8 * draw(st.integers(1, 2)),
+        v_head_dim=8 * draw(st.integers(1, 2)),
+        rows=draw(st.integers(1, 2)),
+        batches=tuple(draw(st.lists(batches(call, asked, size, layouts), min_size=1, max_size=3))),
+        options=options,
+        asked=asked,
+        wrappers=() if whole else tuple(wrapping),
+        loss=draw(st.sampled_from(sorted(LOSSES))),
+        order=draw(st.sampled_from(["in turn", "in flight", "last first"])),
+    )
+    shapes = CALLS[call].shapes(t, 0)
+    long = [name for name in shapes if name in SHARDED and not shapes[name][0]]
+    views = {name: draw(st.sampled_from([v for v in VIEWS if len(x) > _least(v)])) for name, x in shapes.items()}
+    wanted = draw(st.sets(st.sampled_from(sorted(shapes)), min_size=1))
+    scaled = draw(st.sets(st.sampled_from(sorted(shapes)), max_size=2))
+    narrow = t.dtype in (torch.float16, torch.bfloat16) or any("autocast" in name for name in wrapping)
+    scaled = frozenset() if whole or narrow else frozenset(scaled)  # the rounding of a sum is not twice another's
+    t = replace(t, views=views, wanted=frozenset(wanted), scaled=scaled, repeated=not whole and draw(st.booleans()))
+    derivative = draw(st.sampled_from(["backward"] * 5 + ["backward(inputs=)", *PENALTIES]))
+    if derivative in PENALTIES and not (whole or forked):  # checkpoints and compilers have first derivatives only
+        wanted = draw(st.sets(st.sampled_from(long), min_size=1))
+        t = replace(t, derivative=derivative, wanted=frozenset(wanted), wrappers=(), order="in turn")
+    elif derivative == "backward(inputs=)" and not any("reentrant" in name for name in wrapping):
+        t = replace(t, derivative=derivative, scaled=frozenset())
+    compared = call in (*MOST, "shift", "unshard", "short_convolution")
+    if compared and draw(st.integers(0, 9)) == 0 and not must_refuse(t)["a growing state"]:
+        t = replace(t, differs=draw(differences(t)))
+    if not forked or not t.scaled:
+        return t
+    first, *others = t.batches  # DDP and FSDP2 are for training, one backward after the other
+    others = [b for b in others if b.mode != "inference"]
+    of_training = (replace(first, mode="train"), *others)
+    return replace(t, within=draw(st.sampled_from(within)), batches=of_training, order="in turn")
+
+
+def _least(view: str) -> int:
+    return {"plain": 0, "every second": 0, "batch first": 1, "one row": 1, "one head": 2}[view]
+
+
+@st.composite
+def differences(draw: st.DrawFn, t: Trial) -> tuple[int, int, dict[str, Any]]:
+    """Another call of one rank, among the first ones, which are all compared."""
+    n = draw(st.integers(0, min(len(t.batches), 1 if t.wrappers else 2) - 1))
+    b = t.batches[n]
+    asked = t.asked | b.asked
+    others: list[dict[str, Any]] = [{"tokens": b.tokens + 2 * t.size, "bounds": (), "tree": ((), ())}]
+    others += [{"asked": b.asked | {"by": 4}}] * (t.call == "shift")
+    if t.call in MOST:
+        others += [
+            {"asked": b.asked | {"causal": not asked["causal"]}, "tree": ((), ())},
+            {"asked": b.asked | {"scale": 0.7}},
+            *[{"asked": b.asked | {"softcap": 0.7}}] * (t.call == "attention"),
+        ]
+    if t.call not in ("shift", "unshard"):
+        others.append({"bounds": (0, 1, b.tokens) if 1 not in b.bounds else (), "tree": ((), ())})
+        others += [{"bounds": (b.tokens,), "tree": ((), ())}] * 3
+    if not any("reentrant" in name for name in t.wrappers):  # which hides in its forward whether there are gradients
+        others.append({"mode": "no_grad" if b.mode == "train" else "train"})
+    others += [{"asked": b.asked | {"window": (3, 3)}}] * (t.call == "attention" and not b.tree[0])
+    decays = t.call == "linear_attention" and asked["decay"] != "none"
+    others += [{"asked": b.asked | {"grows": True}}] * decays
+    return draw(st.integers(0, t.size - 1)), n, draw(st.sampled_from(others))
+
+
+@st.composite
+def batches(draw: st.DrawFn, call: str, asked: dict[str, Any], size: int, layouts: Sequence[str]) -> Batch:
+    tokens = 2 * size * draw(st.integers(1, 4))
+    found = Batch(tokens=tokens, seed=draw(st.integers(0, 7)), mode=draw(st.sampled_from(["train", *MODES])))
+    own = {"causal": draw(st.booleans()), "scale": draw(st.sampled_from([0.2, 1.0]))}
+    if call in MOST and draw(st.booleans()):
+        found = replace(found, asked={name: own[name] for name in draw(st.sets(st.sampled_from(sorted(own))))})
+    if asked.get("delta") or not asked["causal"]:
+        found = replace(found, asked={name: x for name, x in found.asked.items() if name != "causal"})
+    decays = asked.get("decay", "none") != "none" and call != "short_convolution"
+    if decays and draw(st.integers(0, 19)) == 0:
+        found = replace(found, asked=found.asked | {"grows": True})
+    if call not in ("attention", "linear_attention", "short_convolution") or draw(st.booleans()):
+        return found
+    causal = (asked | found.asked)["causal"]
+    if call == "attention" and causal and asked["window"] is None and draw(st.booleans()):
+        tree = draw(trees(tokens))
+        return replace(found, tree=(tuple(tree.lengths), tuple(tree.parents)))
+    inner = draw(st.lists(st.integers(0, tokens), max_size=4))
+    bounds = (0, *sorted(inner), tokens, *[tokens] * draw(st.sampled_from([0, 0, 1, 3])))
+    if draw(st.integers(0, 15)) == 0:
+        bounds = draw(st.sampled_from([bounds[1:], bounds[:-1], bounds[::-1], (0, tokens, 1, tokens)]))
+    return replace(found, bounds=bounds, placed="documents" in layouts and draw(st.integers(0, 2)) == 0)
+
+
+def must_refuse(t: Trial) -> dict[str, bool]:
+    """What no call may compute -> whether it is in this trial."""
+    return {
+        "wrong bounds": any(b.wrong for b in t.batches),
+        "a growing state": any(b.asked.get("grows", False) for b in t.batches),
+        "a rank that makes another call": t.differs is not None,
+    }

@@ -1,0 +1,296 @@
+"""Document placement: a balanced partition of the pack with little traffic."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from exact_placement import ON_EIGHT, fewest_blocks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mask_cases import positions, seen
+from nightly import nightly
+
+from cp_plugin.engine.core.layout import Layout
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.engine.core.tiles import tiles
+from cp_plugin.engine.placement.beam import ENDS, _pieces, _search, beam
+from cp_plugin.engine.placement.documents import Placement, _place, place
+from cp_plugin.engine.placement.exchanges import relieve
+from cp_plugin.engine.placement.filling import LIMIT, STYLES, _given_out, _trial
+from cp_plugin.engine.placement.pairs import Pairs, busy
+from cp_plugin.engine.placement.shares import Pack
+from cp_plugin.tools.bench.cases import LENGTHS
+
+quick = settings(max_examples=30)
+lefts = st.one_of(st.none(), st.integers(0, 40))
+
+
+@st.composite
+def packs(draw: st.DrawFn, most: int = 40) -> tuple[list[int], int]:
+    """Document lengths, and a number of ranks that divides their sum."""
+    size = draw(st.integers(1, 8))
+    lengths = draw(st.lists(st.integers(1, most), min_size=1, max_size=16))
+    rest = -sum(lengths) % size
+    return [*lengths, rest] if rest else lengths, size
+
+
+def as_pack(lengths: list[int], size: int) -> Pack:
+    """All documents long."""
+    order, pairs = sorted(lengths, reverse=True), Pairs(None)
+    works, none = [pairs(n) for n in order], np.empty(0, np.int64)
+    return Pack([*range(len(order))], order, works, none, none, sum(order) // size, sum(works) // size)
+
+
+def of(placement: Placement) -> Mask:
+    return Mask(placement.left, 0, tuple(itertools.accumulate(placement.documents, initial=0)))
+
+
+def needs(layout: Layout, mask: Mask, seq_length: int, size: int) -> list[int]:
+    """Keys received by each rank, counted in the dense mask."""
+    sees, found = seen(mask, seq_length), []
+    for rank in range(size):
+        own = layout.positions(seq_length, size, rank)
+        wanted = sees[own].any(0)
+        wanted[own] = False
+        found.append(int(wanted.sum()))
+    return found
+
+
+@given(packs(), lefts)
+@quick
+def test_placements_partition_the_pack(pack: tuple[list[int], int], left: int | None) -> None:
+    lengths, size = pack
+    placed = place(lengths, size, left=left)
+    total, layout = sum(lengths), placed.layout
+    shards = [layout.positions(total, size, rank) for rank in range(size)]
+    assert {len(shard) for shard in shards} == {total // size}
+    assert torch.equal(torch.cat(shards).sort().values, torch.arange(total))
+    assert all(bool((shard.diff() > 0).all()) for shard in shards), "in the order of the pack"
+    x = torch.randn(total, 2)
+    assert torch.equal(layout.unshard([layout.shard(x, 0, size, r) for r in range(size)], 0), x)
+
+
+@given(packs(), lefts)
+@quick
+def test_work_and_traffic_match_the_mask(pack: tuple[list[int], int], left: int | None) -> None:
+    lengths, size = pack
+    placed = place(lengths, size, left=left)
+    mask, total = of(placed), sum(lengths)
+    assert placed.needs().tolist() == needs(placed.layout, mask, total, size)
+    segments = [placed.layout.segments(total, size, rank) for rank in range(size)]
+    everything = (range(total),)
+    assert placed.work().tolist() == [sum(tile.pairs for tile in tiles(s, everything, mask)) for s in segments]
+    traffic = placed.traffic()
+    assert (traffic.diagonal() == 0).all() and (traffic >= 0).all()
+    assert placed.most == max(traffic.sum(0).max(), traffic.sum(1).max()), "received or sent"
+    for to, source in itertools.permutations(range(size), 2):
+        keys = seen(mask, total)[positions(segments[to])][:, positions(segments[source])]
+        assert traffic[to, source] == keys.any(0).sum()
+
+
+@given(packs(300), lefts)
+@quick
+def test_placements_are_deterministic_and_cached(pack: tuple[list[int], int], left: int | None) -> None:
+    lengths, size = pack
+    here = place(lengths, size, left=left)
+    _place.cache_clear()
+    there = place(np.array(lengths), size, left=left)  # other integers, another process
+    assert here is not there and here == there and hash(here) == hash(there)
+    assert here.layout == there.layout and hash(here.layout) == hash(there.layout)
+    for name in ("document", "start", "stop", "rank"):
+        assert np.array_equal(getattr(here, name), getattr(there, name))
+    assert place(tuple(lengths), size, left=left) is there, "kept"
+    assert not there.start.flags.writeable, "and safe from its users"
+
+
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("kind", list(LENGTHS))
+def test_packs_as_in_training(kind: str, size: int) -> None:
+    """16,384 tokens per rank: balanced, and on 64 ranks at most 0.15 of a ring's bytes."""
+    sent = []
+    for seed in range(3):
+        placed = place(LENGTHS[kind].pack(16_384 * size, seed), size)
+        assert placed.balance <= 1.05
+        sent.append(placed.needs().max() / (placed.seq_length - placed.seq_length // size))
+    assert np.mean(sent) <= 0.15 or size < 64
+
+
+@nightly
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("kind", list(LENGTHS))
+def test_many_packs_as_in_training(kind: str, size: int) -> None:
+    """Also over hosts of 8 ranks, by the busiest receiver or sender."""
+    sent = []
+    for seed in range(16):
+        placed = place(LENGTHS[kind].pack(16_384 * size, seed), size, per_host=8)
+        assert placed.balance <= 1.05
+        sent.append(placed.most / (placed.seq_length - placed.seq_length // size))
+    assert size < 64 or statistics.mean(sent) <= 0.15
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.sampled_from([2, 3, 8, 16]), lefts)
+@quick
+def test_balanced_whatever_the_lengths(lengths: list[int], size: int, left: int | None) -> None:
+    rest = -sum(lengths) % size + 256 * size  # so many tokens that some placement is balanced
+    placed = place([*lengths, rest], size, left=left)
+    assert placed.balance <= 1.05
+
+
+@given(packs(200), st.integers(0, 2))
+@quick
+def test_exchanges_reduce_traffic_within_the_work_limit(pack: tuple[list[int], int], style: int) -> None:
+    """The busiest ranks end with less traffic; no rank exceeds its previous or the permitted work."""
+    lengths, size = pack
+    pairs, documents = Pairs(None), as_pack(lengths, size)
+    mean, limit = documents.mean, documents.mean * LIMIT // 1000
+    ranks = _trial(documents, size, pairs, STYLES[style], limit)
+    before, work = sorted(busy(ranks.traffic())), min(ranks.work)
+    most = relieve(ranks, limit, 20, 6)
+    after = sorted(busy(ranks.traffic()))
+    assert after[::-1] <= before[::-1] and most == after[-1] and min(ranks.work) >= min(work, -limit)
+    assert ranks.need == [sum(map(pairs.missing, held.values())) for held in ranks.held]
+    assert ranks.work == [mean - sum(map(pairs.count, held.values())) for held in ranks.held]
+
+
+BLOCK = 16384
+ON_FOUR = {
+    (16,): 12, (2, 14): 10, (8, 8): 4, (2, 3, 11): 8, (4, 4, 4, 4): 0, (1, 1, 2, 5, 7): 5, (1, 2, 3, 3, 3, 4): 3,
+    (1, 1, 1, 2, 2, 2, 3, 4): 2, (3, 13): 9, (7, 9): 6, (1, 2, 4, 4, 5): 2, (1, 1, 1, 1, 2, 2, 3, 5): 3,
+}  # fmt: skip
+"""Packs of 16 blocks on 4 ranks -> ``fewest_blocks`` at 1.05; of the last four no placement is within 1.03."""
+OPTIMA = [(4, *known) for known in ON_FOUR.items()] + [(8, *known) for known in ON_EIGHT.items()]
+
+
+@pytest.mark.parametrize(("size", "blocks", "fewest"), OPTIMA, ids=str)
+def test_against_exhaustive_search(size: int, blocks: tuple[int, ...], fewest: int) -> None:
+    placed = place([BLOCK * n for n in blocks], size)
+    assert placed.most <= 1.2 * fewest * BLOCK
+    assert placed.balance <= 1.05 or blocks in list(ON_FOUR)[-4:]
+
+
+@nightly
+@pytest.mark.parametrize(("size", "blocks"), {2: 14, 3: 15, 4: 16, 5: 15, 6: 18}.items())
+def test_random_packs_against_exhaustive_search(size: int, blocks: int) -> None:
+    rng = np.random.default_rng(size)
+    for _ in range(16):
+        cuts = np.sort(rng.choice(np.arange(1, blocks), rng.integers(0, 8), replace=False))
+        lengths = np.diff([0, *cuts, blocks]).tolist()
+        placed = place([n * BLOCK for n in lengths], size)
+        assert placed.balance <= 1.05 or fewest_blocks(lengths, size, BLOCK, 1.03) is None, lengths
+        if best := fewest_blocks(lengths, size, BLOCK, 1.05):
+            assert placed.most <= 1.2 * best * BLOCK, lengths
+
+
+@given(packs(most=4000), st.integers(1, 6), st.integers(1, 64))
+@quick
+def test_beam_assigns_every_token_once(pack: tuple[list[int], int], per: int, kept: int) -> None:
+    lengths, size = pack
+    documents, pairs = as_pack(lengths, size), Pairs(None)
+    limit = documents.mean * LIMIT // 1000
+    ways = list(_search(list(_pieces(documents, -(-documents.tokens // per))), kept, documents, size, pairs, limit))
+    assert 1 <= len(ways) <= ENDS
+    for way in ways:
+        for document, length in zip(documents.long, documents.lengths, strict=True):
+            parts = sorted((start, stop) for (d, start, stop), _ in way if d == document)
+            assert [0, *(stop for _, stop in parts)] == [*(start for start, _ in parts), length]
+        held = [sum(stop - start for (_, start, stop), rank in way if rank == r) for r in range(size)]
+        assert max(held) <= documents.tokens
+        ranks = _given_out(documents, size, pairs, way, limit)
+        assert not any(ranks.tokens) and sum(ranks.work) == documents.mean * size - sum(documents.works)
+
+
+def test_beam_only_where_affordable() -> None:
+    """Not for few tokens, nor on many ranks."""
+    for tokens, size, searched in ((65536, 8, True), (65536, 64, False), (8192, 8, False)):
+        documents = as_pack([tokens * size // 2, tokens * size // 4, tokens * size // 4], size)
+        assert bool(list(beam(documents, size, Pairs(None), documents.mean // 20))) == searched
+
+
+@given(st.integers(1, 64), st.integers(1, 40), lefts)
+@quick
+def test_one_document(size: int, times: int, left: int | None) -> None:
+    total = 64 * size * times
+    placed = place([total], size, left=left)
+    assert placed.balance <= 1.05
+    if left is None:
+        assert placed.needs().max() == total - total // size, "the rank with the last token sees all"
+        assert all(len(placed.layout.segments(total, size, rank)) <= 2 for rank in range(size)), "as in zigzag"
+
+
+@given(st.sampled_from([1, 2, 4, 8, 64]), st.sampled_from([1, 16, 100]), st.integers(1, 20), lefts)
+@quick
+def test_many_short_documents_stay_whole(size: int, length: int, each: int, left: int | None) -> None:
+    placed = place([length] * (size * each), size, left=left)
+    assert not placed.needs().any()
+    assert placed.balance == 1
+
+
+@pytest.mark.parametrize(("kind", "size"), [("chat", 4), ("long", 64)])
+def test_senders_are_balanced(kind: str, size: int) -> None:
+    """The head of a long document is spread, since all ranks with its tail need it."""
+    placed = place(LENGTHS[kind].pack(4096 * size), size)
+    assert placed.traffic().sum(0).max() <= 1.1 * placed.needs().max()
+
+
+def test_a_document_is_cut_within_a_host() -> None:
+    """Two documents over four ranks each, or four over two; four ranks per host."""
+    for lengths in ([4096, 4096], [2048] * 4):
+        placed = place(lengths, 8, per_host=4)
+        host = np.arange(8) // 4
+        assert placed.traffic()[host[:, None] != host].sum() == 0
+    alone = place([4096, 4096], 8)
+    assert sorted(alone.needs()) == sorted(place([4096, 4096], 8, per_host=4).needs()), "only the seats differ"
+
+
+def test_less_traffic_across_hosts() -> None:
+    lengths = np.random.default_rng(0).lognormal(7.5, 1.2, 100).astype(int).tolist()
+    lengths.append(-sum(lengths) % 32 + 32)
+
+    def across(placed: Placement) -> int:
+        host = np.arange(32) // 8
+        return int(placed.traffic()[host[:, None] != host].sum())
+
+    assert across(place(lengths, 32, per_host=8)) < 0.9 * across(place(lengths, 32))
+
+
+def test_bad_input_is_refused_with_the_fix() -> None:
+    with pytest.raises(ValueError, match=r"pack of 10 tokens cannot be split evenly across 4 .* pad it to 12"):
+        place([7, 3], 4)
+    for lengths in ([], [4, 0], [5, -1]):
+        with pytest.raises(ValueError, match="each of 1 token or more"):
+            place(lengths, 2)
+    for options in ({"size": 0}, {"size": 2, "per_host": 0}, {"size": 2, "left": -1}):
+        with pytest.raises(ValueError, match="must be 1 or more, left 0 or more"):
+            place([4], **options)
+    layout = place([6, 2], 2).layout
+    with pytest.raises(ValueError, match=r"is for 8 tokens on 2 .* not for 12 on 2: place every pack"):
+        layout.segments(12, 2, 0)
+    with pytest.raises(ValueError, match="not for 8 on 4"):
+        layout.segments(8, 4, 0)
+    with pytest.raises(ValueError, match=r"index 2 is outside 0\.\.1"):
+        layout.segments(8, 2, 2)
+
+
+@given(st.integers(0, 20), st.integers(1, 20), lefts)
+@quick
+def test_pairs(start: int, length: int, left: int | None) -> None:
+    """Closed forms against counting."""
+    pairs, stop = Pairs(left), start + length
+    seen = [min(p + 1, p + 1 if left is None else left + 1) for p in range(stop)]
+    assert pairs.count([(start, stop)]) == sum(seen[start:]) == int(np.diff(pairs.many(np.array([start, stop])))[0])
+    queries = {*range(start // 2), *range(start, stop)}
+    keys = {k for q in queries for k in range(max(0, q + 1 - seen[q]), q + 1)}
+    assert pairs.missing([(a, b) for a, b in ((0, start // 2), (start, stop)) if a < b]) == len(keys - queries)
+    for work in range(pairs(stop)):
+        n = pairs.tokens(work)
+        assert pairs(n) <= work < pairs(n + 1)
+    for n in range(1, length + 1):
+        for work in range(pairs(start + n) - pairs(start), pairs(stop) - pairs(stop - n) + 1, 5):
+            x = pairs.heads(start, stop, n, work)
+            done = pairs.count([(start, start + x), (stop - n + x, stop)])
+            more = pairs.count([(start, start + x - 1), (stop - n + x - 1, stop)]) if x else done
+            assert done <= work + (length if left is None else 0) and more >= work - (length if left is None else 0)

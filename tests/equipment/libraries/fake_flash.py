@@ -1,0 +1,156 @@
+"""Fakes of the flash-attn generations: recorded parameters, bodies from the reference kernel.
+
+The bodies require what the real kernels require: ``[b, s, h, d]``, a dense last dimension, one head size unless there
+are kernels for two, a dense float32 ``lse [b, h, s]``, and everything that the adapter does not use switched off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from library_signatures import function, put, recorded
+from torch import Tensor
+
+from cp_plugin.engine.core.block import Scores
+from cp_plugin.engine.kernels.backends import flash
+from cp_plugin.engine.kernels.backends.reference import Reference
+
+
+def parameters(library: str, version: str) -> tuple[str, str]:
+    """Recorded parameters of the forward and the backward."""
+    end = ("fwd", "bwd") if library == "flash-attn 4" else ("forward", "backward")
+    forward, backward = (recorded(library, version, f"_flash_attn_{n}") for n in end)
+    return forward, backward
+
+
+FA2 = parameters("flash-attn 2", "2.8.3")
+FA3_2_7 = parameters("flash-attn 3", "2.7.4.post1")
+FA3_2_8 = parameters("flash-attn 3", "2.8.3")
+FA3_LATER = parameters("flash-attn 3", "of August 2026")
+FA4 = parameters("flash-attn 4", "4.0.0b36")
+
+"""What tests ask the adapter about by name; ``test_library_signatures.py`` has all that are recorded."""
+
+OFF = {"softcap": 0.0, "dropout_p": 0.0, "rotary_interleaved": True, "num_splits": 1, "return_softmax": False}
+OFF |= dict.fromkeys(("sm_margin", "attention_chunk", "sink_token_length"), 0)
+OFF |= {"window_size": (-1, -1), "window_size_left": -1, "window_size_right": -1}
+USED = {"dout", "q", "k", "v", "out", "softmax_lse", "lse", "dq", "dk", "dv", "return_lse"}
+USED |= {"softmax_scale", "causal", "is_causal", "deterministic"}
+
+
+def _scores(given: dict[str, Any]) -> Scores:
+    return Scores(given["softmax_scale"], given.get("softcap") or None)
+
+
+class Kernel:
+    """The compiled library."""
+
+    def __init__(self, blind: float, two_sizes: bool = False, off: dict[bool, dict[str, Any]] | None = None) -> None:
+        self.blind = blind
+        """The log-sum-exp of a row without a finite score: +inf in version 2, -inf in later ones."""
+        self.two_sizes = two_sizes
+        self.off = off or {False: OFF, True: OFF}
+        """For the forward and, under True, the backward: values with which all is off but plain attention."""
+        self.deterministic: list[bool] = []
+        self.head_sizes: list[tuple[int, int]] = []
+
+    def check(self, given: dict[str, Any], tensors: str) -> tuple[Tensor, ...]:
+        """The named tensors as ``[s, b, h, d]``."""
+        for name, value in given.items():
+            if name == "softcap" and self.off[False] is OFF:  # version 4 is not given one
+                continue
+            if name not in USED or (name == "out" and "dout" not in given):
+                assert value == self.off["dout" in given].get(name), f"{name} is {value}"
+        found = [given[name] for name in tensors.split()]
+        assert all(x.stride(-1) == 1 and x.dtype == torch.bfloat16 for x in found)
+        q, v = given["q"], given["v"]
+        self.head_sizes.append((q.size(3), v.size(3)))
+        assert self.two_sizes or len({x.size(3) for x in found}) == 1
+        return tuple(x.transpose(0, 1) for x in found)
+
+    def forward(self, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        q, k, v = self.check(given, "q k v")
+        out, lse = Reference().forward(q, k, v, diagonal(q, k, given), _scores(given))
+        lse = lse.masked_fill(lse == -torch.inf, self.blind)
+        return out.transpose(0, 1).contiguous(), lse.permute(1, 2, 0).contiguous()
+
+    def backward(self, given: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
+        dout, q, k, v, out = self.check(given, "dout q k v out")
+        lse = given["softmax_lse"] if "softmax_lse" in given else given["lse"]
+        assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == (q.size(1), q.size(2), q.size(0))
+        self.deterministic.append(given["deterministic"])
+        delta = (dout.float() * out.float()).sum(-1)
+        shape, scores = diagonal(q, k, given), _scores(given)
+        grads = Reference().backward(dout, q, k, v, lse.permute(2, 0, 1), delta, shape, scores)
+        if "lse" in given:  # version 4
+            assert given["dq"] is given["dk"] is given["dv"] is None
+            return tuple(grad.transpose(0, 1).contiguous() for grad in grads)
+        for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+            assert given[name].dtype == grad.dtype and given[name].shape == grad.transpose(0, 1).shape
+            given[name].copy_(grad.transpose(0, 1))
+        return delta.permute(1, 2, 0).contiguous()
+
+
+def diagonal(q: Tensor, k: Tensor, given: dict[str, Any]) -> int:
+    causal = given.get("is_causal", given.get("causal"))
+    assert isinstance(causal, bool)
+    return 0 if causal else k.size(0) - 1
+
+
+class Machine:
+    """The installed generations, and the GPU."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface", "flash_attn_config"):
+            patch.setitem(sys.modules, name, None)
+        self.gpu((9, 0))
+
+    def gpu(self, capability: tuple[int, int]) -> None:
+        self.patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        flash._chosen.cache_clear()
+
+    def module(self, name: str, **content: Any) -> None:
+        put(self.patch, name, **content)
+        flash._chosen.cache_clear()
+
+    def flash2(self, parameters: tuple[str, str] = FA2) -> Kernel:
+        kernel = Kernel(torch.inf)
+        self.module("flash_attn")
+        self.module(
+            "flash_attn.flash_attn_interface",
+            **_functions(parameters, forward=kernel.forward, backward=kernel.backward),
+        )
+        return kernel
+
+    def flash3(self, parameters: tuple[str, str], **flags: bool) -> Kernel:
+        kernel = Kernel(-torch.inf, two_sizes="window_size_left" in parameters[0])
+        self.module("flash_attn_interface", **_functions(parameters, forward=kernel.forward, backward=kernel.backward))
+        if flags:
+            self.module("flash_attn_config", CONFIG={"build_flags": flags})
+        return kernel
+
+    def flash4(self, parameters: tuple[str, str] = FA4) -> Kernel:
+        defaults = {
+            backward: {p.name: p.default for p in inspect.signature(function("f", names, dict)).parameters.values()}
+            for backward, names in enumerate(parameters)
+        }
+        kernel = Kernel(-torch.inf, two_sizes=True, off=defaults)
+
+        def forward(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
+            assert given["return_lse"] is True
+            return *kernel.forward(given), None, None, None
+
+        self.module("flash_attn.cute.interface", **_functions(parameters, fwd=forward, bwd=kernel.backward))
+        return kernel
+
+
+def _functions(parameters: tuple[str, str], **bodies: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Named ``_flash_attn_`` and as given, the forward first."""
+    named = {f"_flash_attn_{end}": body for end, body in bodies.items()}
+    return {name: function(name, names, named[name]) for name, names in zip(named, parameters, strict=True)}

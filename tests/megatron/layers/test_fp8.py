@@ -1,0 +1,212 @@
+"""``--cp-fp8`` in Megatron: losses and bytes of a training, scales, self-check, refusals."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nightly import nightly, one_case
+from torch import Tensor
+from training import compare, stock, train
+
+from cp_plugin import Options
+from cp_plugin.engine.core.scaling import IN_BACKWARD, ROLES, Delayed
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+BF16 = "--bf16"
+
+
+# -- scales
+
+COMPUTE = f"{BF16} --cp-provider striped --cp-fp8 compute --cp-backend float8"
+DELAYED = f"{COMPUTE} --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
+
+
+def test_every_flag_of_delayed_scaling_reaches_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.mixers import fp8_scaling
+
+    settings = argparse.Namespace(options=Options(fp8="compute"))
+    monkeypatch.setattr(runtime, "settings", lambda: settings)
+    asked = {"fp8_amax_history_len": 5, "fp8_amax_compute_algo": "max", "fp8_margin": 3}
+    config = argparse.Namespace(fp8="hybrid", fp8_recipe="delayed", **asked)
+    found = fp8_scaling.make_scaling(config)
+    assert (found.length, found.algorithm, found.margin, found.roles) == (5, "max", 3, ROLES)
+    for other in ({"fp8": None}, {"fp8_recipe": "tensorwise"}):
+        current = fp8_scaling.make_scaling(argparse.Namespace(**vars(config) | other))
+        assert (current.length, current.margin, current.roles) == (1, 2, IN_BACKWARD)
+    settings.options = Options(fp8="comm")
+    assert fp8_scaling.make_scaling(config) is None
+
+
+def keep_histories(where: Path, *faults: Callable[[], None]) -> Callable[[], None]:
+    """A ``prepare`` that plants faults, and saves all layers' histories before and after each iteration's update.
+
+    Shape: ``[layers, iterations + 1, roles]``; the last row is what scales are taken from.
+    """
+
+    def prepare() -> None:
+        from cp_plugin.megatron.mixers import fp8_scaling as scaling
+        from cp_plugin.megatron.state import STATE
+
+        for fault in faults:
+            fault()
+        update, kept = scaling.update, []
+
+        def keeping(chunks: Sequence[torch.nn.Module]) -> None:
+            if STATE.trial:  # the self-check's step has scales of its own
+                return update(chunks)
+            found = [m.scaling for c in chunks for m in c.modules() if isinstance(getattr(m, "scaling", None), Delayed)]
+
+            def remembered() -> Tensor:
+                return torch.stack([torch.cat((s.history, s._known.unsqueeze(0))) for s in found])
+
+            kept.append(remembered())
+            update(chunks)
+            kept.append(remembered())
+            torch.save(kept, where / f"{os.environ['RANK']}.pt")
+
+        scaling.update = keeping
+
+    return prepare
+
+
+def histories(where: Path, ranks: int) -> list[list[Tensor]]:
+    return [torch.load(where / f"{rank}.pt") for rank in range(ranks)]
+
+
+@nightly
+def test_delayed_scales_are_those_of_all_ranks_of_megatrons_group(tmp_path: Path) -> None:
+    """CP 4, TP 2: every rank gets the maximum over all ranks; without the reduction each keeps its own."""
+    flags = f"{DELAYED} --context-parallel-size 4 --tensor-model-parallel-size 2"
+    (tmp_path / "alone").mkdir()
+    got = train(8, flags, steps=2, prepare=keep_histories(tmp_path))
+    compare(got, stock(2, f"{BF16} --tensor-model-parallel-size 2", steps=2), steps=2, limits=(2e-4, 2e-4, 0.15))
+    together = histories(tmp_path, 8)
+    before, first, still, second = together[0]
+    assert before.shape == (2, 4, 7) and not before.any(), "the self-check leaves nothing behind"
+    assert torch.equal(first, still) and (second[:, :2] > 0).all() and not second[:, 2].any()
+    assert torch.equal(second[:, 1], first[:, 0]) and torch.equal(second[:, 3], second.amax(1))
+    assert all(torch.equal(a, b) for rank in together for a, b in zip(rank, together[0], strict=True))
+    train(8, flags, prepare=keep_histories(tmp_path / "alone", _no_reduction))
+    apart = [rank[1][:, 0] for rank in histories(tmp_path / "alone", 8)]
+    assert len({tuple(rank[0].tolist()) for rank in apart}) == 8, "every rank has its own"
+    assert torch.equal(torch.stack(apart).amax(0), first[:, 0])
+
+
+def _no_reduction() -> None:
+    from cp_plugin.engine.core import scaling
+
+    update = scaling.update
+    scaling.update = lambda scalings, group, device: update(scalings, None, device)
+
+
+def test_only_the_tensor_and_context_parallel_ranks_if_megatron_says_so(tmp_path: Path) -> None:
+    """Two data-parallel replicas of CP 2; ``tp_only_amax_red`` has no flag."""
+    flags = f"{DELAYED} --context-parallel-size 2 --micro-batch-size 1"
+    train(4, flags, prepare=keep_histories(tmp_path, _tp_only))
+    first, second, third, fourth = (rank[1] for rank in histories(tmp_path, 4))
+    assert torch.equal(first, second) and torch.equal(third, fourth) and not torch.equal(first, third)
+
+
+def _tp_only() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    TransformerConfig.tp_only_amax_red = property(lambda self: True, lambda self, value: None)
+
+
+@one_case
+@pytest.mark.parametrize("recipe", ["", "--fp8-format hybrid --fp8-recipe tensorwise"])
+def test_current_scaling_remembers_what_only_the_kernel_knows(tmp_path: Path, recipe: str) -> None:
+    flags = f"{COMPUTE} --context-parallel-size 2 --micro-batch-size 1 {recipe}"
+    train(4, flags, prepare=keep_histories(tmp_path, _only_in_backward))
+    first, *others = (rank[1] for rank in histories(tmp_path, 4))
+    assert first.shape == (2, 2, 7) and (first > 0).all()
+    assert all(torch.equal(first, other) for other in others), "over data-parallel ranks, too"
+
+
+def _only_in_backward() -> None:
+    from cp_plugin.megatron.mixers import core_attention as attention
+
+    init = attention.CoreAttention.__init__
+
+    def checking(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        assert self.scaling.roles == ("dp", "dqkv")
+
+    attention.CoreAttention.__init__ = checking
+
+
+@nightly
+def test_evaluation_is_not_remembered_and_recomputation_changes_nothing(tmp_path: Path) -> None:
+    flags = f"{COMPUTE} --context-parallel-size 2"  # Megatron recomputes its own FP8 layers on CUDA only
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    runs = {
+        "plain": "",
+        "once": f"{full} --eval-iters 1 --eval-interval 1",
+        "twice": f"{full} --cp-recompute-attention",
+    }
+    found, losses = {}, {}
+    for name, more in runs.items():
+        (tmp_path / name).mkdir()
+        losses[name] = train(2, f"{flags} {more}", steps=2, prepare=keep_histories(tmp_path / name))[0].losses
+        found[name] = histories(tmp_path / name, 2)[0][-1]
+    assert all(torch.equal(history, found["plain"]) for history in found.values()), found
+    assert all(loss == losses["plain"] for loss in losses.values()), losses
+
+
+@nightly
+def test_histories_in_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Resumed on other numbers of ranks, with another length, by stock Megatron, and from a checkpoint of that."""
+    common = "--make-vocab-size-divisible-by 64 --ckpt-format torch_dist"
+    load = f"{common} --load {tmp_path} --no-load-optim --override-opt-param-scheduler --ckpt-step"
+    save = f"--save {tmp_path} --save-interval"
+    shorter = DELAYED.replace("history-len 3", "history-len 2")
+
+    def run(ranks: int, flags: str, steps: int) -> tuple[list[Tensor], bool]:
+        """Histories of rank 0, and whether it was told that they start anew."""
+        train(ranks, flags, steps=steps, prepare=keep_histories(tmp_path))
+        return histories(tmp_path, 1)[0], "the history of attention's FP8 scales restarts" in capfd.readouterr().out
+
+    saved, told = run(2, f"{DELAYED} --context-parallel-size 2 {common} {save} 2", 2)
+    assert saved[-1][:, :2].all() and not told
+    on_four = f"{DELAYED} --context-parallel-size 2 --tensor-model-parallel-size 2 {load} 2"
+    (before, after), told = run(4, on_four, 3)
+    assert torch.equal(before, saved[-1]) and torch.equal(after[:, 1:3], before[:, :2]) and not told
+    assert all(torch.equal(rank[0], before) for rank in histories(tmp_path, 4))
+    (before, _), told = run(2, f"{shorter} --context-parallel-size 2 {load} 2", 3)
+    assert not before.any() and told
+    train(1, f"{BF16} {load} 2 {save} 3", steps=3)
+    (before, _), told = run(2, f"{DELAYED} --context-parallel-size 2 {load} 3", 4)
+    assert not before.any() and told
+
+
+# -- flags
+
+
+def test_tiles_that_old_cudnn_lacks_are_refused_at_startup(
+    validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Striped tokens have tiles that are one token shorter."""
+    from cp_plugin.engine.kernels import blocks
+    from cp_plugin.engine.kernels.backends import te_fp8
+    from cp_plugin.megatron import runtime
+    from cp_plugin.megatron.rules import checks
+
+    args = validated("--context-parallel-size 4 --cp-provider striped --bf16 --cp-fp8 compute --cp-backend float8")
+    args.seq_length = 4096
+    settings = runtime.settings()
+    settings = replace(settings, options=replace(settings.options, backend="te_fp8"))
+    monkeypatch.setattr(blocks, "choose", lambda *given: None)  # the backend takes large tiles
+    monkeypatch.setattr(te_fp8, "unsupported_tile", lambda *given: "not of this size")
+    with pytest.raises(ValueError, match=r"--cp-provider striped has in every step, .* keys: not of this size"):
+        checks.check_validated(args, settings, torch.device("cuda"))
+    monkeypatch.setattr(te_fp8, "unsupported_tile", lambda *given: None)
+    checks.check_validated(args, settings, torch.device("cuda"))

@@ -1,0 +1,276 @@
+"""Planted faults: each trains without an error, and the start-up self-check must find it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fault_rows import Fault, Plant, planted, ranks_of, replace_slicer, rows
+from feature_faults import FEATURES, OUT, STEP
+from torch import Tensor
+from training import SHORT, compare, stock, train
+
+from cp_plugin import ContextParallel
+from cp_plugin.engine.attention.tokens import segments_of
+from cp_plugin.engine.comm import Pending
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.testing.launch import RankError
+
+pytestmark = pytest.mark.usefixtures("adapter")
+
+STRIPED = "--context-parallel-size 2 --cp-provider striped"
+HEAD_AXIS = "--context-parallel-size 4 --cp-provider striped --cp-head-parallel 2"
+"""Rank 1 holds the tokens that the layout gives number 2, and rank 2 those of number 1."""
+GRID = "--context-parallel-size 4 --cp-provider attention2d --cp-grid 2x2"
+BURST = "--context-parallel-size 2 --cp-provider burst --cp-backward q"
+WINDOW = f"{STRIPED} --window-size 3,0"
+SINK = f"{STRIPED} --softmax-type learnable"
+LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 --v-head-dim 8"
+YARN = f"{STRIPED} {LATENT} --rope-type yarn --rotary-scaling-factor 4"
+PACKED = f"{STRIPED} --dataloader-inter-document-masking"
+LINEAR = "--context-parallel-size 2 --cp-linear-attention basic"
+
+SLICER = "megatron.core.utils:get_batch_on_this_cp_rank"
+BATCH = "cp_plugin.megatron.patches.batch:slice_batch"
+ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:get_pos_emb_on_this_cp_rank"
+OF_PACKS = "cp_plugin.megatron.micro_batch:Documents.offset_of"
+YARN_ROPE = ROPE.replace("rotary", "yarn_rotary", 1)
+ATTENTION = "cp_plugin.engine.attention.api:ContextParallel"
+MESH = "cp_plugin.engine.comm:GroupMesh"
+
+
+def stock_batch() -> None:
+    from cp_plugin.megatron.patches import patching
+
+    replace_slicer(patching.original(SLICER))
+
+
+@planted(BATCH)
+def batch_by_rank_number(slice_batch: Any) -> Any:
+    def wrong(tensors: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
+        numbers, cp.numbers = cp.numbers, tuple(range(cp.size))
+        try:
+            return slice_batch(tensors, cp)
+        finally:
+            cp.numbers = numbers
+
+    return wrong
+
+
+def in_halves(key: str) -> Plant:
+    """Cut one part of the batch in halves, the others by the layout."""
+    fault = planted(BATCH, f"{key} in halves")
+    return fault(lambda cut: lambda x, cp: cut(dict(x), cp) | {key: x[key].chunk(cp.size, 1)[cp.index].contiguous()})
+
+
+contiguous_rope, contiguous_yarn = (
+    planted(target, name)(lambda _: lambda emb, dim, group: emb.chunk(group.size(), dim)[group.rank()])
+    for name, target in (("contiguous_rope", ROPE), ("contiguous_yarn", YARN_ROPE))
+)
+rope_begins_at_1 = planted(ROPE, "rope_begins_at_1")(
+    lambda cut: lambda emb, dim, group: cut(emb.roll(1, dim), dim, group)
+)
+packed_rope_goes_on = planted(OF_PACKS, "packed_rope_goes_on")(  # the second document continues the first
+    lambda _: lambda documents, positions: positions
+)
+
+
+@planted(ROPE)
+def rope_by_rank_number(_: Any) -> Any:
+    from cp_plugin.megatron import runtime
+
+    def wrong(emb: Tensor, dim: int, group: Any) -> Tensor:
+        cp = runtime.context_parallel(group)
+        return cp.layout.shard(emb, dim, cp.size, cp.index)
+
+    return wrong
+
+
+@planted("cp_plugin.megatron.mixers.core_attention:CoreAttention.context_parallel")
+def zigzag_attention(_: Any) -> property:
+    from cp_plugin.megatron import runtime
+
+    return property(lambda self: ContextParallel("ring", mesh=runtime.context_parallel().mesh, layout="zigzag"))
+
+
+@planted(f"{ATTENTION}.segments")
+def attention_by_rank_number(_: Any) -> Any:
+    """Tiles are those of other tokens than the rank's."""
+    return lambda self, seq_length, owners: segments_of(
+        self.layout, tuple(range(self.size)), seq_length, owners(self.index)
+    )
+
+
+@planted(f"{ATTENTION}.attention")
+def wrong_key_gradient_on_rank_1(attend: Any) -> Any:
+    def attention(self: ContextParallel, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        if torch.distributed.get_rank() == 1:
+            k.register_hook(lambda grad: 1.001 * grad)
+        return attend(self, q, k, v, **kwargs)
+
+    return attention
+
+
+def called_with(name: str, **changed: Any) -> Plant:
+    """Call attention with other options than were asked for."""
+    fault = planted(f"{ATTENTION}.attention", name)
+    return fault(lambda attend: lambda self, *args, **kw: attend(self, *args, **{**kw, **changed}))
+
+
+def gradient(fault: str, name: str, factor: float) -> Plant:
+    def wrong(backward: Any) -> Any:
+        def changed(self: Any, *args: Any) -> Any:
+            found = backward(self, *args)
+            return None if found is None else found._replace(**{name: factor * getattr(found, name)})
+
+        return changed
+
+    return planted("cp_plugin.engine.methods.local:Local.backward", fault)(wrong)
+
+
+def in_transit(name: str, change: Callable[[Tensor], Tensor]) -> Plant:
+    fault = planted(f"{MESH}._exchange", name)
+    return fault(lambda send: lambda self, axis, x, *args, **kw: send(self, axis, tuple(map(change, x)), *args, **kw))
+
+
+last_tile_dropped = planted("cp_plugin.engine.kernels.blocks:Tiled.tiles", "last_tile_dropped")(
+    lambda tiles: lambda self, block: tiles(self, block)[:-1]
+)
+masks_shifted_by_one = planted("cp_plugin.engine.core.mask:Mask.of", "masks_shifted_by_one")(
+    lambda of: lambda causal, *rest: Mask(of(causal, *rest).left, 1)
+)
+log_sum_exp_ignored = planted("cp_plugin.engine.kernels.fused:_weight", "log_sum_exp_ignored_in_merging")(
+    lambda _: lambda part, _: torch.full_like(part, 0.5).unsqueeze(-1)
+)
+sinks_of_other_heads = planted("cp_plugin.engine.attention.softmax:apply_sink", "sinks_of_other_heads")(
+    lambda apply: lambda out, lse, sink: apply(out, lse, sink.roll(1) + 0.5)
+)
+rounded_in_transit = in_transit("rounded_in_transit", lambda t: t.bfloat16().to(t.dtype))
+
+
+@planted(f"{MESH}._all_gather")
+def gathered_in_the_wrong_order(gather: Any) -> Any:
+    return lambda self, axis, x: gather(self, axis, x).then(lambda t: torch.cat(t.chunk(self.axes[axis])[::-1]))
+
+
+@planted(f"{MESH}._reduce_scatter")
+def sums_of_one_rank_lost(reduce_scatter: Any) -> Any:
+    return lambda self, axis, x: reduce_scatter(self, axis, tuple(t * (self.coordinates[axis] != 1) for t in x))
+
+
+@planted(f"{MESH}._exchange")
+def received_in_the_call_before(exchange: Any) -> Any:
+    """Rank 1 attends with the keys and values of its previous call: a GPU buffer that is reused too soon."""
+    before = dict[Any, Any]()
+
+    def wrong(self: Any, axis: str, tensors: Any, *ends: Any) -> Any:
+        pending = exchange(self, axis, tensors, *ends)
+        if torch.distributed.get_rank() != 1 or self.ledger.current_phase != "forward":
+            return pending
+        shapes = tuple(t.shape for t in tensors)
+
+        def stale() -> Any:
+            received = pending.wait()
+            found, before[shapes] = before.get(shapes, received), received
+            return found
+
+        return Pending(stale)
+
+    return wrong
+
+
+@planted(f"{MESH}._all_gather")
+def states_of_the_call_before(gather: Any) -> Any:
+    """The same for the chunk states of linear attention."""
+    before = dict[Any, Any]()
+
+    def wrong(self: Any, axis: str, tensors: Any) -> Any:
+        found = gather(self, axis, tensors).wait()
+        stale = torch.distributed.get_rank() == 1 and self.ledger.current_phase == "forward"
+        shapes = tuple(t.shape for t in tensors)
+        kept, before[shapes] = before.get(shapes, found), found
+        return Pending.done(kept if stale else found)
+
+    return wrong
+
+
+@planted("cp_plugin.engine.attention.softmax:attend")
+def saved_for_the_backward_in_one_buffer(attend: Any) -> Any:
+    """The output that a call saves for its backward is overwritten by the next call."""
+    buffers = dict[Any, Tensor]()
+
+    def wrong(*args: Any) -> Any:
+        done = attend(*args)
+        kept = buffers.setdefault(done.out.shape, torch.empty_like(done.out))
+        kept.detach().copy_(done.out.detach())
+        return done._replace(home=done.home.clone(), out=kept.data)
+
+    return wrong
+
+
+@planted("cp_plugin.megatron.micro_batch:Documents.bounds")
+def bounds_of_the_first_pack(bounds: Any) -> Any:
+    first = list[Tensor]()
+
+    def wrong(documents: Any) -> Tensor:
+        first.append(bounds.func(documents))
+        return first[0]
+
+    return property(wrong)
+
+
+DQ = OUT.replace("out of", "dq of")
+GRADIENTS = r"layer \d, gradients: head \d"
+FAULTS = (
+    Fault(stock_batch, STRIPED, "without slicing its batch"),
+    Fault(batch_by_rank_number, HEAD_AXIS, STEP),
+    Fault(in_halves("labels"), STRIPED, STEP, True),
+    Fault(in_halves("loss_mask"), STRIPED, STEP, True),
+    Fault(in_halves("position_ids"), f"{STRIPED} --position-embedding-type learned_absolute", STEP, True),
+    Fault(contiguous_rope, STRIPED, STEP),
+    Fault(contiguous_yarn, YARN, STEP, True),
+    Fault(rope_by_rank_number, HEAD_AXIS, STEP, True),
+    Fault(rope_begins_at_1, STRIPED, STEP, True),
+    Fault(packed_rope_goes_on, PACKED, STEP),
+    Fault(zigzag_attention, STRIPED, STEP, True),
+    Fault(called_with("wrong_scale", scale=1.01 / 4), STRIPED, f"rank 0: {OUT}"),
+    Fault(wrong_key_gradient_on_rank_1, STRIPED, GRADIENTS),
+    Fault(attention_by_rank_number, HEAD_AXIS, f"rank 1: {OUT}", True),
+    Fault(called_with("without causal", causal=False), STRIPED, f"rank 0: {OUT}", True),
+    Fault(called_with("without window", window=None), WINDOW, f"rank 0: {OUT}", True),
+    Fault(called_with("without sink", sink=None), SINK, f"rank 0: {OUT}", True),
+    Fault(called_with("without cu_seqlens", cu_seqlens=None), PACKED, OUT),
+    Fault(last_tile_dropped, STRIPED, OUT, True),
+    Fault(masks_shifted_by_one, STRIPED, OUT, True),
+    Fault(gradient("value_gradient_doubled", "dv", 2), STRIPED, GRADIENTS, True),
+    Fault(gradient("query_gradient_negated", "dq", -1), STRIPED, f"rank 0: {DQ}", True),
+    Fault(log_sum_exp_ignored, STRIPED, OUT, True),
+    Fault(in_transit("halves_swapped_in_transit", lambda t: t.roll(t.size(0) // 2, 0)), STRIPED, OUT, True),
+    Fault(rounded_in_transit, STRIPED, OUT, True),
+    Fault(rounded_in_transit, BURST, OUT, True),
+    Fault(gathered_in_the_wrong_order, GRID, OUT, True),
+    Fault(sums_of_one_rank_lost, GRID, GRADIENTS),
+    Fault(sinks_of_other_heads, SINK, OUT, True),
+    Fault(received_in_the_call_before, STRIPED, f"rank 0: {GRADIENTS}.*rank 1: {OUT}"),
+    Fault(received_in_the_call_before, PACKED, f"rank 0: {GRADIENTS}.*rank 1: {OUT}", True),
+    Fault(states_of_the_call_before, LINEAR, f"rank 0: {GRADIENTS}.*rank 1: {OUT}"),
+    Fault(saved_for_the_backward_in_one_buffer, STRIPED, f"rank 0: {DQ}"),
+    Fault(bounds_of_the_first_pack, PACKED, f"rank 0: {OUT}"),
+)
+
+
+@pytest.mark.parametrize("fault", rows((*FAULTS, *FEATURES)))
+def test_the_self_check_finds_it(fault: Fault) -> None:
+    with pytest.raises(RankError) as raised:
+        train(ranks_of(fault.flags), fault.flags, steps=2, documents=SHORT, prepare=fault.plant)
+    assert re.search(fault.found, str(raised.value)) is not None, str(raised.value)
+
+
+def test_without_the_self_check_such_a_fault_trains_and_is_seen_in_gradients() -> None:
+    with pytest.raises(AssertionError, match="gradient of"):
+        compare(
+            train(2, f"{STRIPED} --cp-selfcheck off", steps=1, prepare=zigzag_attention), stock(1, steps=1), steps=1
+        )

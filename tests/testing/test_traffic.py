@@ -1,0 +1,157 @@
+"""Traffic: the methods' advantage in bytes, by formula and by trace, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from cp_plugin import Options, Problem
+from cp_plugin.engine.attention.calls import settled
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.testing.ranks import refuse_too_large
+from cp_plugin.testing.traffic import Row, price_one, trace
+from cp_plugin.tools.app import app
+
+SIZE = 64
+TRACED = (0, 37)
+"""Ranks that are traced too: on the diagonal of a square grid and off it."""
+
+
+def priced(name: str, **options: object) -> Row:
+    """Traffic on 64 ranks by the formula, which the trace must confirm; float32, equal heads."""
+    problem = Problem(size=SIZE, heads=64, kv_heads=64, head_dim=128, seq_length=8 * SIZE, dtype=torch.float32)
+    row = price_one(settled(providers.get(name), problem, Options(**options)))
+    assert row.ranks, row.setup.reason
+    for index in TRACED:
+        assert trace(row.setup, index) == row.ranks[index], (row.setup, index)
+    return row
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "published", "beside"),
+    [
+        ("ring", {}, 378, 0),
+        ("attention2d", {"grid": (8, 8), "layout": "striped"}, 81, 7 * 3 / 128),  # lse, and lse and delta
+        ("attention2d", {"grid": (8, 8)}, 81 - 4, 7 * 3 / 128),  # zigzag: k, v, dk and dv stay in their columns
+        ("usp", {"head_parallel": 8}, 49, 0),
+        ("attention2d", {"grid": (2, 4), "head_parallel": 8, "layout": "striped"}, 32, 3 * 3 / 128),
+    ],
+)
+def test_published_counts_in_units_of_one_local_tensor(
+    name: str, options: dict[str, object], published: int, beside: float
+) -> None:
+    """The published counts leave out row statistics."""
+    row = priced(name, **options)
+    units = row.most / (row.setup.problem.q_elements * 4)
+    assert units == published + beside
+    assert units == pytest.approx(published, rel=0.05)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Any heads, sizes and dtype."""
+    size, kv_heads = draw(st.integers(1, 96)), draw(st.integers(1, 16))
+    return Problem(
+        size=size,
+        kv_heads=kv_heads,
+        heads=kv_heads * draw(st.integers(1, 16)),
+        head_dim=draw(st.sampled_from((1, 16, 64, 80, 128, 192, 256))),
+        v_head_dim=draw(st.sampled_from((0, 64, 128))),
+        seq_length=2 * size * draw(st.integers(1, 64)),
+        batch=draw(st.integers(1, 3)),
+        dtype=draw(st.sampled_from((torch.float64, torch.float32, torch.bfloat16))),
+        causal=draw(st.booleans()),
+    )
+
+
+def most(name: str, problem: Problem, **options: object) -> int:
+    row = price_one(settled(providers.get(name), problem, Options(**options)))
+    assert row.ranks, row.setup.reason
+    return row.most
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_no_automatic_choice_sends_more_than_a_ring(problem: Problem) -> None:
+    ring = most("ring", problem)
+    for name in ("attention2d", "burst", "all_gather"):
+        assert most(name, problem) <= ring, name
+
+
+@settings(max_examples=60)
+@given(problems(), st.data())
+def test_nested_burst_never_sends_more_than_the_double_ring(problem: Problem, data: st.DataObject) -> None:
+    intra = data.draw(st.sampled_from([n for n in range(1, problem.size + 1) if problem.size % n == 0]))
+    assert most("burst", problem, intra_size=intra) <= most("double_ring", problem, intra_size=intra)
+
+
+EVERY = {*providers.names(), *providers.names("linear")}
+
+
+def traffic(*args: str) -> Result:
+    return CliRunner().invoke(app, ["traffic", *args], env={"COLUMNS": "250"})
+
+
+def test_the_command_shows_every_provider_or_its_reason() -> None:
+    result = traffic()
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert {line.split()[0].rstrip(":") for line in lines} >= EVERY
+    (ulysses,) = [line for line in lines if line.startswith("ulysses")]
+    assert "cannot: --ranks 64: 32 query and 8 key/value heads" in ulysses
+    assert "grid 16x4," in result.stdout
+    (ring,) = [line for line in lines if line.startswith("ring")]
+    assert ring.endswith("1.000x")
+
+
+def test_json_has_the_bytes_of_the_formula() -> None:
+    args = ("--provider", "ring", "--provider", "attention2d", "--grid", "8x8", "--kv-heads", "32", "--json")
+    result = traffic(*args)
+    found = json.loads(result.stdout)
+    assert result.stderr == "" and found["problem"]["dtype"] == "bfloat16"
+    problem = Problem(size=64, heads=32, kv_heads=32)
+    for row, options in zip(found["rows"], (Options(), Options(grid=(8, 8))), strict=True):
+        want = price_one(settled(providers.get(row["provider"]), problem, options))
+        assert (row["most"], row["least"]) == (want.most, want.least)
+        assert sum(n for axes in row["by_axis"].values() for n in axes.values()) == want.most
+    assert found["rows"][1]["chosen"]["grid"] == [8, 8] and found["rows"][1]["over_ring"] < 0.25
+
+
+def test_an_impossible_problem_is_a_failure() -> None:
+    result = traffic("--provider", "ulysses", "--heads", "3", "--kv-heads", "1")
+    assert result.exit_code == 1 and "cannot: --ranks 64" in result.stdout
+    uneven = traffic("--seq-length", "100")
+    assert uneven.exit_code == 1 and all(name in uneven.stdout for name in EVERY)
+    short = traffic("--seq-length", "1")  # ranks without a token
+    assert short.exit_code == 1 and all(name in short.stdout for name in EVERY)
+
+
+@pytest.mark.parametrize("wrong", [1, -1])
+def test_measuring_notices_a_wrong_formula(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = providers.get("ring")
+
+    def traffic_off_by_one(problem: Problem, options: Options, index: int) -> dict[tuple[str, str], int]:
+        sent = dict(ring.traffic(problem, options, index))
+        sent["backward", "cp"] += wrong if index == 1 else 0
+        return sent
+
+    monkeypatch.setitem(providers.registry(), "ring", replace(ring, traffic=traffic_off_by_one))
+    small = ("--measure", "--ranks", "2", "--heads", "2", "--kv-heads", "1", "--head-dim", "8")
+    result = traffic("--provider", "ring", "--provider", "striped", *small)
+    assert result.exit_code == 1
+    assert "DIFFERS: rank 1, backward, axis cp" in result.stdout
+    assert "FAIL: ledger = trace = formula in 1 of 2" in result.stdout
+
+
+def test_too_large_problems_are_refused() -> None:
+    assert refuse_too_large(Problem(size=4, heads=8, kv_heads=8, seq_length=128), 10) < 60
+    with pytest.raises(ValueError, match=r"--ranks 64 --seq-length 1048576 --heads 8 .* of memory, but .* is free"):
+        refuse_too_large(Problem(size=64, heads=8, kv_heads=8, seq_length=2**20), 1)
+    with pytest.raises(ValueError, match=r"would take .* minutes or so"):
+        refuse_too_large(Problem(size=2, heads=8, kv_heads=1, head_dim=16, seq_length=2**17), 1)

@@ -1,0 +1,238 @@
+"""``cp-plugin bench``: cases and ideals, the correctness gate, peers, refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from cp_plugin import Attend, Options, Problem, Provider
+from cp_plugin.engine.comm import Mesh
+from cp_plugin.engine.core.mask import Mask
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.methods.local import Local
+from cp_plugin.engine.methods.ring import STRIPED, Ring
+from cp_plugin.testing import oracle
+from cp_plugin.testing.clock import Both, Taken
+from cp_plugin.testing.launch import run_ranks
+from cp_plugin.testing.traffic import price
+from cp_plugin.tools.app import app
+from cp_plugin.tools.bench import contestants, te_peer, torch_ring
+from cp_plugin.tools.bench.cases import MASKS, Case, make_case
+from cp_plugin.tools.bench.cli import _bounds
+from cp_plugin.tools.bench.contestants import Entry
+from cp_plugin.tools.bench.report import Measured
+
+_SHAPE = ("--seq-length", "512", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--rounds", "1")
+_TWO = ("--ranks", "2", "--device", "cpu", *_SHAPE)
+_PROBLEM = Problem(size=4, heads=6, kv_heads=2, head_dim=8, seq_length=512, dtype=torch.float32)
+
+
+def command(*args: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *args])
+
+
+def measured(path: Path, *args: str, status: int = 0) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The output of a run on two ranks, and mask -> contestant -> what the JSON file says."""
+    done = command(*_TWO, *args, "--json", str(path))
+    assert done.exit_code == status, done.output
+    found = json.loads(path.read_text())["cases"]
+    return done.output, {case["mask"]: {m["name"]: m for m in case["contestants"]} for case in found}
+
+
+def every_case(problem: Problem = _PROBLEM) -> list[Case]:
+    return [make_case(name, problem, bounds=_bounds(None, problem.seq_length)) for name in MASKS]
+
+
+@pytest.mark.parametrize("case", every_case(), ids=list(MASKS))
+def test_visible_pairs_and_the_share_of_the_ideal(case: Case) -> None:
+    seen = oracle.seen(case.problem, case.bounds)
+    if case.problem.causal:
+        seen &= torch.ones_like(seen).tril()
+    first, last = case.visible
+    assert case.pairs == seen.sum() and np.array_equal(last - first, seen.sum(1))
+    assert all(seen[q, first[q] : last[q]].all() for q in range(0, 512, 37))
+    run = contestants.busy_as_one_rank(case)
+    assert run.pairs == (last - first)[run.first : run.first + 128].sum()
+    share = case.pairs / case.problem.size
+    assert abs(run.pairs - share) < (0.01 if not case.bounds else 0.5) * share
+    made = contestants.share(case, None, torch.device("cpu"))
+    assert made.factor * run.pairs == pytest.approx(share)
+    assert all(torch.isfinite(x).all() for x in made.step())
+
+
+def test_the_ideal_is_a_part_of_the_heads_where_they_divide() -> None:
+    case = make_case("causal", replace(_PROBLEM, heads=8, kv_heads=4))
+    out, dq, dk, _ = contestants.share(case, None, torch.device("cpu")).step()
+    assert out.shape == dq.shape == (512, 1, 2, 8) and dk.shape == (512, 1, 1, 8)
+
+
+def test_a_shortened_case_keeps_its_mask() -> None:
+    for case in every_case(replace(_PROBLEM, seq_length=4096)):
+        short = case.small(128)
+        assert short.problem.seq_length == 128 and 0 < short.pairs <= 128 * 128
+        assert not case.bounds or (short.bounds[0] == 0 and short.bounds[-1] == 128 and len(short.bounds) > 2)
+        assert short.problem.window == (None if case.problem.window is None else (16, 0))
+
+
+def test_every_mask_is_right_and_timed_on_two_ranks(tmp_path: Path) -> None:
+    written = tmp_path / "a.json"
+    chosen = [f for name in ("ring", "attention2d", "usp", "torch-ring") for f in ("--provider", name)]
+    output, found = measured(written, *chosen, "--cluster", "cpu")
+    assert "PASS: 14 of 16 timed; 2 cannot run, for the reasons given" in output
+    whole = json.loads(written.read_text())
+    assert whole["ok"] and whole["rounds"] == 1 and set(found) == set(MASKS)
+    for case in whole["cases"]:
+        packed, windowed = "document" in case["mask"], "window" in case["mask"]
+        assert (len(case["bounds"]) > 2) == packed
+        assert case["problem"]["causal"] == case["mask"].startswith("causal")
+        assert bool(case["problem"]["window"]) == windowed
+        for name, m in found[case["mask"]].items():
+            if name == "torch-ring" and (packed or windowed):
+                assert "PyTorch's ring has no" in m["cannot"]
+                continue
+            assert m["correct"] and set(m["errors"]) == {"out", "dq", "dk", "dv"} == set(m["allowed"]), (case, name)
+            assert 0 < max(m["errors"].values()) <= 1e-5
+            assert 0 < m["median"]["forward"] < m["median"]["total"] == m["seconds"]["total"][0]
+            assert m["of_ideal"]["total"] == m["ideal"]["total"][0] / m["seconds"]["total"][0]
+            assert (m["predicted"] is None or m["sent"] is None) == (name == "torch-ring")
+    problem = Problem(size=2, heads=4, kv_heads=2, head_dim=8, seq_length=512, dtype=torch.float32)
+    row = price(["ring"], problem, Options())[0]
+    assert found["causal"]["ring"]["sent"] == {"least": row.least, "most": row.most}
+
+
+def test_linear_attention(tmp_path: Path) -> None:
+    flags = ("--provider", "lasp2", "--decay", "key", "--mask", "causal-document", "--mask", "full")
+    for case in measured(tmp_path / "a.json", *flags)[1].values():
+        m = case["lasp2"]
+        assert m["correct"] and "dlog_decay" in m["errors"] and m["flops_per_s"] is None and m["of_ideal"]["total"] > 0
+
+
+def test_half_precision_is_held_to_the_error_of_its_kernel(tmp_path: Path) -> None:
+    flags = ("--dtype", "bfloat16", "--provider", "striped", "--provider", "torch-ring", "--mask", "causal")
+    for m in measured(tmp_path / "a.json", *flags)[1]["causal"].values():
+        assert 1e-4 < m["errors"]["out"] < m["allowed"]["out"] < 1e-2
+
+
+class _Skips(Ring):
+    """Never attends to the second block that comes around."""
+
+    def forward(self, queries: Any, kv: Any, onto: Any = None) -> Any:
+        return self.inner.forward(queries, kv, onto)
+
+
+def _faulty(fault: str) -> Provider:
+    """A striped ring with a fault: a block is skipped, the window is ignored, or it raises."""
+
+    def build(mesh: Mesh, local: Local, problem: Problem, options: Options) -> Attend:
+        if fault == "block":
+            return _Skips(mesh, "cp", local)
+        if fault == "raises":
+            raise RuntimeError("planted")
+        return Ring(mesh, "cp", replace(local, mask=Mask.from_arguments(problem.causal, None, local.mask.documents)))
+
+    return replace(STRIPED, name=f"faulty_{fault}", build=build)
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fault in ("block", "window", "raises"):
+        monkeypatch.setitem(providers.registry(), f"faulty_{fault}", _faulty(fault))
+
+
+@pytest.mark.parametrize(("fault", "wrong"), [("block", {"causal", "causal-window"}), ("window", {"causal-window"})])
+@pytest.mark.usefixtures("planted")
+def test_a_wrong_method_is_not_timed(fault: str, wrong: set[str], tmp_path: Path) -> None:
+    flags = ("--provider", f"faulty_{fault}", "--provider", "ring", "--mask", "causal", "--mask", "causal-window")
+    output, found = measured(tmp_path / "a.json", *flags, status=1)
+    assert output.count("WRONG:") == len(wrong) and f"{len(wrong)} WRONG, not timed" in output
+    for mask, m in found.items():
+        assert m[f"faulty_{fault}"]["correct"] == (mask not in wrong) == ("seconds" in m[f"faulty_{fault}"])
+        assert m["ring"]["correct"] and m["ring"]["median"]["total"] > 0
+
+
+@pytest.mark.usefixtures("planted")
+def test_a_method_that_fails_is_named() -> None:
+    done = command(*_TWO, "--provider", "faulty_raises", "--mask", "causal")
+    assert done.exit_code == 1 and "faulty_raises fails on causal: planted" in done.output
+
+
+def test_a_peer_that_refuses_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **how: object) -> None:
+        raise NotImplementedError("not on a Sunday")
+
+    monkeypatch.setattr(torch_ring.upstream, "_templated_ring_attention", refuse)
+    done = command(*_TWO, "--provider", "torch-ring", "--provider", "ring", "--mask", "causal")
+    assert done.exit_code == 0 and "cannot: upstream refuses: not on a Sunday" in done.output
+    assert "PASS: 1 of 2 timed; 1 cannot run, for the reasons given" in done.output
+
+
+def test_ranks_that_were_started_by_others_join(tmp_path: Path) -> None:
+    """As under torchrun: every rank runs the command, and only the first prints."""
+    flags = ("--device", "cpu", *_SHAPE, "--provider", "ring", "--mask", "causal", "--json", str(tmp_path / "a.json"))
+
+    def rank() -> tuple[int, str]:
+        done = command(*flags)
+        return done.exit_code, done.output
+
+    (first, output), (second, silence) = run_ranks(rank, 2)
+    assert (first, second, silence) == (0, 0, "") and "PASS: 1 of 1 timed" in output
+    assert json.loads((tmp_path / "a.json").read_text())["cases"][0]["problem"]["size"] == 2
+
+
+def test_ranks_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output files are checked on the first rank only: another host need not have their folder."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    done = command("--ranks", "2", "--device", "cpu", "--json", "/nowhere/a.json")
+    assert done.exit_code == 2 and "--ranks 2: torchrun has already started 8 ranks; leave --ranks out" in done.output
+
+
+def test_missing_peers_are_left_out_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Entry.parse("te-a2a+p2p")
+    monkeypatch.setattr(te_peer, "find_spec", lambda name: None)
+    assert "pip install 'cp-plugin[te]'" in str(entry.missing("cuda"))
+    monkeypatch.setattr(te_peer, "find_spec", lambda name: object())
+    assert "CUDA devices only" in str(entry.missing("cpu")) and entry.missing("cuda") is None
+    done = command(*_TWO, "--provider", "te-p2p", "--mask", "causal")
+    assert done.exit_code == 1 and "cannot: Transformer Engine's attention runs on CUDA" in done.output
+
+
+@pytest.mark.parametrize(
+    ("changed", "possible"),
+    [
+        ({}, {"p2p", "all_gather", "a2a", "a2a+p2p"}),
+        ({"window": (9, 0)}, {"all_gather", "a2a"}),
+        ({"kv_heads": 1}, {"p2p", "all_gather"}),
+        ({"documents": True}, set()),
+        ({"dtype": torch.float32}, set()),
+    ],
+)
+def test_support_matrix_of_transformer_engine(changed: dict[str, Any], possible: set[str]) -> None:
+    problem = replace(Problem(size=8, heads=16, kv_heads=8, seq_length=4096), **changed)
+    assert {c for c in te_peer.COMM_TYPES if te_peer.unsupported(c, problem) is None} == possible
+
+
+def test_speeds_are_of_the_slowest_rank_and_of_the_visible_pairs() -> None:
+    case = make_case("causal", replace(_PROBLEM, heads=2, kv_heads=2, seq_length=8))
+    ranks = [[Both(1.0, 4.0), Both(2.0, 3.0), Both(1.0, 9.0)], [Both(3.0, 3.5), Both(1.0, 5.0), Both(1.0, 8.0)]]
+    taken = Taken.from_rounds(ranks)
+    assert (taken.forward, taken.total) == ([3.0, 2.0, 1.0], [4.0, 5.0, 9.0]) and taken.medians == Both(2.0, 5.0)
+    one = Measured(
+        entry=Entry(name="ring"),
+        taken=taken,
+        ideal=Taken.from_rounds(ranks, 0.5),
+        errors={"out": 1.0},
+        allowed={"out": 2.0},
+    )
+    assert not one.wrong and replace(one, errors={"out": float("inf")}).wrong
+    forward = 2 * 36 * 2 * 16 / 4  # pairs, heads, both head sizes, ranks
+    found = one.as_json(case)
+    assert found["of_ideal"] == {"forward": 0.5, "total": 0.5}
+    assert found["flops_per_s"] == {"forward": forward / 2.0, "total": 3.5 * forward / 5.0}

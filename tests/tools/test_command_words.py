@@ -1,0 +1,159 @@
+"""One vocabulary and one style for all commands, found by looking at the program itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+from typer.testing import CliRunner
+from warm import in_a_fork
+
+import cp_plugin
+from cp_plugin.engine.common.names import did_you_mean
+from cp_plugin.engine.kernels import backends
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.tools.app import app
+
+PROGRAM: Any = typer.main.get_command(app)
+COMMANDS: dict[str, Any] = {name: command.load() for name, command in PROGRAM.commands.items()}
+EVERY = [(name, param) for name, command in COMMANDS.items() for param in command.params]
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def kind(param: Any) -> type:
+    """What a value is read as."""
+    annotation = param.type_descriptor.annotation
+    return (get_args(annotation) or (annotation,))[0]
+
+
+@pytest.mark.parametrize(("command", "param"), EVERY, ids=lambda x: x if isinstance(x, str) else str(x.name))
+def test_a_parameter_has_a_help_text(command: str, param: Any) -> None:
+    assert param.help and not param.help.endswith(".") and "``" not in param.help, param.help
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("command", [*COMMANDS, ""])
+def test_the_help_fits(command: str, flag: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", width)  # read once, when the module is imported
+    status, text, _ = run(*filter(None, [command]), flag)
+    assert status == 0 and f"Usage: cp-plugin {command}".strip() in text
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    assert "``" not in text
+
+
+def test_completion_is_typers() -> None:
+    names = {opt for param in PROGRAM.params for opt in param.opts}
+    assert {"--install-completion", "--show-completion"} <= names
+    env = {**os.environ, "_CP_PLUGIN_COMPLETE": "complete_bash", "COMP_WORDS": "cp-plugin ver", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "cp_plugin.tools"], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["verify"]
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "--show-completion", "verfy", "--hlep"])
+def test_the_program_alone_imports_no_command(words: str) -> None:
+    code = (
+        "import sys\nfrom cp_plugin.tools.app import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit: ours = sorted(m for m in sys.modules if m.startswith('cp_plugin'))\n"
+        "print(*ours, file=sys.stderr)\nassert 'torch' not in sys.modules and len(ours) <= 12"
+    )
+    env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    subprocess.run([sys.executable, "-c", code, words], env=env, capture_output=True, check=True)
+
+
+def test_modules_do_what_the_program_does() -> None:
+    for module in ("cp_plugin.tools", "cp_plugin.tools.app"):
+        done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout == f"cp-plugin {cp_plugin.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_errors_of_usage_look_like_all_others(command: str) -> None:
+    """Unknown options, missing values and wrong values: one line that names the option, and exit status 2."""
+    params = COMMANDS[command].params
+    required = [word for p in params if p.required for word in ([p.opts[0], "1"] if p.opts[0][0] == "-" else ["x"])]
+    cases = []
+    if not COMMANDS[command].context_settings.get("ignore_unknown_options"):
+        cases.append(([*required, "--rankss", "3"], "No such option: --rankss"))
+    valued = [p for p in params if p.param_type_name == "option" and not p.is_flag and "--json" not in p.opts]
+    cases += [([*required, p.opts[0]], f"Option '{p.opts[0]}' requires an argument.") for p in valued[:2]]
+    refused = [p for p in valued if issubclass(kind(p), (int, float, StrEnum))]
+    cases += [([*required, p.opts[0], "x!"], f"{p.opts[0]} x!: ") for p in refused]
+    for first in [p for p in params if p.required][:1]:
+        option = first.opts[0][0] == "-"
+        cases.append(([], f"Missing option '{first.opts[0]}'." if option else f"Missing argument '{first.name}'."))
+    if any("--json" in p.opts for p in params):
+        cases.append(([*required, "--json", "x.txt"], "--json x.txt"))
+    for words, message in cases:
+        status, out, err = run(command, *words)
+        assert (status, out) == (2, ""), (words, out, err)
+        assert err.startswith(f"error: {message}") and err.count("\n") == 1 and not set(err) & set("╭│`"), (words, err)
+
+
+def test_an_unknown_command() -> None:
+    status, _, err = run("verfy")
+    said = "error: No such command 'verfy'. Did you mean 'verify'?"
+    assert (status, err.count("\n")) == (2, 1) and err.startswith(said)
+
+
+def test_json_is_printed_alone_or_written_besides(tmp_path: Path) -> None:
+    words = ("traffic", "--provider", "ring")
+    path = tmp_path / "found.json"
+    status, tables, _ = run(*words, "--json", str(path))
+    assert status == 0 and tables.startswith("Bytes sent") and f"wrote {path}" in tables.replace("\n", "")
+    for anywhere in ((*words, "--json"), ("traffic", "--json", "--provider", "ring")):
+        status, text, err = run(*anywhere)
+        assert (status, err) == (0, "") and json.loads(text) == json.loads(path.read_text())
+
+
+def test_a_hint_helps() -> None:
+    """One slip of the finger is found; a word that only shares letters is not."""
+    known = [*providers.registry(), *backends.names(), "selective", "none", "causal", "llama3-8b", "dgx-h100"]
+    for name in known:
+        slips = [name[:-1], name[1:], name + name[-1], name[:1] + name[2:], name[:-2] + name[-1] + name[-2]]
+        for slip in (s for s in slips if len(s) > 3 and s != name):
+            assert re.search(rf"(: did you mean|or) .*\b{re.escape(name)}\b", did_you_mean(slip, known)), (slip, name)
+    for word, listed in (
+        ("some", ("none", "selective", "full")),
+        ("fast", ("sdpa", "te", "triton")),
+        ("nofile", ("chat", "code", "long")),
+        ("float8", ("float64", "float32", "bfloat16", "float16")),  # most of what the message lists anyway
+        ("x", known),
+    ):
+        assert did_you_mean(word, listed) == "", word
+    for name in known:
+        for same in {name.upper(), name.replace("_", "-"), name.replace("-", "_")} - {name}:
+            assert did_you_mean(same, known) == f": did you mean {name}?", "not those that contain it, too"
+
+
+def test_flags_after_two_dashes_are_named_as_written() -> None:
+    """They are Megatron's, which the command's own are not."""
+    folder = Path(importlib.util.find_spec("megatron.core").origin).parents[2]
+    for words in (["plan", "--cluster", "dgx-h100"], ["doctor", "--megatron", str(folder)]):
+        flags = ["--cp-provider", "rnig", "--context-parallel-size", "2"]
+        done = in_a_fork(partial(PROGRAM.main, [*words, "--", *flags]))
+        assert done.returncode == 2 and "--cp-provider rnig: did you mean ring?" in done.stderr
+
+
+def test_the_doctor_examines_a_megatron() -> None:
+    folder = Path(importlib.util.find_spec("megatron.core").origin).parents[2]
+    done = in_a_fork(partial(PROGRAM.main, ["doctor", "--megatron", str(folder)]))
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS: a run would start", done.stderr
