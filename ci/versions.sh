@@ -11,14 +11,14 @@ cd "$(dirname "$0")/.."
 bash ci/environment.sh dev
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 tests=(
-  test_patching.py
-  test_flags.py
-  test_bad_flags.py
-  test_native.py
-  "test_planted_faults.py::test_the_self_check_finds_it[own_slicing-striped]"
-  test_elastic.py
-  test_packed_places.py
-  test_layout_manager.py
+  patches/test_patching.py
+  flags/test_flags.py
+  flags/test_bad_flags.py
+  patches/test_native.py
+  "selfcheck/test_planted_faults.py::test_the_self_check_finds_it[own_slicing-striped]"
+  runs/test_elastic.py
+  layers/test_packed_places.py
+  layers/test_layout_manager.py
 )
 if [ "${1:-}" = torch ]; then
   shift
@@ -31,7 +31,7 @@ if [ "${1:-}" = torch ]; then
       TRITON_INTERPRET=1 PYTHONPATH=kernels "$python" -c "$broken" || pip_install "numpy<2.4"
       "$python" -c 'import numpy, torch, triton; print(*(f"{m.__name__} {m.__version__}" for m in (torch, triton, numpy)))'
       CP_PLUGIN_NIGHTLY=1 run_tests -n 2 -m versions tests/megatron/runs/test_{cases,elastic}.py
-      run_tests -n 2 -m "not case" tests/strict tests/fake_cuda tests/engine ${tests[@]/#/tests/megatron/*/}
+      run_tests -n 2 -m "not case" tests/strict tests/fake_cuda tests/engine "${tests[@]/#/tests/megatron/}"
       TRITON_INTERPRET=1 run_tests -n 2 tests/kernels
     )
   done
@@ -42,5 +42,5 @@ for version; do
   echo "megatron-core $version"
   export PYTHONPATH="$(bash ci/megatron/overlay.sh "$version"):$PWD"
   CP_PLUGIN_NIGHTLY=1 python -m pytest -q -m versions tests/megatron/runs/test_{cases,elastic}.py
-  python -m pytest -q ${tests[@]/#/tests/megatron/*/}
+  python -m pytest -q "${tests[@]/#/tests/megatron/}"
 done
