@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attend_over_ranks import device, join, refused
 from cases import provider
 from megatron_training import RANKS, STEPS, Trained, judged, limits_of, ranks_in_time, right
+from over_ranks import device, join, refused
 from record import Found, Step
 
 PROVIDERS = ("ring", "attention2d", "ulysses")
