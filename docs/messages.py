@@ -48,7 +48,7 @@ def pages() -> dict[str, str]:
 def _first_of(kind: str) -> Iterator[tuple[str, Rule]]:
     """The rules of a kind, each once, with the first group that has it; ValueError if there are none."""
     seen: set[str] = set()
-    for group, rule in ((group, rule) for group, compare_in_group in RULES.items() for rule in compare_in_group):
+    for group, rule in ((group, rule) for group, of_group in RULES.items() for rule in of_group):
         if rule.kind == kind and rule.name not in seen:
             seen.add(rule.name)
             yield group, rule

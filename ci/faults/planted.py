@@ -95,9 +95,9 @@ def _flip(bit: str, received: Tensors, *_: Any) -> None:
     received[0].view(torch.int32).view(-1)[0] ^= 1 << int(bit)
 
 
-def _previous_keys(_: str, received: Tensors, before: Tensors, number: int, *, compare_call: bool) -> None:
+def _previous_keys(_: str, received: Tensors, before: Tensors, number: int, *, of_call: bool) -> None:
     """Receive the previous message again: the last one of the previous call, or one of the same call."""
-    if (number == 0) == compare_call:
+    if (number == 0) == of_call:
         for t, other in zip(received, before, strict=True):
             t.copy_(other)
 
@@ -151,8 +151,8 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "replace": _replace_in_module,
     "nothing": lambda _, *rest: None,
     "flip": _flip,
-    "stale": functools.partial(_previous_keys, compare_call=True),
-    "late": functools.partial(_previous_keys, compare_call=False),
+    "stale": functools.partial(_previous_keys, of_call=True),
+    "late": functools.partial(_previous_keys, of_call=False),
     "average": _average,
     "roll": _changed(lambda x: x.roll(1, 1)),
     "mask": _mask,

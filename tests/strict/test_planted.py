@@ -186,7 +186,7 @@ def test_programs_that_nccl_would_not_carry_out(
 
 def being_received() -> torch.Tensor:
     """The bytes of this rank's receive buffer in flight."""
-    return next(region.bytes_now() for region in model._rank().count_in_flight._regions if region.received)
+    return next(region.bytes_now() for region in model._rank().in_flight._regions if region.received)
 
 
 def read_early(mesh: Mesh) -> None:

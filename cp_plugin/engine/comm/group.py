@@ -253,12 +253,12 @@ def _bytes(tensors: Tensors) -> Tensors:
 
 
 def _when_done(works: Sequence[Any], sent: Tensors, received: Tensors) -> Pending:
-    count_in_flight = [sent]  # send buffers must live until they have been sent
+    in_flight = [sent]  # send buffers must live until they have been sent
 
     def finish() -> Tensors:
         for work in works:
             work.wait()
-        count_in_flight.clear()
+        in_flight.clear()
         return received
 
     return Pending(finish)

@@ -62,8 +62,8 @@ class Watch:
         now = time.monotonic()
         with self._lock:
             self._forget_ended(before=now - seconds)
-            mark_wait = self._in_stream[0][0] if self._in_stream else None
-        waiting = [message for message in (self._blocking, mark_wait) if message is not None]
+            in_stream = self._in_stream[0][0] if self._in_stream else None
+        waiting = [message for message in (self._blocking, in_stream) if message is not None]
         oldest = min(waiting, key=lambda message: message.since, default=None)
         if oldest is None or now - oldest.since < seconds:
             return None

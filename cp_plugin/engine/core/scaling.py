@@ -125,8 +125,8 @@ def update(scalings: Sequence[Delayed], group: dist.ProcessGroup | None, device:
     found = torch.stack([scaling.take(device) for scaling in scalings])
     if group is not None and group.size() > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    for scaling, make_scaling in zip(scalings, found, strict=True):
-        scaling.remember(make_scaling)
+    for scaling, of_layer in zip(scalings, found, strict=True):
+        scaling.remember(of_layer)
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:

@@ -167,13 +167,13 @@ def attend(
         out ``[t, b, h, e]`` and lse ``[t, b, h]`` in the accumulation dtype; 0 and -inf for a query that sees nothing.
     """
 
-    def choose_blocks() -> fused.Parts:
+    def attend_in_blocks() -> fused.Parts:
         out, lse = _attend(q, cache, held, positions, scores, window)
         return out.unsqueeze(0), lse.unsqueeze(0)
 
     left = -1 if window is None else window[0]
     cached = *cache.kept(len(held)), cache.v_head_dim, held
-    parts = fused.decode(q, *cached, positions, scores.scale, left, scores.softcap, choose_blocks)
+    parts = fused.decode(q, *cached, positions, scores.scale, left, scores.softcap, attend_in_blocks)
     return Partial(*fused.merge_parts(*parts))
 
 

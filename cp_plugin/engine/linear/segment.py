@@ -75,8 +75,8 @@ class Segment(ABC):
             outgoing: waits for the gradient of the state after it.
         """
         inside = backward(dout, self.x)  # compute
-        edge_gradients = self.edge_gradients(dout, incoming, outgoing())  # wait
-        return tuple(a + b for a, b in zip(inside, edge_gradients, strict=True))  # add
+        across = self.edge_gradients(dout, incoming, outgoing())  # wait
+        return tuple(a + b for a, b in zip(inside, across, strict=True))  # add
 
     def edge_gradients(self, dout: Tensor, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
         """In a backward: gradients through the incoming and the outgoing state alone.

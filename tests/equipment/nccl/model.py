@@ -58,7 +58,7 @@ class Rank:
     hub: Hub | None = None
     """Of ranks with data."""
     trace: Trace = field(init=False)
-    count_in_flight: InFlight = field(init=False)
+    in_flight: InFlight = field(init=False)
     coalescing: list[tuple[str, Tensor, Tensor]] | None = None
     """Collectives posted together."""
     phase: Callable[[], str] = field(default=lambda: "")
@@ -66,7 +66,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.trace = Trace(self.number)
-        self.count_in_flight = InFlight(self.number, data=self.hub is not None)
+        self.in_flight = InFlight(self.number, data=self.hub is not None)
 
     def count(self, key: Any) -> int:
         """How often this was called with a key."""
@@ -95,10 +95,10 @@ class Work:
 
     def wait(self) -> None:
         self._rank.trace.waited.append(self._operation)
-        self._rank.count_in_flight.end(self._regions)
+        self._rank.in_flight.end(self._regions)
         received = [region for region in self._regions if region.received]
         for region, arriving in zip(received, self._arriving, strict=self._rank.hub is not None):
-            self._rank.count_in_flight.deliver(region, arriving())
+            self._rank.in_flight.deliver(region, arriving())
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def _launch(
         raise ValueError(f"{pieces[0]}: NCCL sends and receives contiguous tensors only")
     rank = _rank()
     operation = rank.trace.post(communicator, tuple(pieces), rank.phase())
-    regions = rank.count_in_flight.post(operation, sent, received)
+    regions = rank.in_flight.post(operation, sent, received)
     return Work(rank, operation, regions, arriving if rank.hub is not None else ())
 
 
@@ -304,11 +304,11 @@ def _run[T](
     _here.rank = rank
     mesh = _mesh(rank, axes, extra)
     rank.phase = lambda: mesh.ledger.current_phase
-    with rank.count_in_flight:
+    with rank.in_flight:
         if collective is not None:
             connect(mesh.groups, collective=collective)
         result = program(mesh)
-    rank.count_in_flight.require_all_ended()
+    rank.in_flight.require_all_ended()
     return result
 
 

@@ -215,7 +215,7 @@ def test_all_refusals_in_one_message_in_table_order() -> None:
 def test_the_pages_have_every_rule_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     messages = importlib.import_module("messages")
-    rules = {rule.name for compare_in_group in messages.RULES.values() for rule in compare_in_group}
+    rules = {rule.name for of_group in messages.RULES.values() for rule in of_group}
     assert "".join(messages.pages().values()).count("\n| `") == len(rules)
 
 
