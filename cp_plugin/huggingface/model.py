@@ -168,12 +168,14 @@ class Forward:
             )
         refuse_router_losses(config, named)
         mask = named.get("attention_mask")
-        if mask is not None:
-            refuse(not isinstance(mask, Tensor) or mask.dim() != 2, "a custom mask")
+        if isinstance(mask, Tensor) and positions is not None:
+            refuse(mask.dim() != 2, "a custom mask")
             refuse(
                 mask.shape != positions.shape, f"an attention_mask of {list(mask.shape)} for {list(positions.shape)}"
             )
             self._require(mask.all(), UNSUPPORTED.format("padding: pack or truncate the sequences"))
+        else:
+            refuse(mask is not None, "a custom mask")
 
     def _require(self, holds: Tensor, message: str) -> None:
         """At once on the CPU and in compared calls; else by the next of these, so that the host need not wait.

@@ -134,10 +134,8 @@ def _unsupported(problem: Problem, options: Options) -> str | None:
     grid = options.grid or (1, problem.size)
     legal = _grids(problem, options)
     if grid in grids(problem.size) and grid not in legal:
-        nearest = sorted(legal, key=lambda other: abs(other[0] - grid[0]))[:3]
-        shown = ", ".join(
-            f"{show_option(other)} ({show_bytes(grid_bytes(problem, options, other))})" for other in nearest
-        )
+        near = sorted(legal, key=lambda other: abs(other[0] - grid[0]))[:3]
+        shown = ", ".join(f"{show_option(one)} ({show_bytes(grid_bytes(problem, options, one))})" for one in near)
         return (
             f"{spelled('grid', grid)} with a causal mask and {options.layout} tokens: neither side divides the other, "
             f"so the work would fall into many small pieces. Use {spelled('layout', 'zigzag')}, or one of the nearest "
