@@ -25,7 +25,7 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     router losses from one rank's tokens                   Megatron 5696, prime-rl 2828      huggingface/test_loss
     a mean of ranks' means in a trainer                  Accelerate 3990, axolotl 3608   huggingface/test_planted_models
     ranks of one sequence with rows of their own           AutoModel 3359      engine/attention/test_agreement
-    partial results accumulated in bfloat16                ring-flash-attention 42      core/test_merge
+    partial results accumulated in bfloat16                ring-flash-attention 42      engine/kernels/test_merge
     all of Megatron's arguments are accepted              Bridge 48      test_edits (new options of attention)
     gradients as many times too large, or too small        DeepSpeed 5248      huggingface/test_apply says so
 
