@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from planted import Plant
+from rank_faults import Plant
 
 TIMEOUT = 20.0
 """Of torch.distributed in a trial, in seconds."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import trial
 from faults import TIMEOUT, Fault
-from planted import Plant
+from rank_faults import Plant
 from trial import Ended
 
 STEPS = 6

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
-from planted import Plant, plant
+from rank_faults import Plant, plant
 
 _PR_SET_CHILD_SUBREAPER = 36
 MODEL = (

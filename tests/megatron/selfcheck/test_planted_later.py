@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from fault_rows import ranks_of
 from nightly import nightly, one_case
-from planted import Plant, plant
+from rank_faults import Plant, plant
 from state_space_kernels import STATES
 from textbook import MLA, YARN
 from training import MODEL, SGD, short_documents, train
