@@ -9,5 +9,5 @@ cd "$(dirname "$0")/.."
 if outdated pyproject.toml ci/constraints.txt; then
   install -c ci/constraints.txt -r <(extras modelopt)
 fi
-[ $# -gt 0 ] || set -- tests/megatron/layers/test_modelopt.py
+[ $# -gt 0 ] || set -- tests/megatron/mixers/test_modelopt.py
 run_tests "$@"

@@ -17,8 +17,8 @@ tests=(
   patches/test_native.py
   "selfcheck/test_planted_faults.py::test_the_self_check_finds_it[own_slicing-striped]"
   runs/test_elastic.py
-  layers/test_packed_places.py
-  layers/test_layout_manager.py
+  mixers/test_packed_places.py
+  mixers/test_layout_manager.py
 )
 if [ "${1:-}" = torch ]; then
   shift

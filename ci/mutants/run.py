@@ -38,7 +38,7 @@ ROOT = HERE.parents[1]
 PASSED, FAILED, NONE_RAN, NO_END = 0, 1, 5, -1
 """pytest's status; any other means that the tests cannot run."""
 SAMPLED = ("core", "comm", "methods", "linear")
-"""Folders of cp_plugin."""
+"""Rooms of cp_plugin/engine."""
 NO_BUG = re.compile(r"_BitOr_|Decorator|Exception|Variable|Is_Eq|IsNot_NotEq")
 """Operators of cosmic-ray that change annotations, caches, errors, or nothing."""
 
@@ -103,13 +103,13 @@ def sampled(seed: int) -> Iterator[Mutant]:
 
 def tests_near(path: Path) -> list[str]:
     """The tests that name a module most often, themselves or in their text, and those of all methods."""
-    files = [
-        file for each in ("engine", "strict", "fake_cuda") for file in sorted(ROOT.glob(f"tests/{each}/**/test_*.py"))
-    ]
+    rooms = ("engine", "strict", "fake_cuda")
+    files = [file for room in rooms for file in sorted(ROOT.glob(f"tests/{room}/**/test_*.py"))]
     word = re.compile(rf"(?:\b|_){path.stem}(?:\b|_)")
     named = {str(x.relative_to(ROOT)): len(word.findall(f"{x.stem} " * 99 + x.read_text())) for x in files}
     near = sorted(filter(named.get, named), key=lambda test: -named[test])[:5]
-    return list(dict.fromkeys((*near, *(f"tests/engine/test_{every}.py" for every in ("mesh", "linear", "methods")))))
+    every = (f"tests/engine/{name}.py" for name in ("comm/test_mesh", "linear/test_linear", "methods/test_methods"))
+    return list(dict.fromkeys((*near, *every)))
 
 
 def copy_tree(to: Path) -> Path:

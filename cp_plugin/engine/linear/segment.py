@@ -4,7 +4,7 @@
 
 Segments are chunks within a rank, or what a rank has of the sequence (``engine.methods.lasp2``). ``through`` is
 a decay (``decayed``), ``[b, g, x, 1]``, or a matrix (``delta``), ``[b, g, d, d]``; None where nothing decays. Maps
-of consecutive segments combine by ``after``, too: through = through_2 * through_1.
+of consecutive segments combine by ``advance``, too: through = through_2 * through_1.
 """
 
 from __future__ import annotations

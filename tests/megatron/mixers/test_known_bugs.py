@@ -7,7 +7,7 @@ Each trained wrongly with a plausible loss, or failed. Most are covered by other
     windows and sinks lost, or unknown to a ring           Accelerate 4177, TE 2541      tests/engine/test_methods
     a token sees a later one, wrong gradients              TE 3248, 1557, Megatron 1464      tests/engine/test_methods
     which mask works with what                             TE 2052      test_cases
-    labels shifted inside each rank's part                 verl 4250      tests/engine/test_neighbours
+    labels shifted inside each rank's part                 verl 4250      tests/engine/attention/test_neighbours
     the loss of multi-token prediction                     Megatron 3959, 7498            test_cases
     a loss as many times too large as there are ranks      Bridge 2055 (three ranks)      test_cases
     a missing process group taken for one of one rank      Bridge 2667      test_groups
