@@ -30,10 +30,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from plan import IMPORTED
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-IMPORTED = [ROOT / part for part in (".", "kernels", "tests", "tests/kernels")]
-"""Folders from which ``ahead.py`` imports."""
 CAPABILITY = 90
 """Of the GPU for which kernels are compiled: Hopper."""
 
@@ -68,8 +68,7 @@ def make(folder: Path, seconds: float, steps: list[str]) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1", "OMP_NUM_THREADS": "1"}
         environment |= stub_of_the_driver(Path(scratch))
-        paths = [*map(str, IMPORTED), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (*IMPORTED, os.environ.get("PYTHONPATH"))))
         command, parts = [sys.executable, str(HERE / "ahead.py"), scratch, *steps], range(os.cpu_count() or 1)
         running = [subprocess.Popen(command, env=environment, stdout=output, stderr=output) for _ in parts]
         try:

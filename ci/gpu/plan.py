@@ -23,6 +23,7 @@ from typing import NamedTuple, NoReturn
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 IMPORTED = [str(ROOT / part) for part in (".", "kernels", "tests", "tests/kernels", "ci/parity")]
+"""Folders from which the steps import."""
 
 
 class Planned(NamedTuple):

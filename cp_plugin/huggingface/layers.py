@@ -230,7 +230,7 @@ def _on_same_ranks(cp: ContextParallel) -> ContextParallel:
 def _placed(division: Division, tokens: int, cu_seqlens: Tensor | None) -> tuple[ContextParallel, Tensor | None]:
     """The linear layers' ``ContextParallel`` for this call, and its documents' bounds.
 
-    Old versions of transformers do not pass the bounds on; ``Forward.after`` then allows one document only.
+    Old versions of transformers do not pass the bounds on; ``Forward.check_output`` then allows one document only.
     """
     assert division.linear is not None
     bounds = division.call.documents

@@ -33,7 +33,7 @@ from cp_plugin.huggingface.batch import IGNORED, part
 ROWS = "cp_rows"
 """Key of a tensor ``[b, s]`` by which rows of a rank's own are known: 1 where an example begins; -1: nobody knows."""
 ASKED = "cp_asked"
-"""Key of what is asked for instead of the model's output: an object with ``of(forward, named)``."""
+"""Key of what is asked for instead of the model's output: an object with ``compute(forward, named)``."""
 _TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_idx")
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _FILLING = (0, IGNORED, 0, -1, 0)
@@ -119,9 +119,8 @@ def _share_rows(cp: ContextParallel, training: bool, named: dict[str, Any]) -> t
     table = _agreed(cp, ours, theirs, problem, ids.device)
     shapes = [(int(row[0]), int(row[1])) for row in table]
     labels = torch.full_like(ids, IGNORED) if counted is None else counted
-    owner, place = torch.full_like(ids, cp.index), torch.arange(ids.numel(), device=ids.device).view_as(ids)
     packed = any(row[2] for row in table)
-    x = torch.stack([ids, labels, starts, owner, place])
+    x = torch.stack([ids, labels, starts])
     ids, labels, starts, owner, place = _of_every_rank(cp, x, shapes, packed)
     bounds = (0, ids.size(1)) if cp.layout == DOCUMENTS and cp.size > 1 else ()
     if packed:
@@ -192,12 +191,16 @@ def _agreed(
 
 
 def _of_every_rank(cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]], packed: bool) -> Tensor:
-    """``[n, b, s]`` of this rank -> the n of all ranks: ``[n, size * b, s]`` of their rows or, where some are packs,
-    ``[n, 1, s]`` of one row of all documents, in which what fills it up is a document of its own."""
+    """``[3, b, s]`` of this rank -> those of all ranks with owners and places: ``[5, size * b, s]`` of their rows or,
+    where some are packs, ``[5, 1, s]`` of one row of all documents, whose filling is a document of its own."""
     if packed:
         x, shapes = x.flatten(1)[:, None], [(1, b * s) for b, s in shapes]
     b, s = (max(sizes) for sizes in zip(*shapes, strict=True))
-    x = gathered(cp.mesh, _filled(x, b, s)[None]).transpose(0, 1)
+    whose = []
+    for rank, (rows, tokens) in enumerate(shapes):  # known here, so they do not travel
+        place = torch.arange(rows * tokens, device=x.device).view(rows, tokens)
+        whose.append(_filled(torch.stack([torch.full_like(place, rank), place]), b, s, _FILLING[3:]))
+    x = torch.cat([gathered(cp.mesh, _filled(x, b, s, _FILLING[:3])[None]).transpose(0, 1), torch.stack(whose, 1)])
     if not packed:
         return _filled(x.flatten(1, 2), cp.size * b, cp.layout.padded(s, cp.size))
     x = torch.cat([x[:, rank, :, :s] for rank, (_, s) in enumerate(shapes)], dim=-1)
@@ -206,9 +209,9 @@ def _of_every_rank(cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]]
     return whole
 
 
-def _filled(x: Tensor, b: int, s: int) -> Tensor:
+def _filled(x: Tensor, b: int, s: int, filling: tuple[int, ...] = _FILLING) -> Tensor:
     more = (0, s - x.size(2), 0, b - x.size(1))
-    return torch.stack([pad(one, more, value=value) for one, value in zip(x, _FILLING, strict=True)])
+    return torch.stack([pad(one, more, value=value) for one, value in zip(x, filling, strict=True)])
 
 
 @eager
@@ -225,13 +228,13 @@ def _to_own_rows(output: Any, where: _Where, training: bool, labelled: bool) -> 
         return where.to_rows(x)
 
     is_tuple = not isinstance(output, Mapping)
-    names = (*("loss",) * labelled, "logits", *map(str, range(len(output))))
-    found = {
-        name: _loss(cp, x, training) if name == "loss" and x is not None else own(name, x)
+    names = (*("loss",) * labelled, "logits", *("output",) * len(output))
+    found = [
+        (name, _loss(cp, x, training) if name == "loss" and x is not None else own(name, x))
         for name, x in (zip(names, output, strict=False) if is_tuple else output.items())
-        if not (name == "logits" and labelled and training)
-    }
-    return tuple(found.values()) if is_tuple else type(output)(**found)
+        if is_tuple or not (name == "logits" and labelled and training)
+    ]
+    return tuple(x for _, x in found) if is_tuple else type(output)(**dict(found))
 
 
 def _loss(cp: ContextParallel, loss: Tensor, training: bool) -> Tensor:

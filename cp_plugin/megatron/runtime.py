@@ -7,8 +7,8 @@ same ranks. A model with linear layers has a second one for these, with the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -17,6 +17,7 @@ from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.methods.protocol import Kind
 from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.megatron.flags.args import Settings
+from cp_plugin.megatron.patches.patching import lent
 from cp_plugin.megatron.state import STATE, Cut, Model
 
 
@@ -98,19 +99,14 @@ def alone(kind: Kind | None = None) -> ContextParallel:
     return STATE.alone[kind]
 
 
-@contextmanager
-def without_fp8() -> Iterator[None]:
+def without_fp8() -> AbstractContextManager[None]:
     """In the block, attention is computed, and sent, in the model's dtype."""
 
     def exact(found: Mapping[Kind, ContextParallel]) -> dict[Kind, ContextParallel]:
         return {kind: cp.without_fp8() for kind, cp in found.items()}
 
-    kept = STATE.by_ranks, STATE.alone
-    STATE.by_ranks, STATE.alone = {ranks: exact(found) for ranks, found in kept[0].items()}, exact(kept[1])
-    try:
-        yield
-    finally:
-        STATE.by_ranks, STATE.alone = kept
+    by_ranks = {ranks: exact(found) for ranks, found in STATE.by_ranks.items()}
+    return lent(STATE, by_ranks=by_ranks, alone=exact(STATE.alone))
 
 
 def padded(cp: ContextParallel, seq_length: int) -> int:

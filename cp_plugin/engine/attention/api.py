@@ -241,7 +241,7 @@ class ContextParallel(LinearAttention):
     ) -> Attend:
         """The composed method for a problem, around the local kernel that the options choose.
 
-        Args: mask, segments, keys: as for ``around``.
+        Args: mask, segments, keys: as for ``build_around``.
         """
         alike = keys is None and not (mask is not None and mask.packed)  # calls of a problem have the same shapes
         kernel = self.kernel(problem, device, scaling, plans=alike and problem in self._planned)

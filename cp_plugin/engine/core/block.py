@@ -20,7 +20,7 @@ class Scores(NamedTuple):
 
     @classmethod
     def from_call(cls, q: Tensor, scale: float | None = None, softcap: float | None = None) -> Scores:
-        """Of a call with these queries ``[..., d]``; scale None: ``d ** -0.5``."""
+        """Make those of a call with these queries ``[..., d]``; scale None: ``d ** -0.5``."""
         return cls(q.size(-1) ** -0.5 if scale is None else scale, softcap)
 
 
