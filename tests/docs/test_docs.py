@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import itertools
 import re
@@ -84,16 +85,23 @@ def test_drawings_are_up_to_date() -> None:
     assert stale == [], "run python docs/generate.py"
 
 
-def test_the_list_of_packages_follows_the_import_contract() -> None:
+def test_contributing_says_what_every_room_holds() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract for contract in contracts if contract["type"] == "layers")["layers"]
     top = [
         name.strip(" ()").removeprefix("cp_plugin.").replace(".", "/") for layer in layers for name in layer.split("|")
     ]
     inside = {name: sorted((ROOT / "cp_plugin" / name).glob("*/__init__.py")) for name in top}
-    packages = [part for name in top for part in (name, *(f"{name}/{path.parent.name}" for path in inside[name]))]
-    text = (DOCS / "design.md").read_text().partition("## Every package")[2]
-    assert re.findall(r"^\| `([\w/]+)` \|", text, re.MULTILINE) == packages
+    rooms = [room for name in top for room in (name, *(f"{name}/{path.parent.name}" for path in inside[name]))]
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert re.findall(r"^\| `([\w/]+)` \| (.*) \| `tests/.* \|$", text, re.MULTILINE) == [
+        (room, _sentence(f"cp_plugin.{room.replace('/', '.')}")) for room in rooms
+    ]
+
+
+def _sentence(module: str) -> str:
+    doc = inspect.getdoc(importlib.import_module(module)) or ""
+    return " ".join(doc.partition("\n\n")[0].replace("``", "`").split())
 
 
 def test_handwritten_figures() -> None:
