@@ -3,9 +3,10 @@
     ci/megatron/replay.py --repo DIRECTORY --since 2026-03-01 --every 22 [--train] [--out out/replay.json]
     ci/megatron/replay.py --repo DIRECTORY COMMIT... [--train]
 
-Each commit is unpacked into a temporary folder. There the cases of ``replay_case`` run on forked CPU ranks, each in a
-process of its own: to the end of the first step, or with --train, where it is two steps compared with one rank, in
-full. The JSON file is written after each commit; commits that are in it are skipped, so that a run can be continued.
+Each commit is unpacked into a temporary folder. There the models of ``CASES`` run on forked CPU ranks, each in a
+process of its own whose path has this Megatron first: to the end of the first step, or with --train, where it is two
+steps compared with one rank, in full. The JSON file is written after each commit; commits that are in it are skipped,
+so that a run can be continued.
 """
 
 from __future__ import annotations
@@ -20,177 +21,190 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
 import time
+import traceback
+from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import replay_case
-from replay_case import CASES, ROOT
-
 from cp_plugin.engine.common.versions import MEGATRON_RANGE, megatron_supported
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 PARTS = ("megatron", ":(glob)*.py")
 """Of a commit, what is unpacked: the package, and the scripts beside it."""
 VERSION = "megatron/core/package_info.py"
 HELPER = "megatron/core/datasets/helpers_cpp*.so"
-TIMEOUT_S = 3 * replay_case.TIMEOUT_S
+"""The compiled dataset helper; a tree without one compiles it at its first start."""
+MORE = "--micro-batch-size 1 --global-batch-size 2 --clip-grad 1e9 --calculate-per-token-loss --cp-device cpu"
+"""Flags beside the model, data and optimizer of ``tests/training.py``."""
+STATES = (
+    "--mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-heads 4 --mamba-num-groups 2 "
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 4"
+)
+STACK = f"--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec {STATES} --hybrid-layer-pattern"
+DIVIDED = "--context-parallel-size 2 --cp-provider striped"
+PACKS_BY_FLAG = "--dataloader-inter-document-masking"
+TIMEOUT_S = 300.0
+"""Of a training; a case has three times as long."""
+ENDS = {
+    "refused": r"cp_plugin\.|ValueError: .*(cp_plugin|--cp-)",
+    "lacks": "ModuleNotFoundError: No module named '(?!megatron|cp_)|ValueError: .*, which is not installed",
+}
+"""State -> how the last exception begins."""
+Result = dict[str, Any]
+"""What became of a case on one commit. ``state``: passed; refused: by a message of the plugin; differs: from one rank;
+lacks: a package that this Megatron imports; alone: fails on one rank without a provider, or as Megatron imports its own
+modules; failed: by anything else. ``message``, ``seconds``; of a training the ``losses`` with context parallelism, and
+the largest relative differences of ``loss``, ``norm`` and ``gradient``."""
 Entry = dict[str, Any]
 """One commit: see ``examine``; and its ``name`` as given, HEAD for those of ``--since``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A tiny model and the script that trains it."""
+
+    flags: str = ""
+    script: str = "pretrain_gpt.py"
+    """In the tree."""
+    holds: tuple[str, str] = ("pretrain_gpt.py", "")
+    """(file, text): a tree has the model if this file of it contains this text."""
+    packed: bool = False
+    trained: bool = False
+
+    def known_to(self, tree: Path) -> bool:
+        file, text = self.holds
+        return _contains(tree / file, text) and (tree / self.script).is_file()
+
+    def of(self, tree: Path) -> tuple[Path, str]:
+        """The script and its flags in this tree; before Megatron packed documents by a flag, a script does."""
+        if not self.packed:
+            return tree / self.script, self.flags
+        if _contains(tree / self.script, PACKS_BY_FLAG.removeprefix("--").replace("-", "_")):
+            return tree / self.script, f"{self.flags} {PACKS_BY_FLAG}"
+        return HERE / "packed_gpt.py", f"{self.flags} --sft"
+
+
+HYBRID = {"script": "pretrain_hybrid.py", "trained": True}
+CASES = {
+    "gpt": Case(),
+    "packed": Case(packed=True, trained=True),
+    "moe": Case(flags="--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"),
+    "hybrid": Case(
+        flags=f"{STACK} M*-", holds=("megatron/core/models/hybrid/hybrid_model.py", "class HybridModel"), **HYBRID
+    ),
+    "delta net": Case(
+        flags=f"{STACK} MG*-", holds=("megatron/core/models/hybrid/hybrid_block.py", "gdn_layer"), **HYBRID
+    ),
+}
+
+
 def main(argv: Sequence[str]) -> int:
-    try:
-        given = _parser().parse_args(argv)
-        commits = chosen(given.repo, given.since, given.every, given.commits)
-        known = read(given.out)
-        helper = compiled_helper()
-    except ValueError as error:
-        print(f"replay.py: {error}", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commits", nargs="*", metavar="COMMIT")
+    parser.add_argument("--repo", type=Path, required=True, help="a local clone of Megatron-LM, bare or not")
+    parser.add_argument("--since", metavar="DATE", help="first-parent commits of HEAD from this date on")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th of them (default: all)")
+    parser.add_argument("--train", action="store_true", help="also train two steps, and compare them with one rank")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "replay.json", help="default: out/replay.json")
+    given = parser.parse_args(argv)
+    if bool(given.since) == bool(given.commits):
+        parser.error("give --since DATE, or names of commits, and not both")
+    commits = chosen(given.repo, given.since, given.every, given.commits)
+    known: dict[str, Entry] = json.loads(given.out.read_text())["commits"] if given.out.exists() else {}
     kinds = ("start", "train") if given.train else ("start",)
-    left = [commit for commit in commits if not done(known.get(commit, {}), kinds)]
+    left = [commit for commit in commits if not known.get(commit, {}).keys() >= {*kinds}]
     print(f"{len(commits)} commits, {len(commits) - len(left)} of them in {given.out}", flush=True)
-    writing = threading.Lock()
-
-    def work(commit: str) -> None:
-        entry = examine(given.repo, commit, kinds, helper)
-        with writing:
-            known[commit] = known.get(commit, {}) | {"name": commits[commit]} | entry
-            write(given.out, known)
-            print(f"[{sum(done(known.get(c, {}), kinds) for c in left)}/{len(left)}] {line(commit, entry)}", flush=True)
-
-    with ThreadPoolExecutor(given.jobs) as pool:
-        try:
-            for future in [pool.submit(work, commit) for commit in left]:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    print("\n" + table({commit: known[commit] for commit in commits}, kinds))
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    for number, commit in enumerate(left, 1):
+        entry = known[commit] = known.get(commit, {}) | {"name": commits[commit]} | examine(given.repo, commit, kinds)
+        part = given.out.with_name(f"{given.out.name}.part")
+        part.write_text(json.dumps({"commits": known}, indent=1) + "\n")
+        part.replace(given.out)
+        states = [f"{kind} {name}: {shown(result)}" for kind in kinds for name, result in entry[kind].items()]
+        print(
+            f"[{number}/{len(left)}] {commit[:10]} {entry['date']} {entry['version']}: {', '.join(states)}", flush=True
+        )
+    print("\n" + summary({commit: known[commit] for commit in commits}, kinds))
     return 0
 
 
 def chosen(repo: Path, since: str | None, every: int, commits: Sequence[str]) -> dict[str, str]:
-    """Hash of each commit -> how it was named, oldest first.
-
-    Args:
-        since: every ``every``-th first-parent commit of HEAD from this date on, the newest included.
-        commits: or these.
-
-    Raises:
-        ValueError: for a folder without a repository, an unknown commit, and none or both of the two.
-    """
-    if git(repo, "rev-parse", "--git-dir").returncode:
-        raise ValueError(f"--repo {repo}: no git repository: give a clone of Megatron-LM, bare or not")
-    if (since is None) == (not commits):
-        raise ValueError("give --since DATE, or names of commits, and not both")
-    if since is not None:
-        listed = git(repo, "log", "--first-parent", f"--since={since}", "--format=%H", "HEAD")
-        names = dict.fromkeys(listed.stdout.split()[::every][::-1], "HEAD")
-        if not names:
-            raise ValueError(f"--since {since}: no commit of {repo} is that new; write a date such as 2026-03-01")
-    else:
-        dated: list[tuple[int, str, str]] = []
-        for name in commits:
-            shown = git(repo, "show", "-s", "--format=%H %ct", f"{name}^{{commit}}")
-            if shown.returncode:
-                raise ValueError(f"{name}: {repo} has no such commit; fetch it first")
-            commit, date = shown.stdout.split()
-            dated.append((int(date), commit, name))
-        names = {}
-        for _, commit, name in sorted(dated, key=lambda one: one[0]):
-            names.setdefault(commit, name)
-    for commit in names:
-        if git(repo, "cat-file", "-e", f"{commit}:{VERSION}").returncode:
-            raise ValueError(f"{commit[:10]} has no {VERSION}: it is not of Megatron-LM, or too old")
-    return names
+    """Hash of each commit -> how it was named: these, or every ``every``-th first-parent commit of HEAD from a date on,
+    oldest first, the newest included."""
+    if since is None:
+        return {git(repo, "rev-parse", "--verify", f"{name}^{{commit}}").strip(): name for name in commits}
+    listed = git(repo, "log", "--first-parent", f"--since={since}", "--format=%H", "HEAD")
+    return dict.fromkeys(listed.split()[::every][::-1], "HEAD")
 
 
-def examine(repo: Path, commit: str, kinds: Sequence[str], helper: Path | None) -> Entry:
+def git(repo: Path, *words: str) -> str:
+    """What git prints; its error ends the program."""
+    done = subprocess.run(["git", "-C", str(repo), *words], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"replay.py: {done.stderr.strip()}")
+    return done.stdout
+
+
+def examine(repo: Path, commit: str, kinds: Sequence[str]) -> Entry:
     """What a commit is, and what the plugin does on it.
 
     Returns:
-        version, date, subject; broken: symbols whose contract does not hold -> why;
-        start and train: case -> ``replay_case.Result``, for the models that the commit has; none for a version
-        outside the supported range.
+        version, date, subject; broken: symbols whose contract does not hold -> why; start and train: case ->
+        ``Result``, for the models that the commit has; none for a version outside the supported range.
     """
-    date, _, subject = git(repo, "show", "-s", "--format=%cs %s", commit).stdout.strip().partition(" ")
+    date, _, subject = git(repo, "show", "-s", "--format=%cs %s", commit).strip().partition(" ")
+    installed = find_spec("megatron.core")
+    helpers = Path(str(installed.origin)).parents[2].glob(HELPER) if installed else ()
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         tree = Path(folder)
-        unpack(repo, commit, tree)
-        if helper is not None:
+        archive = ["git", "-C", str(repo), "archive", commit, "--", *PARTS]
+        packed = subprocess.run(archive, stdout=subprocess.PIPE, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+            files.extractall(folder, filter="data")
+        for helper in helpers:
             shutil.copy(helper, tree / "megatron" / "core" / "datasets")
-        entry: Entry = {"version": version_of(tree), "date": date, "subject": subject}
-        here = [name for name, case in CASES.items() if case.known_to(tree) and megatron_supported(entry["version"])]
-        trained = {name: run(tree, name, "train") for name in here if "train" in kinds and CASES[name].trained}
-        entry["start"] = {
-            name: started(trained[name]) if name in trained else run(tree, name, "start") for name in here
-        }
-        if "train" in kinds:
-            entry["train"] = trained
-        found = contracts(tree)
-    entry["broken"] = {row["symbol"]: row["broken"] for row in found if row["state"] == "broken"}
+        entry: Entry = {"version": version_of(tree), "date": date, "subject": subject, **{kind: {} for kind in kinds}}
+        for name, case in CASES.items() if megatron_supported(entry["version"]) else ():
+            if not case.known_to(tree):
+                continue
+            kind = "train" if "train" in kinds and case.trained else "start"
+            found = entry[kind][name] = run(tree, name, kind)
+            if kind == "train":
+                starts = found["state"] in ("passed", "differs")
+                entry["start"][name] = {"state": "passed", "message": ""} if starts else found
+        entry["broken"] = {row["symbol"]: row["broken"] for row in contracts(tree) if row["state"] == "broken"}
     return entry
 
 
-def unpack(repo: Path, commit: str, folder: Path) -> None:
-    archive = subprocess.run(
-        ["git", "-C", str(repo), "archive", commit, "--", *PARTS], stdout=subprocess.PIPE, check=True
-    )
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
-
-
-def git(repo: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", "-C", str(repo), *words], capture_output=True, text=True)
-
-
-def run(tree: Path, name: str, kind: str) -> Entry:
-    """The result of one case, in a process that has this tree's Megatron first in its path."""
-    command = [sys.executable, "-W", "ignore", str(Path(replay_case.__file__)), str(tree), name, kind]
+def run(tree: Path, name: str, kind: str) -> Result:
+    """The result of one case, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__)), "case", str(tree), name, kind]
+    paths = filter(None, map(str, (tree, ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH", ""))))
+    world = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     begin = time.monotonic()
     try:
         ended = subprocess.run(
-            command, env=environment(tree), capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+            command, env=world, capture_output=True, text=True, errors="replace", timeout=3 * TIMEOUT_S
         )
-        found = last_json(ended.stdout) or {
-            "state": "failed",
-            "message": (ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"])[-1],
-        }
+        printed, failure = (text.strip().splitlines() or [""] for text in (ended.stdout, ended.stderr))
+        found = {"state": "failed", "message": failure[-1] or f"exit status {ended.returncode}"}
+        found = json.loads(printed[-1]) if printed[-1].startswith("{") else found
     except subprocess.TimeoutExpired:
-        found = {"state": "failed", "message": f"no result after {TIMEOUT_S:.0f} s"}
+        found = {"state": "failed", "message": f"no result after {3 * TIMEOUT_S:.0f} s"}
     return found | {"seconds": round(time.monotonic() - begin, 3)}
 
 
-def started(trained: Entry) -> Entry:
-    """The result of a start, of that of a training."""
-    return {"state": "passed", "message": ""} if trained["state"] in ("passed", "differs") else trained
-
-
-def contracts(tree: Path) -> list[Entry]:
+def contracts(tree: Path) -> list[dict[str, str]]:
     """What ``cp-plugin doctor --megatron`` finds of every symbol in this tree."""
     command = [sys.executable, "-m", "cp_plugin.tools", "doctor", "--megatron", str(tree), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 2:
-        return [{"symbol": "", "state": "unsupported", "broken": done.stderr.strip().removeprefix("error: ")}]
-    return list(json.loads(done.stdout)["symbols"])
-
-
-def environment(tree: Path) -> dict[str, str]:
-    paths = (tree, ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH", ""))
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def last_json(output: str) -> Entry | None:
-    lines = output.strip().splitlines()
-    return json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
+    done = subprocess.run(command, capture_output=True, text=True)
+    return [] if done.returncode == 2 else json.loads(done.stdout)["symbols"]  # 2: an unsupported version
 
 
 def version_of(tree: Path) -> str:
@@ -200,98 +214,93 @@ def version_of(tree: Path) -> str:
     return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values['PRE_RELEASE']}"
 
 
-def compiled_helper() -> Path | None:
-    """The installed Megatron's compiled dataset helper; a tree without one compiles it at its first start."""
-    spec = find_spec("megatron.core")
-    found = list(Path(str(spec.origin)).parents[2].glob(HELPER)) if spec and spec.origin else []
-    return found[0] if found else None
-
-
-def done(entry: Entry, kinds: Sequence[str]) -> bool:
-    return all(kind in entry for kind in kinds)
-
-
-def read(file: Path) -> dict[str, Entry]:
-    """Commit -> entry; ValueError for a file of something else."""
-    if not file.exists():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))["commits"]
-        return dict(found.items())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"--out {file}: not a file of this program; give another name") from None
-
-
-def write(file: Path, known: dict[str, Entry]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps({"commits": known}, indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
-
-
-def line(commit: str, entry: Entry) -> str:
-    """One commit as a line of the progress."""
-    states = [f"{kind} {name}: {_cell(result)}" for kind in ("start", "train") for name, result in _of(entry, kind)]
-    return f"{commit[:10]} {entry['date']} {entry['version']}: {', '.join(states)}"
-
-
-def _of(entry: Entry, kind: str) -> list[tuple[str, Entry]]:
-    return list(entry.get(kind, {}).items())
-
-
-def _cell(result: Entry | None) -> str:
-    if result is None:
-        return "-"
-    if result["state"] == "passed" and result.get("loss") is not None:
+def shown(result: Result) -> str:
+    if result["state"] == "passed" and "loss" in result:
         return f"{max(result['loss'], result['norm']):.0e}"
-    return "yes" if result["state"] == "passed" else result["state"]
+    return result["state"]
 
 
-def table(known: dict[str, Entry], kinds: Sequence[str]) -> str:
-    """All commits, how many of them start and train, and each message with the commits and cases that it ended."""
-    columns = [(kind, name) for kind in kinds for name, case in CASES.items() if kind == "start" or case.trained]
-    titles = [name if kind == "start" else f"{name}, trained" for kind, name in columns]
-    rows = [["commit", "date", "version", *titles, "broken"]]
-    messages: dict[str, dict[str, list[str]]] = {}
-    for commit, entry in known.items():
-        broken = len(entry["broken"])
-        cells = [_cell(entry[kind].get(name)) for kind, name in columns]
-        rows.append([commit[:10], entry["date"], entry["version"], *cells, str(broken)])
-        for kind, name in columns:
-            result = entry[kind].get(name)
-            if result is not None and result["state"] != "passed":
-                cases = messages.setdefault(result["message"], {}).setdefault(commit[:10], [])
-                cases += [name] if name not in cases else []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    outside = sum(not megatron_supported(entry["version"]) for entry in known.values())
-    lines += ["", f"{len(known) - outside} of {len(known)} commits are of megatron-core{MEGATRON_RANGE}"]
-    for (kind, name), title in zip(columns, titles, strict=True):
-        states = [entry[kind][name]["state"] for entry in known.values() if name in entry[kind]]
-        done = "start" if kind == "start" else "as one rank"
-        lines.append(f"{title}: {states.count('passed')} of {len(states)} {done}")
+def summary(known: dict[str, Entry], kinds: Sequence[str]) -> str:
+    """How many commits start and train, and each message with the commits and cases that it ended."""
+    supported = sum(megatron_supported(entry["version"]) for entry in known.values())
+    lines = [f"{supported} of {len(known)} commits are of megatron-core{MEGATRON_RANGE}"]
+    messages: dict[str, dict[str, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
+    for kind in kinds:
+        title, what = ("{}", "start") if kind == "start" else ("{}, trained", "as one rank")
+        for name in CASES:
+            results = {commit: entry[kind][name] for commit, entry in known.items() if name in entry[kind]}
+            failed = {commit: result for commit, result in results.items() if result["state"] != "passed"}
+            if results:
+                lines.append(f"{title.format(name)}: {len(results) - len(failed)} of {len(results)} {what}")
+            for commit, result in failed.items():
+                messages[result["message"]][commit[:10]][name] = None
     for message, commits in messages.items():
-        lines += ["", message, *(f"    {commit} ({', '.join(cases)})" for commit, cases in commits.items())]
+        lines += ["", message, *(f"    {commit} ({', '.join(names)})" for commit, names in commits.items())]
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commits", nargs="*", metavar="COMMIT")
-    parser.add_argument("--repo", type=Path, required=True, help="a local clone of Megatron-LM, bare or not")
-    parser.add_argument("--since", metavar="DATE", help="first-parent commits of HEAD from this date on")
-    parser.add_argument("--every", type=_positive, default=1, metavar="N", help="every N-th of them (default: all)")
-    parser.add_argument("--train", action="store_true", help="also train two steps, and compare them with one rank")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "replay.json", help="default: out/replay.json")
-    parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="commits at a time")
-    return parser
+def train_case(tree: Path, name: str, kind: str) -> Result:
+    """Start or train a case in this process, which has imported no Megatron yet."""
+    from cp_plugin.testing.launch import RankError
+
+    script, flags = CASES[name].of(tree)
+    os.environ["CP_PLUGIN_TEST_SCRIPT"] = str(script)  # read by ``training``
+    try:
+        from cp_plugin.megatron import activate
+
+        activate(["--cp-device", "cpu"])
+        import torch._dynamo  # noqa: F401  (every rank's first step would import it)
+    except Exception as error:
+        got = ended_by(f"{type(error).__name__}: {error}")
+        inside = traceback.extract_tb(error.__traceback__)[-1].filename.startswith(f"{tree.resolve()}{os.sep}")
+        own = got["state"] == "failed" and isinstance(error, ImportError) and inside
+        return got | ({"state": "alone"} if own else {})
+    from training import GRADIENT, LOSS, SGD, SHORT, gap, train
+
+    def ranks(number: int, flags: str) -> list[Any] | Result:
+        steps = {"start": 1, "train": 2}[kind]
+        try:
+            return train(number, flags, steps=steps, training=f"{SGD} {MORE}", documents=SHORT, timeout=TIMEOUT_S)
+        except RankError as error:
+            return ended_by(error.traceback)
+        except AssertionError as error:  # a rank left early
+            return {"state": "failed", "message": str(error)}
+
+    got = ranks(2, f"{flags} {DIVIDED}")
+    if isinstance(got, dict):
+        alone = got["state"] == "failed" and isinstance(ranks(1, flags), dict)
+        return got | ({"state": "alone"} if alone else {})
+    if kind == "start":
+        return {"state": "passed", "message": ""}
+    want = ranks(1, flags)
+    if isinstance(want, dict):
+        return want
+    try:
+        off = gap(got, want)
+    except ValueError as error:
+        return {"state": "differs", "message": str(error)}
+    numbers = {"losses": next(one.losses for one in got if one.losses), "loss": off.loss, "norm": off.norm}
+    if off.loss <= LOSS and off.norm <= LOSS and off.grad <= GRADIENT:
+        return {"state": "passed", "message": "", **numbers, "gradient": off.grad}
+    message = f"beyond {LOSS:.0e} (loss, gradient norm) or {GRADIENT:.0e} ({off.where})"
+    return {"state": "differs", "message": message, **numbers, "gradient": off.grad}
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
+def ended_by(report: str) -> Result:
+    """What a report that ends with an exception, as a traceback does, says of a case."""
+    found = list(re.finditer(r"^[\w.]+(?:Error|Exception): ", report, re.MULTILINE))
+    message = report[found[-1].start() :].rstrip() if found else report.strip()
+    state = next((state for state, pattern in ENDS.items() if re.match(pattern, message, re.DOTALL)), "failed")
+    return {"state": state, "message": message.removeprefix("ValueError: ")}
+
+
+def _contains(file: Path, text: str) -> bool:
+    return file.is_file() and text in file.read_text(encoding="utf-8", errors="replace")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    match sys.argv[1:]:
+        case ["case", tree, name, kind]:
+            print(json.dumps(train_case(Path(tree), name, kind)), flush=True)
+        case argv:
+            raise SystemExit(main(argv))

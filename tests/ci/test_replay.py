@@ -148,9 +148,8 @@ REPORTS = {
 
 @pytest.mark.parametrize("report", REPORTS)
 def test_refusals_of_the_plugin_are_told_from_failures(replay: ModuleType, report: str) -> None:
-    found = replay.replay_case._ended(report)
-    state, message = REPORTS[report]
-    assert (found.state, found.message) == (state, message or report)
+    found, (state, message) = replay.ended_by(report), REPORTS[report]
+    assert found == {"state": state, "message": message or report}
 
 
 def test_the_page_counts_the_commits_of_the_record() -> None:
