@@ -174,7 +174,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "kernel-order": kernel_tables.order_table,
     "memory": kernel_tables.memory_table,
     "budget": recorded_tables.budget,
-    "ablation": recorded_tables.ablation,
+    "edits": recorded_tables.edits,
     "faults": recorded_tables.faults,
     "flag-reference": flag_tables.flags_table,
     "commands": flag_tables.commands_table,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,18 @@ def faults() -> str:
     return f"{len(ok)} of {len(rows)} ended as required; the slowest end came {slowest:.1f} s after the fault."
 
 
-def ablation() -> str:
-    """The parts of the start-up check, and how many harmful edits of Megatron each finds, also alone."""
-    record = _read("docs/ablation.json")
-    found = [parts.split(", ") for parts in record["edits"].values()]
-    counts = [(part, sum(part in p for p in found), sum(p == [part] for p in found)) for part in record["parts"]]
-    rows = sorted(counts, key=lambda row: -row[1])
-    return markdown.table((f"of {len(found)} harmful edits", "found", "by it alone"), rows)
+REFUSES = {
+    "differs from the step on one rank": "a step of the run",
+    "otherwise than Megatron's own attention": "Megatron's own attention",
+}
+"""What a refusal says -> which part of the start-up check it is from."""
+
+
+def edits() -> str:
+    """Which part of the start-up check refuses how many harmful edits of Megatron."""
+    harmful = tomllib.loads((_ROOT / "tests/megatron/edits.toml").read_text())["harmful"]
+    counts = Counter(REFUSES.get(edit["found"], "other checks, by name") for edit in harmful)
+    return markdown.table((f"of {len(harmful)} harmful edits", "refused"), counts.most_common())
 
 
 def _read(path: str) -> Any:
