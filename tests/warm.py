@@ -98,7 +98,7 @@ def _program(command: Callable[[], object]) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _fork(command: Callable[[], object], out: int, err: int, limit: int = 0) -> int:
+def fork(command: Callable[[], object], out: int, err: int, limit: int = 0) -> int:
     """The process id of a fork that does this as a program of its own; out, err: where it writes to."""
     pid = os.fork()
     if pid == 0:
@@ -131,7 +131,7 @@ class Forked:
 
         self.returncode = -1
         reading, writing = os.pipe()
-        self.pid = _fork(program, writing, writing)
+        self.pid = fork(program, writing, writing)
         os.close(writing)
         self.stdout = os.fdopen(reading)
 
@@ -149,7 +149,7 @@ def in_a_fork(command: Callable[[], object], limit: int = 300) -> subprocess.Com
     limit: seconds after which it is killed.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        pid = _fork(command, out.fileno(), err.fileno(), limit)
+        pid = fork(command, out.fileno(), err.fileno(), limit)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         out.seek(0)
         err.seek(0)

@@ -10,7 +10,6 @@ as left out without it.
 
 from __future__ import annotations
 
-import difflib
 import json
 import multiprocessing
 import os
@@ -18,105 +17,72 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
+import special
+import trial
 import typer
 from faults import FAULTS, LIMIT, TIMEOUT, Fault
 from rich.console import Console
 from rich.table import Table
 
+from cp_plugin.engine.common.names import one_of
+from cp_plugin.testing.launch_rank import die_with_parent
+from cp_plugin.tools.flags import errors_in_one_line
+
 RECORD = Path(__file__).parents[2] / "docs" / "faults.json"
-app = typer.Typer(add_completion=False)
 Row = dict[str, Any]
 
 
-@app.command(help=__doc__)
 def main(
     short: Annotated[bool, typer.Option("--short", help="a subset")] = False,
     all_: Annotated[bool, typer.Option("--all", help="every fault")] = False,
     only: Annotated[list[str] | None, typer.Option(help="a fault's name; repeat it")] = None,
     lanes: Annotated[int, typer.Option(min=1, help="trials in parallel")] = 3,
-    out: Annotated[Path | None, typer.Option("--json", help="write every outcome to this file")] = None,
     kept: Annotated[bool, typer.Option("--record", help="rewrite docs/faults.json: with --all")] = False,
 ) -> None:
-    chosen = choose(short=short, everything=all_, only=only or [])
-    if not chosen:
-        raise _usage("give --short, --all or --only NAME")
-    if kept and not all_:
-        raise _usage("--record: it has every fault; give --all")
-    rows = run_all(chosen, lanes, out)
-    show(rows)
-    if kept:
-        record(rows)
-    failed = [row for row in rows if row["verdict"] not in ("ok", "left out")]
+    """Plant faults in trainings and check how they end."""
+    with errors_in_one_line():
+        for name in only or ():
+            one_of("--only", name, [fault.name for fault in FAULTS])
+        chosen = [fault for fault in FAULTS if all_ or (short and fault.short) or fault.name in (only or ())]
+        if not chosen or (kept and not all_):
+            raise ValueError("give --short, --all or --only NAME; --record: with --all, since it has every fault")
+    trial.preload()
+    if any(fault.expect == "resumes" for fault in chosen):
+        special.undisturbed()  # once, before the lanes fork
+    rows = {fault.name: {} for fault in chosen}
+    forking = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(lanes, mp_context=forking, initializer=become_lane, initargs=(os.getpid(),)) as pool:
+        for row in pool.map(judge, sorted(chosen, key=lambda fault: not fault.waits_for_timeout)):
+            rows[row["name"]] = row
+            print(f"{row['name']}: {row['verdict']} ({row['seconds']:.1f} s)", flush=True)
+    table = Table("fault", "what", "must", "is", "s", "message", show_lines=True)
+    for row in rows.values():
+        cells = (row["name"], row["what"], row["expect"], row["verdict"], f"{row['seconds']:.1f}", row["message"])
+        table.add_row(*(cell.replace("[", "\\[") for cell in cells))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    if kept:  # for docs/faults.md
+        fields = ("name", "what", "expect", "verdict", "seconds")
+        lines = (json.dumps({field: row[field] for field in fields}) for row in rows.values())
+        RECORD.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    failed = [row for row in rows.values() if row["verdict"] not in ("ok", "left out")]
     print(
         f"{len(rows) - len(failed)} of {len(rows)} ended as required; timeout {TIMEOUT:g} s, limit {LIMIT:g} times that"
     )
     raise typer.Exit(bool(failed))
 
 
-def _usage(message: str) -> typer.Exit:
-    print(f"error: {message}", file=sys.stderr)
-    return typer.Exit(2)
-
-
-def choose(*, short: bool, everything: bool, only: list[str]) -> list[Fault]:
-    """The requested faults; exits with 2 for an unknown name."""
-    names = [fault.name for fault in FAULTS]
-    for name in only:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=3) or names
-            raise _usage(f"--only {name}: choose one of {', '.join(near)}")
-    return [fault for fault in FAULTS if everything or (short and fault.short) or fault.name in only]
-
-
-def run_all(chosen: list[Fault], lanes: int, out: Path | None) -> list[Row]:
-    """A row per fault, in their order."""
-    import special
-    import trial
-
-    trial.preload()
-    if any(fault.expect == "resumes" for fault in chosen):
-        special.undisturbed()  # once, before the lanes fork
-    work = [(judge, fault) for fault in sorted(chosen, key=lambda fault: not fault.waits_for_timeout)]
-    found: list[Row] = []
-    for _, row in in_lanes(work, lanes):
-        found.append(row)
-        print(f"{row['name']}: {row['verdict']} ({row['seconds']:.1f} s)", flush=True)
-        if out:
-            out.write_text(json.dumps(found, indent=1))
-    order = {fault.name: i for i, fault in enumerate(chosen)}
-    return sorted(found, key=lambda row: order[row["name"]])
-
-
-def in_lanes(work: Sequence[tuple[Callable[..., Any], Any]], lanes: int) -> Iterator[tuple[int, Any]]:
-    """Yield (index in ``work``, function(argument)) as results arrive from forked processes.
-
-    A trial names and kills what it leaves running; each lane sees only its own processes.
-    """
-    forking = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(lanes, mp_context=forking, initializer=_become_lane, initargs=(os.getpid(),)) as pool:
-        places = {pool.submit(function, argument): i for i, (function, argument) in enumerate(work)}
-        for done in as_completed(places):
-            yield places[done], done.result()
-
-
-def _become_lane(parent: int) -> None:
-    import trial
-
-    from cp_plugin.testing.launch_rank import die_with_parent
-
+def become_lane(parent: int) -> None:
+    """A trial names and kills what it leaves running; each lane sees only its own processes."""
     die_with_parent(parent)
     trial.adopt_orphans()
 
 
 def judge(fault: Fault) -> Row:
     """Run the fault and compare the outcome with what it must be."""
-    import special
-
     row: Row = {"name": fault.name, "what": fault.what, "expect": fault.expect}
     if fault.root and os.geteuid() != 0:
         return row | {"verdict": "left out", "message": "needs root", "seconds": 0.0}
@@ -126,14 +92,9 @@ def judge(fault: Fault) -> Row:
             ended = special.run(fault, Path(folder))
     except (special.Wrong, OSError) as wrong:
         return row | {"verdict": "WRONG", "message": str(wrong), "seconds": time.monotonic() - started}
-    return row | {
-        "verdict": verdict(fault, ended),
-        "message": message(fault, ended.text),
-        "seconds": ended.seconds,
-        "status": ended.status,
-        "took": time.monotonic() - started,
-        "text": ended.text[-20000:],
-    }
+    found = verdict(fault, ended)
+    said = message(fault, ended.text) if found == "ok" else ended.text[-20000:]
+    return row | {"verdict": found, "message": said, "seconds": ended.seconds}
 
 
 def verdict(fault: Fault, ended) -> str:
@@ -154,30 +115,13 @@ def verdict(fault: Fault, ended) -> str:
 
 
 def message(fault: Fault, text: str) -> str:
-    """The plugin's report, or the line that the pattern matches."""
+    """The plugin's report, or what the pattern matches."""
     report = re.search(r"^cp_plugin: rank \d+ of .*(?:\n  .*)*", text, re.MULTILINE)
     if report:
         return report[0]
     found = re.search(fault.says, text) if fault.says else None
-    if not found:
-        return ""
-    start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
-    return text[start : end if end >= 0 else None][:400]
-
-
-def show(rows: list[Row]) -> None:
-    table = Table("fault", "what", "must", "is", "s", "message", show_lines=True)
-    for row in rows:
-        cells = (row["name"], row["what"], row["expect"], row["verdict"], f"{row['seconds']:.1f}", row["message"])
-        table.add_row(*(str(cell).replace("[", "\\[") for cell in cells))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
-
-
-def record(faults: list[Row], path: Path = RECORD) -> None:
-    """Write the results that docs/faults.md shows."""
-    rows = (json.dumps({key: row[key] for key in ("name", "what", "expect", "verdict", "seconds")}) for row in faults)
-    path.write_text("[\n" + ",\n".join(rows) + "\n]\n")
+    return found[0][:400] if found else ""
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

@@ -101,7 +101,7 @@ def _link(fault: Fault, folder: Path, change: Callable[..., None]) -> Ended:
 
     with Network(Topology(nodes=2, ranks_per_node=2, nic="node"), 1_000_000_000) as network:
 
-        def meanwhile(_: int, mark: Path) -> None:
+        def meanwhile(mark: Path) -> None:
             deadline = time.monotonic() + 120
             while not mark.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)

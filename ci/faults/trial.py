@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import gc
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -28,10 +27,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 from rank_faults import Plant, plant
+from warm import fork, read_no_sources
 
 _PR_SET_CHILD_SUBREAPER = 36
 MODEL = (
@@ -55,7 +54,10 @@ class Ended:
     """From the fault to the end; from the start if no fault happened."""
     left: list[str] = field(default_factory=list)
     """Command lines of processes left running (they are killed)."""
-    hung: bool = False
+
+    @property
+    def hung(self) -> bool:
+        return self.status == -signal.SIGALRM
 
     @property
     def losses(self) -> dict[int, str]:
@@ -75,8 +77,6 @@ def preload() -> None:
     import torch._dynamo
 
     torch.set_num_threads(1)
-    from warm import read_no_sources
-
     read_no_sources()
     gc.collect()
     gc.freeze()  # collections in trials must not copy these pages
@@ -94,19 +94,16 @@ def train(
     timeout: float = 20.0,
     plants: Sequence[Plant] = (),
     prepare: Callable[[], None] | None = None,
-    meanwhile: Callable[[int, Path], None] | None = None,
+    meanwhile: Callable[[Path], None] | None = None,
     flags_of_rank_1: str = "",
-    limit: float = 240.0,
 ) -> Ended:
     """Train on forked ranks with ``MODEL``, ``flags`` and the faults.
 
     Args:
         timeout: of torch.distributed, in seconds.
         prepare: called first on every rank.
-        meanwhile: called in this process during the training, with the launcher's process id and the file that appears
-            with the fault.
+        meanwhile: called in this process during the training, with the file that appears with the fault.
         flags_of_rank_1: flags that no other rank has.
-        limit: seconds after which the trial counts as hung and is killed.
     """
 
     def rank(words: list[str], mark: Path) -> None:
@@ -122,7 +119,7 @@ def train(
         words = ["--nproc", str(ranks), *f"{MODEL} {flags}".split()]
         return main_with_nproc(words, functools.partial(rank, mark=mark), preload=lambda: None)
 
-    return run(launch, meanwhile=meanwhile, limit=limit)
+    return run(launch, meanwhile=meanwhile)
 
 
 def torchrun(
@@ -144,38 +141,30 @@ def torchrun(
     return run(launch, limit=590)
 
 
-def run(
-    launch: Callable[[Path], int], *, meanwhile: Callable[[int, Path], None] | None = None, limit: float = 240.0
-) -> Ended:
-    """Call ``launch`` in a forked process with captured output; its argument is the file for the time of the fault."""
+def run(launch: Callable[[Path], int], *, meanwhile: Callable[[Path], None] | None = None, limit: int = 240) -> Ended:
+    """Call ``launch`` in a forked process with captured output; its argument is the file for the time of the fault.
+
+    limit: seconds after which it counts as hung and is killed.
+    """
+
+    def program() -> int:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return launch(mark)
+
     with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as folder:
         mark, out = Path(folder, "happened"), Path(folder, "output")
         started = time.monotonic()
-        child = multiprocessing.get_context("fork").Process(target=_run_child, args=(launch, mark, out))
-        child.start()
+        with out.open("ab") as output:
+            child = fork(program, output.fileno(), output.fileno(), limit)
         if meanwhile is not None:
-            meanwhile(child.pid, mark)
-        child.join(limit)
-        if hung := child.is_alive():
-            child.kill()
-            child.join()
+            meanwhile(mark)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         ended = time.monotonic()
         left = _left_behind()
         since = float(mark.read_text()) if mark.exists() and mark.stat().st_size else started
-        return Ended(
-            status=child.exitcode, text=out.read_text(errors="replace"), seconds=ended - since, left=left, hung=hung
-        )
-
-
-def _run_child(launch: Callable[[Path], int], mark: Path, out: Path) -> NoReturn:
-    os.setsid()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    sys.stdout, sys.stderr = (os.fdopen(end, "w", buffering=1, closefd=False) for end in (1, 2))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(launch(mark))
+        return Ended(status=status, text=out.read_text(errors="replace"), seconds=ended - since, left=left)
 
 
 def _left_behind() -> list[str]:

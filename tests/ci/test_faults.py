@@ -73,8 +73,9 @@ def test_a_lost_message_has_its_name() -> None:
 
 
 def test_an_unknown_fault_is_refused() -> None:
-    ended = python("import sys, run; sys.argv[1:] = ['--only', 'kill-forwards']; run.app()", FAULTS)
-    assert ended.returncode == 2 and "--only kill-forwards: choose one of kill-forward" in ended.stderr
+    text = "import sys, run, typer; sys.argv[1:] = ['--only', 'kill-forwards']; typer.run(run.main)"
+    ended = python(text, FAULTS)
+    assert ended.returncode == 2 and "--only kill-forwards: did you mean kill-forward" in ended.stderr
 
 
 def test_a_leak_is_found() -> None:
