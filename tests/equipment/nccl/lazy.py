@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -35,31 +36,10 @@ VARIABLE = "CP_PLUGIN_TEST_LAZY_GROUPS"
 PATIENCE = 40.0
 """Seconds: longer than ranks sharing a core may be apart, shorter than ``run_ranks``' time limit."""
 
-COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
+COLLECTIVES = re.compile("_?all|barrier|broadcast|gather|_?reduce|scatter")
+"""How methods of ``ProcessGroup`` begin, through which all calls from Python go."""
 MESSAGES = ("send", "recv")
-"""Methods of ``ProcessGroup``, through which all calls from Python go; those of this torch are wrapped."""
+"""Its others."""
 
 _LONGEST_PAUSE = 0.05  # seconds; a wait in the store itself would hold up Python's signal handlers
 
@@ -139,8 +119,8 @@ def install(c10d: ModuleType) -> None:
     groups = c10d.ProcessGroup
     if hasattr(groups.allreduce, "__wrapped__"):
         return
-    for name in (*COLLECTIVES, *MESSAGES):
-        if hasattr(groups, name):
+    for name in dir(groups):
+        if name in MESSAGES or COLLECTIVES.match(name):
             setattr(groups, name, _meeting(name, getattr(groups, name), c10d))
     for name, wrapped in (("batch_isend_irecv", _batch), ("_new_process_group_helper", _new_group)):
         _replace(c10d, name, wrapped(getattr(c10d, name), c10d))
