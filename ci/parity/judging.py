@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from launching import LAST_OUTPUT, Failed, Runner
 from matrix import Case, Device, Matrix
-from training import Gap, Record, differences, gap, relative, worst
+from training import Gap, Record, differences, gap, worst
 
 Result = Literal["PASS", "REFUSED", "FAIL"]
 ROUNDING = 2.0**-23
 """One rounding of float32, in which loss and gradient norm are reported: their smallest limit."""
 MARGIN = 2.0
 """Limit as a multiple of upstream's own gap."""
-GOLDENS = Path(__file__).with_name("goldens.json")
-"""Model, parallelism, mask and precision -> device and megatron-core version -> losses and norms of every step without
-context parallelism. They reveal a fault that changes CP 1 and CP n alike, which their comparison would not show."""
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Relative. Processors add in different orders: after three steps 1e-6 in float32; one rounding of bfloat16 is 2^-8."""
-Numbers = dict[str, list[float]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,54 +35,14 @@ class Verdict:
     limit: Gap | None = None
     measured_by: str = ""
     """The case whose upstream gap sets the limit, if it is another one."""
-    golden: str = ""
     note: str = ""
-
-
-class Goldens:
-    """The file, and the numbers of this run."""
-
-    def __init__(self, file: Path, machine: str) -> None:
-        """machine: ``cpu, megatron-core 0.19.2``."""
-        self._file, self._machine = file, machine
-        self._stored: dict[str, dict[str, Numbers]] = json.loads(file.read_text()) if file.exists() else {}
-        self._found: dict[str, Numbers] = {}
-
-    def compare(self, key: str, precision: str, records: Sequence[Record]) -> str:
-        """``equal``, ``none``, or what exceeds the tolerance."""
-        one = next((record for record in records if record.losses), None)  # its losses are those of all ranks
-        if one is None:
-            raise ValueError("no rank without context parallelism reported a loss")
-        numbers = self._found[key] = {"losses": one.losses, "norms": one.norms}
-        stored = self._stored.get(key, {}).get(self._machine)
-        if stored is None:
-            return "none"
-        if {name: len(values) for name, values in stored.items()} != {n: len(v) for n, v in numbers.items()}:
-            return "other steps"
-        off, name, step = max(
-            (relative(got, want), name, step)
-            for name in stored
-            for step, (got, want) in enumerate(zip(numbers[name], stored[name], strict=True), 1)
-        )
-        if not off <= TOLERANCE[precision]:
-            return f"{name} of step {step} is {numbers[name][step - 1]:.9g}, was {stored[name][step - 1]:.9g}"
-        return "equal"
-
-    def update(self) -> None:
-        """Write the numbers of this run into the file, one line per training."""
-        for key, numbers in self._found.items():
-            self._stored.setdefault(key, {})[self._machine] = numbers
-        rows = (f"{json.dumps(key)}: {json.dumps(self._stored[key], sort_keys=True)}" for key in sorted(self._stored))
-        self._file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
 class Judge:
     """Judges cases of a matrix on one device, with the first ``seeds`` of its seeds (None: all)."""
 
-    def __init__(
-        self, matrix: Matrix, device: Device, runner: Runner, goldens: Goldens, seeds: int | None = None
-    ) -> None:
-        self._matrix, self._device, self._runner, self._goldens = matrix, device, runner, goldens
+    def __init__(self, matrix: Matrix, device: Device, runner: Runner, seeds: int | None = None) -> None:
+        self._matrix, self._device, self._runner = matrix, device, runner
         self._further = matrix.seeds[:seeds]
 
     def judge(self, case: Case) -> Verdict:
@@ -121,7 +73,6 @@ class Judge:
     def _must_agree(self, case: Case, verdict: Verdict) -> None:
         matrix, device = self._matrix, self._device
         stock = self._runner.run(matrix.stock(case, device))
-        verdict.golden = self._goldens.compare(golden_key(case, matrix), case.precision, stock)
         verdict.upstream = self._upstream(case)
         measure = matrix.measure(case, device)
         verdict.measured_by = "" if measure is case else measure.name
@@ -134,12 +85,11 @@ class Judge:
             verdict.cost = cost(stock, self._runner.run(matrix.stock(exact, device)))
             verdict.limit = at_least(verdict.limit, allowed(verdict.cost))
         verdict.plugin = gap(self._runner.once(matrix.plugin(case, device)), stock)
-        wrong = verdict.golden not in ("equal", "none")
-        verdict.result = "PASS" if verdict.plugin.within(verdict.limit) and not wrong else "FAIL"
-        notes = [f"golden: {verdict.golden}"] if wrong else []
+        verdict.result = "PASS" if verdict.plugin.within(verdict.limit) else "FAIL"
         reason = matrix.no_upstream(case, device) or matrix.models[case.model].wrong
-        notes += [f"upstream: {reason}"] if reason is not None else []
-        notes += _exceeded(verdict)
+        notes = [f"upstream: {reason}"] if reason is not None else []
+        pairs = zip(Gap._fields[:3], verdict.plugin[:3], verdict.limit[:3], strict=True)
+        notes += [f"{name} {found:.2e} off, allowed {limit:.2e}" for name, found, limit in pairs if not found <= limit]
         verdict.note = "; ".join(notes)
 
     def _upstream(self, case: Case) -> dict[str, Gap]:
@@ -195,19 +145,6 @@ def cost(rounded: Sequence[Record], exact: Sequence[Record]) -> Gap:
     if not losses or not all(map(math.isfinite, losses + norms)):
         raise ValueError("no rank reported a loss, or one precision's loss or gradient norm is not finite")
     return Gap(worst(losses), worst(norms), 0.0)
-
-
-def _exceeded(verdict: Verdict) -> list[str]:
-    pairs = zip(Gap._fields[:3], verdict.plugin[:3], verdict.limit[:3], strict=True)
-    return [f"{name} {found:.2e} off, allowed {limit:.2e}" for name, found, limit in pairs if not found <= limit]
-
-
-def golden_key(case: Case, matrix: Matrix) -> str:
-    """The key of a training without context parallelism, which many cases share."""
-    kind = f"{matrix.linear(case)}/" if matrix.linear(case) else ""
-    others = matrix.parallel[case.parallel].flags or "one rank"
-    kept = [word for word in others.split() if word != "--sequence-parallel"]
-    return f"{kind}{case.model}/{' '.join(kept)}/{case.mask}/{case.precision}"
 
 
 def _error(text: str) -> str:

@@ -83,7 +83,8 @@ class Runner:
         folder.mkdir(parents=True)
         command = self.command(training, folder)
         with log.open("wb") as output:
-            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=_environment())
+            world = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | os.environ
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=world)
         if done.returncode:
             raise Failed(log.read_text(errors="replace")[-20000:] + f"\n{self._launcher}: status {done.returncode}")
         files = [sides.record_file(folder, rank) for rank in range(training.ranks)]
@@ -95,14 +96,6 @@ class Runner:
         """The command line that starts all ranks."""
         start = [word.format(ranks=training.ranks) for word in COMMANDS[self._launcher]]
         return [*start, str(_PROGRAM), str(folder), json.dumps(asdict(training)), self._script or ""]
-
-
-def _environment() -> dict[str, str]:
-    """The environment, with the project, this folder and the tests in PYTHONPATH."""
-    root = _PROGRAM.parents[2]
-    folders = [str(root / name) for name in ("ci/parity", "", "kernels", "tests", "tests/megatron")]
-    paths = (*folders, os.environ.get("PYTHONPATH", ""))
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _name(training: Training) -> str:

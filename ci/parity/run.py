@@ -23,14 +23,14 @@ import launching
 import sides
 import torch
 import typer
-from judging import GOLDENS, MARGIN, ROUNDING, Goldens, Judge, Verdict
+from judging import MARGIN, ROUNDING, Judge, Verdict
 from matrix import Case, Device, Matrix, load
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from training import Gap
 
-COLUMNS = ("case", "", "loss", "gradient norm", "gradients", "golden", "result")
+COLUMNS = ("case", "", "loss", "gradient norm", "gradients", "result")
 STYLES = {"PASS": "green", "REFUSED": "cyan", "FAIL": "bold red"}
 LEGEND = (
     "Differences to a training without context parallelism: of loss and gradient norm the largest of all steps, over "
@@ -56,8 +56,6 @@ def main(
     everything: Annotated[bool, typer.Option("--all", help="Every case.")] = False,
     case: Annotated[list[str] | None, typer.Option(help="Cases by name; * matches anything.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the names of all cases without training.")] = False,
-    update: Annotated[bool, typer.Option("--update", help="Write this run's goldens, to be reviewed.")] = False,
-    goldens: Annotated[Path, typer.Option(help="The file of goldens.")] = GOLDENS,
     launcher: Annotated[str, typer.Option(help="forked, torchrun or srun; default: forked without CUDA.")] = "",
     script: Annotated[str | None, typer.Option(help="A training script, as Megatron-LM's pretrain_gpt.py.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out/parity"),
@@ -85,7 +83,6 @@ def main(
     from importlib.metadata import version
 
     machine = f"{device}, megatron-core {version('megatron-core')}"
-    book = Goldens(goldens, machine)
     start = time.monotonic()
     seeds = None if everything or case else matrix.short["seeds"]
     columns = (TextColumn("{task.description:60}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
@@ -93,7 +90,7 @@ def main(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(cases))
         runner = launching.Runner(launcher, out, script, lambda what: progress.update(bar, description=what))
-        judge = Judge(matrix, device, runner, book, seeds)
+        judge = Judge(matrix, device, runner, seeds)
         for one in cases:
             verdicts.append(judge.judge(one))
             write_json(verdicts, ("stopped before the last case",), out / "parity.json")
@@ -104,8 +101,6 @@ def main(
         f"upstream: {UPSTREAM[device]}",
     )
     _report(verdicts, facts, device, out)
-    if update:
-        book.update()
     raise typer.Exit(any(verdict.result == "FAIL" for verdict in verdicts))
 
 
@@ -125,10 +120,10 @@ def _report(verdicts: Sequence[Verdict], facts: Sequence[str], device: Device, o
     for verdict in verdicts:
         name = verdict.case.name
         for which, gap in verdict.upstream.items():
-            table.add_row(name, which, *_numbers(gap), "", "", style="dim")
+            table.add_row(name, which, *_numbers(gap), "", style="dim")
             name = ""
         mark = "plugin" + (" *" if verdict.measured_by else "") + ("+" if verdict.cost is not None else "")
-        cells = (name, mark, *_numbers(verdict.plugin, verdict.limit), verdict.golden[:5], verdict.result)
+        cells = (name, mark, *_numbers(verdict.plugin, verdict.limit), verdict.result)
         table.add_row(*cells, style=STYLES[verdict.result])
     console.print(table)
     for line in (*_notes(verdicts), *facts):
