@@ -13,16 +13,12 @@ a case is wrong, or ends in an error that is not a refusal.
 from __future__ import annotations
 
 import copy
-import json
 import random
-import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import batched
 from typing import Annotated, Any, NamedTuple
 
 import tiny
@@ -63,8 +59,6 @@ SLOW = 10
 """Seconds of the processor for one rank, beyond which several are not tried."""
 ROUNDINGS = 16
 """Of one rank, where several are farther from float32."""
-TOGETHER = 24
-"""Cases for which ranks are forked once."""
 WRONG = "WRONG"
 Verdict = tuple[str, str]
 Divided = float | str
@@ -236,67 +230,22 @@ def judged(case: Case, built: Built, results: list[Divided]) -> Verdict:
     return ("equal", "") if error <= limit else (WRONG, f"{error:.1e}, allowed {limit:.1e}")
 
 
-def together(cases: dict[int, tuple[Case, Built]], ranks: int) -> tuple[dict[int, list[Divided]], RankError | None]:
-    """One after another on the same forked ranks, until one ends in an error, or hangs."""
-    failure = None
-    with tempfile.TemporaryFile() as file:
-
-        def rank() -> None:
-            for number, (case, built) in cases.items():
-                signal.alarm(LONGEST)  # ends this process
-                results: list[Any] = [None] * ranks
-                dist.all_gather_object(results, divided(case, built))
-                if dist.get_rank() == 0:
-                    file.write(json.dumps([number, results]).encode() + b"\n")
-                    file.flush()
-            signal.alarm(0)
-
-        try:
-            run_ranks(rank, ranks, init_process_group=True, timeout=None)
-        except RankError as error:
-            failure = error
-        file.seek(0)
-        return dict(map(json.loads, file)), failure
-
-
-def by_itself(case: Case, built: Built, before: RankError) -> Verdict:
-    """What ended in an error after other cases, once more on ranks of its own."""
+def outcome(case: Case) -> Verdict:
+    """``equal``, ``refused``, ``not built``, ``too slow`` or ``WRONG``, and what was found."""
+    began = time.process_time()
+    try:
+        built = Built.of(case)
+    except Exception as error:  # on one rank, without us
+        return "not built", f"{type(error).__name__}: {str(error)[-100:]}"
+    if (took := time.process_time() - began) > SLOW:
+        return "too slow", f"{took:.0f} s on one rank"
     try:
         results = run_ranks(partial(divided, case, built), case.ranks, init_process_group=True, timeout=LONGEST)
     except RankTimeout as error:
         return WRONG, str(error).splitlines()[0]
     except RankError as error:
         return WRONG, f"not a refusal: {error.traceback.splitlines()[-1]}"
-    verdict, what = judged(case, built, results)
-    return WRONG, what if verdict == WRONG else f"{verdict} by itself, but after other cases: {before}"
-
-
-def outcomes(cases: dict[int, Case]) -> dict[int, Verdict]:
-    """``equal``, ``refused``, ``not built``, ``too slow`` or ``WRONG``, and what was found."""
-    verdicts: dict[int, Verdict] = {}
-    ready: dict[int, tuple[Case, Built]] = {}
-    for number, case in cases.items():
-        began = time.process_time()
-        try:
-            built = Built.of(case)
-        except Exception as error:  # on one rank, without us
-            verdicts[number] = "not built", f"{type(error).__name__}: {str(error)[-100:]}"
-            continue
-        if (took := time.process_time() - began) > SLOW:
-            verdicts[number] = "too slow", f"{took:.0f} s on one rank"
-        else:
-            ready[number] = case, built
-    while waiting := {number: x for number, x in ready.items() if number not in verdicts}:
-        ranks = next(iter(waiting.values()))[0].ranks
-        waiting = {number: x for number, x in waiting.items() if x[0].ranks == ranks}
-        results, failure = together(waiting, ranks)
-        verdicts |= {number: judged(*ready[number], each) for number, each in results.items()}
-        if failure is not None:
-            culprit = next((number for number in waiting if number not in results), None)
-            if culprit is None:  # ended already
-                raise failure
-            verdicts[culprit] = by_itself(*ready[culprit], failure)
-    return dict(sorted(verdicts.items()))
+    return judged(case, built, results)
 
 
 def run(
@@ -311,12 +260,12 @@ def run(
     kinds, began, counts = kind.split(",") if kind else families(), time.monotonic(), Counter[str]()
     first = 1_000_003 * seed
     numbers = [only] if only >= 0 else range(first, first + examples)
-    for several in batched(numbers, TOGETHER):
-        cases = {number: case_of(number, kinds) for number in several}
-        for number, (verdict, what) in outcomes(cases).items():
-            counts[verdict] += 1
-            if verdict == WRONG or verbose or only >= 0:
-                print(f"{number}: {verdict}: {what[:300]}\n    {cases[number]}", flush=True)
+    for number in numbers:
+        case = case_of(number, kinds)
+        verdict, what = outcome(case)
+        counts[verdict] += 1
+        if verdict == WRONG or verbose or only >= 0:
+            print(f"{number}: {verdict}: {what[:300]}\n    {case}", flush=True)
     print(f"{counts.total()} cases in {time.monotonic() - began:.0f} s: {dict(counts)}")
     sys.exit(counts[WRONG] > 0)
 
