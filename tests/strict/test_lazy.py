@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from equipment.nccl import lazy
 from nightly import nightly
-from oracle import Case
-from thread_ranks import on_shards, typical
 
-from cp_plugin import ContextParallel
 from cp_plugin.testing.launch import RankError, run_ranks
 
 SOON = 2.0
@@ -98,38 +93,3 @@ def test_a_group_that_is_made_again_starts_again() -> None:
 
     with lazy.waiting(2 * SOON), pytest.raises(RankError, match="these never did: 1"):
         run_ranks(rank, 2, init_process_group=True)
-
-
-def attend(provider: str, size: int, world: int, **options: Any) -> None:
-    """Forward and backward on the first ``size`` ranks of ``world``, with groups that nobody has used."""
-    case = Case(seq_length=4 * size, heads=2, kv_heads=2, causal=True, batch=1, head_dim=8, v_head_dim=8)
-
-    def rank() -> None:
-        group = dist.new_group(list(range(size)), group_desc="CONTEXT_PARALLEL_GROUP")
-        if dist.get_rank() >= size:
-            return
-        on_shards(ContextParallel(provider, group=group, problem=typical(case, size), **options), case)
-
-    run_ranks(rank, world, init_process_group=True, timeout=300)
-
-
-def test_without_connecting_its_groups_attention2d_does_not_start(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks on the grid's diagonal never come."""
-    monkeypatch.setattr("cp_plugin.engine.comm.group.connect", lambda groups, **_: None)
-    with pytest.raises(RankError, match=r"first operation of group 'CONTEXT_PARALLEL_GROUP'") as failed:
-        attend("attention2d", 4, 4, grid=(2, 2), layout="striped")
-    assert "these never did: 0, 3" in str(failed.value)
-
-
-@pytest.mark.parametrize("layout", ["striped", "contiguous", "zigzag"])
-@pytest.mark.parametrize("size", [4, 9])
-def test_attention2d_starts(size: int, layout: str) -> None:
-    """Ranks whose shard stays where it is have nothing to send in the first exchange of the whole grid."""
-    side = math.isqrt(size)
-    attend("attention2d", size, size + 1, grid=(side, side), layout=layout)
-
-
-@nightly
-@pytest.mark.parametrize("layout", ["striped", "contiguous"])
-def test_attention2d_starts_on_64_ranks(layout: str) -> None:
-    attend("attention2d", 64, 64, grid=(8, 8), layout=layout)
