@@ -1,8 +1,7 @@
 """A pack: what ``ci/gpu/check.sh --pack DIR`` uses on a GPU machine without a network. ``ci/gpu/pack.sh`` makes it.
 
-    pack.py make DIR SECONDS [STEP...]    compile the kernels of these steps (``ahead.py``) with the Triton of this
-                                          Python, in this time; another call goes on, with what is in DIR.cache
-    pack.py use DIR                       unpack them; prints NAME=value lines for the environment of the check
+    pack.py DIR SECONDS [STEP...]    compile the kernels of these steps (``ahead.py``) with the Triton of this Python,
+                                     in this time; another call goes on, with what is in DIR.cache
 
 DIR/kernels.tar.xz    Triton's cache: the compiled kernels, and where gcc is, the C modules that launch them
 DIR/pack.json         with which Triton, for which GPU, and which kernels
@@ -30,10 +29,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from plan import IMPORTED
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+IMPORTED = [str(ROOT / part) for part in (".", "kernels", "tests", "tests/kernels", "ci/parity")]
+"""Folders from which the steps import."""
 CAPABILITY = 90
 """Of the GPU for which kernels are compiled: Hopper."""
 
@@ -117,7 +116,7 @@ def stub_of_the_driver(folder: Path) -> dict[str, str]:
 
 
 def use(folder: Path) -> dict[str, str]:
-    """Unpack, once: what the check compiles itself is kept beside it. Returns environment variables."""
+    """Unpack, once: what the check compiles itself is kept beside it. Returns environment variables for the steps."""
     cache = (folder / "cache").resolve()
     if not cache.exists():
         new = cache.with_name(f"cache.{os.getpid()}")
@@ -156,20 +155,6 @@ def anew(pack: dict[str, Any]) -> str:
     return f"{sum(ours.values())} of ours{f' ({names})' if names else ''}, {more.total() - sum(ours.values())} others"
 
 
-def main() -> int:
-    match sys.argv[1:]:
-        case ["make", folder, seconds, *steps]:
-            make(Path(folder), float(seconds), steps)
-        case ["use", folder]:
-            if not Path(folder, "pack.json").exists():
-                print(f"{folder} has no pack.json: ci/gpu/pack.sh {folder} makes a pack", file=sys.stderr)
-                return 2
-            print(*(f"{name}={value}" for name, value in use(Path(folder)).items()), sep="\n")
-        case _:
-            print(__doc__, file=sys.stderr)
-            return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    directory, limit, *chosen = sys.argv[1:]
+    make(Path(directory), float(limit), chosen)

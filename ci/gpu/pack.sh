@@ -20,7 +20,7 @@ dir="${1:-out/gpu/pack}" triton="${2:-3.6.0}"
 pip_install --no-deps "triton==$triton"
 rm -rf "$dir"
 PYTHON="$python" bash ci/gpu/wheels.sh "$dir/wheels"
-"$python" ci/gpu/pack.py make "$dir" $((60 * minutes - SECONDS - 120)) # archiving takes a minute
+"$python" ci/gpu/pack.py "$dir" $((60 * minutes - SECONDS - 120)) # archiving takes a minute
 size="$(du -sm "$dir" | cut -f1)"
 echo "$dir: $size MB in $SECONDS s; on the GPU machine, in the root of the repository: $(cat "$dir/START")"
 [ "$size" -lt 40 ] || { echo "pack.sh: 40 MB is the limit" >&2; exit 1; }

@@ -20,10 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-IMPORTED = [str(ROOT / part) for part in (".", "kernels", "tests", "tests/kernels", "ci/parity")]
-"""Folders from which the steps import."""
+from pack import HERE, IMPORTED, ROOT, use
 
 
 class Planned(NamedTuple):
@@ -74,23 +71,53 @@ LEFT = ("check.json", "page.md", "check.log", "traces.tar")
 """What a call leaves in ``--out``, where a step that runs has its own file beside them."""
 
 
+def arguments() -> argparse.Namespace:
+    """The checked command line; ``steps``: those to run, in their order."""
+    parser = argparse.ArgumentParser(
+        prog="check.sh", description="Check the plugin on a GPU: correctness, memory, speed. More in ci/gpu/check.sh."
+    )
+    parser.add_argument("--seconds", metavar="N", type=int, help="stop within N seconds")
+    parser.add_argument("--from", dest="resume", metavar="STEP", help="continue with this step")
+    parser.add_argument("--only", metavar="STEPS", default="", help=f"run only these of: {' '.join(PLAN)}")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="a folder made by ci/gpu/wheels.sh")
+    parser.add_argument("--pack", type=Path, metavar="DIR", help="a folder made by ci/gpu/pack.sh")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, to test the check itself")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("out/gpu"), help="default: out/gpu")
+    given = parser.parse_args()
+    given.steps = given.only.split() or list(PLAN)
+    for name in given.steps:
+        if name not in PLAN:
+            parser.error(f"--only {name}: choose one of {' '.join(PLAN)}")
+    if given.resume:
+        if given.resume not in given.steps:
+            parser.error(f"--from {given.resume}: choose one of {' '.join(given.steps)}")
+        given.steps = given.steps[given.steps.index(given.resume) :]
+    if given.pack:
+        if given.wheels or not (given.pack / "pack.json").exists():
+            parser.error(f"--pack {given.pack}: give a folder made by ci/gpu/pack.sh, and no --wheels: it has its own")
+        given.wheels = given.pack / "wheels"
+    if given.wheels and not any(given.wheels.glob("*.whl")):
+        parser.error(f"--wheels {given.wheels}: contains no wheels; ci/gpu/wheels.sh {given.wheels} downloads them")
+    cuda = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if not given.smoke and subprocess.run([sys.executable, "-c", cuda]).returncode:
+        parser.error(f"{sys.executable} sees no CUDA device (torch.cuda.is_available()); --smoke runs on a CPU")
+    return given
+
+
 def main() -> int:
+    import report  # which reads the plan
+
     began = time.monotonic()
     given = arguments()
-    steps = chosen(given)
     environment = os.environ | ENVIRONMENT
     environment |= {
         "PYTHONPATH": os.pathsep.join(filter(None, (*IMPORTED, os.environ.get("PYTHONPATH")))),
-        "COMMIT": os.environ.get("COMMIT") or _output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip(),
+        "COMMIT": os.environ.get("COMMIT") or _commit(),
     }
     if given.pack:
-        environment |= packed(given.pack)
+        environment |= use(given.pack)
     if given.smoke:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    elif subprocess.run(
-        [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
-    ).returncode:
-        refuse(f"{sys.executable} sees no CUDA device (torch.cuda.is_available()); --smoke runs on a CPU")
     given.out.mkdir(parents=True, exist_ok=True)
     if not given.resume:
         for name in (*LEFT, *(f"{name}.json" for name in PLAN)):
@@ -103,7 +130,7 @@ def main() -> int:
                 return 2
             environment["PYTHONPATH"] += os.pathsep + site
         try:
-            for name in steps:
+            for name in given.steps:
                 elapsed = time.monotonic() - began
                 seconds = cap(name, given.seconds, elapsed, smoke=given.smoke)
                 if seconds is None:
@@ -111,16 +138,16 @@ def main() -> int:
                     break
                 print(f"== {name} (at {elapsed:.0f} s, for {seconds:.0f} s at most)", flush=True)
                 run(name, seconds, given, environment)
-                report("join", given.out, name)
+                report.join(given.out, name)
         finally:
             print("== result", flush=True)
-            wrong = report("finish", given.out)
+            wrong = report.finish(given.out)
         return wrong
 
 
-def report(how: str, out: Path, *steps: str) -> int:
-    """Join the results of steps and write the page (``report.py``); its exit status."""
-    return subprocess.run([sys.executable, str(HERE / "report.py"), how, str(out), *steps]).returncode
+def _commit() -> str:
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
 
 
 def _stop(*_: object) -> NoReturn:
@@ -165,59 +192,6 @@ def run(name: str, seconds: float, given: argparse.Namespace, environment: Mappi
             file.write_text(json.dumps(NOTHING | left | {"step": name, "finished": False, "capped": ended + during}))
 
 
-def packed(folder: Path) -> dict[str, str]:
-    """Environment variables with which steps use what a pack has compiled."""
-    done = subprocess.run([sys.executable, str(HERE / "pack.py"), "use", str(folder)], capture_output=True, text=True)
-    if done.returncode:
-        refuse(f"--pack {folder}: {done.stderr.strip()}")
-    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
-
-
-def arguments() -> argparse.Namespace:
-    """The checked command line."""
-    parser = argparse.ArgumentParser(
-        prog="check.sh", description="Check the plugin on a GPU: correctness, memory, speed. More in ci/gpu/check.sh."
-    )
-    parser.error = lambda message: refuse(message)  # type: ignore[method-assign]
-    parser.add_argument("--seconds", metavar="N", type=_whole, help="stop within N seconds")
-    parser.add_argument("--from", dest="resume", metavar="STEP", help="continue with this step")
-    parser.add_argument("--only", metavar="STEPS", default="", help=f"run only these of: {' '.join(PLAN)}")
-    parser.add_argument("--wheels", type=Path, metavar="DIR", help="a folder made by ci/gpu/wheels.sh")
-    parser.add_argument("--pack", type=Path, metavar="DIR", help="a folder made by ci/gpu/pack.sh")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, to test the check itself")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("out/gpu"), help="default: out/gpu")
-    given = parser.parse_args()
-    if given.pack:
-        if given.wheels:
-            refuse(f"--wheels {given.wheels}: --pack {given.pack} contains its own wheels; leave --wheels out")
-        given.wheels = given.pack / "wheels"
-    if given.wheels and not any(given.wheels.glob("*.whl")):
-        refuse(f"--wheels {given.wheels}: contains no wheels; ci/gpu/wheels.sh {given.wheels} downloads them")
-    return given
-
-
-def chosen(given: argparse.Namespace) -> list[str]:
-    """The steps that were asked for, in their order."""
-    names = given.only.split() or list(PLAN)
-    for name in names:
-        if name not in PLAN:
-            refuse(f"--only {name}: choose one of {' '.join(PLAN)}")
-    if given.resume and given.resume not in names:
-        refuse(f"--from {given.resume}: choose one of {' '.join(names)}")
-    return names[names.index(given.resume) if given.resume else 0 :]
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of seconds")
-    return int(text)
-
-
-def refuse(message: str) -> NoReturn:
-    print(f"check.sh: {message}; see the head of ci/gpu/check.sh", file=sys.stderr)
-    sys.exit(2)
-
-
 @contextmanager
 def _kept(log: Path) -> Iterator[None]:
     """Send all output, of child processes too, to the log as well."""
@@ -234,11 +208,6 @@ def _kept(log: Path) -> Iterator[None]:
             for stream, old in zip((1, 2), before, strict=True):
                 os.dup2(old, stream)
                 os.close(old)
-
-
-def _output(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True) if shutil.which(command[0]) else None
-    return done.stdout if done and done.returncode == 0 else ""
 
 
 if __name__ == "__main__":

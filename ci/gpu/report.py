@@ -1,7 +1,5 @@
 """Step files -> one result file -> a page that says nothing else.
 
-    report.py join FOLDER STEP...    files of these steps, and of earlier ones -> FOLDER/check.json and FOLDER/page.md
-    report.py finish FOLDER STEP...  the same, and a summary; status 1 if anything is wrong
     report.py page CHECK.json DOCS   check.json -> DOCS/<GPU>.json and DOCS/<GPU>.md
 
 Steps are joined as they end, so a call leaves few files, and one that is killed loses at most its last step.
@@ -23,8 +21,9 @@ MOST_SHOWN = 40
 Json = dict[str, Any]
 
 
-def join(folder: Path, asked: list[str]) -> Json:
-    """All results so far, written with their page; a step that was asked for and left nothing is wrong."""
+def join(folder: Path, *asked: str) -> Json:
+    """All results so far, from the steps' files and FOLDER/check.json, written there and to FOLDER/page.md; a step that
+    was asked for and left nothing is wrong."""
     file = folder / "check.json"
     steps = json.loads(file.read_text())["steps"] if file.exists() else {}
     files = {name: folder / f"{name}.json" for name in PLAN}
@@ -231,20 +230,16 @@ def publish(check: Path, docs: Path) -> None:
     print(docs / f"{name}.md")
 
 
-def main(arguments: list[str]) -> int:
-    match arguments:
-        case ["join" | "finish" as how, folder, *steps]:
-            found = join(Path(folder), steps)
-            if how == "finish":
-                print(summary(found))
-                return 1 if failures(found) else 0
-            return 0
-        case ["page", check, docs]:
-            publish(Path(check), Path(docs))
-            return 0
-    print(__doc__, file=sys.stderr)
-    return 2
+def finish(folder: Path, *asked: str) -> int:
+    """Join, and print a summary; 1 if anything is wrong."""
+    found = join(folder, *asked)
+    print(summary(found))
+    return 1 if failures(found) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    match sys.argv[1:]:
+        case ["page", check, docs]:
+            publish(Path(check), Path(docs))
+        case _:
+            sys.exit(__doc__)

@@ -15,7 +15,8 @@ from nightly import nightly
 
 ROOT = Path(__file__).parents[2]
 pytestmark = nightly
-PACK = str(ROOT / "ci/gpu/pack.py")
+GPU = ROOT / "ci/gpu"
+USE = "import pathlib, sys, pack; print(*map('='.join, pack.use(pathlib.Path(sys.argv[1])).items()), sep='\\n')"
 STEP = """
 import torch
 from cp_kernels import permute
@@ -43,7 +44,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack of one kernel."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "tiny_step.py").write_text(STEP)
-    said = python(PACK, "make", str(folder / "pack"), "600", "tiny_step", paths=[folder])
+    said = python(str(GPU / "pack.py"), str(folder / "pack"), "600", "tiny_step", paths=[folder])
     assert re.match(r"\d kernels and C modules of Triton ", said)
     return folder / "pack"
 
@@ -56,7 +57,7 @@ def elsewhere(packed: Path, folder: Path) -> tuple[list[Path], dict[str, str]]:
     (folder / "site/triton").symlink_to(Path(find_spec("triton").origin).parent)
     shutil.copytree(ROOT / "kernels/cp_kernels", folder / "site/cp_kernels")
     paths = [folder / "site", folder]
-    lines = python(PACK, "use", str(moved), paths=paths).splitlines()
+    lines = python("-c", USE, str(moved), paths=[*paths, GPU]).splitlines()
     return paths, dict(line.split("=", 1) for line in lines)
 
 
@@ -67,11 +68,11 @@ def told(paths: list[Path], environment: dict[str, str]) -> list[str]:
     text = (
         "import pathlib, sys, pack; print(*map('='.join, pack.stub_of_the_driver(pathlib.Path(sys.argv[1])).items()))"
     )
-    driver = python("-c", text, str(stub), paths=[*paths, ROOT / "ci/gpu"]).split()
+    driver = python("-c", text, str(stub), paths=[*paths, GPU]).split()
     given = environment | dict(line.split("=", 1) for line in driver)
-    python(str(ROOT / "ci/gpu/ahead.py"), str(stub), "tiny_step", paths=paths, **given)
+    python(str(GPU / "ahead.py"), str(stub), "tiny_step", paths=paths, **given)
     code = "import pack; found = pack.described()['pack']; print(found['packed kernels'], pack.anew(found), sep='\\n')"
-    return python("-c", code, paths=[*paths, ROOT / "ci/gpu"], **environment).splitlines()
+    return python("-c", code, paths=[*paths, GPU], **environment).splitlines()
 
 
 def test_a_kernel_is_found_in_another_folder_by_another_install(packed: Path, tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_a_kernel_is_found_in_another_folder_by_another_install(packed: Path, tm
     assert environment["TRITON_CACHE_DIR"] == str(tmp_path / "moved/cache")
     fits, compiled = told(paths, environment)
     assert fits.endswith("its key is that of the Triton here") and compiled == "0 of ours, 0 others"
-    again = python(PACK, "use", str(tmp_path / "moved"), paths=paths)
+    again = python("-c", USE, str(tmp_path / "moved"), paths=[*paths, GPU])
     assert "TRITON_CACHE_DIR" in again, "a second call of the check goes on with the same cache"
 
 

@@ -33,11 +33,13 @@ def left_by(folder: Path, name: str, **had: object) -> None:
     (folder / f"{name}.json").write_text(json.dumps({"step": name} | nothing | had))
 
 
-def finished(folder: Path, *steps: str) -> tuple[int, str, str]:
-    """Exit status, output and page."""
-    command = [sys.executable, str(HERE / "report.py"), "finish", str(folder), *steps]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.returncode, done.stdout, (folder / "page.md").read_text()
+@pytest.fixture
+def finished(
+    script: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Of steps: exit status, output and page."""
+    finish = script("ci/gpu/report").finish
+    return lambda *steps: (finish(tmp_path, *steps), capsys.readouterr().out, (tmp_path / "page.md").read_text())
 
 
 def program(text: str, folder: Path, **environment: str) -> list[str]:
@@ -94,7 +96,6 @@ def test_a_step_that_does_not_end_is_killed_with_its_processes(how: str, tmp_pat
         "(out / 'nccl.json').write_text(json.dumps({'step': 'nccl'} | had))\n"
         "pathlib.Path(__file__).with_name('child').write_text(str(child.pid)); time.sleep(600)\n"
     )
-    (tmp_path / "report.py").symlink_to(HERE / "report.py")
     text = (
         "import pathlib, sys, plan\n"
         "plan.HERE, plan.GRACE_S, plan.SMOKE = pathlib.Path(sys.argv[1]), 0.5, 3 / plan.PLAN['nccl'].seconds\n"
@@ -113,7 +114,7 @@ def test_a_step_that_does_not_end_is_killed_with_its_processes(how: str, tmp_pat
     assert "| over NCCL | 1 | 1 |" in page and f"| the rest of nccl | {how}, during ring, full |" in page
 
 
-def test_only_timings_of_what_is_wrong_are_withheld(tmp_path: Path) -> None:
+def test_only_timings_of_what_is_wrong_are_withheld(finished: Callable[..., Any], tmp_path: Path) -> None:
     """A kernel alone, and a provider on one kernel."""
 
     def check(name: str, *of: str) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def test_only_timings_of_what_is_wrong_are_withheld(tmp_path: Path) -> None:
     gone.append(figure("striped on torch's", 1.07, "provider striped", FLASH))
     left_by(tmp_path, "providers", checks=wrong, finished=True)
     left_by(tmp_path, "performance", figures=[*kept.values(), *gone], finished=True)
-    status, _, page = finished(tmp_path, "providers", "performance")
+    status, _, page = finished("providers", "performance")
     assert status == 1 and "**3 wrong:**" in page
     assert all(f"| {name} | {one['value']:.3g} |" in page for name, one in kept.items())
     assert not any(f"{one['value']:.3g}" in page for one in gone)
@@ -143,14 +144,14 @@ def test_only_timings_of_what_is_wrong_are_withheld(tmp_path: Path) -> None:
     assert f"| timed: striped on torch's | {reason}striped on torch's is wrong |" in page
 
 
-def test_steps_that_end_early(tmp_path: Path) -> None:
+def test_steps_that_end_early(finished: Callable[..., Any], tmp_path: Path) -> None:
     """One that checks and crashed is wrong, also without a file; one that its cap ended, or that measures, is not."""
     right = {"group": "backend sdpa", "name": "ring", "ok": True, "of": [], "detail": {"error": 1e-3, "limit": 2e-3}}
     figure = {"group": "speed", "name": "triton", "value": 0.7, "wanted": [">=", 0.75], "detail": {"ms": 1.25}}
     left_by(tmp_path, "providers", checks=[right])
     left_by(tmp_path, "nccl", checks=[right], capped="killed 10 s after its cap")
     left_by(tmp_path, "performance", figures=[figure])
-    status, output, page = finished(tmp_path, "our_kernels", "nccl", "performance", "providers")
+    status, output, page = finished("our_kernels", "nccl", "performance", "providers")
     assert status == 1
     assert [line for line in output.splitlines() if line.startswith("WRONG")] == [
         "WRONG step our_kernels: it left nothing",
