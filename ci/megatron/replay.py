@@ -32,8 +32,7 @@ from typing import Any
 
 from cp_plugin.engine.common.versions import MEGATRON_RANGE, megatron_supported
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("megatron", ":(glob)*.py")
 """Of a commit, what is unpacked: the package, and the scripts beside it."""
 VERSION = "megatron/core/package_info.py"
@@ -48,7 +47,6 @@ STATES = (
 )
 STACK = f"--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec {STATES} --hybrid-layer-pattern"
 DIVIDED = "--context-parallel-size 2 --cp-provider striped"
-PACKS_BY_FLAG = "--dataloader-inter-document-masking"
 TIMEOUT_S = 300.0
 """Of a training; a case has three times as long."""
 ENDS = {
@@ -74,26 +72,21 @@ class Case:
     """In the tree."""
     holds: tuple[str, str] = ("pretrain_gpt.py", "")
     """(file, text): a tree has the model if this file of it contains this text."""
-    packed: bool = False
     trained: bool = False
 
     def known_to(self, tree: Path) -> bool:
         file, text = self.holds
-        return _contains(tree / file, text) and (tree / self.script).is_file()
-
-    def of(self, tree: Path) -> tuple[Path, str]:
-        """The script and its flags in this tree; before Megatron packed documents by a flag, a script does."""
-        if not self.packed:
-            return tree / self.script, self.flags
-        if _contains(tree / self.script, PACKS_BY_FLAG.removeprefix("--").replace("-", "_")):
-            return tree / self.script, f"{self.flags} {PACKS_BY_FLAG}"
-        return HERE / "packed_gpt.py", f"{self.flags} --sft"
+        return (tree / self.script).is_file() and (tree / file).is_file() and text in (tree / file).read_text("utf-8")
 
 
 HYBRID = {"script": "pretrain_hybrid.py", "trained": True}
 CASES = {
     "gpt": Case(),
-    "packed": Case(packed=True, trained=True),
+    "packed": Case(
+        flags="--dataloader-inter-document-masking",
+        holds=("pretrain_gpt.py", "dataloader_inter_document_masking"),  # since 0.19
+        trained=True,
+    ),
     "moe": Case(flags="--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"),
     "hybrid": Case(
         flags=f"{STACK} M*-", holds=("megatron/core/models/hybrid/hybrid_model.py", "class HybridModel"), **HYBRID
@@ -243,8 +236,8 @@ def train_case(tree: Path, name: str, kind: str) -> Result:
     """Start or train a case in this process, which has imported no Megatron yet."""
     from cp_plugin.testing.launch import RankError
 
-    script, flags = CASES[name].of(tree)
-    os.environ["CP_PLUGIN_TEST_SCRIPT"] = str(script)  # read by ``training``
+    flags = CASES[name].flags
+    os.environ["CP_PLUGIN_TEST_SCRIPT"] = str(tree / CASES[name].script)  # read by ``training``
     try:
         from cp_plugin.megatron import activate
 
@@ -292,10 +285,6 @@ def ended_by(report: str) -> Result:
     message = report[found[-1].start() :].rstrip() if found else report.strip()
     state = next((state for state, pattern in ENDS.items() if re.match(pattern, message, re.DOTALL)), "failed")
     return {"state": state, "message": message.removeprefix("ValueError: ")}
-
-
-def _contains(file: Path, text: str) -> bool:
-    return file.is_file() and text in file.read_text(encoding="utf-8", errors="replace")
 
 
 if __name__ == "__main__":
