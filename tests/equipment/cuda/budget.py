@@ -1,6 +1,5 @@
 """The launch and byte budget of a rank, per call or per ring step. See ``ops.py``.
 
-    python tests/equipment/cuda/budget.py            compare with budget.json
     python tests/equipment/cuda/budget.py --write    write budget.json, and the tables of docs/gpu/budget.md
 
 A ring step is the additional cost of a call on one more rank.
@@ -8,7 +7,6 @@ A ring step is the additional cost of a call on one more rank.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -274,26 +272,15 @@ def written(found: dict[str, dict[str, Figures]]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="The launch and byte budget of a rank.")
-    parser.add_argument("--write", action="store_true", help="write budget.json and docs/gpu/budget.md")
-    asked = parser.parse_args()
+def write() -> None:
+    """Measure everything, and write the file and its page."""
+    import generate
+
     with pytest.MonkeyPatch.context() as patch, FakeCuda() as device:
         libraries.install(patch, device, 3)
-        found = {name: measure(device) for name, measure in entries().items()}
-    if asked.write:
-        FILE.write_text(written(found))
-        import generate
-
-        PAGE.write_text(generate.filled(PAGE.read_text()))
-        return 0
-    changed, before = [], kept()
-    for name, way, got in ((name, way, got) for name, ways in found.items() for way, got in ways.items()):
-        want = before.get(name, {}).get(way)
-        changed += [f"{name}, {way}: is new"] if want is None else differences(name, way, want, got)
-    print("\n".join(changed))
-    return 1 if changed else 0
+        FILE.write_text(written({name: measure(device) for name, measure in entries().items()}))
+    PAGE.write_text(generate.filled(PAGE.read_text()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write() if sys.argv[1:] == ["--write"] else sys.exit(__doc__)
