@@ -111,7 +111,7 @@ def last_rows(timed: Timed) -> Found:
     n = min(CHECKED, len(q))
     keys = range(len(k))
     few = brute.Inputs(q[-n:], k, v, dout[-n:])
-    want = brute.answer(few, (keys[-n:],), (keys,), brute.View(right=0), timed.scale)
+    want = brute.answer(few, (keys[-n:],), (keys,), brute.View(right=0), timed.block.scores.scale)
     got = {"out": out[-n:], "dq": dq[-n:], "dk": dk[-n:], "dv": dv[-n:]}
     errors = {}
     for name, x in got.items():

@@ -139,7 +139,7 @@ def _decode(
     q = torch.randn((1, 1, heads, size), device=step.device).bfloat16()
     k = torch.randn((slots, 1, kv_heads, size), device=step.device).bfloat16()
     kept = Kept(kind, slots, size, k[:1], k[:1])
-    kept.put(0, k, k)
+    kept.put(slice(slots), k, k)
     held = torch.arange(slots, dtype=torch.int32, device=step.device)[:, None]
     last = torch.full((1, 1), slots, dtype=torch.int32, device=step.device)
 
