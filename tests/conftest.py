@@ -91,7 +91,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Import a script of ci or docs, such as ``ci/perf/ratios``; afterwards its folder's modules are forgotten."""
+    """Import a script of ci or docs, such as ``ci/gpu/plan``; afterwards its folder's modules are forgotten."""
     folders: list[Path] = []
 
     def load(path: str) -> ModuleType:

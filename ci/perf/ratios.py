@@ -57,18 +57,18 @@ class Ratio(NamedTuple):
         return self.baseline / self.ours >= self.wanted
 
 
-def on_two_ranks(name: str, baseline: str, ours: str, wanted: float, rounds: int, problem: Problem = TWO) -> Ratio:
+def on_two_ranks(name: str, baseline: str, ours: str, wanted: float, rounds: int) -> Ratio:
     """Of two contestants of ``cp-plugin bench``; AssertionError if one computes something else than attention."""
-    planned = plan(make_case(CAUSAL, problem), [Entry.parse(baseline), Entry.parse(ours)], "cpu")
+    planned = plan(make_case(CAUSAL, TWO), [Entry.parse(baseline), Entry.parse(ours)], "cpu")
     (found,) = bench([planned], "cpu", rounds, timeout=600)
     for m in found.measured:
         assert m.taken is not None, f"{m.entry}: {m.cannot or m.errors}"
-    return Ratio(name, _setup(problem), *(m.taken.medians.total for m in found.measured), wanted)
+    return Ratio(name, _setup(TWO), *(m.taken.medians.total for m in found.measured), wanted)
 
 
-def overhead(dtype: torch.dtype, rounds: int, problem: Problem = TWO) -> Ratio:
+def overhead(dtype: torch.dtype, rounds: int) -> Ratio:
     """Of plain attention over a provider's on one rank."""
-    problem = replace(problem, size=1, kv_heads=1, dtype=dtype)
+    problem = replace(TWO, size=1, kv_heads=1, dtype=dtype)
     setup = settled(providers.get("ring"), problem, Options())
     provided = Provided(ContextParallel(setup, group=None), setup, problem)
     x = random_parts(problem, problem.seq_length, CPU)
