@@ -63,7 +63,7 @@ def versions() -> dict[str, str]:
 
 def made() -> dict[str, str]:
     """Date and commit."""
-    commit = os.environ.get("COMMIT") or output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip()
+    commit = os.environ.get("COMMIT")  # which plan.py has asked git for
     changed = output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no").strip()
     return {
         "commit": (commit or "not known: no git here, and no COMMIT") + (" and changes on top" if changed else ""),

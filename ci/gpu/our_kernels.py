@@ -8,6 +8,8 @@ what later steps time, which then find it compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
 from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -193,9 +195,7 @@ def merging(device: torch.device, s: int, e: int) -> Named:
     for n, dtype in product((2, 3, 8) if s > 100 else (3,), (torch.bfloat16, torch.float16, torch.float32)):
         outs, lses = random(device, n, s, 2, 4, e, dtype=dtype), 5 * random(device, n, s, 2, 4)
         lses[0, : s // 2] = lses[:, s // 3] = -torch.inf
-        want = torch.logsumexp(lses.double(), 0)
-        weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses.double() - want)).unsqueeze(-1)
-        whole = (weights * outs.double()).sum(0)
+        want = in_plain_torch("merge", outs.double().unbind(), lses.double().unbind())
 
         def into(outs: Tensor = outs, lses: Tensor = lses) -> tuple[Tensor, Tensor]:
             total = torch.zeros(2 * s, *outs.shape[2:], device=device)[::2], lses[0].clone()
@@ -204,12 +204,11 @@ def merging(device: torch.device, s: int, e: int) -> Named:
                 merge.merge_into(*total, out, lse)
             return total
 
-        kind = f"{n} of {str(dtype).removeprefix('torch.')}"
-        yield (
-            f"merge, {kind}",
-            lambda x=outs, y=lses, z=(whole, want): close(merge.merge(x.unbind(), y.unbind(), x.dtype), z),
-        )
-        yield f"merge_into, {kind}", lambda call=into, z=(whole, want): close(call(), z)
+        def once(x: Tensor = outs, y: Tensor = lses) -> tuple[Tensor, Tensor]:
+            return merge.merge(x.unbind(), y.unbind(), x.dtype)
+
+        for name, call in (("merge", once), ("merge_into", into)):
+            yield f"{name}, {n} of {dtype_name(dtype)}", lambda call=call, want=want: close(call(), want)
 
 
 def decoding(device: torch.device, s: int, e: int) -> Named:
@@ -237,41 +236,30 @@ def decoding(device: torch.device, s: int, e: int) -> Named:
 
 def moving(device: torch.device, s: int, e: int) -> Named:
     """Permuting and packing, bit for bit."""
-    from cp_kernels import payload as packing
-    from cp_kernels import permute
-
     order = torch.randperm(s, generator=torch.Generator().manual_seed(0)).to(device)
+    calls: list[tuple[str, str, tuple[Any, ...]]] = []
     for dtype in (torch.bfloat16, torch.float32, torch.uint8):
         x = random(device, s, 2, 4, e)
         x = x.view(dtype) if dtype == torch.uint8 else (100 * x).to(dtype)
-        kind = dtype_name(dtype)
-        yield f"gather_rows, {kind}", lambda x=x: same(permute.gather_rows((x,), order), (x[order],))
-        yield f"scatter_rows, {kind}", lambda x=x: same(permute.scatter_rows((x[order],), order), (x,))
+        calls += [(name, dtype_name(dtype), ((x,), order)) for name in ("gather_rows", "scatter_rows")]
     for dtype, block in product((torch.bfloat16, torch.float16), (4, 64)):
+        kind = f"blocks of {block}, {dtype_name(dtype)}"
         scales = torch.exp2(40 * random(device, s, 2, 4, 1)).to(dtype).clamp(2**-12, 2**12)
         x = random(device, s, 2, 4, e, dtype=dtype) * scales
-        kind = f"blocks of {block}, {str(dtype).removeprefix('torch.')}"
-        yield f"pack, {kind}", lambda x=x, b=block: same(packing.pack(x, b), payload.pack(x, b))
-        yield (
-            f"unpack, {kind}",
-            lambda x=x, b=block: same(
-                (packing.unpack(*payload.pack(x, b), b, x.dtype),), (payload.unpack(*payload.pack(x, b), b, x.dtype),)
-            ),
-        )
-    for dtype, block in product((torch.bfloat16, torch.float16), (4, 64)):
+        calls += [("pack", kind, (x, block)), ("unpack", kind, (*payload.pack(x, block), block, dtype))]
         tensors = [(random(device, s, 2, n, e) * torch.exp2(4 * random(device, s, 2, n, 1))).to(dtype) for n in (4, 1)]
         rows = [(s // 2, 0, 3, s - s // 2 - 3)] * 2  # to ranks that see many rows, none and few
         like = [tuple(x.shape[1:]) for x in tensors], [dtype] * 2, rows, block
+        calls.append(("pack_message", kind, (tensors, rows, block)))
+        calls.append(("unpack_message", kind, (payload.pack_message(tensors, rows, block), *like)))
+    for name, kind, given in calls:
+        yield f"{name}, {kind}", partial(same, name, given)
 
-        def there(x: list[Tensor] = tensors, rows: list[tuple[int, ...]] = rows, b: int = block) -> Found:
-            return same((packing.pack_message(x, rows, b),), (payload.pack_message(x, rows, b),))
 
-        def back(x: list[Tensor] = tensors, like: tuple[Any, ...] = like) -> Found:
-            message = payload.pack_message(x, *like[2:])
-            return same(packing.unpack_message(message, *like), payload.unpack_message(message, *like))
-
-        yield f"pack_message, blocks of {block}, {dtype_name(dtype)}", there
-        yield f"unpack_message, blocks of {block}, {dtype_name(dtype)}", back
+def in_plain_torch(name: str, *given: Any) -> Any:
+    """The definition of a kernel."""
+    with patch.object(fused_operations, "_kernels", lambda x: False):
+        return getattr(fused_operations, name)(*given)
 
 
 def convolutions(device: torch.device, s: int, c: int) -> Named:
@@ -310,8 +298,11 @@ def close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> Found:
     return worst({name: error if error == error else torch.inf for name, error in errors.items()}, limits)
 
 
-def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> Found:
-    """Compare bit for bit."""
+def same(name: str, given: tuple[Any, ...]) -> Found:
+    """Compare a kernel with its definition bit for bit."""
+    module = import_module(f"cp_kernels.{'permute' if 'rows' in name else 'payload'}")
+    found = getattr(module, name)(*given), in_plain_torch(name, *given)
+    got, want = ((one,) if isinstance(one, Tensor) else one for one in found)
     differ = sum(
         (a.view(torch.uint8) != b.contiguous().view(torch.uint8)).sum().item() for a, b in zip(got, want, strict=True)
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -128,32 +129,25 @@ def memory_bound(step: Step) -> None:
 
 def decode(step: Step) -> None:
     """One query's attention to a full cache, in both of its storage formats: the cache is read once per token."""
-    for slots in (64,) if step.smoke else (131_072, 16_384):
-        for kind, stored in ((Plain, "in bfloat16"), (Packed, "in one byte an element")):
-            _decode(step, kind, slots, *((2, 1, 16) if step.smoke else (32, 8, 128)), stored=stored)
+    heads, kv_heads, size = (2, 1, 16) if step.smoke else (32, 8, 128)
+    formats = ((Plain, "in bfloat16"), (Packed, "in one byte an element"))
+    for slots, (kind, stored) in product((64,) if step.smoke else (131_072, 16_384), formats):
+        q = torch.randn((1, 1, heads, size), device=step.device).bfloat16()
+        k = torch.randn((slots, 1, kv_heads, size), device=step.device).bfloat16()
+        kept = Kept(kind, slots, size, k[:1], k[:1])
+        kept.put(slice(slots), k, k)
+        held = torch.arange(slots, dtype=torch.int32, device=step.device)[:, None]
+        last = torch.full((1, 1), slots, dtype=torch.int32, device=step.device)
+        call = partial(store.attend, q, kept, held, last, Scores(size**-0.5))
 
+        def in_plain_torch(call: Call = call) -> None:
+            with patch.object(fused, "_kernels", lambda x: False):
+                call()
 
-def _decode(
-    step: Step, kind: type[Plain] | type[Packed], slots: int, heads: int, kv_heads: int, size: int, *, stored: str
-) -> None:
-    q = torch.randn((1, 1, heads, size), device=step.device).bfloat16()
-    k = torch.randn((slots, 1, kv_heads, size), device=step.device).bfloat16()
-    kept = Kept(kind, slots, size, k[:1], k[:1])
-    kept.put(slice(slots), k, k)
-    held = torch.arange(slots, dtype=torch.int32, device=step.device)[:, None]
-    last = torch.full((1, 1), slots, dtype=torch.int32, device=step.device)
-
-    def call() -> None:
-        store.attend(q, kept, held, last, Scores(size**-0.5))
-
-    def in_plain_torch() -> None:
-        with patch.object(fused, "_kernels", lambda x: False):
-            call()
-
-    name = f"{slots} tokens, heads {heads}:{kv_heads} of {size} {stored}"
-    calls = {"as it is": call, "plain torch": in_plain_torch}
-    passes = {f"{name}, {how}": Pass(one, kept.nbytes, None) for how, one in calls.items()}
-    against_a_copy(step, "bandwidth of decode over a copy's", passes, k, "decode")
+        name = f"{slots} tokens, heads {heads}:{kv_heads} of {size} {stored}"
+        calls = {"as it is": call, "plain torch": in_plain_torch}
+        passes = {f"{name}, {how}": Pass(one, kept.nbytes, None) for how, one in calls.items()}
+        against_a_copy(step, "bandwidth of decode over a copy's", passes, k, "decode")
 
 
 def methods(step: Step, size: Size, ranks: int, backend: str) -> None:

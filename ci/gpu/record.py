@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from cp_plugin.testing.clock import timed
+from cp_plugin.testing.clock import take_turns
 
 _WRITE_EVERY_S = 1.0
 OUT_OF_TIME = "out of time: the cap of its step"
@@ -240,13 +240,8 @@ def medians(calls: Mapping[str, Call], rounds: int, warm_up: int = 2) -> dict[st
     Args:
         warm_up: rounds beforehand, on CUDA, in which kernels are compiled and memory is reserved.
     """
-    for _ in range(warm_up if torch.cuda.is_available() else 0):
-        for call in calls.values():
-            call()
-    times = [{name: _milliseconds(call) for name, call in calls.items()} for _ in range(rounds)]
-    return {name: statistics.median(one[name] for one in times) for name in calls}
-
-
-def _milliseconds(call: Call) -> float:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return 1e3 * timed(lambda mark: call(), device).total
+    turns = [lambda mark, call=call: call() for call in calls.values()]
+    take_turns(turns, warm_up if device.type == "cuda" else 0, device)
+    taken = zip(calls, take_turns(turns, rounds, device), strict=True)
+    return {name: 1e3 * statistics.median(one.total for one in rounds_of) for name, rounds_of in taken}

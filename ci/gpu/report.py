@@ -43,20 +43,11 @@ def join(folder: Path, *asked: str) -> Json:
     return found
 
 
-def _titled(name: str) -> str:
-    return f"{name} ({PLAN[name].title})"
-
-
-def _unfinished(name: str, step: Json) -> bool:
-    """Whether a step crashed, which is wrong of one that checks; one that its cap ended has just not run the rest."""
-    return not step["finished"] and not step.get("capped") and not PLAN[name].measures
-
-
 def failures(found: Json) -> list[tuple[str, str]]:
-    """What is wrong, and how."""
+    """What is wrong, and how; so is a step that crashed, if it checks. One that its cap ended has not run the rest."""
     wrong = []
     for name, step in found["steps"].items():
-        if _unfinished(name, step):
+        if not (step["finished"] or step.get("capped") or PLAN[name].measures):
             wrong.append((f"step {name}", _end(step)))
         wrong += [(f"{c['group']}: {c['name']}", _how(c["detail"])) for c in step["checks"] if not c["ok"]]
     return wrong
@@ -82,25 +73,6 @@ def page(found: Json) -> str:
             parts += [f"## Measured: {PLAN[name].title}", *_figures(step["figures"])]
     parts += ["## Not measured", _not_run(found)]
     return "\n\n".join(parts) + "\n"
-
-
-def summary(found: Json) -> str:
-    """The end of the output: the steps, the figures with a target, and what is wrong."""
-    found = _reported(found)
-    heads = ("step", "seconds", "checks", "wrong", "figures", "met", "missed", "not run")
-    lines = ["{:12} {:>8} {:>7} {:>6} {:>8} {:>5} {:>7} {:>8}".format(*heads)]
-    targets = []
-    for name, step in found["steps"].items():
-        wrong = sum(not check["ok"] for check in step["checks"])
-        met = [_met(figure) for figure in step["figures"]]
-        counts = (len(step["checks"]), wrong, len(met), met.count("met"), met.count("missed"), len(step["not_run"]))
-        lines.append("{:12} {:8.1f} {:7} {:6} {:8} {:5} {:7} {:8}".format(name, step["seconds"], *counts))
-        targets += [figure for figure in step["figures"] if figure["wanted"]]
-    lines += [f"{f['group']}: {f['name']}: {f['value']:.3f} wanted {_wanted(f)}: {_met(f)}" for f in targets]
-    wrong = failures(found)
-    lines += [f"WRONG {name}: {how}" for name, how in wrong[:MOST_SHOWN]]
-    lines.append(f"FAIL: {len(wrong)} wrong" if wrong else "PASS: nothing is wrong")
-    return "\n".join(lines)
 
 
 def _reported(found: Json) -> Json:
@@ -147,7 +119,7 @@ def _figures(figures: list[Json]) -> list[str]:
     for group, rows in _grouped(figures).items():
         details = list(dict.fromkeys(name for figure in rows for name in figure["detail"]))
         table = [
-            (f["name"], f"{f['value']:.3g}", _wanted(f), _met(f), *(_words(f["detail"].get(d, "")) for d in details))
+            (f["name"], f"{f['value']:.3g}", *_target(f), *(_words(f["detail"].get(d, "")) for d in details))
             for f in rows
         ]
         parts += [f"### {group[0].upper()}{group[1:]}", _table(("", "measured", "wanted", "", *details), table)]
@@ -159,9 +131,8 @@ def _not_run(found: Json) -> str:
     for name in PLAN:
         step = found["steps"].get(name)
         if step is None:
-            by_reason.setdefault("the step was not requested, or there was no time left for it", {})[_titled(name)] = (
-                None
-            )
+            reason, title = "the step was not requested, or there was no time left for it", PLAN[name].title
+            by_reason.setdefault(reason, {})[f"{name} ({title})"] = None
             continue
         if not step["finished"]:
             by_reason.setdefault(_end(step), {})[f"the rest of {name}"] = None
@@ -182,18 +153,13 @@ def _grouped(rows: list[Json]) -> dict[str, list[Json]]:
     return found
 
 
-def _wanted(figure: Json) -> str:
+def _target(figure: Json) -> tuple[str, str]:
+    """In words, and whether it is met."""
     if not figure["wanted"]:
-        return ""
-    sign, number = figure["wanted"]
-    return f"{'at least' if sign == '>=' else 'at most'} {number:g}"
-
-
-def _met(figure: Json) -> str:
-    if not figure["wanted"]:
-        return ""
-    sign, number = figure["wanted"]
-    return "met" if (figure["value"] >= number if sign == ">=" else figure["value"] <= number) else "missed"
+        return "", ""
+    (sign, number), value = figure["wanted"], figure["value"]
+    met = value >= number if sign == ">=" else value <= number
+    return f"{'at least' if sign == '>=' else 'at most'} {number:g}", "met" if met else "missed"
 
 
 def _share(detail: Json) -> float:
@@ -231,10 +197,12 @@ def publish(check: Path, docs: Path) -> None:
 
 
 def finish(folder: Path, *asked: str) -> int:
-    """Join, and print a summary; 1 if anything is wrong."""
-    found = join(folder, *asked)
-    print(summary(found))
-    return 1 if failures(found) else 0
+    """Join, and print what is wrong; 1 if anything is."""
+    wrong = failures(join(folder, *asked))
+    for name, how in wrong[:MOST_SHOWN]:
+        print(f"WRONG {name}: {how}")
+    print(f"FAIL: {len(wrong)} wrong" if wrong else "PASS: nothing is wrong", f"({folder / 'page.md'})", flush=True)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

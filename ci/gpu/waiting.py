@@ -7,7 +7,6 @@ would be time slicing. The smoke test uses Gloo.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from ring_trace import traced
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.engine.attention.calls import settled
 from cp_plugin.engine.methods import registry as providers
+from cp_plugin.testing.clock import take_turns
 
 MOST = 8
 TIMED = Problem(size=MOST, seq_length=65536, heads=16, kv_heads=8)
@@ -62,16 +62,9 @@ def times(name: str, problem: Problem) -> tuple[float, float]:
 
 
 def median(call: Call) -> float:
-    synchronize = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-    found = []
-    for _ in range(ROUNDS + 1):  # the first one warms up
-        dist.barrier()
-        synchronize()
-        start = time.perf_counter()
-        call()
-        synchronize()
-        found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found[1:])
+    """Milliseconds of a call that all ranks begin together; the first one warms up."""
+    ((_, *taken),) = take_turns([lambda mark: call()], ROUNDS + 1, device())
+    return 1e3 * statistics.median(one.total for one in taken)
 
 
 def overlaps(step: Step, title: str, problem: Problem) -> None:
