@@ -54,10 +54,8 @@ class Judge:
                 self._must_refuse(case, expected, verdict)
             else:
                 self._must_agree(case, verdict)
-        except Failed as failed:
-            verdict.note = _error(str(failed))
-        except ValueError as error:
-            verdict.note = str(error)
+        except (Failed, ValueError) as error:
+            verdict.note = _error(str(error))
         return verdict
 
     def _must_refuse(self, case: Case, expected: str, verdict: Verdict) -> None:

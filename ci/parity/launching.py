@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,14 +37,13 @@ class Failed(Exception):
 class Runner:
     """Runs trainings, those shared by several cases only once."""
 
-    def __init__(self, launcher: str, folder: Path, script: str | None, started: Callable[[str], None]) -> None:
-        self._launcher, self._folder, self._script, self._started = launcher, folder, script, started
+    def __init__(self, launcher: str, folder: Path, script: str | None) -> None:
+        self._launcher, self._folder, self._script = launcher, folder, script
         self._known: dict[Training, list[Record] | Failed] = {}
         (folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def once(self, training: Training) -> list[Record]:
         """The records of all ranks, not cached. Raises Failed."""
-        self._started(f"{training.side}, {training.ranks} ranks")
         return self._forked(training) if self._launcher == "forked" else self._by(training)
 
     def run(self, training: Training) -> list[Record]:
