@@ -70,22 +70,18 @@ def forward_step(batches, gpt):
     return output, partial(loss, batch["loss_mask"])
 
 
-def train(step):
-    datasets.is_distributed = True
-    parts = {
-        "train_valid_test_dataset_provider": datasets,
-        "model_provider": model,
-        "model_type": ModelType.encoder_or_decoder,
-        "forward_step_func": step,
-    }
-    if hasattr(arguments, "parse_and_validate_args"):  # since 0.18 a script's own task
-        args = arguments.parse_and_validate_args()
-        if "cfg_container" in inspect.signature(pretrain).parameters:
-            from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
-            parts["cfg_container"] = pretrain_cfg_container_from_args(args)
-    pretrain(**parts)
-
-
 if __name__ == "__main__":
-    train(forward_step)
+    datasets.is_distributed = True
+    args = arguments.parse_and_validate_args()
+    parts = {}
+    if "cfg_container" in inspect.signature(pretrain).parameters:
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+        parts["cfg_container"] = pretrain_cfg_container_from_args(args)
+    pretrain(
+        train_valid_test_dataset_provider=datasets,
+        model_provider=model,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        **parts,
+    )

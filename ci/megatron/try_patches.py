@@ -40,16 +40,13 @@ def try_version(source: Path, folder: Path) -> None:
     if "def plugins" not in (folder / "megatron" / "training" / "arguments.py").read_text():
         raise SystemExit(f"{patch} was not applied")
     script = find_script(source, folder)
-    started = [
-        start(script, folder, 1, ""),
-        start(script, folder, 2, "--context-parallel-size 2 --cp-provider striped"),
-    ]
-    outputs = [finish(process, version) for process in started]
-    if "2 of 2 replaced" not in outputs[1] or "self-check passed" not in outputs[1]:
-        raise SystemExit(f"megatron-core {version}: the plugin did not start\n{outputs[1]}")
-    if "arguments:validate_args" in outputs[1]:
+    alone = train(script, folder, 1, "")
+    divided = train(script, folder, 2, "--context-parallel-size 2 --cp-provider striped")
+    if "2 of 2 replaced" not in divided or "self-check passed" not in divided:
+        raise SystemExit(f"megatron-core {version}: the plugin did not start\n{divided}")
+    if "arguments:validate_args" in divided:
         raise SystemExit(f"megatron-core {version}: the plugin wrapped Megatron's command line, which asks it")
-    one, two = (re.findall(r"lm loss: (\S+)", output) for output in outputs)
+    one, two = (re.findall(r"lm loss: (\S+)", output) for output in (alone, divided))
     errors = [abs(float(a) / float(b) - 1) for a, b in zip(one, two, strict=True)]
     if len(errors) != 3 or max(errors) > CLOSE:
         raise SystemExit(f"megatron-core {version}: losses {one} on one rank, {two} on two")
@@ -72,22 +69,15 @@ def _minor(source: Path) -> str:
     return version_of(source).rpartition(".")[0]
 
 
-def start(script: Path, folder: Path, ranks: int, flags: str) -> subprocess.Popen[str]:
+def train(script: Path, folder: Path, ranks: int, flags: str) -> str:
+    """What a training prints; it ends this program if it fails."""
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.Popen(
-        [*torchrun, f"--nproc-per-node={ranks}", str(script), *FLAGS.split(), *flags.split()],
-        env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'kernels'}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], version: str) -> str:
-    output, _ = process.communicate(timeout=300)
-    if process.returncode:
-        raise SystemExit(f"megatron-core {version}: {' '.join(map(str, process.args))} failed\n{output}")
-    return output
+    command = [*torchrun, f"--nproc-per-node={ranks}", str(script), *FLAGS.split(), *flags.split()]
+    world = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run(command, env=world, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed\n{done.stdout}")
+    return done.stdout
 
 
 def check_main() -> None:
