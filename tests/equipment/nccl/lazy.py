@@ -20,15 +20,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import wraps
-from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+import torch
+from torch._C import _distributed_c10d
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
 
 VARIABLE = "CP_PLUGIN_TEST_LAZY_GROUPS"
 """Seconds that a group's first operation waits for its ranks; unset, empty or 0: as Gloo does."""
@@ -84,20 +86,10 @@ def patience() -> float:
 
 
 def switch_on() -> None:
-    """Here and in all processes forked or started from here with this environment, unless it says 0."""
+    """Here and in all processes forked from here, unless the environment says 0."""
     os.environ.setdefault(VARIABLE, f"{PATIENCE:g}")
-    if not patience():
-        return
-    site = str(Path(__file__).parent / "site")
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if site not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([site, *filter(None, paths)])
-    from torch.distributed import distributed_c10d
-
-    install(distributed_c10d)
-    from torch.distributed import _functional_collectives
-
-    install_functional(_functional_collectives)
+    if patience() and not hasattr(c10d.ProcessGroup.allreduce, "__wrapped__"):
+        install()
 
 
 @contextlib.contextmanager
@@ -114,75 +106,60 @@ def waiting(seconds: float) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
-def install(c10d: ModuleType) -> None:
-    """Wrap the calls of ``torch.distributed.distributed_c10d``, once, as soon as it is imported."""
+def install() -> None:
+    """Wrap the calls of torch.distributed; of functional collectives, which call from C++, how they resolve a group."""
     groups = c10d.ProcessGroup
-    if hasattr(groups.allreduce, "__wrapped__"):
-        return
     for name in dir(groups):
         if name in MESSAGES or COLLECTIVES.match(name):
-            setattr(groups, name, _meeting(name, getattr(groups, name), c10d))
+            setattr(groups, name, _meeting(name, getattr(groups, name)))
     for name, wrapped in (("batch_isend_irecv", _batch), ("_new_process_group_helper", _new_group)):
-        _replace(c10d, name, wrapped(getattr(c10d, name), c10d))
+        _replace(name, wrapped(getattr(c10d, name)))
     for name in ("_broadcast_coalesced", "_verify_params_across_processes"):  # torch's DDP, from C++
-        _replace(c10d, name, _meeting(name, getattr(_compiled(), name), c10d))
-
-
-def install_functional(functional: ModuleType) -> None:
-    """The same for ``torch.distributed._functional_collectives``, which calls from C++: where it resolves a group."""
+        _replace(name, _meeting(name, getattr(_distributed_c10d, name)))
     names = "_group_or_group_name", "_resolve_group_name"  # the second before torch 2.13
     name = next(name for name in names if hasattr(functional, name))
     resolve = getattr(functional, name)
-    if hasattr(resolve, "__wrapped__"):
-        return
-    from torch.distributed import distributed_c10d as c10d
 
     @wraps(resolve)
     def meet_and_resolve(*args: Any, **kwargs: Any) -> Any:
         resolved = resolve(*args, **kwargs)
         group = c10d._resolve_process_group(resolved) if isinstance(resolved, str) else resolved
-        meet(c10d, group, "a functional collective")
+        meet(group, "a functional collective")
         return resolved
 
     setattr(functional, name, meet_and_resolve)
 
 
-def _compiled() -> ModuleType:
-    from torch._C import _distributed_c10d
-
-    return _distributed_c10d
-
-
-def _replace(c10d: ModuleType, name: str, new: Callable[..., Any]) -> None:
-    """Also in the package, if it has already taken the name."""
-    for module in (c10d, sys.modules.get("torch.distributed"), _compiled()):
+def _replace(name: str, new: Callable[..., Any]) -> None:
+    """Also in the package, which has taken the name."""
+    for module in (c10d, torch.distributed, _distributed_c10d):
         if hasattr(module, name):
             setattr(module, name, new)
 
 
-def _meeting(name: str, call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]:
+def _meeting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def meet_and_call(group: Any, *args: Any, **kwargs: Any) -> Any:
         alone = name in MESSAGES
         if not (alone and _here.in_batch):
-            meet(c10d, group, name, sorted((group.rank(), args[1])) if alone else None)  # after the tensors: the peer
+            meet(group, name, sorted((group.rank(), args[1])) if alone else None)  # after the tensors: the peer
         return call(group, *args, **kwargs)
 
     return meet_and_call
 
 
-def _batch(call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]:
+def _batch(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def meet_and_call(operations: list[Any]) -> Any:
         for operation in operations:
-            meet(c10d, operation.group or c10d._get_default_group(), "batch_isend_irecv")
+            meet(operation.group or c10d._get_default_group(), "batch_isend_irecv")
         with _here.batch():
             return call(operations)
 
     return meet_and_call
 
 
-def _new_group(call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]:
+def _new_group(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def call_and_note(*args: Any, **kwargs: Any) -> Any:
         made = call(*args, **kwargs)
@@ -193,7 +170,7 @@ def _new_group(call: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]
     return call_and_note
 
 
-def meet(c10d: ModuleType, group: Any, operation: str, among: list[int] | None = None) -> None:
+def meet(group: Any, operation: str, among: list[int] | None = None) -> None:
     """Wait, if the group's communicator does not exist, until all its ranks have joined.
 
     among: places in the group of a communicator of fewer ranks.
@@ -212,11 +189,11 @@ def meet(c10d: ModuleType, group: Any, operation: str, among: list[int] | None =
         return
     with _here.locks[key]:
         if key not in _here.made:
-            _rendezvous(c10d, group, operation, places, f"lazy/{key}/{_here.times[group.group_name]}", seconds)
+            _rendezvous(group, operation, places, f"lazy/{key}/{_here.times[group.group_name]}", seconds)
             _here.made.add(key)
 
 
-def _rendezvous(c10d: ModuleType, group: Any, operation: str, places: list[int], key: str, seconds: float) -> None:
+def _rendezvous(group: Any, operation: str, places: list[int], key: str, seconds: float) -> None:
     store = c10d._get_process_group_store(group)
     store.set(f"{key}/{group.rank()}", operation)
     if store.add(f"{key}/came", 1) == len(places):
