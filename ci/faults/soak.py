@@ -11,11 +11,12 @@ Resources are sampled after every rotation; the first third is warm-up. Exits wi
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import sys
 import threading
-from typing import Annotated, Any, NamedTuple
+from math import ceil
+from statistics import mean
+from typing import Annotated, Any
 
 import psutil
 import torch
@@ -35,36 +36,28 @@ BOUNDS = {"memory, MB": 8.0, "file descriptors": 4.0, "process groups": 0.0, "th
 PLANTS = ("", "groups", "descriptors", "memory")
 
 
-class Sample(NamedTuple):
-    """Resources of a process, in the order of ``BOUNDS``."""
-
-    memory: float
-    descriptors: float
-    groups: float
-    python_threads: float
-    threads: float
+def resources() -> list[float]:
+    """What this process has, in the order of ``BOUNDS``."""
+    process, groups = psutil.Process(), len(dist.distributed_c10d._world.pg_map)
+    memory, threads = process.memory_info().rss / 1e6, threading.active_count()
+    return [memory, process.num_fds(), groups, threads, process.num_threads()]
 
 
-def soak(steps: int, planted: str) -> list[Sample]:
-    """Run on a rank; a sample after each rotation."""
+def soak(steps: int, planted: str) -> list[list[float]]:
+    """Run on a rank; its resources after each rotation."""
     problem = Problem(size=dist.get_world_size(), heads=4, kv_heads=4, head_dim=16, seq_length=64, dtype=torch.float32)
     able = [setup for setup in setups((), problem, Options()) if setup.reason is None]
-    process, samples, kept = psutil.Process(), [], []
-    taken = 0
-    for setup in itertools.cycle(able):
-        _turn(setup, planted == "groups")
-        if planted == "descriptors":
-            kept.append(os.open(os.devnull, os.O_RDONLY))
-        if planted == "memory":
-            kept.append(bytearray(b"x" * (1 << 20)))
-        taken += STEPS_A_TURN
-        if setup is able[-1]:
-            gc.collect()
-            groups, memory = len(dist.distributed_c10d._world.pg_map), process.memory_info().rss / 1e6
-            samples.append(Sample(memory, process.num_fds(), groups, threading.active_count(), process.num_threads()))
-        if taken >= steps and setup is able[-1]:
-            return samples
-    raise AssertionError("no provider can run here")
+    samples, kept = [], list[Any]()
+    for _ in range(ceil(steps / (STEPS_A_TURN * len(able)))):
+        for setup in able:
+            _turn(setup, planted == "groups")
+            if planted == "descriptors":
+                kept.append(os.open(os.devnull, os.O_RDONLY))
+            if planted == "memory":
+                kept.append(bytearray(b"x" * (1 << 20)))
+        gc.collect()
+        samples.append(resources())
+    return samples
 
 
 def _turn(setup: Setup, keep: bool) -> None:
@@ -92,14 +85,12 @@ def _groups(axes: dict[str, int], setup: Setup) -> dict[str, dist.ProcessGroup]:
     return found
 
 
-def grown(samples: list[Sample]) -> dict[str, tuple[float, float]]:
-    """Resource -> (growth, bound)."""
+def grown(samples: list[list[float]]) -> dict[str, float]:
+    """Resource -> growth."""
     third = max(1, len(samples) // 3)
     middle, last = samples[-2 * third : -third] or samples[:1], samples[-third:]
-    found: dict[str, Any] = {}
-    for i, (name, bound) in enumerate(BOUNDS.items()):
-        found[name] = (sum(s[i] for s in last) / len(last) - sum(s[i] for s in middle) / len(middle), bound)
-    return found
+    means = [[mean(values) for values in zip(*part, strict=True)] for part in (middle, last)]
+    return {name: after - before for name, before, after in zip(BOUNDS, *means, strict=True)}
 
 
 def main(
@@ -108,8 +99,7 @@ def main(
     plant: Annotated[str, typer.Option(help=f"a leak: {', '.join(PLANTS[1:])}")] = "",
 ) -> None:
     if plant not in PLANTS:
-        print(f"error: --plant {plant}: choose one of {', '.join(PLANTS[1:])}", file=sys.stderr)
-        raise typer.Exit(2)
+        raise typer.BadParameter(f"--plant {plant}: choose one of {', '.join(PLANTS[1:])}")
     torch.set_num_threads(1)
     try:
         every = run_ranks(soak, ranks, args=(steps, plant), timeout=None, init_process_group=True)
@@ -118,10 +108,10 @@ def main(
         raise typer.Exit(1) from None
     bad = False
     for rank, samples in enumerate(every):
-        for name, (growth, bound) in grown(samples).items():
-            bad |= growth > bound
-            if rank == 0 or growth > bound:
-                print(f"rank {rank}: {name}: {growth:+.1f}, at most {bound:+.1f}: {'GREW' if growth > bound else 'ok'}")
+        for name, growth in grown(samples).items():
+            bad |= (grew := growth > BOUNDS[name])
+            if rank == 0 or grew:
+                print(f"rank {rank}: {name}: {growth:+.1f}, at most {BOUNDS[name]:+.1f}: {'GREW' if grew else 'ok'}")
     print(
         f"{steps} steps on {ranks} ranks, {len(every[0])} rotations of all providers: {'LEAK' if bad else 'no growth'}"
     )

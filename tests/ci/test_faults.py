@@ -79,12 +79,6 @@ def test_an_unknown_fault_is_refused() -> None:
 
 
 def test_a_leak_is_found() -> None:
-    samples = "[soak.Sample(100 + leak * i, 50, 3, 1, 9) for i in range(9)]"
-    text = f"import soak; print([soak.grown({samples})['memory, MB'] for leak in (0, 10)])"
-    assert _python(text) == "[(0.0, 8.0), (30.0, 8.0)]"
-
-
-def _python(text: str) -> str:
-    ended = python(text, FAULTS)
-    ended.check_returncode()
-    return ended.stdout.strip()
+    samples = "[[100 + leak * i, 50, 3, 1, 9] for i in range(9)]"
+    ended = python(f"import soak; print([soak.grown({samples})['memory, MB'] for leak in (0, 10)])", FAULTS)
+    assert ended.stdout.strip() == "[0, 30]", ended.stderr
