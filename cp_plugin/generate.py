@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-from cp_plugin.tools import shell
-from cp_plugin.tools.generate import generate
+import sys
 
-app = shell.program_of(generate)
+from cp_plugin.tools.app import app
 
 if __name__ == "__main__":
-    app()
+    app(["generate", *sys.argv[1:]])

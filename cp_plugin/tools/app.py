@@ -1,17 +1,67 @@
-"""The ``cp-plugin`` command."""
+"""The ``cp-plugin`` command. It reads words by typer, but errors are one line, and ``--json`` may go without a value.
+
+A command is imported when it runs: torch alone takes longer than printing the help.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+import ast
+import errno
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from cp_plugin import __version__
-from cp_plugin.tools import shell
+from cp_plugin.tools import output
+
+PROGRAM = "cp-plugin"
+JSON = "--json"
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])  # click's, or that of the copy within typer
 
 
-class Program(shell.Group):
-    """``cp-plugin``."""
+class Command(TyperCommand):
+    """A command whose ``--json`` may go without a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give ``--json`` its value: the next word, unless that is an option."""
+        last = args.index("--") if "--" in args else len(args)
+        for i in [i for i, word in enumerate(args[:last]) if word == JSON]:
+            if i + 1 >= last or (args[i + 1].startswith("-") and args[i + 1] != output.STDOUT):
+                args = [*args[:i], f"{JSON}={output.STDOUT}", *args[i + 1 :]]
+        return super().parse_args(ctx, args)
+
+
+class Later(TyperCommand):
+    """A command that is imported when it is run; the list of all shows its help, which is read from the source."""
+
+    def __init__(self, name: str, module: str) -> None:
+        path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        super().__init__(name, help=next(ast.get_docstring(x) for x in body if getattr(x, "name", "") == name))  # type: ignore[arg-type]
+        self.module = module
+
+    def load(self) -> Any:
+        """Import the command."""
+        command = getattr(import_module(f"{__package__}.{self.module}"), str(self.name))
+        alone = typer.Typer(add_completion=False, context_settings=_SETTINGS)
+        alone.command(cls=Command, context_settings=getattr(command, "context_settings", None))(command)
+        return typer.main.get_command(alone)
+
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        """Parse the words for the command itself."""
+        return self.load().make_context(*args, **settings)
+
+
+class Program(TyperGroup):
+    """``cp-plugin``: of each command the module, below ``cp_plugin.tools``."""
 
     modules: ClassVar = {
         "doctor": "doctor",
@@ -26,13 +76,55 @@ class Program(shell.Group):
         "generate": "generate",
     }
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {name: Later(name, module) for name, module in self.modules.items()}  # type: ignore[assignment]
 
-app = shell.new_app(cls=Program, help="Context parallelism for Megatron-LM, NeMo, transformers and plain PyTorch.")
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **settings: Any) -> Any:
+        """Run a command line. An error of usage is one line, and exit status 2; the program's name is always the same,
+        however it was started."""
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            status = super().main(words, PROGRAM, **{**settings, "standalone_mode": False})
+            sys.stdout.flush()
+        except _UsageError as error:
+            output.error(_describe_error(error, words))
+            status = 2
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            output.error(f"cannot write {error.filename or 'the output'}: {error.strerror}")
+            sys.stdout = None  # type: ignore[assignment]  # its buffer would be written again at exit
+            status = 1
+        except typer.Abort:
+            typer.echo("interrupted", err=True)
+            status = 1
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _describe_error(error: Any, words: Sequence[str]) -> str:
+    """An error of usage, with the refused value, which typer leaves out, or where the right one is found."""
+    if type(error) is typer.BadParameter:
+        flags = error.param.opts if error.param is not None else ()
+        pairs = [*pairwise(words), *(word.split("=", 1) for word in words if "=" in word)]
+        given = [f"{flag} {value}" for flag, value in pairs if flag in flags]
+        message = str(error.message).removeprefix("Value error, ")
+        return f"{', '.join(given)}: {message}" if given and not message.startswith("--") else message
+    text = " ".join(error.format_message().split())
+    where = f" {error.ctx.command_path} -h shows what it takes" if error.ctx is not None else ""
+    return f"{text}{'' if text[-1] in '.?' else '.'}{where}"
+
+
+app = typer.Typer(
+    cls=Program,
+    context_settings=_SETTINGS,
+    help="Context parallelism for Megatron-LM, NeMo, transformers and plain PyTorch.",
+)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"{shell.PROGRAM} {__version__}")
+        typer.echo(f"{PROGRAM} {__version__}")
         raise typer.Exit
 
 

@@ -17,7 +17,7 @@ import typer
 from cp_plugin.engine.common.text import show_bytes
 from cp_plugin.testing.launch import exit_status, run_ranks
 from cp_plugin.testing.ranks import is_under_torchrun
-from cp_plugin.tools import flags, output, shell
+from cp_plugin.tools import flags, output
 from cp_plugin.tools.output import new_console, print_lines
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ _BEFORE = 8
 _UNFINISHED = "\ufffd"
 
 
-@shell.context(allow_extra_args=True, ignore_unknown_options=True)
 def generate(
-    context: typer.Context,
     prompt: Annotated[list[str], typer.Option(help="text to continue; repeatable")],
     load: Annotated[Path, typer.Option(metavar="FOLDER", help="Megatron checkpoint, saved by any number of ranks")],
     ranks: Annotated[
@@ -57,11 +55,11 @@ def generate(
         bool, typer.Option("--own-flags", help="ignore the flags saved in the checkpoint; give all of them here")
     ] = False,
     as_json: output.AsJson = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="FLAGS", help="flags of Megatron and the plugin")] = None,
 ) -> None:
     """Continue prompts with a trained model. Any other flags are Megatron's or the plugin's.
 
-    The model's flags come from the checkpoint. All ranks that tensor parallelism leaves are context-parallel: the
-    provider prefills the prompt, and keys and values stay sharded over the ranks.
+    The model's flags come from the checkpoint. Ranks that tensor parallelism leaves are context-parallel.
     """
     from cp_plugin.engine.inference.request import Request, Sampling
 
@@ -81,22 +79,20 @@ def generate(
         if not load.is_dir():
             raise ValueError(f"--load {load}: no such folder; name the one given to --save")
     saved = None if own_flags else (load, ckpt_step)
-    more = ["--load", str(load), *([] if ckpt_step is None else ["--ckpt-step", str(ckpt_step)])]
-    rank = partial(_rank, request, saved, more, context.args, as_json=as_json)
-    with flags.errors_in_one_line(translated=False), _quiet():
-        _preload(context.args)
-    if started:
-        mistakes = [rank()]
-    else:
-        mistakes = []
-        forked = partial(run_ranks, rank, ranks or 1, timeout=None, pass_on_sigterm=True)
-        with flags.errors_in_one_line(translated=False):
-            status = exit_status(ranks or 1, lambda: mistakes.extend(forked()), flag="--ranks")
-        if status:
-            raise typer.Exit(status)
-    if mistakes[0] is not None:
-        typer.echo(f"error: {mistakes[0]}", err=True)
-        raise typer.Exit(2)
+    more = [*(words or []), "--load", str(load), *([] if ckpt_step is None else ["--ckpt-step", str(ckpt_step)])]
+    rank = partial(_rank, request, saved, more, as_json=as_json)
+    with flags.errors_in_one_line(translated=False):
+        with _quiet():
+            _preload(words or [])
+        if started:
+            rank()
+            return
+        count = ranks or 1
+        forked = partial(run_ranks, rank, count, timeout=None, pass_on_sigterm=True)
+        raise typer.Exit(exit_status(count, forked, flag="--ranks"))
+
+
+generate.context_settings = {"ignore_unknown_options": True}  # type: ignore[attr-defined]  # Megatron's flags
 
 
 def _preload(flags: list[str]) -> None:
@@ -107,37 +103,27 @@ def _preload(flags: list[str]) -> None:
     import cp_plugin.megatron.models.gpt  # noqa: F401
 
 
-def _rank(
-    request: Request,
-    saved: tuple[Path, int | None] | None,
-    more: list[str],
-    rest: list[str],
-    *,
-    as_json: Path | None,
-) -> str | None:
-    """Generate on this rank; return a user error, if there is one."""
+def _rank(request: Request, saved: tuple[Path, int | None] | None, words: list[str], *, as_json: Path | None) -> None:
+    """Generate on this rank; ``saved``: where to read the model's flags, besides ``words``. ValueError for a user
+    error."""
     from cp_plugin.engine.inference.request import Report
     from cp_plugin.megatron.models import text
 
     first = os.environ["RANK"] == "0"
-    try:
-        with _quiet():
-            sys.argv = [sys.argv[0], *text.flags(saved, rest), *more]
-            model = text.load()
-            tokens = text.Tokens(request.as_bytes)
-            prompts = text.encode(request, tokens)
-            text.require_agreement(request, prompts)
-        streamed = Streamed(prompts, tokens.decode, quiet=output.only_json(as_json) or not first)
-        for step in text.write(model, prompts, request, tokens):
-            if not isinstance(step, Report):
-                streamed.add(step)
-                continue
-            streamed.end()
-            if first:
-                _report(step, tokens, as_json=as_json)
-    except ValueError as error:
-        return str(error)
-    return None
+    with _quiet():
+        sys.argv = [sys.argv[0], *text.flags(saved, words)]
+        model = text.load()
+        tokens = text.Tokens(request.as_bytes)
+        prompts = text.encode(request, tokens)
+        text.require_agreement(request, prompts)
+    streamed = Streamed(prompts, tokens.decode, quiet=output.only_json(as_json) or not first)
+    for step in text.write(model, prompts, request, tokens):
+        if not isinstance(step, Report):
+            streamed.add(step)
+            continue
+        streamed.end()
+        if first:
+            _report(step, tokens, as_json=as_json)
 
 
 @contextlib.contextmanager
@@ -175,43 +161,36 @@ def _report(report: Report, tokens: Tokens, *, as_json: Path | None) -> None:
 class Streamed:
     """Prints a single text as it grows, several texts at the end.
 
-    A long text is decoded once; then only its last tokens are decoded again: those not yet shown and a few before.
+    A long text is decoded once; then only its last tokens are decoded again.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], decode: Decode, *, quiet: bool) -> None:
         self._decode, self._quiet = decode, quiet
         self._texts = [list(ids) for ids in prompts]
-        self._alone = len(prompts) == 1 and not quiet
-        if self._alone:
-            self._shown = len(self._texts[0])
-            self._from = max(0, self._shown - _BEFORE)
-            self._write(decode(self._texts[0]))
+        self._from = self._seen = 0  # from this token on, this many characters have been printed
+        self.add([-1] * len(prompts))
 
     def add(self, new: Sequence[int]) -> None:
         """Append a token to each text; -1: none."""
         for text, token in zip(self._texts, new, strict=True):
             text += [token] if token >= 0 else []
-        if self._alone:
-            self._advance()
+        if len(self._texts) == 1:
+            self._print_new(self._texts[0])
 
     def end(self) -> None:
         """Print the rest: there are no more tokens."""
-        if self._alone:
-            self._advance(last=True)
-            self._write("\n")
+        if len(self._texts) == 1:
+            self._print_new(self._texts[0], end="\n")
         elif not self._quiet:
             for number, text in enumerate(self._texts, 1):
                 print(f"--- {number}\n{self._decode(text)}", flush=True)
 
-    def _advance(self, *, last: bool = False) -> None:
+    def _print_new(self, ids: list[int], *, end: str = "") -> None:
         """Print complete characters, which may take several tokens."""
-        ids = self._texts[0]
-        text = self._decode(ids[self._from :])
-        if text.endswith(_UNFINISHED) and not last:
+        text = "" if self._quiet else self._decode(ids[self._from :])
+        if self._quiet or (text.endswith(_UNFINISHED) and not end):
             return
-        self._write(text[len(self._decode(ids[self._from : self._shown])) :])
-        self._from, self._shown = max(self._from, self._shown - _BEFORE), len(ids)
-
-    def _write(self, text: str) -> None:
-        sys.stdout.write(text)
+        sys.stdout.write(text[self._seen :] + end)
         sys.stdout.flush()
+        self._from = max(self._from, len(ids) - _BEFORE)
+        self._seen = len(self._decode(ids[self._from :]))

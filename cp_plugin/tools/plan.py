@@ -26,7 +26,7 @@ from cp_plugin.planner.price import place_on
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import LINEAR
 from cp_plugin.planner.training.parallel import RECOMPUTE, problem
-from cp_plugin.tools import flags, output, shell, show_plan
+from cp_plugin.tools import flags, output, show_plan
 from cp_plugin.tools.draw import canvas
 from cp_plugin.tools.output import new_console
 
@@ -63,6 +63,9 @@ _Provider = Annotated[
 ]
 _Plot = Annotated[
     Path | None, typer.Option(metavar="FILE", help="also draw what takes each method's time: .png, .svg or .pdf")
+]
+_Megatron = Annotated[
+    list[str] | None, typer.Argument(metavar="FLAGS", help="after --: Megatron's flags, in place of --model")
 ]
 _WITHOUT = "has no effect without --explain"
 _ALWAYS = ("gradient_dtype",)
@@ -142,10 +145,8 @@ class _Given(NamedTuple):
         return from_name(str(self.model), devices, self.seq_length or _TOKENS, machine, self.fixed, **self.changes)
 
 
-@shell.context(allow_extra_args=True)
 @flags.provider_options(without=("backend", "fp8"))
 def plan(
-    context: typer.Context,
     model: Annotated[str | None, flags.MODEL] = None,
     cluster: Annotated[str | None, flags.CLUSTER] = None,
     devices: flags.TotalDevices = None,
@@ -167,20 +168,21 @@ def plan(
     options: Options,
     plot: _Plot = None,
     as_json: output.AsJson = None,
+    megatron: _Megatron = None,
 ) -> None:
     """Find the fastest context-parallel method for a model on a cluster, and the flags that enable it.
 
-    Name a model (--model llama3-8b), or write your Megatron flags after ``--``; Megatron parses and checks them.
+    Name a model (--model llama3-8b), or write your Megatron flags after --; Megatron parses and checks them.
     """
     began = time.perf_counter()
     changes = {name: n for name, n in (("per_node", per_node), ("nics", nics)) if n is not None}
     again = None if recompute is None else recompute.value
     given = _Given(
-        *(model, context.args, cluster, changes, devices, seq_length),
+        *(model, megatron or [], cluster, changes, devices, seq_length),
         Fixed(tensor=tensor, pipeline=pipeline, context=context_parallel, recompute=again),
         *(global_batch, memory, fp8, documents),
     )
-    with flags.errors_in_one_line("--context", translated=not context.args):
+    with flags.errors_in_one_line("--context", translated=not megatron):
         if plot is not None:
             output.check_output(plot, "picture", output.PICTURES, "--plot")
             for other, given_too in (("--reproduce", reproduce), ("--explain", explain)):

@@ -20,7 +20,7 @@ from training import train
 from warm import Forked, in_a_fork
 
 from cp_plugin.engine.inference.request import Sampler, Sampling
-from cp_plugin.testing.launch import run_ranks
+from cp_plugin.testing.launch import RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -50,9 +50,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 def generate(*words: str) -> subprocess.CompletedProcess[str]:
     """The command, in a fork of this process."""
-    from cp_plugin.generate import app
+    from cp_plugin.tools.app import app
 
-    return in_a_fork(lambda: app(words))
+    return in_a_fork(lambda: app(["generate", *words]))
 
 
 def texts(*words: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def test_errors_come_without_a_traceback(words: str, says: str, checkpoints: Che
 def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: Checkpoints) -> None:
     """Under torchrun every rank has a command line of its own."""
 
-    def rank() -> str | None:
+    def rank() -> None:
         from cp_plugin.engine.inference.request import Request
         from cp_plugin.tools import generate as command
 
@@ -128,11 +128,12 @@ def test_ranks_that_disagree_on_the_prompt_are_named(checkpoints: Checkpoints) -
         command._preload([])
         request = Request(prompts=(prompt,), new_tokens=4, as_bytes=True)
         folder = checkpoints("window")
-        more = ["--load", str(folder)]
-        return command._rank(request, (folder, None), more, [], as_json=False)
+        command._rank(request, (folder, None), ["--load", str(folder)], as_json=False)
 
-    for said in run_ranks(rank, 2, timeout=120):
-        assert said is not None and "rank 1 got a different --prompt" in said
+    with pytest.raises(RankError) as caught:
+        run_ranks(rank, 2, timeout=120)
+    (said,) = caught.value.refusals
+    assert "rank 1 got a different --prompt" in said
 
 
 def test_an_interrupt_ends_all_ranks_and_loses_no_text(checkpoints: Checkpoints) -> None:
