@@ -26,9 +26,6 @@ REASONS = ("cannot: ", "DIFFERS: ", "FAIL: ")
 """Beginnings of a cell that says why a row has no result."""
 WIDTH = 100
 """Columns where the output is not a terminal and COLUMNS is not set."""
-_UNITS = re.compile(r"(?<=\d) +(?=[^ \d(])")
-"""Between a number and its unit."""
-_WITHIN_FLAGS = re.compile(r" +(?! |--)")
 _UNBROKEN = "\xa0"
 
 
@@ -69,29 +66,24 @@ def _reason(cells: Cells) -> str | None:
     return next((cell for cell in cells if cell.startswith(REASONS)), None)
 
 
-def _wrapped(text: str, width: int, kept: re.Pattern[str] = _UNITS) -> list[str]:
-    """Lines of at most ``width`` columns, unless a word is longer, indented like the first; spaces in ``kept`` stay."""
-    if len(text) <= width:
-        return [text]
+def _wrap(text: str, width: int) -> list[str]:
+    """Lines of at most ``width`` columns, unless a word is longer, indented like the first."""
     indent = " " * (len(text) - len(text.lstrip(" ")))
-    indents = {"initial_indent": indent, "subsequent_indent": indent}
-    whole = kept.sub(_UNBROKEN, text.strip(" "))
-    lines = textwrap.wrap(whole, width, **indents, break_long_words=False, break_on_hyphens=False)
-    return [line.replace(_UNBROKEN, " ") for line in lines]
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def print_lines(console: Console, *lines: str, style: str = "") -> None:
     """Print lines verbatim, wrapped between words to the console's width."""
-    for text in lines:
-        for line in text.split("\n"):
-            for part in _wrapped(line, console.width):
-                _print(console, part, style)
+    for line in "\n".join(lines).split("\n") if lines else ():
+        for part in _wrap(line, console.width):
+            _print(console, part, style)
 
 
 def print_flags(console: Console, title: str, flags: str, style: str = "bold green") -> None:
     """Print flags to paste into a shell: on several lines that end in a backslash, where one is too long."""
+    lines = _wrap(re.sub(r" (?!--)", _UNBROKEN, flags), console.width - 6)
     _print(console, title, style)
-    _print(console, "    " + " \\\n    ".join(_wrapped(flags, console.width - 6, _WITHIN_FLAGS)), style)
+    _print(console, "    " + " \\\n    ".join(lines).replace(_UNBROKEN, " "), style)
 
 
 def print_verdict(ok: bool, text: str, console: Console | None = None) -> None:
