@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from cp_plugin.engine.common.text import show_bytes, show_seconds
-from cp_plugin.planner.candidates import DEFAULT, as_flags
+from cp_plugin.planner.candidates import as_flags
 from cp_plugin.planner.errors import KNOWN_ERROR, legend, off_by, typical_error
 from cp_plugin.planner.explain import RESOURCES, Explanation, gain, split
 from cp_plugin.planner.machine import kernel_time
@@ -21,7 +21,7 @@ from cp_plugin.planner.stock_rules import VERSION
 from cp_plugin.planner.stock_rules import needed as rules_for
 from cp_plugin.planner.training.model import LINEAR
 from cp_plugin.planner.training.parallel import Parallel, problem
-from cp_plugin.tools.output import print_flags, print_lines, print_table
+from cp_plugin.tools.output import Cells, print_flags, print_lines, print_table
 from cp_plugin.tools.tables import settings
 
 _COLUMNS = ("method", "chosen", "takes", "x best", "sends", "memory")
@@ -35,42 +35,23 @@ def print_plan(console: Console, plan: Plan) -> None:
     """A row per method, the flags to paste, and the reasons."""
     best, shape = plan.best, plan.best.parallel
     asked = f"{plan.asked.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.asked.cluster.device.name}"
-    asked += f" ({plan.asked.cluster.name}), batch {shape.global_batch}: predicted"
+    print_lines(console, f"{asked} ({plan.asked.cluster.name}), batch {shape.global_batch}: predicted")
     by_shape: dict[str, list[Priced]] = {}
     for one in plan.found:
         by_shape.setdefault(sizes(one.parallel), []).append(one)
-    print_lines(console, asked)
-    same: list[str] = []
     for which, some in by_shape.items():
-        every = folded(some)
-        rows = [(_cells(plan, alike, some[0]), "bold" if best in alike else "") for alike in every]
-        names = [[one.candidate.name for one in alike] for alike in every if len(alike) > 1]
-        same += [f"within 1 % of {first}: {', '.join(others)}" for first, *others in names]
+        rows = [(_cells(plan, one, some[0]), "bold" if one is best else "") for one in some]
         print_table(console, f"{which}, {recomputes(some[0].parallel)}", _COLUMNS, rows)
     terms = (
         "takes: time of one iteration; x best: relative to the fastest; sends: by one device, in one layer's attention"
     )
     off = legend(p.provider for p in plan.found)
     said = filter(None, (kernel_time.assumed(plan.asked.cluster.device), NOT_SEARCHED if plan.asked.free else ""))
-    print_lines(console, terms, *same, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
+    print_lines(console, terms, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     console.print()
     print_flags(console, "flags:", flags(best))
     console.print()
     print_lines(console, *why(plan))
-
-
-def folded(some: Sequence[Priced]) -> list[list[Priced]]:
-    """Rows of a parallel shape: of our methods, those within 1 % of the first of a row join it."""
-    rows: list[list[Priced]] = []
-    for one in some:
-        first = rows[-1][0] if rows else one
-        near = abs(one.iteration.seconds / first.iteration.seconds - 1) <= 0.01
-        alike = recomputes(one.parallel) == recomputes(first.parallel)
-        if rows and near and alike and not (one.candidate.upstream or first.candidate.upstream):
-            rows[-1].append(one)
-        else:
-            rows.append([one])
-    return rows
 
 
 def stock_rules(plan: Plan) -> Iterator[str]:
@@ -95,7 +76,7 @@ def packed(p: Parallel) -> Iterator[str]:
 
 
 def why(plan: Plan) -> Iterator[str]:
-    """Why the winner wins: its time, and what makes the others slower."""
+    """Why the winner wins: its time, what ties with it, and the others' times relative to what beats them."""
     best = plan.best
     if not plan.fits(best):
         yield (
@@ -112,58 +93,24 @@ def why(plan: Plan) -> Iterator[str]:
         yield f"  {reason}"
     if plan.tied > 1:
         names = ", ".join(p.candidate.name for p in plan.found[1 : plan.tied])
-        yield f"tie: {names} take equally long within the typical error of predictions; {_simplest(plan)}"
+        yield (
+            f"tie: {names} take equally long within the typical error of predictions; {best.candidate.name} is named "
+            "as the simplest: stock Megatron first, then what needs the fewest flags, then the fastest"
+        )
     stock = next((p for p in plan.found if p.candidate.upstream), None)
     for other in filter(plan.fits, plan.found[plan.tied :]):
-        reasons = ", ".join(_slower(plan, other)) or "no single cause above the threshold"
-        if other is stock and not best.candidate.upstream:
-            reasons = f"{gain(plan, plan.best, other)}"
-        yield f"{other.candidate.name} takes {_beaten(plan, other)}: {reasons}"
+        by, seconds = plan.beating(other), other.iteration.seconds
+        if by is None:  # what fits the memory is not beside what does not
+            beaten = f"{seconds / plan.fastest:.2f}x the fastest's time"
+        else:
+            off = off_by(other.provider, by.provider)
+            beaten = f"{seconds / by.iteration.seconds:.2f}x {by.candidate.name}'s time ({off})"
+        causes = f": {gain(plan, best, other)}" if other is stock and not best.candidate.upstream else ""
+        yield f"{other.candidate.name} takes {beaten}{causes}"
     yield (
         f"{plan.simulated} of {plan.tried} configurations simulated; those not shown are slower even at their lower "
         "bound"
     )
-
-
-def _beaten(plan: Plan, other: Priced) -> str:
-    """``1.24x ring's time (typical error 13 %)``: relative to the method that is most clearly faster."""
-    by = plan.beating(other)
-    if by is None:  # what fits the memory is not beside what does not
-        return f"{other.iteration.seconds / plan.fastest:.2f}x the fastest's time"
-    ratio = other.iteration.seconds / by.iteration.seconds
-    return f"{ratio:.2f}x {by.candidate.name}'s time ({off_by(other.provider, by.provider)})"
-
-
-def _slower(plan: Plan, other: Priced) -> Iterator[str]:
-    """What makes a method slower than the winner."""
-    best = plan.best
-    if other.repeats > 0.005 * best.iteration.seconds:
-        yield (
-            "repeats attention under recomputation, as stock Megatron does "
-            f"({other.without_repeats / plan.fastest:.2f}x if memory allowed keeping it)"
-        )
-    if sizes(other.parallel) != sizes(best.parallel):
-        yield f"even with {sizes(other.parallel)}, which suits it best"
-        return
-    if other.waits_s > 1.1 * best.waits_s:
-        yield f"waits {show_seconds(other.waits_s)} in each layer"
-    computing = other.main.busiest_s / best.main.busiest_s
-    if computing > 1.01:
-        yield f"keeps its busiest device computing {computing:.2f}x as long"
-    if other.sent > 1.05 * best.sent:
-        yield f"sends {other.sent / max(1, best.sent):.1f}x as much"
-
-
-def _simplest(plan: Plan) -> str:
-    """Why the winner is named rather than what ties with it."""
-    best, others = plan.best, plan.found[1 : plan.tied]
-    if best.candidate.upstream and not all(p.candidate.upstream for p in others):
-        return f"{best.candidate.name} is named because stock Megatron has it: nothing is replaced"
-    if best.candidate.name == DEFAULT:
-        return f"{best.candidate.name} is named because it is Megatron's default"
-    if any(len(p.candidate.flags.split()) > len(best.candidate.flags.split()) for p in others):
-        return f"{best.candidate.name} is named because it has the fewest flags"
-    return f"{best.candidate.name} is named because it is the fastest of those with the fewest flags"
 
 
 def _not_shown(plan: Plan) -> Iterator[str]:
@@ -256,31 +203,19 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
     }
 
 
-def _cells(plan: Plan, alike: Sequence[Priced], first: Priced) -> tuple[str, ...]:
+def _cells(plan: Plan, priced: Priced, first: Priced) -> tuple[str, ...]:
     """A row of a table whose first row is ``first``."""
-    priced = alike[0]
-    again = recomputes(priced.parallel)
-    seconds = priced.iteration.seconds
+    again, seconds = recomputes(priced.parallel), priced.iteration.seconds
+    number = plan.found.index(priced)
+    ties = plan.tied > 1 and number < plan.tied
     return (
-        priced.candidate.name + (f" and {len(alike) - 1} more" if len(alike) > 1 else ""),
+        priced.candidate.name,
         settings(priced.candidate.setup) + (f", {again}" if again != recomputes(first.parallel) else ""),
         show_seconds(seconds),
-        ratio_text(seconds, plan.fastest, plan.found.index(priced), plan.tied),
+        ("tie" if number else "tie, simplest") if ties else f"{seconds / plan.fastest:.2f}x",
         show_bytes(priced.sent),
         show_bytes(priced.footprint.total),
     )
-
-
-def ratio_text(seconds: float, fastest: float, number: int, tied: int) -> str:
-    """The ratio to the fastest, such as ``1.24x``, or ``tie``, of which the first is the simplest.
-
-    Args:
-        number: its row, from 0.
-        tied: how many of the first rows tie.
-    """
-    if number >= tied or tied == 1:
-        return f"{seconds / fastest:.2f}x"
-    return "tie" if number else "tie, simplest"
 
 
 _LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
@@ -295,31 +230,64 @@ _WHERE = {
 
 def print_explanation(console: Console, e: Explanation) -> None:
     """The configuration, time by cause, traffic, bottlenecks, and memory."""
-    setup = e.timeline.setup
-    print_lines(console, *_heading(e))
+    setup, p, now, cluster = e.timeline.setup, e.parallel, e.timeline.seconds, e.timeline.cluster
+    problem = setup.problem
+    print_lines(
+        console,
+        f"{e.model.name} on {p.devices} x {cluster.device.name} ({cluster.name}): tensor {p.tensor}, context "
+        f"{p.context}, pipeline {p.pipeline}, data {p.data}, recomputation {p.recompute}",
+        f"{problem.seq_length:,} tokens, {problem.heads} query and {problem.kv_heads} key/value heads of size "
+        f"{problem.head_dim} per rank",
+        *packed(p),
+        f"{setup.provider.name}: {setup.provider.summary}",
+    )
     print_flags(console, "flags:", as_flags(setup), style="")
     print_lines(console, *(f"  {reason}" for reason in setup.why), legend([setup.provider.name]), "")
     ranks = ", ".join(map(str, e.timeline.programs))
-    whole = len(e.timeline.programs) == e.timeline.setup.problem.size
-    which = "over all ranks" if whole else f"over representative ranks {ranks}"
+    which = "over all ranks" if len(e.timeline.programs) == problem.size else f"over representative ranks {ranks}"
     columns = ("pass", "where the time goes", "least", "median", "most", "of the pass")
-    print_table(console, f"One attention call, predicted, {which}", columns, [(c, "") for c in _time_rows(e)])
+    print_table(console, f"One attention call, predicted, {which}", columns, _plain(_time_rows(e)))
     if e.sent:
         console.print()
-        sent = [((phase, axis, _LEVELS[level], show_bytes(n)), "") for (phase, axis, level), n in e.sent.items()]
-        print_table(console, "Bytes sent by the busiest rank", ("pass", "axis", "where", "bytes"), sent)
+        sent = ((phase, axis, _LEVELS[level], show_bytes(n)) for (phase, axis, level), n in e.sent.items())
+        print_table(console, "Bytes sent by the busiest rank", ("pass", "axis", "where", "bytes"), _plain(sent))
     console.print()
-    limits = [(c, "bold" if RESOURCES[e.limit] == c[0] else "") for c in _limit_rows(e)]
+    limits: list[tuple[Cells, str]] = [(("nothing", show_seconds(now), "100.0%"), "")]
+    for resource, left in sorted(e.free.items(), key=lambda pair: pair[1]):
+        order = "" if left <= now else " (messages arrive in another order)"
+        cells = (RESOURCES[resource], show_seconds(left), f"{left / now:.1%}{order}")
+        limits.append((cells, "bold" if resource == e.limit else ""))
     title = "What limits the call: its time if one resource took no time"
     print_table(console, title, ("free", "takes", "of now"), limits)
     console.print()
     total = e.iteration.seconds
-    parts = [(name.replace("_", " "), x) for name, x in e.iteration.parts.items() if x]
-    rows = [((name, show_seconds(x), f"{x / total:.1%}"), "") for name, x in parts]
-    print_table(console, f"One iteration: {show_seconds(total)}", ("part", "takes", "share"), rows)
+    parts = (
+        (name.replace("_", " "), show_seconds(x), f"{x / total:.1%}") for name, x in e.iteration.parts.items() if x
+    )
+    print_table(console, f"One iteration: {show_seconds(total)}", ("part", "takes", "share"), _plain(parts))
     console.print()
-    memory = [((name, show_bytes(n)), "") for name, n in e.footprint.parts.items()]
-    print_table(console, f"Memory per device: {_memory(e)}", ("part", "bytes"), memory)
+    memory = ((name, show_bytes(n)) for name, n in e.footprint.parts.items())
+    title = (
+        f"Memory per device: {show_bytes(e.footprint.total)} {'fits' if e.fits else 'does not fit'} "
+        f"{show_bytes(cluster.device.memory_bytes)}; attention accounts for {show_bytes(e.footprint.attention)} of it "
+        "at its peak"
+    )
+    print_table(console, title, ("part", "bytes"), _plain(memory))
+
+
+def _plain(rows: Iterable[Cells]) -> list[tuple[Cells, str]]:
+    """Rows without a style."""
+    return [(cells, "") for cells in rows]
+
+
+def _time_rows(e: Explanation) -> Iterator[Cells]:
+    for name, of in e.passes.items():
+        yield name, "all", "", "", show_seconds(of.seconds), ""
+        found = split(of).values()
+        for part, words in _WHERE.items():
+            each = [getattr(one, part) for one in found]
+            share = median(each) / of.seconds if of.seconds else 0.0
+            yield "", words, *(show_seconds(x) for x in (min(each), median(each), max(each))), f"{share:.1%}"
 
 
 def explained_as_json(e: Explanation) -> dict[str, Any]:
@@ -350,45 +318,3 @@ def explained_as_json(e: Explanation) -> dict[str, Any]:
         "attention_peaks": {str(rank): p.peaks._asdict() for rank, p in e.timeline.programs.items()},
         "memory": {"parts": e.footprint.parts, "total": e.footprint.total, "fits": e.fits},
     }
-
-
-def _heading(e: Explanation) -> Iterator[str]:
-    setup, p = e.timeline.setup, e.parallel
-    problem = setup.problem
-    yield (
-        f"{e.model.name} on {p.devices} x {e.timeline.cluster.device.name} ({e.timeline.cluster.name}): "
-        f"tensor {p.tensor}, context {p.context}, pipeline {p.pipeline}, data {p.data}, recomputation {p.recompute}"
-    )
-    yield (
-        f"{problem.seq_length:,} tokens, {problem.heads} query and {problem.kv_heads} key/value heads of size "
-        f"{problem.head_dim} per rank"
-    )
-    yield from packed(p)
-    yield f"{setup.provider.name}: {setup.provider.summary}"
-
-
-def _time_rows(e: Explanation) -> Iterator[tuple[str, ...]]:
-    for name, of in e.passes.items():
-        yield name, "all", "", "", show_seconds(of.seconds), ""
-        found = split(of).values()
-        for part, words in _WHERE.items():
-            each = [getattr(one, part) for one in found]
-            share = median(each) / of.seconds if of.seconds else 0.0
-            yield "", words, *(show_seconds(x) for x in (min(each), median(each), max(each))), f"{share:.1%}"
-
-
-def _limit_rows(e: Explanation) -> Iterator[tuple[str, ...]]:
-    now = e.timeline.seconds
-    yield "nothing", show_seconds(now), "100.0%"
-    for resource, left in sorted(e.free.items(), key=lambda pair: pair[1]):
-        order = "" if left <= now else " (messages arrive in another order)"
-        yield RESOURCES[resource], show_seconds(left), f"{left / now:.1%}{order}"
-
-
-def _memory(e: Explanation) -> str:
-    has, needs = e.timeline.cluster.device.memory_bytes, e.footprint.total
-    room = "fits" if e.fits else "does not fit"
-    return (
-        f"{show_bytes(needs)} {room} {show_bytes(has)}; attention accounts for {show_bytes(e.footprint.attention)} "
-        "of it at its peak"
-    )

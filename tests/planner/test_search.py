@@ -8,10 +8,8 @@ import json
 import math
 import re
 from dataclasses import replace
-from itertools import dropwhile, groupby, product, takewhile
-from pathlib import Path
+from itertools import dropwhile, product, takewhile
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from nightly import nightly, one_case
@@ -38,7 +36,7 @@ from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import model
 from cp_plugin.planner.training.parallel import Parallel, Recompute, problem, selections
 from cp_plugin.tools.app import app
-from cp_plugin.tools.show_plan import as_json, flags, folded, print_plan, sizes, why
+from cp_plugin.tools.show_plan import as_json, flags, print_plan, sizes, why
 
 SHAPE = Parallel(devices=16, context=16, seq_length=2**17, recompute="full")
 LLAMA, SLOW = model("llama3-8b"), cluster("h100-1-per-node")
@@ -157,25 +155,7 @@ def test_the_simplest_of_a_tie_is_named(found: Plan) -> None:
     seconds = [p.iteration.seconds for p in slower]
     assert seconds == sorted(seconds)
     text = "\n".join(why(found))
-    assert f"tie: {tied[1].candidate.name}" in text and f"{found.best.candidate.name} is named because" in text
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({}, "it has the fewest flags"),
-        ({"flags": "same"}, "it is the fastest of those with the fewest flags"),
-        ({"flags": "same", "name": "stock p2p"}, "stock Megatron has it"),
-    ],
-)
-def test_what_is_said_of_the_winner_is_true(found: Plan, changed: dict[str, Any], reason: str) -> None:
-    best, other = found.best, max(found.found[: found.tied], key=lambda p: len(p.candidate.flags.split()))
-    assert len(best.candidate.flags.split()) < len(other.candidate.flags.split())
-    flags_of = {"flags": best.candidate.flags} if "flags" in changed else {}
-    other = replace(other, candidate=replace(other.candidate, **flags_of))
-    if "name" in changed:
-        best = replace(best, candidate=replace(best.candidate, name=changed["name"]))
-    assert reason in "\n".join(why(replace(found, found=[best, other], tied=2)))
+    assert f"tie: {tied[1].candidate.name}" in text and f"{found.best.candidate.name} is named as" in text
 
 
 def test_ratios_and_their_typical_errors(found: Plan) -> None:
@@ -185,11 +165,7 @@ def test_ratios_and_their_typical_errors(found: Plan) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "±" not in text
     assert f"typical error 10 %; {'; '.join(f'{n} {100 * e:.0f} %' for n, e in OWN.items())}" in text
-    joined = re.search(r"within 1 % of (.*?): (.*?)\n(?=typical)", text, re.S)
-    others = [] if joined is None else joined[2].replace("\n", " ").split(", ")
-    rest = [(n, p) for n, p in enumerate(found.found) if p.candidate.name not in others]
-    assert len(rest) + len(others) == len(found.found)
-    for number, priced in rest:
+    for number, priced in enumerate(found.found):
         (line,) = [line for line in text.splitlines() if line.startswith(f"{priced.candidate.name} ") and "B  " in line]
         ratio = priced.iteration.seconds / found.fastest
         assert (" tie" in line) == (number < found.tied) != (f"{ratio:.2f}x" in line)
@@ -205,15 +181,13 @@ def test_ratios_and_their_typical_errors(found: Plan) -> None:
 
 def test_a_gain_is_named_by_its_causes(found: Plan) -> None:
     """In one shape stock loses by the attention it repeats, which is told, and its best method says so by a factor."""
-    theirs, *others = (p for p in found.found[found.tied :] if p.candidate.upstream)
+    theirs = next(p for p in found.found[found.tied :] if p.candidate.upstream)
     parts = gain(found, found.best, theirs)
     assert gain(found, found.best, theirs) is parts, "simulated once"
     assert math.prod(parts[:3]) == pytest.approx(theirs.iteration.seconds / found.best.iteration.seconds)
     assert parts.named[0][0] == "attention not repeated" and parts.shape == pytest.approx(1)
     assert parts.method == pytest.approx(theirs.without_repeats / found.best.iteration.seconds, rel=0.05)
     assert f"): {parts}" in (text := "\n".join(why(found))) and f"{theirs.candidate.name} takes" in text
-    for other in others:
-        assert f"as stock Megatron does ({other.without_repeats / found.fastest:.2f}x if memory allowed" in text
 
 
 def test_a_clear_gain_is_no_tie_because_another_is_uncertain() -> None:
@@ -279,9 +253,7 @@ def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...]) ->
         assert max(map(len, lines)) <= width
         table = dropwhile(lambda line: not line.startswith("method "), lines)
         rows = [line for line in takewhile(lambda line: not line.startswith("takes:"), table) if line[0] != " "][1:]
-        by_shape = groupby(one.found, lambda p: sizes(p.parallel))
-        names = [alike[0].candidate.name for _, some in by_shape for alike in folded(list(some))]
-        assert [row.split()[0] for row in rows] == [name.split()[0] for name in names]
+        assert [row.split()[0] for row in rows] == [p.candidate.name.split()[0] for p in one.found]
         pasted = " ".join(line.strip(" \\") for line in lines if line.startswith("    --"))
         assert pasted == flags(one.best), "they can be pasted into a shell"
 
@@ -360,14 +332,12 @@ def test_hybrid_layers_are_priced_by_kind() -> None:
     assert mixed.best.timelines["L"].seconds < dense.best.main.seconds / 3
 
 
-def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["plan", "--model", "llama3-8b", "--cluster", "h100-1-per-node", "--devices", "8", "--context", "8"]
     asked += ["--tensor", "1", "--pipeline", "1", "--seq-length", "65536"]
-    picture = tmp_path / "plan.svg"
-    done = CliRunner().invoke(app, [*asked, "--json", "--plot", str(picture)])
+    done = CliRunner().invoke(app, [*asked, "--json"])
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
-    assert all(f">{method['method']}<" in picture.read_text() for method in answer["methods"])
     assert answer["methods"][0]["method"] == answer["tied"][0]
     assert "--context-parallel-size 8" in answer["methods"][0]["flags"]
     monkeypatch.setattr(Plan, "fits", lambda *_: False)
