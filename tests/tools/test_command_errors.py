@@ -76,7 +76,10 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
             ("--provider", "ring:colour=red"),
             "ring:colour=red: 'colour=red' is not option=value; options of ring are layout, backend",
         ),
-        (("--provider", "burst:backward=left"), "--provider burst:backward=left: backward left: choose one of kv, q"),
+        (
+            ("--provider", "burst:backward=left"),
+            "--provider burst:backward=left: --backward left: write kv, q, or auto",
+        ),
         (("--provider", "ring", "--provider", "ring"), "name every contestant only once"),
         (
             ("--provider", "ring", "--provider", "lasp2"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +18,7 @@ WINDOW = 1024
 FULL, CAUSAL, WINDOWED, PACKED = MASKS = ("full", "causal", "causal-window", "causal-document")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One mask on one attention call."""
 
@@ -38,17 +37,11 @@ class Case:
         """For ``ContextParallel.attention``."""
         return torch.tensor(self.bounds) if self.bounds else None
 
-    @cached_property
-    def visible(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first key that each query sees, and the one after the last: int64 ``[seq_length]``."""
-        tokens = self.problem.seq_length
-        first, last = self.mask.interval(torch.arange(tokens), tokens)
-        return first.numpy(), last.numpy()
-
     @property
     def pairs(self) -> int:
         """Visible (query, key) pairs of one sequence and head."""
-        first, last = self.visible
+        tokens = self.problem.seq_length
+        first, last = self.mask.interval(torch.arange(tokens), tokens)
         return int((last - first).sum())
 
     @property

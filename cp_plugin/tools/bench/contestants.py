@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +21,6 @@ from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.attention.calls import Inputs, Setup, call_kernel, call_through_autograd, settled, shapes
 from cp_plugin.engine.common.names import one_of
 from cp_plugin.engine.common.text import show_option
-from cp_plugin.engine.core.block import Block, Scores
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.kernels import backends, blocks
@@ -108,25 +106,15 @@ class Entry:
 
 
 def _option(name: str, part: str) -> tuple[str, Any]:
-    key, equals, value = part.partition("=")
+    key, _, value = part.partition("=")
     declared = {} if name in PEERS else providers.registry().options
     known = _TORCH_CHOICES if name == TORCH else declared
-    if key not in known or not equals or not value:
+    if key not in known or not value:
         raise ValueError(f"{part!r} is not option=value; options of {name} are {', '.join(known) or 'none'}")
-    if name == TORCH:
-        if value not in _TORCH_CHOICES[key]:
-            raise ValueError(f"{key} must be one of {', '.join(_TORCH_CHOICES[key])}")
+    if name == TORCH or key == "backend":
+        one_of(key, value, _TORCH_CHOICES[key] if name == TORCH else (*backends.names(), *KERNELS))
         return key, value
-    option = declared[key]
-    if key == "backend":
-        one_of(key, value, (*backends.names(), *KERNELS))
-        return key, value
-    if option.choices and value != option.unset:
-        one_of(key, value, option.choices)
-    try:
-        return key, option.parse(value)
-    except ValueError:
-        raise ValueError(f"{key} must be {option.accepted}, or {option.unset}, not {value!r}") from None
+    return key, declared[key].parse(value)
 
 
 def _text(key: str, value: Any) -> str:
@@ -139,10 +127,6 @@ class Contestant(Protocol):
     @property
     def settings(self) -> str:
         """The chosen options, in a few words."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The reasons for them, a sentence each."""
 
     def shard(self, x: Tensor) -> Tensor:
         """This rank's part of a whole tensor, in the contestant's own order of dimensions."""
@@ -162,7 +146,7 @@ class Provided:
 
     def __init__(self, cp: ContextParallel, setup: Setup, problem: Problem, cu_seqlens: Tensor | None = None) -> None:
         self._cp, self._problem, self._cu_seqlens = cp, problem, cu_seqlens
-        self.settings, self.notes = settings(setup), tuple(setup.why)
+        self.settings = settings(setup)
 
     def shard(self, x: Tensor) -> Tensor:
         return x if x.dim() == 1 else self._cp.shard(x).contiguous()  # a decay per head has no token dimension
@@ -181,6 +165,8 @@ class Provided:
 
 
 class Share(NamedTuple):
+    """A rank's share of the work."""
+
     factor: float
     """1 / size of all the work, over the work of one step."""
     step: Callable[..., tuple[Tensor, ...]]
@@ -190,16 +176,30 @@ class Share(NamedTuple):
 def share(case: Case, setup: Setup | None, device: torch.device) -> Share:
     """The ideal: a rank's share of the work in one call of the same kernel, without communication.
 
-        softmax   1 / size of the heads; where they do not divide, as many queries of all heads as a rank has tokens,
-                  taken where they see 1 / size of all pairs, and the keys that they see
+        softmax   1 / size of the heads, one at least, on the whole sequence
         linear    as many tokens as a rank has
 
     For a provider's kernel, or, without a setup, for a peer's: the one of ``--cp-backend auto``. All ranks compute at
     the same time, so ranks that share a processor share it in the ideal, too.
     """
+    problem, size = case.problem, case.problem.size
     if setup is not None and setup.provider.kind == "linear":
-        return _linear_share(case, setup, device)
-    return _softmax_share(case, Options() if setup is None else setup.options, device)
+        tokens = problem.seq_length // size
+        ends = (*(b for b in case.bounds if b < tokens), tokens) if case.bounds else ()
+        cp = ContextParallel(setup.provider, group=None, backend=setup.options.backend)
+        alone = replace(problem, size=1, seq_length=tokens)
+        provided = Provided(cp, setup, alone, torch.tensor(ends) if ends else None)
+        return Share(1.0, partial(provided.step, random_parts(problem, tokens, device)))
+    kv_heads = max(1, problem.kv_heads // size)
+    heads = min(kv_heads * problem.heads // problem.kv_heads, max(1, problem.heads // size))
+    part = replace(problem, heads=heads, kv_heads=kv_heads)
+    kernel = blocks.choose(Options() if setup is None else setup.options, part, device).kernel
+    inputs = random_parts(part, problem.seq_length, device)[:4]
+
+    def step(between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
+        return call_kernel(kernel, inputs, case.mask, between=between)
+
+    return Share(problem.heads / (size * heads), step)
 
 
 def random_parts(problem: Problem, tokens: int, device: torch.device) -> Inputs:
@@ -208,48 +208,3 @@ def random_parts(problem: Problem, tokens: int, device: torch.device) -> Inputs:
     q, k, v, dout = (torch.randn_like(x, device=device) for x in like[:4])
     decay = None if like.log_decay is None else -torch.rand_like(like.log_decay, device=device, dtype=torch.float32)
     return Inputs(q, k, v, dout, decay)
-
-
-class Run(NamedTuple):
-    """Consecutive queries."""
-
-    first: int
-    pairs: int
-    """Visible (query, key) pairs."""
-
-
-def busy_as_one_rank(case: Case) -> Run:
-    """The first run of as many queries as a rank has whose visible pairs come closest to 1 / size of all."""
-    first, last = case.visible
-    rows = case.problem.seq_length // case.problem.size
-    before = np.concatenate(([0], np.cumsum(last - first)))
-    pairs = before[rows:] - before[:-rows]
-    number = int(np.abs(pairs - case.pairs / case.problem.size).argmin())
-    return Run(number, int(pairs[number]))
-
-
-def _softmax_share(case: Case, options: Options, device: torch.device) -> Share:
-    problem, size = case.problem, case.problem.size
-    whole = range(problem.seq_length)
-    if problem.heads % size == 0 and problem.kv_heads % size == 0:
-        rows, keys, factor = whole, whole, 1.0
-        problem = replace(problem, heads=problem.heads // size, kv_heads=problem.kv_heads // size)
-    else:
-        run, (first, last) = busy_as_one_rank(case), case.visible
-        rows = whole[run.first : run.first + len(whole) // size]
-        keys = whole[int(first[rows].min()) : int(last[rows].max())]
-        factor = case.pairs / size / run.pairs
-    block = Block((rows,), (keys,), case.mask, Scores(problem.head_dim**-0.5))
-    q, _, _, dout, *_ = random_parts(problem, len(rows), device)
-    _, k, v, *_ = random_parts(problem, len(keys), device)
-    kernel = blocks.choose(options, problem, device).kernel
-    return Share(factor, lambda between=lambda: None: call_kernel(kernel, (q, k, v, dout), block, between=between))
-
-
-def _linear_share(case: Case, setup: Setup, device: torch.device) -> Share:
-    tokens = case.problem.seq_length // case.problem.size
-    alone = replace(case.problem, size=1, seq_length=tokens)
-    ends = (*(b for b in case.bounds if b < tokens), tokens) if case.bounds else ()
-    cp = ContextParallel(setup.provider, group=None, backend=setup.options.backend)
-    provided = Provided(cp, setup, alone, torch.tensor(ends) if ends else None)
-    return Share(1.0, partial(provided.step, random_parts(case.problem, tokens, device)))

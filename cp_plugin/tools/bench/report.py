@@ -39,8 +39,6 @@ class Measured:
     setup: Setup | None = None
     """None: a peer, or options that do not fit."""
     settings: str = ""
-    why: Sequence[str] = ()
-    """The reasons for chosen options."""
     cannot: str | None = None
     """Why it cannot run the case; nothing is measured then."""
     errors: dict[str, float] = field(default_factory=dict)
@@ -70,7 +68,7 @@ class Measured:
         found: dict[str, Any] = {"name": str(self.entry)}
         if self.cannot is not None:
             return found | {"cannot": replace_megatron_flags(self.cannot)}
-        found |= {"cannot": None, "settings": self.settings, "why": list(self.why)}
+        found |= {"cannot": None, "settings": self.settings}
         found |= {"correct": not self.wrong, "errors": self.errors, "allowed": self.allowed}
         if self.taken is None or self.ideal is None:
             return found

@@ -140,7 +140,6 @@ class Rank:
             raise RuntimeError(f"{one.entry} fails on {mask_name}: {error}") from error
         return {
             "settings": contestant.settings,
-            "why": contestant.notes,
             "errors": dict(zip(oracle.tensors(asked.problem), errors, strict=False)),
             "allowed": limits(one.setup, asked, self._device),
         }

@@ -50,8 +50,6 @@ def unsupported(comm_type: str, problem: Problem) -> str | None:
 class TransformerEngine:
     """A ``Contestant``. Tensors inside are ``[b, s, heads, d]``."""
 
-    notes: tuple[str, ...] = ()
-
     def __init__(self, comm_type: str, problem: Problem) -> None:
         """Collective over all ranks."""
         from transformer_engine.pytorch import DotProductAttention

@@ -56,7 +56,6 @@ class TorchRing:
         "allgather": upstream._RotateMethod.ALL_GATHER,
     }
     HOPS: ClassVar = {"alltoall": upstream._AllToAllRotater, "p2p": _Hop}
-    notes: tuple[str, ...] = ()
 
     def __init__(
         self, group: dist.ProcessGroup, *, causal: bool, rotate: str = "allgather", hops: str = "alltoall"
