@@ -140,22 +140,16 @@ def verify(
     ]
 
 
-def _call(setup: Setup, cp: ContextParallel, case: Case, here: torch.device) -> dict[str, tuple[float, float]]:
-    """On the first rank: tensor -> its error and its limit."""
+def _call(setup: Setup, cp: ContextParallel, case: Case, here: torch.device) -> tuple[dict[str, float], ...]:
+    """The errors and the limits of all tensors, on the first rank."""
     call = calls.directly if isinstance(cp.mesh, ThreadMesh) else calls.call_through_autograd
     got = [cp.unshard(x) for x in call(cp, case.inputs.sharded(cp, here), setup.problem)]
     if cp.index > 0:
-        return {}
-    errors, allowed = relative_errors(got, case.want, tensors(setup.problem)), limits(setup, case, here)
-    return {name: (errors[name], allowed[name]) for name in errors}
+        return ()
+    return relative_errors(got, case.want, tensors(setup.problem)), limits(setup, case, here)
 
 
-def _judged(setup: Setup, found: list[dict[str, tuple[float, float]]]) -> Result:
-    errors, allowed = ({name: pair[i] for name, pair in found[0].items()} for i in (0, 1))
-    return Result(setup=setup, errors=errors, limits=allowed)
-
-
-CALL = Check(make_case, _call, _judged)
+CALL = Check(make_case, _call, lambda setup, found: Result(setup=setup, errors=found[0][0], limits=found[0][1]))
 
 
 def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -80,27 +80,27 @@ class Found(NamedTuple):
     limits: Mapping[str, float]
 
 
-def refuse(mask: str | None, options: Options) -> None:
-    """ValueError for options that have no effect on generation."""
-    if mask == "full":
-        raise ValueError("--mask full has no effect with --decode: later tokens do not exist yet; leave it out")
-    for flag, value in (("--backward", options.backward), ("--gradient-dtype", options.gradient_dtype)):
-        if value is not None:
-            raise ValueError(f"{flag} {value} has no effect with --decode, which computes no gradients; leave it out")
-    if options.fp8 == "compute":
-        raise ValueError(
-            "--fp8 compute has no effect with --decode, which computes in float32: use --fp8 comm, which sends and "
-            "caches in FP8"
-        )
-
-
 def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options: Options) -> list[Setup]:
     """As ``verify.plan``, without setups that differ in the backward only."""
-    found = {}
+    found: dict[Any, Setup] = {}
     for setup in training.plan(chosen, problems, options):
-        setup = replace(_split_prompts(setup), options=replace(setup.options, backward=None))
-        found.setdefault((setup.provider.name, setup.problem, setup.options), setup)
+        reason, alike = setup.reason or _reason(setup), replace(setup.options, backward=None)
+        setup = replace(setup, options=alike, reason=reason)
+        found.setdefault((setup.provider.name, setup.problem, alike), setup)
     return list(found.values())
+
+
+def _reason(setup: Setup) -> str | None:
+    """Why the setup's prompts cannot be split into two chunks, or leave no single state; None if they can."""
+    n, size = setup.problem.seq_length, setup.problem.size
+    if setup.provider.kind == "linear" and setup.layout == DOCUMENTS.name:
+        return f"on the layout {DOCUMENTS.name!r} linear attention leaves no one state behind"
+    if n >= (least := 2 * get_layout(setup.layout).divisor(size)):
+        return None
+    return (
+        f"--seq-length {n}: a prompt in two parts needs {least} tokens or more on {size} ranks in the {setup.layout} "
+        "layout"
+    )
 
 
 def make_texts(problem: Problem, kind: Kind) -> Texts:
@@ -120,37 +120,20 @@ def _lengths(problem: Problem) -> tuple[int, ...]:
     return tuple(n if i % 2 else n // 2 + 1 for i in range(problem.batch))
 
 
-def _split_prompts(setup: Setup) -> Setup:
-    """The setup, with a reason if its prompts cannot be split into two chunks, or leave no single state."""
-    if setup.reason is None and setup.provider.kind == "linear" and setup.layout == DOCUMENTS.name:
-        return replace(setup, reason=f"on the layout {DOCUMENTS.name!r} linear attention leaves no one state behind")
-    n, divisor = setup.problem.seq_length, get_layout(setup.layout).divisor(setup.problem.size)
-    if setup.reason is not None or n >= 2 * divisor:
-        return setup
-    reason = (
-        f"--seq-length {n}: a prompt in two parts needs {2 * divisor} tokens or more on {setup.problem.size} ranks in "
-        f"the {setup.layout} layout"
-    )
-    return replace(setup, reason=reason)
-
-
 Attended = tuple[Tensor, Tensor, list[list[list[int]]]]
 """Outputs of padded prompts ``[n, b, h, e]``, of decoded tokens ``[m, b, h, e]``, and ``Found.held``."""
 
 
 def _softmax(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]) -> Attended:
-    x, n = case.inputs, parts[-1]
-    here, batch = x.q.device, len(case.lengths)
-    capacity = slots_for(x.q.size(0), cp.size)
-    on_threads = isinstance(cp.mesh, ThreadMesh)
+    x, n, threads = case.inputs, parts[-1], isinstance(cp.mesh, ThreadMesh)
     session = Session(
         cp,
-        batch=batch,
-        capacity=capacity,
-        group=None if on_threads or cp.size == 1 else dist.group.WORLD,
-        mesh=cp.mesh.duplicate({tree.AXIS: cp.size}) if on_threads else None,
+        batch=len(case.lengths),
+        capacity=slots_for(x.q.size(0), cp.size),
+        group=None if threads or cp.size == 1 else dist.group.WORLD,
+        mesh=cp.mesh.duplicate({tree.AXIS: cp.size}) if threads else None,
         fp8=setup.options.fp8 is not None,
-        device=here,
+        device=x.q.device,
     )
     prompt, decoded, held = [], [], []
     for first, stop in pairwise(parts):
@@ -196,43 +179,34 @@ def _distances(case: Texts, texts: Sequence[Tensor]) -> tuple[float, float]:
 
 
 def _limits(setup: Setup, case: Texts, here: torch.device) -> tuple[float, float]:
-    """The largest allowed errors of prompts and of decoded tokens: see ``verify``."""
+    """The largest allowed errors of prompts and of decoded tokens, which are not rounded to be sent: see ``verify``."""
     if setup.problem.dtype in LIMITS:
         return (LIMITS[setup.problem.dtype],) * 2
-    if setup.provider.kind == "linear":
-        of_prompts, of_decoded = _distances(case, [_linear_on_one_rank(setup, text, here) for text in case.texts()])
-    else:
-        rounded = fp8.four_bits if setup.options.fp8 is not None else torch.clone
-        of_prompts, of_decoded = (
-            _distances(case, [_decode_once(setup, text, here, sent, rounded) for text in case.texts()])[number]
-            for number, sent in enumerate((rounded, torch.clone))
-        )
+    rounded = fp8.four_bits if setup.options.fp8 is not None else torch.clone
+    alone = ([_alone(setup, text, here, sent, rounded) for text in case.texts()] for sent in (rounded, torch.clone))
+    (of_prompts, _), (_, of_decoded) = (_distances(case, texts) for texts in alone)
     return HALF_FACTOR * of_prompts, HALF_FACTOR * of_decoded
 
 
-def _decode_once(
+def _alone(
     setup: Setup, text: Inputs, here: torch.device, sent: Callable[[Tensor], Tensor], kept: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Outputs of one kernel call for a text.
+    """Outputs of one device for a text: of one kernel call, or of linear attention as in training.
 
     Args:
-        sent: applied to queries and outputs.
-        kept: applied to keys and values.
+        sent: applied to queries and outputs of softmax attention.
+        kept: applied to its keys and values.
     """
-    kernel = blocks.choose(setup.options, setup.problem, here).kernel
-    q, k, v = (f(x.to(here)) for f, x in zip((sent, kept, kept), text[:3], strict=True))
-    whole = (range(q.size(0)),)
-    found = kernel.forward(Queries(q), KeyValues(k, v), Block(whole, whole, CAUSAL, Scores.from_call(q)))
+    q, k, v, _, decay, beta = (None if y is None else y.to(here) for y in text)
+    if setup.provider.kind == "linear":
+        with torch.no_grad():
+            cp = ContextParallel(setup.provider, group=None, backend=setup.options.backend)
+            return cp.linear_attention(q, k, v, decay, beta=beta)
+    kernel, whole = blocks.choose(setup.options, setup.problem, here).kernel, (range(q.size(0)),)
+    block = Block(whole, whole, CAUSAL, Scores.from_call(q))
+    found = kernel.forward(Queries(sent(q)), KeyValues(kept(k), kept(v)), block)
     assert found is not None, "it finds the block empty"
     return sent(found.out.to(q.dtype))
-
-
-def _linear_on_one_rank(setup: Setup, text: Inputs, here: torch.device) -> Tensor:
-    """Linear attention of a whole text as in training, without the generation state under test."""
-    cp = ContextParallel(setup.provider, group=None, backend=setup.options.backend)
-    q, k, v, _, decay, beta = (None if y is None else y.to(here) for y in text)
-    with torch.no_grad():
-        return cp.linear_attention(q, k, v, decay, beta=beta)
 
 
 def _measured(setup: Setup, cp: ContextParallel, case: Texts, here: torch.device) -> Found:
@@ -260,46 +234,34 @@ def _judged(setup: Setup, found: list[Found]) -> Result:
         setup=setup,
         errors=found[0].errors,
         limits=found[0].limits,
-        failure=_unequal(found) or _other_bytes(setup, found) or _uneven(setup, found[0].held),
+        failure=next(_faults(setup, found), ""),
         sent=tuple(one.sent // tokens for one in found),
     )
 
 
-def _unequal(found: Sequence[Found]) -> str:
-    """How a rank's outputs or bookkeeping differ from the first rank's; empty if they do not."""
-    for rank, other in enumerate(found):
-        if other.held != found[0].held:
-            return f"ranks 0 and {rank} disagree on who holds which token"
-        for name, a, b in zip(DECODE, found[0].decoded, other.decoded, strict=True):
-            if not torch.equal(a, b):
-                return f"{name}: the outputs of ranks 0 and {rank} differ, by up to {(a - b).abs().max():.1e}"
-    return ""
-
-
-def _other_bytes(setup: Setup, found: Sequence[Found]) -> str:
-    """How the bytes of decode differ from the formula; empty if they do not."""
+def _faults(setup: Setup, found: Sequence[Found]) -> Iterator[str]:
+    """Whatever differs between ranks, from the formula for bytes, or from an even division of tokens."""
     p = setup.problem
     for rank, one in enumerate(found):
+        if one.held != found[0].held:
+            yield f"ranks 0 and {rank} disagree on who holds which token"
+        for name, a, b in zip(DECODE, found[0].decoded, one.decoded, strict=True):
+            if not torch.equal(a, b):
+                yield f"{name}: the outputs of ranks 0 and {rank} differ, by up to {(a - b).abs().max():.1e}"
         want = 0
         if setup.provider.kind == "softmax":
             sizes = (p.batch, p.heads, p.v_head_dim, p.wide)
             want = 2 * sum(tree.bytes_sent(p.size, rank, tokens, *sizes) for tokens in steps(p.size))
         if one.sent != want:
-            return f"rank {rank} sent {one.sent} bytes in decode, and the formula says {want}"
-    return ""
-
-
-def _uneven(setup: Setup, held: Sequence[list[list[int]]]) -> str:
-    """Where ranks hold the wrong number of a sequence's tokens or, if cyclic or unpadded, unequal numbers."""
-    problem, cyclic = setup.problem, get_layout(setup.layout).cyclic
-    for step, of_sequences in enumerate(held):
-        decoded = sum(steps(problem.size)) if step % 2 else 0
-        for i, (ranks, length) in enumerate(zip(of_sequences, _lengths(problem), strict=True)):
+            yield f"rank {rank} sent {one.sent} bytes in decode, and the formula says {want}"
+    cyclic = get_layout(setup.layout).cyclic
+    for step, of_sequences in enumerate(found[0].held):
+        decoded = sum(steps(p.size)) if step % 2 else 0
+        for i, (ranks, length) in enumerate(zip(of_sequences, _lengths(p), strict=True)):
             if sum(ranks) != length + decoded:
-                return f"sequence {i}: ranks hold {sum(ranks)} of its {length + decoded} tokens"
-            if (cyclic or length == problem.seq_length) and max(ranks) - min(ranks) > 1:
-                return f"sequence {i}: ranks hold {min(ranks)} to {max(ranks)} of its tokens"
-    return ""
+                yield f"sequence {i}: ranks hold {sum(ranks)} of its {length + decoded} tokens"
+            if (cyclic or length == p.seq_length) and max(ranks) - min(ranks) > 1:
+                yield f"sequence {i}: ranks hold {min(ranks)} to {max(ranks)} of its tokens"
 
 
 GENERATION = training.Check(make_texts, _measured, _judged)

@@ -16,6 +16,8 @@ from cp_plugin.tools import flags, output
 from cp_plugin.tools.output import new_console
 from cp_plugin.tools.tables import print_verified, verified_as_json
 
+_NONE = "has no effect with --decode"
+
 
 @flags.provider_options()
 def verify(
@@ -53,7 +55,15 @@ def verify(
     with flags.errors_in_one_line():
         where = flags.device_name(device)
         if decode:
-            generation.refuse(mask, options)
+            flags.refuse(
+                {"--mask": mask if mask is flags.Mask.full else None}, f"{_NONE}, where later tokens do not exist yet"
+            )
+            backward = {"--backward": options.backward, "--gradient-dtype": options.gradient_dtype}
+            flags.refuse(backward, f"{_NONE}, which computes no gradients")
+            if options.fp8 == "compute":
+                raise ValueError(
+                    f"--fp8 compute {_NONE}, which computes in float32: use --fp8 comm, which sends and caches in FP8"
+                )
         half = options.fp8 is not None or options.gradient_dtype == "model"
         dtypes = dtype or [flags.Dtype.float32, flags.Dtype.bfloat16][half:]
         masks = [flags.Mask.causal] if decode else list(flags.Mask) if mask is None else [mask]
