@@ -221,27 +221,19 @@ def bounds(text: str, seq_length: int) -> tuple[int, ...]:
 def lengths(text: str) -> list[int]:
     """The lengths in a file or a list; ValueError as for ``bounds``."""
     words = text.split(",")
-    if not all(map(_is_length, words)):
-        if len(words) > 1 and any(map(_is_length, words)):
-            wrong = next(word for word in words if not _is_length(word))
-            raise ValueError(f"--documents {text}: {wrong!r} is not a length; write numbers of tokens, 1 or more")
-        words = _read(text)
-    return [int(word) for word in words]
-
-
-def _read(text: str) -> list[str]:
-    try:
-        words = Path(text).read_text(encoding="utf-8", errors="replace").split()
-    except (OSError, ValueError):  # such as a name that is too long
-        what = "a folder" if os.path.isdir(text) else "no such file"
-        raise ValueError(
-            f"--documents {text}: {what}{did_you_mean(text, LENGTHS) or '.'} Give a file, lengths such as 600,200,224, "
-            f"or one of {', '.join(LENGTHS)}"
-        ) from None
+    if len(words) == 1 and not _is_length(text):
+        try:
+            words = Path(text).read_text(encoding="utf-8", errors="replace").split()
+        except (OSError, ValueError):  # such as a name that is too long
+            what = "a folder" if os.path.isdir(text) else "no such file"
+            raise ValueError(
+                f"--documents {text}: {what}{did_you_mean(text, LENGTHS) or '.'} Give a file, lengths such as "
+                f"600,200,224, or one of {', '.join(LENGTHS)}"
+            ) from None
     wrong = [f"{word!r} is not a length" for word in words if not _is_length(word)] or ["it is empty"] * (not words)
     if wrong:
-        raise ValueError(f"--documents {text}: {wrong[0]}; write the length of one document, 1 or more, on each line")
-    return words
+        raise ValueError(f"--documents {text}: {wrong[0]}; write the tokens of each document, 1 or more")
+    return [int(word) for word in words]
 
 
 def _is_length(word: str) -> bool:

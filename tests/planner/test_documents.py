@@ -173,11 +173,13 @@ def test_bad_lengths_are_refused(tmp_path: Path) -> None:
         given.bounds("chatt", 1024)
     with pytest.raises(ValueError, match=r"file\. Give a file, lengths such as 600,200,224, or one of chat, code, lo"):
         given.bounds("nowhere", 1024)
-    with pytest.raises(ValueError, match="--documents 600,0: '0' is not a length; write numbers of tokens, 1 or more"):
+    with pytest.raises(
+        ValueError, match="--documents 600,0: '0' is not a length; write the tokens of each document, 1 or more"
+    ):
         given.bounds("600,0", 1024)
     for content, said in (("12\nabc\n", "'abc' is not a length"), ("\n", "it is empty")):
         (path := tmp_path / "lengths.txt").write_text(content)
-        with pytest.raises(ValueError, match=f"{said}; write the length of one document, 1 or more, on each line"):
+        with pytest.raises(ValueError, match=f"{said}; write the tokens of each document"):
             given.bounds(str(path), 1024)
 
 
