@@ -1,4 +1,4 @@
-"""The ``cp-plugin`` command. It reads words by typer, but errors are one line, and ``--json`` may go without a value.
+"""The ``cp-plugin`` command. It reads words by typer, but errors are one line.
 
 A command is imported when it runs: torch alone takes longer than printing the help.
 """
@@ -21,22 +21,9 @@ from cp_plugin import __version__
 from cp_plugin.tools import output
 
 PROGRAM = "cp-plugin"
-JSON = "--json"
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])  # click's, or that of the copy within typer
-
-
-class Command(TyperCommand):
-    """A command whose ``--json`` may go without a value."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give ``--json`` its value: the next word, unless that is an option."""
-        last = args.index("--") if "--" in args else len(args)
-        for i in [i for i, word in enumerate(args[:last]) if word == JSON]:
-            if i + 1 >= last or (args[i + 1].startswith("-") and args[i + 1] != output.STDOUT):
-                args = [*args[:i], f"{JSON}={output.STDOUT}", *args[i + 1 :]]
-        return super().parse_args(ctx, args)
 
 
 class Later(TyperCommand):
@@ -52,7 +39,7 @@ class Later(TyperCommand):
         """Import the command."""
         command = getattr(import_module(f"{__package__}.{self.module}"), str(self.name))
         alone = typer.Typer(add_completion=False, context_settings=_SETTINGS)
-        alone.command(cls=Command, context_settings=getattr(command, "context_settings", None))(command)
+        alone.command(context_settings=getattr(command, "context_settings", None))(command)
         return typer.main.get_command(alone)
 
     def make_context(self, *args: Any, **settings: Any) -> Any:

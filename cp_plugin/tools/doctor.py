@@ -235,7 +235,7 @@ def doctor(
         str | None,
         typer.Option(metavar="DIR", help="examine this Megatron-LM checkout, or unpacked wheel, instead"),
     ] = None,
-    as_json: output.AsJson = None,
+    as_json: output.AsJson = False,
     words: Annotated[
         list[str] | None,
         typer.Argument(

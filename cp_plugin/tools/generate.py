@@ -54,7 +54,7 @@ def generate(
     own_flags: Annotated[
         bool, typer.Option("--own-flags", help="ignore the flags saved in the checkpoint; give all of them here")
     ] = False,
-    as_json: output.AsJson = None,
+    as_json: output.AsJson = False,
     words: Annotated[list[str] | None, typer.Argument(metavar="FLAGS", help="flags of Megatron and the plugin")] = None,
 ) -> None:
     """Continue prompts with a trained model. Any other flags are Megatron's or the plugin's.
@@ -103,7 +103,7 @@ def _preload(flags: list[str]) -> None:
     import cp_plugin.megatron.models.gpt  # noqa: F401
 
 
-def _rank(request: Request, saved: tuple[Path, int | None] | None, words: list[str], *, as_json: Path | None) -> None:
+def _rank(request: Request, saved: tuple[Path, int | None] | None, words: list[str], *, as_json: bool) -> None:
     """Generate on this rank; ``saved``: where to read the model's flags, besides ``words``. ValueError for a user
     error."""
     from cp_plugin.engine.inference.request import Report
@@ -116,7 +116,7 @@ def _rank(request: Request, saved: tuple[Path, int | None] | None, words: list[s
         tokens = text.Tokens(request.as_bytes)
         prompts = text.encode(request, tokens)
         text.require_agreement(request, prompts)
-    streamed = Streamed(prompts, tokens.decode, quiet=output.only_json(as_json) or not first)
+    streamed = Streamed(prompts, tokens.decode, quiet=as_json or not first)
     for step in text.write(model, prompts, request, tokens):
         if not isinstance(step, Report):
             streamed.add(step)
@@ -143,7 +143,7 @@ def _quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _report(report: Report, tokens: Tokens, *, as_json: Path | None) -> None:
+def _report(report: Report, tokens: Tokens, *, as_json: bool) -> None:
     per_second = len(report.tokens) * report.decoded / report.decode_s if report.decode_s else 0.0
     measured = (
         f"\nprefill: {report.prompt_tokens} tokens in {report.prefill_s:.2f} s "

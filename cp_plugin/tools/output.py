@@ -1,5 +1,5 @@
 """What all commands write in the same way: tables and lines within the width of the terminal, errors, and the verdict;
-JSON (``--json [FILE]``) instead of tables or besides; and files.
+or JSON (``--json``); and files.
 """
 
 from __future__ import annotations
@@ -97,8 +97,6 @@ def _print(console: Console, line: str, style: str) -> None:
 
 
 PICTURES = (".svg", ".png", ".pdf")
-STDOUT = "-"
-"""The value of ``--json`` without a file."""
 
 
 def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), flag: str = "") -> None:
@@ -115,30 +113,7 @@ def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), f
         raise ValueError(f"{shown} cannot be written: name a file in an existing folder that you can write to")
 
 
-def json_file(text: str) -> Path:
-    """A file that can be written by the reporting process, or ``STDOUT``; BadParameter for another."""
-    from cp_plugin.testing.ranks import is_first  # it imports torch
-
-    path = Path(text)
-    if text != STDOUT and is_first():
-        try:
-            check_output(path, "file", (".json",), "--json")
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    return path
-
-
-AsJson = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", metavar="[FILE]", parser=json_file, help="print JSON and nothing else, or write it to FILE too"
-    ),
-]
-
-
-def only_json(to: Path | None) -> bool:
-    """Whether nothing but JSON is printed."""
-    return to is not None and str(to) == STDOUT
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
 
 
 def error(text: str) -> None:
@@ -146,23 +121,17 @@ def error(text: str) -> None:
     typer.echo(wrap_for_terminal(f"error: {text}", sys.stderr), err=True)
 
 
-def show(to: Path | None, as_json: Callable[[], Any], print_tables: Callable[[], None]) -> None:
-    """Print the tables, unless only JSON was asked for; print or write the JSON, if it was."""
-    if not only_json(to):
-        print_tables()
-    if to is None:
-        return
-    text = json.dumps(as_json(), indent=2)
-    if only_json(to):
-        print(text, flush=True)
+def show(as_json: bool, found: Callable[[], Any], print_tables: Callable[[], None]) -> None:
+    """Print what was found, as JSON or as tables."""
+    if as_json:
+        print(json.dumps(found(), indent=2), flush=True)
     else:
-        to.write_text(f"{text}\n")
-        typer.echo(f"wrote {to}")
+        print_tables()
 
 
-def verdict(ok: bool, text: str, as_json: Path | None) -> None:
+def verdict(ok: bool, text: str, as_json: bool) -> None:
     """Print the verdict, unless only JSON is printed; exit with status 1 on failure."""
-    if not only_json(as_json):
+    if not as_json:
         print_verdict(ok, text)
     if not ok:
         raise typer.Exit(1)

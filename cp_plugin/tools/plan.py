@@ -162,7 +162,7 @@ def plan(
     provider: _Provider = None,
     *,
     options: Options,
-    as_json: output.AsJson = None,
+    as_json: output.AsJson = False,
     megatron: _Megatron = None,
 ) -> None:
     """Find the fastest context-parallel method for a model on a cluster, and the flags that enable it.
@@ -187,7 +187,7 @@ def plan(
         chosen = {"provider": provider, "layout": options.layout, **options.chosen}
         for name in [name for name in chosen if name not in _ALWAYS]:
             flags.refuse({f"--{name.replace('_', '-')}": chosen[name] and show_option(chosen[name])}, _WITHOUT)
-        found = _searched(given, options, quiet=output.only_json(as_json))
+        found = _searched(given, options, quiet=as_json)
 
     def printed() -> None:
         show_plan.print_plan(new_console(), found)
@@ -212,7 +212,7 @@ def _reproduced(names: list[str]) -> bool:
     return reproduce_and_show(names, new_console())
 
 
-def _explained(given: _Given, provider: str | None, options: Options, as_json: Path | None) -> bool:
+def _explained(given: _Given, provider: str | None, options: Options, as_json: bool) -> bool:
     """Explain one configuration; return whether it fits. Context parallelism takes the remaining devices by default."""
     given.check()
     if given.megatron:

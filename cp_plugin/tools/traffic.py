@@ -41,7 +41,7 @@ def traffic(
         bool,
         typer.Option("--measure", help="run it on CPU ranks here and compare the bytes they send with the formula"),
     ] = False,
-    as_json: output.AsJson = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Show how many bytes a rank sends in one attention call, along each mesh axis, forward and backward."""
     with flags.errors_in_one_line():

@@ -49,7 +49,7 @@ def verify(
             help="verify generation instead: a prompt, then token by token; with --fp8 comm, the cache is in FP8, too",
         ),
     ] = False,
-    as_json: output.AsJson = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Run providers on this machine's devices, forward and backward, and compare with attention on one device."""
     with flags.errors_in_one_line():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,12 +36,12 @@ def command(*args: str) -> Result:
     return CliRunner().invoke(app, ["bench", *args])
 
 
-def measured(path: Path, *args: str, status: int = 0) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The output of a run on two ranks, and mask -> contestant -> what the JSON file says."""
-    done = command(*_TWO, *args, "--json", str(path))
+def measured(*args: str, status: int = 0) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The JSON of a run on two ranks, and mask -> contestant -> what it says."""
+    done = command(*_TWO, *args, "--json")
     assert done.exit_code == status, done.output
-    found = json.loads(path.read_text())["cases"]
-    return done.output, {case["mask"]: {m["name"]: m for m in case["contestants"]} for case in found}
+    whole = json.loads(done.stdout)
+    return whole, {case["mask"]: {m["name"]: m for m in case["contestants"]} for case in whole["cases"]}
 
 
 def every_case(problem: Problem = _PROBLEM) -> list[Case]:
@@ -70,12 +69,9 @@ def test_a_shortened_case_keeps_its_mask() -> None:
         assert short.problem.window == (None if case.problem.window is None else (16, 0))
 
 
-def test_every_mask_is_right_and_timed_on_two_ranks(tmp_path: Path) -> None:
-    written = tmp_path / "a.json"
+def test_every_mask_is_right_and_timed_on_two_ranks() -> None:
     chosen = [f for name in ("ring", "attention2d", "usp", "torch-ring") for f in ("--provider", name)]
-    output, found = measured(written, *chosen, "--cluster", "cpu")
-    assert "PASS: 14 of 16 timed; 2 cannot run, for the reasons given" in output
-    whole = json.loads(written.read_text())
+    whole, found = measured(*chosen, "--cluster", "cpu")
     assert whole["ok"] and whole["rounds"] == 1 and set(found) == set(MASKS)
     for case in whole["cases"]:
         packed, windowed = "document" in case["mask"], "window" in case["mask"]
@@ -96,16 +92,16 @@ def test_every_mask_is_right_and_timed_on_two_ranks(tmp_path: Path) -> None:
     assert found["causal"]["ring"]["sent"] == {"least": row.least, "most": row.most}
 
 
-def test_linear_attention(tmp_path: Path) -> None:
+def test_linear_attention() -> None:
     flags = ("--provider", "lasp2", "--decay", "key", "--mask", "causal-document", "--mask", "full")
-    for case in measured(tmp_path / "a.json", *flags)[1].values():
+    for case in measured(*flags)[1].values():
         m = case["lasp2"]
         assert m["correct"] and "dlog_decay" in m["errors"] and m["flops_per_s"] is None and m["of_ideal"]["total"] > 0
 
 
-def test_half_precision_is_held_to_the_error_of_its_kernel(tmp_path: Path) -> None:
+def test_half_precision_is_held_to_the_error_of_its_kernel() -> None:
     flags = ("--dtype", "bfloat16", "--provider", "striped", "--provider", "torch-ring", "--mask", "causal")
-    for m in measured(tmp_path / "a.json", *flags)[1]["causal"].values():
+    for m in measured(*flags)[1]["causal"].values():
         assert 1e-4 < m["errors"]["out"] < m["allowed"]["out"] < 1e-2
 
 
@@ -137,13 +133,20 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("fault", "wrong"), [("block", {"causal", "causal-window"}), ("window", {"causal-window"})])
 @pytest.mark.usefixtures("planted")
-def test_a_wrong_method_is_not_timed(fault: str, wrong: set[str], tmp_path: Path) -> None:
+def test_a_wrong_method_is_not_timed(fault: str, wrong: set[str]) -> None:
     flags = ("--provider", f"faulty_{fault}", "--provider", "ring", "--mask", "causal", "--mask", "causal-window")
-    output, found = measured(tmp_path / "a.json", *flags, status=1)
-    assert output.count("WRONG:") == len(wrong) and f"{len(wrong)} WRONG, not timed" in output
+    whole, found = measured(*flags, status=1)
+    assert not whole["ok"]
     for mask, m in found.items():
         assert m[f"faulty_{fault}"]["correct"] == (mask not in wrong) == ("seconds" in m[f"faulty_{fault}"])
         assert m["ring"]["correct"] and m["ring"]["median"]["total"] > 0
+
+
+@pytest.mark.usefixtures("planted")
+def test_the_table_names_what_is_wrong() -> None:
+    done = command(*_TWO, "--provider", "faulty_block", "--provider", "ring", "--mask", "causal")
+    assert done.exit_code == 1 and "WRONG:" in done.output
+    assert done.output.splitlines()[-1] == "FAIL: 1 of 2 timed; 1 WRONG, not timed"
 
 
 @pytest.mark.usefixtures("planted")
@@ -162,24 +165,23 @@ def test_a_peer_that_refuses_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert "PASS: 1 of 2 timed; 1 cannot run, for the reasons given" in done.output
 
 
-def test_ranks_that_were_started_by_others_join(tmp_path: Path) -> None:
+def test_ranks_that_were_started_by_others_join() -> None:
     """As under torchrun: every rank runs the command, and only the first prints."""
-    flags = ("--device", "cpu", *_SHAPE, "--provider", "ring", "--mask", "causal", "--json", str(tmp_path / "a.json"))
+    flags = ("--device", "cpu", *_SHAPE, "--provider", "ring", "--mask", "causal", "--json")
 
     def rank() -> tuple[int, str]:
         done = command(*flags)
         return done.exit_code, done.output
 
     (first, output), (second, silence) = run_ranks(rank, 2)
-    assert (first, second, silence) == (0, 0, "") and "PASS: 1 of 1 timed" in output
-    assert json.loads((tmp_path / "a.json").read_text())["cases"][0]["problem"]["size"] == 2
+    assert (first, second, silence) == (0, 0, "")
+    assert json.loads(output)["cases"][0]["problem"]["size"] == 2
 
 
 def test_ranks_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output files are checked on the first rank only: another host need not have their folder."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    done = command("--ranks", "2", "--device", "cpu", "--json", "/nowhere/a.json")
+    done = command("--ranks", "2", "--device", "cpu")
     assert done.exit_code == 2 and "--ranks 2: torchrun has already started 8 ranks; leave --ranks out" in done.output
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -27,7 +26,6 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         (("--dtype", "fp16"), "--dtype fp16: 'fp16' is not one of 'float64', 'float32'"),
         (("--heads", "12"), "error: --heads 12 --kv-heads 8: "),
         (("--measure", "--seq-length", "4194304"), "use a smaller --seq-length"),
-        (("--json", ""), "error: --json: name the file to write, such as file.json"),
         (("--provider", "ring", "--decay", "token"), "--decay token is for linear attention: leave it out, or use"),
     ],
     ("verify", "--device", "cpu"): [
@@ -92,7 +90,6 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
         ),
         (("--window", "0", "--mask", "causal-window"), "--window 0: Input should be greater than or equal to 1"),
         (("--documents", "chat", "--mask", "causal"), "--documents chat has no effect with --mask causal"),
-        (("--json", "/nowhere/a.json"), "--json /nowhere/a.json cannot be written: name a file in an existing folder"),
         (("--cluster", "dgx-h100", "--dtype", "float64"), "no attention rate for float64"),
     ],
     ("doctor",): [
@@ -129,13 +126,6 @@ def test_reasons_of_rows_name_the_flags_of_the_command() -> None:
         assert "ring: cannot: --seq-length 7 cannot be split" in odd.stdout
         wide = CliRunner().invoke(app, [*command, "--provider", "ring", "--fp8", "comm", "--dtype", "float32"])
         assert "use --dtype bfloat16" in " ".join(wide.stdout.split())
-
-
-def test_a_dash_is_standard_output() -> None:
-    plain, dash = (
-        CliRunner().invoke(app, ["traffic", "--provider", "ring", *to]) for to in (["--json"], ["--json", "-"])
-    )
-    assert json.loads(dash.stdout) == json.loads(plain.stdout)
 
 
 @one_case

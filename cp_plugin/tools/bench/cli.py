@@ -88,7 +88,7 @@ def bench(
         str | None,
         typer.Option(metavar="NAME", help="also predict the times for this cluster, packaged or a .toml file"),
     ] = None,
-    as_json: output.AsJson = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Time providers, and the context parallelism of other libraries, on real ranks; each is checked first.
 

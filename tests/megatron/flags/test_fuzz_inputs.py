@@ -215,7 +215,7 @@ PLANTED: dict[str, tuple[str, Any, Callable[[], str], str]] = {
     "a traceback": ("tools.traffic.price", lambda *_: 1 / 0, lambda: a_command(["traffic"]), "ZeroDivisionError"),
     "another size": (
         *("tools.tables.asdict", lambda _: {"size": 4, "heads": 7}),
-        *(lambda: a_command(["traffic", "--provider=ring", "--json=-", "--heads=8"]), "heads was read as 7"),
+        *(lambda: a_command(["traffic", "--provider=ring", "--json", "--heads=8"]), "heads was read as 7"),
     ),
     "no name": (
         *("engine.core.problem.Problem.__post_init__", Mock(side_effect=ValueError("no"))),
