@@ -99,17 +99,13 @@ def _print(console: Console, line: str, style: str) -> None:
 PICTURES = (".svg", ".png", ".pdf")
 
 
-def check_output(path: Path, kind: str = "file", suffixes: Sequence[str] = (), flag: str = "") -> None:
+def check_output(path: Path, kind: str, suffixes: Sequence[str], flag: str = "") -> None:
     """ValueError for an unwritable file or a wrong suffix; ``kind`` of file and ``flag``: for the message."""
-    if not path.name:
-        example = f"{kind}{suffixes[0] if suffixes else ''}"
-        raise ValueError(f"{flag or path}: name the {kind} to write, such as {example}")
-    if suffixes and path.suffix not in suffixes:
-        listed = either(suffixes)
-        shown = f"{flag} {path}".strip()
-        raise ValueError(f"{shown}: {kind}s are {listed} files; write {path.with_suffix(suffixes[0])}")
+    shown = f"{flag} {path}".strip()
+    if path.suffix not in suffixes:
+        better = path.with_suffix(suffixes[0]) if path.name else f"{kind}{suffixes[0]}"
+        raise ValueError(f"{shown}: {kind}s are {either(suffixes)} files; write {better}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        shown = f"{flag} {path}".strip()
         raise ValueError(f"{shown} cannot be written: name a file in an existing folder that you can write to")
 
 

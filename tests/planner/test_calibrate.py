@@ -132,7 +132,7 @@ def test_measured_profile(measured, tmp_path: Path):
     ("words", "part"),
     [
         (("here.toml", "--ranks", "1"), "--ranks 1: a single rank has no links to measure"),
-        (("",), "name the profile to write, such as profile.toml"),
+        (("",), "profiles are .toml files; write profile.toml"),
         (("here.json",), "here.json: profiles are .toml files; write here.toml"),
         (("here.toml", "--device", "cuda"), "torch sees no CUDA device"),
     ],

@@ -71,17 +71,6 @@ def save(figure: Figure, path: Path) -> None:
         path.write_text(path.read_text().replace("<defs>", f"<defs>\n{_THEMES}", 1))
 
 
-def check_ranks(size: int) -> None:
-    """Refuse more ranks than there are colours (ValueError)."""
-    if size > len(RANK_COLOURS):
-        raise ValueError(f"{size} ranks have no distinct colours: use {len(RANK_COLOURS)} or fewer")
-
-
-def about(tokens: int, size: int) -> int:
-    """Nearly as many tokens, divisible over the ranks on every layout."""
-    return max(1, tokens // (2 * size)) * 2 * size
-
-
 def paler(colour: str, share: float) -> tuple[float, float, float]:
     """The colour mixed with a share of white: 0 is the colour itself."""
     from matplotlib.colors import to_rgb
@@ -120,14 +109,15 @@ def plain(axes: Axes) -> None:
     axes.tick_params(length=0)
 
 
-def draw_holders(axes: Axes, holders: Sequence[int], title: str) -> None:
-    """A strip of tokens, each in the colour of its rank, and with its number where there is room."""
-    for position, rank in enumerate(holders):
-        colour = RANK_COLOURS[rank]
-        axes.add_patch(box(position, 0, 1, 1, colour))
-        if len(holders) <= MOST_NUMBERED:
-            ink = ink_on(paler(colour, 0))
-            axes.text(position + 0.5, 0.5, str(rank), ha="center", va="center", color=ink, fontsize=POINTS)
-    axes.set(xlim=(0, len(holders)), ylim=(0, 1), yticks=[], xticks=range(0, len(holders) + 1, len(holders) // 4 or 1))
+def draw_ranks(axes: Axes, cells: Sequence[Sequence[int]], title: str) -> None:
+    """A strip of tokens or heads, each in the colours of its ranks, and with their numbers where there is room."""
+    for start, ranks in enumerate(cells):
+        for i, rank in enumerate(ranks):
+            colour, width = RANK_COLOURS[rank], 1 / len(ranks)
+            axes.add_patch(box(start + i / len(ranks), 0, width, 1, colour))
+            if len(cells) <= MOST_NUMBERED:
+                middle, ink = start + (i + 0.5) / len(ranks), ink_on(paler(colour, 0))
+                axes.text(middle, 0.5, str(rank), ha="center", va="center", color=ink, fontsize=POINTS)
+    axes.set(xlim=(0, len(cells)), ylim=(0, 1), yticks=[])
     axes.set_title(title, fontsize=POINTS, loc="left")
     plain(axes)

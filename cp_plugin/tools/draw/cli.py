@@ -69,10 +69,10 @@ def draw_method(
         bounds: where the documents of a pack begin, and its length, which replaces both numbers of tokens; empty: none.
         options: as for ``ContextParallel``.
     """
-    canvas.check_ranks(size)
-    lengths = (tokens or 8 * size, timed_tokens or canvas.about(8192, size))
-    if bounds:
-        lengths = (bounds[-1], bounds[-1])
+    if size > (most := len(canvas.RANK_COLOURS)):
+        raise ValueError(f"{size} ranks have no distinct colours: use {most} or fewer")
+    about = max(1, 8192 // (2 * size)) * 2 * size  # divisible over the ranks on every layout
+    lengths = (bounds[-1], bounds[-1]) if bounds else (tokens or 8 * size, timed_tokens or about)
     if lengths[0] > MOST:
         raise ValueError(f"{lengths[0]} tokens do not fit in a picture: use {MOST} tokens or fewer")
     shown, timed = (record(provider, size, seq_length=n, bounds=bounds, **options) for n in lengths)
@@ -81,13 +81,14 @@ def draw_method(
     heights = (0.75, 0.75 if divided else 0.01, 4.3, time)
     figure = canvas.new_figure(canvas.WIDTH, sum(heights) + 1)
     rows = figure.add_gridspec(4, 1, height_ratios=heights)
-    canvas.draw_holders(
-        figure.add_subplot(rows[0]),
-        shown.holders(),
-        f"{textwrap.fill(_title(shown), 46)}:\nwhich rank holds each token",
-    )
+    held = figure.add_subplot(rows[0])
+    title = f"{textwrap.fill(_title(shown), 46)}:\nwhich rank holds each token"
+    canvas.draw_ranks(held, [[rank] for rank in shown.holders()], title)
+    held.set(xticks=range(0, shown.seq_length + 1, shown.seq_length // 4 or 1))
     if divided:
-        _draw_heads(figure.add_subplot(rows[1]), shown)
+        heads, n = figure.add_subplot(rows[1]), shown.heads
+        canvas.draw_ranks(heads, [*map(shown.ranks_of, range(n))], "which ranks compute each query head")
+        heads.set_xticks([h + 0.5 for h in range(n)], [f"head {h}" if n <= 4 else str(h) for h in range(n)])
     _draw_matrix(figure.add_subplot(rows[2]), shown, divided)
     _draw_time(figure.add_subplot(rows[3]), timed)
     canvas.save(figure, path)
@@ -98,20 +99,6 @@ def _title(recording: Recording) -> str:
     shown = {name: value for name, value in recording.options.chosen.items() if name not in ("backward", "head_groups")}
     options = (f"{name.replace('_', ' ')} {show_option(value)}" for name, value in shown.items())
     return f"{recording.provider}, {ranks} ({', '.join((f'{recording.layout} tokens', *options))})"
-
-
-def _draw_heads(axes: Axes, recording: Recording) -> None:
-    for head in range(recording.heads):
-        ranks = recording.ranks_of(head)
-        for i, rank in enumerate(ranks):
-            width, middle = 1 / len(ranks), head + (i + 0.5) / len(ranks)
-            axes.add_patch(canvas.box(head + i / len(ranks), 0, width, 1, canvas.RANK_COLOURS[rank]))
-            ink = canvas.ink_on(canvas.paler(canvas.RANK_COLOURS[rank], 0))
-            axes.text(middle, 0.5, str(rank), ha="center", va="center", color=ink, fontsize=canvas.POINTS)
-    axes.set(xlim=(0, recording.heads), ylim=(0, 1), yticks=[], xticks=[h + 0.5 for h in range(recording.heads)])
-    axes.set_xticklabels([f"head {h}" if recording.heads <= 4 else str(h) for h in range(recording.heads)])
-    axes.set_title("which ranks compute each query head", fontsize=canvas.POINTS, loc="left")
-    canvas.plain(axes)
 
 
 def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
