@@ -26,7 +26,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ import torch.distributed as dist
 
 from cp_plugin.engine.common import refusals
 from cp_plugin.engine.common.text import wrap_for_terminal
-from cp_plugin.testing.launch_rank import Job, Message, frozen, live, passing_on_sigterm
+from cp_plugin.testing.launch_rank import Job, Message, live, passing_on_sigterm
 from cp_plugin.testing.nproc import split_nproc
 
 OUTPUTS = ("rank0", "ends", "all")
@@ -53,7 +52,7 @@ class RankError(RuntimeError):
     """A rank failed: `rank` is the first one that did, `traceback` its traceback (or what is known instead).
 
     `exit_status` is that rank's: 1 for an exception, n for `sys.exit(n)`, -signal for a signal. `refusals` has each
-    message once if no rank failed in another way (`common.refusals`).
+    message once if no rank failed in another way (`common.refusals`), with a rank unless all ranks say the same.
     """
 
     def __init__(
@@ -103,10 +102,12 @@ class _Rank:
             os.killpg(self.pid, signal.SIGKILL)  # its children; the pid is ours until waitpid
         self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if self.message is None or (not self.failed and self.status != 0):
-            # A signal is the cause: it sorts before the errors it leads to elsewhere.
-            when = 0.0 if self.status < 0 else time.monotonic()
-            text = _describe_end(self.status) + _text(self.stacks)
-            self.message = Message(error=text, time=when, status=self.status or 1)
+            text, when = f"the process ended with status {self.status} without returning a result\n", time.monotonic()
+            if self.status < 0:
+                name = signal.Signals(-self.status).name
+                why = " (which the kernel also sends when memory runs out)" if name == "SIGKILL" else ""
+                text, when = f"killed by {name}{why}\n", 0.0  # the cause: it sorts before the errors it leads to
+            self.message = Message(error=text + _text(self.stacks), time=when, status=self.status or 1)
 
     def kill(self) -> None:
         """Kill the process and all that it started, and collect it."""
@@ -191,7 +192,7 @@ def run_ranks(
         _await_messages(ranks, job)
         release.close()
         _await_exit(ranks, job)
-    return [_result(rank, job) for rank in ranks]
+    return [torch.load(io.BytesIO(r.message.result), weights_only=False) for r in ranks]
 
 
 def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *, preload: Callable[[], object]) -> int:
@@ -273,7 +274,7 @@ def _await_messages(ranks: Sequence[_Rank], job: Job) -> None:
             limits.append(time.monotonic() + _GRACE_S)
     running = [r for r in ranks if r.message is None]
     if running or any(r.failed for r in ranks):
-        _dump_stacks([r for r in running if not frozen(r.pid)])
+        _dump_stacks(running)
         for rank in running:
             rank.kill()
         raise _error(ranks, job)
@@ -296,15 +297,6 @@ def _read_next(ranks: Sequence[_Rank], deadline: float) -> bool:
     for fd in connection.wait(waiting, None if left == math.inf else max(0.0, left)):
         waiting[fd]()
     return time.monotonic() < deadline
-
-
-def _result(rank: _Rank, job: Job) -> Any:
-    try:
-        return torch.load(io.BytesIO(rank.message.result), weights_only=False)
-    except Exception as error:
-        text = "".join(traceback.format_exception(error))
-        message = f"the result of rank {rank.rank} of {job.world_size} cannot be unpickled\n\n{text}"
-        raise RankError(message, rank=rank.rank, traceback=text) from error
 
 
 def _dump_stacks(running: Sequence[_Rank]) -> None:
@@ -350,29 +342,17 @@ def _error(ranks: Sequence[_Rank], job: Job) -> RankError:
         if tail and 0 not in others:
             parts.append(f"last output of rank {teller}:\n" + "\n".join(tail))
     message = "\n\n".join(parts)
-    if failed:
-        said = {r.message.refusal: r.rank for r in reversed(failed)}
-        return RankError(
-            message,
-            rank=first.rank,
-            traceback=first.message.error,
-            exit_status=first.message.status,
-            refusals=() if "" in said else _name_ranks(said, all_alike=len(failed) == job.world_size),
-        )
-    return RankTimeout(message, rank=first.rank, traceback=_text(first.stacks))
-
-
-def _name_ranks(said: Mapping[str, int], *, all_alike: bool) -> tuple[str, ...]:
-    """Messages, with a rank that has each unless all ranks have the same."""
-    alone = all_alike and len(said) == 1
-    return tuple(text if alone else f"rank {rank}: {text}" for text, rank in said.items())
-
-
-def _describe_end(status: int) -> str:
-    if status < 0:
-        name = signal.Signals(-status).name
-        return f"killed by {name}{' (which the kernel also sends when memory runs out)' if name == 'SIGKILL' else ''}\n"
-    return f"the process ended with status {status} without returning a result\n"
+    if not failed:
+        return RankTimeout(message, rank=first.rank, traceback=_text(first.stacks))
+    said = {r.message.refusal: r.rank for r in reversed(failed)}
+    alone = len(said) == 1 and len(failed) == job.world_size
+    return RankError(
+        message,
+        rank=first.rank,
+        traceback=first.message.error,
+        exit_status=first.message.status,
+        refusals=() if "" in said else [text if alone else f"rank {rank}: {text}" for text, rank in said.items()],
+    )
 
 
 def _scratch_file() -> int:

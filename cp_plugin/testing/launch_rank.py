@@ -22,7 +22,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,8 +123,7 @@ def die_with_parent(parent: int) -> None:
 
 def _hidden_streams(rank: int, job: Job) -> tuple[int, ...]:
     """The file descriptors whose output is not shown."""
-    shown_whole = job.output == "all" or (job.output in ("rank0", "ends") and rank == 0)
-    if shown_whole:
+    if job.output == "all" or rank == 0:
         return ()
     return (2,) if job.output == "ends" and rank == job.world_size - 1 else (1, 2)
 
@@ -177,10 +175,3 @@ def passing_on_sigterm(pids: Callable[[], Sequence[int]]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def frozen(pid: int) -> bool:
-    """Whether SIGSTOP or a debugger holds the process, so that it cannot answer a signal."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    return False

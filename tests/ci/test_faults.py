@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +14,6 @@ from warm import python
 from cp_plugin.engine.comm import GroupMesh, MessageError
 from cp_plugin.engine.comm.alarm import Alarm, report
 from cp_plugin.testing.launch import RankError, run_ranks
-from cp_plugin.testing.launch_rank import frozen
 
 ROOT = Path(__file__).parents[2]
 FAULTS = ROOT / "ci" / "faults"
@@ -44,19 +40,6 @@ def test_a_rank_that_fails_tells_the_others() -> None:
     said = run_ranks(rank, 3, init_process_group=True)[1]
     assert said is not None and said.startswith("rank 1 of 3 on ") and said.splitlines()[0].endswith(": boom")
     assert said.splitlines()[1:] == ["  rank 0: no error; in step 5", "  rank 2: boom"]
-
-
-def test_a_frozen_process_is_told_from_a_busy_one() -> None:
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        assert not frozen(busy.pid)
-        busy.send_signal(signal.SIGSTOP)
-        os.waitpid(busy.pid, os.WUNTRACED)
-        assert frozen(busy.pid)
-    finally:
-        busy.kill()
-        busy.wait()
-    assert not frozen(busy.pid), "gone"
 
 
 def test_a_lost_message_has_its_name() -> None:
