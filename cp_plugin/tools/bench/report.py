@@ -211,19 +211,15 @@ class Processors:
     """Processor time of other programs: that of all since construction, less this process and its finished children."""
 
     def __init__(self) -> None:
-        self._start, self._busy, self._own = time.monotonic(), _busy(), _own()
+        self._start, self._busy = time.monotonic(), _others()
 
     def others(self) -> float:
         """The share of processor time that other programs used."""
         whole = (time.monotonic() - self._start) * (os.cpu_count() or 1)
-        return max(0.0, (_busy() - self._busy) - (_own() - self._own)) / whole
+        return max(0.0, _others() - self._busy) / whole
 
 
-def _busy() -> float:
-    """Seconds of all programs, without interrupts, which carry our packets."""
-    times = psutil.cpu_times()
-    return times.user + times.nice + times.system
-
-
-def _own() -> float:
-    return sum(os.times()[:4])  # user and system time of this process and of its children
+def _others() -> float:
+    """Seconds of other programs, without interrupts, which carry our packets."""
+    times, (user, system, of_children, in_system, _) = psutil.cpu_times(), os.times()
+    return times.user + times.nice + times.system - (user + system + of_children + in_system)

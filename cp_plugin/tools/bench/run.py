@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from cp_plugin.engine.attention.api import ContextParallel
@@ -108,17 +107,12 @@ class Rank:
         self._device, self._rounds = device, rounds
         self._made: dict[tuple[str, Options], ContextParallel] = {}
         console = Console(stderr=True, quiet=dist.get_rank() != 0 or not sys.stderr.isatty())
-        self._progress = Progress(console=console, transient=True)
+        self._status = console.status("starting")
 
     def run(self, plans: Sequence[CaseResult], questions: Sequence[oracle.Case]) -> list[list[dict[str, Any]]]:
         """The measurements of all contestants that can run, in order; the same on all ranks."""
-        steps = sum(len(p.possible) * (1 + WARM_UP[self._device.type] + self._rounds) for p in plans)
-        with self._progress:
-            self._progress.add_task("starting", total=steps)
+        with self._status:
             return [self._case(p, asked) for p, asked in zip(plans, questions, strict=True)]
-
-    def _shown(self, text: str) -> None:
-        self._progress.update(self._progress.task_ids[0], description=text, advance=1)
 
     def _case(self, plan: CaseResult, asked: oracle.Case) -> list[dict[str, Any]]:
         checked = [(m, self._checked(m, asked, plan.case.mask_name)) for m in plan.possible]
@@ -129,7 +123,7 @@ class Rank:
 
     def _checked(self, one: Measured, asked: oracle.Case, mask_name: str) -> dict[str, Any]:
         """A contestant's errors on the short case."""
-        self._shown(f"checking {one.entry}")
+        self._status.update(f"checking {one.entry}")
         try:
             contestant = self.start(one, asked)
             parts = Inputs(*(None if x is None else contestant.shard(x.to(self._device)) for x in asked.inputs))
@@ -158,7 +152,7 @@ class Rank:
         titles = [*(str(one.entry) for one in right), *("the ideal" for _ in shares)]
 
         def shown(number: int) -> None:
-            self._shown(f"{case.mask_name}, {case.problem.seq_length} tokens: {titles[number]}")
+            self._status.update(f"{case.mask_name}, {case.problem.seq_length} tokens: {titles[number]}")
 
         for _ in range(WARM_UP[self._device.type]):
             for contestant in contestants:

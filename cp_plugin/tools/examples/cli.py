@@ -4,7 +4,6 @@ of one, which runs on every node."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
 from enum import StrEnum
 from importlib.resources import files
 from typing import Annotated
@@ -14,7 +13,7 @@ from rich.console import Console
 
 from cp_plugin.tools import flags
 from cp_plugin.tools.examples.config import Example, Experiment, examples, load, words
-from cp_plugin.tools.output import Cells, new_console, print_lines, print_table
+from cp_plugin.tools.output import new_console, print_lines, print_table
 
 Printed = StrEnum("Printed", ["sh", "flags"])
 
@@ -38,7 +37,7 @@ def example(
                 {"--variant": variant, "--seq-length": seq_length}, "has no effect without --print sh or flags"
             )
             if name is None:
-                print_examples(new_console(), examples())
+                print_examples(new_console())
             else:
                 print_example(new_console(), load(name))
             return
@@ -51,8 +50,11 @@ def example(
             print(render(chosen, seq_length), end="")
 
 
-def print_examples(console: Console, examples: Iterable[Example]) -> None:
-    rows = [(_row(example), "") for example in examples]
+def print_examples(console: Console) -> None:
+    rows = []
+    for one in examples():
+        base, others = one.experiment(), ", ".join(one.variants[1:])
+        rows.append(((one.name, str(base.devices), _provider(base), _lengths(base), others, base.title), ""))
     print_table(console, "Examples", ("name", "GPUs", "method", "tokens", "variants", "what"), rows)
     print_lines(console, "\nMore about one of them: cp-plugin example NAME")
 
@@ -90,12 +92,6 @@ def render(experiment: Experiment, seq_length: int | None = None) -> str:
     return text
 
 
-def _row(example: Example) -> Cells:
-    base = example.experiment()
-    others = ", ".join(example.variants[1:])
-    return (example.name, str(base.devices), _provider(base), _lengths(base), others, base.title)
-
-
 def _provider(one: Experiment) -> str:
     own = one.flags
     linear, pattern = own.get("cp-linear-attention"), str(own.get("cp-layer-pattern", "L"))
@@ -106,12 +102,8 @@ def _provider(one: Experiment) -> str:
 
 
 def _lengths(one: Experiment) -> str:
-    few = [_tokens(n) for n in (min(one.lengths), max(one.lengths))]
-    return few[0] if few[0] == few[1] else " to ".join(few)
-
-
-def _tokens(n: int) -> str:
-    for size, unit in ((2**20, "M"), (2**10, "k")):
-        if n % size == 0:
-            return f"{n // size}{unit}"
-    return f"{n:,}"
+    """``128k to 2M``."""
+    ends = dict.fromkeys((min(one.lengths), max(one.lengths)))
+    return " to ".join(
+        f"{n // 2**20}M" if n % 2**20 == 0 else f"{n // 2**10}k" if n % 2**10 == 0 else f"{n:,}" for n in ends
+    )
